@@ -55,10 +55,6 @@ def assemble(requests: Sequence[InferRequest], rows: Sequence[int], ragged: Coll
 
     Inputs are `dtype[sum(rows), …]`, ragged ones `dtype[elements]`. A single request's inputs share its memory,
     read-only.
-
-    Raises:
-        InvalidRequest: A tensor's bytes do not fill its shape, or the shapes do not make up `sum(rows)`.
-        UnsupportedDatatype: No such datatype.
     """
     first = requests[0].inputs
     if len(requests) == 1:

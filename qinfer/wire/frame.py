@@ -1,19 +1,19 @@
-"""The frame: how requests, responses and credits look in Redis. Golden files in `tests/unit/wire` fix it for good.
+"""The frame encodes requests, responses and credits in Redis; golden files in `tests/unit/wire` fix it.
 
     byte 0      the frame version
-    byte 1      what it holds: 0 = one request, 1 = responses, 2 = credits
+    byte 1      the content: 0 = one request, 1 = responses, 2 = credits
     bytes 2-3   zero
     bytes 4-7   length of the header, uint32 little-endian
     bytes 8-…   the header: msgpack arrays, whose fields are only ever appended
     then        the tensors' raw bytes, if any; each begins at a multiple of 8 from the frame's start
 
-A header names each tensor's offset (from the end of the padded header) and size, so that `numpy.frombuffer` takes it
-from the frame without a copy. A reader accepts its own version and the one before, skips header fields that it does
-not know, and raises `NewerVersion` for later versions, for a newer worker to take. No pickle, ever.
+A header has each tensor's offset (from the end of the padded header) and size, so `numpy.frombuffer` reads it without a
+copy. A reader accepts its own version and the one before, skips unknown header fields, and raises `NewerVersion` for
+later versions, for a newer worker to take. No pickle, ever.
 
-A request whose tensors are stored beside the stream (claim check) has its `payload` field set, and no tensors in the
-frame: the offsets are those in the payload, which is laid out as the tensors in a frame are. Fields that were appended
-later are written only where they are set, so that frames without them stay as they were, byte for byte.
+A request with tensors beside the stream (claim check) has a `payload` field and no tensors in the frame: the offsets
+are positions in the payload, which has the same layout. Fields appended later are written only if set, so other frames
+stay the same to the byte.
 """
 
 import struct
@@ -42,10 +42,10 @@ from qinfer.wire.versions import NewerVersion
 FRAME_VERSION = 1
 OLDEST_READABLE = 1
 ALIGNMENT = 8
-"""Of a tensor, in bytes from the frame's start."""
+"""The alignment of a tensor, in bytes from the frame's start."""
 
 MAX_HEADER_BYTES = 2 * 2**20
-"""A larger header of a request is damaged, or an attack: those that are submitted have at most half of it."""
+"""A larger header of a request is damaged, or an attack."""
 
 _REQUEST, _RESPONSES, _CREDITS = 0, 1, 2
 _PRELUDE = struct.Struct("<BBHI")
@@ -56,11 +56,7 @@ _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class PayloadApart(DeliveryError):
-    """The frame is whole, and its tensors are elsewhere: read them with `Queue.payload`, and decode with both.
-
-    Attributes:
-        request: All of the request but its inputs, which are empty.
-    """
+    """The frame is whole; read its tensors with `Queue.payload`. `request` lacks only its inputs."""
 
     def __init__(self, request: InferRequest) -> None:
         super().__init__(f"the tensors of request {request.id} are stored beside the stream")
@@ -92,7 +88,7 @@ class _RequestHeader(msgspec.Struct, array_like=True, gc=False):
     generation: _Natural
     attempt: _Natural
     sequence: Sequence | None
-    payload: str = ""  # `_BESIDE` when the tensors do not travel in the frame
+    payload: str = ""  # `_BESIDE` if the tensors are stored beside the stream
 
 
 class _LongRequestHeader(_RequestHeader, array_like=True, gc=False):
@@ -108,7 +104,7 @@ class _SparingRequestHeader(_HeldRequestHeader, array_like=True, gc=False):
 
 
 class _TracedRequestHeader(_SparingRequestHeader, array_like=True, gc=False):
-    traces: _Natural = 0  # of requests that are made for it: 1 = wanted, 2 = with tensors
+    traces: _Natural = 0  # of requests made for it: 1 = wanted, 2 = with tensors
 
 
 class _ResponseHeader(msgspec.Struct, array_like=True, gc=False):
@@ -146,18 +142,14 @@ _credits_decoder = msgspec.msgpack.Decoder(list[Credit])
 
 
 def encode_request(request: InferRequest) -> bytes:
-    """Encodes a request; the tensors are copied once, into the frame."""
+    """Encodes a request; copies its tensors once."""
     parts: list[Bytes] = []
     inputs, _ = _lay_out(request.inputs, parts, 0)
     return _join(_REQUEST, _encode_header(request, inputs, ""), parts)
 
 
 def encode_request_apart(request: InferRequest) -> tuple[bytes, bytes]:
-    """Encodes a request whose tensors are to be stored beside the stream.
-
-    Returns:
-        The frame, and the payload: the tensors, each beginning at a multiple of 8.
-    """
+    """Encodes a request as its frame, and the payload of its tensors."""
     parts: list[Bytes] = []
     inputs, _ = _lay_out(request.inputs, parts, 0)
     return _join(_REQUEST, _encode_header(request, inputs, _BESIDE), []), b"".join(parts)
@@ -200,21 +192,16 @@ def _encode_header(request: InferRequest, inputs: list[_TensorHeader], payload: 
 
 
 def _flags(sequence: Sequence | None) -> Any:
-    """Returns a request's sequence as the header has it: without its last field where that is not set."""
     return sequence if sequence is None or sequence.step else (sequence.id, sequence.start, sequence.end)
 
 
 def decode_request(frame: Bytes, payload: Bytes | None = None) -> InferRequest:
-    """Decodes a request; its tensors are views into `frame` or `payload`, which they keep alive.
-
-    Args:
-        frame: The frame.
-        payload: What is stored beside the stream, where the tensors do not travel in the frame.
+    """Decodes a request; its tensors are views into `frame` or `payload`.
 
     Raises:
-        PayloadApart: The tensors are beside the stream, and `payload` was not given; has the rest of the request.
+        PayloadApart: The tensors are stored beside the stream, and `payload` is `None`.
         NewerVersion: The frame's version is above `FRAME_VERSION`.
-        CorruptEntry: It is no frame, or it or the payload is damaged.
+        CorruptEntry: The frame or the payload is damaged.
     """
     view, end = _open(frame, _REQUEST)
     if end > MAX_HEADER_BYTES:
@@ -245,7 +232,7 @@ def decode_request(frame: Bytes, payload: Bytes | None = None) -> InferRequest:
         generation=header.generation,
         attempt=header.attempt,
     )
-    # Apart, because CPython makes a dict of more than 15 keywords, which costs as much as all the rest of this call.
+    # More than 15 keywords make CPython build a dict, which doubles the time of this call.
     request.sequence = header.sequence
     request.queue_timeout_s = header.queue_timeout_us / 1e6
     request.payload = bool(header.payload)
@@ -259,7 +246,7 @@ def decode_request(frame: Bytes, payload: Bytes | None = None) -> InferRequest:
 
 
 def encode_responses(responses: Items[Response]) -> bytes:
-    """Encodes the responses of a batch as one blob, for one reply stream."""
+    """Encodes responses for one reply stream as one blob."""
     parts: list[Bytes] = []
     headers: list[_ResponseHeader] = []
     cursor = 0
@@ -293,12 +280,7 @@ def encode_responses(responses: Items[Response]) -> bytes:
 
 
 def decode_responses(blob: Bytes) -> list[Response]:
-    """Decodes a batch's responses; their tensors are views into `blob`, which they keep alive.
-
-    Raises:
-        NewerVersion: The blob's version is above `FRAME_VERSION`.
-        CorruptEntry: It is no such blob, or is damaged.
-    """
+    """Decodes responses; their tensors are views into `blob`."""
     view, end = _open(blob, _RESPONSES)
     try:
         headers = _responses_decoder.decode(view[_PRELUDE.size : end])
@@ -330,18 +312,13 @@ def decode_responses(blob: Bytes) -> list[Response]:
 
 
 def encode_credits(credits_: Items[Credit]) -> bytes:
-    """Encodes credits as one blob, for the reply stream of the worker that counts them."""
+    """Encodes credits for a worker's reply stream as one blob."""
     fields = [msgspec.structs.astuple(credit)[: 4 if credit.cancelled else 3] for credit in credits_]
     return _join(_CREDITS, _encoder.encode(fields), [])
 
 
 def decode_credits(blob: Bytes) -> list[Credit]:
-    """Decodes credits.
-
-    Raises:
-        NewerVersion: The blob's version is above `FRAME_VERSION`.
-        CorruptEntry: It is no such blob, or is damaged.
-    """
+    """Decodes credits; raises as `decode_responses`."""
     view, end = _open(blob, _CREDITS)
     try:
         return _credits_decoder.decode(view[_PRELUDE.size : end])
@@ -350,11 +327,11 @@ def decode_credits(blob: Bytes) -> list[Credit]:
 
 
 def is_credits(blob: Bytes) -> bool:
-    """Tells whether a blob of a reply stream holds credits, and not responses."""
+    """Returns whether a blob has credits, not responses."""
     return len(blob) > 1 and blob[1] == _CREDITS
 
 
-# A broken header shows itself as msgspec's errors, as text that is not UTF-8, or as nesting without end.
+# A damaged header causes one of these.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -367,7 +344,7 @@ def _aligned(position: int) -> int:
 
 
 def _lay_out(tensors: Items[Tensor], parts: list[Bytes], cursor: int) -> tuple[list[_TensorHeader], int]:
-    """Appends the tensors' bytes and padding to `parts`, from `cursor` on; returns their headers and the new cursor."""
+    """Appends tensors and padding to `parts`; returns headers and the new cursor."""
     headers: list[_TensorHeader] = []
     for tensor in tensors:
         data = tensor.data
@@ -388,7 +365,6 @@ def _join(kind: int, header: bytes, parts: list[Bytes]) -> bytes:
 
 
 def _open(frame: Bytes, kind: int) -> tuple[memoryview, int]:
-    """Checks the prelude; returns a view of the frame and where its header ends."""
     view = memoryview(frame)
     if len(view) < _PRELUDE.size:
         raise CorruptEntry(f"frame of {len(view)} bytes is too short")
@@ -404,14 +380,13 @@ def _open(frame: Bytes, kind: int) -> tuple[memoryview, int]:
 
 
 def tensor_places(frame: Bytes) -> tuple[int, list[tuple[int, int]]]:
-    """Returns where in a whole frame of a request its tensors' area begins, and from where to where in it each is."""
+    """Returns the offset of the tensor area, and each tensor's range in it."""
     view, end = _open(frame, _REQUEST)
     headers = _request_decoder.decode(view[_PRELUDE.size : end]).inputs
     return _aligned(end), [(header.offset, header.offset + header.size) for header in headers]
 
 
 def _cut(headers: list[_TensorHeader], area: memoryview, cursor: int) -> tuple[tuple[Tensor, ...], int]:
-    """Makes tensors of slices of `area`, which must follow one another; returns them and where the last one ends."""
     tensors: list[Tensor] = []
     size = len(area)
     for header in headers:
@@ -424,23 +399,23 @@ def _cut(headers: list[_TensorHeader], area: memoryview, cursor: int) -> tuple[t
     return tuple(tensors), cursor
 
 
-_PLAIN = b"\x01\x00\x00\x00"  # how the frame of a request begins
-_LONG_ID = b"\xdc\x00\x11\xd9"  # how its header begins: an array of 17, a text of 32 to 255 bytes
-_ID_AT = 13  # behind these, the header's size between them, and the text's size
+_PLAIN = b"\x01\x00\x00\x00"  # the first bytes of a request's frame
+_LONG_ID = b"\xdc\x00\x11\xd9"  # the first bytes of its header: an array of 17, a text of 32 to 255 bytes
+_ID_AT = 13  # after these, the header's size between them, and the text's size
 _MAX_KNOWN = 1024
-_TIMEOUT_BYTES = 5  # of the usual timeouts
+_TIMEOUT_BYTES = 5  # the bytes of a usual timeout
 _USUAL_FROM_S, _USUAL_TO_S = (1 << 16) / 1e6, ((1 << 32) - 1) / 1e6  # from 66 ms to 71 minutes
 _SMALL_BYTES = 16 * 1024  # up to here a copy is cheaper than a view
 
 
 class Repeats:
-    """Tells what comes again: to remember what comes once only would cost more than it gains."""
+    """Detects repeated keys: it does not pay to remember unique ones."""
 
     def __init__(self) -> None:
         self._seen: set[Hashable] = set()
 
     def has(self, key: Hashable) -> bool:
-        """Tells whether it came before, and notes that it did."""
+        """Returns whether a key came before, and adds it."""
         if key in self._seen:
             return True
         if len(self._seen) >= _MAX_KNOWN:
@@ -450,14 +425,10 @@ class Repeats:
 
 
 class RequestForm:
-    """The frame of one request, to be filled with what is another request's own.
+    """The frame of one request, to be filled for similar ones.
 
-    They are alike in all that a frame tells but the id, the timeout, the trace and the tensors' bytes. These have the
-    same lengths: server-made ids of one lane do, and timeouts of one `timeout_width`. Their tensors are alike in name,
-    datatype, shape and size.
-
-    Args:
-        request: The first of them, stamped; its tensors travel in the frame.
+    Similar requests differ only in id, timeout, trace and tensor bytes, of the same lengths: server-made ids of a lane
+    have one length, timeouts one `timeout_width`.
     """
 
     __slots__ = ("_begin", "_end", "_mid", "_paddings", "_rest", "_timeout_s", "_trace", "_trace_mark")
@@ -473,7 +444,7 @@ class RequestForm:
         self._paddings = [bytes(-len(tensor.data) % ALIGNMENT) for tensor in request.inputs]
 
     def fill(self, request: InferRequest) -> bytes:
-        """Encodes a request that is alike: to the byte what `encode_request` makes of it."""
+        """Encodes a similar request, to the same bytes as `encode_request`."""
         inputs, rest = request.inputs, self._rest
         if request.timeout_s != self._timeout_s or request.trace != self._trace:
             timeout = _encoder.encode(round(request.timeout_s * 1e6))
@@ -487,14 +458,14 @@ class RequestForm:
 
 
 def timeout_width(timeout_s: float) -> int:
-    """Returns how many bytes a timeout takes in a frame."""
+    """Returns the size of a timeout in a frame."""
     if _USUAL_FROM_S <= timeout_s <= _USUAL_TO_S:
         return _TIMEOUT_BYTES
     return len(_encoder.encode(round(timeout_s * 1e6)))
 
 
 def _own_fields(frame: bytes, request: InferRequest) -> tuple[slice, slice]:
-    """Returns where in the frame of a request its timeout and the characters of its trace are."""
+    """Returns the ranges of the timeout and the trace's text in a frame."""
     long = (round(request.queue_timeout_s * 1e6),) if request.queue_timeout_s else ()
     payload = _BESIDE if request.payload else ""
     last = (request.partition, request.generation, request.attempt, _flags(request.sequence), payload, *long)
@@ -506,7 +477,7 @@ def _own_fields(frame: bytes, request: InferRequest) -> tuple[slice, slice]:
 
 
 class _Layout(NamedTuple):
-    """Where in a frame its parts are: the id ends, the timeout's number, the trace, the header's end, the tensors."""
+    """Positions in a frame: id's end, timeout, trace, header's end, tensors."""
 
     begin: int
     timeout: slice
@@ -515,24 +486,21 @@ class _Layout(NamedTuple):
     area: int
 
     def common(self, frame: bytes) -> bytes:
-        """Returns what the header of a frame says beside its id, its timeout and its trace."""
         timeout, trace = self.timeout, self.trace
         parts = frame[self.begin : timeout.start], frame[timeout.stop : trace.start], frame[trace.stop : self.end]
         return b"".join(parts)
 
 
 class _Known(msgspec.Struct, gc=False):
-    """A request without what is its own, and of each tensor what it is and where in the tensors' area."""
-
     request: InferRequest
     tensors: list[tuple[str, str, tuple[int, ...], int, int]]
     size: int
 
 
 class RequestReader:
-    """Decodes frames, and what they have in common once.
+    """Decodes frames, and remembers the common part of similar ones.
 
-    Only what repeats itself is remembered: nothing that has a client's id or parameters, or that a model has asked.
+    It never remembers a client's id or parameters, or requests that a model made.
     """
 
     def __init__(self) -> None:
@@ -541,7 +509,7 @@ class RequestReader:
         self._repeats = Repeats()
 
     def decode(self, frame: Bytes) -> InferRequest:
-        """Decodes a request as `decode_request` does; small tensors are copied."""
+        """Decodes a request as `decode_request` does; copies small tensors."""
         if not isinstance(frame, bytes):
             return decode_request(frame)
         layout = self._layouts.get(frame[:_ID_AT])
@@ -552,11 +520,11 @@ class RequestReader:
             return self._learn(frame)
         begin, timeout, trace, _, area = layout
         if len(frame) < area + known.size:
-            return decode_request(frame)  # which tells what is wrong
+            return decode_request(frame)  # raises the error
         try:
             name, trace_text = frame[_ID_AT:begin].decode(), frame[trace].decode()
         except UnicodeDecodeError:
-            return decode_request(frame)  # as above
+            return decode_request(frame)  # raises the error
         data = frame if len(frame) <= _SMALL_BYTES else memoryview(frame)
         tensors = []
         for tensor, datatype, shape, first, last in known.tensors:
@@ -568,14 +536,13 @@ class RequestReader:
         return request
 
     def _learn(self, frame: bytes) -> InferRequest:
-        """Decodes a request, and remembers what its frame says around what is its own, if it comes again."""
         request = decode_request(frame)
         is_special = request.client_id or request.parameters or request.sequence is not None or request.holders
         if is_special or frame[:4] != _PLAIN or frame[8:12] != _LONG_ID:
             return request
         begin, end = _ID_AT + frame[_ID_AT - 1], 8 + int.from_bytes(frame[4:8], "little")
         timeout, trace = _own_fields(frame, request)
-        # Its first byte says how long it is. Only the usual length is told apart; other timeouts have to be equal.
+        # The first byte gives the size; only timeouts of the usual size may differ.
         is_usual = timeout.stop - timeout.start == _TIMEOUT_BYTES
         number = slice(timeout.start + 1, timeout.stop) if is_usual else slice(timeout.start, timeout.start)
         area, places = tensor_places(frame)

@@ -1,4 +1,4 @@
-"""JSON as Triton's parser takes it: NaN and infinities are numbers, and one too large for a double is a mistake."""
+"""JSON as Triton's parser takes it: NaN and infinities are numbers, and one too large for a double is an error."""
 
 import json
 import re
@@ -9,13 +9,13 @@ import msgspec
 from qinfer.errors import InvalidRequest
 from qinfer.wire.json_scan import too_deep
 
-# rapidjson also knows `Inf` and `-NaN`, which Python's parser does not; strings are matched to be left alone. What is
-# between quotes is taken possessively, and to the end where the last quote is missing: no text makes it look twice.
+# rapidjson also accepts `Inf` and `-NaN`. Strings are matched to be skipped: possessively, and even without a last
+# quote, in linear time.
 _SPECIAL_NUMBER = re.compile(rb'"(?:[^"\\]|\\.)*+"?|-NaN|Inf(?:inity)?', re.DOTALL)
 
 
 def load(text: bytes, max_depth: int) -> Any:
-    """Parses JSON as Triton does: NaN and Infinity are numbers, and a number too large for a double is a mistake.
+    """Parses JSON as Triton does.
 
     Raises:
         InvalidRequest: The text is no JSON, or too deep.
@@ -27,7 +27,7 @@ def load(text: bytes, max_depth: int) -> Any:
             if b"NaN" not in text and b"Inf" not in text:
                 raise
             document = json.loads(_SPECIAL_NUMBER.sub(_as_python, text), parse_float=_finite)
-            msgspec.json.encode(document)  # finds the lone surrogates that Python's parser lets through
+            msgspec.json.encode(document)  # finds the lone surrogates that Python's parser accepts
             return document
     except RecursionError:
         raise too_deep(max_depth) from None
@@ -36,12 +36,7 @@ def load(text: bytes, max_depth: int) -> Any:
 
 
 def repeated_key(text: bytes, nested: str) -> str | None:
-    """Returns the first key that a JSON object has twice, itself or in one member; `None` if there is none.
-
-    Args:
-        text: The object, which was parsed already.
-        nested: The name of the member, an object.
-    """
+    """Returns the first repeated key of a parsed object, or of its member `nested`."""
     pairs: Any = json.loads(_SPECIAL_NUMBER.sub(_as_python, text), object_pairs_hook=_Pairs)
     for members in (pairs, *(value for key, value in pairs if key == nested)):
         seen: set[str] = set()

@@ -1,9 +1,9 @@
-"""Large JSON with tensors in it, decoded piece by piece: no more than a piece of the elements are objects at a time.
+"""Decodes large JSON with tensors piece by piece, so that only one piece's elements are objects at a time.
 
-The long arrays of a text are cut out of it; the rest, which is small, is parsed as ever, and has a `LongArray` in the
-place of each. Its elements are counted already; they become a tensor's bytes when its datatype and shape are known. A
-piece ends before a comma outside of strings, and is made whole by the brackets that are open there; with a neutral
-element at the cut, so that a comma with nothing beside it is a mistake as in any text.
+The long arrays of a text are cut out; the small rest is parsed normally, with a `LongArray` in place of each. Their
+elements are already counted, and become a tensor's bytes once its datatype and shape are known. A piece ends before a
+comma outside of strings, and is completed by the open brackets there, with a neutral element at the cut, so that a lone
+comma is an error as in any text.
 """
 
 import re
@@ -30,19 +30,19 @@ from qinfer.wire.json_scan import (
 from qinfer.wire.kserve_types import ELEMENTS, UNPARSABLE
 
 LONG_BYTES = 4096
-"""An array of this size and more is decoded in pieces; shorter ones stay in the text."""
+"""Arrays from this size on are decoded in pieces."""
 
 GIANT_BYTES = 4 * WINDOW_BYTES
-"""A string of this size is decoded in pieces, too: one character may make each of the others four bytes."""
+"""Strings from this size on, too: one character may make all others four bytes wide."""
 
 REST_SHARE = 4
-"""The text without its long arrays may become this part of what a request may have."""
+"""The fraction of a request's limit that the text without long arrays may become."""
 
 STRUCT_CODES = {d.name: d.typecode for d in DATATYPES.values() if d.name not in ("FP16", "BF16", "BYTES")}
-"""Datatypes whose JSON elements `struct` packs; BYTES has its own layout, FP16 and BF16 travel as binary only."""
+"""Datatypes that `struct` packs; FP16 and BF16 travel as binary only."""
 
 Flatten = Callable[[list[Any], str], list[Any]]
-"""Flattens nested data, and checks the types of its elements for a datatype."""
+"""Flattens nested data, and checks its elements' types."""
 
 _DECODERS = {name: msgspec.json.Decoder(list[kind]) for name, kind in ELEMENTS.items()}  # type: ignore[valid-type]
 _NEUTRAL = {"BYTES": b'""', "BOOL": b"false"}
@@ -50,8 +50,8 @@ _UNPARSABLE = "failed to parse the request JSON buffer"
 _LENGTH = struct.Struct("<I")
 _AT_BYTE = re.compile(r"\(byte (\d+)\)")
 _WITHOUT_BRACKETS = bytes.maketrans(b"[]", b"  ")
-_UNEVEN = re.compile(rb"[^\[,]\[|\][^\],]|\[\]|\[,|,\]")  # beside a bracket: what is in no array of values
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(")?', re.DOTALL)  # to the end without the group, if no quote ends it
+_UNEVEN = re.compile(rb"[^\[,]\[|\][^\],]|\[\]|\[,|,\]")  # brackets that no array of values has
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(")?', re.DOTALL)  # without the group where no quote ends it
 _WHOLE = re.compile(  # whole characters and escapes, and both halves of a surrogate pair together
     rb"(?:[^\\\x80-\xff]++|[\xc0-\xff][\x80-\xbf]++(?=[^\x80-\xbf])"
     rb"|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u(?![dD][89abAB])....|\\[^u])*+",
@@ -62,10 +62,8 @@ _WHOLE = re.compile(  # whole characters and escapes, and both halves of a surro
 class JsonBounds(NamedTuple):
     """Limits of the JSON of a request.
 
-    Attributes:
-        depth: How deep it may be nested.
-        nbytes: The bytes of all its tensors together, if it is a large one.
-        check: Refuses an input of a large request by its name, datatype and shape, before its data is decoded.
+    `nbytes` limits the tensors of a large one. `check` may refuse an input by name, datatype and shape, before its data
+    is decoded.
     """
 
     depth: int = 100
@@ -77,11 +75,10 @@ class _ArrayPiece(NamedTuple):
     """A piece of an array as JSON of its own.
 
     Attributes:
-        text: The JSON.
-        shift: The distance of a place in it from the same place in the whole text.
-        is_first: It begins where the array does; others begin with a neutral element.
-        is_last: It ends where the array does; others end with a neutral element.
-        giants: The strings in the whole text that were left out, by the ones that stand for them.
+        shift: The distance of its places from those in the whole text.
+        is_first: Others begin with a neutral element.
+        is_last: Others end with a neutral element.
+        giants: Placeholder → giant string.
     """
 
     text: bytes
@@ -94,17 +91,11 @@ class _ArrayPiece(NamedTuple):
 class LongArray:
     """An array that was cut out of a text, or a giant string, which counts as one element.
 
-    Args:
-        text: The text.
-        span: Where in the text it is.
-        is_text: It is a string.
-
     Attributes:
-        is_text: As given.
         size: Bytes of text.
-        top: How many elements it has itself.
-        most: How many elements it has at most, those of the arrays in it.
-        least: How many it has at least: it is fewer than `most` where some of these arrays may be empty.
+        top: The number of its own elements.
+        most: The possible number of elements, with nested ones.
+        least: The same, if nested arrays are empty.
         is_read: All of it was parsed.
     """
 
@@ -117,20 +108,7 @@ class LongArray:
         self.is_read = False
 
     def tensor_bytes(self, name: str, datatype: str, count: int, most: int, flatten: Flatten) -> bytearray:
-        """Decodes it into the bytes of a tensor.
-
-        Args:
-            name: The tensor's name, for errors.
-            datatype: One that travels as JSON.
-            count: How many elements it must have.
-            most: The bytes that it may take.
-            flatten: Flattens nested data, and checks its types.
-
-        Raises:
-            InvalidRequest: It is no JSON, has another number of elements, or one that is out of range.
-            MalformedJson: An element has the wrong type.
-            PayloadTooLarge: It takes more bytes.
-        """
+        """Decodes it into `count` elements of at most `most` bytes."""
         if not self.least <= count <= self.most:
             raise _miscounted(name, self.most, count)
         check_nbytes(name, count * (DATATYPES[datatype].itemsize or _LENGTH.size), most)
@@ -160,7 +138,6 @@ class LongArray:
                 out += pack_bytes((element.encode(),))
 
     def _add_giant(self, span: TextSpan, out: bytearray) -> None:
-        """Decodes a giant string into an element of a BYTES tensor."""
         at, end, begin = span.begin + 1, span.end - 1, len(out)
         out += bytes(_LENGTH.size)
         while at < end:
@@ -175,11 +152,7 @@ class LongArray:
         _LENGTH.pack_into(out, begin, len(out) - begin - _LENGTH.size)
 
     def check(self, max_depth: int) -> None:
-        """Parses it for its mistakes alone, unless that was done.
-
-        Raises:
-            InvalidRequest: It is no JSON.
-        """
+        """Parses it for mistakes, unless that was done; raises `InvalidRequest`."""
         if self.is_read:
             return
         for piece in self._pieces(b"0"):
@@ -210,7 +183,7 @@ class LongArray:
         yield _ArrayPiece(opened + text, cut - len(opened), not depth, True, giants)
 
     def _cuts(self) -> Iterator[tuple[int, int]]:
-        """Yields where it is cut: at the last comma of each window, with the depth there."""
+        """Yields the cuts, at the last comma of each window, and their depths."""
         scan, depth = Scan(), 0
         for begin, window in windows(self._view, self._span.begin, self._span.end):
             at, levels, commas = scan.levels(window, depth)
@@ -224,20 +197,12 @@ class LongArray:
 
 
 class Document:
-    """A JSON text that is parsed but for its long arrays.
-
-    Args:
-        text: The text.
-        bounds: Its limits.
+    """A JSON text, parsed except for its long arrays.
 
     Attributes:
-        value: The parsed JSON; a long array, or a giant string, is a `LongArray`.
-        rest: The text that was parsed, with something short in the place of each.
-        giants: The members other than `data` that are giant strings, and the bytes of each.
-
-    Raises:
-        InvalidRequest: It is no JSON, or too deep.
-        PayloadTooLarge: It has too many values beside those of its long arrays.
+        value: The JSON, with a `LongArray` for each long array or giant string.
+        rest: The parsed text, with placeholders.
+        giants: The sizes of giant strings in members other than `data`.
     """
 
     def __init__(self, text: Bytes, bounds: JsonBounds) -> None:
@@ -260,11 +225,7 @@ class Document:
         self.value = value[0]
 
     def check(self) -> None:
-        """Parses what was not looked at, for its mistakes.
-
-        Raises:
-            InvalidRequest: It is no JSON.
-        """
+        """Parses the unread arrays for their mistakes."""
         for array in self._cut.values():
             array.check(self._depth)
 
@@ -284,7 +245,7 @@ class Document:
         return b"".join(parts)
 
     def _restore(self, value: Any) -> None:
-        """Puts the arrays into their places; a client can't know the texts that stand for them."""
+        """Puts the arrays into their places; a client can't guess the placeholders."""
         nodes: list[Any] = [value] if self._cut else []
         while nodes:
             node = nodes.pop()
@@ -305,7 +266,7 @@ class Document:
 
 
 def _without_giants(view: memoryview, begin: int, end: int) -> tuple[bytes, Mapping[str, TextSpan]]:
-    """Returns a part of a text with something short in the place of giant strings, and where these are."""
+    """Replaces giant strings by placeholders; returns the text, and their places."""
     if end - begin <= GIANT_BYTES:
         return bytes(view[begin:end]), {}
     parts, giants, kept = list[Bytes](), dict[str, TextSpan](), begin
@@ -320,11 +281,7 @@ def _without_giants(view: memoryview, begin: int, end: int) -> tuple[bytes, Mapp
 
 
 def _flattened(text: bytes) -> bytes:
-    """Returns nested numbers as one list.
-
-    Raises:
-        DecodeError: It has strings or empty arrays, or a bracket or a comma stands where it may not.
-    """
+    """Returns nested numbers as one list; raises `DecodeError` for any other text."""
     tight = text.translate(None, b" \t\r\n")
     if b'"' in tight or _UNEVEN.search(tight) is not None:
         raise msgspec.DecodeError
@@ -339,7 +296,6 @@ def _load(piece: _ArrayPiece, max_depth: int) -> Any:
 
 
 def _shifted(message: str, by: int) -> InvalidRequest:
-    """Returns the error of a part of a text, which names a place in the whole."""
     return InvalidRequest(_AT_BYTE.sub(lambda at: f"(byte {int(at[1]) + by})", message))
 
 
@@ -357,11 +313,7 @@ def _miscounted(name: str, found: int, count: int) -> InvalidRequest:
 
 
 def check_nbytes(name: str, nbytes: int, most: int) -> None:
-    """Checks the size of a tensor of a large request.
-
-    Raises:
-        PayloadTooLarge: It takes more bytes than are left.
-    """
+    """Raises `PayloadTooLarge` if a tensor takes more bytes than are left."""
     if nbytes > most:
         raise PayloadTooLarge(
             f"input '{name}' takes {nbytes} bytes as a tensor, and {most} are left of what a request's inputs may take "

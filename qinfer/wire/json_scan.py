@@ -1,8 +1,8 @@
-"""Scanners of large JSON, before it is parsed: they count values, measure depth, find long arrays, and decode nothing.
+"""Scanners of large JSON before parsing: they count values, measure depth and find long arrays.
 
-A parser makes an object of every value: of two bytes of text it can make a hundred of memory, and while it does so no
-other thread runs. The structure of a text is found here by numpy, a window at a time and without an object for any of
-it. Brackets and commas within strings do not count; text that is no JSON may pass, for the parser to refuse.
+A parser makes an object of every value, from two bytes of text up to a hundred of memory, and blocks all threads
+meanwhile. These scanners find the structure by numpy, window by window, without objects. They ignore brackets and
+commas in strings; the parser refuses text that is no JSON.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ from qinfer.errors import InvalidRequest, PayloadTooLarge
 from qinfer.tensors import Bytes
 
 LARGE_BYTES = 256 * 1024
-"""Larger texts are looked through before they are parsed; smaller ones can't become much."""
+"""Larger texts are scanned before they are parsed."""
 
 WINDOW_BYTES = 64 * 1024
-"""Text that is looked at, or parsed, at once: other threads have their turn in between."""
+"""The text processed at once; other threads run in between."""
 
 VALUE_BYTES = 128
-"""About what the parser makes of a value: a dictionary of one member has two, and takes twice as much."""
+"""The approximate memory of a parsed value."""
 
 _Bytes = npt.NDArray[np.uint8]
 _Numbers = npt.NDArray[np.intp]
@@ -37,14 +37,14 @@ _DELTAS[[_CLOSE, _END]] = -1
 
 
 class Marks(NamedTuple):
-    """The structure of a window: where a bracket, a brace or a comma is outside of strings, and which it is."""
+    """The brackets, braces and commas of a window, outside of strings."""
 
     at: _Numbers
     kinds: _Bytes
 
 
 class Scan:
-    """Walks over a text once, in windows; remembers from one to the next whether a string goes on."""
+    """Scans a text once, in windows; strings may continue in the next."""
 
     def __init__(self) -> None:
         self._is_inside = False
@@ -66,7 +66,6 @@ class Scan:
         return Marks(at, text[at])
 
     def _drop_escaped(self, text: _Bytes, quotes: npt.NDArray[np.bool_]) -> None:
-        """Clears the quotes behind an odd number of backslashes."""
         slashes = np.flatnonzero(text == _BACKSLASH)
         if self._is_escaped and not (len(slashes) and slashes[0] == 0):
             quotes[0] = False
@@ -83,34 +82,20 @@ class Scan:
         quotes[escaped] = False
 
     def levels(self, window: Bytes, depth: int) -> tuple[_Numbers, _Numbers, _Numbers]:
-        """Returns where the structure of the next window is, how deep it is behind each, and which of it are commas."""
+        """Returns the next window's structure, the depth after each mark, and which are commas."""
         at, kinds = self.marks(window)
         return at, depth + np.cumsum(_DELTAS[kinds], dtype=np.intp), np.flatnonzero(kinds == _COMMA)
 
 
 def windows(text: Bytes, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
-    """Yields the windows of a part of a text, each with where it begins."""
+    """Yields the windows of a part of a text, each with its position."""
     view = memoryview(text)
     for at in range(begin, end, WINDOW_BYTES):
         yield at, view[at : min(at + WINDOW_BYTES, end)]
 
 
 def check_size(text: Bytes, max_depth: int, max_bytes: int, limit: str = "QINFER_HTTP__MAX_INPUT_BYTES") -> int:
-    """Checks a large text that will be parsed as a whole.
-
-    Args:
-        text: The text.
-        max_depth: How deep it may be nested.
-        max_bytes: The bytes that it may take when it is parsed.
-        limit: The setting that they follow from, for the error.
-
-    Returns:
-        About how many bytes it takes when it is parsed.
-
-    Raises:
-        InvalidRequest: It is nested too deep.
-        PayloadTooLarge: It has too many values.
-    """
+    """Checks a large text before it is parsed; returns its approximate parsed size."""
     scan, depth, values = Scan(), 0, 1
     most = max(max_bytes - len(text), 0) // VALUE_BYTES
     for _, window in windows(text, 0, len(text)):
@@ -123,7 +108,6 @@ def check_size(text: Bytes, max_depth: int, max_bytes: int, limit: str = "QINFER
 
 
 def _too_many(found: int, most: int, nbytes: int, limit: str) -> PayloadTooLarge:
-    """Returns the error of a text that would become too large."""
     return PayloadTooLarge(
         f"the JSON of {nbytes} bytes has at least {found} values, more than the {most} that it may have: parsed, they "
         f"take a multiple of their text. Send fewer at a time, or raise {limit}"
@@ -131,20 +115,12 @@ def _too_many(found: int, most: int, nbytes: int, limit: str) -> PayloadTooLarge
 
 
 def too_deep(limit: int) -> InvalidRequest:
-    """Makes the error that Triton answers with."""
+    """Returns Triton's error."""
     return InvalidRequest(f"JSON nesting depth exceeds maximum allowed limit ({limit})")
 
 
 class TextSpan(NamedTuple):
-    """An array in a text that holds no object.
-
-    Attributes:
-        begin: Where its bracket is.
-        end: Behind its last one.
-        commas: Its commas, at all depths.
-        top: The commas that separate its own elements.
-        arrays: The arrays within it.
-    """
+    """An array without objects; `top` counts the commas between its own elements, `commas` all."""
 
     begin: int
     end: int
@@ -154,14 +130,14 @@ class TextSpan(NamedTuple):
 
 
 class _Open:
-    """An array whose end has not been found."""
+    """An array without its end."""
 
     def __init__(self, begin: int) -> None:
         self.begin, self.depth = begin, 0
         self.commas = self.top = self.arrays = 0
 
     def add(self, kinds: _Bytes) -> int:
-        """Takes marks up to its last bracket, or all of them; returns how many it took."""
+        """Adds marks up to its closing bracket; returns their number."""
         levels = self.depth + np.cumsum(_DELTAS[kinds], dtype=np.int64)
         ends = np.flatnonzero(levels == 0)
         taken = int(ends[0]) + 1 if len(ends) else len(kinds)
@@ -179,15 +155,14 @@ class _Open:
 
 
 class _Finder:
-    """Finds long arrays in the runs of marks between two braces."""
+    """Finds long arrays between two braces."""
 
     def __init__(self, min_bytes: int) -> None:
         self.found: list[TextSpan] = []
         self._min_bytes = min_bytes
-        self._open: _Open | None = None  # the one that the last window ended in
+        self._open: _Open | None = None  # the array that the last window ended in
 
     def add(self, begin: int, marks: Marks) -> None:
-        """Takes the marks of a window, which begins at `begin`."""
         at, kinds = marks
         braces = np.flatnonzero((kinds == _BEGIN) | (kinds == _END))
         edges = np.concatenate(([-1], braces, [len(kinds)]))
@@ -201,14 +176,14 @@ class _Finder:
                 self._open = None  # it holds an object
 
     def _long(self, at: _Numbers, edges: _Numbers) -> list[tuple[int, int]]:
-        """Returns the runs that may hold a long array: the first, the last, and the long ones."""
+        """Returns the runs that may hold a long array."""
         inner = edges[1:-1]
         is_long = np.flatnonzero(np.diff(at[inner]) >= self._min_bytes)
         pairs = [(int(inner[k]), int(inner[k + 1])) for k in is_long]
         return [(-1, int(inner[0])), *pairs, (int(inner[-1]), int(edges[-1]))]
 
     def _go_on(self, one: _Open, run: Marks) -> Marks:
-        """Takes what belongs to the array that is open; returns the marks behind it."""
+        """Continues the open array; returns the marks after it."""
         taken = one.add(run.kinds)
         if not one.depth and taken:
             self._keep(one.span(int(run.at[taken - 1]) + 1))
@@ -216,7 +191,6 @@ class _Finder:
         return Marks(run.at[taken:], run.kinds[taken:])
 
     def _look(self, run: Marks) -> None:
-        """Finds the arrays of a run that are in no other array which ends in it."""
         at, kinds = run
         deltas = _DELTAS[kinds].astype(np.int64)
         after = np.cumsum(deltas)
@@ -239,16 +213,7 @@ class _Finder:
 
 
 def long_arrays(text: Bytes, min_bytes: int, max_depth: int) -> list[TextSpan]:
-    """Finds the arrays of a text that hold no object, and are in no such array.
-
-    Args:
-        text: The text.
-        min_bytes: How long an array is at least that is wanted.
-        max_depth: How deep the text may be nested.
-
-    Raises:
-        InvalidRequest: It is nested too deep.
-    """
+    """Finds the outermost arrays of `min_bytes` or more that hold no object."""
     scan, finder, depth = Scan(), _Finder(min_bytes), 0
     for begin, window in windows(text, 0, len(text)):
         marks = scan.marks(window)
@@ -258,7 +223,6 @@ def long_arrays(text: Bytes, min_bytes: int, max_depth: int) -> list[TextSpan]:
 
 
 def _deeper(depth: int, kinds: _Bytes, limit: int) -> int:
-    """Returns the depth behind some marks."""
     if not len(kinds):
         return depth
     levels = depth + np.cumsum(_DELTAS[kinds], dtype=np.int64)
@@ -272,24 +236,20 @@ _ALL_BUT_STRUCTURE = bytes(c for c in range(256) if c not in b'[]{}"')
 
 
 def check_depth(text: Bytes, limit: int) -> None:
-    """Refuses JSON nested deeper than `limit`; text that is no JSON may pass, for the parser to refuse.
-
-    Raises:
-        InvalidRequest: It is nested too deep (Triton's text).
-    """
+    """Raises `InvalidRequest`, with Triton's text, for too deep JSON; ignores other mistakes."""
     if len(text) > LARGE_BYTES:
         scan, depth = Scan(), 0
         for _, window in windows(text, 0, len(text)):
             depth = _deeper(depth, scan.marks(window).kinds, limit)
         return
     raw = text if isinstance(text, bytes) else bytes(text)
-    # Depth can't exceed the number of brackets: two scans at memory speed settle nearly every request.
+    # The depth can't exceed the number of brackets, which is quick to count.
     if raw.count(b"[") + raw.count(b"{") > limit and _is_deeper(raw, limit):
         raise too_deep(limit)
 
 
 def _is_deeper(raw: bytes, limit: int) -> bool:
-    if b"\\" in raw:  # drop escapes, so that each quote left begins or ends a string
+    if b"\\" in raw:  # drop escapes: each remaining quote is a string's
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     outside_strings = raw.translate(_TO_SQUARE, _ALL_BUT_STRUCTURE).split(b'"')[::2]
     brackets = b"".join(outside_strings)
@@ -298,5 +258,5 @@ def _is_deeper(raw: bytes, limit: int) -> bool:
         if len(rest) == len(brackets):
             break
         brackets = rest
-    # The rest is deeper, or unbalanced: that counts when it opens more levels than it may.
+    # The rest is deeper, or unbalanced.
     return brackets.count(b"[") > limit or b"[]" in brackets

@@ -1,9 +1,9 @@
-"""The infer request and response of the KServe v2 protocol, from the client's side: the reverse of `kserve_json`.
+"""The infer request and response of the KServe v2 protocol for clients: the reverse of `kserve_json`.
 
     request   JSON ‖ the bytes of each input, in the inputs' order (reference §1.6, §1.7)
     response  JSON ‖ the bytes of each binary output, in the outputs' order
 
-A reply may mix binary outputs with outputs in JSON, whatever was asked: other servers of the protocol do.
+A reply may mix binary and JSON outputs, because other servers of the protocol do so.
 """
 
 import json
@@ -20,7 +20,7 @@ from qinfer.errors import InvalidRequest, OutputMismatch, UnsupportedDatatype
 from qinfer.tensors import Bytes, Tensor, datatype, element_count, from_numpy, pack_bytes, to_numpy
 
 JSON_LENGTH_HEADER = "Inference-Header-Content-Length"
-"""Says how many bytes of a body are its JSON, before compression."""
+"""The header with the length of a body's JSON, before compression."""
 
 
 class _InputJson(msgspec.Struct, gc=False):
@@ -65,20 +65,10 @@ def encode_request(
     client_id: str = "",
     binary: bool = True,
 ) -> tuple[bytes, int]:
-    """Encodes an infer request.
+    """Encodes an infer request; returns its body, and the `JSON_LENGTH_HEADER`.
 
-    Args:
-        inputs: The input tensors.
-        outputs: Names of the outputs wanted; empty means all.
-        parameters: Request parameters, `priority` and `timeout` (microseconds) among them.
-        client_id: The `id` to be echoed in the reply; empty for none.
-        binary: Tensors as raw bytes after the JSON, both ways; else everything as JSON.
-
-    Returns:
-        The body, and the length of its JSON part in bytes: the value of `JSON_LENGTH_HEADER` where `binary`.
-
-    Raises:
-        InvalidRequest: A parameter is no scalar, or a tensor can't travel as JSON: FP16 or BF16.
+    `outputs` are the wanted ones; empty means all. With `binary`, tensors travel as raw bytes after the JSON, both
+    ways.
     """
     merged: dict[str, Any] = {name: _scalar(name, value) for name, value in (parameters or {}).items()}
     if binary:
@@ -97,18 +87,7 @@ def encode_request(
 
 
 def decode_response(body: Bytes, json_length: int | None) -> tuple[Response, str]:
-    """Decodes a reply that carries outputs; binary ones become views into `body`.
-
-    Args:
-        body: The uncompressed body.
-        json_length: The reply's `JSON_LENGTH_HEADER`; `None` when it has none and is all JSON.
-
-    Returns:
-        The response, without a request id of qinfer's own, and the client's `id` that it echoes.
-
-    Raises:
-        OutputMismatch: It is no inference response, or an output does not fill its shape.
-    """
+    """Decodes a reply with outputs, and its echoed `id`; binary outputs are views into `body`."""
     view = memoryview(body)
     length = len(view) if json_length is None else json_length
     if not 0 <= length <= len(view):
@@ -130,7 +109,6 @@ def decode_response(body: Bytes, json_length: int | None) -> tuple[Response, str
 
 
 def _scalar(name: str, value: Scalar) -> Any:
-    """Returns a parameter's value as JSON has it; NaN and infinities are words, which msgspec would write as null."""
     if not isinstance(name, str) or not isinstance(value, str | int | float):
         what = f"parameter {name!r} is of type {type(value).__name__}"
         raise InvalidRequest(f"{what}; parameters are plain scalars by name: text, bool, int or float")
@@ -146,7 +124,7 @@ def _input(tensor: Tensor, *, binary: bool) -> _InputJson:
 
 
 def _elements(tensor: Tensor) -> bytes:
-    """Writes the elements as a JSON array, flat; NaN and infinities as the words that Triton reads."""
+    """Returns a flat JSON array, with Triton's words for NaN and infinities."""
     if tensor.datatype in ("FP16", "BF16"):
         raise InvalidRequest(f"'{tensor.name}' is {tensor.datatype}, which JSON can't carry; send it as binary data")
     values = to_numpy(tensor).ravel().tolist()

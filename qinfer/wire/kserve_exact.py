@@ -1,8 +1,8 @@
-"""The exact reading of an infer request's JSON: Triton's order of checks, its texts, and all that it allows.
+"""The exact reading of an infer request's JSON: Triton's order of checks, its texts, and all that it accepts.
 
-`read` takes what `kserve_types.parse` can't: nested data, NaN and Infinity (Triton parses with rapidjson's
-`kParseNanAndInfFlag`, triton-inference-server/common `triton_json.h`), and every mistake, which it names. Slower by
-half, so it runs second. `apply_parameters` sorts the parameters of every request that has any (reference §1.6).
+`read` takes the texts that `kserve_types.parse` refuses: nested data, NaN and Infinity (Triton parses with rapidjson's
+`kParseNanAndInfFlag`, triton-inference-server/common `triton_json.h`), and mistakes, which it names. It takes half as
+long again, so it runs second. `apply_parameters` sorts every request's parameters (reference §1.6).
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,13 +17,13 @@ from qinfer.wire.json_pieces import LongArray
 from qinfer.wire.kserve_types import INPUTS, Input, InputParameters, Output, OutputParameters, Request
 
 STEP = "qinfer_step"
-"""The caller's number of a request of a sequence: one that is sent again gets the response of the first."""
+"""The caller's number of a request in a sequence, to detect repeated ones."""
 
 STRICT_JSON = "qinfer_strict_json"
-"""The parameter that asks for null in place of NaN and infinities."""
+"""The parameter for null in place of NaN and infinities."""
 
 SEQUENCE_KEYS = {"sequence_id": "id", "sequence_start": "start", "sequence_end": "end", STEP: "step"}
-"""The parameters of a sequence, and the fields of `Sequence` that they become."""
+"""The parameters of a sequence, and their fields in `Sequence`."""
 
 _TRITON = "triton_"
 
@@ -36,18 +36,12 @@ _NOT_ARRAY = "attempt to access JSON non-array as array"
 
 
 def read(text: bytes, max_depth: int) -> Request:
-    """Reads an infer request as Triton does.
-
-    Raises:
-        InvalidRequest: The text is no JSON, or a field contradicts another.
-        MalformedJson: A value has the wrong type, or a required one is missing.
-        UnsupportedDatatype: An input's datatype is unknown.
-    """
+    """Reads an infer request as Triton does."""
     return build(load(text, max_depth))
 
 
 def build(document: Any) -> Request:
-    """Reads a parsed infer request as Triton does; see `read`."""
+    """Reads a parsed infer request; raises as `read`."""
     if not isinstance(document, dict):
         raise _missing("inputs")
     request_id = document.get("id", "")
@@ -64,13 +58,7 @@ def build(document: Any) -> Request:
 
 
 def read_input(entry: Any) -> Input:
-    """Reads one input of a request from parsed JSON.
-
-    Raises:
-        InvalidRequest: Fields contradict each other.
-        MalformedJson: A value has the wrong type, or a required one is missing.
-        UnsupportedDatatype: Its datatype is unknown.
-    """
+    """Reads one input from parsed JSON; raises as `read`."""
     fields = entry if isinstance(entry, dict) else {}
     raw = fields.get("parameters")
     raw = raw if isinstance(raw, dict) else {}
@@ -93,7 +81,7 @@ def read_input(entry: Any) -> Input:
         raise UnsupportedDatatype(f"invalid datatype for input {name}")
     data: Any = UNSET
     if "data" in fields:
-        # Triton does not look at the data of an empty tensor.
+        # Triton ignores the data of an empty tensor.
         data = [] if 0 in shape else _data(fields, datatype)
     return cls(name, tuple(shape), parameters, data)
 
@@ -115,11 +103,7 @@ def _shared_memory(raw: Mapping[str, Any]) -> tuple[Any, int, int]:
 
 
 def check_one_source(data: Any, size: Any, region: Any) -> None:
-    """Checks where an input's data is said to be; `UNSET` = not there.
-
-    Raises:
-        InvalidRequest: The input has no data, or more than one source of it.
-    """
+    """Raises `InvalidRequest` unless an input has exactly one source of data."""
     sources = {"data": data, "binary_data_size": size, "shared_memory_region": region}
     found = [name for name, value in sources.items() if value is not UNSET]
     if len(found) != 1:
@@ -142,7 +126,7 @@ def _output(entry: Any) -> Output:
 
 
 def flat(data: list[Any], datatype: str) -> list[Any]:
-    """Flattens nested data of any regularity, as Triton's reader does, and checks the elements' types."""
+    """Flattens nested data, as Triton does, and checks the elements' types."""
     data = list(_leaves(data))
     types = set(map(type, data))
     if datatype == "BOOL":
@@ -159,7 +143,6 @@ def flat(data: list[Any], datatype: str) -> list[Any]:
 
 
 def _leaves(data: list[Any]) -> Iterator[Any]:
-    """Walks nested lists in order, each element once."""
     stack = [iter(data)]
     while stack:
         for element in stack[-1]:
@@ -172,26 +155,14 @@ def _leaves(data: list[Any]) -> Iterator[Any]:
 
 
 class Form(NamedTuple):
-    """The form in which a request wants its outputs: as binary data, and without NaN in JSON."""
+    """The form of outputs: as binary data, and without NaN in JSON."""
 
     binary: bool = False
     strict: bool = False
 
 
 def apply_parameters(parameters: Mapping[str, Any], fields: dict[str, Any]) -> Form:
-    """Sorts the request's parameters into the fields of an `InferRequest`.
-
-    Args:
-        parameters: What the request has; values of any JSON type.
-        fields: Gets `priority`, `timeout_s`, `sequence`, and `parameters` for the custom ones.
-
-    Returns:
-        What outputs are like unless they say otherwise, by `binary_data_output` and `qinfer_strict_json`.
-
-    Raises:
-        InvalidRequest: A reserved key, or a custom value that is no scalar.
-        MalformedJson: A known parameter has the wrong type.
-    """
+    """Sorts a request's parameters into `fields` of an `InferRequest`; returns the form of outputs."""
     binary = strict = False
     custom: dict[str, Any] = {}
     sequence: dict[str, Any] = {}
@@ -219,27 +190,14 @@ _RESERVED = frozenset((*SEQUENCE_KEYS, STRICT_JSON, "priority", "timeout", "bina
 
 
 def check_forwarded(name: str) -> None:
-    """Makes sure that a forwarded header can be a parameter of its name; the case of letters is ignored.
-
-    Raises:
-        InvalidRequest: The parameter of this name has a meaning.
-    """
+    """Raises `InvalidRequest` for a forwarded header with the name of a known parameter."""
     lower = name.lower()
     if lower in _RESERVED or lower.startswith(_TRITON):
         raise InvalidRequest(f"parameter '{name[:100]}' is reserved for Triton usage and can't be a forwarded header")
 
 
 def custom_parameter(key: str, value: Any, within: str = "") -> Any:
-    """Returns the value of a parameter that is handed to the backend.
-
-    Args:
-        key: Its name.
-        value: Its value.
-        within: The beginning of an error's text.
-
-    Raises:
-        InvalidRequest: The key is reserved, or the value is no scalar.
-    """
+    """Returns a parameter for the backend; error texts begin with `within`."""
     if key.startswith(_TRITON):
         raise InvalidRequest(
             f"{within}parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."
@@ -258,7 +216,6 @@ def _strict(value: Any) -> bool:
 
 
 def _of_sequence(key: str, value: Any) -> Any:
-    """Returns the value of one of the parameters of a sequence."""
     if key == STEP:
         if type(value) is not int or not 0 < value < 2**53:
             raise InvalidRequest(

@@ -1,12 +1,11 @@
 """The infer requests and responses of the KServe v2 protocol over gRPC, single and streamed (reference §2.2, §2.3).
 
-Inputs arrive as `raw_input_contents`, in the inputs' order, or as typed `contents`; one request uses one of the two.
-Inputs in shared memory are skipped in both. Replies are put together from encoded pieces: the part that describes the
-outputs is the same for many requests and is kept, and the tensors' bytes are copied once, into the reply. All outputs
-are raw: Triton's client reads no others.
+Inputs come as `raw_input_contents`, in the inputs' order, or as typed `contents`, never both in one request; inputs in
+shared memory are in neither. The encoded part of a reply that describes its outputs is cached, and tensor bytes are
+copied once, into the reply. All outputs are raw, because Triton's client reads no others.
 
-Tensor bytes are cut out of a message before protobuf parses it (`message_fields.py`), and put in after it was printed;
-so are typed contents, if they are large (`typed_contents.py`).
+Tensor bytes, and large typed contents (`typed_contents.py`), are cut out of a message before protobuf parses it
+(`message_fields.py`); in replies, tensor bytes follow what protobuf prints.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,18 +28,7 @@ from qinfer.wire.typed_contents import TYPED, TypedContents
 
 
 def cut_out(message: Bytes, field: int) -> tuple[Bytes, list[memoryview]]:
-    """Takes all values of a `bytes` field out of a message.
-
-    Args:
-        message: The encoded message; the values become views into it.
-        field: The field's number, at most 15.
-
-    Returns:
-        The message without the field, and the field's values in order.
-
-    Raises:
-        InvalidRequest: The message is cut off, holds what protobuf does not know, or more than `MAX_FIELDS` fields.
-    """
+    """Takes a `bytes` field (number 15 at most) out of a message; returns the rest, and views of the values."""
     view, end, position, kept = memoryview(message), len(message), 0, 0
     wanted = field << 3 | LENGTH
     rest: list[Bytes] = []
@@ -76,17 +64,14 @@ def cut_out(message: Bytes, field: int) -> tuple[Bytes, list[memoryview]]:
 
 
 def values_of(message: bytes) -> memoryview:
-    """Returns the value of the only field of a message, a field with a length.
-
-    The packed form of numbers of fixed size, and of booleans, is their bytes in little-endian order.
-    """
+    """Returns the value of the only field of a message: packed numbers of fixed size are their little-endian bytes."""
     _, position = varint(message, 0)
     size, position = varint(message, position)
     return memoryview(message)[position : position + size]
 
 
 def prefix(field: int, size: int) -> bytes:
-    """Returns what stands before a value of `size` bytes of the field with this number, at most 15."""
+    """Returns the tag and length before a value; field numbers go up to 15."""
     if size < 0x80:
         return bytes((field << 3 | LENGTH, size))
     parts = [field << 3 | LENGTH]
@@ -100,7 +85,7 @@ def prefix(field: int, size: int) -> bytes:
 _PLAIN = OutputPlan()
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 _INTEGERS = ("int64_param", "uint64_param")
-_KINDS = {  # what Triton's messages call for, and what is taken: both kinds of integers everywhere
+_KINDS = {  # Triton's messages name the first; both kinds of integers are accepted
     "sequence_id": ("int64_param or string_param", (*_INTEGERS, "string_param")),
     "sequence_start": ("bool_param", ("bool_param",)),
     "sequence_end": ("bool_param", ("bool_param",)),
@@ -112,7 +97,7 @@ _KINDS = {  # what Triton's messages call for, and what is taken: both kinds of 
 
 
 class Region(NamedTuple):
-    """A part of a shared memory region: its name, and where in it."""
+    """A part of a shared memory region."""
 
     region: str
     offset: int
@@ -120,18 +105,7 @@ class Region(NamedTuple):
 
 
 def apply_request_parameters(parameters: Mapping[str, Any], request: InferRequest) -> bool:
-    """Writes the parameters of a request into its fields.
-
-    Args:
-        parameters: Name → `InferParameter`.
-        request: Gets priority, timeout, sequence and the custom parameters.
-
-    Returns:
-        Whether a decoupled model that ends without a last response gives an empty one.
-
-    Raises:
-        InvalidRequest: A parameter has the wrong type or value, or a name that is reserved.
-    """
+    """Writes parameters into a request's fields; returns `Decoded.empty_final`."""
     known: dict[str, Any] = {}
     custom: dict[str, Scalar] = {}
     empty_final = False
@@ -164,11 +138,7 @@ def apply_request_parameters(parameters: Mapping[str, Any], request: InferReques
 
 
 def shared_memory_of(tensor: Any) -> Region | None:
-    """Returns the region that an input or an output is in; `None` when it is in none.
-
-    Raises:
-        InvalidRequest: The three parameters have wrong types or values, or one is missing.
-    """
+    """Returns the shared memory of an input or output, if any."""
     parameters = tensor.parameters
     where = f"for tensor '{tensor.name}'"
     if "shared_memory_region" not in parameters:
@@ -194,16 +164,7 @@ def shared_memory_of(tensor: Any) -> Region | None:
 
 
 def plan_outputs(outputs: Iterable[Any], regions: Regions) -> tuple[tuple[str, ...], OutputPlan]:
-    """Returns the names of the outputs that are asked for, and how they are given back.
-
-    Args:
-        outputs: The requested outputs.
-        regions: The shared memory that clients registered.
-
-    Raises:
-        InvalidRequest: A parameter of an output has the wrong type or value, or they contradict each other.
-        QinferError: A region is not registered or too small, or shared memory is off.
-    """
+    """Returns the names of the requested outputs, and their plan."""
     names, special = [], {}
     for output in outputs:
         names.append(output.name)
@@ -222,7 +183,7 @@ def plan_outputs(outputs: Iterable[Any], regions: Regions) -> tuple[tuple[str, .
 
 
 def to_parameter(value: Scalar) -> dict[str, Scalar]:
-    """Returns what an `InferParameter` is made of, for a parameter of a response."""
+    """Returns the fields of an `InferParameter` for a response's parameter."""
     if isinstance(value, bool):
         return {"bool_param": value}
     if isinstance(value, int):
@@ -249,35 +210,29 @@ def _known(name: str, kind: str, value: Any) -> Any:
     if kind not in kinds:
         raise InvalidRequest(f"invalid value type for '{name}' parameter, expected {expected}.")
     if name == "sequence_id" and kind == "int64_param":
-        return value % 2**64  # ids are unsigned: Triton reads the same bits
+        return value % 2**64  # Triton reads the same bits as an unsigned id
     if kind == "int64_param" and value < 0:
         raise InvalidRequest(f"invalid value for '{name}', expected value >= 0.")
     return value
 
 
 MAX_HEAD_BYTES = 2**20
-"""The bytes that a large message may have without the data of its inputs."""
+"""The most bytes of a large message without its inputs' data."""
 
 MAX_TYPED_BYTES = 64 * 2**20
 LARGE_BYTES = 256 * 1024
-"""The largest typed contents that protobuf parses, in bytes."""
+"""The most bytes of typed contents that protobuf parses."""
 
 _INPUTS_FIELD = pb.ModelInferRequest.INPUTS_FIELD_NUMBER
 _CONTENTS_FIELD = pb.ModelInferRequest.InferInputTensor.CONTENTS_FIELD_NUMBER
 _RAW_INPUTS_FIELD = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
-_COPY_MAX_BYTES = 16 * 1024  # up to here protobuf's own copies cost less than walking over the message
+_COPY_MAX_BYTES = 16 * 1024  # up to here protobuf's copies are cheaper
 
-_PACKED = ("BOOL", "FP32", "FP64")  # protobuf writes a list of these as tensors do
+_PACKED = ("BOOL", "FP32", "FP64")  # protobuf packs these as tensors do
 
 
 class Message(NamedTuple):
-    """An infer request that was parsed and not yet looked at.
-
-    Attributes:
-        fields: The message, without what is beside it.
-        raw: Its raw inputs.
-        typed: The typed contents of its inputs by their places, if they are large.
-    """
+    """A parsed request, its raw inputs, and its large typed contents by input."""
 
     fields: Any
     raw: list[Bytes]
@@ -285,18 +240,14 @@ class Message(NamedTuple):
 
     @property
     def typed_bytes(self) -> int:
-        """The size of the typed contents that are large."""
+        """The size of the large typed contents."""
         return sum(map(len, self.typed.values()))
 
 
 class Decoded(NamedTuple):
-    """A decoded infer request.
+    """A decoded infer request, whose own `version` is still 0.
 
-    Attributes:
-        request: The request; its version is still 0.
-        version: The version asked for, as text; empty = the highest ready one.
-        plan: How its outputs are given back.
-        empty_final: A decoupled model that ends without a last response gives an empty one (reference §2.3).
+    With `empty_final`, a decoupled model that ends without a last response sends an empty one (reference §2.3).
     """
 
     request: InferRequest
@@ -306,12 +257,7 @@ class Decoded(NamedTuple):
 
 
 def parse_infer(blob: Bytes) -> Message:
-    """Parses a ModelInferRequest; large inputs become views into `blob`.
-
-    Raises:
-        InvalidRequest: It is none.
-        PayloadTooLarge: It has too much that is no tensor.
-    """
+    """Parses a ModelInferRequest; large inputs become views into `blob`."""
     try:
         if len(blob) <= _COPY_MAX_BYTES:
             fields = pb.ModelInferRequest.FromString(bytes(blob))
@@ -326,7 +272,7 @@ def parse_infer(blob: Bytes) -> Message:
 
 
 def _without_contents(message: Bytes, typed: dict[int, Bytes]) -> bytes:
-    """Takes the typed contents of all inputs out of a large message; an input that had some keeps empty ones."""
+    """Takes the typed contents out of a large message."""
     rest, inputs = cut_out(message, _INPUTS_FIELD)
     parts: list[Bytes] = [rest]
     for place, one in enumerate(inputs):
@@ -345,18 +291,7 @@ def _without_contents(message: Bytes, typed: dict[int, Bytes]) -> bytes:
 
 
 def decode_infer(message: Message, regions: Regions, max_bytes: int = MAX_TYPED_BYTES) -> Decoded:
-    """Decodes a parsed request.
-
-    Args:
-        message: The request.
-        regions: The shared memory that clients registered.
-        max_bytes: The bytes of all its tensors together that come as large typed contents.
-
-    Raises:
-        InvalidRequest: A field is wrong, or inputs and data do not match.
-        PayloadTooLarge: Typed contents take more bytes as tensors.
-        QinferError: A region is not registered or too small, or shared memory is off.
-    """
+    """Decodes a request; `max_bytes` limits its large typed contents."""
     fields, raw, typed = message
     model: str = fields.model_name
     inputs: list[Tensor] = []
@@ -397,8 +332,6 @@ _MAX_BEGIN_BYTES = 1024
 
 
 class _Known(NamedTuple):
-    """The request of a message without its data, and the version asked for."""
-
     model: str
     version: str
     name: str
@@ -408,19 +341,18 @@ class _Known(NamedTuple):
 
 
 class Repetitions:
-    """Decodes messages that differ from earlier ones in their data only, without protobuf.
+    """Decodes messages that differ from earlier ones only in their data, without protobuf.
 
-    A client asks one model in one way: its messages begin with the same bytes, and end with the data of their input. A
-    message is remembered when it comes for the second time and has one raw input, at its end, no id and no parameters.
+    A message is remembered when it comes twice and has one raw input, at its end, no id and no parameters.
     """
 
     def __init__(self) -> None:
-        self._begins: dict[int, int] = {}  # by a message's size: where its data begins
+        self._begins: dict[int, int] = {}  # message size → the start of the data
         self._known: dict[bytes, _Known] = {}
         self._repeats = Repeats()
 
     def decode(self, blob: Bytes) -> Decoded | None:
-        """Decodes a message as `decode_infer` does; `None` = none like it is known."""
+        """Decodes a message as `decode_infer` does, or returns `None`."""
         begin = self._begins.get(len(blob))
         if begin is None:
             return None
@@ -433,7 +365,7 @@ class Repetitions:
         return Decoded(request, version, _PLAIN, empty_final=False)
 
     def learn(self, blob: Bytes, message: Message, decoded: Decoded) -> None:
-        """Remembers a message, if others may be like it."""
+        """Remembers a message, if others may repeat it."""
         fields, raw, _ = message
         request = decoded.request
         if len(raw) != 1 or len(request.inputs) != 1 or request.inputs[0].data is not raw[0]:
@@ -455,7 +387,7 @@ class Repetitions:
 
 
 def _ends_with_data(begin: bytes, blob: Bytes, data: Bytes) -> bool:
-    """Tells whether what follows the begin of a message is its data, and nothing else: other data is read as such."""
+    """Returns whether other data at a message's end changes nothing else."""
     other = bytes(len(data)) if any(data) else b"\1" * len(data)
     whole, changed = pb.ModelInferRequest.FromString(bytes(blob)), pb.ModelInferRequest.FromString(begin + other)
     is_read = changed.raw_input_contents == [other] and other != data
@@ -465,7 +397,6 @@ def _ends_with_data(begin: bytes, blob: Bytes, data: Bytes) -> bool:
 
 
 def _typed(entry: Any, raw: list[Bytes], model: str) -> Bytes:
-    """Turns an input's typed contents into tensor bytes."""
     if not entry.HasField("contents"):
         raise _no_data(entry.name, model)
     filled = entry.contents.ListFields()
@@ -478,13 +409,12 @@ def _typed(entry: Any, raw: list[Bytes], model: str) -> Bytes:
         return pack_bytes(values)
     if entry.datatype in _PACKED:
         return values_of(entry.contents.SerializeToString())
-    # A number that the datatype can't hold keeps its low bytes, as with Triton.
+    # As in Triton, a number too large keeps its low bytes.
     wide, narrow = DATATYPES[TYPED[field][0]].numpy, DATATYPES[entry.datatype].numpy
     return np.array(values, dtype=wide).astype(narrow, copy=False).tobytes()
 
 
 def _large(entry: Any, contents: TypedContents, raw: list[Bytes], model: str, most: int) -> Bytes:
-    """Turns an input's large typed contents into tensor bytes."""
     _check_typed(entry, contents.field, raw, model, is_mixed=contents.is_mixed)
     if not contents.field:
         return b""
@@ -492,7 +422,6 @@ def _large(entry: Any, contents: TypedContents, raw: list[Bytes], model: str, mo
 
 
 def _check_typed(entry: Any, field: int, raw: list[Bytes], model: str, *, is_mixed: bool) -> None:
-    """Checks the typed contents of an input: `field` is that which is filled, 0 where all are empty."""
     if raw:
         raise InvalidRequest(
             f"contents field must not be specified when using raw_input_contents for '{entry.name}' for model '{model}'"
@@ -517,20 +446,7 @@ _FINAL = "triton_final_response"
 
 
 def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: Regions) -> list[Bytes]:
-    """Encodes a response that carries outputs as a ModelInferResponse.
-
-    Args:
-        response: The response; its failure, if any, is not looked at.
-        client_id: The request's `id`, echoed unless empty.
-        plan: How its outputs are given back, as `bind` returned it.
-        regions: The shared memory that clients registered.
-
-    Returns:
-        The message, in pieces.
-
-    Raises:
-        QinferError: An output can't be given back as the request wants it.
-    """
+    """Encodes outputs as a ModelInferResponse, in pieces; `plan` is bound."""
     outputs, placed = response.outputs, _NOWHERE
     if plan.special is not None:
         outputs, placed = prepare(response, plan, regions)
@@ -549,26 +465,20 @@ def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: 
 
 
 def encode_streamed(response: list[Bytes], *, final: bool) -> list[Bytes]:
-    """Encodes a ModelStreamInferResponse that carries a response, in pieces.
-
-    Args:
-        response: What `encode_infer` returned.
-        final: It is the last response to its request.
-    """
+    """Encodes a ModelStreamInferResponse around the pieces of `encode_infer`."""
     response = [*response, _FINAL_PARAMETER[final]]
     size = sum([len(part) for part in response])
     return [prefix(_RESPONSE_FIELD, size), *response]
 
 
 def encode_streamed_error(message: str, client_id: str) -> bytes:
-    """Encodes a ModelStreamInferResponse for a failure, with the id of the request that failed."""
+    """Encodes a ModelStreamInferResponse for a failure."""
     reply = pb.ModelStreamInferResponse(error_message=message, infer_response=pb.ModelInferResponse(id=client_id))
     return bytes(reply.SerializeToString())
 
 
 @lru_cache(maxsize=1024)
 def _head(model: str, version: int, outputs: tuple[tuple[str, str, tuple[int, ...]], ...]) -> bytes:
-    """Returns what describes a response, without id and data."""
     reply = pb.ModelInferResponse(model_name=model, model_version=str(version))
     for name, datatype, shape in outputs:
         reply.outputs.add(name=name, datatype=datatype, shape=shape)

@@ -3,9 +3,9 @@
     request   JSON ‖ the bytes of each binary input, in the inputs' order (reference §1.6, §1.7)
     response  JSON ‖ the bytes of each binary output, in the outputs' order
 
-Floats are printed as doubles, the shortest text that gives the same double again, which is what Triton prints: every
-FP32 value then survives a client that parses doubles, which the shorter FP32 texts do not promise (7.038531e-26 is
-rounded twice). NaN and Infinity travel as these words, both ways, as with Triton.
+Floats are printed as doubles in the shortest text that gives the same double again, as in Triton. So every FP32 value
+survives a client that parses doubles; the shorter FP32 texts do not (7.038531e-26 is rounded twice). NaN and Infinity
+travel as these words, both ways, as in Triton.
 """
 
 import json
@@ -36,14 +36,7 @@ _MAX_INT64 = 2**63 - 1
 
 
 class Packing(NamedTuple):
-    """The conversion of the elements of a datatype and shape to bytes and back, computed once for each.
-
-    Attributes:
-        elements: How many there are.
-        nbytes: How many bytes they take.
-        pack: Makes bytes of the elements; raises `struct.error` or `OverflowError` where one is out of range.
-        unpack: Makes elements of as many bytes.
-    """
+    """The cached conversion between elements and bytes; `pack` raises for an element out of range."""
 
     elements: int
     nbytes: int
@@ -53,20 +46,20 @@ class Packing(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def packing_of(datatype: str, shape: tuple[int, ...]) -> Packing | None:
-    """Returns the packing of an ordinary datatype and shape; `None` for strings, floats of 16 bits, no elements."""
+    """Returns the packing of a datatype and shape; strings, 16-bit floats and empty tensors have none."""
     code = STRUCT_CODES.get(datatype)
     count = prod(shape) if len(shape) <= _MOST_DIMENSIONS else 0
     if code is None or not 0 < count <= _MOST_ELEMENTS:
         return None
     checked, native = struct.Struct(f"<{count}{code}"), struct.Struct(f"{count}{code}")
-    return Packing(count, native.size, checked.pack, native.unpack)  # the native one reads faster, and checks no range
+    return Packing(count, native.size, checked.pack, native.unpack)  # native reads faster, and checks no range
 
 
 _NO_PARAMETERS = InputParameters()
 
 
 class InferReply(msgspec.Struct, frozen=True, gc=False):
-    """An encoded response; `json_length` is its `Inference-Header-Content-Length`, or `None` when all is JSON."""
+    """An encoded response; `json_length` is `None` if all is JSON."""
 
     body: bytes
     json_length: int | None = None
@@ -80,22 +73,15 @@ def decode_infer(
     bounds: JsonBounds = _BOUNDS,
     regions: Regions = NO_REGIONS,
 ) -> tuple[InferRequest, OutputPlan]:
-    """Decodes an infer request; a raw binary one, of JSON length 0, is for `raw_request`.
+    """Decodes an infer request; `raw_request` decodes raw binary ones, of JSON length 0.
 
     Args:
         body: The uncompressed body; binary inputs become views into it.
-        json_length: The header `Inference-Header-Content-Length`; `None` when the request has none.
+        json_length: The header `Inference-Header-Content-Length`, or `None`.
         model: The model's name, from the URL.
-        version: The version from the URL; 0 if there is none.
+        version: The version from the URL, or 0.
         bounds: The limits of its JSON.
-        regions: The shared memory that inputs are copied from.
-
-    Raises:
-        InvalidRequest: A field is wrong, or the sizes do not add up.
-        MalformedJson: A JSON value has the wrong type.
-        PayloadTooLarge: Its JSON would become too large.
-        UnsupportedDatatype: An input's datatype is unknown.
-        QinferError: A shared memory region is not registered or too small, or shared memory is off.
+        regions: The shared memory of inputs.
     """
     text, tail = (body, b"") if json_length is None else _split(body, json_length)
     document, parsed = _parsed_large(text, bounds) if len(text) > LARGE_BYTES else (None, _parsed(bytes(text), bounds))
@@ -130,19 +116,7 @@ def decode_infer(
 
 
 def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: Regions = NO_REGIONS) -> InferReply:
-    """Encodes a response that carries outputs.
-
-    Args:
-        response: The response; its failure, if any, is not looked at.
-        client_id: The request's `id`, echoed unless empty.
-        plan: How the outputs travel; bound to the model (`outputs.bind`).
-        regions: The shared memory that outputs are written to.
-
-    Raises:
-        InvalidRequest: An output can't travel as JSON: FP16, BF16, or BYTES that are not UTF-8; or it can't be ranked.
-        OutputMismatch: An output's bytes do not fill its shape.
-        QinferError: An output can't be written to shared memory.
-    """
+    """Encodes the outputs of a response; `plan` is bound (`outputs.bind`)."""
     begin = b'{"id":%b,' % _encoder.encode(client_id) if client_id else b"{"
     parts: list[Bytes] = [begin, _reply_head(plan.endpoint or response.model, response.version)]
     if response.parameters:
@@ -158,7 +132,7 @@ def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: 
             parts += (separator, head[:-1], b"}")
         elif plan.overrides.get(tensor.name, plan.binary):
             parts += (separator, head, b'"parameters":{"binary_data_size":%d}}' % len(tensor.data))
-            if len(tensor.data):  # without any, the whole body is JSON, as Triton's is
+            if len(tensor.data):  # without binary data, the whole body is JSON, as in Triton
                 tail.append(tensor.data)
         elif len(tensor.data) > _PIECE_ELEMENTS and tensor.datatype in STRUCT_CODES:
             long_text = _whole((*parts, separator, head, b'"data":'))
@@ -182,7 +156,6 @@ _PLAIN = kserve_exact.Form()
 
 
 def _parsed(text: bytes, bounds: JsonBounds) -> Request:
-    """Parses the JSON of a request."""
     if text.count(b"[") + text.count(b"{") > bounds.depth:  # few brackets are not nested deeply
         check_depth(text, bounds.depth)
     try:
@@ -192,7 +165,6 @@ def _parsed(text: bytes, bounds: JsonBounds) -> Request:
 
 
 def _parsed_large(text: Bytes, bounds: JsonBounds) -> tuple[Document, Request]:
-    """Parses the JSON of a large request, whose inputs' data is text still."""
     document = Document(text, bounds)
     if document.giants:
         name, size = next(iter(document.giants.items()))
@@ -214,7 +186,7 @@ def _split(body: Bytes, json_length: int) -> tuple[Bytes, Bytes]:
 
 
 def _from_elsewhere(entry: Input, tail: Bytes, position: int, model: str, regions: Regions) -> tuple[Bytes, int]:
-    """Finds the data of an input that has parameters, or none; returns it, and where the next binary input begins."""
+    """Returns an input's data, and the position of the next binary input."""
     parameters = _NO_PARAMETERS if entry.parameters is UNSET else entry.parameters
     size = parameters.binary_data_size
     if size is UNSET or entry.data is not UNSET or parameters.shared_memory_region is not UNSET:
@@ -229,7 +201,6 @@ def _from_elsewhere(entry: Input, tail: Bytes, position: int, model: str, region
 
 
 def _without_binary(entry: Input, parameters: InputParameters, regions: Regions) -> Bytes:
-    """Returns the data of an input that has parameters, but none of its own in the body's tail."""
     region = parameters.shared_memory_region
     kserve_exact.check_one_source(entry.data, parameters.binary_data_size, region)
     if region is UNSET:
@@ -238,17 +209,7 @@ def _without_binary(entry: Input, parameters: InputParameters, regions: Regions)
 
 
 def pack(entry: Input, most: int = _BOUNDS.nbytes) -> Bytes:
-    """Turns an input's JSON elements into tensor bytes.
-
-    Args:
-        entry: The input.
-        most: The bytes that those of a long array may take.
-
-    Raises:
-        InvalidRequest: Its datatype does not travel as JSON, or a value is out of its range.
-        MalformedJson: There are not as many elements as the shape says.
-        PayloadTooLarge: The elements of a long array take more bytes.
-    """
+    """Converts JSON elements to tensor bytes; `most` limits a long array's."""
     data: Any = entry.data
     datatype = NAMES[type(entry)]
     packing = None if isinstance(data, LongArray) else packing_of(datatype, entry.shape)
@@ -256,7 +217,7 @@ def pack(entry: Input, most: int = _BOUNDS.nbytes) -> Bytes:
         try:
             return packing.pack(*data)
         except (struct.error, OverflowError):
-            pass  # the mistake is named below
+            pass  # the error is named below
     count = elements_of(entry.name, entry.shape)
     if not count:
         return b""
@@ -283,11 +244,7 @@ def pack(entry: Input, most: int = _BOUNDS.nbytes) -> Bytes:
 
 
 def elements_of(name: str, shape: Sequence[int]) -> int:
-    """Counts the elements of a shape that a client sent: many large dimensions make a number too long to compute.
-
-    Raises:
-        InvalidRequest: There are more than any tensor has.
-    """
+    """Counts a client's elements; raises `InvalidRequest` before the product grows beyond any tensor."""
     if 0 in shape:
         return 0
     count = 1
@@ -323,23 +280,20 @@ _encoder = msgspec.json.Encoder()
 
 @lru_cache(maxsize=1024)
 def _reply_head(model: str, version: int) -> bytes:
-    """Returns the JSON of a reply from behind its id to its first output."""
     return _encoder.encode({"model_name": model, "model_version": str(version), "outputs": []})[1:-2]
 
 
 def _parameters_json(parameters: Mapping[str, Scalar]) -> bytes:
-    """Returns the JSON member of a response's parameters."""
     return b'"parameters":%b,' % _encoder.encode(parameters)
 
 
 @lru_cache(maxsize=1024)
 def _output_head(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
-    """Returns the JSON of an output, up to its data."""
     return _encoder.encode({"name": name, "datatype": datatype, "shape": shape})[:-1] + b","
 
 
 def _whole(parts: Sequence[Bytes]) -> bytearray:
-    """Appends all parts to the first, which is not copied if it is a bytearray: it may be as large as all of them."""
+    """Appends all parts to the first; a large bytearray is not copied."""
     whole = parts[0] if isinstance(parts[0], bytearray) else bytearray(parts[0])
     for part in parts[1:]:
         whole += part
@@ -347,12 +301,7 @@ def _whole(parts: Sequence[Bytes]) -> bytearray:
 
 
 def elements(tensor: Tensor, *, strict: bool = False) -> bytes:
-    """Turns tensor bytes into a JSON array, flat and in row-major order; a strict one has null for NaN and infinities.
-
-    Raises:
-        InvalidRequest: Its elements can't travel as JSON.
-        OutputMismatch: Its bytes do not fill its shape.
-    """
+    """Converts tensor bytes to a flat JSON array; `strict` has null for NaN and infinities."""
     packing = packing_of(tensor.datatype, tensor.shape)
     if packing is not None and len(tensor.data) == packing.nbytes:
         if packing.elements > _PIECE_ELEMENTS:
@@ -367,12 +316,12 @@ def elements(tensor: Tensor, *, strict: bool = False) -> bytes:
 
 
 def _with_words(values: Sequence[Any]) -> bytes:
-    """Encodes numbers of which some are no finite ones: Triton has words for these, for which msgspec writes null."""
+    """Encodes NaN and infinities as Triton's words; msgspec writes null."""
     return json.dumps(values, separators=(",", ":")).encode()
 
 
 def _add_elements(text: bytearray, tensor: Tensor, *, strict: bool) -> None:
-    """Appends many numbers to a text, a piece at a time: as objects they would take a multiple of their bytes."""
+    """Appends numbers piece by piece: objects take a multiple of their bytes."""
     if len(tensor.data) != prod(tensor.shape) * DATATYPES[tensor.datatype].itemsize:
         raise OutputMismatch(f"output tensor shape does not match size of output for '{tensor.name}'")
     values = memoryview(tensor.data).cast(STRUCT_CODES[tensor.datatype])  # type: ignore[call-overload]  # as below
@@ -386,7 +335,6 @@ def _add_elements(text: bytearray, tensor: Tensor, *, strict: bool) -> None:
 
 
 def _unusual_elements(tensor: Tensor) -> Sequence[Any]:
-    """Returns the elements of strings, and of shapes that are not worth remembering."""
     code = STRUCT_CODES.get(tensor.datatype)
     if code is None:
         if tensor.datatype == "BYTES":

@@ -1,7 +1,7 @@
-"""The infer request's JSON as msgspec structs: one per datatype, so that one typed pass checks and converts the data.
+"""The infer request's JSON as msgspec structs, one per datatype, so one typed pass checks and converts the data.
 
-`parse` is the way of every good request with flat data. What it can't take - nested data, NaN, mistakes - is for
-`kserve_exact`, which gives the same structs or Triton's error.
+`parse` reads every good request with flat data. For others - nested data, NaN, mistakes - `kserve_exact` gives the same
+structs or Triton's error.
 """
 
 from collections.abc import Callable
@@ -10,18 +10,13 @@ from typing import Annotated, Any, Union, cast
 import msgspec
 from msgspec import UNSET, UnsetType
 
-# The parameters with a meaning: reference §1.6.
+# The known parameters: reference §1.6.
 Dimension = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class InputParameters(msgspec.Struct, gc=False):
-    """The parameters of an input that have a meaning; others are ignored, as Triton does.
-
-    Attributes:
-        binary_data_size: Bytes after the JSON part.
-        shared_memory_region: A registered region that has the data.
-    """
+    """The known parameters of an input; Triton ignores others, too."""
 
     binary_data_size: Natural | UnsetType = UNSET
     shared_memory_region: str | UnsetType = UNSET
@@ -30,7 +25,7 @@ class InputParameters(msgspec.Struct, gc=False):
 
 
 class Input(msgspec.Struct, tag_field="datatype", gc=False):
-    """The common fields of the inputs of all datatypes; each subclass types its `data`, flat and row-major."""
+    """The common fields of inputs; subclasses type `data`, flat and row-major."""
 
     name: str
     shape: tuple[Dimension, ...]
@@ -45,7 +40,7 @@ ELEMENTS: dict[str, Any] = {
     **dict.fromkeys(("FP32", "FP64"), float),
     "BYTES": str,
 }
-"""The types of the elements of a datatype that travels as JSON."""
+"""The elements' type of each datatype that travels as JSON."""
 
 
 def _input_of(datatype: str, data: Any) -> type[Input]:
@@ -55,22 +50,15 @@ def _input_of(datatype: str, data: Any) -> type[Input]:
 
 
 INPUTS = {name: _input_of(name, list[element]) for name, element in ELEMENTS.items()}  # type: ignore[valid-type]
-"""Datatype name → its struct."""
 
-# FP16 and BF16 travel as binary data only: what `data` holds is refused later.
+# FP16 and BF16 travel as binary only; their `data` is refused later.
 INPUTS |= {name: _input_of(name, Any) for name in ("FP16", "BF16")}
 
 NAMES: dict[type[Input], str] = {cls: name for name, cls in INPUTS.items()}
-"""Struct → its datatype's name."""
 
 
 class OutputParameters(msgspec.Struct, gc=False):
-    """The parameters of a wanted output that have a meaning; others are ignored, as Triton does.
-
-    Attributes:
-        classification: So many best classes, as BYTES `value:index[:label]`.
-        shared_memory_region: A registered region that takes the data.
-    """
+    """The known parameters of a requested output; `classification` is the number of best classes."""
 
     binary_data: bool | UnsetType = UNSET
     classification: Natural | UnsetType = UNSET
@@ -96,7 +84,7 @@ class Request(msgspec.Struct, gc=False):
 
 
 UNPARSABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""The errors that `parse` raises for text that it can't read."""
+"""The errors of `parse` for unreadable text."""
 
 parse: Callable[[bytes], Request] = msgspec.json.Decoder(Request).decode
-"""Reads a well-formed request with flat data; raises one of `UNPARSABLE` for any other."""
+"""Reads a request with flat data, or raises one of `UNPARSABLE`."""

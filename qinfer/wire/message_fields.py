@@ -1,8 +1,7 @@
-"""The fields of an encoded protobuf message, looked at without parsing it.
+"""Walks the fields of an encoded protobuf message without parsing it.
 
-A message is a sequence of (tag, value); the tag's low three bits say how long the value is, the others which field it
-is. The parser makes objects of all fields at once, and no other thread runs meanwhile: large messages are counted
-before.
+A message is a sequence of (tag, value); the tag's low three bits give the kind of value, the others the field. The
+parser makes objects of all fields at once and blocks all threads, so large messages are counted first.
 """
 
 from typing import Any
@@ -13,27 +12,20 @@ from qinfer.errors import InvalidRequest, PayloadTooLarge
 from qinfer.tensors import Bytes
 
 MAX_FIELDS = 65_536
-"""Fields of a large message: walking over them costs more than their bytes say."""
+"""The most fields of a large message: each costs more than its bytes."""
 
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
-"""Kinds of values."""
 
 FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
-"""The sizes of the kinds that have one."""
 
 
 def malformed() -> InvalidRequest:
-    """Returns the error of a message that can't be read."""
+    """Returns the error of an unreadable message."""
     return InvalidRequest("the request is no message of the kind that this call takes; send what its .proto says")
 
 
 def varint(message: Bytes, position: int) -> tuple[int, int]:
-    """Reads a number; returns it, and where the next thing begins.
-
-    Raises:
-        IndexError: The message is cut off.
-        InvalidRequest: It is not a number.
-    """
+    """Reads a number; returns it, and the next position. Raises `IndexError` if the message is cut off."""
     value = message[position]
     position += 1
     if value < 0x80:
@@ -51,16 +43,7 @@ def varint(message: Bytes, position: int) -> tuple[int, int]:
 
 
 def check_fields(message: Bytes, kind: Any) -> None:
-    """Checks how many fields a message has, with those of the messages in it, and the elements of its lists.
-
-    Args:
-        message: The encoded message.
-        kind: Its descriptor.
-
-    Raises:
-        InvalidRequest: It is damaged.
-        PayloadTooLarge: There are more than `MAX_FIELDS`.
-    """
+    """Counts the fields and list elements of a message, by its descriptor; refuses too many."""
     parts, count = [(0, len(message), kind)], 0
     try:
         while parts:
@@ -90,10 +73,9 @@ def check_fields(message: Bytes, kind: Any) -> None:
 
 
 def _more(value: memoryview, field: Any) -> int:
-    """Returns how many numbers a packed list has; 0 for other values."""
     if field is None or field.message_type is not None or field.cpp_type == _TEXT:
         return 0
     return int(np.count_nonzero(np.frombuffer(value, np.uint8) < 0x80))
 
 
-_TEXT = 9  # FieldDescriptor.CPPTYPE_STRING, that of bytes, too
+_TEXT = 9  # FieldDescriptor.CPPTYPE_STRING, also of bytes

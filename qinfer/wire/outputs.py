@@ -1,10 +1,10 @@
 """Output options of a request: binary or JSON form, ranking into classes, shared memory (reference §1.6 to §1.15).
 
-HTTP and gRPC share them. A request's parameters become an `OutputPlan` (`read_special` reads those of one output);
-`bind` adds the names of classes from the model's configuration; `prepare` carries the plan out.
+HTTP and gRPC share them. A request's parameters become an `OutputPlan` (`read_special` reads those of one output),
+`bind` adds the names of classes from the model's configuration, and `prepare` executes the plan.
 
-Each element of a ranked output is `value:index` or `value:index:label`, the value printed as C++'s `std::to_string`
-does: integers plain, floats with six decimals (reference §1.9).
+Each element of a ranked output is `value:index` or `value:index:label`, with the value as C++'s `std::to_string` prints
+it: integers plain, floats with six decimals (reference §1.9).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ Array = npt.NDArray[Any]
 Indices = npt.NDArray[np.int64]
 
 MAX_ELEMENTS = 1_000_000
-"""Elements of a row that can be ranked (reference §1.9)."""
+"""The most elements of a ranked row (reference §1.9)."""
 
 _BLOCK = 2**18
 _FLOATS = ("FP32", "FP64")
@@ -31,22 +31,9 @@ _CLASSIFIABLE = frozenset(d.name for d in DATATYPES.values() if d.name[:3] in ("
 
 
 def classify(tensor: Tensor, count: int, labels: Sequence[str] = (), *, batched: bool) -> Tensor:
-    """Replaces an output by its best classes.
+    """Replaces an output by its best classes: BYTES `[rows, classes]`, or `[classes]` if not batched.
 
     Equal values keep the order of their indices; NaN comes last.
-
-    Args:
-        tensor: The output.
-        count: How many classes of each row are wanted; fewer are there if a row has fewer elements.
-        labels: The names of the classes, by index; classes beyond its end have none.
-        batched: The first dimension counts rows, each of which is ranked by itself.
-
-    Returns:
-        A BYTES tensor `[rows, classes]`, or `[classes]` when it is not batched.
-
-    Raises:
-        InvalidRequest: The output's datatype can't be ranked, or it has too many elements.
-        OutputMismatch: The output's bytes do not fill its shape.
     """
     if tensor.datatype not in _CLASSIFIABLE:
         raise InvalidRequest(f"class result not available for output due to unsupported type '{tensor.datatype}'")
@@ -73,18 +60,10 @@ def classify(tensor: Tensor, count: int, labels: Sequence[str] = (), *, batched:
 
 
 def greatest(values: Array, count: int) -> Indices:
-    """Ranks the elements of rows: greatest first, equal ones by ascending index, NaN last.
-
-    Args:
-        values: Numbers, `[rows, elements]`.
-        count: How many of each row are wanted: at least 1, at most `elements`.
-
-    Returns:
-        The elements' indices, `int64[rows, count]`.
-    """
+    """Ranks `[rows, elements]` as `int64[rows, count]`: greatest first, equal ones by ascending index, NaN last."""
     rows, elements = values.shape
     best = np.empty((rows, count), np.int64)
-    # Blocks of rows that stay in the cache, and whose order takes little memory.
+    # blocks that fit the cache
     step = max(1, _BLOCK // max(elements, 1))
     for begin in range(0, rows, step):
         best[begin : begin + step] = _greatest(values[begin : begin + step], count)
@@ -108,14 +87,14 @@ def _greatest(values: Array, count: int) -> Indices:
 
 
 def _sorted(values: Array, count: int) -> Indices:
-    """Sorts rows as they are, ascending, and reads them from behind: negating would overflow unsigned integers."""
+    """Sorts ascending and reads backwards, because negating would overflow unsigned integers."""
     order = values[:, ::-1].argsort(axis=1, kind="stable")[:, ::-1]
     best: Indices = values.shape[1] - 1 - order[:, :count]
     return best
 
 
 def _partitioned(values: Array, count: int) -> Indices:
-    """Sorts the greatest only, except in rows where others are equal to the least of them."""
+    """Sorts only the greatest, except in rows with ties."""
     found = values.argpartition(values.shape[1] - count, axis=1)[:, -count:]
     found.sort(axis=1)
     chosen = np.take_along_axis(values, found, 1)
@@ -135,14 +114,14 @@ _NO_SHARED_MEMORY = "Client shared memory is disabled. Start the server with '--
 
 
 class Regions(Protocol):
-    """The shared memory that clients registered; every method raises `UnsupportedFeature` where it is off."""
+    """Registered shared memory; every method raises `UnsupportedFeature` where it is off."""
 
     def view(self, name: str, offset: int, byte_size: int) -> memoryview:
-        """Returns a copy of a part of a region, which later writes of the client do not change."""
+        """Copies a part of a region, safe from later writes."""
         ...
 
     def check(self, name: str, offset: int, byte_size: int) -> None:
-        """Makes sure that a region has that part."""
+        """Raises unless a region has this part."""
         ...
 
     def write(self, name: str, offset: int, data: Bytes) -> None:
@@ -151,7 +130,7 @@ class Regions(Protocol):
 
 
 class NoRegions:
-    """The `Regions` of a server where shared memory is off."""
+    """The `Regions` of a server without shared memory."""
 
     def view(self, name: str, offset: int, byte_size: int) -> NoReturn:
         """Refuses."""
@@ -167,19 +146,12 @@ class NoRegions:
 
 
 NO_REGIONS = NoRegions()
-"""The one that is needed."""
 
 
 class Special(msgspec.Struct, frozen=True):
-    """The treatment of an output that does not simply travel in the reply.
+    """The treatment of an output that is ranked or goes to shared memory; `bind` sets `labels` and `batched`.
 
-    Attributes:
-        classes: So many of its best classes are wanted instead of its elements; 0 = its elements.
-        region: The shared memory region that it is written to; empty = none.
-        offset: Where in the region, in bytes.
-        byte_size: How many bytes it may take there.
-        labels: The names of its classes; `bind` sets them.
-        batched: Its first dimension counts rows; `bind` sets it.
+    `classes` best classes replace its elements, unless 0.
     """
 
     classes: int = 0
@@ -191,15 +163,15 @@ class Special(msgspec.Struct, frozen=True):
 
 
 class OutputPlan(msgspec.Struct, frozen=True):
-    """The form in which the outputs of a response travel.
+    """The form of a response's outputs.
 
     Attributes:
-        binary: True for binary data, where an output does not say: the request's `binary_data_output`.
+        binary: The request's `binary_data_output`, the default.
         overrides: Output name → its own `binary_data`.
-        special: Output name → what else is done with it; `None` for nothing, as nearly always.
-        held: The shared memory of its request, which may not go before the plan; `None` = none.
-        endpoint: The endpoint that was asked, whose name the reply gives in place of the model's; empty = none.
-        strict: JSON has null for NaN and infinities, in place of the words that only Triton's clients read.
+        special: Output name → ranking or shared memory; mostly `None`.
+        held: The request's shared memory, kept as long as the plan.
+        endpoint: The requested endpoint, named in the reply in place of the model.
+        strict: JSON has null for NaN and infinities, not Triton's words.
     """
 
     binary: bool = False
@@ -210,38 +182,24 @@ class OutputPlan(msgspec.Struct, frozen=True):
     strict: bool = False
 
     def is_binary(self, output: str) -> bool:
-        """Tells whether `output` travels as binary data."""
+        """Returns whether an output travels as binary data."""
         return self.overrides.get(output, self.binary)
 
 
 class Prepared(NamedTuple):
-    """Outputs as the reply tells of them.
-
-    Attributes:
-        outputs: The outputs, classes in the place of those that were ranked.
-        placed: Names of the outputs whose data is in shared memory, and not in the reply.
-    """
+    """Outputs for a reply; those of `placed` are in shared memory."""
 
     outputs: tuple[Tensor, ...]
     placed: frozenset[str]
 
 
 def no_shared_memory() -> UnsupportedFeature:
-    """Returns Triton's error for everything about shared memory where it is off."""
+    """Returns Triton's error for disabled shared memory."""
     return UnsupportedFeature(_NO_SHARED_MEMORY)
 
 
 def read_special(parameters: Mapping[str, Any], regions: Regions) -> Special | None:
-    """Reads what is special about an output from its parameters; `None` for nothing.
-
-    Args:
-        parameters: The output's own, those with a meaning of the right types.
-        regions: The registered regions.
-
-    Raises:
-        InvalidRequest: Parameters contradict one another.
-        QinferError: The region has no such part, is not registered, or shared memory is off.
-    """
+    """Reads the special treatment of an output, if any, from checked parameters."""
     if "shared_memory_region" not in parameters:
         classes = parameters.get("classification", 0)
         return Special(classes=classes) if classes else None
@@ -258,13 +216,7 @@ def read_special(parameters: Mapping[str, Any], regions: Regions) -> Special | N
 
 
 def bind(plan: OutputPlan, labels: Mapping[str, tuple[str, ...]], *, batched: bool) -> OutputPlan:
-    """Completes a plan by what the model's configuration knows; needed for plans with something special only.
-
-    Args:
-        plan: What the request said.
-        labels: Output → the names of its classes; outputs without labels may be left out.
-        batched: Whether the model has a batch dimension.
-    """
+    """Completes a plan with the model's labels and batch dimension."""
     if plan.special is None:
         return plan
     special = {
@@ -277,20 +229,7 @@ def bind(plan: OutputPlan, labels: Mapping[str, tuple[str, ...]], *, batched: bo
 
 
 def prepare(response: Response, plan: OutputPlan, regions: Regions) -> Prepared:
-    """Ranks outputs into classes and writes outputs to shared memory, as a bound plan says.
-
-    It takes long for large outputs, and is then to be called off the event loop.
-
-    Args:
-        response: A response that carries outputs.
-        plan: How they travel.
-        regions: The registered regions.
-
-    Raises:
-        InvalidRequest: An output can't be ranked.
-        RegionUnavailable: An output does not fit where it is to be written.
-        QinferError: The region was unregistered meanwhile, or shared memory is off.
-    """
+    """Ranks outputs and writes them to shared memory, by a bound plan; slow for large ones."""
     if plan.special is None:
         return Prepared(response.outputs, frozenset())
     outputs: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""The states of a sequence as they are in Redis: a record of tensors, with a wire version (`qinfer.wire.versions`)."""
+"""The states of a sequence in Redis: a versioned record of tensors (`qinfer.wire.versions`)."""
 
 from typing import Annotated
 
@@ -12,7 +12,7 @@ class _State(msgspec.Struct, array_like=True, gc=False):
     name: str
     datatype: str
     shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
-    # A copy, so that its elements are aligned for runtimes, and nothing larger is kept alive by it.
+    # A copy: aligned for runtimes, and independent of larger buffers.
     data: bytes
 
 
@@ -24,15 +24,10 @@ _RECORD = Record(_States, "the state of a sequence")
 
 
 def encode_states(states: tuple[Tensor, ...]) -> bytes:
-    """Encodes the states of a sequence after a step, by the names of their inputs."""
+    """Encodes the states after a step, by input name."""
     return _RECORD.encode(_States([_State(s.name, s.datatype, s.shape, bytes(s.data)) for s in states]))
 
 
 def decode_states(raw: bytes) -> tuple[Tensor, ...]:
-    """Decodes what `encode_states` returned.
-
-    Raises:
-        NewerVersion: A newer qinfer wrote it.
-        CorruptEntry: It is damaged.
-    """
+    """Decodes states."""
     return tuple(Tensor(s.name, s.datatype, s.shape, s.data) for s in _RECORD.decode(raw).states)

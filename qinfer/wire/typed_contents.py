@@ -1,7 +1,7 @@
-"""The typed contents of an input over gRPC, read without protobuf, which would make objects of all of them at once.
+"""Reads an input's typed contents over gRPC without protobuf, which would make an object of each at once.
 
-The numbers of a list come packed, one behind the other; strings come one field each. Both are counted and turned into
-a tensor's bytes by numpy, a window at a time. Contents of one input that come in several pieces are one list.
+Numbers come packed in lists, strings in one field each. numpy counts both and turns them into a tensor's bytes, window
+by window. Contents in several pieces are one list.
 """
 
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ from qinfer.tensors import DATATYPES, Bytes
 from qinfer.wire.message_fields import FIXED_BYTES, LENGTH, MAX_FIELDS, VARINT, malformed, varint
 
 WINDOW_BYTES = 256 * 1024
-"""Bytes that are looked at at once: other threads have their turn in between."""
+"""The bytes processed at once; other threads run in between."""
 
-TYPED = {  # field of InferTensorContents → the datatypes that it may hold, the one it is called first
+TYPED = {  # field of InferTensorContents → its datatypes, its own first
     1: ("BOOL",),
     2: ("INT32", "INT16", "INT8"),
     3: ("INT64",),
@@ -27,9 +27,8 @@ TYPED = {  # field of InferTensorContents → the datatypes that it may hold, th
     7: ("FP64",),
     8: ("BYTES",),
 }
-"""Number of a field of InferTensorContents → the datatypes that it may hold, the one it is called first."""
 
-_WIDTHS = {6: 4, 7: 8}  # bytes of the numbers of the fields whose numbers have one size
+_WIDTHS = {6: 4, 7: 8}  # bytes of a number, in fields of fixed-size numbers
 _STRINGS = 8 << 3 | LENGTH
 _MAX_VARINT_BYTES = 10
 _PREFIX_BYTES = 4  # of an element of a BYTES tensor
@@ -40,18 +39,7 @@ _Numbers = npt.NDArray[np.int64]
 
 
 class TypedContents:
-    """The typed contents of one input, as they came.
-
-    Args:
-        text: The encoded InferTensorContents.
-
-    Attributes:
-        field: The number of the field that is filled; 0 where all are empty.
-        is_mixed: More than one is filled.
-
-    Raises:
-        InvalidRequest: They are damaged.
-    """
+    """The typed contents of one input, in field number `field` (0 = empty)."""
 
     def __init__(self, text: Bytes) -> None:
         self._text = memoryview(text)
@@ -63,18 +51,7 @@ class TypedContents:
             self._numbers = self._joined_lists()
 
     def tensor_bytes(self, name: str, datatype: str, count: int, most: int) -> Bytes:
-        """Returns the bytes of a tensor.
-
-        Args:
-            name: The input's name, for errors.
-            datatype: One of those that the field may hold.
-            count: How many elements its shape takes.
-            most: The bytes that it may take.
-
-        Raises:
-            InvalidRequest: They are damaged, or have another number of elements.
-            PayloadTooLarge: They take more bytes.
-        """
+        """Returns a tensor's bytes: `count` elements, at most `most` bytes."""
         itemsize = DATATYPES[datatype].itemsize or _PREFIX_BYTES
         if count * itemsize > most:
             raise _too_large(name, count * itemsize, most)
@@ -91,12 +68,12 @@ class TypedContents:
         for numbers in _numbers(text):
             if datatype == "BOOL":
                 out += (numbers != 0).tobytes()
-            else:  # a number that the datatype can't hold keeps its low bytes, as with Triton
+            else:  # as in Triton, a number too large keeps its low bytes
                 out += numbers.astype(DATATYPES[datatype].numpy).tobytes()
         return out
 
     def _joined_lists(self) -> Bytes:
-        """Notes which field is filled; returns its numbers, packed."""
+        """Finds the filled field; returns its packed numbers."""
         text, position, end, count = self._text, 0, len(self._text), 0
         lists: list[memoryview] = []
         try:
@@ -115,7 +92,7 @@ class TypedContents:
                 else:
                     position = varint(text, position)[1] if kind == VARINT else position + FIXED_BYTES[kind]
                 if tag >> 3 not in TYPED:
-                    continue  # protobuf passes over fields that it does not know
+                    continue  # protobuf skips unknown fields
                 self.is_mixed = self.is_mixed or self.field not in (0, tag >> 3)
                 self.field = tag >> 3
                 lists.append(text[begin:position])
@@ -162,7 +139,7 @@ class TypedContents:
 
 
 class _StringRun(NamedTuple):
-    """Strings that are whole in a window: where each field begins, the sizes of its head and its text, the last end."""
+    """The complete strings of a window."""
 
     begins: _Numbers
     heads: _Numbers
@@ -171,7 +148,7 @@ class _StringRun(NamedTuple):
 
 
 def _run(window: _Bytes) -> _StringRun | None:
-    """Finds the strings at the begin of a window; `None` = the first one is not whole in it, or has a long head."""
+    """Finds the strings at the start of a window, unless the first is incomplete or has a long head."""
     count = len(window)
     padded = np.concatenate((window, np.zeros(2, np.uint8)))
     first, second = padded[1 : count + 1].astype(np.int32), padded[2:].astype(np.int32)
@@ -179,7 +156,7 @@ def _run(window: _Bytes) -> _StringRun | None:
     heads = np.where(is_wide, 3, 2)
     sizes = np.where(is_wide, first & 0x7F | second << 7, first)
     ends = np.arange(count) + heads + sizes
-    ends[(is_wide & (second >= 0x80)) | (ends > count)] = count + 1  # nothing is known of what is behind it
+    ends[(is_wide & (second >= 0x80)) | (ends > count)] = count + 1  # the data after it is unknown
     following = np.append(np.minimum(ends, count), count)
     jumps = [following]
     for _ in range(_JUMPS):
@@ -202,7 +179,6 @@ def _run(window: _Bytes) -> _StringRun | None:
 
 
 def _joined(window: _Bytes, run: _StringRun) -> bytes:
-    """Returns strings as elements of a BYTES tensor."""
     is_text = np.ones(run.end, bool)
     is_text[run.begins] = is_text[run.begins + 1] = False
     is_text[run.begins[run.heads == 3] + 2] = False
@@ -218,7 +194,7 @@ def _joined(window: _Bytes, run: _StringRun) -> bytes:
 
 
 def _count(text: memoryview) -> int:
-    """Counts packed numbers: the last byte of each has no high bit."""
+    """Counts packed numbers by last bytes, which have no high bit."""
     return sum(
         int(np.count_nonzero(np.frombuffer(text[at : at + WINDOW_BYTES], np.uint8) < 0x80))
         for at in range(0, len(text), WINDOW_BYTES)
@@ -226,7 +202,6 @@ def _count(text: memoryview) -> int:
 
 
 def _numbers(text: memoryview) -> Iterator[npt.NDArray[np.uint64]]:
-    """Reads packed numbers."""
     position = 0
     while position < len(text):
         window = np.frombuffer(text[position : position + WINDOW_BYTES], np.uint8)

@@ -1,10 +1,10 @@
-"""Wire versions: the refusal of data that a newer qinfer wrote, and records as one versioned value.
+"""Wire versions: records as one versioned value, and the refusal of data from a newer qinfer.
 
     record      a byte with its wire version, then msgpack: an array whose fields are only ever appended
     document    JSON for people to read too, an object with its version in `wire`
 
-Readers skip fields that they do not know, and give those that are missing their defaults, so that a version rises only
-where an older reader would misread what is written.
+Readers skip unknown fields and give missing ones their defaults, so a version rises only if an older reader would
+misread the data.
 """
 
 from typing import Generic, TypeVar
@@ -16,19 +16,13 @@ from qinfer.errors import CorruptEntry
 T = TypeVar("T")
 
 DOCUMENT_VERSION = 1
-"""The wire version of documents that is written, and the newest that is read."""
+"""The written wire version of documents, and the newest readable one."""
 
 _HEAD = b'{"wire":%d,' % DOCUMENT_VERSION
 
 
 class NewerVersion(CorruptEntry):
-    """Something that a newer qinfer wrote; a process of that version can read it.
-
-    Args:
-        what: What was read, such as `a frame`.
-        found: Its wire version.
-        readable: The newest one that this program reads.
-    """
+    """Data of a newer qinfer, for a process of that version."""
 
     def __init__(self, what: str, found: int, readable: int) -> None:
         super().__init__(
@@ -38,13 +32,7 @@ class NewerVersion(CorruptEntry):
 
 
 class Record(Generic[T]):
-    """The encoding of values of one type as bytes.
-
-    Args:
-        kind: The type: a struct with `array_like=True`.
-        what: What a value is called in errors, such as `the record of a request`.
-        version: The wire version that is written, and the newest that is read.
-    """
+    """The encoding of values of one type, a struct with `array_like=True`; `what` names a value in errors."""
 
     def __init__(self, kind: type[T], what: str, version: int = 1) -> None:
         self._what = what
@@ -54,11 +42,11 @@ class Record(Generic[T]):
         self._decode = msgspec.msgpack.Decoder(kind).decode
 
     def encode(self, value: T) -> bytes:
-        """Returns a value as bytes."""
+        """Encodes a value."""
         return self._prefix + self._encode(value)
 
     def decode(self, raw: bytes) -> T:
-        """Reads what `encode` returned.
+        """Decodes a value.
 
         Raises:
             NewerVersion: A newer qinfer wrote it.
@@ -77,12 +65,12 @@ class _Wire(msgspec.Struct):
 
 
 def encode_document(value: msgspec.Struct) -> bytes:
-    """Returns a struct, which must have fields, as a document."""
+    """Encodes a struct with fields as a document."""
     return _HEAD + msgspec.json.encode(value)[1:]
 
 
 def decode_document(raw: bytes, kind: type[T]) -> T:
-    """Reads a document; one without a version is of the first.
+    """Decodes a document, of version 1 by default.
 
     Raises:
         NewerVersion: A newer qinfer wrote it.

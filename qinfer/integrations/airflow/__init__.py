@@ -9,7 +9,7 @@ _HERE = __name__
 
 
 def get_provider_info() -> dict[str, Any]:
-    """Returns what Airflow shows of the provider, and the class of its connections."""
+    """Returns the provider's metadata for Airflow."""
     name = "qinfer"
     return {
         "package-name": "qinfer-ml",

@@ -1,4 +1,4 @@
-"""The connection of Airflow to a gateway: its URL and the API key become a client."""
+"""Airflow's connection to a gateway: its URL and API key become a client."""
 
 from typing import Any
 
@@ -9,19 +9,16 @@ from qinfer.errors import InvalidRequest, QinferError
 
 DEFAULT_CONNECTION = "qinfer_default"
 TIMEOUT_S = 300.0
-"""The time limit of a call: the gateway reads the files of a job before it accepts the job."""
+"""The time limit of a call; the gateway reads a job's files before it accepts the job."""
 TEST_TIMEOUT_S = 10.0
-"""The time limit of the test of a connection, for which somebody waits."""
+"""The time limit of a connection test, which a user waits for."""
 
 
 class QinferHook(BaseHook):
     """Makes clients from a connection of the type `qinfer`.
 
-    The connection's host is the gateway's URL, such as `https://gateway.example`, or its name, with the protocol as
-    the schema (default `http`); the port is optional, and the password is the API key.
-
-    Args:
-        qinfer_conn_id: The id of the connection.
+    The connection's host is the gateway's URL, such as `https://gateway.example`, or a host name with the protocol as
+    the schema (default `http`). The port is optional, and the password is the API key.
     """
 
     conn_name_attr = "qinfer_conn_id"
@@ -34,11 +31,7 @@ class QinferHook(BaseHook):
         self.qinfer_conn_id = qinfer_conn_id
 
     def get_conn(self) -> Client:
-        """Returns a client, to be closed.
-
-        Raises:
-            InvalidRequest: The connection has no host, or no URL can be made of it.
-        """
+        """Returns a client, which the caller closes; raises `InvalidRequest` for a connection without a valid URL."""
         return self._client(TIMEOUT_S)
 
     async def get_async_conn(self) -> AsyncClient:
@@ -47,7 +40,7 @@ class QinferHook(BaseHook):
         return AsyncClient(_url_of(connection), api_key=connection.password or "", timeout_s=TIMEOUT_S)
 
     def test_connection(self) -> tuple[bool, str]:
-        """Tells whether a gateway answers and accepts the key, and what is wrong otherwise."""
+        """Returns whether a gateway answers and accepts the key, and the error if not."""
         try:
             with self._client(TEST_TIMEOUT_S) as client:
                 client.jobs(limit=1)

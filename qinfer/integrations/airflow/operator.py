@@ -1,4 +1,4 @@
-"""The operator that scores files by a bulk job, and resumes it where Airflow repeats the task."""
+"""The operator that scores files by a bulk job, and resumes it when Airflow repeats the task."""
 
 import hashlib
 import re
@@ -17,30 +17,30 @@ from qinfer.integrations.airflow.trigger import QinferBulkJobTrigger
 POLL_S = 10.0
 
 _READABLE = 80
-"""The most characters of an id before its digest; a job's id has at most 128."""
+"""The most characters before the digest; a job's id has at most 128."""
 
 
 class QinferBulkJobOperator(BaseOperator):
     """Submits a bulk job and waits for its end; its result is the job's id, output and counts of rows.
 
-    The job's id is made from the DAG, the task and its run: a retry, or a task that is cleared, finds the job of the
-    attempt before, resumes it if it ended early, and goes on waiting if it still runs. A task that is killed cancels
-    its job.
-
-    A task that is cleared after its job was completed ends at once; with the option `overwrite`, the job is run anew,
-    and its output replaced.
+    The job's id is made from the DAG, the task and its run: a retry, or a cleared task, finds the job of the last
+    attempt, resumes it if it ended early, and waits for it if it still runs. A killed task cancels its job. A task that
+    is cleared after its job was completed ends at once; with the option `overwrite`, the job runs again and replaces
+    its output.
 
     Args:
         model: The model's name.
-        inputs: Files and patterns: URLs, or paths that gateway and workers can read too.
+        inputs: Files and patterns: URLs, or paths that the gateway and the workers can read, too.
         output_url: The folder of the output.
         options: The job's other options; see `qinfer.client.job_flows.JobOptions`.
         job_id: An id of your own; it has to differ between runs.
         qinfer_conn_id: The id of the connection; see `QinferHook`.
-        deferrable: Wait in the triggerer instead of a worker slot; default: the setting `operators.default_deferrable`.
-        poll_s: Seconds between two looks of the triggerer at the job.
-        wait_for_inputs_s: Seconds to wait in the worker slot until all inputs exist; for long waits use a sensor.
-        arguments: Those of every operator.
+        deferrable: Wait in the triggerer, not in a worker slot; default: the setting
+            `operators.default_deferrable`.
+        poll_s: Seconds between two checks of the job by the triggerer.
+        wait_for_inputs_s: Seconds to wait in the worker slot until all inputs exist; for long waits use a
+            sensor.
+        arguments: The arguments of every operator.
 
     Raises:
         JobFailed: From the task: the job has failed, has expired or was cancelled.
@@ -94,7 +94,7 @@ class QinferBulkJobOperator(BaseOperator):
         )
 
     def execute_complete(self, context: Mapping[str, Any], event: Mapping[str, str]) -> dict[str, Any]:
-        """Ends the task with the job that the trigger has waited for."""
+        """Ends the task after the trigger's event."""
         job_id = event["job_id"]
         if not event["state"]:
             raise JobFailed(f"job '{job_id}' can't be waited for: {event['error']}", "unknown")
@@ -102,7 +102,7 @@ class QinferBulkJobOperator(BaseOperator):
             return _result(completed(client.job(job_id).status()))
 
     def on_kill(self) -> None:
-        """Cancels the job of a task that is killed."""
+        """Cancels the job of a killed task."""
         if not self.job_id:
             return
         with QinferHook(self.qinfer_conn_id).get_conn() as client:
@@ -113,11 +113,7 @@ class QinferBulkJobOperator(BaseOperator):
 
 
 def job_id_of(context: Mapping[str, Any]) -> str:
-    """Returns the id of a task's job: the same for all attempts of a task instance, and for no other.
-
-    Args:
-        context: The context in which the task is executed.
-    """
+    """Returns the id of a task's job, which all attempts of a task instance share."""
     instance = context["ti"]
     whole = [instance.dag_id, instance.task_id, instance.run_id, str(instance.map_index)]
     digest = hashlib.sha256("\0".join(whole).encode()).hexdigest()[:16]

@@ -13,13 +13,8 @@ from qinfer.integrations.airflow.hook import QinferHook
 class QinferBulkJobTrigger(BaseTrigger):
     """Waits until a bulk job has ended; its one event has the `job_id`, the job's `state` and its `error`.
 
-    A triggerer that starts again makes the trigger anew from its three arguments: the API key stays in the connection.
-    While the gateway can't be reached, the trigger goes on asking.
-
-    Args:
-        job_id: The job.
-        qinfer_conn_id: The id of the connection.
-        poll_s: Seconds between two looks at the job.
+    A restarted triggerer creates it again from its three arguments; the API key stays in the connection. It keeps
+    asking while the gateway can't be reached.
     """
 
     def __init__(self, job_id: str, qinfer_conn_id: str, poll_s: float) -> None:
@@ -32,7 +27,7 @@ class QinferBulkJobTrigger(BaseTrigger):
         return f"{type(self).__module__}.{type(self).__qualname__}", arguments
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        """Yields the event of the job's end, or of an error that no repetition can cure."""
+        """Yields the event of the job's end, or of an error that is not retryable."""
         async with await QinferHook(self.qinfer_conn_id).get_async_conn() as client:
             while True:
                 try:
@@ -49,7 +44,7 @@ class QinferBulkJobTrigger(BaseTrigger):
                 await asyncio.sleep(self.poll_s)
 
     async def on_kill(self) -> None:
-        """Cancels the job, when somebody marks or clears the deferred task (Airflow 3.3)."""
+        """Cancels the job when a user marks or clears the deferred task (Airflow 3.3)."""
         async with await QinferHook(self.qinfer_conn_id).get_async_conn() as client:
             try:
                 await client.job(self.job_id).cancel()
