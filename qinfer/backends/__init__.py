@@ -1,6 +1,6 @@
-"""The backend contract and its adapters: this package's names are all that the author of a backend imports.
+"""The backend contract and its adapters; authors of backends import the names of this package.
 
-`docs/how-to/write-a-backend.md` shows a whole backend; `base` has the contract, and each runtime an adapter of its own.
+`docs/how-to/write-a-backend.md` shows a whole backend; `base` has the contract, other modules the adapters.
 """
 
 from qinfer.backends.base import Array, Backend, BackendFactory, Batch, Context, respond_rows

@@ -1,7 +1,7 @@
 """The backend contract: `load`, `execute(batch, ctx)`, `unload`.
 
-A backend instance is used by one thread at a time, not always the same one: `instance_group.count` instances make as
-many slots. It knows nothing of queues; it gets assembled arrays and answers each item through `ctx`, or all of them by
+One thread at a time uses a backend instance, not always the same thread; a model has `instance_group.count` instances.
+A backend knows nothing of queues: it gets assembled arrays and answers each item through `ctx`, or all of them by
 `respond_rows`.
 """
 
@@ -25,7 +25,7 @@ OTHER_ROWS = (
     "where the rows of outputs are not those of inputs, as of a detector, write 'max_batch_size: 0' with 'input' and "
     "'output' into config.pbtxt"
 )
-"""The remedy for a file whose variable first dimensions are not all the batch's."""
+"""The remedy for a model whose variable first dimensions are not all the batch's."""
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
@@ -36,14 +36,15 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     Attributes:
         requests: The items, in batch order.
-        rows: How many rows of the batch dimension each item has; all 1 when `max_batch_size` is 0.
-        inputs: Name → array. With a batch dimension: the items' rows stacked, `[sum(rows), …]`. Without: the one
-            item's own array. A ragged input of several items has their elements in one dimension, one item after the
-            other. BYTES are object arrays of `bytes`, BF16 are float32. Those of a model with sequences
-            have its control inputs and its states, too, and a row of padding is an item whose request has no inputs.
-        states: Names of the state outputs, which are due of every item after the outputs that it wants.
-        shapes: Name → the shape of each item's tensor, of inputs that are ragged.
-        cuts: Name → the shape of each item's part, of outputs that are not cut by rows; `respond_rows` reads it.
+        rows: The rows of the batch dimension of each item; all 1 when `max_batch_size` is 0.
+        inputs: Name → array. With a batch dimension: the items' rows stacked, `[sum(rows), …]`. Without: the
+            one item's own array. A ragged input of several items has their elements in one dimension, one item
+            after the other. BYTES are object arrays of `bytes`, BF16 are float32. A model with sequences also
+            gets its control inputs and its states; a row of padding is an item whose request has no inputs.
+        states: Names of the state outputs, which every item returns after the outputs that it wants.
+        shapes: Name → the shape of each item's tensor, for ragged inputs.
+        cuts: Name → the shape of each item's part, for outputs that are not cut by rows; `respond_rows` reads
+            it.
     """
 
     requests: Sequence[InferRequest]
@@ -55,16 +56,16 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def size(self) -> int:
-        """Rows in all: what Triton calls the batch size of the execution."""
+        """All rows: Triton's batch size of the execution."""
         return sum(self.rows)
 
 
 class AnsweredNotFound(ModelNotFound):
-    """A model that was called exists, and answered with an error of Triton's code NOT_FOUND."""
+    """A called model exists, and answered with an error of Triton's code NOT_FOUND."""
 
 
 class Context(Protocol):
-    """A batch's way back. Items are named by their position in the batch."""
+    """Takes a backend's answers to its batch, and its calls. Items are named by their position in the batch."""
 
     @property
     def is_decoupled(self) -> bool:
@@ -73,7 +74,7 @@ class Context(Protocol):
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of outputs of one item that may be on their way to its caller; 0 where responses leave as a whole."""
+        """The most bytes of one item's outputs on their way to its caller; 0 where responses leave as a whole."""
         ...
 
     def respond(
@@ -84,15 +85,15 @@ class Context(Protocol):
         final: bool = True,
         parameters: Mapping[str, Scalar] | None = None,
     ) -> None:
-        """Answers an item: with outputs and perhaps parameters, or with the error that it alone failed with.
+        """Answers an item: with outputs and perhaps parameters, or with an error of its own.
 
         A decoupled model ends an item with one final response, which may be empty. Until then it may send others, which
-        leave at once: the calling thread waits while the item's window is used up. A response larger than the window
-        passes when nothing of the item is on its way.
+        leave at once; the calling thread waits while the item's window is used up. A response larger than the window
+        leaves when no other response of the item is on its way.
 
         Raises:
             OutputMismatch: The item has its final answer already.
-            Cancelled: Nobody waits for the item any more; decoupled models only.
+            Cancelled: The item's caller has left; decoupled models only.
         """
         ...
 
@@ -104,20 +105,20 @@ class Context(Protocol):
         final: bool = True,
         parameters: Mapping[str, Scalar] | None = None,
     ) -> None:
-        """Answers an item as `respond` does, and never waits: whoever calls it keeps to the window by `on_taken`.
+        """Answers an item as `respond` does, without waiting: the backend keeps to the window by `on_taken`.
 
         Raises:
             OutputMismatch: The item has its final answer already.
-            Cancelled: Nobody waits for the item any more; decoupled models only.
+            Cancelled: The item's caller has left; decoupled models only.
         """
         ...
 
     def reschedule(self, item: int, states: tuple[Tensor, ...] = ()) -> None:
-        """Has an item of an iterative model executed again with a later batch, in place of its final answer.
+        """Executes an item of an iterative model again with a later batch, in place of a final answer.
 
         Args:
             item: The item.
-            states: Its state outputs, in the order of `Batch.states`, which the next iteration gets.
+            states: Its state outputs, in the order of `Batch.states`, for the next iteration.
 
         Raises:
             OutputMismatch: The item has its final answer already.
@@ -126,30 +127,30 @@ class Context(Protocol):
         ...
 
     def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
-        """Has `callback` called with the bytes of outputs that an item's caller took since the last time.
+        """Calls `callback` with the bytes of outputs that an item's caller has taken since the last call.
 
         Args:
-            item: The item, of a decoupled model; others have no window, and nothing is called.
-            callback: Called from any thread; it must not block. The last call, with 0 bytes, is made when nobody waits
-                for the item any more: `cancelled` is true by then.
+            item: The item, of a decoupled model; other models have no window, and no calls.
+            callback: Called from any thread; it must not block. The last call, with 0 bytes, comes when the item's
+                caller has left: `cancelled` is true by then.
         """
         ...
 
     def cancelled(self, item: int) -> bool:
-        """Tells whether nobody waits for this item any more, or its caller wants no more responses."""
+        """Returns whether this item's caller has left, or wants no more responses."""
         ...
 
     def call(self, request: InferRequest) -> Response:
         """Runs another model through the queue, and returns its answer; blocks the calling thread until then.
 
         Any worker may serve the model, this one included. The deadline is the earliest of the batch's items, because
-        nobody can tell for which of them the call is made, or `request.timeout_s` seconds from now if that is sooner.
-        A `tenant` and a `trace` that are empty are taken from the first item. Other stamps of the request (`id`,
-        `reply_to`, `generation`, …) have no effect, and it is not changed.
+        the call may be for any of them, or `request.timeout_s` seconds from now if that is sooner. An empty `tenant` or
+        `trace` is taken from the first item. Other stamps of the request (`id`, `reply_to`, `generation`, …) have no
+        effect, and the request is not changed.
 
-        A model that calls itself, or that is called back by what it calls, needs another instance: a call that all
-        instances of its model wait for fails at once. During warm-up every call fails; so it does where the event loop
-        executes the batch, which is why a backend with `short_on_loop` must not call.
+        A model that calls itself, directly or through others, needs another instance: a call that all instances of its
+        model wait for fails at once. Every call fails during warm-up, and where the event loop executes the batch, so a
+        backend with `short_on_loop` must not call.
 
         Args:
             request: Model, version (0 = the highest ready one), inputs, wanted outputs, parameters, priority.
@@ -158,11 +159,11 @@ class Context(Protocol):
             The model's final response; it has no `failure`.
 
         Raises:
-            ModelNotFound: No such model or version, or the model answered so (`AnsweredNotFound`).
+            ModelNotFound: The model or version does not exist, or the model answered so (`AnsweredNotFound`).
             ModelNotReady: The version is known and no live worker has loaded it; or this is a warm-up.
             InvalidRequest: The request does not fit the model.
-            DeadlineExceeded: The deadline passed; the request is taken out of the queue.
-            Cancelled: Nobody waits for any item of the batch any more, or the worker ends.
+            DeadlineExceeded: The deadline passed; the request is removed from the queue.
+            Cancelled: All callers of the batch have left, or the worker ends.
             BrokerUnavailable: The queue can't be reached.
             InferenceFailed: The model failed, with its own message, or is decoupled: call it by `stream`.
             QinferError: Another refusal.
@@ -170,26 +171,26 @@ class Context(Protocol):
         ...
 
     def stream(self, request: InferRequest) -> Iterator[Response]:
-        """Runs another model as `call` does, and returns its responses as they come: any number of a decoupled model's.
+        """Runs another model as `call` does, and returns its responses as they come.
 
-        The last response is the one that is `final`; it may be empty. One that is not may have a `failure`: a decoupled
-        model may report an error and go on. The called model waits while a window of responses is not taken from the
-        iterator. To forget the iterator before its end cancels the request, as does its method `close`. It may have a
-        method `cancel`, for any thread, which tells the called model by `cancelled`: its further responses still come,
-        or `Cancelled` is raised where it can't be told.
+        The last response is `final`, and may be empty. Others may have a `failure`: a decoupled model may report an
+        error and go on. The called model waits while a window of responses is not taken from the iterator. Forgetting
+        or closing (`close`) the iterator before its end cancels the request. The iterator may have a method `cancel`,
+        for any thread, which the called model sees by `cancelled`: its further responses still come, or `Cancelled` is
+        raised if it can't be informed.
 
         Returns:
             An iterator for one thread at a time. It waits for the next response, and raises as `call` does when the
             request fails.
 
         Raises:
-            QinferError: The request is refused, as `call` has it.
+            QinferError: The request is refused, as by `call`.
         """
         ...
 
 
 class OneResponse:
-    """The part of a `Context` that is about streams and iterations, where each item and call has one response."""
+    """The part of a `Context` about streams and iterations, for models with one response per item."""
 
     __slots__ = ()
 
@@ -204,7 +205,7 @@ class OneResponse:
         return 0
 
     def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
-        """Does nothing, because nothing waits for room."""
+        """Does nothing, because there is no window."""
 
     def respond(
         self,
@@ -214,7 +215,7 @@ class OneResponse:
         final: bool = True,
         parameters: Mapping[str, Scalar] | None = None,
     ) -> None:
-        """Takes an answer; every context has a way of its own. See `Context.respond`."""
+        """Takes an answer; implemented by each context. See `Context.respond`."""
         raise NotImplementedError
 
     def offer(
@@ -225,7 +226,7 @@ class OneResponse:
         final: bool = True,
         parameters: Mapping[str, Scalar] | None = None,
     ) -> None:
-        """Takes an answer: `respond` does not wait either."""
+        """Takes an answer by `respond`, which does not wait either."""
         self.respond(item, outputs, final=final, parameters=parameters)
 
     def reschedule(self, item: int, states: tuple[Tensor, ...] = ()) -> None:
@@ -234,7 +235,7 @@ class OneResponse:
         raise InferenceFailed("a request can't be rescheduled: set 'sequence_batching { iterative_sequence: true }'")
 
     def call(self, request: InferRequest) -> Response:
-        """Runs another model; every context has a way of its own. See `Context.call`."""
+        """Runs another model; implemented by each context. See `Context.call`."""
         raise NotImplementedError
 
     def stream(self, request: InferRequest) -> Iterator[Response]:
@@ -245,16 +246,15 @@ class OneResponse:
 class Backend(Protocol):
     """One model instance on one device.
 
-    It may have four methods more, which take no arguments and are called from any thread. `memory`: see `memory_of`.
-    `metrics` never waits, and returns the model's own metrics.
-    `unready` never waits, and returns why the model itself says that it is not ready; empty = it is. `interrupt` is
-    called while the instance executes, has that execution end with an error, and returns whether it did. Where there is
-    no `interrupt`, an execution that lasts longer than its model may take ends the worker.
+    It may have four optional methods without arguments, called from any thread: `memory` (see `memory_of`); `metrics`,
+    which returns the model's own metrics; `unready`, which returns why the model says that it is not ready, or ""; and
+    `interrupt`, which ends the present execution with an error, and returns whether it did. `metrics` and `unready`
+    never wait. Without `interrupt`, an execution beyond its time limit ends the worker.
 
     Attributes:
-        short_on_loop: Executions that have been taking well under a millisecond may run on the worker's event loop.
-            True only where an execution can't suddenly wait: for a lock, a device, or code of the model's author.
-            Read after `load`, which may set it.
+        short_on_loop: Executions that take well under a millisecond may run on the worker's event loop. True
+            only if an execution never waits for a lock, a device, or code of the model's author. Read after
+            `load`, which may set it.
     """
 
     short_on_loop: bool
@@ -268,27 +268,27 @@ class Backend(Protocol):
         ...
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Runs a batch and answers every item exactly once as final: a decoupled model's at any later time.
+        """Runs a batch and gives every item exactly one final answer; a decoupled model may answer at any later time.
 
-        An exception fails every item that was not answered yet, with the exception's own text for `QinferError`s. The
-        refusal of a call (`RequestError`) becomes `InferenceFailed` on the way: the mistake is not the client's.
+        An exception fails every item without an answer, with the exception's own text for `QinferError`s. The refusal
+        of a call (`RequestError`) becomes `InferenceFailed`, because the client made no mistake.
         """
         ...
 
     def unload(self) -> None:
-        """Frees what `load` took."""
+        """Frees the resources of `load`."""
         ...
 
 
 class ManagesModels(Protocol):
-    """The way of a model's code to the model repository: Triton's Model Loading API. Every method blocks its thread."""
+    """Loads and unloads models for a model's code: Triton's Model Loading API. Every method blocks its thread."""
 
     def load(self, model: str, config: str, files: Mapping[str, bytes]) -> None:
-        """Loads a model, or loads it anew; returns when it is ready.
+        """Loads or reloads a model; returns when it is ready.
 
         Args:
             model: Its name.
-            config: A configuration in JSON in place of its own; empty = its own.
+            config: A configuration in JSON; empty = its own.
             files: `<version>/<file>` → content, in place of its files.
 
         Raises:
@@ -302,31 +302,31 @@ class ManagesModels(Protocol):
 
         Raises:
             ControlDisabled: The repository is not in explicit mode.
-            QinferError: It can't be said now.
+            QinferError: The repository can't be reached now.
         """
         ...
 
     def is_ready(self, model: str, version: int) -> bool:
-        """Tells whether a version of a model is ready; 0 = any.
+        """Returns whether a version of a model is ready; 0 = any.
 
         Raises:
-            QinferError: The models can't be looked at now.
+            QinferError: The models can't be read now.
         """
         ...
 
 
 def memory_of(backend: Backend) -> tuple[MemoryUse, ...]:
-    """Returns the memory that a loaded backend holds, as far as it can tell: by its method `memory`, if it has one.
+    """Returns the memory of a loaded backend, by its method `memory`; empty without one.
 
-    The method takes no arguments and returns a tuple of `MemoryUse`. It is called from any thread, also while the
-    backend executes or unloads, and must not wait for it.
+    The method returns a tuple of `MemoryUse`. It is called from any thread, also while the backend executes or unloads,
+    and must not wait for it.
     """
     measure: Callable[[], tuple[MemoryUse, ...]] | None = getattr(backend, "memory", None)
     return () if measure is None else measure()
 
 
 def metrics_of(backend: Backend) -> Sequence[ModelSeries]:
-    """Returns the own metrics of a loaded backend's model: by its method `metrics`, if it has one; as `memory_of`."""
+    """Returns the metrics of a loaded backend's model, by its method `metrics`; empty without one."""
     read: Callable[[], Sequence[ModelSeries]] | None = getattr(backend, "metrics", None)
     return () if read is None else read()
 
@@ -337,9 +337,7 @@ BackendFactory = Callable[[], Backend]
 def item_shapes(batch: Batch, name: str) -> list[Shape]:
     """Returns the shape of each item's tensor of an input, with the batch dimension.
 
-    Args:
-        batch: A batch as `assemble` makes it. Where its requests have no tensors, as in warm-up, rows are alike.
-        name: An input that the batch has.
+    Requests without tensors, as in warm-up, have equal rows.
     """
     array = batch.inputs[name]
     if len(batch.requests) == 1:
@@ -361,13 +359,13 @@ def respond_rows(
     Args:
         batch: The batch that ran.
         ctx: Its context.
-        outputs: Name → array, `[batch.size, …]` for a model with a batch dimension; the batch's states among them.
-        datatypes: Name → wire datatype of each output, and of each state.
-        skip: Positions of items that have their answer already.
-        names: The outputs of a request to a model with states, if it names none; empty = all that are no states.
+        outputs: Name → array, `[batch.size, …]` for a model with a batch dimension, including states.
+        datatypes: Name → wire datatype of each output and state.
+        skip: Positions of items that are answered already.
+        names: The default outputs of a model with states; empty = all but states.
 
     Raises:
-        OutputMismatch: An output's first dimension is not the batch's size, or an output that is wanted is missing.
+        OutputMismatch: An output's first dimension is not the batch's size, or a wanted output is missing.
     """
     columns = {name: _split(name, array, batch, datatypes.get(name)) for name, array in outputs.items()}
     states = batch.states
@@ -388,7 +386,7 @@ def respond_rows(
 
 def _split(name: str, array: Array, batch: Batch, datatype: str | None) -> list[Tensor]:
     """Cuts an output into one tensor per item: views of one buffer, because an array per item costs microseconds."""
-    narrow = datatype if datatype == "BF16" else None  # every other datatype shows in the array's dtype
+    narrow = datatype if datatype == "BF16" else None  # other datatypes follow from the array's dtype
     if name in batch.cuts:
         return [from_numpy(name, part, narrow) for part in cut(name, array, batch.cuts[name])]
     if len(batch.requests) == 1:
@@ -405,7 +403,7 @@ def _split(name: str, array: Array, batch: Batch, datatype: str | None) -> list[
     whole = from_numpy(name, array, narrow)
     wire, data, tail, stride = whole.datatype, whole.data, whole.shape[1:], whole.nbytes // size
     if stride and rows_of.count(1) == len(rows_of):
-        shape = (1, *tail)  # the same object for all: it is compared with itself when they are checked
+        shape = (1, *tail)  # one object for all, so that comparing it is quick
         return [Tensor(name, wire, shape, data[at : at + stride]) for at in range(0, size * stride, stride)]
     return [
         Tensor(name, wire, (rows, *tail), data[(end - rows) * stride : end * stride])
@@ -414,11 +412,7 @@ def _split(name: str, array: Array, batch: Batch, datatype: str | None) -> list[
 
 
 def cut(name: str, array: Array, shapes: Sequence[Shape]) -> list[Array]:
-    """Cuts the elements of a tensor into parts of given shapes, one after the other; they are views.
-
-    Raises:
-        OutputMismatch: The parts have more or fewer elements than the tensor.
-    """
+    """Cuts a tensor's elements into views of given shapes."""
     ends = list(accumulate(prod(shape) for shape in shapes))
     if array.size != ends[-1]:
         raise OutputMismatch(

@@ -1,8 +1,7 @@
-"""The little of CUDA's runtime that the tensorrt backend needs, by ctypes: memory, streams, copies, graphs.
+"""The part of CUDA's runtime that the tensorrt backend needs, by ctypes: memory, streams, copies, graphs.
 
-The library comes with TensorRT's own wheels (`nvidia-cuda-runtime`), so that no further package is needed. Only
-functions are used whose signatures are the same in CUDA 12 and 13.
-https://docs.nvidia.com/cuda/cuda-runtime-api/
+TensorRT's own wheels bring the library (`nvidia-cuda-runtime`). The signatures of all used functions are the same in
+CUDA 12 and 13. https://docs.nvidia.com/cuda/cuda-runtime-api/
 """
 
 import ctypes
@@ -35,49 +34,38 @@ _pointer, _size, _int, _uint = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, c
 
 
 class CudaError(RuntimeError):
-    """CUDA refused a call; the adapter that made it turns this into an error of qinfer.
-
-    Attributes:
-        status: CUDA's number of the error.
-    """
+    """CUDA refused a call, with its error number `status`; adapters turn it into an error of qinfer."""
 
     status = 0
 
 
 class Cuda:
-    """CUDA's runtime library; every method raises `CudaError` when CUDA does.
-
-    Args:
-        path: The library; looked for if it is not given.
-
-    Raises:
-        BackendUnavailable: There is none.
-    """
+    """CUDA's runtime library, found or at `path`; every method may raise `CudaError`."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._library = ctypes.CDLL(str(path)) if path else _load()
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
 
     def device_count(self) -> int:
-        """Returns how many GPUs there are; 0 also where there is no driver."""
+        """Returns the number of GPUs; 0 without a driver."""
         count = _int(0)
         with suppress(CudaError):
             self._call("cudaGetDeviceCount", ctypes.byref(count))
         return count.value
 
     def use(self, device: int) -> None:
-        """Makes a GPU that of the calling thread."""
+        """Selects a GPU for the calling thread."""
         self._call("cudaSetDevice", _int(device))
 
     def describe(self, device: int) -> str:
-        """Returns a GPU's name and compute capability, by which engines are told apart."""
+        """Returns a GPU's name and compute capability, which engines depend on."""
         properties = ctypes.create_string_buffer(_PROPERTIES_BYTES)
         self._call("cudaGetDeviceProperties", properties, _int(device))
         major, minor = (self._attribute(attribute, device) for attribute in (_MAJOR, _MINOR))
         return f"{properties.value.decode(errors='replace')} {major}.{minor}"
 
     def allocate(self, size_bytes: int) -> int:
-        """Returns the address of memory on the GPU."""
+        """Allocates memory on the GPU; returns its address."""
         address = _pointer()
         self._call("cudaMalloc", ctypes.byref(address), _size(max(size_bytes, 1)))
         return address.value or 0
@@ -87,14 +75,14 @@ class Cuda:
         self._call("cudaFree", _pointer(address))
 
     def allocate_pinned(self, size_bytes: int) -> tuple[int, Array]:
-        """Returns the address of memory on the host that the GPU copies without a detour, and a byte array over it."""
+        """Allocates pinned memory on the host; returns its address, and a byte array over it."""
         address = _pointer()
         self._call("cudaHostAlloc", ctypes.byref(address), _size(max(size_bytes, 1)), _uint(0))
         memory = (ctypes.c_ubyte * max(size_bytes, 1)).from_address(address.value or 0)
         return address.value or 0, np.ctypeslib.as_array(memory)
 
     def free_pinned(self, address: int) -> None:
-        """Frees memory of `allocate_pinned`."""
+        """Frees pinned memory."""
         self._call("cudaFreeHost", _pointer(address))
 
     def stream(self) -> int:
@@ -118,11 +106,11 @@ class Cuda:
         self._call("cudaStreamSynchronize", _pointer(stream))
 
     def begin_capture(self, stream: int) -> None:
-        """Lets a stream record what is queued, instead of executing it."""
+        """Begins to record the operations of a stream."""
         self._call("cudaStreamBeginCapture", _pointer(stream), _int(_THREAD_LOCAL))
 
     def end_capture(self, stream: int) -> int:
-        """Ends a recording; returns a graph to be launched."""
+        """Ends a recording; returns an executable graph."""
         graph, executable = _pointer(), _pointer()
         self._call("cudaStreamEndCapture", _pointer(stream), ctypes.byref(graph))
         try:
@@ -132,7 +120,7 @@ class Cuda:
         return executable.value or 0
 
     def launch(self, graph: int, stream: int) -> None:
-        """Queues what a graph recorded."""
+        """Queues a graph."""
         self._call("cudaGraphLaunch", _pointer(graph), _pointer(stream))
 
     def destroy_graph(self, graph: int) -> None:
@@ -154,9 +142,9 @@ class Cuda:
 
 
 def end_if_lost(device: int) -> None:
-    """Asks this process to end if an execution has broken CUDA in it: each call fails then, of all models.
+    """Ends this process by SIGTERM if CUDA is broken in it, because all models' calls fail then.
 
-    Its supervisor starts another, which works again.
+    The supervisor starts a new one.
     """
     try:
         cuda = Cuda()

@@ -5,9 +5,9 @@ sequential, 1 parallel), `enable_mem_arena`, `enable_mem_pattern`, `memory.enabl
 `session.use_device_allocator_for_initializers`; `optimization.graph.level` (-1 basic, 1 extended, 2 none; all by
 default).
 
-An instance on the CPU has the CPU provider, behind OpenVINO where the configuration asks for it by
-`optimization.execution_accelerators.cpu_execution_accelerator`. One on a GPU has CUDA, behind TensorRT where the
-configuration asks for it by `…gpu_execution_accelerator`, and the CPU for what neither can do.
+An instance on the CPU has the CPU provider, after OpenVINO if
+`optimization.execution_accelerators.cpu_execution_accelerator` asks for it. An instance on a GPU has CUDA, after
+TensorRT if `…gpu_execution_accelerator` asks for it, and the CPU for operators that both lack.
 https://github.com/triton-inference-server/onnxruntime_backend#model-config-options
 """
 
@@ -70,7 +70,7 @@ _EXECUTION_MODES = {"0": ort.ExecutionMode.ORT_SEQUENTIAL, "1": ort.ExecutionMod
 _SHRINK = "memory.enable_memory_arena_shrinkage"
 _DEVICE_INITIALIZERS = "session.use_device_allocator_for_initializers"
 _NOBODY: frozenset[int] = frozenset()
-_FATAL = 4  # ORT's own log would show paths and repeat what is raised anyway
+_FATAL = 4  # ORT's own log would show paths and repeat the errors
 CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
 OPENVINO = "OpenVINOExecutionProvider"
 _OPENVINO_PLUGIN = "onnxruntime_ep_openvino"
@@ -100,7 +100,7 @@ _FLAGS = {"true": "1", "false": "0"}
 
 
 class OnnxBackend:
-    """See the module docstring."""
+    """Runs ONNX models."""
 
     short_on_loop = True
 
@@ -143,7 +143,7 @@ class OnnxBackend:
             self._run = self._run_bound
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Runs the session for the outputs that some request wants, and the states.
+        """Runs the session for the wanted outputs and the states.
 
         Raises:
             InferenceFailed: onnxruntime refused the batch, or returned strings that are not UTF-8.
@@ -171,7 +171,7 @@ class OnnxBackend:
         del self._session
 
     def memory(self) -> tuple[MemoryUse, ...]:
-        """Returns the size of the weights: onnxruntime does not tell what its arenas hold."""
+        """Returns the size of the weights; onnxruntime does not report its arenas."""
         return self._memory
 
     def _wanted(self, batch: Batch) -> list[str]:
@@ -183,10 +183,9 @@ class OnnxBackend:
         return [name for name in self._names if name in wanted]
 
     def _decoded(self, batch: Batch, ctx: Context) -> tuple[Mapping[str, Array], frozenset[int]]:
-        """Makes `str` of BYTES: onnxruntime's strings are UTF-8. An item with other bytes is refused, its mates run on.
+        """Decodes BYTES to `str`, because onnxruntime's strings are UTF-8.
 
-        Returns:
-            The inputs, and the positions of refused items, whose strings became empty.
+        Returns the inputs, and the positions of items that were refused for other bytes.
         """
         inputs = dict(batch.inputs)
         refused: set[int] = set()
@@ -214,7 +213,7 @@ class OnnxBackend:
         return arrays
 
     def _run_bound(self, names: Sequence[str], inputs: Mapping[str, Array]) -> Sequence[Array]:
-        """Runs on the GPU with one copy to it and one from it; nothing of strings or BF16 can be bound from numpy."""
+        """Runs on the GPU with one copy each way; numpy can't bind strings or BF16."""
         binding = self._binding
         try:
             for name, array in inputs.items():
@@ -228,7 +227,7 @@ class OnnxBackend:
             binding.clear_binding_outputs()
 
     def _run_bf16(self, names: Sequence[str], inputs: Mapping[str, Array]) -> list[Array]:
-        """Runs a model that has BF16 tensors, for which numpy has no dtype: their bits go in and out as they are."""
+        """Runs a model with BF16 tensors, whose bits are passed unchanged, because numpy has no dtype for them."""
         values = {name: self._value(name, array) for name, array in inputs.items()}
         outputs = self._session.run_with_ort_values(names, values, self._run_options)
         return [_widened(o) if o.data_type() == "tensor(bfloat16)" else o.numpy() for o in outputs]
@@ -240,14 +239,14 @@ class OnnxBackend:
 
 
 def _sizes(batch: Batch, name: str, size: int) -> list[int]:
-    """Returns how many elements of an input of `size` elements are each item's."""
+    """Returns the number of elements of each item's input."""
     if name in batch.shapes:
         return [prod(shape) for shape in batch.shapes[name]]
     return [size] if len(batch.rows) == 1 else [size // max(batch.size, 1) * rows for rows in batch.rows]
 
 
 def _widened(value: Any) -> Array:
-    """Returns a BF16 value as float32; onnxruntime offers no array of it, only its address."""
+    """Returns a BF16 value as float32, by its address: onnxruntime offers no array."""
     shape = tuple(value.shape())
     raw = ctypes.string_at(value.data_ptr(), 2 * int(np.prod(shape)))
     return from_bf16(np.frombuffer(raw, dtype="<u2")).reshape(shape)
@@ -261,7 +260,7 @@ def _options(spec: ModelSpec) -> ort.SessionOptions:
     options.execution_mode = choice(spec, "execution_mode", _EXECUTION_MODES, ort.ExecutionMode.ORT_SEQUENTIAL)
     options.enable_cpu_mem_arena = flag(spec, "enable_mem_arena", default=True)
     options.enable_mem_pattern = flag(spec, "enable_mem_pattern", default=True)
-    # Spinning between batches takes the cores from gateway and Redis on the same machine.
+    # Spinning between batches takes cores from the gateway and Redis on the same machine.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     if flag(spec, _DEVICE_INITIALIZERS):
@@ -276,7 +275,7 @@ def _options(spec: ModelSpec) -> ort.SessionOptions:
 
 
 def _run_options(spec: ModelSpec, device: Device) -> ort.RunOptions | None:
-    """Returns options for each run, where there is something to say; a run without them is quicker."""
+    """Returns the options of each run, if any: a run without options is quicker."""
     if _SHRINK not in spec.parameters:
         return None
     options = ort.RunOptions()
@@ -291,7 +290,7 @@ def _run_options(spec: ModelSpec, device: Device) -> ort.RunOptions | None:
 
 
 def _available() -> list[str]:
-    """Returns the providers that can be used: those of onnxruntime, and OpenVINO if its plugin is installed."""
+    """Returns onnxruntime's providers, and OpenVINO if its plugin is installed."""
     found: list[str] = ort.get_available_providers()
     return found if importlib.util.find_spec(_OPENVINO_PLUGIN) is None else [*found, OPENVINO]
 
@@ -311,12 +310,12 @@ def _open_session(spec: ModelSpec, path: Path, wanted: Sequence[Provider]) -> or
                 "install onnxruntime-openvino in place of onnxruntime, or serve the model by backend 'openvino'"
             )
         options.add_provider_for_devices(devices, own)
-        return ort.InferenceSession(str(path), options)  # the CPU has what OpenVINO can't do
+        return ort.InferenceSession(str(path), options)  # the CPU runs what OpenVINO can't
 
 
 @functools.cache
 def _openvino_devices() -> list[Any]:
-    """Loads OpenVINO's plugin; returns the devices of it that are CPUs."""
+    """Loads OpenVINO's plugin; returns its CPU devices."""
     plugin = importlib.import_module(_OPENVINO_PLUGIN)
     ort.register_execution_provider_library(OPENVINO, plugin.get_library_path())
     own = [found for found in ort.get_ep_devices() if found.ep_name == plugin.get_ep_name()]
@@ -325,16 +324,16 @@ def _openvino_devices() -> list[Any]:
 
 @functools.cache
 def _find_cuda() -> None:
-    """Loads CUDA and cuDNN of NVIDIA's packages, in which onnxruntime does not look for them by itself."""
+    """Loads CUDA and cuDNN from NVIDIA's packages, which onnxruntime does not find itself."""
     said = io.StringIO()
-    with redirect_stdout(said):  # it prints what it does not find
+    with redirect_stdout(said):  # it prints missing libraries
         ort.preload_dlls()
     for line in said.getvalue().splitlines():
         logger.warning("CUDA is not complete", extra={"reason": line})
 
 
 def _check_device(spec: ModelSpec, device: Device, wanted: str, got: Sequence[str]) -> None:
-    """Refuses what onnxruntime does on its own: it goes on with the CPU when a GPU or OpenVINO can't be used."""
+    """Raises if onnxruntime has silently fallen back to the CPU."""
     if wanted == OPENVINO and wanted not in got:
         raise ModelLoadFailed(f"model '{spec.name}': OpenVINO could not start (the worker's log says more)")
     if wanted not in (CPU, *got):
@@ -345,10 +344,10 @@ def _check_device(spec: ModelSpec, device: Device, wanted: str, got: Sequence[st
 
 
 def _compare(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], found: Sequence[Any]) -> None:
-    """Checks that the configuration's tensors exist in the model with the same datatype and compatible dimensions.
+    """Checks the model's tensors against the configuration: names, datatypes, dimensions.
 
-    To onnxruntime a shape that it does not know is `[]`. What it infers for an output without a declared shape may be
-    of any rank: the configuration is completed with [-1] then.
+    onnxruntime reports an unknown shape as `[]`. The inferred shape of an output without a declared one may have any
+    rank; its configuration is then completed with [-1].
     """
     open_outputs = {tensor.name for tensor in configured if kind == "output" and tensor.dims == (-1,)}
     actual = {
@@ -375,14 +374,7 @@ def _compare(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], found
 def providers(spec: ModelSpec, device: Device, available: Collection[str], cache: Path) -> list[Provider]:
     """Returns the providers of an instance, the preferred one first.
 
-    Args:
-        spec: The model's configuration.
-        device: Where the instance is to run.
-        available: What the installed onnxruntime offers.
-        cache: Where TensorRT keeps its engines, if the configuration does not say.
-
-    Raises:
-        ModelLoadFailed: A provider is needed that is not there, or a setting is wrong.
+    `available` are the installed ones; TensorRT keeps its engines in `cache` by default.
     """
     if device.kind == "cpu":
         return [*_cpu_accelerators(spec, available), (CPU, {})]
@@ -421,11 +413,7 @@ def _cpu_accelerators(spec: ModelSpec, available: Collection[str]) -> list[Provi
 
 
 def tensorrt_options(spec: ModelSpec, device: Device, parameters: Mapping[str, str], cache: Path) -> dict[str, str]:
-    """Translates an accelerator's parameters to options of TensorrtExecutionProvider; engines are cached by default.
-
-    Raises:
-        ModelLoadFailed: A parameter is not known.
-    """
+    """Translates an accelerator's parameters to options of TensorrtExecutionProvider; engines are cached by default."""
     options = {
         "device_id": str(device.number),
         "trt_engine_cache_enable": "1",

@@ -2,9 +2,8 @@
 
 Settings, by Triton's names: parameters `PERFORMANCE_HINT`, `NUM_STREAMS`, `INFERENCE_NUM_THREADS`,
 `COMPILATION_NUM_THREADS`, `HINT_BF16`, `SKIP_OV_DYNAMIC_BATCHSIZE`, `ENABLE_BATCH_PADDING`, `RESHAPE_IO_LAYERS`,
-`TARGET_DEVICE`; their older names `CPU_THREADS_NUM`, `CPU_THROUGHPUT_STREAMS`, `ENFORCE_BF16` and
-`SKIP_DYNAMIC_BATCHSIZE` too.
-https://github.com/triton-inference-server/openvino_backend#parameters
+`TARGET_DEVICE`; also their older names `CPU_THREADS_NUM`, `CPU_THROUGHPUT_STREAMS`, `ENFORCE_BF16` and
+`SKIP_DYNAMIC_BATCHSIZE`. https://github.com/triton-inference-server/openvino_backend#parameters
 """
 
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ _REFUSED = ("CPU_EXTENSION_PATH", "CPU_BIND_THREAD")
 
 
 class OpenvinoBackend:
-    """See the module docstring."""
+    """Runs OpenVINO models."""
 
     short_on_loop = True
 
@@ -86,7 +85,7 @@ class OpenvinoBackend:
         """
         request, size = self._request, batch.size
         missing = max(self._padded - size, 0)
-        tensors = []  # they borrow the arrays' memory, and must live until the run is over
+        tensors = []  # they borrow the arrays' memory, and must outlive the run
         for name, position in self._inputs.items():
             array = batch.inputs.get(name)
             if array is None:
@@ -106,7 +105,7 @@ class OpenvinoBackend:
         respond_rows(batch, ctx, outputs, self._datatypes, names=self._names)
 
     def memory(self) -> tuple[MemoryUse, ...]:
-        """Returns the size of the weights: OpenVINO does not tell what it has allocated."""
+        """Returns the size of the weights; OpenVINO does not report its allocations."""
         return self._memory
 
     def unload(self) -> None:
@@ -116,11 +115,11 @@ class OpenvinoBackend:
 
 @cache
 def _core() -> Any:
-    """Returns the entry to OpenVINO, one for the whole process.
+    """Returns OpenVINO's core, one for the whole process.
 
-    Its plugin for CPUs gives the thread that it is made in a stack for signals, and unmaps it when it goes, but takes
-    it from that thread only if it goes there, and before any later one: else the next signal that the thread handles
-    kills the process without a word. So it is made in a thread that ends, and stays.
+    Its CPU plugin gives the thread that creates it a signal stack, and unmaps that stack at its end. Only if it ends in
+    that thread, before any later plugin, does it also detach the stack; otherwise the thread's next signal kills the
+    process silently. So the plugin is created in a thread that ends, and is never destroyed.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="openvino") as threads:
         return threads.submit(_core_with_plugins).result()
@@ -128,16 +127,12 @@ def _core() -> Any:
 
 def _core_with_plugins() -> Any:
     core = ov.Core()
-    _ = core.available_devices  # it makes a device's plugin when it is first asked about it
+    _ = core.available_devices  # creates the device plugins
     return core
 
 
 def properties(spec: ModelSpec) -> dict[str, str]:
-    """Translates a model's parameters to OpenVINO's properties.
-
-    Raises:
-        ModelLoadFailed: A parameter is wrong or not supported.
-    """
+    """Translates a model's parameters to OpenVINO's properties, or raises `ModelLoadFailed`."""
     for name in _REFUSED:
         if name in spec.parameters:
             raise ModelLoadFailed(f"parameter '{name}' of model '{spec.name}' is not supported; remove it")
@@ -147,14 +142,14 @@ def properties(spec: ModelSpec) -> dict[str, str]:
         found["PERFORMANCE_HINT"] = hint
     if compilation := count(spec, "COMPILATION_NUM_THREADS"):
         found["COMPILATION_NUM_THREADS"] = str(compilation)
-    # Left alone, OpenVINO rounds to BF16 on CPUs that can: answers would depend on the machine.
+    # By default OpenVINO rounds to BF16 on CPUs that can, so results would depend on the machine.
     rough = flag(spec, "HINT_BF16") or flag(spec, "ENFORCE_BF16")
     found["INFERENCE_PRECISION_HINT"] = "bf16" if rough else "f32"
     return found
 
 
 def _streams(spec: ModelSpec) -> str:
-    """One stream, since each instance has one request at a time, unless the configuration says so."""
+    """Returns the configured number of streams; one by default, because an instance has one request at a time."""
     name = "NUM_STREAMS" if "NUM_STREAMS" in spec.parameters else "CPU_THROUGHPUT_STREAMS"
     text = spec.parameters.get(name, "1").upper()
     if text in ("AUTO", "NUMA"):
@@ -167,7 +162,7 @@ def _streams(spec: ModelSpec) -> str:
 
 
 def _reshape(spec: ModelSpec, model: Any) -> None:
-    """Makes the batch dimension variable; with `RESHAPE_IO_LAYERS` the others become those of the configuration."""
+    """Makes the batch dimension variable; with `RESHAPE_IO_LAYERS`, the others become the configuration's."""
     if flag(spec, "RESHAPE_IO_LAYERS"):
         lead = [-1] if spec.max_batch_size else []
         model.reshape({i.name: ov.PartialShape([*lead, *(i.reshape or i.dims)]) for i in spec.file_inputs})
@@ -181,11 +176,7 @@ def _reshape(spec: ModelSpec, model: Any) -> None:
 
 
 def _compared(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], ports: Sequence[Any]) -> list[int]:
-    """Checks that the configuration's tensors exist in the model, of the same datatype and with compatible dimensions.
-
-    Returns:
-        The position in the model of each.
-    """
+    """Checks the model's tensors against the configuration; returns the position of each in the model."""
     names = {name: position for position, port in enumerate(ports) for name in port.get_names()}
     types = [port.element_type.get_type_name() for port in ports]
     found = {name: (_DATATYPES.get(types[at], types[at]), _dims(ports[at])) for name, at in names.items()}
@@ -198,7 +189,7 @@ def _compared(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], port
 
 
 def _dims(port: Any) -> list[int] | None:
-    """Returns a port's dimensions, -1 where one is variable; `None` if even their number is unknown."""
+    """Returns a port's dimensions, -1 for a variable one; `None` for an unknown rank."""
     shape = port.partial_shape
     if shape.rank.is_dynamic:
         return None
@@ -206,7 +197,7 @@ def _dims(port: Any) -> list[int] | None:
 
 
 def _widened(spec: ModelSpec, model: Any, inputs: Sequence[int], outputs: Sequence[int]) -> Any:
-    """Lets the model take and give float32 where it has BF16, which is what numpy can hold."""
+    """Makes the model take and return float32 for BF16, which numpy lacks."""
     process, used = PrePostProcessor(model), False
     for tensors, positions, ports in (
         (spec.file_inputs, inputs, process.input),
@@ -220,7 +211,7 @@ def _widened(spec: ModelSpec, model: Any, inputs: Sequence[int], outputs: Sequen
 
 
 def _borrowed(array: Array) -> Any:
-    """Wraps an array without a copy, where OpenVINO can: it is contiguous and may be written to."""
+    """Wraps an array without a copy, if it is contiguous and writeable."""
     flags = array.flags
     if not (flags.c_contiguous and flags.writeable):
         array = np.array(array, order="C")
@@ -228,7 +219,7 @@ def _borrowed(array: Array) -> Any:
 
 
 def _reason(error: BaseException, path: Path | None = None) -> str:
-    """OpenVINO's messages begin with the places in its source; the last line says what is the matter."""
+    """Returns the last line of OpenVINO's message, without the places in its source."""
     lines = [line.strip() for line in cleaned(error, path).splitlines() if line.strip()]
     told = [line for line in lines if not line.startswith(("Exception from", "Check '", "FrontEnd API"))]
     return " ".join(told or lines)

@@ -1,4 +1,4 @@
-"""A model as all adapters read and check it: numbers, switches, file, tensors, cores, engine cache, environments."""
+"""The settings and checks that adapters share: parameters, model file, tensors, cores, engine cache, environments."""
 
 import math
 import os
@@ -19,7 +19,7 @@ _ENVIRONMENTS = Path("~/.cache/qinfer/environments")
 
 
 class EnvironmentStore(NamedTuple):
-    """Where environments of models are unpacked, and how large each may be."""
+    """The directory of unpacked environments, and the limits of each."""
 
     directory: Path
     max_bytes: int = 8 * 2**30
@@ -32,11 +32,7 @@ _model_variables: dict[str, str] = {}
 
 
 def count(spec: ModelSpec, parameter: str, default: int = 0) -> int:
-    """Reads a whole number of 0 or more from the parameters.
-
-    Raises:
-        ModelLoadFailed: The parameter is no such number.
-    """
+    """Reads a whole number of 0 or more from the parameters, or raises `ModelLoadFailed`."""
     text = spec.parameters.get(parameter)
     if text is None:
         return default
@@ -46,26 +42,12 @@ def count(spec: ModelSpec, parameter: str, default: int = 0) -> int:
 
 
 def flag(spec: ModelSpec, parameter: str, *, default: bool = False) -> bool:
-    """Reads a switch from the parameters: true, 1, yes, false, 0 or no.
-
-    Raises:
-        ModelLoadFailed: The parameter is none of them.
-    """
+    """Reads a switch from the parameters (true, 1, yes, false, 0, no), or raises `ModelLoadFailed`."""
     return choice(spec, parameter, _FLAGS, default)
 
 
 def choice(spec: ModelSpec, parameter: str, values: Mapping[str, T], default: T) -> T:
-    """Reads one of several words, whose case does not matter, from the parameters.
-
-    Args:
-        spec: The model's configuration.
-        parameter: The parameter's name.
-        values: Lower-case word → what it means.
-        default: The meaning of a parameter that is not there.
-
-    Raises:
-        ModelLoadFailed: The parameter is none of the words.
-    """
+    """Reads one of several lower-case words, in any case, from the parameters, or raises `ModelLoadFailed`."""
     text = spec.parameters.get(parameter)
     if text is None:
         return default
@@ -77,34 +59,28 @@ def choice(spec: ModelSpec, parameter: str, values: Mapping[str, T], default: T)
 
 
 def cores_each(spec: ModelSpec) -> int:
-    """Returns this process's cores divided among the model's instances, which all compute at once; at least 1."""
+    """Returns this process's cores per model instance, because all instances compute at once; at least 1."""
     return max(usable_cores() // max(spec.instance_count, 1), 1)
 
 
 def usable_cores(cgroup: Path = _CGROUP) -> int:
-    """Returns how many cores this process may use at once: a container sees all, and its limit often allows fewer.
+    """Returns how many cores this process may use at once, by the limit of its container.
 
-    With a thread for each core of the machine, the limit would be used up in the first moments of each period.
-
-    Args:
-        cgroup: Where the kernel tells the limit: `cpu.max`, or the files of cgroup v1.
+    With a thread for each core of the machine, the first moments of each period would use up the limit. `cgroup` has
+    `cpu.max`, or the files of cgroup v1.
     """
     cores = len(os.sched_getaffinity(0))
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         try:
             quota_us, period_us = " ".join((cgroup / name).read_text() for name in names).split()
             return max(min(cores, math.ceil(int(quota_us) / int(period_us))), 1) if int(quota_us) > 0 else cores
-        except (OSError, ValueError, ZeroDivisionError):  # not there, or without a limit: `max`
+        except (OSError, ValueError, ZeroDivisionError):  # missing, or without a limit: `max`
             continue
     return cores
 
 
 def model_file(spec: ModelSpec, version_dir: Path, *defaults: str) -> Path:
-    """Returns the model file of a version: the configured one, or, if that is a default, the first that is there.
-
-    Raises:
-        ModelLoadFailed: There is none.
-    """
+    """Returns a version's model file: the configured one, or the first existing default; raises `ModelLoadFailed`."""
     names = (spec.filename,) if spec.filename not in ("", *defaults) else (spec.filename or defaults[0], *defaults)
     for name in names:
         if (path := version_dir / name).exists():
@@ -115,17 +91,9 @@ def model_file(spec: ModelSpec, version_dir: Path, *defaults: str) -> Path:
 def compare(
     spec: ModelSpec, kind: str, tensor: TensorSpec, found: Mapping[str, tuple[str, Sequence[int] | None]]
 ) -> None:
-    """Checks that a configured tensor exists in the model, of the same datatype and with compatible dimensions.
+    """Raises `ModelLoadFailed` unless the model has a configured tensor, with its datatype and dimensions.
 
-    Args:
-        spec: The model's configuration.
-        kind: `input` or `output`.
-        tensor: The configured tensor.
-        found: Name → datatype and dimensions of the model's tensors of that kind, -1 where one is variable; `None`
-            where even their number is unknown.
-
-    Raises:
-        ModelLoadFailed: It does not, or has others.
+    `found` has datatype and dimensions by name; -1 is a variable dimension, `None` an unknown rank.
     """
     if tensor.name not in found:
         raise ModelLoadFailed(
@@ -136,7 +104,7 @@ def compare(
     datatype, dims = found[tensor.name]
     if datatype != tensor.datatype:
         raise ModelLoadFailed(f"{where} {datatype}, its configuration {tensor.datatype}")
-    if dims is None or (kind == "output" and tensor.ragged):  # which is cut by its elements, whatever its shape
+    if dims is None or (kind == "output" and tensor.ragged):  # such an output is cut by its elements
         return
     expected = list(tensor.file_shape(batched=spec.max_batch_size > 0))
     if len(dims) != len(expected) or any(d != e and -1 not in (d, e) for d, e in zip(dims, expected, strict=True)):
@@ -144,63 +112,51 @@ def compare(
 
 
 def use_engine_cache(directory: Path) -> None:
-    """Sets the directory of compiled engines of this process; called once, by the program that composes it."""
+    """Sets the directory of compiled engines; called once, by this process's program."""
     _engine_cache[:] = [directory]
 
 
 def engine_cache() -> Path:
-    """Returns where compiled engines are kept between starts: a build takes minutes, and fits one GPU and version only.
+    """Returns the directory of compiled engines, which need not exist.
 
-    The directory need not exist: the one that was set, else one of the user's cache.
+    A build takes minutes, and fits one GPU and one version of TensorRT.
     """
     return _engine_cache[0] if _engine_cache else _ENGINES.expanduser()
 
 
 def use_environments(cache_dir: str, max_bytes: int, max_files: int) -> None:
-    """Sets where this process's models have their environments; called once, by the program that composes it.
+    """Sets the store of models' environments; called once, by this process's program.
 
-    Args:
-        cache_dir: The directory of all that this machine may lose; empty = the user's cache.
-        max_bytes: Bytes of an environment.
-        max_files: Files, directories and links of an environment.
+    An empty `cache_dir` is the user's cache. The limits count bytes, and files, directories and links.
     """
     directory = Path(cache_dir) / "environments" if cache_dir else _ENVIRONMENTS.expanduser()
     _environments[:] = [EnvironmentStore(directory.absolute(), max_bytes, max_files)]
 
 
 def environments() -> EnvironmentStore:
-    """Returns where environments of models are unpacked: as it was set, else in the user's cache."""
+    """Returns the store of models' environments, by default in the user's cache."""
     return _environments[0] if _environments else EnvironmentStore(_ENVIRONMENTS.expanduser())
 
 
 def use_model_variables(environment: Mapping[str, str]) -> None:
-    """Sets the environment of models' processes; called once, by the program that composes this process.
-
-    Args:
-        environment: What `qinfer.core.environments.model_environment` returns.
-    """
+    """Sets the environment of models' processes (`qinfer.core.environments.model_environment`); called once."""
     _model_variables.clear()
     _model_variables.update(environment)
 
 
 def model_variables() -> Mapping[str, str]:
-    """Returns the environment of a process that runs a model's code or compiles a model; empty until it was set."""
+    """Returns the environment of processes that run or compile a model; empty until it is set."""
     return _model_variables
 
 
 def files_use(path: Path, device: Device) -> tuple[MemoryUse, ...]:
-    """Returns the memory that a model's weights take: as much as the files of its version, where nothing else tells.
-
-    Args:
-        path: The model's file; what is beside it belongs to it.
-        device: Where the weights are.
-    """
+    """Returns the approximate memory of a model's weights: the size of its version's files."""
     files = [file for file in path.parent.rglob("*") if file.is_file()]
     return (MemoryUse(device.kind.upper(), device.number, sum(file.stat().st_size for file in files)),)
 
 
 def cleaned(error: BaseException, path: Path | None = None) -> str:
-    """Returns a runtime's own words without the path of the model file, which clients must not read."""
+    """Returns a runtime's message without the path of the model file, which clients must not see."""
     text = str(error)
     if path is not None:
         text = text.replace(str(path), path.name).replace(str(path.parent), "")

@@ -1,9 +1,8 @@
 """The `python` backend: Triton's `model.py`, each instance in a process of its own.
 
-A crash of the model's code ends that process and fails one batch: the worker bisects it, so that only the request that
-crashes the model alone gets the error. The process is started again meanwhile. A decoupled model's open streams end
-with an error then. See `qinfer.backends.python_host`.
-https://github.com/triton-inference-server/python_backend
+A crash of the model's code ends that process and fails one batch, which the worker bisects: only the request that
+crashes the model alone gets the error. A decoupled model's open streams end with an error. A new process starts
+meanwhile. See `qinfer.backends.python_host`. https://github.com/triton-inference-server/python_backend
 """
 
 import math
@@ -58,33 +57,29 @@ ENVIRONMENT = "EXECUTION_ENV_PATH"
 """Triton's parameter for the model's own environment: an archive or a directory."""
 
 MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
-"""Begins such a path within the model's directory."""
+"""The prefix of a path within the model's directory."""
 
 TRIES = 5
-"""So many processes in a row may die before they take a batch; then its requests are refused as retryable."""
+"""After this many processes in a row have died before they took a batch, its requests fail as retryable."""
 
 M = TypeVar("M", bound=Message)
 COMPLETE_S = 120.0
-"""How long importing the model and `auto_complete_config` may take together."""
+"""The time limit for importing the model and `auto_complete_config`."""
 
 PREPARE_S = 3600.0
-"""How long unpacking the model's environment may take before that."""
+"""The time limit for unpacking the model's environment before that."""
 
 TOO_LONG = "the load of model '{}' lasted longer than its limit of {:g} s (qinfer.load_timeout_s)"
 
 
 class PythonBackend:
-    """See the module docstring.
-
-    Args:
-        models: Loads and unloads what the model asks for; `None` = it may not ask.
-    """
+    """Runs `model.py` in a process; `models` loads models for its code, if allowed."""
 
     short_on_loop = False
 
     def __init__(self, models: ManagesModels | None = None) -> None:
         self._models = models
-        # What the watchdog asks while the model loads, too:
+        # The watchdog also reads these during the load.
         self._probe: ReadinessProbe | None = None
         self._interrupt: Callable[[], bool] = lambda: False
 
@@ -92,7 +87,7 @@ class PythonBackend:
         """Starts the process, imports the model and initialises it.
 
         Raises:
-            ModelLoadFailed: There is no such file, or the model's code raised or died; its log says where.
+            ModelLoadFailed: The file is missing, or the model's code raised or died; its log says where.
         """
         check_model(spec.name, version_dir, spec.filename)
         environment = environment_of(spec.name, spec.parameters.get(ENVIRONMENT, ""), version_dir)
@@ -143,7 +138,7 @@ class PythonBackend:
             raise
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Sends the batch to the process and answers with what comes back; a decoupled model may answer later.
+        """Sends the batch to the process and passes its answers on; a decoupled model may answer later.
 
         Raises:
             InferenceFailed: The model raised, or its process died.
@@ -156,7 +151,7 @@ class PythonBackend:
         message = Execute(next(self._numbers), metas, list(batch.rows), asked, ctx.window_bytes, shapes)
         executed = self._executed(message, buffers, ctx)
         if executed is None:
-            # Each item by itself: the batch is not at fault, so bisecting it would find nothing.
+            # Fail each item by itself, because bisecting would not help.
             error = ModelNotReady(f"model '{self._model}' can't be started again: {self._instance.reason}")
             for item in range(len(batch.requests)):
                 ctx.respond(item, error)
@@ -175,15 +170,15 @@ class PythonBackend:
                 ctx.reschedule(item)
 
     def interrupt(self) -> bool:
-        """Ends the process, if it has had a batch for as long as the model may take; returns whether it did."""
+        """Ends the process if its batch has reached the time limit; returns whether it did."""
         return self._interrupt()
 
     def unready(self) -> str:
-        """Returns why the model's own `is_ready` says that it is not ready; empty = it is, or has none."""
+        """Returns why the model's own `is_ready` says no; empty if it is ready or has no such method."""
         return "" if self._probe is None else self._probe.look()
 
     def memory(self) -> tuple[MemoryUse, ...]:
-        """Returns the resident memory of the process and of those that the model has started."""
+        """Returns the resident memory of the process and its children."""
         return self._instance.memory()
 
     def metrics(self) -> Sequence[ModelSeries]:
@@ -191,7 +186,7 @@ class PythonBackend:
         return self._instance.metrics()
 
     def unload(self) -> None:
-        """Finalises the model and ends its process, by force after some seconds; open streams may end before."""
+        """Lets open streams end, finalises the model and ends its process, by force after some seconds."""
         if self._streams is not None:
             self._streams.drain(self._longest_s)
         self._instance.stop()
@@ -208,18 +203,18 @@ class PythonBackend:
     def _executed(
         self, message: Execute, buffers: Sequence[Bytes], ctx: Context
     ) -> tuple[Message, list[Buffer]] | None:
-        """Returns what the process says to a batch; `None` if there is no process that takes it.
+        """Returns the process's reply to a batch; `None` if no process takes it.
 
         Raises:
             InferenceFailed: The process died of it.
-            SequenceLost: The process died, and with it the state of the sequences that it had.
+            SequenceLost: The process died with the state of its sequences.
         """
         for _ in range(TRIES):
             process = self._instance.process()
             if process is None:
                 return None
             memory, self._memory = self._memory, None
-            if memory is not None and memory is not process:  # that it died while it had nothing to do was seen before
+            if memory is not None and memory is not process:  # the process died while idle, which was noticed before
                 raise SequenceLost(self._lost_text(memory.death()))
             try:
                 outcome: tuple[Message, list[Buffer]]
@@ -229,7 +224,7 @@ class PythonBackend:
                     outcome = self._outcome(process, message, buffers, ctx)
                 self._memory = process if memory is not None or self._leaves_state(outcome[0]) else None
                 return outcome
-            except (OSError, UnreadError):  # it died while it had nothing to do: this batch is not to blame
+            except (OSError, UnreadError):  # it died while idle: this batch is not to blame
                 how = process.death() if self._keeps_state else ""
                 self._instance.lost(process)
                 if self._keeps_state:
@@ -243,7 +238,7 @@ class PythonBackend:
         return None
 
     def _leaves_state(self, outcome: Message) -> bool:
-        """Tells whether a batch may have left something in the model's memory that a later one needs."""
+        """Returns whether a batch may have left state in the model's memory."""
         return self._is_stateful or (
             self._keeps_state
             and isinstance(outcome, Executed)
@@ -261,14 +256,14 @@ class PythonBackend:
     def _outcome(
         self, process: HostProcess, batch: Execute, inputs: Sequence[Bytes], ctx: Context
     ) -> tuple[Message, list[Buffer]]:
-        """Sends the batch, and serves what the model asks for until it has ended.
+        """Sends the batch, and serves the model's calls until it has ended.
 
         Raises:
             OSError: The process is gone, and has not seen the batch.
             UnreadError: The same.
             EOFError: The process is gone.
         """
-        self._instance.begins()  # from before the model may hang
+        self._instance.begins()  # before the model can hang
         number = batch.number
         calls: Calls | None = None
         process.held = lambda: [asked.request_id for asked in batch.requests]
@@ -290,7 +285,7 @@ class PythonBackend:
                     return message, buffers
                 try:
                     message, buffers = process.channel.receive()
-                except UnreadError:  # what it has not read is an answer of the above
+                except UnreadError:  # the unread message was a reply of the above
                     raise EOFError from None
         finally:
             self._instance.is_busy = False
@@ -312,16 +307,7 @@ class PythonBackend:
 
 
 def check_model(model: str, version_dir: Path, filename: str) -> None:
-    """Refuses a model whose file is missing.
-
-    Args:
-        model: The model's name.
-        version_dir: The version's directory.
-        filename: The file in it; empty = `model.py`.
-
-    Raises:
-        ModelLoadFailed: It is such a model.
-    """
+    """Raises `ModelLoadFailed` if a model's file is missing."""
     path = version_dir / (filename or "model.py")
     if not path.is_file():
         raise ModelLoadFailed(f"model '{model}' has no file '{path.name}' in version {version_dir.name}")
@@ -330,15 +316,10 @@ def check_model(model: str, version_dir: Path, filename: str) -> None:
 
 
 def environment_of(model: str, parameter: str, version_dir: Path) -> Path | None:
-    """Returns the environment that a model brings, an archive or a directory; `None` = the worker's.
-
-    Args:
-        model: The model's name.
-        parameter: Its parameter `EXECUTION_ENV_PATH`; empty = it has none.
-        version_dir: The version's directory, which is in the model's.
+    """Returns the archive or directory of a model's own environment; `None` = it uses the worker's.
 
     Raises:
-        ModelLoadFailed: There is nothing of that name, or it may not be used.
+        ModelLoadFailed: The path does not exist, or is not allowed.
     """
     if not parameter:
         return None
@@ -357,11 +338,7 @@ def environment_of(model: str, parameter: str, version_dir: Path) -> Path | None
 
 
 def prepare(process: HostProcess, model: str) -> None:
-    """Waits until a process is in the environment that its model brings.
-
-    Raises:
-        ModelLoadFailed: The environment can't be used.
-    """
+    """Waits until a process is in its model's environment, or raises `ModelLoadFailed`."""
     if process.environment is not None:
         ask(process, None, EnvironmentReady, model)
 
@@ -369,14 +346,7 @@ def prepare(process: HostProcess, model: str) -> None:
 def ask(
     process: HostProcess, message: Message | None, expected: type[M], model: str, managing: Managing | None = None
 ) -> M:
-    """Has a process do something before it executes; returns its answer.
-
-    Args:
-        process: The process.
-        message: The command; `None` = the process says by itself how its start went.
-        expected: The type of the answer if it did.
-        model: The model's name.
-        managing: Carries out what the model asks for meanwhile; `None` = it asks for nothing.
+    """Sends a command to a process before it executes, and returns the reply; `None` awaits the report of its start.
 
     Raises:
         ModelLoadFailed: The model's code raised, or ended its process.
@@ -402,7 +372,7 @@ def ask(
 
 @contextmanager
 def killed_after(timeout_s: float, process: HostProcess, text: str) -> Iterator[None]:
-    """Kills a process that is still being asked when a time is over; the failure then has this text."""
+    """Kills a process at the end of a time limit, and gives the failure this text."""
     is_late = threading.Event()
 
     def give_up() -> None:
@@ -440,7 +410,7 @@ def _asked(request: InferRequest) -> Asked:
 
 
 class _Names:
-    """Names of instances: the group's, and the lowest number that no other instance has."""
+    """Names of instances: the group's, and the lowest unused number."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -455,7 +425,7 @@ class _Names:
         return name
 
     def give_back(self, name: str) -> None:
-        """Lets another instance have a name."""
+        """Frees a name."""
         with self._lock:
             self._taken.discard(name)
 
@@ -464,15 +434,10 @@ _names = _Names()
 
 
 def complete_config(config: ModelConfig, version_dir: Path, timeout_s: float = COMPLETE_S) -> ModelConfig:
-    """Returns the configuration as the model completes it; a model without `auto_complete_config` changes nothing.
-
-    Args:
-        config: The configuration so far; it is left as it is.
-        version_dir: The directory of the version to ask; blocking.
-        timeout_s: When to give up.
+    """Returns a copy of the configuration, completed by the model's `auto_complete_config`, if any; blocking.
 
     Raises:
-        ModelLoadFailed: The model's code raised, died, took too long, or made what is no configuration.
+        ModelLoadFailed: The model's code raised, died, took too long, or returned no configuration.
     """
     model = config.name or version_dir.parent.name
     named = ModelConfig()

@@ -1,10 +1,9 @@
-"""Ragged batches: a wrapper around any backend that makes batch inputs, and has outputs cut by the shapes of inputs.
+"""Ragged batches: a wrapper around any backend makes batch inputs, and cuts outputs by the shapes of inputs.
 
-Ragged inputs reach the model as one dimension, the elements of all requests in order; batch inputs tell which are
-whose. A count is of a request's elements in all its rows; a shape is listed once for each row. As Triton's
-`backend_input_collector.cc` and `backend_output_responder.cc` have it, none of which the backends have to know.
-
-Models of the backend `python` are not wrapped: they get each request's own tensors.
+A ragged input reaches the model as one dimension, the elements of all requests in order; batch inputs describe each
+request's part. Counts are of a request's elements in all its rows; shapes are listed per row. Follows Triton's
+`backend_input_collector.cc` and `backend_output_responder.cc`. Models of the backend `python` are not wrapped, because
+they get each request's own tensors.
 """
 
 from collections.abc import Sequence
@@ -22,11 +21,11 @@ from qinfer.observe.host import MemoryUse
 from qinfer.observe.model_metrics import ModelSeries
 
 _OWN_TENSORS = "python"
-"""The backend whose models see requests and no batch."""
+"""This backend's models see requests, not batches."""
 
 
 def with_ragged_batches(backend: Backend, spec: ModelSpec) -> Backend:
-    """Returns a backend that makes ragged batches as the configuration says: the same one, if it does not say so."""
+    """Wraps a backend if its model's configuration has ragged inputs, batch inputs or batch outputs."""
     has_any = spec.batch_inputs or spec.batch_outputs or any(i.ragged for i in spec.inputs)
     return _Ragged(backend) if has_any and spec.backend != _OWN_TENSORS else backend
 
@@ -39,7 +38,6 @@ class _Ragged:
         self.unready = getattr(backend, "unready", None)
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
-        """Loads the model."""
         self._ragged = [i.name for i in spec.inputs if i.ragged]
         self._batch_inputs = spec.batch_inputs
         self._batch_outputs = spec.batch_outputs
@@ -49,10 +47,9 @@ class _Ragged:
         )
         self._sources = of_inputs | of_outputs | set(self._ragged)
         self._backend.load(spec, version_dir, device)
-        self.short_on_loop = self._backend.short_on_loop  # some know it only by then
+        self.short_on_loop = self._backend.short_on_loop  # some backends know it only after the load
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Runs the batch with ragged inputs as one dimension, with batch inputs, and with cuts for batch outputs."""
         shapes = {name: item_shapes(batch, name) for name in self._sources if name in batch.inputs}
         inputs = dict(batch.inputs)
         for name in self._ragged:
@@ -64,28 +61,20 @@ class _Ragged:
         self._backend.execute(msgspec.structs.replace(batch, inputs=inputs, shapes=shapes, cuts=cuts), ctx)
 
     def memory(self) -> tuple[MemoryUse, ...]:
-        """Returns what the model holds."""
         return memory_of(self._backend)
 
     def metrics(self) -> Sequence[ModelSeries]:
-        """Returns the model's own metrics."""
         return metrics_of(self._backend)
 
     def unload(self) -> None:
-        """Unloads the model."""
         self._backend.unload()
 
 
 def batch_input(made: BatchInputSpec, shapes: Sequence[Shape]) -> Array:
-    """Makes a batch input.
+    """Makes a batch input from the shapes of each request's source input, with the batch dimension.
 
-    Args:
-        made: Which one.
-        shapes: The shape of each request's source input, with the batch dimension.
-
-    Returns:
-        Counts as `[requests]`, one more with a zero; the largest count as the length of zeros; shapes of rows as
-        `[rows, rank]`, or flattened.
+    Counts are `[requests]`, or one more with a zero; the largest count is the length of zeros; shapes of rows are
+    `[rows, rank]`, or flattened.
     """
     dtype = np.dtype("<f4" if made.datatype == "FP32" else "<i4")
     counts = [prod(shape) for shape in shapes]
@@ -104,5 +93,5 @@ def batch_input(made: BatchInputSpec, shapes: Sequence[Shape]) -> Array:
 
 
 def cuts_of(made: BatchOutputSpec, shapes: Sequence[Shape]) -> list[Shape]:
-    """Returns the shape of each request's part of a batch output, of those of its source."""
+    """Returns the shape of each request's part of a batch output, by its source's shapes."""
     return [tuple(shape[place] if size == -1 else size for place, size in enumerate(made.dims)) for shape in shapes]

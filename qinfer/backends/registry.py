@@ -1,6 +1,6 @@
-"""Backend names → factories. A runtime is imported when a model that needs it is loaded, never before.
+"""Backend names → factories; a runtime is imported when a model first needs it.
 
-Third parties add backends by an entry point in the group `qinfer.backends` whose object is a `BackendFactory`.
+Other packages add backends by an entry point in the group `qinfer.backends`, whose object is a `BackendFactory`.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from qinfer.models.config.message import ModelConfig
 ENTRY_POINT_GROUP = "qinfer.backends"
 
 CompleteConfig = Callable[[ModelConfig, Path], ModelConfig]
-"""Completes a configuration; told the directory of the version to ask. It raises `ModelLoadFailed`."""
+"""Completes a configuration, given the version's directory; raises `ModelLoadFailed`."""
 
 
 class _BuiltIn(NamedTuple):
@@ -37,14 +37,10 @@ _BUILT_IN = {
 
 
 def factory(name: str, models: ManagesModels | None = None) -> BackendFactory:
-    """Returns the factory of a backend.
-
-    Args:
-        name: The backend's name.
-        models: Loads what models written in Python ask for; `None` = they may not ask.
+    """Returns the factory of a backend; `models` loads models for code in Python, if allowed.
 
     Raises:
-        BackendUnavailable: Nothing of that name is known, or its runtime is not installed.
+        BackendUnavailable: The name is unknown, or the runtime is not installed.
     """
     built_in = _BUILT_IN.get(name)
     if built_in is not None:
@@ -63,11 +59,7 @@ def factory(name: str, models: ManagesModels | None = None) -> BackendFactory:
 
 
 def completer(name: str) -> CompleteConfig:
-    """Returns what completes the configurations of a backend's models by the models' own code.
-
-    Raises:
-        BackendUnavailable: The backend has no such thing, or its runtime is not installed.
-    """
+    """Returns the completer of configurations by the models' own code; raises `BackendUnavailable`."""
     if name != "python":
         raise BackendUnavailable(f"models of backend '{name}' can't complete their configurations")
     return cast("CompleteConfig", _imported(name, _BUILT_IN[name]._replace(attribute="complete_config")))

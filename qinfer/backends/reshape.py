@@ -1,4 +1,4 @@
-"""A wrapper around any backend that applies `reshape` (`qinfer/models/reshapes.py`), so that no backend knows of it."""
+"""A wrapper around any backend that applies `reshape` (`qinfer/models/reshapes.py`)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from qinfer.tensors import Tensor, element_count
 
 
 def reshaped(backend: Backend, spec: ModelSpec) -> Backend:
-    """Returns a backend that reshapes as the configuration says: the same one, if it does not say so."""
+    """Wraps a backend if its model's configuration reshapes tensors."""
     if any(tensor.reshape is not None for tensor in (*spec.inputs, *spec.outputs)):
         return _Reshaped(backend)
     return backend
@@ -30,13 +30,11 @@ class _Reshaped:
         self.unready = getattr(backend, "unready", None)
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
-        """Loads the model."""
         self._inward, self._outward = inward(spec), outward(spec)
         self._backend.load(spec, version_dir, device)
-        self.short_on_loop = self._backend.short_on_loop  # some know it only by then
+        self.short_on_loop = self._backend.short_on_loop  # some backends know it only after the load
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Runs the batch with the model's shapes, and answers with the client's."""
         inputs = dict(batch.inputs)
         for name, reshape in self._inward.items():
             if name in inputs:
@@ -45,20 +43,17 @@ class _Reshaped:
         self._backend.execute(seen, _Answers(ctx, self._outward, len(batch.states)))
 
     def memory(self) -> tuple[MemoryUse, ...]:
-        """Returns what the model holds."""
         return memory_of(self._backend)
 
     def metrics(self) -> Sequence[ModelSeries]:
-        """Returns the model's own metrics."""
         return metrics_of(self._backend)
 
     def unload(self) -> None:
-        """Unloads the model."""
         self._backend.unload()
 
 
 class _Answers:
-    """A context that gives outputs the shapes that clients expect, and leaves states as they are."""
+    """A context that gives outputs the shapes for clients, and leaves states unchanged."""
 
     def __init__(self, ctx: Context, outward: Mapping[str, Reshape], states: int) -> None:
         self._ctx = ctx
@@ -73,7 +68,6 @@ class _Answers:
         final: bool = True,
         parameters: Mapping[str, Scalar] | None = None,
     ) -> None:
-        """Passes an answer on."""
         if not isinstance(outputs, QinferError):
             count = len(outputs) - self._states
             outputs = (*map(self._reshaped, outputs[:count]), *outputs[count:])
@@ -81,12 +75,10 @@ class _Answers:
 
     @property
     def is_decoupled(self) -> bool:
-        """Whether an item may have several responses."""
         return self._ctx.is_decoupled
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of one item on their way; other shapes have as many."""
         return self._ctx.window_bytes
 
     def offer(
@@ -97,29 +89,23 @@ class _Answers:
         final: bool = True,
         parameters: Mapping[str, Scalar] | None = None,
     ) -> None:
-        """Passes an answer on, without waiting."""
         if not isinstance(outputs, QinferError):
             outputs = tuple(map(self._reshaped, outputs))
         self._ctx.offer(item, outputs, final=final, parameters=parameters)
 
     def reschedule(self, item: int, states: tuple[Tensor, ...] = ()) -> None:
-        """Asks the batch's own context; states are not reshaped."""
         self._ctx.reschedule(item, states)
 
     def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
-        """Has the batch's own context call back."""
         self._ctx.on_taken(item, callback)
 
     def cancelled(self, item: int) -> bool:
-        """Asks the batch's own context."""
         return self._ctx.cancelled(item)
 
     def call(self, request: InferRequest) -> Response:
-        """Calls through the batch's own context."""
         return self._ctx.call(request)
 
     def stream(self, request: InferRequest) -> Iterator[Response]:
-        """Calls through the batch's own context."""
         return self._ctx.stream(request)
 
     def _reshaped(self, tensor: Tensor) -> Tensor:

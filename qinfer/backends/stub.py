@@ -1,8 +1,8 @@
-"""A backend without a runtime, for tests and trials: echoes, adds, raises or calls, and stops where a test tells it to.
+"""A backend without a runtime, for tests and trials: it echoes, adds, raises, calls, or waits.
 
-The model's parameter `mode` chooses: `echo` (each output is the input at the same position), `add` (every output is the
-sum of the inputs), `raise` (fails with the parameter `message`), `call:<model>` (the outputs are those of that model,
-called with the inputs of the whole batch). The parameter `delay_s` makes each execution last at least so long.
+The parameter `mode` is `echo` (each output is the input at the same position), `add` (every output is the sum of the
+inputs), `raise` (fails with the parameter `message`) or `call:<model>` (the outputs of that model for the whole batch).
+The parameter `delay_s` is the least duration of an execution.
 """
 
 import threading
@@ -20,11 +20,7 @@ CALL = "call:"
 
 
 class StubBackend:
-    """See the module docstring.
-
-    Args:
-        gate: Executions wait until it is set; `None` = they don't wait.
-    """
+    """Runs no model; executions wait until `gate`, if any, is set."""
 
     short_on_loop = False
 
@@ -33,17 +29,13 @@ class StubBackend:
         self.started = threading.Semaphore(0)
         """Released once by each execution that begins."""
         self.sizes: list[int] = []
-        """Rows of each execution that began."""
+        """The rows of each execution that began."""
         self.model = ""
-        """The name of the model that it was loaded for."""
+        """The name of the loaded model."""
         self.loaded = False
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
-        """Reads the mode; there is no file.
-
-        Raises:
-            ModelLoadFailed: There is no such mode.
-        """
+        """Reads the mode; there is no file."""
         del version_dir, device
         self.model = spec.name
         self._mode = spec.parameters.get("mode", "echo")
@@ -60,7 +52,7 @@ class StubBackend:
         self.loaded = True
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Does what the mode says."""
+        """Executes the mode."""
         self.sizes.append(batch.size)
         self.started.release()
         if self._gate is not None:
@@ -81,5 +73,5 @@ class StubBackend:
         respond_rows(batch, ctx, outputs, self._datatypes, names=self._answered)
 
     def unload(self) -> None:
-        """Forgets that it was loaded."""
+        """Clears `loaded`."""
         self.loaded = False

@@ -1,8 +1,8 @@
-"""The `tensorrt` backend: `model.plan`, or `model.onnx`, of which it builds an engine once and keeps it.
+"""The `tensorrt` backend: `model.plan`, or `model.onnx`, whose engine it builds once and caches.
 
-Each instance has a CUDA stream of its own, pinned memory on the host, and buffers for the largest shapes. With
-`optimization { cuda { graphs: true } }` the execution of each shape, copies included, is recorded as a CUDA graph after
-its second occurrence and replayed from then on. The options of a build are in `tensorrt_plan`.
+Each instance has its own CUDA stream, pinned host memory, and buffers for the largest shapes. With `optimization { cuda
+{ graphs: true } }`, the execution of each shape, including copies, is recorded as a CUDA graph after its second
+occurrence and then replayed. `tensorrt_plan` has the options of a build.
 
 Written against the documented API of TensorRT 10 and 11.
 https://docs.nvidia.com/deeplearning/tensorrt/latest/api/python_api/
@@ -43,7 +43,7 @@ _DATATYPES = {
     "BOOL": "BOOL",
     "UINT8": "UINT8",
 }
-_MAX_GRAPHS = 64  # of each instance: a graph keeps an execution context, and shapes may be many
+_MAX_GRAPHS = 64  # per instance: each graph keeps an execution context, and shapes may be many
 
 
 Shape = tuple[int, ...]
@@ -58,12 +58,9 @@ class Port(NamedTuple):
 
 
 class Buffers:
-    """The buffers of an instance: for each tensor one on the GPU, and one on the host, of the largest size.
+    """The buffers of an instance: for each tensor one on the GPU and one on the host, of the largest size.
 
-    Args:
-        cuda: CUDA, with the instance's GPU as the present one.
-        ports: The engine's tensors.
-        scratch_bytes: What executions need beside them; all of an instance's share it, because they never overlap.
+    The instance's GPU must be selected. Executions share `scratch_bytes` of other memory, because they never overlap.
     """
 
     def __init__(self, cuda: Cuda, ports: list[Port], scratch_bytes: int) -> None:
@@ -92,7 +89,7 @@ class Buffers:
         np.copyto(view, array)
 
     def read(self, name: str, shape: Shape) -> Array:
-        """Copies an output out of its pinned buffer, which the next execution overwrites."""
+        """Copies an output from its pinned buffer, which the next execution overwrites."""
         port = self._ports[name]
         raw = self._host[name][1][: self._size_bytes(name, shape)]
         if port.datatype == "BF16":
@@ -110,7 +107,7 @@ class Buffers:
         self._cuda.copy(self._host[name][0], self.addresses[name], self._size_bytes(name, shape), TO_HOST, stream)
 
     def free(self) -> None:
-        """Frees everything."""
+        """Frees all buffers."""
         for address in (self.scratch, *self.addresses.values()):
             if address:
                 self._cuda.free(address)
@@ -129,12 +126,12 @@ def _itemsize(port: Port) -> int:
 
 
 class TensorrtBackend:
-    """See the module docstring."""
+    """Runs TensorRT engines."""
 
     short_on_loop = False
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
-        """Opens the engine, after building it if there is none for this GPU, and allocates its buffers.
+        """Opens the engine, after building it if none fits this GPU, and allocates its buffers.
 
         Raises:
             ModelLoadFailed: The engine does not fit this GPU or TensorRT, can't be built, or differs from the
@@ -159,7 +156,7 @@ class TensorrtBackend:
             self._open(spec, path)
         except QinferError:
             raise
-        except Exception as error:  # pybind11 raises what it likes; it is mapped here, once
+        except Exception as error:  # pybind11 raises any class; it is mapped here, once
             raise ModelLoadFailed(f"TensorRT can't load model '{spec.name}': {cleaned(error, path)}") from error
 
     def execute(self, batch: Batch, ctx: Context) -> None:
@@ -173,7 +170,7 @@ class TensorrtBackend:
         if missing:
             raise InvalidRequest(f"input '{missing[0]}' is missing, which the model can't do without")
         try:
-            self._cuda.use(self._device)  # a thread has its own present device
+            self._cuda.use(self._device)  # each thread selects its own device
             outputs = self._run(batch.inputs)
         except QinferError:
             raise
@@ -183,7 +180,7 @@ class TensorrtBackend:
         respond_rows(batch, ctx, outputs, self._datatypes, names=self._names)
 
     def unload(self) -> None:
-        """Frees everything on the GPU."""
+        """Frees all GPU memory."""
         self._cuda.use(self._device)
         for graph in self._graphs.values():
             self._cuda.destroy_graph(graph)
@@ -215,7 +212,7 @@ class TensorrtBackend:
         self._context = self._new_context()
 
     def _ports(self, spec: ModelSpec) -> list[Port]:
-        """Compares the engine with the configuration, and finds the largest shape of each tensor."""
+        """Compares the engine with the configuration, and returns the largest shape of each tensor."""
         engine = self._engine
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         inputs = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
@@ -228,7 +225,7 @@ class TensorrtBackend:
             wanted = {tensor.name: tensor.datatype for tensor in configured}
             for name in sorted(set(wanted) ^ set(found)):
                 if kind == "output" and name in found:
-                    continue  # an output that nobody can ask for
+                    continue  # such an output can't be requested
                 raise ModelLoadFailed(
                     f"unexpected inference {kind} '{name}' for model '{spec.name}': the engine has {', '.join(found)}"
                 )
@@ -241,7 +238,7 @@ class TensorrtBackend:
         return _largest(engine, names, self._shapes_max, spec.name)
 
     def _new_context(self) -> trt.IExecutionContext:
-        """Makes an execution context in the instance's scratch memory, which serves one execution at a time."""
+        """Makes an execution context in the instance's scratch memory, for one execution at a time."""
         context = self._engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         context.set_device_memory(self._buffers.scratch, self._buffers.scratch_bytes)
         if context.active_optimization_profile != 0:
@@ -271,7 +268,6 @@ class TensorrtBackend:
         return outputs
 
     def _queue(self, context: trt.IExecutionContext, inputs: Mapping[str, Array]) -> None:
-        """Queues the copies and the execution on the stream."""
         for name in self._shapes_max:
             self._buffers.to_device(name, tuple(inputs[name].shape), self._stream)
         if not context.execute_async_v3(self._stream):
@@ -280,7 +276,7 @@ class TensorrtBackend:
             self._buffers.to_host(name, tuple(context.get_tensor_shape(name)), self._stream)
 
     def _record(self, shapes: tuple[Shape, ...], inputs: Mapping[str, Array]) -> None:
-        """Records an execution of these shapes, in a context of its own that has run once before, as TensorRT asks."""
+        """Records an execution of these shapes, in a context of its own that has run once, as TensorRT requires."""
         if shapes not in self._contexts:
             if len(self._contexts) < _MAX_GRAPHS:
                 self._contexts[shapes] = self._new_context()
@@ -308,7 +304,7 @@ class TensorrtBackend:
 
 
 def _largest(engine: trt.ICudaEngine, names: list[str], inputs: Mapping[str, Shape], model: str) -> list[Port]:
-    """Lets TensorRT derive the outputs' shapes of the largest inputs."""
+    """Derives the outputs' shapes from the largest inputs."""
     context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
     for name, shape in inputs.items():
         context.set_input_shape(name, shape)
@@ -326,7 +322,7 @@ def _largest(engine: trt.ICudaEngine, names: list[str], inputs: Mapping[str, Sha
 
 
 def _engine_of(cuda: Cuda, spec: ModelSpec, onnx: Path, device: int) -> Path:
-    """Returns the engine of an ONNX file, from the cache or built now; one process builds, others wait for it.
+    """Returns the engine of an ONNX file from the cache, or builds it; other processes wait for the builder.
 
     Raises:
         ModelLoadFailed: An option is wrong, or TensorRT can't build it.

@@ -1,7 +1,7 @@
-"""Builds a TensorRT engine of an ONNX file; a program of its own.
+"""Builds a TensorRT engine from an ONNX file; a program of its own.
 
-A build takes minutes, holds the interpreter's lock for much of it, and may crash: none of that may happen to a worker,
-which starts this program and waits for it. It reads a `Build` as JSON from standard input.
+A build takes minutes, holds the interpreter's lock for much of it, and may crash, so a worker runs this program and
+waits for it. It reads a `Build` as JSON from standard input.
 """
 
 import os
@@ -16,11 +16,11 @@ from qinfer.backends.tensorrt_plan import Build
 
 
 class BuildFailed(Exception):
-    """TensorRT can't build the engine; the text says why."""
+    """TensorRT can't build the engine; the text gives the reason."""
 
 
 def main() -> int:
-    """Builds what standard input describes; returns the exit status."""
+    """Builds the engine that standard input describes; returns the exit status."""
     build = msgspec.json.decode(sys.stdin.buffer.read(), type=Build)
     try:
         Cuda().use(build.device)
@@ -35,11 +35,7 @@ def main() -> int:
 
 
 def built(build: Build) -> bytes:
-    """Returns the serialised engine.
-
-    Raises:
-        BuildFailed: TensorRT can't read the file or build the engine.
-    """
+    """Returns the serialised engine, or raises `BuildFailed`."""
     logger = trt.Logger(trt.Logger.WARNING)
     trt.init_libnvinfer_plugins(logger, "")
     builder = trt.Builder(logger)

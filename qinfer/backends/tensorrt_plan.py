@@ -1,8 +1,8 @@
-"""The plan of an engine, made before TensorRT is asked: its options, the shapes it is optimised for, its cache key.
+"""The plan of an engine before its build: its options, the shapes it is optimised for, its cache key.
 
 The options are the parameters of an accelerator `tensorrt`
 (`optimization.execution_accelerators.gpu_execution_accelerator`), with the names of the onnxruntime backend, so that a
-model can go from one backend to the other: `precision_mode` (FP32, FP16, BF16, INT8), `max_workspace_size_bytes`,
+model can change backends: `precision_mode` (FP32, FP16, BF16, INT8), `max_workspace_size_bytes`,
 `trt_builder_optimization_level`, `trt_profile_min_shapes`, `trt_profile_opt_shapes`, `trt_profile_max_shapes`.
 """
 
@@ -27,16 +27,16 @@ _READ_BYTES = 1 << 20
 
 
 class Build(msgspec.Struct, kw_only=True):
-    """The input of `tensorrt_build`; everything but the two paths is part of the cache key.
+    """The input of `tensorrt_build`; all but the paths and the device is part of the cache key.
 
     Attributes:
         onnx: The model file.
-        plan: Where the engine goes.
+        plan: The path of the engine.
         device: The GPU's number.
         profiles: Input → its three shapes.
         precision: One of `PRECISIONS`.
-        workspace_bytes: Memory that an execution may take on the GPU; 0 = as much as there is.
-        level: How hard to optimise, 0 … 5; -1 = TensorRT's default.
+        workspace_bytes: The most GPU memory of an execution; 0 = unlimited.
+        level: The effort of optimising, 0 … 5; -1 = TensorRT's default.
     """
 
     onnx: str = ""
@@ -49,11 +49,7 @@ class Build(msgspec.Struct, kw_only=True):
 
 
 def build_of(spec: ModelSpec, declared: FileTensors) -> Build:
-    """Reads the options of a model.
-
-    Args:
-        spec: The model's configuration.
-        declared: What the ONNX file says of its inputs.
+    """Reads the options of a model; `declared` has the inputs of its ONNX file.
 
     Raises:
         ModelLoadFailed: An option is wrong, or a variable dimension has no limits.
@@ -85,10 +81,8 @@ def profiles(spec: ModelSpec, declared: FileTensors, options: Mapping[str, str])
     """Returns the three shapes of each input.
 
     The batch dimension goes from 1 to `max_batch_size`, and is best at the largest preferred size. Other dimensions are
-    the configuration's; where it has -1 and the file does not tell either, the options must.
-
-    Raises:
-        ModelLoadFailed: A variable dimension has no limits.
+    the configuration's, or the file's where it has -1; where both vary, the options must give limits, or
+    `ModelLoadFailed` is raised.
     """
     given = [parse_shapes(spec.name, key, options.get(key, "")) for key in _LIMITS]
     files = {tensor.name: tensor.dims for tensor in declared.inputs}
@@ -111,11 +105,7 @@ def profiles(spec: ModelSpec, declared: FileTensors, options: Mapping[str, str])
 
 
 def parse_shapes(model: str, key: str, text: str) -> dict[str, Shape]:
-    """Reads `name:1x3x224x224,other:1x8`, the notation of onnxruntime and trtexec.
-
-    Raises:
-        ModelLoadFailed: It is not of that form.
-    """
+    """Reads `name:1x3x224x224,other:1x8`, the notation of onnxruntime and trtexec."""
     shapes: dict[str, Shape] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, dims = part.rpartition(":")
@@ -127,13 +117,9 @@ def parse_shapes(model: str, key: str, text: str) -> dict[str, Shape]:
 
 
 def cache_key(build: Build, files: Path, gpu: str, tensorrt: str) -> str:
-    """Returns the name under which an engine is kept: it fits this model, GPU, TensorRT and these options only.
+    """Returns the name of an engine in the cache, for one model, GPU, TensorRT and set of options.
 
-    Args:
-        build: The options.
-        files: The version's directory; all its files count, since weights may lie beside the model.
-        gpu: Name and compute capability.
-        tensorrt: The version of TensorRT.
+    All of the version's `files` count, because weights may lie beside the model.
     """
     digest = hashlib.sha256()
     for text in (gpu, tensorrt, build.precision, str(build.workspace_bytes), str(build.level)):
@@ -152,7 +138,7 @@ def _lead(spec: ModelSpec, rows: int) -> Shape:
 
 
 def _merged(spec: ModelSpec, tensor: TensorSpec, file: Shape | None) -> Shape:
-    """Returns a tensor's dimensions without the batch's: the configuration's, the file's where that has -1."""
+    """Returns a tensor's dimensions without the batch's, from the file where the configuration has -1."""
     dims = tensor.seen_dims
     rest = (file or ())[1 if spec.max_batch_size else 0 :]
     if len(rest) != len(dims):

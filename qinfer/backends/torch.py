@@ -3,14 +3,13 @@
 Settings, by Triton's names: parameters `INFERENCE_MODE`, `DISABLE_OPTIMIZED_EXECUTION`, `INTRA_OP_THREAD_COUNT`,
 `INTER_OP_THREAD_COUNT`, `DISABLE_CUDNN`, `ENABLE_CACHE_CLEANING`, `ENABLE_JIT_EXECUTOR`, `ENABLE_JIT_PROFILING`,
 `ENABLE_TENSOR_FUSER`. qinfer's own: `qinfer.torch_amp` (`float16`, `bfloat16`) and `qinfer.torch_compile` (a mode of
-torch.compile, such as `default`). Inputs and outputs are bound by Triton's naming conventions.
-Control inputs and states count with the inputs and outputs there: where order decides, they come after them.
-https://github.com/triton-inference-server/pytorch_backend#model-configuration
+torch.compile, such as `default`). Inputs and outputs are bound by Triton's naming conventions; by order, control inputs
+and states come last. https://github.com/triton-inference-server/pytorch_backend#model-configuration
 
-Model files are opened without unpickling objects. `model.pt` is a TorchScript archive, whose objects are only those of
-the TorchScript language. `model.pt2` is an archive of `torch.export.save` (a graph as JSON, weights as raw bytes) or of
-AOTInductor (compiled code); one that holds pickled objects too is refused before anything of it is loaded. None of
-these formats is safe against its author: a model file is a program.
+Model files are opened without unpickling objects. `model.pt` is a TorchScript archive, with objects of the TorchScript
+language only. `model.pt2` is an archive of `torch.export.save` (a graph as JSON, weights as raw bytes) or of
+AOTInductor (compiled code); one with pickled objects is refused before it is loaded. No format is safe against its
+author: a model file is a program.
 """
 
 import inspect
@@ -49,7 +48,7 @@ _AMP: dict[str, torch.dtype | None] = {
     "float16": torch.float16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "none": None,
 }  # fmt: skip
 _COMPILE = {m: m for m in ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")} | {"none": ""}
-_PINNED_MIN_BYTES = 64 * 1024  # below that, a copy from ordinary memory is over sooner
+_PINNED_MIN_BYTES = 64 * 1024  # below that, ordinary memory is quicker
 
 _thread = threading.local()
 
@@ -63,8 +62,7 @@ class Opened(NamedTuple):
     """A model file, ready to be called.
 
     Attributes:
-        call: Takes the input tensors, returns what the model returns.
-        arguments: The names of `forward`'s arguments, in order; empty when the file does not tell.
+        arguments: The names of `forward`'s arguments, in order; empty if unknown.
         takes_dict: The only argument is a dictionary of tensors by name.
         kind: `torchscript`, `export` or `aoti`.
         nbytes: The size of its parameters and buffers.
@@ -80,9 +78,7 @@ class Opened(NamedTuple):
 def open_model(path: Path, device: torch.device) -> Opened:
     """Opens a model file on a device; blocking.
 
-    Raises:
-        ModelLoadFailed: It is none of the formats, holds pickled objects, or was compiled for another kind of device.
-        Exception: What PyTorch raises when it can't read it.
+    Raises `ModelLoadFailed` for a wrong format, pickled objects, or code for another device, and PyTorch's exceptions.
     """
     if not zipfile.is_zipfile(path):
         raise ModelLoadFailed(
@@ -109,14 +105,9 @@ def open_model(path: Path, device: torch.device) -> Opened:
 
 
 def refuse_pickle(archive: zipfile.ZipFile, names: dict[str, str]) -> None:
-    """Refuses an archive of `torch.export` with objects that only a full unpickling can read.
+    """Raises `ModelLoadFailed` for an archive of `torch.export` with objects that need a full unpickling.
 
-    Args:
-        archive: The file.
-        names: Path within the archive → the same with the archive's own first directory.
-
-    Raises:
-        ModelLoadFailed: It holds such objects; the message names the first.
+    `names` maps a path within the archive to the one with its first directory.
     """
     for name, full in names.items():
         if name.endswith(("_weights_config.json", "_constants_config.json")):
@@ -134,7 +125,7 @@ def refuse_pickle(archive: zipfile.ZipFile, names: dict[str, str]) -> None:
 
 def _torchscript(path: Path, device: torch.device) -> Opened:
     with _deprecations, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # in favour of torch.export; the format goes on being read
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.export is preferred; the format stays readable
         module = torch.jit.load(str(path), map_location=device)  # type: ignore[no-untyped-call]  # it is not annotated
     module.eval()
     arguments = module.forward.schema.arguments[1:]
@@ -152,7 +143,7 @@ def _exported(path: Path, device: torch.device) -> Opened:
 
 def _aoti(path: Path, device: torch.device) -> Opened:
     index = -1 if device.type == "cpu" else device.index or 0
-    loaded = torch._inductor.aoti_load_package(str(path), device_index=index)  # the documented way, for all its name
+    loaded = torch._inductor.aoti_load_package(str(path), device_index=index)  # the documented way, despite its name
     compiled_for = loaded.get_metadata().get("AOTI_DEVICE_KEY", device.type)
     if compiled_for != device.type:
         raise ModelLoadFailed(
@@ -169,16 +160,16 @@ def _weights_bytes(module: torch.nn.Module) -> int:
 
 
 class TorchBackend:
-    """See the module docstring."""
+    """Runs PyTorch models."""
 
     short_on_loop = False
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
-        """Opens the model file, and reads which argument is which input.
+        """Opens the model file, and assigns its arguments to inputs.
 
         Raises:
-            ModelLoadFailed: The file can't be loaded, a parameter is wrong, the GPU is not there, or the configuration
-                does not fit the model.
+            ModelLoadFailed: The file can't be loaded, a parameter is wrong, the GPU is missing, or the
+                configuration does not fit the model.
         """
         for tensor in (*spec.file_inputs, *spec.file_outputs):
             if tensor.datatype not in _DTYPES:
@@ -205,7 +196,7 @@ class TorchBackend:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # PyTorch annotates no arguments
 
         self._compile(spec, opened)
-        # A compiled function may compile again, and a device may be busy: both would hold the worker's loop up.
+        # A compiled function may compile again, and a device may be busy: both would block the event loop.
         self.short_on_loop = self._device.type == "cpu" and not self._compiled
 
     def execute(self, batch: Batch, ctx: Context) -> None:
@@ -213,8 +204,8 @@ class TorchBackend:
 
         Raises:
             InferenceFailed: The model raised.
-            InvalidRequest: An input that the model can't do without is missing.
-            OutputMismatch: The results are not those of the configuration.
+            InvalidRequest: A required input is missing.
+            OutputMismatch: The results contradict the configuration.
         """
         if getattr(_thread, "count", 0) != self._threads:
             set_threads(self._threads)
@@ -237,7 +228,7 @@ class TorchBackend:
         return self._memory
 
     def unload(self) -> None:
-        """Frees the model, and what its device holds for it."""
+        """Frees the model and its device memory."""
         del self._call
         if self._stream is not None:
             torch.cuda.empty_cache()
@@ -280,7 +271,7 @@ class TorchBackend:
             self._compile_now(spec)
 
     def _compile_now(self, spec: ModelSpec) -> None:
-        """Compiles not at the first requests: for one row, a size that is compiled apart, then any other number."""
+        """Compiles for one row, which has code of its own, and for other sizes, before the first requests."""
         for rows in (1, 2, spec.max_batch_size) if spec.max_batch_size > 1 else (spec.max_batch_size,):
             lead = (rows,) if rows else ()
             zeros = {
@@ -303,7 +294,7 @@ class TorchBackend:
         return {name: _array(tensor) for name, tensor in self._results(self._called(tensors)).items()}
 
     def _run_on_stream(self, inputs: Mapping[str, Array], stream: "torch.cuda.Stream") -> dict[str, Array]:
-        """Copies, runs and copies back on this instance's own stream; waits for that alone."""
+        """Copies, runs and copies back on this instance's own stream, and waits only for it."""
         with torch.cuda.stream(stream):
             tensors = {}
             for name, array in inputs.items():
@@ -334,7 +325,7 @@ class TorchBackend:
             return self._call(**keywords)
 
     def _results(self, returned: Any) -> dict[str, torch.Tensor]:
-        """Names what the model returned: a tensor, a sequence of tensors, or a dictionary of them."""
+        """Names the results: a tensor, a sequence of tensors, or a dictionary of them."""
         if isinstance(returned, torch.Tensor):
             returned = (returned,)
         results: dict[str, torch.Tensor] = {}
@@ -355,7 +346,7 @@ class TorchBackend:
 
 
 class _Modes:
-    """The switches that hold while a model runs; a context is made only for those that are not PyTorch's defaults."""
+    """The switches for executions that are not PyTorch's defaults."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         inference = flag(spec, "INFERENCE_MODE", default=True)
@@ -379,13 +370,13 @@ class _Modes:
         return stack
 
     def after(self) -> None:
-        """Gives the device's cached memory back, where the configuration says so."""
+        """Frees the device's cached memory, if configured."""
         if self._clean:
             torch.cuda.empty_cache()
 
 
 def set_threads(threads: int) -> None:
-    """Sets how many threads the operators that this thread calls use; PyTorch keeps that for each calling thread."""
+    """Sets the number of threads of operators; PyTorch keeps it for each calling thread."""
     torch.set_num_threads(threads)
     _thread.count = threads
 
@@ -405,7 +396,7 @@ def _device(spec: ModelSpec, device: Device) -> torch.device:
 
 
 def _configure(spec: ModelSpec) -> None:
-    """Sets what PyTorch keeps once for the whole process: as in Triton, the first or last model that says so wins."""
+    """Sets PyTorch's options of the whole process; as in Triton, the first or last model to set one wins."""
     threads = count(spec, "INTER_OP_THREAD_COUNT")
     if threads and threads != torch.get_num_interop_threads():
         try:
@@ -422,7 +413,7 @@ def _configure(spec: ModelSpec) -> None:
 
 
 def _tensor(array: Array) -> torch.Tensor:
-    """Shares an array's memory, unless that is a request's own bytes, which the model must not write into."""
+    """Shares an array's memory, unless it is a request's own bytes, which the model must not change."""
     return torch.from_numpy(array if array.flags.writeable else np.array(array))
 
 
@@ -440,7 +431,7 @@ def _described(returned: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns what a client may read: of an error of TorchScript, which shows the author's code, its last line."""
+    """Returns an error's text for clients: the last line for TorchScript, whose errors show the author's code."""
     text = str(error).strip()
     if "Traceback of TorchScript" in text:
         return text.splitlines()[-1].removeprefix("builtins.")
@@ -448,22 +439,14 @@ def _reason(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException, path: Path | None = None) -> str:
-    """Returns the first line of an error of PyTorch, which says what is the matter; pages of stack follow it."""
+    """Returns the first line of PyTorch's error, without the stack behind it."""
     return (cleaned(error, path).splitlines() or [type(error).__name__])[0]
 
 
 def input_positions(model: str, inputs: Sequence[str], arguments: Sequence[str]) -> list[int]:
     """Returns the position in `forward` of each configured input.
 
-    The names are those of the arguments, or all end in `__<position>`, or are taken in the configuration's order.
-
-    Args:
-        model: The model's name, for messages.
-        inputs: The names of the configured inputs.
-        arguments: The names of `forward`'s arguments; empty when they are not known.
-
-    Raises:
-        ModelLoadFailed: There are more inputs than arguments, or a position exists twice or not at all.
+    The names are those of the arguments, or all end in `__<position>`, or are in the configuration's order.
     """
     if arguments and set(inputs) <= set(arguments):
         return [arguments.index(name) for name in inputs]
@@ -476,11 +459,7 @@ def input_positions(model: str, inputs: Sequence[str], arguments: Sequence[str])
 
 
 def output_positions(model: str, outputs: Sequence[str]) -> list[int]:
-    """Returns the position in the model's result of each configured output: by `__<position>`, else in order.
-
-    Raises:
-        ModelLoadFailed: A position exists twice.
-    """
+    """Returns the position in the model's result of each configured output: by `__<position>`, else in order."""
     return _by_index(model, "output", outputs, None) or list(range(len(outputs)))
 
 

@@ -1,10 +1,10 @@
 """The host process: `python -m qinfer.backends.python_host <descriptor> <asks> <metrics> <parent>`.
 
 Args:
-    descriptor: The socket to the worker, inherited.
-    asks: The socket by which the worker asks for the model's readiness, inherited too.
-    metrics: The memory of the model's own metrics, inherited too.
-    parent: The worker's process id; with the worker's death the kernel ends this process too.
+    descriptor: The inherited socket to the worker.
+    asks: The inherited socket for questions about the model's readiness.
+    metrics: The inherited memory of the model's own metrics.
+    parent: The worker's process id; the kernel ends this process with the worker.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def _heed() -> None:
-    """Undoes that in processes that the model forks: `multiprocessing` ends its own by SIGTERM."""
+    """Restores the signals in processes that the model forks: `multiprocessing` ends its own by SIGTERM."""
     for signum in IGNORED:
         if signal.getsignal(signum) is _ignore:
             signal.signal(signum, signal.SIG_DFL)
@@ -43,8 +43,8 @@ def main(descriptor: int, asks: int, metrics: int, parent: int) -> int:
     if os.getppid() != parent:  # it died before the call
         return 1
     faulthandler.enable()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # in what the model starts, too
-    for signum in IGNORED:  # process managers send them to all: the worker, which drains, decides
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited by processes that the model starts
+    for signum in IGNORED:  # process managers signal the whole group, but the draining worker decides
         signal.signal(signum, _ignore)
     os.register_at_fork(after_in_child=_heed)
     sys.modules["triton_python_backend_utils"] = utils

@@ -1,7 +1,6 @@
-"""The worker's side of a model's calls to other models: each runs in a thread of its own, and answers by the channel.
+"""The worker's side of a model's calls to other models: each runs in its own thread, and answers by the channel.
 
-A call has its own thread because an `async` model makes several at once, and whoever reads the channel must hear the
-next one.
+So an `async` model can make several at once, and the channel's reader is free for the next one.
 """
 
 import queue
@@ -32,11 +31,7 @@ ENDED = "the batch that called has ended"
 
 
 class _OpenCall:
-    """A call that streams.
-
-    Attributes:
-        asked: The numbers of the questions for its next responses; `None` = no more are wanted.
-    """
+    """A streaming call; `asked` has the numbers of the questions for responses, `None` = no more."""
 
     def __init__(self) -> None:
         self.asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -45,14 +40,14 @@ class _OpenCall:
         self._cancel: Callable[[], None] | None = None
 
     def began(self, responses: Iterator[Response]) -> None:
-        """Takes note of the iterator over its responses, which is cancelled if the call is already."""
+        """Sets the iterator over its responses, and cancels it if the call is cancelled."""
         with self._lock:
             self._cancel = getattr(responses, "cancel", lambda: None)
         if self._is_cancelled:
             self._cancel()
 
     def cancel(self) -> None:
-        """Has the called model told that no more is wanted."""
+        """Tells the called model that no more responses are wanted."""
         with self._lock:
             self._is_cancelled, cancel = True, self._cancel
         if cancel is not None:
@@ -60,12 +55,7 @@ class _OpenCall:
 
 
 class Calls:
-    """The calls of one process of a model.
-
-    Args:
-        channel: The way to the process.
-        model: The model's name, which the threads have.
-    """
+    """The calls of one process of a model."""
 
     def __init__(self, channel: Channel, model: str) -> None:
         self._channel = channel
@@ -74,13 +64,7 @@ class Calls:
         self._open: dict[int, _OpenCall] = {}
 
     def hear(self, message: Call | More | Close, buffers: Sequence[Buffer], ctx: Context | None) -> None:
-        """Obeys the model.
-
-        Args:
-            message: What it asks for.
-            buffers: The tensors of a `Call`.
-            ctx: The batch that a `Call` is made for; `None` = there is none any more, and it is refused.
-        """
+        """Handles a message of the model; without `ctx`, the batch of a `Call` has ended, and it is refused."""
         if isinstance(message, Call):
             if ctx is None:
                 self._return(message.number, _failed(InferenceFailed(ENDED)))
@@ -97,7 +81,7 @@ class Calls:
             self._return(message.number, _failed(InferenceFailed(ENDED)))
 
     def end(self) -> None:
-        """Ends the calls that stream: nobody can ask for more."""
+        """Ends the streaming calls."""
         with self._lock:
             for call in self._open.values():
                 call.asked.put(None)
@@ -129,7 +113,7 @@ class Calls:
         self._return(call, response)
 
     def _stream(self, call: int, request: InferRequest, ctx: Context) -> None:
-        """Returns a response for each question; an iterator that is dropped before its end cancels the call."""
+        """Returns a response for each question; dropping the iterator cancels the call."""
         open_call = self._open[call]
         number: int | None = call
         try:
@@ -172,13 +156,13 @@ def _sequence(call: Call) -> messages.Sequence | None:
 
 
 def send(channel: Channel, message: Message, buffers: Sequence[Bytes] = ()) -> None:
-    """Sends, unless the process is gone, which whoever receives from it notices."""
+    """Sends, unless the process is gone; its receiver notices that."""
     with suppress(OSError):
         channel.send(message, buffers)
 
 
 def _failed(error: Exception, model: str = "") -> Answer:
-    if isinstance(error.__cause__, RequestError):  # which was made the calling model's own failure
+    if isinstance(error.__cause__, RequestError):  # made the calling model's own failure before
         error = error.__cause__
     if model and type(error) is ModelNotFound:
         told = f"Failed for execute the inference request. Model '{model}' is not ready. {error.message}"

@@ -1,7 +1,7 @@
-"""Causes of unanswered requests: exceptions that end a thread, a future or a task in which a sender was used.
+"""Causes of unanswered requests: exceptions that end a thread, a future or a task that used a sender.
 
-Python writes such an exception to stderr at the most, and drops the sender with the frames of the traceback. The
-request ends with the exception then, in place of a text that says only that there is no answer.
+Python at most prints such an exception to stderr, and drops the sender with the traceback's frames. Here the request
+ends with that exception, not with a text about a missing answer.
 """
 
 import asyncio
@@ -14,12 +14,7 @@ from typing import Any, NamedTuple
 
 
 class Cause(NamedTuple):
-    """An exception that may leave requests without an answer.
-
-    Attributes:
-        text: Its type and text, for the client.
-        trace: Its traceback, if it is not in the log yet.
-    """
+    """An exception that may leave requests without an answer: its text for clients, and a traceback not yet logged."""
 
     text: str
     trace: str = ""
@@ -29,16 +24,12 @@ _here = threading.local()
 
 
 def of_this_thread() -> Cause | None:
-    """Returns the exception by which this thread ends; `None` while it does not."""
+    """Returns the exception that ends this thread, if any."""
     return getattr(_here, "cause", None)
 
 
 def watch(noted: Callable[[BaseException, str], Cause]) -> None:
-    """Has all exceptions noted that end threads of this process, or futures.
-
-    Args:
-        noted: Is told the exception, and the event for the log; empty = it is not for the log yet.
-    """
+    """Calls `noted` with exceptions that end threads or futures of this process, and the event to log, if any."""
 
     def in_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is not None and args.exc_type is not SystemExit:
@@ -55,7 +46,7 @@ def watch(noted: Callable[[BaseException, str], Cause]) -> None:
 
 
 def watch_loop(loop: asyncio.AbstractEventLoop, noted: Callable[[BaseException, str], Cause]) -> None:
-    """Has all exceptions of tasks noted that are not retrieved."""
+    """Calls `noted` with unretrieved exceptions of tasks."""
 
     def in_task(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -68,20 +59,20 @@ def watch_loop(loop: asyncio.AbstractEventLoop, noted: Callable[[BaseException, 
 
 
 _MOST = 1000
-"""Elements of a list that are looked at."""
+"""The most elements of a list that are searched."""
 
 _OTHERS = frozenset(("asyncio", "concurrent", "qinfer", "threading"))
-"""Packages whose frames hold no sender that the model's do not."""
+"""Packages whose frames hold no other senders than the model's."""
 
 
 def held(error: BaseException) -> Iterator[object]:
-    """Yields the objects that the frames of an exception's traceback hold, and what those hold directly."""
+    """Yields the objects that the frames of an exception's traceback hold, and their direct contents."""
     seen: BaseException | None = error
     while seen is not None:
         trace: TracebackType | None = seen.__traceback__
         while trace is not None:
-            # To read the variables of a frame makes it refer to them, which for the frames that hold the exception is a
-            # cycle: the sender would live until the garbage collector comes.
+            # Reading a frame's variables makes the frame refer to them. For frames that hold the exception that is a
+            # cycle, and the sender would live until the garbage collector runs.
             if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _OTHERS:
                 yield from _values(trace.tb_frame)
             trace = trace.tb_next

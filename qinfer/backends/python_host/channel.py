@@ -7,10 +7,10 @@
     │ large buffers, each aligned to 64 bytes                                │      in a segment
     └────────────────────────────────────────────────────────────────────────┘
 
-A segment is an anonymous file in memory (`memfd_create`): it has no name, does not count for the limit of `/dev/shm`,
-and is gone with its processes. Its sender copies buffers into it; the receiver's arrays are views of it. When the last
-of them is gone, the receiver says so in its next message, and the sender uses the segment again. So each buffer is
-copied once, and whoever keeps an array keeps its contents.
+A segment is an anonymous file in memory (`memfd_create`): it has no name, is outside the limit of `/dev/shm`, and ends
+with its processes. The sender copies buffers into it; the receiver's arrays are views of it. When the last array is
+gone, the receiver's next message says so, and the sender reuses the segment. So each buffer is copied once, and an
+array stays valid as long as it is kept.
 """
 
 import mmap
@@ -35,13 +35,13 @@ from qinfer.tensors import Bytes
 Buffer = npt.NDArray[np.uint8]
 
 INLINE_BYTES = 32 * 1024
-"""Buffers that are no larger together travel on the socket: a copy more, and no page to map."""
+"""Buffers up to this size together travel on the socket: one more copy, but no page to map."""
 
 KEPT_BYTES = 256 * 1024 * 1024
-"""Unused segments that are larger together are not kept for the next messages."""
+"""The most bytes of unused segments that are kept."""
 
 KEPT_COUNT = 4
-"""So many unused segments are kept at most."""
+"""The most unused segments that are kept."""
 
 _LENGTHS = struct.Struct("<II")
 _ALIGNMENT = 64
@@ -55,14 +55,13 @@ class UnreadError(EOFError):
 
 
 class _Head(msgspec.Struct, array_like=True):
-    """The head of a message, which precedes the buffers.
+    """The head of a message, before the buffers.
 
     Attributes:
-        body: The message.
         sizes: Bytes of each buffer.
-        segment: Number of the segment that they are in; 0 = they follow on the socket.
+        segment: The segment with the buffers; 0 = they follow on the socket.
         capacity: Bytes of the segment, if its descriptor comes with this message; else 0.
-        freed: The receiver's segments that the sender of this message no longer looks at.
+        freed: The receiver's segments that the sender of this message has done with.
         dropped: The sender's segments that will not be used again.
     """
 
@@ -75,7 +74,7 @@ class _Head(msgspec.Struct, array_like=True):
 
 
 class _Segment:
-    """Shared memory of this process's own, which it writes to."""
+    """Shared memory that this process writes to."""
 
     __slots__ = ("capacity", "number", "view")
 
@@ -85,11 +84,7 @@ class _Segment:
         self.view: Buffer = np.empty(0, np.uint8)
 
     def create(self) -> int:
-        """Allocates it; returns its descriptor, which the caller closes.
-
-        Raises:
-            MemoryError: The system gives no memory, or no descriptor.
-        """
+        """Allocates it; returns its descriptor, which the caller closes. Raises `MemoryError`."""
         descriptor = -1
         try:
             descriptor = os.memfd_create("qinfer", os.MFD_CLOEXEC)
@@ -103,11 +98,7 @@ class _Segment:
 
 
 class Channel:
-    """One end of the connection. Any thread may send; one thread at a time may receive.
-
-    Args:
-        connection: A connected stream socket of family `AF_UNIX`.
-    """
+    """One end of the connection, a Unix stream socket. Any thread may send; one thread at a time may receive."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -131,7 +122,7 @@ class Channel:
 
         Raises:
             OSError: The other process is gone.
-            MemoryError: There is no memory for the buffers; nothing was sent.
+            MemoryError: There is no memory for the buffers; no message was sent.
         """
         sizes = tuple(map(len, buffers))
         with self._sending:
@@ -147,21 +138,18 @@ class Channel:
             self._send_segment(head, buffers)
 
     def receive(self) -> tuple[Message, list[Buffer]]:
-        """Waits for a message.
-
-        Returns:
-            The message, and its buffers as writable arrays of bytes.
+        """Waits for a message; returns it, and its buffers as writable arrays of bytes.
 
         Raises:
-            UnreadError: The other process is gone, and left unread what was sent to it.
-            EOFError: The other process is gone, or what it sent is no message.
+            UnreadError: The other process is gone, and has not read all messages.
+            EOFError: The other process is gone, or sent no message.
         """
         prefix, descriptor = self._receive_prefix()
         try:
             head_length, inline_length = _LENGTHS.unpack(prefix)
             try:
                 head = self._decoder.decode(self._receive_exactly(head_length))
-            except msgspec.MsgspecError:  # somebody else wrote to the socket
+            except msgspec.MsgspecError:  # another program wrote to the socket
                 raise EOFError from None
             if descriptor is not None:
                 self._seen[head.segment] = mmap.mmap(descriptor, head.capacity)
@@ -180,7 +168,7 @@ class Channel:
         return head.body, _split(whole, head.sizes, _ALIGNMENT)
 
     def has_message(self) -> bool:
-        """Tells whether `receive` would return at once, or raise."""
+        """Returns whether `receive` would return or raise at once."""
         return bool(self._poll.poll(0))
 
     def disown(self) -> None:
@@ -188,7 +176,7 @@ class Channel:
         self._leases.clear()
 
     def shutdown(self) -> None:
-        """Ends the connection: a thread that waits in `receive` gets an `EOFError`, after what has arrived."""
+        """Ends the connection: `receive` raises an `EOFError` after the messages that have arrived."""
         with suppress(OSError):  # the other end is gone
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -224,7 +212,7 @@ class Channel:
                 os.close(descriptor)
 
     def _segment(self, needed: int) -> tuple[_Segment, int | None]:
-        """Returns a segment that is free and large enough, and its descriptor if it is a new one."""
+        """Returns a free and large enough segment, and the descriptor of a new one."""
         with self._owning:
             for index, segment in enumerate(self._free):
                 if segment.capacity >= needed:
@@ -234,7 +222,7 @@ class Channel:
         return segment, segment.create()
 
     def _reuse(self, numbers: Sequence[int]) -> None:
-        """Takes back segments that the receiver has done with; the largest are kept, but for the huge."""
+        """Takes back segments from the receiver; keeps the largest, except huge ones."""
         with self._owning:
             self._free.extend(self._used.pop(number) for number in numbers)
             self._free.sort(key=lambda segment: segment.capacity)
@@ -242,10 +230,10 @@ class Channel:
                 self._dropped.append(self._free.pop(-1 if kept > KEPT_BYTES else 0).number)
 
     def _lend(self, number: int, whole: Buffer) -> None:
-        """Notes the segment as freed once nothing refers to it: numpy's views refer to the array that they are of.
+        """Marks a segment as freed once no array refers to it; numpy's views refer to their base array.
 
-        The sender hears of it with the next message, which may be long in coming: the memory of one that it will not
-        keep is given back at once.
+        The sender learns of it with the next message, perhaps much later, so the memory of a huge segment is given back
+        at once.
         """
         memory = self._seen[number]
 
@@ -266,7 +254,7 @@ class Channel:
         return tuple(self._freed.popleft() for _ in range(len(self._freed)))
 
     def _receive_prefix(self) -> tuple[bytes, int | None]:
-        """Receives the two lengths, and the descriptor that may come with their first byte."""
+        """Receives the two lengths, and a descriptor that may come with their first byte."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._socket, _LENGTHS.size, 1)
         except ConnectionResetError:

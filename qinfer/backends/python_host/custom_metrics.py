@@ -1,4 +1,4 @@
-"""`pb_utils.MetricFamily`: metrics of the model's own, which the server's `/metrics` shows.
+"""`pb_utils.MetricFamily`: the model's own metrics, which the server's `/metrics` shows.
 
 Rules and texts are Triton's (src/metric_family.cc and src/metric.cc of its python_backend): a family lives as long as
 an object of its name, and its series end with it.
@@ -25,21 +25,21 @@ _DELETED = (
 _NAME, _LABEL = re.compile("[a-zA-Z_:][a-zA-Z0-9_:]*"), re.compile("(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 _Labels = tuple[tuple[str, str], ...]
 
-# The garbage collector may end a family wherever memory is allocated, also under this lock.
+# The garbage collector may end a family during any allocation, also under this lock.
 _lock = threading.RLock()
 _families: "dict[str, _Family]" = {}
 _table: MetricTable | None = None
 
 
 def connect_metrics(table: MetricTable) -> None:
-    """Says where the worker reads the metrics, once."""
+    """Sets the table that the worker reads, once."""
     global _table  # noqa: PLW0603  a model makes metrics out of nothing
     _table = table
     os.register_at_fork(after_in_child=_forked)
 
 
 def _forked() -> None:
-    """Leaves the metrics to the process that has forked this one: what is counted here stays here."""
+    """Keeps a forked process's metrics local; the table belongs to its parent."""
     global _lock, _table
     _lock, _table = threading.RLock(), None
 
@@ -53,7 +53,7 @@ class MetricKind(enum.IntEnum):
 
 
 class _Series:
-    """The one value of equal labels, which several `Metric` objects may share."""
+    """The one value of equal labels, shared by `Metric` objects."""
 
     def __init__(self, family: "_Family", labels: _Labels, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
@@ -65,18 +65,16 @@ class _Series:
         self._slot: Slot | None = None if _table is None else _table.add(series)
 
     def write(self) -> None:
-        """Shows the worker the values."""
         if _table is not None and self._slot is not None:
             _table.write(self._slot, self.values)
 
     def remove(self) -> None:
-        """Shows the worker that there is no such series."""
         if _table is not None and self._slot is not None:
             _table.remove(self._slot)
 
 
 class _Family:
-    """The part that all `MetricFamily` objects of one name share."""
+    """The shared part of all `MetricFamily` objects of one name."""
 
     def __init__(self, name: str, text: str, kind: MetricKind) -> None:
         self.name, self.text, self.kind = name, text, kind
@@ -85,12 +83,7 @@ class _Family:
 
 
 class Metric:
-    """One series of a custom metric; `MetricFamily.Metric` makes it.
-
-    Args:
-        kind: What it is.
-        series: The value, which all metrics of the same name and labels share.
-    """
+    """One series of a custom metric, made by `MetricFamily.Metric`; equal ones share their value."""
 
     def __init__(self, kind: MetricKind, series: _Series) -> None:
         self._kind = kind
@@ -136,7 +129,7 @@ class Metric:
             series.write()
 
     def value(self) -> float:
-        """Returns the value of a counter or gauge, as this process has it.
+        """Returns the value of a counter or gauge in this process.
 
         Raises:
             TritonModelException: It is a histogram, or the family is deleted.
@@ -158,15 +151,15 @@ class Metric:
 
 
 class MetricFamily:
-    """A custom metric; all families of one name in a process are one, whose text is that of the first.
+    """A custom metric; equal names in a process share one family, with the first description.
 
     Args:
         name: Its name.
-        description: What it is.
+        description: Its help text.
         kind: `MetricFamily.COUNTER`, `GAUGE` or `HISTOGRAM`.
 
     Raises:
-        TritonModelException: The name can't be that of a metric, or is that of a family of another kind.
+        TritonModelException: The name is not valid, or belongs to a family of another kind.
     """
 
     COUNTER, GAUGE, HISTOGRAM = MetricKind
@@ -196,8 +189,8 @@ class MetricFamily:
             buckets: Upper bounds of a histogram's buckets, ascending; the infinite one is added.
 
         Raises:
-            TritonModelException: The labels can't be those of a metric; a histogram has no buckets, or they do not
-                ascend; or another metric has some.
+            TritonModelException: The labels are not valid; a histogram lacks ascending buckets; or another metric
+                has some.
         """
         family = self._family
         assert family is not None

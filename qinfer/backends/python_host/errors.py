@@ -1,4 +1,4 @@
-"""Errors that a model raises, such as `pb_utils.TritonError`, and its texts and parameters made fit for the wire."""
+"""Errors of a model, such as `pb_utils.TritonError`, and checks of its texts and parameters."""
 
 from collections.abc import Mapping
 
@@ -30,7 +30,7 @@ _RAISED: dict[int, type[QinferError]] = {
 }
 _CODES = {kind.code.value: code for code, kind in _RAISED.items()}
 MESSAGE_CHARACTERS = 4096
-"""An error's text is cut to so many: what an exception quotes may be a whole array."""
+"""The longest error text; an exception may quote a whole array."""
 
 
 class TritonModelException(Exception):
@@ -42,11 +42,11 @@ class TritonModelException(Exception):
 
 
 class TritonError:
-    """Why one request failed.
+    """The error of one request.
 
     Args:
-        message: The text that the client gets.
-        code: One of the class's codes, such as `TritonError.INVALID_ARG`, which the client sees as a status.
+        message: The text for the client.
+        code: A code such as `TritonError.INVALID_ARG`, which becomes the client's status.
     """
 
     UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(8)
@@ -77,7 +77,7 @@ def to_qinfer(message: str, code: int) -> QinferError:
 
 
 def code_of(error: QinferError) -> int:
-    """Returns Triton's code for one of qinfer's errors."""
+    """Returns Triton's code for an error of qinfer."""
     for code, kind in _RAISED.items():
         if isinstance(error, kind):
             return code
@@ -92,28 +92,20 @@ def code_of_failure(failure: Failure) -> int:
 
 
 def text(value: object, what: str) -> str:
-    """Returns a string as a `str` of whole characters.
-
-    Args:
-        value: A string; also `bytes`, which Triton takes for one, and subclasses such as `np.str_`.
-        what: What it is, for the error.
-
-    Raises:
-        TypeError: It is no string.
-    """
+    """Returns a string, or `bytes` as in Triton, as a `str` of whole characters; `what` is for the error."""
     if type(value) is str and value.isascii():
         return value
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     if not isinstance(value, str):
         raise TypeError(f"{what} is a str, got {type(value).__name__}")
-    return value.encode(errors="replace").decode()  # half a surrogate pair, as in names of files, has no UTF-8
+    return value.encode(errors="replace").decode()  # half a surrogate pair, as in file names, has no UTF-8
 
 
 def message_of(error: BaseException) -> str:
-    """Returns the text of an exception, cut to a length for clients; `str()` of an exception may itself fail.
+    """Returns an exception's text, shortened for clients; its `str()` may itself fail.
 
-    A variable that `os.environ` lacks has the remedy beside its name.
+    For a missing variable of `os.environ`, the remedy is added.
     """
     try:
         message = text(str(error), "a message")
@@ -128,7 +120,7 @@ def message_of(error: BaseException) -> str:
 
 
 def _is_of_environment(error: KeyError) -> bool:
-    """Tells whether the environment's mapping in module `os` has raised an exception."""
+    """Returns whether a lookup in `os.environ` raised an exception."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -136,14 +128,15 @@ def _is_of_environment(error: KeyError) -> bool:
 
 
 class GivenParameters(dict[str, Scalar]):
-    """Parameters that have come with a request or a response, which need no check and may be floats."""
+    """Parameters that have come with a request or a response: they need no check, and may be floats."""
 
 
 def checked_parameters(parameters: Mapping[str, Scalar] | None) -> dict[str, Scalar]:
     """Returns a copy of custom parameters.
 
     Raises:
-        TritonModelException: They are no dictionary, a key is no string, or a value no bool, int of 64 bits or string.
+        TritonModelException: They are no dictionary, a key is no string, or a value no bool, int of 64 bits or
+            string.
     """
     if not parameters:
         return {}

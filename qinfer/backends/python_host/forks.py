@@ -1,7 +1,7 @@
 """Calls of processes that the model forks, such as those of a `multiprocessing.Pool`.
 
-The channel to the worker is that of one process. Each fork makes another one, between the forked process and this one,
-where a thread asks the worker in its place.
+Only one process can use the channel to the worker. So each fork makes another channel, between the forked process and
+this one, where a thread sends its calls to the worker.
 """
 
 import os
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def serve_forks(host: "Host") -> None:
-    """Has the processes that this one forks from now on ask by way of this one."""
+    """Serves the calls of processes that this one forks from now on."""
     here = threading.local()
 
     def before() -> None:

@@ -1,4 +1,4 @@
-"""The program of a host process: runs one `model.py` as the worker commands, until the worker is gone."""
+"""The program of a host process: it runs one `model.py` by the worker's commands, until the worker is gone."""
 
 import asyncio
 import gc
@@ -64,22 +64,17 @@ from qinfer.tensors import DATATYPES, Bytes, to_numpy
 from qinfer.tensors import Tensor as WireTensor
 
 CALLS_AT_ONCE = 64
-"""So many calls to other models by `async_exec` run at once; further ones wait for these."""
+"""The most calls to other models by `async_exec` at once; others wait."""
 
 _batch: ContextVar[int] = ContextVar("batch", default=0)
-"""The batch that a call of a decoupled model belongs to; 0 in a thread of the model's own, where nobody can tell."""
+"""The batch that a decoupled model's call belongs to; 0 in a thread of the model, where it is unknown."""
 
 _HERE = Path(__file__).parent
 _WITHIN_EXECUTE = "other models can be called within `execute` only"
 
 
 class Host:
-    """The process's whole work; also the way of the model's requests to the worker.
-
-    Args:
-        channel: The way to the worker.
-        asks: The socket by which the worker asks for the model's readiness.
-    """
+    """The host process; it also sends the model's requests to the worker. `asks` is the socket for readiness."""
 
     def __init__(self, channel: Channel, asks: socket.socket) -> None:
         self._channel = channel
@@ -106,7 +101,7 @@ class Host:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def serve(self) -> None:
-        """Obeys until the worker says `Finalize`, or is gone."""
+        """Handles commands until `Finalize` or end of file."""
         inference.connect(self)
         causes.watch(self._noted)
         serve_forks(self)
@@ -127,21 +122,21 @@ class Host:
             del message, buffers  # an idle host must not keep its last batch's memory
 
     def call(self, request: InferenceRequest) -> InferenceResponse:
-        """Runs another model; blocks. A failure of the call is in the response."""
+        """Runs another model; blocks. The response may be an error."""
         response, _ = self.returned(self._call(request, streams=False))
         return response
 
     def open_call(self, request: InferenceRequest) -> int:
-        """Runs another model that may give any number of responses; returns the call's number.
+        """Runs another model that may give several responses; returns the call's number.
 
-        The number also names the question for the first response, `ask_more` asks for each other.
+        The call also asks for the first response, `ask_more` for each other.
         """
         self._check_not_forked()
         self._prepare_later()
         return self._call(request, streams=True)
 
     def call_for(self, asked: Call, buffers: Sequence[Buffer]) -> Received:
-        """Runs another model for a process that the model has forked; returns the message for that process."""
+        """Runs another model for a process that the model has forked; returns the message for it."""
         theirs = asked.number
         if not (self._is_executing or self._streams):
             return Returned(theirs, _failed(TritonError(_WITHIN_EXECUTE))), []
@@ -153,7 +148,7 @@ class Host:
         return answer, data
 
     def forked(self, channel: Channel) -> None:
-        """Goes on in a process that the model has forked: threads are gone, and the channel is another."""
+        """Continues in a process that the model has forked, with another channel and without the threads."""
         self._channel.disown()
         self._channel, self._inbox = channel, Inbox(channel, self._unwanted)
         self._turn, self._preparing = threading.Lock(), threading.Lock()
@@ -169,11 +164,11 @@ class Host:
         return number
 
     def cancel_call(self, call: int) -> None:
-        """Has the called model told that no more responses are wanted; those that still come can be asked for."""
+        """Tells the called model that no more responses are wanted; responses that still come can be read."""
         self._channel.send(Close(call, is_dropped=False))
 
     def close_call(self, call: int) -> None:
-        """Ends a call; never waits, because the garbage collector may have called."""
+        """Ends a call; never waits, because the garbage collector may call it."""
         self._inbox.forget(call)
         if self._later is not None:
             self._later.put(Close(call))
@@ -189,11 +184,7 @@ class Host:
         return InferenceResponse(outputs, parameters=GivenParameters(answer.parameters)), message.is_last
 
     def manage(self, asked: Manage, contents: Sequence[bytes] = ()) -> bool:
-        """Has the worker load or unload a model, or say whether one is ready; blocks until that is done.
-
-        Args:
-            asked: What to do; its number is set here.
-            contents: The contents of `asked.files`.
+        """Loads or unloads a model, or returns whether one is ready; blocks until the worker has answered.
 
         Raises:
             TritonModelException: It is refused, or has failed.
@@ -214,7 +205,7 @@ class Host:
         return answer.is_ready
 
     def is_cancelled(self, batch: int, item: int) -> bool:
-        """Returns whether a request of a batch is cancelled; one that was answered is not."""
+        """Returns whether a request of a batch is cancelled; an answered one is not."""
         if self._is_decoupled:
             stream = self._streams.get((batch, item))
             if stream is None or stream.is_unwanted:
@@ -227,15 +218,11 @@ class Host:
         return isinstance(message, Cancelled) and message.cancelled
 
     def poll(self) -> None:
-        """Reads what the worker has said."""
+        """Reads the worker's messages."""
         self._inbox.poll()
 
     def encoded(self, response: InferenceResponse, outputs: Sequence[str]) -> tuple[Answer, list[Bytes]]:
-        """Returns a response as it is sent.
-
-        Args:
-            response: The response.
-            outputs: Names of the outputs wanted; empty = those of the configuration.
+        """Encodes a response with the wanted outputs; empty = those of the configuration.
 
         Raises:
             UnsupportedDatatype: No wire datatype holds an output.
@@ -252,7 +239,7 @@ class Host:
         self._channel.send(message, buffers)
 
     def await_taken(self, stream: Stream, taken_bytes: int) -> tuple[int, bool]:
-        """Waits until so much of a stream is taken; returns how much is, and whether the request is cancelled."""
+        """Waits until `taken_bytes` of a stream are taken; returns the bytes, and whether the request is cancelled."""
         number = self._inbox.expect()
         self._channel.send(AwaitTaken(number, stream.batch, stream.item, taken_bytes))
         message, _ = self._inbox.answer(number)
@@ -260,12 +247,9 @@ class Host:
         return message.taken_bytes, message.cancelled
 
     def end(self, stream: Stream, error: str | None, trace: str) -> None:
-        """Forgets a stream; never waits, because the garbage collector may have called.
+        """Forgets a stream; never waits, because the garbage collector may call it.
 
-        Args:
-            stream: The stream.
-            error: Its final response, if it has none; `None` = it has one.
-            trace: The traceback of the error, for the log; empty = there is none, or the log has it.
+        An `error` becomes its final response, and `trace` goes to the log.
         """
         self._streams.pop((stream.batch, stream.item), None)
         if self._later is None:
@@ -315,7 +299,7 @@ class Host:
             stream.is_unwanted = True
 
     def _prepare_later(self) -> None:
-        """Starts the thread that sends what must not be sent where it arises."""
+        """Starts the thread that sends messages that can't be sent where they arise."""
         with self._preparing:
             if self._later is None:
                 self._later = queue.SimpleQueue()
@@ -378,7 +362,7 @@ class Host:
         return Completed(json.dumps(config.as_dict()))
 
     def _imported(self, directory: str, filename: str) -> Any:
-        """Imports the model as Triton does: as a module of a package that is named for the version."""
+        """Imports the model as Triton does: as a module of a package with the version's name."""
         path = Path(directory)
         self._directory = directory
         utils.set_model_dir(directory)
@@ -421,7 +405,7 @@ class Host:
             self._channel.send(Failed(self._told(error, "no memory for the outputs", _ids(message))))
 
     def _start(self, message: Execute, buffers: Sequence[Buffer]) -> None:
-        """Executes a batch of a decoupled model, whose senders may be used for longer."""
+        """Executes a batch of a decoupled model, whose senders may outlive it."""
         streams = [
             Stream(self, message.number, item, asked, message.window_bytes)
             for item, asked in enumerate(message.requests)
@@ -429,13 +413,13 @@ class Host:
         self._streams.update(((stream.batch, stream.item), stream) for stream in streams)
         _batch.set(message.number)
         try:
-            # They live until the end of this method: those of a batch that fails are not dropped, but closed.
+            # They live until the end of this method, so that those of a failed batch are closed, not dropped.
             requests = _requests(message, buffers, tuple(self._datatypes), streams)
             with self._turn:
                 returned = self._model.execute(requests)
             if inspect.iscoroutine(returned):
                 ended = self._in_background(returned, streams)
-                if self.is_iterative:  # only then it is known which requests are rescheduled
+                if self.is_iterative:  # only then the rescheduled requests are known
                     ended.result()
             elif returned is not None:
                 raise TritonModelException(self._must_return_none)
@@ -473,7 +457,7 @@ class Host:
         return f"Python model '{self._name}' is using the decoupled mode and the execute function must return None."
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        """Returns the model's event loop, which runs for good: tasks may answer after `execute` has returned."""
+        """Returns the model's event loop, which runs on, because tasks may answer after `execute` has returned."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._loop.set_default_executor(ThreadPoolExecutor(CALLS_AT_ONCE, "call"))
@@ -482,13 +466,13 @@ class Host:
         return self._loop
 
     def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs the loop, also after a task has called `sys.exit`, which ends asyncio's own run."""
+        """Runs the loop, even after a task has ended asyncio's own run by `sys.exit`."""
         while True:
             try:
                 loop.run_forever()
             except BaseException as error:  # noqa: BLE001  as in `_guarded`
                 self._noted(error, "a task of the model raised")
-            gc.collect()  # task and exception refer to each other, and to the sender that no one will use
+            gc.collect()  # task and exception refer to each other, and to an unused sender
 
     def _returned(self, requests: list[InferenceRequest]) -> list[InferenceResponse | None]:
         """Executes a batch; checks the responses as Triton does."""
@@ -552,7 +536,7 @@ class Host:
         self._channel.send(Loaded())
 
     def _noted(self, error: BaseException, event: str) -> Cause:
-        """Notes an exception as the cause of what becomes of the senders that its frames hold; see `causes`."""
+        """Records an exception as the cause for the senders that its frames hold; see `causes`."""
         found = {
             id(responses): responses
             for value in causes.held(error)
@@ -570,12 +554,12 @@ class Host:
         return f"Failed to process the request(s) for model '{self._name}', message: {self._shown(error)}"
 
     def _told(self, error: BaseException, event: str, requests: Sequence[str] = ()) -> str:
-        """Logs the traceback; returns what a client may see."""
+        """Logs the traceback; returns the text for clients."""
         services.emit("ERROR", event, _trace(error), requests)
         return self._shown(error)
 
     def _shown(self, error: BaseException) -> str:
-        """Returns what a client may see of an exception: the type and text, without the path of the model."""
+        """Returns an exception's type and text for clients, without the path of the model."""
         text = message_of(error)
         if self._directory:
             text = text.replace(f"{self._directory}/", "")
@@ -583,7 +567,7 @@ class Host:
 
 
 async def _outcome(coroutine: Coroutine[Any, Any, object]) -> tuple[Any, BaseException | None]:
-    """Returns the result of a coroutine, or what it raised: asyncio's loop itself would end with `sys.exit`."""
+    """Returns the result of a coroutine, or its exception, because `sys.exit` would end asyncio's loop."""
     try:
         return await coroutine, None
     except BaseException as error:  # noqa: BLE001  as in `Host._guarded`
@@ -611,7 +595,7 @@ def _requests(
 ) -> list[InferenceRequest]:
     """Cuts a batch into its requests; their tensors are views of the batch's.
 
-    A request that names no outputs asks for all of them, and as in Triton the model sees their names.
+    A request without output names gets all names, as in Triton.
     """
     arrays = [_array(meta, data) for meta, data in zip(message.inputs, buffers, strict=True)]
     columns = [_parts(array, message, position) for position, array in enumerate(arrays)]
@@ -634,7 +618,6 @@ def _requests(
 
 
 def _parts(array: Array, message: Execute, position: int) -> list[Array]:
-    """Cuts an input of a batch into those of its requests."""
     if len(message.requests) == 1:
         return [array]
     shapes = message.shapes.get(position)

@@ -1,4 +1,4 @@
-"""Reads the channel of a host process for all of its threads: commands for one of them, answers for those that ask."""
+"""The inbox of a host process reads its channel for all threads: commands for the main thread, answers for callers."""
 
 import threading
 from collections import deque
@@ -11,13 +11,9 @@ Received = tuple[Message, list[Buffer]]
 
 
 class Inbox:
-    """Reads a channel for several threads: commands for the main thread, answers for the calling threads.
+    """Reads a channel for several threads; of the waiting threads, one reads for all.
 
-    There is no thread for reading: of the threads that wait, one reads for all.
-
-    Args:
-        channel: The way to the worker.
-        unwanted: Called with each `Unwanted`, from the thread that reads.
+    `unwanted` is called with each `Unwanted`, by the reading thread.
     """
 
     def __init__(self, channel: Channel, unwanted: Callable[[Unwanted], None]) -> None:
@@ -30,29 +26,21 @@ class Inbox:
         self._count = 0
 
     def expect(self) -> int:
-        """Returns a number for a question, whose answer is kept from now on."""
+        """Returns a new number for a question."""
         with self._changed:
             self._count += 1
             self._answers[self._count] = None
             return self._count
 
     def command(self) -> Received:
-        """Waits for the next command.
-
-        Raises:
-            EOFError: The worker is gone.
-        """
+        """Waits for the next command; raises `EOFError` when the worker is gone."""
         with self._changed:
             while not self._commands:
                 self._step()
             return self._commands.popleft()
 
     def answer(self, number: int) -> Received:
-        """Waits for the answer to a question.
-
-        Raises:
-            EOFError: The worker is gone.
-        """
+        """Waits for the answer to a question; raises `EOFError` when the worker is gone."""
         with self._changed:
             while (received := self._answers[number]) is None:
                 self._step()
@@ -60,13 +48,13 @@ class Inbox:
             return received
 
     def poll(self) -> None:
-        """Reads what has come, unless another thread reads."""
+        """Reads the messages that have come, unless another thread reads."""
         with self._changed:
             while not self._is_read and self._channel.has_message():
                 self._step()
 
     def forget(self, number: int) -> None:
-        """Drops a question; takes no lock, because the garbage collector may have called."""
+        """Drops a question; takes no lock, because the garbage collector may call it."""
         self._answers.pop(number, None)
 
     def _step(self) -> None:

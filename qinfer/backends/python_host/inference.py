@@ -29,17 +29,13 @@ _making = threading.Lock()
 
 
 def connect(host: "Host") -> None:
-    """Says where calls go, once."""
+    """Sets the host for calls, once."""
     global _host  # noqa: PLW0603  a model makes requests out of nothing
     _host = host
 
 
 def connected() -> "Host":
-    """Returns the way to the worker.
-
-    Raises:
-        TritonModelException: This is no process of a worker's model.
-    """
+    """Returns the host; raises `TritonModelException` outside of a worker's model process."""
     if _host is None:
         raise TritonModelException("only the process that a worker has started for the model can ask the worker")
     return _host
@@ -48,12 +44,8 @@ def connected() -> "Host":
 class InferenceTrace:
     """The trace of a request.
 
-    Args:
-        context: W3C `traceparent`, with its `tracestate` behind a blank; empty = it is not traced.
-        place: The number of the batch that the request is in, and its position; not part of Triton's interface.
-
-    Attributes:
-        place: The same.
+    `context` is a W3C `traceparent`, with its `tracestate` after a blank. `place`, the request's batch and position, is
+    not part of Triton's interface.
     """
 
     def __init__(self, context: str = "", place: tuple[int, int] = (-1, -1)) -> None:
@@ -61,7 +53,7 @@ class InferenceTrace:
         self.place = place
 
     def get_context(self) -> str | None:
-        """Returns the trace context as JSON, as Triton's OpenTelemetry mode does; `None` without one."""
+        """Returns the trace context as JSON, as in Triton's OpenTelemetry mode, if any."""
         if not self._context:
             return None
         parent, _, state = self._context.partition(" ")
@@ -69,7 +61,7 @@ class InferenceTrace:
 
 
 class PreferredMemory:
-    """Where a called model should leave its outputs; accepted, and without effect: they are in host memory."""
+    """The memory for a called model's outputs; it has no effect, as outputs are in host memory."""
 
     def __init__(self, preferred_memory_type: int, preferred_device_id: int = 0) -> None:
         self.preferred_memory_type = preferred_memory_type
@@ -81,15 +73,15 @@ class InferenceRequest:
 
     Args:
         request_id: The client's id.
-        correlation_id: Names the sequence that it belongs to; 0 or empty = none.
+        correlation_id: The id of its sequence; 0 or empty = none.
         inputs: Input tensors.
-        requested_output_names: Outputs wanted.
+        requested_output_names: The wanted outputs.
         model_name: The model to call.
         model_version: Its version; -1 = the highest ready one.
-        flags: The sum of `TRITONSERVER_REQUEST_FLAG_SEQUENCE_START` and `…_END`, as they hold.
-        timeout: How long the answer is worth waiting for, in microseconds; 0 = as long as the batch may take.
+        flags: The sum of `TRITONSERVER_REQUEST_FLAG_SEQUENCE_START` and `…_END`.
+        timeout: The time limit, in microseconds; 0 = the batch's.
         preferred_memory: Without effect.
-        trace: The trace of the request that a call is made for; without it, that of the first request of the batch.
+        trace: The trace of the request that a call is made for; by default, the batch's first one.
         parameters: Custom parameters.
     """
 
@@ -161,11 +153,11 @@ class InferenceRequest:
     def placed(
         self, batch: int, item: int, server_id: str, stream: Stream | None, context: str = ""
     ) -> "InferenceRequest":
-        """Notes that it is an item of a batch, with its trace context and where responses of it go; returns itself."""
+        """Sets the request's place in a batch, its trace, and the stream for its responses; returns itself."""
         self._place, self._server_id = (batch, item), server_id
         self._trace = InferenceTrace(context, (batch, item))
         if stream is not None:
-            # Not made when it is first asked for: whoever drops the request without asking has abandoned it.
+            # Made at once: dropping the request without asking for the sender abandons it.
             self._sender = InferenceResponseSender(stream)
         return self
 
@@ -178,11 +170,11 @@ class InferenceRequest:
         return self._request_id
 
     def correlation_id(self) -> int | str:
-        """Returns what names its sequence; 0 = it has none, or is a row of padding."""
+        """Returns the id of its sequence; 0 = none, or a row of padding."""
         return self._correlation_id
 
     def requested_output_names(self) -> list[str]:
-        """Returns the names of the outputs wanted."""
+        """Returns the names of the wanted outputs."""
         return self._outputs
 
     def parameters(self) -> str:
@@ -194,11 +186,11 @@ class InferenceRequest:
         return self._parameters
 
     def timeout(self) -> int:
-        """Returns how long the answer is worth waiting for, in microseconds."""
+        """Returns the time limit of the answer, in microseconds."""
         return self._timeout_us
 
     def flags(self) -> int:
-        """Returns the sequence flags: the sum of START and END, as they hold."""
+        """Returns the sequence flags: the sum of START and END."""
         return self._flags
 
     def set_flags(self, flags: int) -> None:
@@ -214,13 +206,10 @@ class InferenceRequest:
         return self._place is not None and _host is not None and _host.is_cancelled(*self._place)
 
     def set_release_flags(self, flags: int) -> None:
-        """Says how `execute` leaves the request: with a response, or to be executed again with a later batch.
+        """Sets how `execute` leaves the request: answered, or to be executed again with a later batch.
 
-        Args:
-            flags: `TRITONSERVER_REQUEST_RELEASE_ALL`, or `…_RESCHEDULE`, whose response has to be `None`.
-
-        Raises:
-            TritonModelException: The flags ask for another execution, and the model is not iterative.
+        `flags` is `TRITONSERVER_REQUEST_RELEASE_ALL`, or `…_RESCHEDULE`, with `None` as response. Raises
+        `TritonModelException` if the model is not iterative.
         """
         if flags == RESCHEDULE and not (_host is not None and _host.is_iterative):
             raise TritonModelException(
@@ -229,7 +218,7 @@ class InferenceRequest:
         self._release_flags = int(flags)
 
     def is_rescheduled(self) -> bool:
-        """Tells whether it has to be executed again; not part of Triton's interface."""
+        """Returns whether it has to be executed again; not part of Triton's interface."""
         return self._release_flags == RESCHEDULE
 
     def get_response_sender(self) -> InferenceResponseSender:
@@ -243,13 +232,13 @@ class InferenceRequest:
             return self._sender
 
     def responses(self) -> "Reply | Stream | None":
-        """Returns what takes its responses, where it has a sender; not part of Triton's interface."""
+        """Returns the receiver of its responses, if it has a sender; not part of Triton's interface."""
         return None if self._sender is None else self._sender.responses()
 
     def reply(self) -> Reply:
-        """Returns what the sender of a model that is not decoupled has filled, or will; not part of Triton's interface.
+        """Returns the reply of a model that is not decoupled; not part of Triton's interface.
 
-        A thread or task may ask for the sender only later, for as long as the model has the request.
+        A thread or task of the model may get its sender later.
         """
         is_asked_for = self._sender is not None
         self.get_response_sender()
@@ -259,16 +248,10 @@ class InferenceRequest:
         return self._reply
 
     def exec(self, decoupled: bool = False) -> "InferenceResponse | ResponseIterator":  # noqa: FBT001, FBT002  (Triton's)
-        """Runs the model that it names.
+        """Runs the model that it names; returns the response.
 
-        Args:
-            decoupled: The model may give any number of responses.
-
-        Returns:
-            The response, after waiting for it; of a decoupled model at once an iterator over its responses.
-
-        Raises:
-            TritonModelException: This is not within `execute`, nor has the model open streams.
+        With `decoupled`, it returns an iterator over the responses at once. Raises `TritonModelException` outside of
+        `execute` and open streams.
         """
         if not self.model_name:
             raise TritonModelException("a request needs a model_name to be executed")
@@ -282,7 +265,7 @@ class InferenceRequest:
         self,
         decoupled: bool = False,  # noqa: FBT001, FBT002
     ) -> "asyncio.Future[InferenceResponse | ResponseIterator]":
-        """Does the same in a thread, for an `async` `execute`: several calls run at once."""
+        """Runs `exec` in a thread, for an `async` `execute` with several calls at once."""
         loop = asyncio.get_running_loop()
         return loop.run_in_executor(None, copy_context().run, self.exec, decoupled)
 
@@ -290,13 +273,9 @@ class InferenceRequest:
 class ResponseIterator:
     """The responses to a call of a decoupled model, in order: `for` and `async for`. The last one may be empty.
 
-    The next response is fetched when the model asks for it, so that the called model is no faster than its caller. A
-    failure of the call is the last response. Dropping the iterator cancels the call. After the end it can be run
-    through again, as Triton's: it keeps the responses.
-
-    Args:
-        host: The way to the worker.
-        call: The number of the call.
+    The next response is fetched when the model asks for it, so the called model is no faster than its caller. A failure
+    is the last response. Dropping the iterator cancels the call. As in Triton, it keeps the responses and can be
+    iterated again.
     """
 
     def __init__(self, host: "Host", call: int) -> None:
@@ -328,7 +307,7 @@ class ResponseIterator:
         return response
 
     def cancel(self) -> None:
-        """Asks the called model to end; the iterator goes on to its last response, which may be the error CANCELLED."""
+        """Asks the called model to end; its last response still comes, and may be the error CANCELLED."""
         if not self._is_done:
             self._host.cancel_call(self._call)
 

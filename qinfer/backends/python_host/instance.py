@@ -17,16 +17,16 @@ from qinfer.observe.model_metrics import ModelSeries
 logger = logging.getLogger("qinfer.backends.python")
 
 FREE_CRASHES = 8
-"""So many deaths without a batch that ended between them cost no pause: finding one bad request takes some."""
+"""This many deaths without a completed batch cost no pause, because finding one bad request takes several."""
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
 
 LONGEST_WAIT_S = 60.0
-"""How long a batch waits for a process that is being started; then its requests are refused as retryable."""
+"""The longest wait of a batch for a starting process; then its requests fail as retryable."""
 
 DOWN_AFTER = 3
-"""After so many failed starts in a row batches no longer wait for the next."""
+"""After this many failed starts in a row, batches no longer wait for the next."""
 
 _live: "weakref.WeakSet[Instance]" = weakref.WeakSet()
 _live_lock = threading.Lock()
@@ -37,12 +37,12 @@ class Instance:
 
     Args:
         model: The model's name, for the log.
-        version: Its version, for the log too.
-        load: Loads the model in a process that has started. Raises `ModelLoadFailed`.
+        version: Its version, for the log.
+        load: Loads the model in a started process, or raises `ModelLoadFailed`.
         environment: The model's own environment, an archive or a directory; `None` = the worker's.
 
     Attributes:
-        reason: Why there is no process.
+        reason: The reason for the lack of a process.
         is_busy: A batch is being executed.
     """
 
@@ -65,19 +65,15 @@ class Instance:
         self._is_stopped = False
 
     def start(self) -> None:
-        """Starts the first process.
-
-        Raises:
-            ModelLoadFailed: The model can't be loaded.
-        """
+        """Starts the first process; raises `ModelLoadFailed` if it can't load the model."""
         self._process = self._started()
         with _live_lock:
             _live.add(self)
-        if not self._process.is_alive:  # it died before anybody listened
+        if not self._process.is_alive:  # it died before `lost` could be called
             self.lost(self._process)
 
     def process(self) -> HostProcess | None:
-        """Returns the process, waiting for one that is being started; `None` if that fails or takes too long."""
+        """Returns the process, after waiting for a starting one; `None` if that fails or takes too long."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._process is not None or self._failures >= DOWN_AFTER or self._is_stopped, LONGEST_WAIT_S
@@ -85,25 +81,25 @@ class Instance:
             return self._process
 
     def memory(self) -> tuple[MemoryUse, ...]:
-        """Returns the resident memory of the process and its descendants; nothing while there is none."""
+        """Returns the resident memory of the process and its descendants, if it runs."""
         process = self._process
         use = None if process is None or not process.is_alive else read_use(pid=process.pid)
         return () if use is None else (MemoryUse("CPU", 0, use.memory_bytes),)
 
     def metrics(self) -> Sequence[ModelSeries]:
-        """Returns the metrics of the model's own; nothing while there is no process."""
+        """Returns the model's own metrics, if its process runs."""
         process = self._process
         return () if process is None else process.metrics.read()
 
     def begins(self) -> None:
-        """Notes that the process gets a batch."""
+        """Records that the process gets a batch."""
         self.is_busy = True
         self._busy_since_s = time.monotonic()
 
     def interrupt(self, limit_s: float) -> bool:
-        """Kills the process if it got its last batch that long ago; returns whether it did.
+        """Kills the process if its batch has run for `limit_s`; returns whether it did.
 
-        A batch may also have waited for a process to be started, which is none of the model's time.
+        The time that a batch has waited for the process's start does not count.
         """
         process = self._process
         if process is None or not self.is_busy or time.monotonic() - self._busy_since_s < limit_s:
@@ -112,11 +108,11 @@ class Instance:
         return True
 
     def well(self) -> None:
-        """Notes that a batch ended."""
+        """Records that a batch ended."""
         self._crashes = 0
 
     def lost(self, process: HostProcess) -> None:
-        """Has a process replaced that is gone; saying so twice does no harm."""
+        """Replaces a process that is gone; repeated calls are harmless."""
         process.sweep()
         with self._changed:
             if self._process is not process or self._is_stopped:
@@ -127,11 +123,7 @@ class Instance:
             threading.Thread(target=self._revive, name=f"revive-{self._model}", daemon=True).start()
 
     def stop(self, finalize_s: float | None = None) -> None:
-        """Finalises the model and ends its process; of several calls each returns when that is done.
-
-        Args:
-            finalize_s: How long that may take; by default `FINALIZE_S`.
-        """
+        """Finalises the model within `finalize_s` and ends its process; concurrent calls wait for that."""
         with self._stopping:
             with self._changed:
                 self._is_stopped = True
@@ -164,11 +156,7 @@ class Instance:
             failures = self._failures
 
     def _started(self) -> HostProcess:
-        """Starts a process and loads the model in it.
-
-        Raises:
-            ModelLoadFailed: The model can't be loaded.
-        """
+        """Starts a process and loads the model in it, or raises `ModelLoadFailed`."""
         process = HostProcess(self._model, self._version, self.lost, self._environment)
         with self._changed:
             self._starting = process
@@ -185,7 +173,7 @@ class Instance:
         return process
 
     def _replaced(self, process: HostProcess) -> bool:
-        """Replaces a dead process; returns whether the new one is alive."""
+        """Replaces a dead process; returns whether the new one is alive, or no longer needed."""
         with self._changed:
             if not self._is_stopped and process.is_alive:
                 self._process = process
@@ -210,7 +198,6 @@ class Instance:
         logger.error("the model's process failed to start again", extra=extra)
 
     def _waited(self, limit_s: float) -> bool:
-        """Waits; returns whether the instance was stopped."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_stopped, limit_s)
 
@@ -219,14 +206,14 @@ def _stop_all() -> None:
     """Finalises every model before this process ends; otherwise the kernel would kill their processes."""
     with _live_lock:
         instances = list(_live)
-    # One that executes has had the time of the worker's drain, and won't hear of `finalize`.
+    # A busy one has had the worker's drain to end its batch, and does not read `Finalize`.
     threads = [threading.Thread(target=i.stop, args=(0.0 if i.is_busy else None,), daemon=True) for i in instances]
     started = []
     for thread in threads:
         try:
             thread.start()
             started.append(thread)
-        except RuntimeError:  # Python 3.12 starts none any more: one after the other, then
+        except RuntimeError:  # Python 3.12 starts no threads at exit: stop one after the other
             thread.run()
     for thread in started:
         thread.join(FINALIZE_S + TERMINATE_S)

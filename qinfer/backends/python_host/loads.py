@@ -1,4 +1,4 @@
-"""`pb_utils.load_model`, `unload_model` and `is_model_ready`: Triton's Model Loading API, carried out by the worker.
+"""`pb_utils.load_model`, `unload_model` and `is_model_ready`: Triton's Model Loading API, executed by the worker.
 
 https://github.com/triton-inference-server/python_backend#model-loading-api
 """
@@ -13,7 +13,7 @@ _FILE = "file:"
 
 
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-    """Loads a model, or loads it anew if anything about it has changed; returns when it is ready.
+    """Loads a model, or reloads one that has changed; returns when it is ready.
 
     Args:
         model_name: Its name.
@@ -21,7 +21,7 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
         files: `file:<version>/<file>` → content, in place of its files; only with `config`.
 
     Raises:
-        TritonModelException: It can't be loaded, or models are not loaded on request here.
+        TritonModelException: It can't be loaded, or the server does not load models on request.
     """
     named, contents = [], []
     for key, content in (files or {}).items():
@@ -34,14 +34,14 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:  # noqa: FBT001, FBT002  (Triton's)
-    """Unloads a model; returns when it accepts no more requests, and what waits is still answered.
+    """Unloads a model; returns when it accepts no more requests. Waiting ones are still answered.
 
     Args:
         model_name: Its name.
-        unload_dependents: Also the models that were loaded only because this ensemble uses them.
+        unload_dependents: Also unload models that only this ensemble uses.
 
     Raises:
-        TritonModelException: Models are not unloaded on request here.
+        TritonModelException: The server does not unload models on request.
     """
     connected().manage(
         Manage("unload", text(model_name, "model_name"), unload_dependents=bool(unload_dependents)),
@@ -49,14 +49,14 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:  # n
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    """Tells whether a model can be called; of an unknown one that it can't.
+    """Returns whether a model can be called; an unknown one can't.
 
     Args:
         model_name: Its name.
         model_version: A version as text; empty = any.
 
     Raises:
-        TritonModelException: The version is no number, or the models can't be looked at now.
+        TritonModelException: The version is no number, or the models can't be read now.
     """
     version = 0
     if model_version:

@@ -1,4 +1,4 @@
-"""The worker's side of models that a model loads, unloads or looks at: each wish has a thread, as calls have."""
+"""The worker's side of the Model Loading API: each request of a model has a thread, as calls have."""
 
 import logging
 import threading
@@ -14,19 +14,14 @@ logger = logging.getLogger("qinfer.backends.python")
 
 
 class Managing:
-    """Carries out what the processes of one instance ask for.
-
-    Args:
-        models: What carries it out; `None` = nothing does here, and each wish is refused.
-        model: The model's name, which the threads have.
-    """
+    """Executes the requests of one instance's processes; without `models`, all are refused."""
 
     def __init__(self, models: ManagesModels | None, model: str) -> None:
         self._models = models
         self._model = model
 
     def hear(self, channel: Channel, message: Manage, buffers: Sequence[Buffer]) -> None:
-        """Begins what a process asks for; the answer goes there by its channel."""
+        """Starts a request; the answer goes back by the channel."""
         files = {name: bytes(buffer.data) for name, buffer in zip(message.files, buffers, strict=True)}
         threading.Thread(
             target=self._serve, args=(channel, message, files), name=f"manage-{self._model}", daemon=True
@@ -44,7 +39,6 @@ class Managing:
             channel.send(answer)
 
     def _done(self, message: Manage, files: dict[str, bytes]) -> bool:
-        """Does what is asked for; returns whether the model is ready, where that is asked."""
         if self._models is None:
             raise UnsupportedFeature("models can't be loaded, unloaded or looked at from here")
         if message.action == "ready":

@@ -8,16 +8,13 @@ import msgspec
 from qinfer.core.messages import Scalar
 
 SEQUENCE_START, SEQUENCE_END = 1, 2
-"""The flags of a request of a sequence: TRITONSERVER_REQUEST_FLAG_SEQUENCE_START, …_END."""
+"""The flags of a sequence's request: TRITONSERVER_REQUEST_FLAG_SEQUENCE_START, …_END."""
 
 
 class TensorMeta(msgspec.Struct, array_like=True, frozen=True):
     """A tensor whose bytes are the buffer at the same position.
 
-    Attributes:
-        name: Its name.
-        datatype: Its wire datatype. A batch's BF16 inputs come as float32, which numpy can hold.
-        shape: All its dimensions.
+    A batch's BF16 inputs come as float32, because numpy has no BF16.
     """
 
     name: str
@@ -26,13 +23,7 @@ class TensorMeta(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Load(msgspec.Struct, array_like=True, tag=True):
-    """To the host: import the model and initialise it.
-
-    Attributes:
-        directory: The version's directory.
-        filename: The file in it, such as `model.py`.
-        args: What `initialize` is given.
-    """
+    """To the host: import the model file of a version's `directory`, and call `initialize(args)`."""
 
     directory: str
     filename: str
@@ -42,21 +33,14 @@ class Load(msgspec.Struct, array_like=True, tag=True):
 class Loaded(msgspec.Struct, array_like=True, tag=True):
     """To the worker: the model is initialised, or finalised.
 
-    Attributes:
-        has_is_ready: The model has a method `is_ready`, which the process answers for; see `readiness`.
+    `has_is_ready`: the model has a method `is_ready`, which the process calls (see `readiness`).
     """
 
     has_is_ready: bool = False
 
 
 class Complete(msgspec.Struct, array_like=True, tag=True):
-    """To the host: import the model and have it complete its configuration.
-
-    Attributes:
-        directory: As in `Load`.
-        filename: As in `Load`.
-        config: The configuration as JSON.
-    """
+    """To the host: import the model, and complete its configuration (JSON)."""
 
     directory: str
     filename: str
@@ -70,15 +54,13 @@ class Completed(msgspec.Struct, array_like=True, tag=True):
 
 
 class EnvironmentReady(msgspec.Struct, array_like=True, tag=True):
-    """To the worker, before anything else: the model's own environment is there, and its Python starts."""
+    """To the worker, first of all: the model's own environment is there, and its Python starts."""
 
 
 class Failed(msgspec.Struct, array_like=True, tag=True):
     """To the worker: the command raised an exception; the traceback is in the log.
 
-    Attributes:
-        message: The exception's type and text.
-        missing: The module that could not be imported, if that was it.
+    `message` is its type and text, `missing` the module that could not be imported, if any.
     """
 
     message: str
@@ -89,14 +71,12 @@ class Asked(msgspec.Struct, array_like=True, frozen=True):
     """One request of a batch.
 
     Attributes:
-        client_id: The id that the client gave.
-        outputs: Names of the outputs wanted; empty = all.
-        parameters: Custom parameters.
-        timeout_us: How long the answer is worth waiting for, in microseconds.
+        outputs: The wanted outputs; empty = all.
+        timeout_us: The time limit of the answer, in microseconds.
         trace: W3C `traceparent`.
-        correlation_id: Names its sequence; 0 = it has none, or is a row of padding.
+        correlation_id: The id of its sequence; 0 = none, or a row of padding.
         flags: `SEQUENCE_START`, `SEQUENCE_END`, both, or 0.
-        request_id: The server's id of it.
+        request_id: The server's id of the request.
     """
 
     client_id: str
@@ -116,10 +96,8 @@ class Execute(msgspec.Struct, array_like=True, tag=True):
         number: Counts the batches of this process.
         inputs: The batch's inputs, their rows stacked.
         rows: Rows of each request.
-        requests: The requests.
-        window_bytes: Bytes of responses to one request that may be on their way; 0 = any number.
-        shapes: Position of an input → the shape of each request's tensor, of ragged inputs: their elements follow one
-            another.
+        window_bytes: The most bytes of responses to one request on their way; 0 = unlimited.
+        shapes: Position of a ragged input → the shape of each request's tensor.
     """
 
     number: int
@@ -135,10 +113,9 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         outputs: Its tensors; their bytes are the message's next buffers.
-        parameters: What the model says besides.
-        error: Why there are no outputs; `None` = there are.
+        error: The error that it has in place of outputs.
         code: Triton's number of the kind of error.
-        rescheduled: There is no response yet: the request is to be executed again with a later batch.
+        rescheduled: The request has no response yet, and runs again with a later batch.
     """
 
     outputs: list[TensorMeta]
@@ -149,24 +126,13 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Executed(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: `execute` has ended.
-
-    Attributes:
-        answers: The batch's answers, in order; none if the model is decoupled, whose answers are `Sent`.
-    """
+    """To the worker: `execute` has ended. A decoupled model sends its answers as `Sent`."""
 
     answers: list[Answer]
 
 
 class Sent(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: a response of a decoupled model; it may come after `Executed`.
-
-    Attributes:
-        batch: The batch of the request.
-        item: The request's position in it.
-        answer: The response; without outputs, parameters and error if the final flag came alone.
-        final: Whether it is the last one.
-    """
+    """To the worker: a response of a decoupled model, possibly after `Executed`; empty if only the final flag came."""
 
     batch: int
     item: int
@@ -175,14 +141,7 @@ class Sent(msgspec.Struct, array_like=True, tag=True):
 
 
 class AwaitTaken(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: say when so much of the responses to a request of a decoupled model has been taken.
-
-    Attributes:
-        number: Names the question in its `Taken`.
-        batch: The batch of the request.
-        item: The request's position in it.
-        taken_bytes: How many bytes the caller must have taken, of all responses to the request together.
-    """
+    """To the worker: answer with `Taken` when the caller has taken `taken_bytes` of all responses to a request."""
 
     number: int
     batch: int
@@ -191,13 +150,7 @@ class AwaitTaken(msgspec.Struct, array_like=True, tag=True):
 
 
 class Taken(msgspec.Struct, array_like=True, tag=True):
-    """To the host: the answer to `AwaitTaken`.
-
-    Attributes:
-        number: The question's.
-        taken_bytes: How many bytes have been taken by now.
-        cancelled: Nobody will take more.
-    """
+    """To the host: the answer to `AwaitTaken`; `cancelled` says that the caller takes no more."""
 
     number: int
     taken_bytes: int
@@ -205,7 +158,7 @@ class Taken(msgspec.Struct, array_like=True, tag=True):
 
 
 class Unwanted(msgspec.Struct, array_like=True, tag=True):
-    """To the host: nobody waits for the responses to a request any more; sent when one has come all the same."""
+    """To the host: the caller of a request has left; sent after a response that came nevertheless."""
 
     batch: int
     item: int
@@ -215,19 +168,14 @@ class Call(msgspec.Struct, array_like=True, tag=True):
     """To the worker: run another model.
 
     Attributes:
-        number: Names the call in its `Returned`.
+        number: The call's number in `Returned`.
         batch: The batch that makes it.
-        model: The model to run.
-        version: Its version; 0 = the highest ready one.
-        inputs: Its inputs.
-        outputs: Names of the outputs wanted.
-        parameters: Custom parameters.
-        client_id: The id that the caller gives the request.
-        timeout_us: How long to wait at most; 0 = as long as the batch may.
-        streams: The model may give any number of responses. This asks for the first of them, `More` for each other.
-        correlation_id: Names the sequence that the call is a request of; 0 = it has none.
+        version: 0 = the highest ready one.
+        timeout_us: The time limit; 0 = the batch's.
+        streams: The model may give several responses. `Call` asks for the first one, `More` for each other.
+        correlation_id: The id of the call's sequence; 0 = none.
         flags: As in `Asked`.
-        made_for: The position in the batch of the request whose trace the call has; -1 = it has none.
+        made_for: The position of the request whose trace the call has; -1 = none.
     """
 
     number: int
@@ -246,23 +194,16 @@ class Call(msgspec.Struct, array_like=True, tag=True):
 
 
 class More(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: the next response to a call that streams.
-
-    Attributes:
-        number: Names the question in its `Returned`.
-        call: The number of the call.
-    """
+    """To the worker: return the next response to a streaming call."""
 
     number: int
     call: int
 
 
 class Close(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: no more responses to a call that streams are wanted.
+    """To the worker: no more responses to a streaming call are wanted.
 
-    Attributes:
-        call: The number of the call.
-        is_dropped: Its iterator is gone. Else the called model is told, and its responses are still asked for.
+    With `is_dropped`, its iterator is gone; otherwise the called model is informed, and its responses are still taken.
     """
 
     call: int
@@ -270,13 +211,7 @@ class Close(msgspec.Struct, array_like=True, tag=True):
 
 
 class Returned(msgspec.Struct, array_like=True, tag=True):
-    """To the host: the outcome of a call, or the next response to one that streams.
-
-    Attributes:
-        number: The number of the `Call` or `More`.
-        answer: The response.
-        is_last: Whether no other follows.
-    """
+    """To the host: the outcome of a call, or the next response to a streaming one."""
 
     number: int
     answer: Answer
@@ -284,16 +219,13 @@ class Returned(msgspec.Struct, array_like=True, tag=True):
 
 
 class Manage(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: load or unload a model, or say whether one is ready.
+    """To the worker: load or unload a model, or return whether it is ready.
 
     Attributes:
-        action: Which of these.
-        model: The model.
         version: The version that may be ready; 0 = any.
         config: The configuration in JSON to load it with; empty = its own.
         files: Names of the files to load it with, `<version>/<file>`; their contents are the message's buffers.
-        unload_dependents: Unload the models too that only this ensemble uses.
-        number: Names the question in its `Managed`.
+        unload_dependents: Also unload models that only this ensemble uses.
     """
 
     action: Literal["load", "unload", "ready"]
@@ -306,13 +238,7 @@ class Manage(msgspec.Struct, array_like=True, tag=True):
 
 
 class Managed(msgspec.Struct, array_like=True, tag=True):
-    """To the host: the answer to `Manage`.
-
-    Attributes:
-        number: The question's.
-        is_ready: Whether the model is ready, where that was asked.
-        error: Why it was not done; empty = it was.
-    """
+    """To the host: the answer to `Manage`; an empty `error` means success."""
 
     number: int
     is_ready: bool = False
@@ -320,7 +246,7 @@ class Managed(msgspec.Struct, array_like=True, tag=True):
 
 
 class IsCancelled(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: does anybody still wait for this request of the batch?"""
+    """To the worker: return whether the caller of this request has left."""
 
     number: int
     batch: int

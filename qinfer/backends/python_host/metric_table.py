@@ -1,10 +1,10 @@
-"""Metrics of a model, in memory that its process writes and the worker reads: no message, no thread, no waiting.
+"""A model's metrics in memory that its process writes and the worker reads, without messages, threads or waits.
 
     ┌──────────┬──────┬────────────────┬──────────────────┬────────────────────────────┬─────────────────┐
     │ capacity │ live │ length of head │ number of values │ head: a series, as msgpack │ values: float64 │  …
     └──────────┴──────┴────────────────┴──────────────────┴────────────────────────────┴─────────────────┘
 
-So a value that was set is seen by the next read, also while the model executes, or hangs.
+So the next read returns a value that was set, even while the model executes, or hangs.
 """
 
 import os
@@ -19,7 +19,7 @@ from qinfer.backends.python_host.errors import TritonModelException
 from qinfer.observe.model_metrics import ModelSeries
 
 MOST_BYTES = 4 * 1024 * 1024
-"""A process has series of so many bytes at most; each takes some hundred."""
+"""The most bytes of a process's series, each of which takes some hundred."""
 
 _PREFIX = struct.Struct("<IIII")
 _ALIGNMENT = 64
@@ -27,18 +27,14 @@ _WORD = 8
 
 
 class Slot(NamedTuple):
-    """The place of a series, and that of its values."""
+    """The position of a series, and of its values."""
 
     place: int
     values_at: int
 
 
 class MetricTable:
-    """The table as the model's process writes it; for any thread that holds the lock of the metrics.
-
-    Args:
-        descriptor: The memory.
-    """
+    """The table for the model's process, which writes it under the lock of the metrics."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -46,11 +42,7 @@ class MetricTable:
         self._free: dict[int, list[int]] = {}
 
     def add(self, series: ModelSeries) -> Slot:
-        """Adds a series; returns where it is.
-
-        Raises:
-            TritonModelException: There are too many.
-        """
+        """Adds a series; raises `TritonModelException` if there are too many."""
         head = msgspec.msgpack.encode(msgspec.structs.replace(series, values=()))
         needed = _PREFIX.size + _aligned(len(head), _WORD) + _WORD * len(series.values)
         capacity = _aligned(needed, _ALIGNMENT)
@@ -67,7 +59,7 @@ class MetricTable:
         return Slot(place, place + _PREFIX.size + _aligned(len(head), _WORD))
 
     def write(self, slot: Slot, values: Sequence[float]) -> None:
-        """Writes the values of a series that was added."""
+        """Writes the values of a series."""
         os.pwrite(self._descriptor, _packed(values), slot.values_at)
 
     def remove(self, slot: Slot) -> None:
@@ -78,11 +70,7 @@ class MetricTable:
 
 
 class MetricMemory:
-    """The memory as the worker reads it; for any thread.
-
-    Attributes:
-        descriptor: The file, which the process inherits.
-    """
+    """The table's memory for the worker, which reads it from any thread; the process inherits `descriptor`."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("qinfer-metrics", os.MFD_CLOEXEC)
@@ -92,7 +80,7 @@ class MetricMemory:
         self._series: list[ModelSeries] = []
 
     def read(self) -> list[ModelSeries]:
-        """Returns the series that there are; none after the end of the process."""
+        """Returns the series; none after the end of the process."""
         with self._lock:
             if self._is_closed:
                 return []
@@ -102,7 +90,7 @@ class MetricMemory:
             return self._series
 
     def close(self) -> None:
-        """Gives the memory back; to do so twice does no harm."""
+        """Frees the memory; repeated calls are harmless."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True

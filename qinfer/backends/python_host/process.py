@@ -1,4 +1,4 @@
-"""A host process as the worker sees it: started, spoken to, listened to, ended."""
+"""A host process from the worker's side: its start, its messages and output, its end."""
 
 import logging
 import os
@@ -27,13 +27,13 @@ from qinfer.observe.logs import EXCEPTION, MODELS
 
 logger = logging.getLogger("qinfer.backends.python")
 said = logging.getLogger(MODELS)
-"""Lines of the models themselves."""
+"""The models' own lines."""
 
 FINALIZE_S = 10.0
-"""How long `finalize` may take; then the process is terminated."""
+"""The time limit of `finalize`, after which the process is terminated."""
 
 TERMINATE_S = 2.0
-"""How long a terminated process may take to end; then it is killed."""
+"""The time limit for a terminated process to end, after which it is killed."""
 
 _DEATH_S = 5.0
 _TAIL_LINES = 20
@@ -75,20 +75,19 @@ _spawner = _Spawner()
 
 
 class HostProcess:
-    """A host process.
+    """A host process; the model's name and version are for the log.
 
     Args:
-        model: The model's name, for the log.
-        version: Its version, for the log too.
+        model: The model's name.
+        version: Its version.
         ended: Called when the process is gone, from a thread of its own.
-        environment: The model's own environment, an archive or a directory; `None` = the worker's. The process says
-            `EnvironmentReady` when it is in it, or `Failed`.
+        environment: The model's own environment, an archive or a directory; `None` = the worker's. The process
+            sends `EnvironmentReady` once it is in it, or `Failed`.
 
     Attributes:
-        environment: The same.
-        asks: The socket by which it is asked for its model's readiness.
+        asks: The socket for questions about its model's readiness.
         metrics: The memory of its model's own metrics.
-        held: Returns the ids of the requests that it has, for the log of its death.
+        held: Returns the ids of its requests, for the log of its death.
 
     Raises:
         BackendUnavailable: This is not Linux.
@@ -165,11 +164,7 @@ class HostProcess:
         return f"exit code {code}" if code >= 0 else f"signal {-code}: {signal_name(-code) or 'unknown'}{hint}"
 
     def stop(self, finalize_s: float | None = None) -> None:
-        """Has the model finalised and ends the process, by force if need be.
-
-        Args:
-            finalize_s: How long that may take before force is used; by default `FINALIZE_S`.
-        """
+        """Finalises the model within `finalize_s` and ends the process, by force if necessary."""
         finalize_s = FINALIZE_S if finalize_s is None else finalize_s
         self._is_expected_to_end = True
         with suppress(OSError):  # it is gone
@@ -182,7 +177,7 @@ class HostProcess:
         self.sweep()
 
     def interrupt(self) -> None:
-        """Kills the process without waiting for its end; it is the business of the caller to log why."""
+        """Kills the process without waiting for its end; the caller logs the reason."""
         self._is_expected_to_end = True
         self._signal(signal.SIGKILL)
 
@@ -192,7 +187,7 @@ class HostProcess:
         self.sweep()
 
     def sweep(self) -> None:
-        """Cleans up after the process: ends its child processes and its connection."""
+        """Ends the process's children and its connection."""
         self._signal(signal.SIGKILL)
         self._has_ended.wait()
         self.channel.close()
@@ -200,7 +195,7 @@ class HostProcess:
         self.metrics.close()
 
     def _signal(self, number: signal.Signals) -> None:
-        """Signals the process's group, because the model's code may have started processes too."""
+        """Signals the process's group, because the model's code may have started processes."""
         with self._reaping:
             if not self._has_ended.is_set():  # afterwards its number may be another's
                 self._signal_group(number)
@@ -210,7 +205,7 @@ class HostProcess:
             os.killpg(self.pid, number)
 
     def _await_end(self) -> None:
-        """Waits for the process and ends its child processes, which may keep its connection and its output open."""
+        """Waits for the process and ends its children, which may keep its connection and output open."""
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with self._reaping:
             self._signal_group(signal.SIGKILL)
@@ -242,7 +237,7 @@ class HostProcess:
 
 
 def _program(environment: Path | None) -> list[str]:
-    """Returns the module that a process runs, and its arguments before the descriptors."""
+    """Returns the module of a process, and its arguments before the descriptors."""
     if environment is None:
         return ["qinfer.backends.python_host"]
     store = environments()
@@ -251,7 +246,7 @@ def _program(environment: Path | None) -> list[str]:
 
 
 def logged(record: str) -> tuple[int, str, dict[str, str]]:
-    """Reads a log record after its mark: level, text, and request ids and traceback; anything else is a text."""
+    """Reads a log record after its mark: level, text, request ids and traceback; other text is an INFO line."""
     try:
         level, message, trace, ids = msgspec.json.decode(record, type=tuple[str, str, str, str])
     except msgspec.MsgspecError:  # the model printed the mark itself

@@ -1,11 +1,10 @@
-"""A model's own `is_ready`, which is asked by a socket of its own: the answer says what readiness checks say.
+"""A model's own `is_ready`, called over a socket of its own, decides the readiness checks.
 
     worker: ReadinessProbe ── one byte a question ──▶ process: answer_readiness ── "+", or "-" and why not ──▶
 
-Triton asks a model at each check, between two executions. The worker asks it once a second, between two executions,
-and the checks say what it said last. Requests execute in either case, as in Triton; while one that gives no answer is
-waited for, which is `ANSWER_S` once, they wait.
-https://github.com/triton-inference-server/python_backend/pull/430
+Triton calls it at each check, between two executions. The worker calls it once a second, between two executions, and
+the checks return the last answer. Requests execute in any case, as in Triton; they wait while it runs, but for
+`ANSWER_S` at most, and once for a call that hangs. https://github.com/triton-inference-server/python_backend/pull/430
 """
 
 import asyncio
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 ANSWER_S = 5.0
-"""How long `is_ready` may take: Triton's time."""
+"""The time limit of `is_ready`, as in Triton."""
 
 EVERY_S = 1.0
 """Seconds between two questions."""
@@ -28,13 +27,7 @@ _YES, _NO = b"+", b"-"
 
 
 class ReadinessProbe:
-    """Asks one process, and never waits for it; for any thread.
-
-    Args:
-        asks: The socket to the process.
-        is_busy: Tells whether the process executes a batch; then it answers after that.
-        reason: Why the model is not ready, until its first answer.
-    """
+    """Asks one process without waiting; for any thread. While `is_busy`, the answer comes after the batch."""
 
     def __init__(self, asks: socket.socket, is_busy: Callable[[], bool], reason: str = "") -> None:
         self._asks = asks
@@ -54,11 +47,7 @@ class ReadinessProbe:
         self.look()
 
     def look(self) -> str:
-        """Takes an answer, if there is one, and asks again when it is time.
-
-        Returns:
-            Why the model says that it is not ready; empty = it is.
-        """
+        """Reads an answer, if any, and asks again when it is time; returns why the model is not ready, or ""."""
         with self._lock, suppress(OSError):  # the process is gone, and another one will answer
             now_s = time.monotonic()
             if self._waits:
@@ -85,13 +74,13 @@ class ReadinessProbe:
 def answer_readiness(
     asks: socket.socket, is_ready: Callable[[], object], turn: threading.Lock, told: Callable[[BaseException], str]
 ) -> None:
-    """Answers until the worker is gone; the program of a thread of the model's process.
+    """Answers until the worker is gone; runs in a thread of the model's process.
 
     Args:
         asks: The socket to the worker.
         is_ready: The model's method, which may be a coroutine function.
         turn: Held while the model executes.
-        told: Logs an exception of the model's; returns what may be shown of it.
+        told: Logs an exception of the model; returns its text for clients.
     """
     question, own = None, _Own(is_ready, told)
     with suppress(OSError):
@@ -107,14 +96,14 @@ def answer_readiness(
 
 
 class _Own:
-    """A model's method; an exception is logged when it is another one than before."""
+    """A model's method; repeated exceptions are logged once."""
 
     def __init__(self, is_ready: Callable[[], object], told: Callable[[BaseException], str]) -> None:
         self._is_ready, self._told = is_ready, told
         self._seen = self._shown = ""
 
     def reason(self) -> str:
-        """Returns why the model says that it is not ready; empty = it is."""
+        """Returns why the model says that it is not ready; empty if it is."""
         try:
             answer = self._is_ready()
             if inspect.iscoroutine(answer):
@@ -129,7 +118,7 @@ class _Own:
 
 
 class _Question(threading.Thread):
-    """One call of a model's method, which may never return: then batches go on, and no other call begins."""
+    """One call of a model's method; if it hangs, batches go on, and no other call begins."""
 
     def __init__(self, own: _Own) -> None:
         super().__init__(name="is_ready", daemon=True)
@@ -138,5 +127,4 @@ class _Question(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Calls it."""
         self.reason = self._own.reason()

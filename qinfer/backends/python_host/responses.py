@@ -1,8 +1,8 @@
 """Responses of a model: `pb_utils.InferenceResponse`, returned by `execute` or sent by an `InferenceResponseSender`.
 
-Rules and texts are Triton's (src/response_sender.cc of its python_backend). A sender may be used by any thread, also
-after `execute` has returned. Behind it is a `Reply`, which takes the one response of a model that is not decoupled, or
-a `Stream`, which hands each response of a decoupled model to the worker, and keeps to the window of its request.
+Rules and texts are Triton's (src/response_sender.cc of its python_backend). Any thread may use a sender, also after
+`execute` has returned. It fills a `Reply`, the one response of a model that is not decoupled, or a `Stream`, which
+sends each response of a decoupled model to the worker, within the window of its request.
 """
 
 import json
@@ -40,8 +40,8 @@ class InferenceResponse:
 
     Args:
         output_tensors: Its outputs.
-        error: Why there are none.
-        parameters: What the model says besides; bools, ints and strings.
+        error: The error that it has in place of outputs.
+        parameters: Bools, ints and strings.
 
     Raises:
         TritonModelException: A parameter is of another type, or None is among the outputs.
@@ -73,7 +73,7 @@ class InferenceResponse:
         return self._outputs
 
     def has_error(self) -> bool:
-        """Tells whether it is an error."""
+        """Returns whether it is an error."""
         return self._error is not None
 
     def error(self) -> TritonError | None:
@@ -92,8 +92,7 @@ class InferenceResponse:
 class InferenceResponseSender:
     """Sends the responses to one request; `InferenceRequest.get_response_sender` returns it.
 
-    A sender that is dropped without the final flag ends its request with an error. Triton leaves the caller without an
-    answer then.
+    Dropping a sender without the final flag ends its request with an error; in Triton, the caller gets no answer.
     """
 
     __slots__ = ("_responses",)
@@ -102,15 +101,15 @@ class InferenceResponseSender:
         self._responses = responses
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        """Sends a response. Waits while the window of the request is used up: its caller is slower than the model.
+        """Sends a response; waits while a slower caller has the window of the request used up.
 
         Args:
-            response: The response; it may be an error. `None` with the final flag: no more responses.
+            response: The response, or an error; `None` with the final flag = no more responses.
             flags: 0, or `TRITONSERVER_RESPONSE_COMPLETE_FINAL` with the last one.
 
         Raises:
-            TritonModelException: The sender is closed, the request is cancelled and more responses would follow, or the
-                model is not decoupled and this is not its only response.
+            TritonModelException: The sender is closed, the request is cancelled and more responses would follow, or
+                the model is not decoupled and this is not its only response.
             TypeError: It is no response.
         """
         if flags not in (0, FINAL):
@@ -124,11 +123,11 @@ class InferenceResponseSender:
         self._responses.send(response, final=flags == FINAL)
 
     def is_cancelled(self) -> bool:
-        """Returns whether nobody waits for the request any more; asks the worker each time."""
+        """Returns whether the caller has left; asks the worker each time."""
         return self._responses.is_cancelled()
 
     def responses(self) -> "Reply | Stream":
-        """Returns what takes the responses; not part of Triton's interface."""
+        """Returns the receiver of the responses; not part of Triton's interface."""
         return self._responses
 
     def __del__(self) -> None:
@@ -138,13 +137,7 @@ class InferenceResponseSender:
 class Reply:
     """The one response of a model that is not decoupled.
 
-    Args:
-        is_cancelled: Asks the worker.
-        request_id: The server's id of the request.
-
-    Attributes:
-        cause: The exception that may leave the request without a response.
-        missing: The text of the error where there is no exception.
+    If none comes, `cause` is the exception for it, or `missing` the error's text.
     """
 
     def __init__(self, is_cancelled: Callable[[], bool] = bool, request_id: str = "") -> None:
@@ -155,7 +148,7 @@ class Reply:
         self._sending = threading.Lock()
         self._response: InferenceResponse | None = None
         self._is_closed = False
-        # The only queue whose `put` the garbage collector may call.
+        # The garbage collector may call only this queue's `put`.
         self._settled: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def send(self, response: InferenceResponse | None, *, final: bool) -> None:
@@ -177,7 +170,7 @@ class Reply:
                 self._settled.put(None)
 
     def abandon(self) -> None:
-        """Ends `response` for whoever waits in it."""
+        """Ends a wait in `response`."""
         self.cause = self.cause or causes.of_this_thread()
         self._settled.put(None)
 
@@ -192,15 +185,8 @@ class Reply:
 class Stream:
     """The responses to one request of a decoupled model.
 
-    Args:
-        host: The way to the worker.
-        batch: The batch of the request.
-        item: The request's position in it.
-        asked: The request.
-        window_bytes: Bytes of responses that may be on their way to the caller; 0 = any number.
-
     Attributes:
-        is_closed: Nothing can be sent any more.
+        is_closed: No response can be sent.
         is_unwanted: The worker has said that the request is cancelled.
         request_id: The server's id of the request.
         cause: The exception that may leave the request without its last response.
@@ -218,9 +204,9 @@ class Stream:
         self._window_bytes = window_bytes
         self._sent_bytes = self._on_way_bytes = 0
         self._on_way: deque[tuple[int, int]] = deque()
-        """The responses on their way: of each the bytes sent with it and before, and its share of the window."""
+        """For each response on its way: the bytes sent up to its end, and its share of the window."""
         self._sending = threading.Lock()
-        """Held while a response waits: those of other threads come after it."""
+        """Held while a response waits, so that those of other threads follow it."""
 
     def send(self, response: InferenceResponse | None, *, final: bool) -> None:
         """Sends a response, once the window has room for it."""
@@ -242,7 +228,7 @@ class Stream:
                 self.close()
 
     def is_cancelled(self) -> bool:
-        """Returns whether nobody waits for the request any more; asks the worker."""
+        """Returns whether the caller has left; asks the worker."""
         return self.is_unwanted or self._host.is_cancelled(self.batch, self.item)
 
     def abandon(self) -> None:
@@ -252,7 +238,7 @@ class Stream:
             self.close(cause.text, cause.trace)
 
     def close(self, error: str | None = None, trace: str = "") -> None:
-        """Refuses further responses; if it is by an error, the caller hears of it, and the log of its traceback."""
+        """Refuses further responses; an error goes to the caller, and its traceback to the log."""
         self.is_closed = True
         self._host.end(self, error, trace)
 
@@ -267,7 +253,7 @@ class Stream:
             raise TritonModelException(_CLOSED)
 
     def _take_room(self, size: int) -> None:
-        """Waits until a response fits into the window, or nothing is on its way, or the request is cancelled."""
+        """Waits until a response fits into the window, the window is empty, or the request is cancelled."""
         if not size:
             return
         excess_bytes = self._on_way_bytes + size + RESPONSE_OVERHEAD_BYTES - self._window_bytes
@@ -281,7 +267,7 @@ class Stream:
         self._on_way.append((self._sent_bytes, size + RESPONSE_OVERHEAD_BYTES))
 
     def _needed_bytes(self, excess_bytes: int) -> int:
-        """Returns how much must have been taken in all for so much of the window to be free."""
+        """Returns how many bytes must have been taken in all to free `excess_bytes` of the window."""
         for sent_bytes, used_bytes in self._on_way:
             excess_bytes -= used_bytes
             if excess_bytes <= 0:

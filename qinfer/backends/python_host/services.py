@@ -10,7 +10,7 @@ from contextlib import suppress
 from qinfer.backends.python_host.errors import text
 
 MARK = "\x1eqinfer:"
-"""Begins a line of the host's stderr that is a log record as JSON; other lines are what the model printed."""
+"""The prefix of a stderr line that is a log record as JSON; the model printed other lines."""
 
 LINE_BYTES = 16 * 1024
 """The worker reads longer lines in pieces."""
@@ -22,20 +22,13 @@ _writing = threading.Lock()
 
 
 def forked() -> None:
-    """Lets a forked process write, where a thread that is gone may have been writing."""
+    """Lets a forked process write, even if another thread was writing at the fork."""
     global _writing  # noqa: PLW0603  a lock can't be released for another thread
     _writing = threading.Lock()
 
 
 def emit(level: str, message: str, trace: str = "", requests: Sequence[str] = ()) -> None:
-    """Hands a log record to the worker, with a traceback if there is one; of a long one its beginning and its end.
-
-    Args:
-        level: Its level.
-        message: Its text.
-        trace: The traceback.
-        requests: Ids of the requests that it is about.
-    """
+    """Sends a log record to the worker; the middle of a long one is cut out."""
     ids, kept = " ".join(requests[:_MOST_REQUESTS]), max(len(message), len(trace))
     line = _line(level, message, trace, ids)
     while len(line) > LINE_BYTES and kept:

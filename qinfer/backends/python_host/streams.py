@@ -1,11 +1,11 @@
-"""The worker's side of a decoupled model's process: its responses go on to those who wait, at any time.
+"""The worker's side of a decoupled model's process: it passes responses on, whenever they come.
 
     execute ─── Execute ──▶ process        the instance's thread: until the model's `execute` has returned
     _read ◀── Sent, Call, AwaitTaken ───   a thread for as long as the process lives
-    _write ── Taken, Unwanted, … ──▶       a thread, because who gives credit back must not wait for a socket
+    _write ── Taken, Unwanted, … ──▶       a thread, because giving credit back must not wait for a socket
 
-The window of a request is kept in the process, where a thread of the model waits; here are only the bytes that were
-taken. A process that dies ends all its open streams with an error.
+The window of a request is kept in the process, where a thread of the model waits; here only the taken bytes are
+counted. A process that dies ends all its open streams with an error.
 """
 
 import logging
@@ -48,13 +48,13 @@ from qinfer.tensors import Bytes, Tensor
 logger = logging.getLogger("qinfer.backends.python")
 
 OPEN_STREAMS = 512
-"""An instance takes no batch while so many requests of earlier ones are open."""
+"""While this many requests of earlier batches are open, an instance takes no batch."""
 
 Outcome = Executed | Failed
 
 
 class _Stream:
-    """A request that has no final response yet."""
+    """A request without its final response."""
 
     __slots__ = ("question", "taken_bytes")
 
@@ -64,7 +64,7 @@ class _Stream:
 
 
 class _OpenBatch:
-    """A batch with requests that have no final response yet, or whose `execute` has not returned."""
+    """A batch with open requests, or whose `execute` has not returned."""
 
     __slots__ = ("ctx", "has_begun", "outcome", "refusal", "requests", "streams")
 
@@ -73,7 +73,7 @@ class _OpenBatch:
         self.requests = requests
         self.has_begun = False
         self.refusal: QinferError | None = None
-        """Why a response was not taken, or none can come."""
+        """The error of a refused response, or of the process's end."""
         self.streams = {item: _Stream() for item in range(len(requests))}
         self.outcome: Future[Outcome] = Future()
 
@@ -81,11 +81,7 @@ class _OpenBatch:
 class Streams:
     """The open streams of one process.
 
-    Args:
-        process: The process; its model is loaded, and nobody else receives from it.
-        instance: Whose process it is; it is told whether anything is open.
-        managing: Carries out what the model asks for.
-        model: The model's name.
+    The process's model is loaded, and only this object receives from it. `instance` learns whether a stream is open.
     """
 
     def __init__(self, process: HostProcess, instance: Instance, managing: Managing, model: str) -> None:
@@ -105,9 +101,9 @@ class Streams:
         threading.Thread(target=self._write, name=f"credit-{model}", daemon=True).start()
 
     def execute(self, message: Execute, buffers: Sequence[Bytes], ctx: Context) -> Outcome:
-        """Has the process execute a batch; returns when its `execute` has returned. Responses may come after that.
+        """Executes a batch; returns when its `execute` has returned. Responses may come afterwards.
 
-        Waits before, while too many requests of earlier batches are open.
+        Waits first, while too many requests of earlier batches are open.
 
         Raises:
             UnreadError: The process is gone, and has not seen the batch.
@@ -127,7 +123,7 @@ class Streams:
         except BaseException:
             self._forget(message.number)
             raise
-        # After the batch: the process is told of what is cancelled already, and must know it by then.
+        # After the batch, because the process must know the requests that are cancelled already.
         for item in range(len(message.requests)):
             ctx.on_taken(item, partial(self._on_taken, message.number, item))
         outcome = batch.outcome.result()
@@ -141,23 +137,19 @@ class Streams:
         return outcome
 
     def _await_streams(self, batch: _OpenBatch) -> None:
-        """Waits until the streams of a batch are closed: its context takes nothing after `execute`, as in a warm-up.
-
-        Raises:
-            QinferError: A response was not taken, or the process is gone.
-        """
+        """Waits until a batch's streams are closed, as in a warm-up: its context takes no responses after `execute`."""
         with self._changed:
             self._changed.wait_for(lambda: not batch.streams or batch.refusal is not None)
         if batch.refusal is not None:
             raise batch.refusal
 
     def drain(self, timeout_s: float) -> None:
-        """Waits until no stream is open, or the process is gone, but not for longer than a time."""
+        """Waits for a time until no stream is open, or the process is gone."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_lost or not self._batches, timeout_s)
 
     def _held(self) -> list[str]:
-        """Returns the ids of the requests that have no final response yet, or had none when the process died."""
+        """Returns the ids of the requests without a final response, now or at the death of the process."""
         with self._changed:
             return self._lost if self._is_lost else self._open()
 
@@ -179,7 +171,7 @@ class Streams:
                 self._hear(message, buffers)
             except Exception:
                 logger.exception("a message of the model's process failed", extra={"model": self._model})
-            # Its buffers are memory of the process until nobody looks at them.
+            # Its buffers are shared memory, in use as long as these variables refer to it.
             del message, buffers
         self._calls.end()
         self._messages.put(None)
@@ -222,7 +214,7 @@ class Streams:
             self._close(message.batch, message.item)
 
     def _ended(self, outcome: Outcome) -> None:
-        """Takes note that the `execute` of the one batch that is being executed has returned, or raised."""
+        """Ends the wait for the batch whose `execute` has returned or raised."""
         with self._changed:
             number = next(n for n, batch in self._batches.items() if not batch.outcome.done())
             batch = self._batches[number]
@@ -231,7 +223,7 @@ class Streams:
         batch.outcome.set_result(outcome)
 
     def _end(self, lost: EOFError) -> None:
-        """Ends what is open when the process is gone."""
+        """Ends all open streams when the process is gone."""
         with self._changed:
             self._lost, self._is_lost = self._open(), True
             batches, self._batches = list(self._batches.values()), {}
@@ -244,7 +236,7 @@ class Streams:
                 continue
             error = InferenceFailed(f"the process of model '{self._model}' died ({self.process.death()})")
             for item in batch.streams:
-                with suppress(QinferError):  # nobody waits, or `execute` does
+                with suppress(QinferError):  # the caller has left, or `execute` raises it
                     batch.ctx.offer(item, error, final=True)
             with self._changed:
                 batch.refusal = error
@@ -260,7 +252,7 @@ class Streams:
             self._tell_taken(stream)
 
     def _on_taken(self, number: int, item: int, taken_bytes: int) -> None:
-        """Hears of credit; 0 bytes = of the end of a stream that nobody waits for. Called from any thread."""
+        """Counts taken bytes; 0 bytes = the caller has left. Called from any thread."""
         if not taken_bytes:
             self._unwant(number, item)
             return
@@ -277,7 +269,7 @@ class Streams:
             self._messages.put(Taken(question.number, stream.taken_bytes))
 
     def _unwant(self, number: int, item: int) -> None:
-        """Closes a stream that nobody waits for, and says so to the process."""
+        """Closes a stream whose caller has left, and informs the process."""
         with self._changed:
             stream = self._stream(number, item)
             if stream is None:
@@ -287,7 +279,7 @@ class Streams:
             self._close(number, item)
 
     def _tell_end(self, stream: _Stream) -> None:
-        """Answers a thread of the model that waits for room: there is none to wait for."""
+        """Ends the wait of a model's thread for room."""
         if stream.question is not None:
             self._messages.put(Taken(stream.question.number, stream.taken_bytes, cancelled=True))
 
@@ -299,7 +291,7 @@ class Streams:
         self._messages.put(Cancelled(message.number, cancelled))
 
     def _context(self, call: Call) -> Context | None:
-        """Returns the context of the batch that calls; of the latest one where the process can't tell which it is."""
+        """Returns the context of the calling batch, or of the latest if the process does not know the batch."""
         with self._changed:
             latest = next(reversed(self._batches), 0)
             batch = self._batches.get(call.batch or latest)
@@ -319,7 +311,6 @@ class Streams:
             self._changed.notify_all()
 
     def _forget_ended(self, number: int) -> None:
-        """Forgets a batch if every request of it had its final response before `execute` returned."""
         with self._changed:
             batch = self._batches.get(number)
             if batch is not None and not batch.streams:
@@ -343,5 +334,5 @@ def _answer(answer: Answer, buffers: Sequence[Buffer]) -> tuple[Tensor, ...] | Q
 
 
 def failed_text(model: str, failed: Failed) -> str:
-    """Returns what a client is told of an `execute` that raised."""
+    """Returns the client's text of an `execute` that raised."""
     return f"Failed to process the request(s) for model '{model}', message: {failed.message}"

@@ -1,7 +1,7 @@
 """`pb_utils.Tensor`: a name and a numpy array, with DLPack both ways.
 
+All tensors are in host memory. BF16, which numpy lacks, is float32 for the model.
 https://github.com/triton-inference-server/python_backend#interoperability-and-gpu-support
-Everything is in host memory here. BF16, for which numpy has no dtype, is float32 to the model.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ class Tensor:
 
     Args:
         name: Its name.
-        numpy_array: Its elements. Strings are `bytes` or `str` in an array of dtype `object`, or they are `np.bytes_`.
+        numpy_array: Its elements. Strings are `bytes` or `str` in an array of dtype `object`, or `np.bytes_`.
 
     Raises:
         TritonModelException: The dtype is `np.str_` or `np.void`, or the name is empty.
@@ -59,7 +59,7 @@ class Tensor:
         return self._array
 
     def triton_dtype(self) -> int:
-        """Returns the number of its datatype, as `numpy_to_triton_type` counts."""
+        """Returns the number of its datatype, as `numpy_to_triton_type` does."""
         if self._datatype is not None:
             return NUMBERS[self._datatype]
         return NUMBERS["BYTES"] if self._array.dtype.kind in "OS" else _BY_DTYPE.get(self._array.dtype, 0)
@@ -69,7 +69,7 @@ class Tensor:
         return list(self._array.shape)
 
     def is_cpu(self) -> bool:
-        """Tells that it is in host memory."""
+        """Returns True: it is in host memory."""
         return True
 
     def to_dlpack(self) -> Any:
@@ -79,8 +79,8 @@ class Tensor:
     def __dlpack__(self, **options: Any) -> Any:
         if self._array.dtype.kind in "OS":
             raise TritonModelException("DLPack does not have support for string tensors.")
-        del options  # a consumer may ask for a stream or a version; host memory of today's version is what there is
-        # A capsule refers to the tensor, as Triton's does, and not to its array alone.
+        del options  # streams and other versions of DLPack are not offered
+        # As in Triton, a capsule refers to the tensor, not only to its array.
         return np.asarray(_Held(self)).__dlpack__()
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -88,10 +88,10 @@ class Tensor:
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> "Tensor":
-        """Makes a tensor of another library's, or of a DLPack capsule; one on a GPU is copied to the host.
+        """Makes a tensor from another library's, or from a DLPack capsule; one on a GPU is copied to the host.
 
         Raises:
-            TritonModelException: It can't be brought to the host, or is no tensor; or the name is empty.
+            TritonModelException: It can't be copied to the host, or is no tensor; or the name is empty.
         """
         name = _named(name)
         if not hasattr(tensor, "__dlpack__"):
@@ -115,10 +115,7 @@ class Tensor:
             raise TritonModelException(f"tensor '{name}' can't be taken by DLPack: {error}") from None
 
     def to_wire(self, datatype: str | None) -> WireTensor:
-        """Returns the form of a tensor that is sent to the worker.
-
-        Args:
-            datatype: What the configuration says.
+        """Returns the tensor for the worker, in the configuration's datatype.
 
         Raises:
             UnsupportedDatatype: No wire datatype holds the array's dtype.
@@ -135,7 +132,7 @@ def _named(name: object) -> str:
 
 
 class _Held:
-    """Has numpy make a view that keeps the tensor."""
+    """Makes numpy's view keep the tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -143,7 +140,7 @@ class _Held:
 
 
 class _Capsule:
-    """Gives numpy a bare capsule as the producer that it asks for."""
+    """Wraps a bare capsule for numpy, which needs a producer."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule

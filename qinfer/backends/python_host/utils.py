@@ -112,7 +112,7 @@ def get_output_config_by_name(model_config: Mapping[str, Any], name: str) -> dic
 
 
 def using_decoupled_model_transaction_policy(model_config: Mapping[str, Any]) -> bool:
-    """Tells whether the configuration says that the model is decoupled."""
+    """Returns whether the configuration makes the model decoupled."""
     return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
 
 
@@ -135,7 +135,7 @@ def numpy_to_triton_type(data_type: Any) -> int | None:
 
 
 def serialize_byte_tensor(input_tensor: npt.NDArray[Any]) -> Any:
-    """Encodes an array of strings as the wire does: each with its length before it; `()` of an empty one."""
+    """Encodes an array of strings as on the wire, each after its length; an empty array as `()`."""
     if not input_tensor.size:
         return ()
     if input_tensor.dtype.kind not in "OS":
@@ -152,11 +152,7 @@ def deserialize_bytes_tensor(encoded_tensor: bytes) -> npt.NDArray[Any]:
 
 
 class ModelConfig:
-    """The configuration that `auto_complete_config` is given to complete. Rules and texts are Triton's.
-
-    Args:
-        model_config: It, as JSON.
-    """
+    """The configuration that `auto_complete_config` completes, from JSON. Rules and texts are Triton's."""
 
     def __init__(self, model_config: str) -> None:
         self._model_config: dict[str, Any] = json.loads(model_config)
@@ -170,11 +166,7 @@ class ModelConfig:
         return self._model_config
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        """Sets `max_batch_size`.
-
-        Raises:
-            ValueError: The configuration says a larger one.
-        """
+        """Sets `max_batch_size`; raises a `ValueError` if the configuration has a larger one."""
         configured = self._model_config.get("max_batch_size", 0)
         if configured > max_batch_size:
             raise ValueError(
@@ -184,11 +176,7 @@ class ModelConfig:
         self._model_config["max_batch_size"] = max_batch_size
 
     def set_dynamic_batching(self) -> None:
-        """Sets `dynamic_batching`, if no scheduler is set.
-
-        Raises:
-            ValueError: Another scheduler is set.
-        """
+        """Sets `dynamic_batching`; raises a `ValueError` if another scheduler is set."""
         for scheduler in ("sequence_batching", "ensemble_scheduling"):
             if scheduler in self._model_config:
                 raise ValueError(
@@ -200,8 +188,7 @@ class ModelConfig:
     def add_input(self, input: Mapping[str, Any]) -> None:
         """Adds an input, or completes the one of that name.
 
-        Args:
-            input: `name`, `data_type` (such as `TYPE_FP32`), `dims`, and maybe `optional`.
+        `input` has `name`, `data_type` (such as `TYPE_FP32`), `dims`, and maybe `optional`.
 
         Raises:
             ValueError: A property is missing, unknown, or contradicts the configuration.
@@ -209,14 +196,7 @@ class ModelConfig:
         self._add("input", input, (*_REQUIRED, "optional"))
 
     def add_output(self, output: Mapping[str, Any]) -> None:
-        """Adds an output, or completes the one of that name.
-
-        Args:
-            output: `name`, `data_type` and `dims`.
-
-        Raises:
-            ValueError: As `add_input`.
-        """
+        """Adds an output, or completes the one of that name; as `add_input`, without `optional`."""
         self._add("output", output, _REQUIRED)
 
     def set_model_transaction_policy(self, transaction_policy_dict: Mapping[str, Any]) -> None:

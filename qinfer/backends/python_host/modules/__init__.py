@@ -1,1 +1,1 @@
-"""A directory for `sys.path`, whose modules processes that a model spawns can import too."""
+"""A directory for `sys.path`, with modules for processes that a model spawns."""

@@ -1,9 +1,9 @@
 """A model's own environment (`EXECUTION_ENV_PATH`): unpacked, activated, and entered by the model's process.
 
     process.HostProcess ──▶ packed.__main__, in the worker's Python ──▶ start.py, in the environment's ──▶ host.Host
-                              environments: unpacks once by hash, holds, removes what is unused
-                              archive: what an archive may hold, and how much
+                              environments: unpacks once by hash, locks, removes unused ones
+                              archive: the contents and the size that an archive may have
 
-All of it runs in the model's process, which replaces itself by the environment's Python (`exec`). The worker only says
-which archive, and hears `EnvironmentReady` or `Failed`.
+All of it runs in the model's process, which replaces itself by the environment's Python (`exec`). The worker only names
+the archive, and receives `EnvironmentReady` or `Failed`.
 """

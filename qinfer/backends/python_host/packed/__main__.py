@@ -1,12 +1,12 @@
-"""The model's process before it enters the model's own environment: it prepares it, and goes on as its Python.
+"""Prepares a model's own environment in the model's process, and continues as the environment's Python.
 
 `python -m qinfer.backends.python_host.packed <environment> <directory> <bytes> <files> <descriptors…> <parent>`
 
 Args:
-    environment: The archive, or a directory that is used as it is.
-    directory: Where archives are unpacked.
-    bytes, files: How large one may be.
-    descriptors, parent: As of `qinfer.backends.python_host`.
+    environment: The archive, or a directory that is used unchanged.
+    directory: The directory of unpacked archives.
+    bytes, files: The limits of an archive.
+    descriptors, parent: As in `qinfer.backends.python_host`.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ OLDEST_MSGSPEC = (0, 20)
 """The oldest msgspec for it, as in pyproject.toml."""
 
 PROBE_S = 120.0
-"""How long activating an environment and starting its Python may take."""
+"""The time limit for activating an environment and for starting its Python."""
 
 _QINFER = Path(start.__file__).parents[3]
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -62,17 +62,11 @@ _SHELLS = ("PWD", "OLDPWD", "SHLVL", "_")
 """Variables that the shell sets for itself."""
 
 _OTHERS = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONSTARTUP", "VIRTUAL_ENV", "CONDA_PREFIX", "PS1")
-"""Variables that are about the worker's environment."""
+"""Variables of the worker's environment."""
 
 
 class Interpreter(NamedTuple):
-    """The Python of an environment.
-
-    Attributes:
-        version: Major and minor number.
-        abi: The kind of extension modules that it can load.
-        packages: The packages that the environment has, of those that a model's process needs, and their versions.
-    """
+    """The Python of an environment: its version, the ABI of extension modules, and the needed packages that it has."""
 
     version: tuple[int, int]
     abi: str
@@ -80,7 +74,7 @@ class Interpreter(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Becomes the model's process; returns, an exit status, only if that can't be."""
+    """Becomes the model's process; returns an exit status only on failure."""
     environment, directory, max_bytes, max_files, *descriptors, parent = arguments
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):  # it died before the call
@@ -103,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
         text = error.message if isinstance(error, ModelLoadFailed) else f"its environment: {error.strerror}"
         channel.send(Failed(text))
         with suppress(OSError, EOFError):
-            channel.receive()  # the worker ends this process when it has read that
+            channel.receive()  # the worker then ends this process
         return 1
     channel.send(EnvironmentReady())
     arguments = [variables.get("LD_LIBRARY_PATH", ""), str(first), last, *descriptors, parent]
@@ -111,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def activated(root: Path, variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that an environment's `bin/activate` makes of others, if it has one.
+    """Returns the variables after an environment's `bin/activate`, if it has one.
 
     Raises:
         ModelLoadFailed: The script fails, or there is no bash.
@@ -130,14 +124,14 @@ def activated(root: Path, variables: Mapping[str, str]) -> dict[str, str]:
         pairs = [entry.partition("=") for entry in os.fsdecode(ran).split("\0") if entry]
         found = {name: value for name, _, value in pairs if name not in _SHELLS or name in variables}
         for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
-            if name in found:  # a venv notes where it was made
+            if name in found:  # a venv records where it was made
                 found[name] = str(root)
     found["PATH"] = ":".join(filter(None, (str(root / "bin"), found.get("PATH", ""))))
     return found
 
 
 def probed(root: Path, variables: Mapping[str, str]) -> Interpreter:
-    """Asks the Python of an environment what it is.
+    """Runs the Python of an environment to get its version and packages.
 
     Raises:
         ModelLoadFailed: There is none, or it does not run here.
@@ -161,7 +155,7 @@ def probed(root: Path, variables: Mapping[str, str]) -> Interpreter:
 
 
 def lends(found: Interpreter) -> bool:
-    """Tells whether an environment needs the worker's msgspec for want of its own.
+    """Returns whether an environment lacks msgspec and needs the worker's.
 
     Raises:
         ModelLoadFailed: A model's process can't run in it.
@@ -191,12 +185,11 @@ def lends(found: Interpreter) -> bool:
 
 
 def _entered(python: str, arguments: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
-    """Replaces this process by the environment's Python."""
     os.execve(python, [python, "-P", "-B", "-u", "-s", start.__file__, *arguments], variables)  # noqa: S606
 
 
 def _ran(command: Sequence[str], variables: Mapping[str, str], root: Path) -> bytes:
-    """Runs a program in an environment; returns what it prints. The log gets its errors."""
+    """Runs a program in an environment; returns its output. Errors go to the log."""
     ran = subprocess.run(  # noqa: S603  the model's own
         command, env=variables, cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=PROBE_S, check=True
     )

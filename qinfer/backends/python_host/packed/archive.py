@@ -1,8 +1,7 @@
-"""Unpacks the archive of an environment: within bounds, and so that nothing of it lies or leads outside.
+"""Unpacks the archive of an environment within bounds, and without paths or links that lead outside.
 
-`tarfile` has a filter for that (`data`), which early Pythons 3.11 lack, and which checks each link when it is made: a
-later link can turn an earlier one around. Here no link exists while files are written; links are made last, when all of
-them are known and each was found to lead inside.
+The filter `data` of `tarfile` is missing in early Pythons 3.11, and checks each link when it is made, so a later link
+can redirect an earlier one. Here links are made after all files, when every link was found to lead inside.
 """
 
 import gzip
@@ -24,7 +23,7 @@ _END_BYTES = 1024
 """An archive ends with two blocks of zeros (POSIX.1-2017, pax, ustar interchange format)."""
 
 _MAX_HOPS = 40
-"""Links behind one another that Linux follows (path_resolution(7))."""
+"""The longest chain of links that Linux follows (path_resolution(7))."""
 
 _MAX_LINK_BYTES = 4095
 _MEMORY_BYTES = 2**30
@@ -32,18 +31,14 @@ _MEMORY_BYTES = 2**30
 
 
 class ArchiveBounds(NamedTuple):
-    """How large an archive may be: its bytes when decompressed, and its members."""
+    """The most bytes of an archive, decompressed, and the most members."""
 
     max_bytes: int
     max_members: int
 
 
 class _Decompressed:
-    """The decompressed archive, which remembers its last bytes.
-
-    Raises:
-        ModelLoadFailed: `read` has come to the bound.
-    """
+    """The decompressed archive and its last bytes; `read` raises `ModelLoadFailed` at the bound."""
 
     def __init__(self, file: BinaryIO, max_bytes: int) -> None:
         self._file = file
@@ -51,7 +46,7 @@ class _Decompressed:
         self.last = b""
 
     def read(self, size: int) -> bytes:
-        """Reads at most so many bytes."""
+        """Reads at most `size` bytes."""
         content = self._file.read(size)
         self._left_bytes -= len(content)
         if self._left_bytes < 0:
@@ -64,10 +59,10 @@ class _Decompressed:
 
 
 def unpack(archive: BinaryIO, target: Path, bounds: ArchiveBounds) -> int:
-    """Unpacks an archive into a directory that is empty; returns the number of members.
+    """Unpacks an archive into an empty directory; returns the number of members.
 
     Raises:
-        ModelLoadFailed: The archive is damaged, too large, or has what no environment needs; parts of it are written.
+        ModelLoadFailed: The archive is damaged, too large, or has forbidden members; parts of it are written.
         OSError: The disk is full, or can't be written.
     """
     is_packed = archive.read(len(_GZIP)) == _GZIP
@@ -117,7 +112,7 @@ def _unpack(stream: _Decompressed, target: Path, max_members: int) -> int:
 
 
 def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, links: dict[tuple[str, ...], str]) -> None:
-    """Writes a member, or notes it if it is a link."""
+    """Writes a member, or records a link."""
     parts = _inside(member.name, member.name)
     path = target.joinpath(*parts)
     if member.isdir():
@@ -151,7 +146,7 @@ def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, links: d
     with os.fdopen(descriptor, "wb") as file:
         shutil.copyfileobj(content, file, _PIECE_BYTES)
         file.flush()
-        os.utime(descriptor, (member.mtime, member.mtime))  # byte code is used if its source has the time that it notes
+        os.utime(descriptor, (member.mtime, member.mtime))  # byte code is used only if its source has the recorded time
 
 
 def _inside(name: str, member: str) -> tuple[str, ...]:
@@ -163,11 +158,9 @@ def _inside(name: str, member: str) -> tuple[str, ...]:
 
 
 def leads_out(parts: tuple[str, ...], links: Mapping[tuple[str, ...], str]) -> bool:
-    """Tells whether a path leads out of a tree, or round in circles, when all links in it are followed.
+    """Returns whether a path leads out of a tree, or in circles, when all its links are followed.
 
-    Args:
-        parts: The path, relative to the root of the tree.
-        links: Path of each link in the tree → its target.
+    `links` maps the path of each link, relative to the root, to its target.
     """
     todo, done, hops = list(reversed(parts)), list[str](), 0
     while todo:
@@ -206,5 +199,5 @@ def _bounded_memory() -> Iterator[None]:
 
 
 def _data_bytes() -> int:
-    """Returns what this process has of what `RLIMIT_DATA` counts (proc(5), `statm`)."""
+    """Returns this process's memory that `RLIMIT_DATA` counts (proc(5), `statm`)."""
     return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()

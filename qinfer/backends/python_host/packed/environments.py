@@ -1,13 +1,12 @@
 """Unpacked environments on this machine, which all its workers share.
 
     <directory>/<hash of the archive>/env/…     the environment
-    <directory>/<hash of the archive>/ready     made last: without it, the environment counts as not there
+    <directory>/<hash of the archive>/ready     made last: without it, the environment is incomplete
     <directory>/known/<hash of a stamp>         the hash of an archive with this stamp, which need not be read again
     <directory>/lent/<hash>/<package>           a link to a package of the worker's
 
 A process that uses an environment holds a shared lock on its directory, as long as it or one of its children lives. One
-process at a time unpacks and removes. A process that is killed meanwhile leaves an environment that is not ready; the
-next process that unpacks removes it.
+process at a time unpacks and removes. If it is killed, the next one removes the incomplete environment.
 """
 
 import ctypes
@@ -28,25 +27,22 @@ from qinfer.core.shared_folders import hold, remove_unused, used_at
 from qinfer.errors import ModelLoadFailed
 
 UNUSED_S = 86400.0
-"""An environment that no model has used for so long is removed when the next one is unpacked."""
+"""An environment that no model has used for this long is removed before the next is unpacked."""
 
 READY = "ready"
 _KNOWN, _LENT, _LOCK = "known", "lent", ".lock"
 _SETTLED_S = 2.0
-"""A file system's clock ticks slowly: of an archive that was changed just now, the stamp does not tell the content."""
+"""A file system's clock is coarse: the stamp of an archive that changed within this time does not identify its content.
+"""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Environments:
-    """The environments of one directory.
-
-    Args:
-        directory: It need not exist.
-        bounds: How large an archive may be.
+    """The environments of one directory, which need not exist.
 
     Raises:
-        ModelLoadFailed: Somebody else can write to the directory.
+        ModelLoadFailed: Another user can write to the directory.
     """
 
     def __init__(self, directory: Path, bounds: ArchiveBounds) -> None:
@@ -61,11 +57,9 @@ class Environments:
             )
 
     def unpacked(self, archive: Path, variables: Mapping[str, str]) -> Path:
-        """Returns the environment that an archive holds, unpacked if need be; it stays while this process lives.
+        """Returns the environment of an archive, unpacked if necessary; it stays while this process lives.
 
-        Args:
-            archive: The archive.
-            variables: The environment of `conda-unpack`, if the archive has it.
+        `variables` are for `conda-unpack`, if the archive has it.
 
         Raises:
             ModelLoadFailed: The archive can't be read or unpacked.
@@ -85,7 +79,7 @@ class Environments:
         return home / "env"
 
     def lend(self, package: Path) -> Path:
-        """Returns a directory that has only a link to a package."""
+        """Returns a directory with only a link to a package."""
         directory = self._root / _LENT / hashlib.sha256(os.fsencode(package)).hexdigest()[:16]
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         with suppress(FileExistsError):
@@ -93,7 +87,7 @@ class Environments:
         return directory
 
     def _digest(self, file: BufferedReader) -> str:
-        """Returns the hash of an archive; reads it only if its stamp is not known."""
+        """Returns the hash of an archive; reads it only if its stamp is unknown."""
         stamp = _stamp(file)
         note = self._root / _KNOWN / hashlib.sha256(stamp.encode()).hexdigest()
         with suppress(FileNotFoundError):
@@ -108,7 +102,7 @@ class Environments:
         return digest
 
     def _make(self, home: Path, file: BufferedReader, variables: Mapping[str, str]) -> None:
-        """Unpacks an archive; the lock is held. A full disk gets all of what is not in use removed first."""
+        """Unpacks an archive, under the lock. If the disk is full, it first removes all unused environments."""
         began_s = time.monotonic()
         for unused_s in (UNUSED_S, 0.0):
             self._sweep(unused_s)
@@ -140,13 +134,13 @@ class Environments:
             if subprocess.run(command, env=inner, stdin=subprocess.DEVNULL, check=False).returncode:  # noqa: S603
                 raise ModelLoadFailed("conda-unpack of its environment failed; the log says why")
         with (home / READY).with_suffix(".new").open("w") as ready:
-            # A machine that stops now must not find the name and files without their content.
+            # Sync first: after a crash, the name must not exist without the files' content.
             ctypes.CDLL(None).syncfs(ready.fileno())
             Path(ready.name).rename(home / READY)
         return members
 
     def _sweep(self, unused_s: float) -> None:
-        """Removes environments that are not ready, or that no process has used for a time."""
+        """Removes environments that are incomplete, or unused for a time."""
         limit = time.time() - unused_s
         for home in self._root.iterdir():
             if home.name not in (_KNOWN, _LENT, _LOCK) and (not (home / READY).exists() or used_at(home) <= limit):
@@ -157,7 +151,7 @@ class Environments:
 
 
 def with_libraries(root: Path, variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns variables by which an environment's Python finds its libraries, as Triton sets them."""
+    """Returns variables by which an environment's Python finds its libraries, as in Triton."""
     libraries = ":".join(filter(None, (str(root / "lib"), variables.get("LD_LIBRARY_PATH", ""))))
     return {**variables, "LD_LIBRARY_PATH": libraries}
 
@@ -168,7 +162,7 @@ def _stamp(file: BufferedReader) -> str:
 
 
 def _hold(home: Path) -> bool:
-    """Marks an environment as used by this process and its children; tells whether it is there and ready."""
+    """Marks an environment as used by this process and its children; returns whether it is ready."""
     descriptor = hold(home, READY)
     if descriptor is not None:
         os.set_inheritable(descriptor, True)

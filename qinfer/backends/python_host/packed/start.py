@@ -3,10 +3,10 @@
 `python -P start.py <LD_LIBRARY_PATH> <first> <last> <arguments of qinfer.backends.python_host>`
 
 Args:
-    LD_LIBRARY_PATH: The value for programs that the model starts, empty = unset; the loader of this process has read
-        another one.
-    first: A directory with qinfer only, which goes before the environment's packages.
-    last: A directory with msgspec only, which goes after them; empty = the environment has its own.
+    LD_LIBRARY_PATH: The value for programs that the model starts, empty = unset; this process was loaded
+        with another.
+    first: A directory with qinfer only, before the environment's packages.
+    last: A directory with msgspec only, after them; empty = the environment has its own.
 """
 
 import os
