@@ -22,7 +22,7 @@ from qinfer.observe.model_metrics import ModelSeries
 from qinfer.tensors import Tensor, from_numpy
 
 OTHER_ROWS = (
-    "where the rows of outputs are not those of inputs, as of a detector, write 'max_batch_size: 0' with 'input' and "
+    "if outputs have other rows than inputs, as in a detector, write 'max_batch_size: 0' with 'input' and "
     "'output' into config.pbtxt"
 )
 """The remedy for a model whose variable first dimensions are not all the batch's."""

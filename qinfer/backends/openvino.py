@@ -89,7 +89,7 @@ class OpenvinoBackend:
         for name, position in self._inputs.items():
             array = batch.inputs.get(name)
             if array is None:
-                raise InvalidRequest(f"input '{name}' is missing, which the model can't do without")
+                raise InvalidRequest(f"input '{name}' is missing, and the model requires it")
             if missing:
                 array = np.concatenate([array, np.zeros((missing, *array.shape[1:]), array.dtype)])
             tensors.append((position, _borrowed(array)))

@@ -246,7 +246,7 @@ class PythonBackend:
         )
 
     def _lost_text(self, how: str) -> str:
-        return f"the process of model '{self._model}' died ({how}), which had the state in memory"
+        return f"the process of model '{self._model}' died ({how}) with the state in its memory"
 
     def _streams_of(self, process: HostProcess) -> Streams:
         if self._streams is None or self._streams.process is not process:

@@ -145,7 +145,7 @@ class TensorrtBackend:
             raise ModelLoadFailed(
                 f"model '{spec.name}' is for {where}, and TensorRT runs on GPUs only, of which this machine "
                 f"has {found}; "
-                "set the instance group's kind to KIND_GPU and its gpus to those that are there"
+                "set the instance group's kind to KIND_GPU and its gpus to existing ones"
             )
         self._device, self._name = device.number, spec.name
         self._cuda.use(device.number)
@@ -168,7 +168,7 @@ class TensorrtBackend:
         """
         missing = [name for name in self._shapes_max if name not in batch.inputs]
         if missing:
-            raise InvalidRequest(f"input '{missing[0]}' is missing, which the model can't do without")
+            raise InvalidRequest(f"input '{missing[0]}' is missing, and the model requires it")
         try:
             self._cuda.use(self._device)  # each thread selects its own device
             outputs = self._run(batch.inputs)
@@ -198,7 +198,7 @@ class TensorrtBackend:
         if engine is None:
             raise ModelLoadFailed(
                 f"TensorRT {trt.__version__} can't read '{path.name}' of model '{spec.name}': a plan fits only the GPU "
-                "and the version that it was built with; build it anew, or put the model.onnx in its place"
+                "and the version that it was built with; build it again, or replace it by the model.onnx"
             )
         self._engine = engine
         self._graphs: dict[tuple[Shape, ...], int] = {}

@@ -101,7 +101,7 @@ def open_model(path: Path, device: torch.device) -> Opened:
                 f"'{path.name}' is a pickled module or state dict, which is never loaded, because a pickle may run any "
                 "code; save the model with torch.export.save or torch.jit.save"
             )
-    raise ModelLoadFailed(f"'{path.name}' is of a format of PyTorch that is not known here; save the model anew")
+    raise ModelLoadFailed(f"'{path.name}' has an unknown PyTorch format; save the model again")
 
 
 def refuse_pickle(archive: zipfile.ZipFile, names: dict[str, str]) -> None:
@@ -316,7 +316,7 @@ class TorchBackend:
                 return self._call(*[tensors[name] for name in self._ordered])
             if not self._arguments:
                 missing = next(name for name in self._ordered if name not in tensors)
-                raise InvalidRequest(f"input '{missing}' is missing, which the model can't do without")
+                raise InvalidRequest(f"input '{missing}' is missing, and the model requires it")
             keywords = {
                 self._arguments[p]: tensors[i.name]
                 for p, i in zip(self._positions, self._inputs, strict=True)
@@ -333,9 +333,7 @@ class TorchBackend:
             try:
                 tensor = returned[name] if isinstance(returned, dict) else returned[position]
             except (KeyError, IndexError, TypeError):
-                raise OutputMismatch(
-                    f"the model returned {_described(returned)}, in which output '{name}' is not to be found"
-                ) from None
+                raise OutputMismatch(f"the model returned {_described(returned)} without output '{name}'") from None
             if not isinstance(tensor, torch.Tensor) or tensor.dtype is not dtype:
                 found = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
                 raise OutputMismatch(

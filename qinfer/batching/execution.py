@@ -147,7 +147,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
             raise InferenceFailed("this model runs where it can't call other models")
         waited_for = [item for item in self.items if not item.lost]
         if not waited_for:
-            raise Cancelled("nobody waits for this batch any more")
+            raise Cancelled("every caller of this batch has left")
         origin, sequence = _origin(self.items, request, waited_for[0].request)
         is_told = request.made_for >= 0
         traced = [self.batch.requests[request.made_for]] if is_told else [item.request for item in waited_for]
@@ -284,7 +284,7 @@ class Part(msgspec.Struct, frozen=True):
     credit_to: str
 
 
-_FENCE = Fence(logging.getLogger(__name__), "observer failed, requests are answered all the same")
+_FENCE = Fence(logging.getLogger(__name__), "observer failed; requests are still answered")
 
 
 class Observer(Protocol):
@@ -492,7 +492,7 @@ class Responder:
             return
         self._is_warned = True
         logger.warning(
-            "an output is not what the model's configuration says, and is passed on; qinfer.strict_outputs refuses it",
+            "an output differs from the model's configuration and is passed on; qinfer.strict_outputs refuses it",
             extra={"model": self._model, "version": self._version, "reason": other},
         )
 

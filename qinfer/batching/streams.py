@@ -30,7 +30,7 @@ from qinfer.observe.stats import StatsTally
 Sent = tuple[Pending, Response]
 """A response on its way, and the item that it answers."""
 
-_GONE = "nobody waits for the responses any more"
+_GONE = "the caller has left"
 _STALLED = "the caller took no response for {:g} s; read faster, or ask for less"
 _LEFT = "the model stopped in the middle because another request of its batch was cancelled; send the request again"
 _LOOK_S = 0.5  # seconds between two checks for stalled and late streams

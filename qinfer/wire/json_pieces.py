@@ -316,6 +316,6 @@ def check_nbytes(name: str, nbytes: int, most: int) -> None:
     """Raises `PayloadTooLarge` if a tensor takes more bytes than are left."""
     if nbytes > most:
         raise PayloadTooLarge(
-            f"input '{name}' takes {nbytes} bytes as a tensor, and {most} are left of what a request's inputs may take "
+            f"input '{name}' takes {nbytes} bytes as a tensor, and {most} are left of the limit for a request's inputs "
             "(QINFER_HTTP__MAX_INPUT_BYTES)"
         )

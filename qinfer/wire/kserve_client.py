@@ -140,7 +140,7 @@ def _read(text: bytes) -> _ReplyJson:
         except msgspec.DecodeError:
             return msgspec.convert(json.loads(text), _ReplyJson)  # knows NaN and Infinity
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise OutputMismatch(f"the reply is no inference response: {error}") from None
+        raise OutputMismatch(f"the reply is not an inference response: {error}") from None
 
 
 def _tensor_of_json(entry: _OutputJson) -> Tensor:

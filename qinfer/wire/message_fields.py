@@ -21,7 +21,7 @@ FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 
 def malformed() -> InvalidRequest:
     """Returns the error of an unreadable message."""
-    return InvalidRequest("the request is no message of the kind that this call takes; send what its .proto says")
+    return InvalidRequest("the request is not a message of this call's type; send the message of its .proto file")
 
 
 def varint(message: Bytes, position: int) -> tuple[int, int]:

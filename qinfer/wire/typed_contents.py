@@ -227,6 +227,6 @@ def _miscounted(name: str, found: int, count: int) -> InvalidRequest:
 
 def _too_large(name: str, nbytes: int, most: int) -> PayloadTooLarge:
     return PayloadTooLarge(
-        f"input '{name}' takes {nbytes} bytes as a tensor, and {most} are left of what a request's inputs may take "
+        f"input '{name}' takes {nbytes} bytes as a tensor, and {most} are left of the limit for a request's inputs "
         "(QINFER_GRPC__MAX_MESSAGE_BYTES)"
     )

@@ -169,7 +169,7 @@ class MetricFamily:
         self._family: _Family | None = None
         name, description, kind = text(name, "name"), text(description, "description"), MetricKind(kind)
         if not _NAME.fullmatch(name):
-            raise TritonModelException(f"Error when creating MetricFamily: '{name}' is no name of a metric")
+            raise TritonModelException(f"Error when creating MetricFamily: '{name}' is not a valid metric name")
         with _lock:
             family = _families.get(name)
             if family is None:
@@ -231,7 +231,7 @@ def _checked_labels(labels: Mapping[str, str] | None) -> _Labels:
         if not isinstance(name, str) or not isinstance(value, str):
             raise TritonModelException("Failed to create metric. Labels are strings, names and values.")
         if not _LABEL.fullmatch(name):
-            raise TritonModelException(f"Failed to create metric. '{name}' is no name of a label.")
+            raise TritonModelException(f"Failed to create metric. '{name}' is not a valid label name.")
     return tuple(sorted((name, text(value, "a label")) for name, value in labels.items()))
 
 
@@ -244,5 +244,5 @@ def _checked_buckets(kind: MetricKind, buckets: Sequence[float] | None) -> list[
         raise TritonModelException("Failed to create metric. Buckets must be a list.")
     bounds = [float(bound) for bound in buckets]
     if any(not below < above for below, above in pairwise(bounds)):
-        raise TritonModelException("Failed to create metric. Buckets must ascend, and none may be there twice.")
+        raise TritonModelException("Failed to create metric. Buckets must be strictly ascending.")
     return [bound for bound in bounds if bound != math.inf]

@@ -158,7 +158,7 @@ class HostProcess:
         """Waits for the end of the process; returns its cause, such as `signal 11: SIGSEGV`."""
         if not self._has_ended.wait(_DEATH_S):
             self.sweep()
-            return "it broke its connection and lived on"
+            return "it closed its connection and did not end"
         code = self._process.returncode
         hint = ": out of memory?" if -code == signal.SIGKILL else ""
         return f"exit code {code}" if code >= 0 else f"signal {-code}: {signal_name(-code) or 'unknown'}{hint}"

@@ -113,7 +113,7 @@ class _Own:
                 self._seen, self._shown = repr(error), self._told(error)
             return self._shown
         if not isinstance(answer, bool):
-            return f"its is_ready returned a {type(answer).__name__}, which is no bool"
+            return f"its is_ready returned a {type(answer).__name__}, not a bool"
         return "" if answer else "its is_ready returned False"
 
 

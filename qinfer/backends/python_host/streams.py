@@ -195,7 +195,7 @@ class Streams:
         elif isinstance(message, Manage):
             self._managing.hear(self.process.channel, message, buffers)
         elif not isinstance(message, Loaded):  # finalised
-            logger.error("the model's process said what it must not", extra={"model": self._model})
+            logger.error("the model's process sent an unexpected message", extra={"model": self._model})
 
     def _respond(self, message: Sent, buffers: Sequence[Buffer]) -> None:
         with self._changed:

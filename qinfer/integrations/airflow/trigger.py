@@ -49,7 +49,7 @@ class QinferBulkJobTrigger(BaseTrigger):
             try:
                 await client.job(self.job_id).cancel()
             except JobNotFound:
-                self.log.info("job '%s' does not exist any more", self.job_id)
+                self.log.info("job '%s' no longer exists", self.job_id)
 
     def _event(self, state: str, error: str) -> TriggerEvent:
         return TriggerEvent({"job_id": self.job_id, "state": state, "error": error})

@@ -38,11 +38,11 @@ async def test_every_call_of_the_service_is_there(server: Rpc) -> None:
         if method == "ModelStreamInfer":
             call = server.channel.stream_stream(path)()
             await call.write(b"\xff")
-            assert b"is no message" in await call.read()
+            assert b"is not a message" in await call.read()
             call.cancel()
         else:
             code, text = await _refused(server.channel.unary_unary(path)(b"\xff"))
-            assert (method, code, "is no message" in text) == (method, "INVALID_ARGUMENT", True)
+            assert (method, code, "is not a message" in text) == (method, "INVALID_ARGUMENT", True)
 
 
 @pytest.mark.parametrize("method", ["ServerLive", "ServerReady", "ModelReady"])

@@ -197,7 +197,7 @@ async def test_garbage_in_a_stream_is_an_error_of_its_request(server: Rpc) -> No
 
     first, second = [pb.ModelStreamInferResponse.FromString(reply) async for reply in call]
 
-    assert "is no message" in first.error_message
+    assert "is not a message" in first.error_message
     assert second.infer_response.id == "good"
 
 

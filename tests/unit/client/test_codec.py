@@ -123,9 +123,9 @@ def test_special_numbers_are_read() -> None:
 @pytest.mark.parametrize(
     ("body", "length", "message"),
     [
-        (b"<html>", None, "no inference response"),
-        (b"[1]", None, "no inference response"),
-        (b'{"outputs":[{"name":"y"}]}', None, "no inference response"),
+        (b"<html>", None, "not an inference response"),
+        (b"[1]", None, "not an inference response"),
+        (b'{"outputs":[{"name":"y"}]}', None, "not an inference response"),
         (b"{}", 3, "says that 3 of them are JSON"),
         (
             b'{"outputs":[{"name":"y","datatype":"FP32","shape":[1],"parameters":{"binary_data_size":4}}]}',

@@ -169,7 +169,7 @@ def test_tensors_may_take_no_more_than_a_request() -> None:
 def test_strings_may_take_no_more_than_a_request() -> None:
     data = "[" + ",".join(['"aaaa"'] * 100_000) + "]"
 
-    with pytest.raises(PayloadTooLarge, match="are left of what a request's inputs may take"):
+    with pytest.raises(PayloadTooLarge, match="are left of the limit for a request's inputs"):
         decoded(body(data, "BYTES", "[100000]"), JsonBounds(nbytes=500_000))
 
 

@@ -9,7 +9,7 @@ from qinfer.wire.kserve_grpc import parse_infer
 @pytest.mark.parametrize("blob", [b"\xff", b"\x0a\x05m", b"\x3b", bytes(20_000), b"\x3a\xff\xff\xff\xff\x7f" * 4000])
 def test_what_is_no_message_is_an_invalid_request(blob: bytes) -> None:
     """Neither small nor large garbage is an internal error."""
-    with pytest.raises(InvalidRequest, match="is no message"):
+    with pytest.raises(InvalidRequest, match="is not a message"):
         parse_infer(blob)
 
 

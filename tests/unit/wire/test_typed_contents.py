@@ -104,7 +104,7 @@ def test_many_numbers_by_themselves_are_refused() -> None:
     "text", [b"\x1a\x01\x80\x1a\x01\x01", b"\x32\x03\0\0\0", b"\x1a\x0b" + b"\x80" * 10 + b"\x01", b"\x0b"]
 )
 def test_damaged_numbers_are_refused(text: bytes) -> None:
-    with pytest.raises(InvalidRequest, match="is no message of the kind"):
+    with pytest.raises(InvalidRequest, match="is not a message of this call's type"):
         tensor_bytes(text, "INT64" if text[:1] == b"\x1a" else "FP32", 1)
 
 

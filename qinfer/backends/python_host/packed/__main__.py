@@ -163,23 +163,23 @@ def lends(found: Interpreter) -> bool:
     theirs, ours = ("Python " + ".".join(map(str, version)) for version in (found.version, sys.version_info[:2]))
     if found.version < OLDEST:
         raise ModelLoadFailed(
-            f"its environment has {theirs}, and models need Python 3.11 or newer; pack it anew, best with the worker's "
-            f"{ours}"
+            f"its environment has {theirs}, and models need Python 3.11 or newer; pack it again, preferably with "
+            f"the worker's {ours}"
         )
     if "numpy" not in found.packages:
-        raise ModelLoadFailed("its environment has no numpy, which each model needs; add it and pack it anew")
+        raise ModelLoadFailed("its environment has no numpy, which each model needs; add it and pack it again")
     if "msgspec" in found.packages:
         release = tuple(int(part) for part in found.packages["msgspec"].split(".")[:2] if part.isdecimal())
         if release and release < OLDEST_MSGSPEC:
             raise ModelLoadFailed(
                 f"its environment has msgspec {found.packages['msgspec']}, and models need "
-                f"{'.'.join(map(str, OLDEST_MSGSPEC))} or newer; update it there, and pack it anew"
+                f"{'.'.join(map(str, OLDEST_MSGSPEC))} or newer; update it there, and pack it again"
             )
         return False
     if found.abi != sysconfig.get_config_var("SOABI"):
         raise ModelLoadFailed(
             f"its environment has {theirs} and no msgspec, and the worker's, for {ours}, does not fit; add msgspec to "
-            f"it, or pack it anew with {ours}"
+            f"it, or pack it again with {ours}"
         )
     return True
 

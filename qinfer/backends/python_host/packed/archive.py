@@ -123,7 +123,7 @@ def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, links: d
     links.pop(parts, None)
     if member.issym():
         if not 0 < len(os.fsencode(member.linkname)) <= _MAX_LINK_BYTES or "\0" in member.linkname:
-            raise _refused(member.name, "is a link to what is no path")
+            raise _refused(member.name, "is a link with an invalid target")
         links[parts] = member.linkname
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, links: d
         try:
             path.hardlink_to(target.joinpath(*source))
         except (FileNotFoundError, PermissionError):
-            raise _refused(member.name, "is a link to what is no file before it") from None
+            raise _refused(member.name, "is a link to a file that is not before it") from None
         return
     content = tar.extractfile(member) if member.isreg() and not member.issparse() else None
     if content is None:

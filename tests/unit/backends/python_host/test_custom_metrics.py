@@ -172,7 +172,7 @@ def test_a_histogram_may_have_the_infinite_bucket_only(memory: MetricMemory) -> 
 
 def test_a_name_must_be_one_of_prometheus(memory: MetricMemory) -> None:
     for name in ("", "1a", "a-b", "a b"):
-        with pytest.raises(pb_utils.TritonModelException, match="is no name of a metric"):
+        with pytest.raises(pb_utils.TritonModelException, match="is not a valid metric name"):
             family(name)
 
 

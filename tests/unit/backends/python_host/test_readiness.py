@@ -30,7 +30,7 @@ def becomes(backend: PythonBackend, reason: str) -> None:
         ("async def is_ready(self): return True", ""),
         ("def is_ready(self): return False", "its is_ready returned False"),
         ("async def is_ready(self): return False", "its is_ready returned False"),
-        ("def is_ready(self): return 'yes'", "its is_ready returned a str, which is no bool"),
+        ("def is_ready(self): return 'yes'", "its is_ready returned a str, not a bool"),
         ("def is_ready(self): raise KeyError('weights')", "KeyError: 'weights'"),
         ("def is_ready(self): sys.exit(3)", "SystemExit: 3"),
         ("", ""),

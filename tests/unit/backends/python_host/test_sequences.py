@@ -144,7 +144,7 @@ def test_a_death_loses_what_the_model_kept_of_rescheduled_requests(tmp_path: Pat
     """The batch is told, even if it is not to blame: others are to begin anew."""
     backend = iterative(tmp_path, execute("os._exit(7)"))
 
-    with pytest.raises(SequenceLost, match=r"died \(exit code 7\), which had the state in memory"):
+    with pytest.raises(SequenceLost, match=r"died \(exit code 7\) with the state in its memory"):
         run(backend, floats(1))
     backend.unload()
 
