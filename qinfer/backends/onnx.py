@@ -105,12 +105,7 @@ class OnnxBackend:
     short_on_loop = True
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
-        """Opens the session, and compares the model with its configuration.
-
-        Raises:
-            ModelLoadFailed: The file can't be loaded, a parameter is wrong, the GPU can't be used, or model and
-                configuration disagree.
-        """
+        """Opens the session, and compares the model with its configuration."""
         path = model_file(spec, version_dir, "model.onnx")
         if path.is_dir():  # a model of several files (reference §3.1)
             path /= "model.onnx"
@@ -143,11 +138,7 @@ class OnnxBackend:
             self._run = self._run_bound
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Runs the session for the wanted outputs and the states.
-
-        Raises:
-            InferenceFailed: onnxruntime refused the batch, or returned strings that are not UTF-8.
-        """
+        """Runs the session for the wanted outputs and the states."""
         inputs, refused = batch.inputs, _NOBODY
         if self._strings:
             inputs, refused = self._decoded(batch, ctx)
@@ -171,7 +162,7 @@ class OnnxBackend:
         del self._session
 
     def memory(self) -> tuple[MemoryUse, ...]:
-        """Returns the size of the weights; onnxruntime does not report its arenas."""
+        """Returns the size of the weights, without onnxruntime's arenas."""
         return self._memory
 
     def _wanted(self, batch: Batch) -> list[str]:
@@ -183,9 +174,9 @@ class OnnxBackend:
         return [name for name in self._names if name in wanted]
 
     def _decoded(self, batch: Batch, ctx: Context) -> tuple[Mapping[str, Array], frozenset[int]]:
-        """Decodes BYTES to `str`, because onnxruntime's strings are UTF-8.
+        """Decodes BYTES to `str`: onnxruntime's strings are UTF-8.
 
-        Returns the inputs, and the positions of items that were refused for other bytes.
+        Also returns the positions of items that were refused for other bytes.
         """
         inputs = dict(batch.inputs)
         refused: set[int] = set()
@@ -213,7 +204,7 @@ class OnnxBackend:
         return arrays
 
     def _run_bound(self, names: Sequence[str], inputs: Mapping[str, Array]) -> Sequence[Array]:
-        """Runs on the GPU with one copy each way; numpy can't bind strings or BF16."""
+        """Runs on the GPU with one copy each way; not for strings or BF16."""
         binding = self._binding
         try:
             for name, array in inputs.items():
@@ -227,7 +218,7 @@ class OnnxBackend:
             binding.clear_binding_outputs()
 
     def _run_bf16(self, names: Sequence[str], inputs: Mapping[str, Array]) -> list[Array]:
-        """Runs a model with BF16 tensors, whose bits are passed unchanged, because numpy has no dtype for them."""
+        """Runs a model with BF16, passing the bits unchanged."""
         values = {name: self._value(name, array) for name, array in inputs.items()}
         outputs = self._session.run_with_ort_values(names, values, self._run_options)
         return [_widened(o) if o.data_type() == "tensor(bfloat16)" else o.numpy() for o in outputs]
@@ -239,14 +230,13 @@ class OnnxBackend:
 
 
 def _sizes(batch: Batch, name: str, size: int) -> list[int]:
-    """Returns the number of elements of each item's input."""
     if name in batch.shapes:
         return [prod(shape) for shape in batch.shapes[name]]
     return [size] if len(batch.rows) == 1 else [size // max(batch.size, 1) * rows for rows in batch.rows]
 
 
 def _widened(value: Any) -> Array:
-    """Returns a BF16 value as float32, by its address: onnxruntime offers no array."""
+    """Returns a BF16 value as float32, by its address."""
     shape = tuple(value.shape())
     raw = ctypes.string_at(value.data_ptr(), 2 * int(np.prod(shape)))
     return from_bf16(np.frombuffer(raw, dtype="<u2")).reshape(shape)
@@ -260,7 +250,7 @@ def _options(spec: ModelSpec) -> ort.SessionOptions:
     options.execution_mode = choice(spec, "execution_mode", _EXECUTION_MODES, ort.ExecutionMode.ORT_SEQUENTIAL)
     options.enable_cpu_mem_arena = flag(spec, "enable_mem_arena", default=True)
     options.enable_mem_pattern = flag(spec, "enable_mem_pattern", default=True)
-    # Spinning between batches takes cores from the gateway and Redis on the same machine.
+    # Spinning between batches takes cores from the gateway and Redis.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     if flag(spec, _DEVICE_INITIALIZERS):
@@ -275,7 +265,7 @@ def _options(spec: ModelSpec) -> ort.SessionOptions:
 
 
 def _run_options(spec: ModelSpec, device: Device) -> ort.RunOptions | None:
-    """Returns the options of each run, if any: a run without options is quicker."""
+    """Returns the options of each run, if any; none is quicker."""
     if _SHRINK not in spec.parameters:
         return None
     options = ort.RunOptions()
@@ -290,7 +280,6 @@ def _run_options(spec: ModelSpec, device: Device) -> ort.RunOptions | None:
 
 
 def _available() -> list[str]:
-    """Returns onnxruntime's providers, and OpenVINO if its plugin is installed."""
     found: list[str] = ort.get_available_providers()
     return found if importlib.util.find_spec(_OPENVINO_PLUGIN) is None else [*found, OPENVINO]
 
@@ -315,7 +304,6 @@ def _open_session(spec: ModelSpec, path: Path, wanted: Sequence[Provider]) -> or
 
 @functools.cache
 def _openvino_devices() -> list[Any]:
-    """Loads OpenVINO's plugin; returns its CPU devices."""
     plugin = importlib.import_module(_OPENVINO_PLUGIN)
     ort.register_execution_provider_library(OPENVINO, plugin.get_library_path())
     own = [found for found in ort.get_ep_devices() if found.ep_name == plugin.get_ep_name()]
@@ -324,7 +312,7 @@ def _openvino_devices() -> list[Any]:
 
 @functools.cache
 def _find_cuda() -> None:
-    """Loads CUDA and cuDNN from NVIDIA's packages, which onnxruntime does not find itself."""
+    """Loads CUDA and cuDNN from NVIDIA's packages."""
     said = io.StringIO()
     with redirect_stdout(said):  # it prints missing libraries
         ort.preload_dlls()
@@ -344,10 +332,10 @@ def _check_device(spec: ModelSpec, device: Device, wanted: str, got: Sequence[st
 
 
 def _compare(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], found: Sequence[Any]) -> None:
-    """Checks the model's tensors against the configuration: names, datatypes, dimensions.
+    """Checks the model's tensors against the configuration.
 
-    onnxruntime reports an unknown shape as `[]`. The inferred shape of an output without a declared one may have any
-    rank; its configuration is then completed with [-1].
+    onnxruntime reports an unknown shape as `[]`. The inferred shape of an undeclared output may have any rank; it is
+    configured as [-1].
     """
     open_outputs = {tensor.name for tensor in configured if kind == "output" and tensor.dims == (-1,)}
     actual = {
@@ -372,10 +360,7 @@ def _compare(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], found
 
 
 def providers(spec: ModelSpec, device: Device, available: Collection[str], cache: Path) -> list[Provider]:
-    """Returns the providers of an instance, the preferred one first.
-
-    `available` are the installed ones; TensorRT keeps its engines in `cache` by default.
-    """
+    """Returns an instance's providers, the preferred one first; `cache` is for TensorRT's engines."""
     if device.kind == "cpu":
         return [*_cpu_accelerators(spec, available), (CPU, {})]
     chosen: list[Provider] = []
@@ -413,7 +398,7 @@ def _cpu_accelerators(spec: ModelSpec, available: Collection[str]) -> list[Provi
 
 
 def tensorrt_options(spec: ModelSpec, device: Device, parameters: Mapping[str, str], cache: Path) -> dict[str, str]:
-    """Translates an accelerator's parameters to options of TensorrtExecutionProvider; engines are cached by default."""
+    """Translates an accelerator's parameters to TensorrtExecutionProvider's; engines are cached by default."""
     options = {
         "device_id": str(device.number),
         "trt_engine_cache_enable": "1",

@@ -37,11 +37,7 @@ class OpenvinoBackend:
     short_on_loop = True
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
-        """Reads and compiles the model, and compares it with its configuration.
-
-        Raises:
-            ModelLoadFailed: The file can't be loaded, a parameter is wrong, or model and configuration disagree.
-        """
+        """Reads and compiles the model, and compares it with its configuration."""
         if device.kind != "cpu":
             raise ModelLoadFailed(
                 f"model '{spec.name}' is for GPU {device.number}, where backend 'openvino' can't run; "
@@ -77,12 +73,7 @@ class OpenvinoBackend:
         self._padded = spec.max_batch_size if flag(spec, "ENABLE_BATCH_PADDING") else 0
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Runs the model.
-
-        Raises:
-            InferenceFailed: OpenVINO refused the batch.
-            InvalidRequest: An input is missing.
-        """
+        """Runs the model."""
         request, size = self._request, batch.size
         missing = max(self._padded - size, 0)
         tensors = []  # they borrow the arrays' memory, and must outlive the run
@@ -105,7 +96,7 @@ class OpenvinoBackend:
         respond_rows(batch, ctx, outputs, self._datatypes, names=self._names)
 
     def memory(self) -> tuple[MemoryUse, ...]:
-        """Returns the size of the weights; OpenVINO does not report its allocations."""
+        """Returns the size of the weights, without OpenVINO's allocations."""
         return self._memory
 
     def unload(self) -> None:
@@ -115,11 +106,11 @@ class OpenvinoBackend:
 
 @cache
 def _core() -> Any:
-    """Returns OpenVINO's core, one for the whole process.
+    """Returns OpenVINO's core, one per process, made in a thread that ends, and never destroyed.
 
-    Its CPU plugin gives the thread that creates it a signal stack, and unmaps that stack at its end. Only if it ends in
-    that thread, before any later plugin, does it also detach the stack; otherwise the thread's next signal kills the
-    process silently. So the plugin is created in a thread that ends, and is never destroyed.
+    The CPU plugin gives the thread that creates it a signal stack, and unmaps it at the plugin's end. It detaches the
+    stack only if it ends in that thread, before any later plugin; otherwise the thread's next signal kills the process
+    silently.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="openvino") as threads:
         return threads.submit(_core_with_plugins).result()
@@ -142,14 +133,14 @@ def properties(spec: ModelSpec) -> dict[str, str]:
         found["PERFORMANCE_HINT"] = hint
     if compilation := count(spec, "COMPILATION_NUM_THREADS"):
         found["COMPILATION_NUM_THREADS"] = str(compilation)
-    # By default OpenVINO rounds to BF16 on CPUs that can, so results would depend on the machine.
+    # OpenVINO's default rounds to BF16 on CPUs that can, so results would depend on the machine.
     rough = flag(spec, "HINT_BF16") or flag(spec, "ENFORCE_BF16")
     found["INFERENCE_PRECISION_HINT"] = "bf16" if rough else "f32"
     return found
 
 
 def _streams(spec: ModelSpec) -> str:
-    """Returns the configured number of streams; one by default, because an instance has one request at a time."""
+    """Returns the number of streams, by default one, for one request at a time."""
     name = "NUM_STREAMS" if "NUM_STREAMS" in spec.parameters else "CPU_THROUGHPUT_STREAMS"
     text = spec.parameters.get(name, "1").upper()
     if text in ("AUTO", "NUMA"):
@@ -162,7 +153,7 @@ def _streams(spec: ModelSpec) -> str:
 
 
 def _reshape(spec: ModelSpec, model: Any) -> None:
-    """Makes the batch dimension variable; with `RESHAPE_IO_LAYERS`, the others become the configuration's."""
+    """Makes the batch dimension variable; `RESHAPE_IO_LAYERS` sets the others."""
     if flag(spec, "RESHAPE_IO_LAYERS"):
         lead = [-1] if spec.max_batch_size else []
         model.reshape({i.name: ov.PartialShape([*lead, *(i.reshape or i.dims)]) for i in spec.file_inputs})
@@ -176,7 +167,7 @@ def _reshape(spec: ModelSpec, model: Any) -> None:
 
 
 def _compared(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], ports: Sequence[Any]) -> list[int]:
-    """Checks the model's tensors against the configuration; returns the position of each in the model."""
+    """Checks tensors against the configuration; returns their positions."""
     names = {name: position for position, port in enumerate(ports) for name in port.get_names()}
     types = [port.element_type.get_type_name() for port in ports]
     found = {name: (_DATATYPES.get(types[at], types[at]), _dims(ports[at])) for name, at in names.items()}
@@ -189,7 +180,7 @@ def _compared(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], port
 
 
 def _dims(port: Any) -> list[int] | None:
-    """Returns a port's dimensions, -1 for a variable one; `None` for an unknown rank."""
+    """Returns a port's dimensions, -1 = variable; `None` for an unknown rank."""
     shape = port.partial_shape
     if shape.rank.is_dynamic:
         return None
@@ -197,7 +188,7 @@ def _dims(port: Any) -> list[int] | None:
 
 
 def _widened(spec: ModelSpec, model: Any, inputs: Sequence[int], outputs: Sequence[int]) -> Any:
-    """Makes the model take and return float32 for BF16, which numpy lacks."""
+    """Uses float32 for BF16, which numpy lacks."""
     process, used = PrePostProcessor(model), False
     for tensors, positions, ports in (
         (spec.file_inputs, inputs, process.input),
@@ -211,7 +202,7 @@ def _widened(spec: ModelSpec, model: Any, inputs: Sequence[int], outputs: Sequen
 
 
 def _borrowed(array: Array) -> Any:
-    """Wraps an array without a copy, if it is contiguous and writeable."""
+    """Wraps a contiguous, writeable array without a copy."""
     flags = array.flags
     if not (flags.c_contiguous and flags.writeable):
         array = np.array(array, order="C")
@@ -219,7 +210,7 @@ def _borrowed(array: Array) -> Any:
 
 
 def _reason(error: BaseException, path: Path | None = None) -> str:
-    """Returns the last line of OpenVINO's message, without the places in its source."""
+    """Returns OpenVINO's message without the places in its source."""
     lines = [line.strip() for line in cleaned(error, path).splitlines() if line.strip()]
     told = [line for line in lines if not line.startswith(("Exception from", "Check '", "FrontEnd API"))]
     return " ".join(told or lines)

@@ -32,7 +32,7 @@ _model_variables: dict[str, str] = {}
 
 
 def count(spec: ModelSpec, parameter: str, default: int = 0) -> int:
-    """Reads a whole number of 0 or more from the parameters, or raises `ModelLoadFailed`."""
+    """Reads a whole number from the parameters."""
     text = spec.parameters.get(parameter)
     if text is None:
         return default
@@ -42,12 +42,12 @@ def count(spec: ModelSpec, parameter: str, default: int = 0) -> int:
 
 
 def flag(spec: ModelSpec, parameter: str, *, default: bool = False) -> bool:
-    """Reads a switch from the parameters (true, 1, yes, false, 0, no), or raises `ModelLoadFailed`."""
+    """Reads a switch from the parameters: true, 1, yes, false, 0 or no."""
     return choice(spec, parameter, _FLAGS, default)
 
 
 def choice(spec: ModelSpec, parameter: str, values: Mapping[str, T], default: T) -> T:
-    """Reads one of several lower-case words, in any case, from the parameters, or raises `ModelLoadFailed`."""
+    """Reads one of several lower-case words, in any case, from the parameters."""
     text = spec.parameters.get(parameter)
     if text is None:
         return default
@@ -59,15 +59,14 @@ def choice(spec: ModelSpec, parameter: str, values: Mapping[str, T], default: T)
 
 
 def cores_each(spec: ModelSpec) -> int:
-    """Returns this process's cores per model instance, because all instances compute at once; at least 1."""
+    """Returns this process's cores per model instance, at least 1."""
     return max(usable_cores() // max(spec.instance_count, 1), 1)
 
 
 def usable_cores(cgroup: Path = _CGROUP) -> int:
-    """Returns how many cores this process may use at once, by the limit of its container.
+    """Returns the cores of this process, by its container's limit in `cgroup` (v1 or v2).
 
-    With a thread for each core of the machine, the first moments of each period would use up the limit. `cgroup` has
-    `cpu.max`, or the files of cgroup v1.
+    With a thread for each core of the machine, the first moments of each period would use up the limit.
     """
     cores = len(os.sched_getaffinity(0))
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
@@ -80,7 +79,7 @@ def usable_cores(cgroup: Path = _CGROUP) -> int:
 
 
 def model_file(spec: ModelSpec, version_dir: Path, *defaults: str) -> Path:
-    """Returns a version's model file: the configured one, or the first existing default; raises `ModelLoadFailed`."""
+    """Returns a version's model file: the configured one, or the first existing default."""
     names = (spec.filename,) if spec.filename not in ("", *defaults) else (spec.filename or defaults[0], *defaults)
     for name in names:
         if (path := version_dir / name).exists():
@@ -91,9 +90,9 @@ def model_file(spec: ModelSpec, version_dir: Path, *defaults: str) -> Path:
 def compare(
     spec: ModelSpec, kind: str, tensor: TensorSpec, found: Mapping[str, tuple[str, Sequence[int] | None]]
 ) -> None:
-    """Raises `ModelLoadFailed` unless the model has a configured tensor, with its datatype and dimensions.
+    """Checks that a configured tensor exists in the model, with its datatype and dimensions.
 
-    `found` has datatype and dimensions by name; -1 is a variable dimension, `None` an unknown rank.
+    In `found`, -1 is a variable dimension, and `None` an unknown rank.
     """
     if tensor.name not in found:
         raise ModelLoadFailed(
@@ -112,29 +111,23 @@ def compare(
 
 
 def use_engine_cache(directory: Path) -> None:
-    """Sets the directory of compiled engines; called once, by this process's program."""
+    """Sets the directory of compiled engines, once."""
     _engine_cache[:] = [directory]
 
 
 def engine_cache() -> Path:
-    """Returns the directory of compiled engines, which need not exist.
-
-    A build takes minutes, and fits one GPU and one version of TensorRT.
-    """
+    """Returns the directory of compiled engines: a build takes minutes, for one GPU and version."""
     return _engine_cache[0] if _engine_cache else _ENGINES.expanduser()
 
 
 def use_environments(cache_dir: str, max_bytes: int, max_files: int) -> None:
-    """Sets the store of models' environments; called once, by this process's program.
-
-    An empty `cache_dir` is the user's cache. The limits count bytes, and files, directories and links.
-    """
+    """Sets the store of models' environments, once; an empty `cache_dir` is the user's cache."""
     directory = Path(cache_dir) / "environments" if cache_dir else _ENVIRONMENTS.expanduser()
     _environments[:] = [EnvironmentStore(directory.absolute(), max_bytes, max_files)]
 
 
 def environments() -> EnvironmentStore:
-    """Returns the store of models' environments, by default in the user's cache."""
+    """Returns the store of models' environments."""
     return _environments[0] if _environments else EnvironmentStore(_ENVIRONMENTS.expanduser())
 
 
@@ -145,18 +138,18 @@ def use_model_variables(environment: Mapping[str, str]) -> None:
 
 
 def model_variables() -> Mapping[str, str]:
-    """Returns the environment of processes that run or compile a model; empty until it is set."""
+    """Returns the environment of processes that run or compile a model."""
     return _model_variables
 
 
 def files_use(path: Path, device: Device) -> tuple[MemoryUse, ...]:
-    """Returns the approximate memory of a model's weights: the size of its version's files."""
+    """Returns the size of a version's files, in place of the weights'."""
     files = [file for file in path.parent.rglob("*") if file.is_file()]
     return (MemoryUse(device.kind.upper(), device.number, sum(file.stat().st_size for file in files)),)
 
 
 def cleaned(error: BaseException, path: Path | None = None) -> str:
-    """Returns a runtime's message without the path of the model file, which clients must not see."""
+    """Returns a runtime's message without the model's path."""
     text = str(error)
     if path is not None:
         text = text.replace(str(path), path.name).replace(str(path.parent), "")

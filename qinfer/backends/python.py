@@ -54,13 +54,13 @@ from qinfer.observe.model_metrics import ModelSeries
 from qinfer.tensors import Bytes, from_numpy
 
 ENVIRONMENT = "EXECUTION_ENV_PATH"
-"""Triton's parameter for the model's own environment: an archive or a directory."""
+"""Triton's parameter for a model's own environment."""
 
 MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
 """The prefix of a path within the model's directory."""
 
 TRIES = 5
-"""After this many processes in a row have died before they took a batch, its requests fail as retryable."""
+"""After this many deaths before a batch was taken, its requests fail as retryable."""
 
 M = TypeVar("M", bound=Message)
 COMPLETE_S = 120.0
@@ -73,7 +73,7 @@ TOO_LONG = "the load of model '{}' lasted longer than its limit of {:g} s (qinfe
 
 
 class PythonBackend:
-    """Runs `model.py` in a process; `models` loads models for its code, if allowed."""
+    """Runs `model.py` in a process; `models`, if any, loads models for its code."""
 
     short_on_loop = False
 
@@ -84,11 +84,7 @@ class PythonBackend:
         self._interrupt: Callable[[], bool] = lambda: False
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
-        """Starts the process, imports the model and initialises it.
-
-        Raises:
-            ModelLoadFailed: The file is missing, or the model's code raised or died; its log says where.
-        """
+        """Starts the process, imports the model and initialises it."""
         check_model(spec.name, version_dir, spec.filename)
         environment = environment_of(spec.name, spec.parameters.get(ENVIRONMENT, ""), version_dir)
         self._model = spec.name
@@ -138,11 +134,7 @@ class PythonBackend:
             raise
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Sends the batch to the process and passes its answers on; a decoupled model may answer later.
-
-        Raises:
-            InferenceFailed: The model raised, or its process died.
-        """
+        """Sends the batch to the process and passes its answers on, a decoupled model's perhaps later."""
         metas, buffers = self._inputs(batch)
         asked = [_asked(request) for request in batch.requests]
         shapes = {
@@ -170,11 +162,11 @@ class PythonBackend:
                 ctx.reschedule(item)
 
     def interrupt(self) -> bool:
-        """Ends the process if its batch has reached the time limit; returns whether it did."""
+        """Ends the process if its batch has reached the time limit."""
         return self._interrupt()
 
     def unready(self) -> str:
-        """Returns why the model's own `is_ready` says no; empty if it is ready or has no such method."""
+        """Returns why the model's own `is_ready` says no, or ""."""
         return "" if self._probe is None else self._probe.look()
 
     def memory(self) -> tuple[MemoryUse, ...]:
@@ -186,7 +178,7 @@ class PythonBackend:
         return self._instance.metrics()
 
     def unload(self) -> None:
-        """Lets open streams end, finalises the model and ends its process, by force after some seconds."""
+        """Lets open streams end, finalises the model and ends its process."""
         if self._streams is not None:
             self._streams.drain(self._longest_s)
         self._instance.stop()
@@ -203,12 +195,7 @@ class PythonBackend:
     def _executed(
         self, message: Execute, buffers: Sequence[Bytes], ctx: Context
     ) -> tuple[Message, list[Buffer]] | None:
-        """Returns the process's reply to a batch; `None` if no process takes it.
-
-        Raises:
-            InferenceFailed: The process died of it.
-            SequenceLost: The process died with the state of its sequences.
-        """
+        """Returns the process's reply to a batch; `None` without a process."""
         for _ in range(TRIES):
             process = self._instance.process()
             if process is None:
@@ -238,7 +225,6 @@ class PythonBackend:
         return None
 
     def _leaves_state(self, outcome: Message) -> bool:
-        """Returns whether a batch may have left state in the model's memory."""
         return self._is_stateful or (
             self._keeps_state
             and isinstance(outcome, Executed)
@@ -258,10 +244,7 @@ class PythonBackend:
     ) -> tuple[Message, list[Buffer]]:
         """Sends the batch, and serves the model's calls until it has ended.
 
-        Raises:
-            OSError: The process is gone, and has not seen the batch.
-            UnreadError: The same.
-            EOFError: The process is gone.
+        Raises `OSError` or `UnreadError` if the process has not seen the batch, `EOFError` if it died later.
         """
         self._instance.begins()  # before the model can hang
         number = batch.number
@@ -316,11 +299,7 @@ def check_model(model: str, version_dir: Path, filename: str) -> None:
 
 
 def environment_of(model: str, parameter: str, version_dir: Path) -> Path | None:
-    """Returns the archive or directory of a model's own environment; `None` = it uses the worker's.
-
-    Raises:
-        ModelLoadFailed: The path does not exist, or is not allowed.
-    """
+    """Returns the archive or directory of a model's own environment, if any."""
     if not parameter:
         return None
     inner = parameter.removeprefix(f"{MODEL_DIRECTORY}/")
@@ -338,7 +317,7 @@ def environment_of(model: str, parameter: str, version_dir: Path) -> Path | None
 
 
 def prepare(process: HostProcess, model: str) -> None:
-    """Waits until a process is in its model's environment, or raises `ModelLoadFailed`."""
+    """Waits until a process is in its model's environment."""
     if process.environment is not None:
         ask(process, None, EnvironmentReady, model)
 
@@ -346,11 +325,7 @@ def prepare(process: HostProcess, model: str) -> None:
 def ask(
     process: HostProcess, message: Message | None, expected: type[M], model: str, managing: Managing | None = None
 ) -> M:
-    """Sends a command to a process before it executes, and returns the reply; `None` awaits the report of its start.
-
-    Raises:
-        ModelLoadFailed: The model's code raised, or ended its process.
-    """
+    """Sends a command, if any, to a process before it executes, and returns the reply."""
     try:
         if message is not None:
             process.channel.send(message)
@@ -372,7 +347,7 @@ def ask(
 
 @contextmanager
 def killed_after(timeout_s: float, process: HostProcess, text: str) -> Iterator[None]:
-    """Kills a process at the end of a time limit, and gives the failure this text."""
+    """Kills a process at the end of a time limit; the failure gets this text."""
     is_late = threading.Event()
 
     def give_up() -> None:
@@ -417,7 +392,6 @@ class _Names:
         self._taken: set[str] = set()
 
     def take(self, spec: ModelSpec, device: Device) -> str:
-        """Takes a name."""
         group = next((g.name for g in spec.instances if g.device == device and g.name), spec.name)
         with self._lock:
             name = next(name for n in count() if (name := f"{group}_{n}") not in self._taken)
@@ -425,7 +399,6 @@ class _Names:
         return name
 
     def give_back(self, name: str) -> None:
-        """Frees a name."""
         with self._lock:
             self._taken.discard(name)
 
@@ -434,11 +407,7 @@ _names = _Names()
 
 
 def complete_config(config: ModelConfig, version_dir: Path, timeout_s: float = COMPLETE_S) -> ModelConfig:
-    """Returns a copy of the configuration, completed by the model's `auto_complete_config`, if any; blocking.
-
-    Raises:
-        ModelLoadFailed: The model's code raised, died, took too long, or returned no configuration.
-    """
+    """Returns a copy of the configuration, completed by the model's `auto_complete_config`; blocking."""
     model = config.name or version_dir.parent.name
     named = ModelConfig()
     named.CopyFrom(config)

@@ -37,11 +37,7 @@ _BUILT_IN = {
 
 
 def factory(name: str, models: ManagesModels | None = None) -> BackendFactory:
-    """Returns the factory of a backend; `models` loads models for code in Python, if allowed.
-
-    Raises:
-        BackendUnavailable: The name is unknown, or the runtime is not installed.
-    """
+    """Returns the factory of a backend; `models` loads models for code in Python, if allowed."""
     built_in = _BUILT_IN.get(name)
     if built_in is not None:
         made = cast("Callable[..., Backend]", _imported(name, built_in))

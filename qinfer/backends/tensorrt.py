@@ -43,7 +43,7 @@ _DATATYPES = {
     "BOOL": "BOOL",
     "UINT8": "UINT8",
 }
-_MAX_GRAPHS = 64  # per instance: each graph keeps an execution context, and shapes may be many
+_MAX_GRAPHS = 64  # per instance: each graph keeps an execution context
 
 
 Shape = tuple[int, ...]
@@ -58,9 +58,9 @@ class Port(NamedTuple):
 
 
 class Buffers:
-    """The buffers of an instance: for each tensor one on the GPU and one on the host, of the largest size.
+    """The buffers of an instance for the largest shapes, on the GPU and the host.
 
-    The instance's GPU must be selected. Executions share `scratch_bytes` of other memory, because they never overlap.
+    The instance's GPU must be selected. Executions share `scratch_bytes`, because they never overlap.
     """
 
     def __init__(self, cuda: Cuda, ports: list[Port], scratch_bytes: int) -> None:
@@ -89,7 +89,7 @@ class Buffers:
         np.copyto(view, array)
 
     def read(self, name: str, shape: Shape) -> Array:
-        """Copies an output from its pinned buffer, which the next execution overwrites."""
+        """Copies an output from its pinned buffer."""
         port = self._ports[name]
         raw = self._host[name][1][: self._size_bytes(name, shape)]
         if port.datatype == "BF16":
@@ -131,13 +131,7 @@ class TensorrtBackend:
     short_on_loop = False
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
-        """Opens the engine, after building it if none fits this GPU, and allocates its buffers.
-
-        Raises:
-            ModelLoadFailed: The engine does not fit this GPU or TensorRT, can't be built, or differs from the
-                configuration.
-            BackendUnavailable: CUDA's runtime is not installed.
-        """
+        """Opens the engine, builds it first if necessary, and allocates its buffers."""
         self._cuda = Cuda()
         found = self._cuda.device_count()
         if device.kind != "gpu" or device.number >= found:
@@ -160,12 +154,7 @@ class TensorrtBackend:
             raise ModelLoadFailed(f"TensorRT can't load model '{spec.name}': {cleaned(error, path)}") from error
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Copies the batch to the GPU, runs it, and copies the results back, all on this instance's stream.
-
-        Raises:
-            InferenceFailed: TensorRT or CUDA refused.
-            InvalidRequest: An input is missing.
-        """
+        """Copies the batch to the GPU, runs it, and copies the results back."""
         missing = [name for name in self._shapes_max if name not in batch.inputs]
         if missing:
             raise InvalidRequest(f"input '{missing[0]}' is missing, and the model requires it")
@@ -212,7 +201,7 @@ class TensorrtBackend:
         self._context = self._new_context()
 
     def _ports(self, spec: ModelSpec) -> list[Port]:
-        """Compares the engine with the configuration, and returns the largest shape of each tensor."""
+        """Compares engine and configuration; returns each tensor's largest shape."""
         engine = self._engine
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         inputs = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
@@ -238,7 +227,7 @@ class TensorrtBackend:
         return _largest(engine, names, self._shapes_max, spec.name)
 
     def _new_context(self) -> trt.IExecutionContext:
-        """Makes an execution context in the instance's scratch memory, for one execution at a time."""
+        """Makes an execution context in the shared scratch memory."""
         context = self._engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         context.set_device_memory(self._buffers.scratch, self._buffers.scratch_bytes)
         if context.active_optimization_profile != 0:
@@ -276,7 +265,7 @@ class TensorrtBackend:
             self._buffers.to_host(name, tuple(context.get_tensor_shape(name)), self._stream)
 
     def _record(self, shapes: tuple[Shape, ...], inputs: Mapping[str, Array]) -> None:
-        """Records an execution of these shapes, in a context of its own that has run once, as TensorRT requires."""
+        """Records an execution, in a context of its own that has run once, as TensorRT requires."""
         if shapes not in self._contexts:
             if len(self._contexts) < _MAX_GRAPHS:
                 self._contexts[shapes] = self._new_context()
@@ -304,7 +293,6 @@ class TensorrtBackend:
 
 
 def _largest(engine: trt.ICudaEngine, names: list[str], inputs: Mapping[str, Shape], model: str) -> list[Port]:
-    """Derives the outputs' shapes from the largest inputs."""
     context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
     for name, shape in inputs.items():
         context.set_input_shape(name, shape)
@@ -322,11 +310,7 @@ def _largest(engine: trt.ICudaEngine, names: list[str], inputs: Mapping[str, Sha
 
 
 def _engine_of(cuda: Cuda, spec: ModelSpec, onnx: Path, device: int) -> Path:
-    """Returns the engine of an ONNX file from the cache, or builds it; other processes wait for the builder.
-
-    Raises:
-        ModelLoadFailed: An option is wrong, or TensorRT can't build it.
-    """
+    """Returns an ONNX file's engine from the cache, or builds it; one process builds at a time."""
     with LocalFiles(onnx.parent).blob(onnx.name, onnx.stat().st_size) as blob:
         declared = read_onnx(blob, onnx.name)
     build = build_of(spec, declared)

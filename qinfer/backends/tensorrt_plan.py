@@ -34,7 +34,6 @@ class Build(msgspec.Struct, kw_only=True):
         plan: The path of the engine.
         device: The GPU's number.
         profiles: Input → its three shapes.
-        precision: One of `PRECISIONS`.
         workspace_bytes: The most GPU memory of an execution; 0 = unlimited.
         level: The effort of optimising, 0 … 5; -1 = TensorRT's default.
     """
@@ -49,11 +48,7 @@ class Build(msgspec.Struct, kw_only=True):
 
 
 def build_of(spec: ModelSpec, declared: FileTensors) -> Build:
-    """Reads the options of a model; `declared` has the inputs of its ONNX file.
-
-    Raises:
-        ModelLoadFailed: An option is wrong, or a variable dimension has no limits.
-    """
+    """Reads the options of a model; `declared` has the inputs of its ONNX file."""
     options = next((a.parameters for a in spec.gpu_accelerators if a.name == "tensorrt"), {})
     known = ("precision_mode", *_NUMBERS, *_LIMITS)
     for key, text in options.items():
@@ -80,9 +75,8 @@ def build_of(spec: ModelSpec, declared: FileTensors) -> Build:
 def profiles(spec: ModelSpec, declared: FileTensors, options: Mapping[str, str]) -> dict[str, Profile]:
     """Returns the three shapes of each input.
 
-    The batch dimension goes from 1 to `max_batch_size`, and is best at the largest preferred size. Other dimensions are
-    the configuration's, or the file's where it has -1; where both vary, the options must give limits, or
-    `ModelLoadFailed` is raised.
+    The batch dimension goes from 1 to `max_batch_size`, and is best at the largest preferred size. Variable dimensions
+    need limits in the options.
     """
     given = [parse_shapes(spec.name, key, options.get(key, "")) for key in _LIMITS]
     files = {tensor.name: tensor.dims for tensor in declared.inputs}
@@ -117,10 +111,7 @@ def parse_shapes(model: str, key: str, text: str) -> dict[str, Shape]:
 
 
 def cache_key(build: Build, files: Path, gpu: str, tensorrt: str) -> str:
-    """Returns the name of an engine in the cache, for one model, GPU, TensorRT and set of options.
-
-    All of the version's `files` count, because weights may lie beside the model.
-    """
+    """Returns an engine's name in the cache; weights may lie beside the model, so all `files` count."""
     digest = hashlib.sha256()
     for text in (gpu, tensorrt, build.precision, str(build.workspace_bytes), str(build.level)):
         digest.update(text.encode() + b"\0")
@@ -138,7 +129,7 @@ def _lead(spec: ModelSpec, rows: int) -> Shape:
 
 
 def _merged(spec: ModelSpec, tensor: TensorSpec, file: Shape | None) -> Shape:
-    """Returns a tensor's dimensions without the batch's, from the file where the configuration has -1."""
+    """Returns the configured dimensions without the batch's; the file's in place of -1."""
     dims = tensor.seen_dims
     rest = (file or ())[1 if spec.max_batch_size else 0 :]
     if len(rest) != len(dims):

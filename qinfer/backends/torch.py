@@ -54,18 +54,14 @@ _thread = threading.local()
 
 
 _deprecations = threading.Lock()  # changing warning filters is not safe in threads
-_archives = threading.Lock()  # PyTorch reads and compiles one model.pt2 at a time, and imports parts of itself for it
+_archives = threading.Lock()  # PyTorch reads and compiles one model.pt2 at a time
 _SEPARATOR = "__"
 
 
 class Opened(NamedTuple):
-    """A model file, ready to be called.
+    """A model file, ready to be called; `arguments` are those of `forward`, if known.
 
-    Attributes:
-        arguments: The names of `forward`'s arguments, in order; empty if unknown.
-        takes_dict: The only argument is a dictionary of tensors by name.
-        kind: `torchscript`, `export` or `aoti`.
-        nbytes: The size of its parameters and buffers.
+    `kind` is `torchscript`, `export` or `aoti`.
     """
 
     call: Callable[..., Any]
@@ -76,10 +72,7 @@ class Opened(NamedTuple):
 
 
 def open_model(path: Path, device: torch.device) -> Opened:
-    """Opens a model file on a device; blocking.
-
-    Raises `ModelLoadFailed` for a wrong format, pickled objects, or code for another device, and PyTorch's exceptions.
-    """
+    """Opens a model file on a device; blocking. Raises `ModelLoadFailed`, and PyTorch's exceptions."""
     if not zipfile.is_zipfile(path):
         raise ModelLoadFailed(
             f"'{path.name}' is not a PyTorch archive; save the model with torch.export.save or torch.jit.save"
@@ -105,10 +98,7 @@ def open_model(path: Path, device: torch.device) -> Opened:
 
 
 def refuse_pickle(archive: zipfile.ZipFile, names: dict[str, str]) -> None:
-    """Raises `ModelLoadFailed` for an archive of `torch.export` with objects that need a full unpickling.
-
-    `names` maps a path within the archive to the one with its first directory.
-    """
+    """Raises `ModelLoadFailed` for an archive of `torch.export` that needs a full unpickling."""
     for name, full in names.items():
         if name.endswith(("_weights_config.json", "_constants_config.json")):
             for tensor, entry in json.loads(archive.read(full)).get("config", {}).items():
@@ -165,12 +155,7 @@ class TorchBackend:
     short_on_loop = False
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
-        """Opens the model file, and assigns its arguments to inputs.
-
-        Raises:
-            ModelLoadFailed: The file can't be loaded, a parameter is wrong, the GPU is missing, or the
-                configuration does not fit the model.
-        """
+        """Opens the model file, and assigns its arguments to inputs."""
         for tensor in (*spec.file_inputs, *spec.file_outputs):
             if tensor.datatype not in _DTYPES:
                 raise ModelLoadFailed(
@@ -196,17 +181,11 @@ class TorchBackend:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # PyTorch annotates no arguments
 
         self._compile(spec, opened)
-        # A compiled function may compile again, and a device may be busy: both would block the event loop.
+        # A later compilation, or a busy device, would block the event loop.
         self.short_on_loop = self._device.type == "cpu" and not self._compiled
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Calls the model.
-
-        Raises:
-            InferenceFailed: The model raised.
-            InvalidRequest: A required input is missing.
-            OutputMismatch: The results contradict the configuration.
-        """
+        """Calls the model."""
         if getattr(_thread, "count", 0) != self._threads:
             set_threads(self._threads)
         try:
@@ -271,7 +250,7 @@ class TorchBackend:
             self._compile_now(spec)
 
     def _compile_now(self, spec: ModelSpec) -> None:
-        """Compiles for one row, which has code of its own, and for other sizes, before the first requests."""
+        """Compiles for one row, which has code of its own, and for other sizes."""
         for rows in (1, 2, spec.max_batch_size) if spec.max_batch_size > 1 else (spec.max_batch_size,):
             lead = (rows,) if rows else ()
             zeros = {
@@ -294,7 +273,7 @@ class TorchBackend:
         return {name: _array(tensor) for name, tensor in self._results(self._called(tensors)).items()}
 
     def _run_on_stream(self, inputs: Mapping[str, Array], stream: "torch.cuda.Stream") -> dict[str, Array]:
-        """Copies, runs and copies back on this instance's own stream, and waits only for it."""
+        """Runs on this instance's own stream, and waits only for it."""
         with torch.cuda.stream(stream):
             tensors = {}
             for name, array in inputs.items():
@@ -325,7 +304,6 @@ class TorchBackend:
             return self._call(**keywords)
 
     def _results(self, returned: Any) -> dict[str, torch.Tensor]:
-        """Names the results: a tensor, a sequence of tensors, or a dictionary of them."""
         if isinstance(returned, torch.Tensor):
             returned = (returned,)
         results: dict[str, torch.Tensor] = {}
@@ -344,7 +322,7 @@ class TorchBackend:
 
 
 class _Modes:
-    """The switches for executions that are not PyTorch's defaults."""
+    """The switches that are not PyTorch's defaults."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         inference = flag(spec, "INFERENCE_MODE", default=True)
@@ -368,13 +346,12 @@ class _Modes:
         return stack
 
     def after(self) -> None:
-        """Frees the device's cached memory, if configured."""
         if self._clean:
             torch.cuda.empty_cache()
 
 
 def set_threads(threads: int) -> None:
-    """Sets the number of threads of operators; PyTorch keeps it for each calling thread."""
+    """Sets the threads of operators, which PyTorch keeps per calling thread."""
     torch.set_num_threads(threads)
     _thread.count = threads
 
@@ -394,7 +371,7 @@ def _device(spec: ModelSpec, device: Device) -> torch.device:
 
 
 def _configure(spec: ModelSpec) -> None:
-    """Sets PyTorch's options of the whole process; as in Triton, the first or last model to set one wins."""
+    """Sets PyTorch's process-wide options; as in Triton, the first or last model wins."""
     threads = count(spec, "INTER_OP_THREAD_COUNT")
     if threads and threads != torch.get_num_interop_threads():
         try:
@@ -411,7 +388,7 @@ def _configure(spec: ModelSpec) -> None:
 
 
 def _tensor(array: Array) -> torch.Tensor:
-    """Shares an array's memory, unless it is a request's own bytes, which the model must not change."""
+    """Shares an array's memory, unless it is a request's own bytes."""
     return torch.from_numpy(array if array.flags.writeable else np.array(array))
 
 
@@ -429,7 +406,7 @@ def _described(returned: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns an error's text for clients: the last line for TorchScript, whose errors show the author's code."""
+    """Returns an error's text for clients; TorchScript's shows the author's code before the last line."""
     text = str(error).strip()
     if "Traceback of TorchScript" in text:
         return text.splitlines()[-1].removeprefix("builtins.")
@@ -437,14 +414,13 @@ def _reason(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException, path: Path | None = None) -> str:
-    """Returns the first line of PyTorch's error, without the stack behind it."""
     return (cleaned(error, path).splitlines() or [type(error).__name__])[0]
 
 
 def input_positions(model: str, inputs: Sequence[str], arguments: Sequence[str]) -> list[int]:
     """Returns the position in `forward` of each configured input.
 
-    The names are those of the arguments, or all end in `__<position>`, or are in the configuration's order.
+    Names are those of the arguments, or all end in `__<position>`, or are in order.
     """
     if arguments and set(inputs) <= set(arguments):
         return [arguments.index(name) for name in inputs]
@@ -457,7 +433,7 @@ def input_positions(model: str, inputs: Sequence[str], arguments: Sequence[str])
 
 
 def output_positions(model: str, outputs: Sequence[str]) -> list[int]:
-    """Returns the position in the model's result of each configured output: by `__<position>`, else in order."""
+    """Returns each configured output's position in the result: by `__<position>`, else in order."""
     return _by_index(model, "output", outputs, None) or list(range(len(outputs)))
 
 

@@ -1,1 +1,1 @@
-"""Batching: a pure policy says which requests run together and when, and the batcher runs them."""
+"""Batching: a pure policy decides which requests run together, and the batcher runs them."""

@@ -1,4 +1,4 @@
-"""Assembles batches: the key that requests of a batch share, and the arrays of a `Batch`; pure."""
+"""Assembles batches: the key that requests of a batch share, and its arrays; pure."""
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
@@ -13,7 +13,7 @@ from qinfer.models.spec import ModelSpec
 from qinfer.tensors import Tensor, datatype, to_numpy
 
 LONG_BYTES = 64 * 1024
-"""Strings of this size, up to 16,384 of them, take some milliseconds."""
+"""Strings of this size take some milliseconds."""
 
 KeyFunction = Callable[[InferRequest], Hashable]
 
@@ -21,8 +21,7 @@ KeyFunction = Callable[[InferRequest], Hashable]
 def key_function(spec: ModelSpec) -> KeyFunction:
     """Returns the function of a batching key: requests with equal keys may share a batch (reference §3.3 step 4).
 
-    With optional inputs or variable dimensions, the key has the inputs' names and shapes, except the batch dimension
-    and ragged shapes.
+    A key needs names and shapes only for optional inputs and variable dimensions.
     """
     if all((i.ragged or -1 not in i.dims) and not i.optional for i in spec.inputs):
         return no_key
@@ -51,11 +50,7 @@ def _ragged_key(ragged: Collection[str], request: InferRequest) -> Hashable:
 
 
 def assemble(requests: Sequence[InferRequest], rows: Sequence[int], ragged: Collection[str] = ()) -> Batch:
-    """Builds a batch of requests with equal keys.
-
-    Inputs are `dtype[sum(rows), …]`, ragged ones `dtype[elements]`. A single request's inputs share its memory,
-    read-only.
-    """
+    """Builds a batch of requests with equal keys; a single request's inputs share its memory, read-only."""
     first = requests[0].inputs
     if len(requests) == 1:
         return Batch(requests=requests, rows=rows, inputs={t.name: to_numpy(t) for t in first})
@@ -73,7 +68,7 @@ def assemble(requests: Sequence[InferRequest], rows: Sequence[int], ragged: Coll
 
 
 def takes_long(requests: Sequence[InferRequest]) -> bool:
-    """Returns whether an instance's thread should build the batch, because it has many strings."""
+    """Returns whether an instance's thread should build the batch of many strings."""
     nbytes = sum([len(t.data) for request in requests for t in request.inputs if t.datatype == "BYTES"])
     return nbytes > LONG_BYTES
 
@@ -84,7 +79,6 @@ def strings_of(requests: Sequence[InferRequest]) -> int:
 
 
 def _column(requests: Sequence[InferRequest], position: int, name: str) -> list[Tensor]:
-    """Returns each request's tensor of this name; most list their inputs in the same order."""
     column = [request.inputs[position] for request in requests]
     for index in [index for index, tensor in enumerate(column) if tensor.name != name]:
         column[index] = next(t for t in requests[index].inputs if t.name == name)
@@ -92,12 +86,12 @@ def _column(requests: Sequence[InferRequest], position: int, name: str) -> list[
 
 
 def joined(column: list[Tensor]) -> Array:
-    """Concatenates the elements of tensors of any shapes."""
+    """Concatenates the elements of tensors."""
     return np.concatenate([to_numpy(tensor).reshape(-1) for tensor in column])
 
 
 def stack(first: Tensor, column: list[Tensor], total: int) -> Array:
-    """Joins tensors of one name to an array of `total` rows; raises `InvalidRequest` for missing bytes."""
+    """Joins tensors of one name to an array of `total` rows."""
     dtype = datatype(first.datatype).numpy
     shape = (total, *first.shape[1:])
     try:

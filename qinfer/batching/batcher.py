@@ -55,7 +55,7 @@ class Bisection(deque[list[Pending]]):
         return items
 
     def take_late(self, horizon_s: float) -> list[Pending]:
-        """Removes and returns the items with deadlines up to `horizon_s`."""
+        """Removes and returns the items due by `horizon_s`."""
         late = [item for batch in self for item in batch if item.deadline_s <= horizon_s]
         if late:
             self._keep_where(lambda item: item.deadline_s > horizon_s)
@@ -72,21 +72,21 @@ class Bisection(deque[list[Pending]]):
 
     @property
     def first_deadline_s(self) -> float:
-        """The earliest deadline of all items; `NEVER_S` without any."""
+        """The earliest deadline of all items."""
         return min((item.deadline_s for batch in self for item in batch), default=NEVER_S)
 
 
 FETCH_LEAD_S = 0.003
-"""The lead of a fetch before an execution's expected end: a few round trips to the broker."""
+"""The lead of a fetch before an expected end: a few round trips to the broker."""
 
 LOOK_S = 0.002
-"""A fetch without a reply for this long has found no requests."""
+"""After this long without a reply, a fetch has found no requests."""
 
 FIRST = "p1"
 """The lane of the highest level."""
 
 OVERDUE_S = 0.05
-"""An execution that is late by this, or by its expected duration, gives back the batch behind it."""
+"""An execution this late, or by its expected duration, gives back the batch behind it."""
 
 
 _ALL_WAIT = (
@@ -95,15 +95,12 @@ _ALL_WAIT = (
 
 
 class Executor(Protocol):
-    """The instances of a model version.
-
-    They share one queue and ignore `instance`; with sequences, each has its own queue.
-    """
+    """The instances of a model version, with one queue; each has its own for a model with sequences."""
 
     count: int
 
     def run_now(self, execution: Execution, expected_s: float, instance: int = 0) -> bool:
-        """Executes at once if that is quicker than a change of threads; returns whether it did."""
+        """Executes at once if a change of threads would take longer; returns whether it did."""
         ...
 
     def start(self, execution: Execution, done: Callable[[Execution], None], instance: int = 0) -> None:
@@ -121,10 +118,10 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model version at one generation, loaded into instances; calls to other models go through `caller`.
+    """A model version at one generation, loaded into instances.
 
-    Only decoupled models have `streams`. An iterated request starts from `initial_states`. If the model has a
-    `max_queue_size`, `begun` is called with the requests that an instance has taken.
+    Only decoupled models have `streams`. An iterated request starts from `initial_states`. `begun`, if the model has a
+    `max_queue_size`, is called with the requests of a beginning execution.
     """
 
     spec: ModelSpec
@@ -176,7 +173,7 @@ class Batcher:
         self._timer: asyncio.TimerHandle | None = None
         self._fetch_wait_s = self._ahead_until_s = self._look_until_s = NEVER_S
         self._asked_at_s = NEVER_S
-        # Whether the last fetch since a batch was formed left no request of a higher level.
+        # Whether the last fetch found no request of a higher level.
         self._has_looked = True
         self._fetchable, self._idle = asyncio.Event(), asyncio.Event()
         self.executing = self.completed = 0
@@ -198,9 +195,9 @@ class Batcher:
         self._pump()
 
     def replace(self, model: LoadedModel, latency: LatencyModel | None = None) -> list[Pending]:
-        """Switches to another generation; the old instances finish their batches and are unloaded.
+        """Switches to another generation; the old instances end their batches and are unloaded.
 
-        Returns the items that have not started: check them with the new configuration, `classify` and admit them again.
+        Returns the items that have not started: check them again, `classify` and admit them.
         """
         old, self._lent = self.model.executor, LentInstances()
         self._recall()
@@ -212,10 +209,7 @@ class Batcher:
         return waiting
 
     def classify(self, item: Pending) -> None:
-        """Sets an item's key, level and queue deadline; its lease, request, `enqueued_s` and `alone` must be set.
-
-        A suspect has no queue deadline, because it was executed before.
-        """
+        """Sets an item's key, level and queue deadline, which a suspect has not, because it was executed before."""
         item.key = None if self._key_of is no_key else self._key_of(item.request)
         if self._rules.prefetch or (batching := self.model.spec.batching) is None:
             return
@@ -226,12 +220,11 @@ class Batcher:
         item.delays = batching.policy(item.level).delay
 
     def admit(self, items: Sequence[Pending]) -> None:
-        """Takes fetched items and starts batches; call it without items after an empty fetch.
+        """Takes fetched items and starts batches; call it after an empty fetch, too.
 
-        Items past the queue timeout of a policy that delays go to the `.delayed` lane, behind their level's requests in
-        the queue.
+        Items whose queue timeout delays them go to the `.delayed` lane, behind their level's requests in the queue.
         """
-        # The fetch brought all that it asked for: there are probably more.
+        # There are probably more.
         more = 0 < self._asked_count <= len(items)
         self._asked_count = 0
         self._has_looked, self._look_until_s, self._asked_at_s = not more, NEVER_S, NEVER_S
@@ -249,14 +242,14 @@ class Batcher:
         await self._fetchable.wait()
 
     def welcome(self, lanes: Sequence[Lane]) -> Sequence[Lane]:
-        """Returns the lanes to fetch from: all, or, once a batch is full, those that precede its last item."""
+        """Returns the lanes to fetch from; once a batch is full, only those that precede its last item."""
         if not self._rules.levels or not self._can_be_overtaken or self._rules.may_grow(self._waiting_rows):
             return lanes
         last, names = self._last_lane, [lane.name for lane in lanes]
         return lanes[: names.index(last)] if last in names else lanes
 
     def room(self) -> tuple[int, float]:
-        """Returns the number of entries to fetch now, and the seconds to wait for the first."""
+        """Returns how many entries to fetch, and how many seconds to wait for the first."""
         batches = max(self._idle_count(), 1)
         if not self._rules.merge:
             count = max(batches - len(self._pending), 1)
@@ -272,16 +265,13 @@ class Batcher:
         return count, self._fetch_wait_s
 
     def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns the requests per second of all instances under load; 0 = not known yet.
-
-        `at_best` returns the highest speed that the observations allow.
-        """
+        """Returns the requests per second of all instances under load, or the highest possible; 0 = unknown."""
         rows = self._rules.max_rows if self._rules.merge else self._rows_per_item
         full_s = (self._latency.best_s if at_best else self._latency.full_s)(max(round(rows), 1))
         return self.model.executor.count * rows / self._rows_per_item / full_s if full_s else 0.0
 
     def lost(self, item: Pending) -> None:
-        """Forgets an item whose lease is lost; the items of one turn of the event loop are removed together."""
+        """Forgets an item whose lease is lost, with others of this event-loop turn."""
         item.lost = True
         if not self._has_lost:
             self._has_lost = True
@@ -292,7 +282,7 @@ class Batcher:
         self._outlet.answer(items, self._responder.failures(items, error, self._clock.now_s(), self.tally))
 
     async def pause(self) -> None:
-        """Stops fetching, gives back waiting items, and returns when the others have ended."""
+        """Stops fetching, gives back waiting items, and waits for the others."""
         self.paused = True
         self._recall()
         self._drop_lost()
@@ -307,13 +297,13 @@ class Batcher:
 
     @property
     def has_room(self) -> bool:
-        """Whether more rows would cost little time: at most half a batch is here, without nested requests."""
+        """Whether more rows cost little time: at most half a batch is here."""
         rows = sum(item.rows for item in self._pending) + self.executing * self._rows_per_item
         return self._rules.merge and 2 * rows <= self._rules.max_rows and self._nested.depth == 1
 
     @property
     def next_rows(self) -> int:
-        """The rows that may join the next batches; 0 while paused or lending instances."""
+        """The rows that may join the next batches."""
         if self.paused or self._lent.count:
             return 0
         batches = max(self._idle_count(), 0) + 1
@@ -321,7 +311,7 @@ class Batcher:
 
     @property
     def waiting(self) -> list[Pending]:
-        """The items that wait here for an instance."""
+        """The items that wait for an instance."""
         ahead = [item for execution in self.expected_ends if not execution.begin_ns for item in execution.items]
         return [*ahead, *self._nested.waiting, *self._pending]
 
@@ -344,7 +334,7 @@ class Batcher:
         return self.model.executor.count - len(self.expected_ends) - self._lent.count
 
     def _idle_count(self) -> int:
-        """Returns how many instances the pending items may use; below 0, a batch is placed ahead."""
+        """Returns the instances for pending items; below 0, a batch is placed ahead."""
         if self._nested.depth == 1:
             return self._free_count
         return max(min(self._free_count, self._nested.room(0, self.expected_ends, self.model.executor.count)), 0)
@@ -363,7 +353,6 @@ class Batcher:
         return self._rules.levels and self._last_lane != FIRST
 
     def _looks_first(self, now_s: float) -> bool:
-        """Returns whether a batch waits up to `LOOK_S` for requests of higher levels."""
         if self._has_looked or not self._can_be_overtaken or self._idle_count() <= 0:
             return False
         self._look_until_s = min(self._look_until_s, min(self._asked_at_s, now_s) + LOOK_S)
@@ -375,10 +364,7 @@ class Batcher:
         return Slots(max(idle, 0), 1 if idle >= 0 and may_be_ahead else 0)
 
     def _pump(self, *, more: bool = False) -> None:
-        """Starts and expires due items, then sets the fetch gate and the one timer.
-
-        With `more` requests probably in the queue, a short batch may be filled up first.
-        """
+        """Starts and expires due items, then sets the fetch gate and the timer; `more` may fill a short batch."""
         now_s = self._clock.now_s()
         wake_at_s = NEVER_S
         self._drop_lost()
@@ -425,8 +411,8 @@ class Batcher:
             margin_s = max(OVERDUE_S, self._latency.estimate_s(1))
             overdue_at_s = expected_s + margin_s
             if now_s >= overdue_at_s:
-                # The end of the executions can't be predicted: let idle workers have the items behind them. A batch of
-                # an idle instance stays, because the instance's thread has not taken it yet.
+                # The end of the executions can't be predicted: let idle workers have the items behind them. A new batch
+                # of an idle instance stays.
                 if self._idle_count() < 0 or now_s >= last_s + margin_s:
                     self._recall()
                 else:
@@ -526,7 +512,7 @@ class Batcher:
         return others
 
     def _start_nested(self, now_s: float) -> None:
-        """Starts nested requests one by one; if all instances wait for calls, one gives way."""
+        """Starts nested requests; if all instances wait for calls, one gives way."""
         if not self._nested.waiting:
             return
         if late := self._nested.late(now_s):
@@ -562,10 +548,10 @@ class Batcher:
             if is_current and not self.paused and execution.gives_way:
                 self._pending = [*self._nested.take(again), *self._pending]
             elif is_current and not self.paused:
-                # Each further execution may last as long: run each item alone, not by halves.
+                # Each may last as long again: run each item alone, not by halves.
                 self._bisection.cut(again, alone=isinstance(execution.error, ExecutionOverdue))
             else:
-                # The items need a check for the new model, or the worker is draining.
+                # Check the items for the new model, or drain.
                 self._outlet.give_back(again)
         elif is_current and execution.error is None:
             self._observe(execution)
@@ -574,7 +560,7 @@ class Batcher:
         begin_s, end_s, now_s = execution.begin_ns / 1e9, execution.end_ns / 1e9, self._clock.now_s()
         rows = execution.batch.size
         self._latency.observe(rows, end_s - begin_s, now_s)
-        # The gap before a batch that may have waited to grow is not overhead.
+        # A batch that may have waited to grow says nothing about gaps.
         has_grown = self._rules.delay_s > 0 and rows < self._rules.largest_preferred
         oldest_s = now_s if has_grown else min(execution.items[0].enqueued_s, execution.items[-1].enqueued_s)
         self._latency.observe_gap(begin_s, end_s, now_s - oldest_s, self.model.executor.count)

@@ -40,19 +40,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHARED = (OutputMismatch, Overloaded, DeliveryError, Cancelled)
-"""Errors of a whole batch: wrong answers of the model, a full or unreachable queue, callers that left."""
+"""Errors of a whole batch: of the model's answers, the queue, or callers that left."""
 
 _PROCESS, _numbers = secrets.token_hex(4), itertools.count(1)
 
 TOLD = 16
-"""The most requests that a log line about a batch names."""
+"""The most requests in a log line."""
 
 Answer = tuple[Tensor, ...] | QinferError
-"""The outputs of an item, or its error."""
 
 
 class Pending(Item, kw_only=True, eq=False, gc=False):
-    """A request that a worker holds; if its lease is `lost`, the result is discarded."""
+    """A request that a worker holds; without its lease (`lost`), its result is discarded."""
 
     lease: Lease
     request: InferRequest
@@ -69,14 +68,14 @@ class Caller(Protocol):
     def call(self, request: InferRequest, deadline_s: float) -> Response:
         """Runs a request on its model; blocks an instance's thread.
 
-        A `timeout_s` above 0 shortens the deadline. Of the request's stamps, only `tenant` and `trace` count.
+        A `timeout_s` above 0 shortens the deadline; only the stamps `tenant` and `trace` count.
         """
         ...
 
     def stream(self, request: InferRequest, deadline_s: float) -> Iterator[Response]:
-        """Runs a request that may get several responses; the last is `final`, and may be empty.
+        """Runs a request with any number of responses, the last of them `final`.
 
-        Waiting for one blocks, and raises if the request fails. Dropping the iterator cancels the request.
+        Waiting for one blocks, and raises if the request fails. Dropping the iterator cancels it.
         """
         ...
 
@@ -85,11 +84,11 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
     """A batch that runs or has run.
 
     Attributes:
-        assemble: Makes the batch in the instance's thread, if that takes long.
+        assemble: Makes a large batch, in the instance's thread.
         apart: It is part of a batch that raised: don't merge its items with others.
         earlier: Responses before the final ones, as (item, answer, parameters).
-        rows_again: Rows of iterated items without an answer; they count as executed.
-        holder: The resources that it holds, where rates are limited.
+        rows_again: Executed rows of iterated items without an answer.
+        holder: The resources that it holds, if limited.
         gives_way: Its calls were refused to free the instance; it runs again.
     """
 
@@ -139,7 +138,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         return self._call(request, lambda caller: caller.call)
 
     def stream(self, request: InferRequest) -> Iterator[Response]:
-        """Runs another model that may give several responses; see `Context.stream`."""
+        """Runs another model; see `Context.stream`."""
         return self._call(request, lambda caller: caller.stream)
 
     def _call(self, request: InferRequest, way: Callable[[Caller], Callable[[InferRequest, float], T]]) -> T:
@@ -166,17 +165,13 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
             raise
 
     def _holder(self) -> Holder:
-        """Returns the resources that this execution holds during a call; none once it has ended."""
         request = self.items[0].request
         if self.holder is not None:
             return msgspec.structs.replace(self.holder, version=request.version)
         return Holder("" if self.end_ns else self.batch_id, request.model, {}, request.version)
 
     def run(self, backend: Backend) -> None:
-        """Executes the batch; afterwards every item has an answer or is `unanswered`.
-
-        Raises nothing, because the instance's thread must live.
-        """
+        """Executes the batch without raising; afterwards every item has an answer or is `unanswered`."""
         self.begin_ns = time.perf_counter_ns()
         try:
             if self.assemble is not None:
@@ -203,7 +198,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
 
     @property
     def batch_id(self) -> str:
-        """This execution's id, unique among all workers; made on first use."""
+        """A unique id, made on first use."""
         if not self._batch_id:
             self._batch_id = new_batch_id()
         return self._batch_id
@@ -214,7 +209,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
 
     @property
     def unanswered(self) -> list[Pending]:
-        """The items to run again: their batch raised, and their callers still wait."""
+        """The items to run again after their batch raised."""
         return [item for item, answer in zip(self.items, self.answers, strict=True) if answer is None and not item.lost]
 
     def _missing(self) -> QinferError | None:
@@ -238,7 +233,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         }
 
     def _own(self, answer: Answer) -> Answer:
-        """Makes the refusal of a call this model's failure; the client's request was correct."""
+        """Makes the refusal of a call this model's failure."""
         if isinstance(answer, RequestError) and answer in self._refusals:
             return InferenceFailed(f"a call failed: {answer.message}")
         return answer
@@ -255,9 +250,9 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
 
 
 def _origin(items: Sequence[Pending], call: InferRequest, default: InferRequest) -> tuple[InferRequest, Flags | None]:
-    """Returns the request of a batch that a call is made for, and the call's flags with the caller's sequence id.
+    """Returns the request that a call is made for, and its flags with the caller's sequence id.
 
-    The model sees internal sequence ids, because those of several tenants may be equal.
+    The model sees internal ids, because tenants' ids may be equal.
     """
     flags = call.sequence
     if flags is None:
@@ -270,7 +265,7 @@ def _origin(items: Sequence[Pending], call: InferRequest, default: InferRequest)
 
 
 def new_batch_id() -> str:
-    """Returns an id of an execution, unique among all workers."""
+    """Returns an id that is unique among all workers."""
     return f"{_PROCESS}-{next(_numbers)}"
 
 
@@ -291,19 +286,18 @@ class Observer(Protocol):
     """Observes executions, on the event loop, before the answers leave."""
 
     def executed(self, execution: Execution, begin_s: float) -> None:
-        """Records an ended execution; `begin_s` is on the clock of the items."""
+        """Records an ended execution; `begin_s` is on the items' clock."""
         ...
 
     def refused(self, items: Sequence[Pending], error: QinferError, now_s: float) -> None:
-        """Records items that get an error without having been executed."""
+        """Records items that got an error without execution."""
         ...
 
 
 class Responder:
     """Makes the responses of one model version.
 
-    Outputs that contradict the configuration are refused if it, or `strict`, says so; else they are passed on with one
-    warning, as in Triton.
+    If configured, or `strict`, it refuses outputs that contradict the configuration; else it warns once, as in Triton.
     """
 
     def __init__(
@@ -317,19 +311,16 @@ class Responder:
         self._count = len(spec.outputs)
         self._outputs = {o.name: (o.datatype, o.dims, -1 not in o.dims) for o in spec.outputs}
         self._is_strict = strict or spec.strict_outputs
-        # A `model.py` and an ensemble answer each request by itself: no rows are split.
+        # A `model.py` and an ensemble answer each request: no rows are split.
         self._may_have_other_rows = not (self._is_strict or spec.splits) and (spec.backend == "python" or spec.steps)
         self._is_warned = False
         self._fine: dict[str, tuple[str, tuple[int, ...], int]] = {}
-        """The last (datatype, shape, rows) of each output that passed; most items repeat it."""
+        """The last accepted (datatype, shape, rows) of each output."""
 
     def responses(
         self, execution: Execution, begin_s: float, tally: StatsTally
     ) -> tuple[list[Pending], list[Response]]:
-        """Answers the items of an ended execution, except lost ones and those that run again.
-
-        `begin_s` is on the clock of the items; an item's final response comes last.
-        """
+        """Answers the items of an ended execution, except lost ones and those that run again."""
         input_ns, infer_ns, output_ns = execution.input_ns, execution.infer_ns, execution.output_ns
         size, earlier = execution.batch.size, self._earlier(execution) if execution.earlier else None
         queue_ns: list[int] = []
@@ -367,16 +358,13 @@ class Responder:
         return items, responses
 
     def observe(self, execution: Execution, begin_s: float) -> None:
-        """Passes an ended execution to the observer, if there is one."""
+        """Passes an ended execution to the observer."""
         if self._observer is not None:
             with _FENCE:  # an observer's error must not cost the answers
                 self._observer.executed(execution, begin_s)
 
     def streamed(self, item: Pending, answer: Answer | Failure, part: Part) -> Response:
-        """Makes a response of a stream, from any thread; a mismatch with the configuration ends the stream.
-
-        The model may choose the number of rows, and add outputs.
-        """
+        """Makes a response of a stream, from any thread; a mismatch with the configuration ends the stream."""
         outputs: tuple[Tensor, ...] = ()
         failure, final = None, part.final
         if isinstance(answer, Failure):
@@ -403,7 +391,7 @@ class Responder:
         )
 
     def count(self, item: Pending, response: Response, now_s: float, tally: StatsTally) -> None:
-        """Counts a request whose stream ends with this response."""
+        """Counts a request whose stream ends."""
         timing = response.timing or Timing()
         spent_ns = timing.input_ns + timing.infer_ns
         if response.failure is not None:
@@ -453,10 +441,7 @@ class Responder:
         )
 
     def problem(self, outputs: Sequence[Tensor], wanted: Sequence[str], rows: int) -> str | None:
-        """Returns why outputs are refused; `None` if they are accepted.
-
-        Every `wanted` name is required. Runs per request, so the good case costs a few comparisons.
-        """
+        """Returns why outputs are refused, if so; a good case costs a few comparisons."""
         if len(outputs) != (len(wanted) or self._count):
             if missing := _missing(wanted, outputs):
                 return missing

@@ -21,13 +21,13 @@ LOOK_S = 0.05
 
 
 class PermittedExecutor(Executor, Protocol):
-    """Instances that execute only with permits; `start` uses one, and `permitted` announces one."""
+    """Instances that execute only with permits: `start` uses one, `permitted` announces one."""
 
     permits: int
     permitted: Callable[[], None]
 
     def want(self, count: int, callers: Sequence[Holder]) -> None:
-        """Waits until it has `count` permits, and returns surplus ones; `callers` wait for a request."""
+        """Waits until it has `count` permits, and returns surplus ones."""
         ...
 
     def is_held(self, callers: Sequence[Holder]) -> bool:
@@ -35,7 +35,7 @@ class PermittedExecutor(Executor, Protocol):
         ...
 
     def refusal(self, callers: Sequence[Holder]) -> str:
-        """Returns why a request of these callers can't be executed; empty if it can."""
+        """Returns why a request of these callers can't be executed."""
         ...
 
 
@@ -68,10 +68,7 @@ class LimitedBatcher(Batcher):
         self._pump()
 
     def _give_back(self) -> None:
-        """Gives items back, except requests whose callers hold resources.
-
-        In the lane, they could end up behind requests that wait for these resources.
-        """
+        """Gives items back, except those whose callers hold resources that others in the lane may wait for."""
         kept = [] if self.paused else [item for item in self._pending if self._executor.is_held(item.request.holders)]
         if kept:
             self._pending = [item for item in self._pending if item not in kept]
@@ -92,7 +89,7 @@ class LimitedBatcher(Batcher):
         return min(idle, self._executor.permits) if self._has_waiting or self._blocked.is_overdue else idle
 
     def _slots(self) -> Slots:
-        """Returns the instances with a permit; the place ahead only opens the fetch gate."""
+        """Returns the instances with a permit; the place ahead opens the fetch gate."""
         idle = self._idle_count()
         return Slots(max(idle, 0), int(self._is_gating and self._rules.ahead and self._has_room))
 
@@ -112,7 +109,7 @@ class LimitedBatcher(Batcher):
         self._executor.want(min(count, idle), self._callers() if count else ())
 
     def _batches(self, now_s: float) -> int:
-        """Returns how many batches could begin now; those that wait to grow don't count."""
+        """Returns how many batches could begin now."""
         if self._bisection:
             return len(self._bisection)
         if not policy.decide(self._pending, now_s, Slots(1), self._rules, self._latency).run:

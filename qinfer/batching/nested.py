@@ -24,7 +24,7 @@ class NestedRequests:
         self.waiting: list[Pending] = []
 
     def take(self, items: Sequence[Pending]) -> list[Pending]:
-        """Takes the nested requests among some items; returns the others."""
+        """Takes the nested requests; returns the others."""
         others = [item for item in items if not level(item)]
         if len(others) < len(items):
             nested = [item for item in items if level(item)]
@@ -38,7 +38,7 @@ class NestedRequests:
         return min([item.ends_s for item in self.waiting]) if self.waiting else NEVER_S
 
     def late(self, now_s: float) -> list[Pending]:
-        """Removes and returns the requests that have expired."""
+        """Removes and returns expired requests."""
         late = [item for item in self.waiting if item.ends_s <= now_s]
         self.waiting = [item for item in self.waiting if item.ends_s > now_s]
         return late
@@ -57,14 +57,14 @@ class NestedRequests:
         return None
 
     def victim(self, executions: Collection[Execution]) -> Execution | None:
-        """Returns the execution that has to give way, if all of `executions` wait for calls."""
+        """Returns the execution that gives way if all wait for calls."""
         tokens = {holder.token for item in self.waiting for holder in item.request.holders}
         if not all(one.is_one_of(tokens) and not (one.gives_way or one.end_ns) for one in executions):
             return None
         return min(executions, key=lambda one: (level(one.items[0]), -one.begin_ns), default=None)
 
     def waiting_for(self, execution: Execution) -> list[Pending]:
-        """Removes and returns the requests that an execution waits for."""
+        """Removes and returns an execution's nested requests."""
         found = [item for item in self.waiting if execution.is_one_of({one.token for one in item.request.holders})]
         self.waiting = [item for item in self.waiting if item not in found]
         return found

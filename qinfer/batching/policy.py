@@ -19,31 +19,31 @@ import msgspec
 from qinfer.models.spec import ModelSpec
 
 _DECAY = 0.98
-"""The weight of an observation with each later one: about 50 count."""
+"""The weight that observations keep: about 50 count."""
 
 _WINDOW = 32
-"""Observations per window; two windows give the floor, so it never rests on a single run."""
+"""Observations per window; two windows give the floor."""
 
 FETCH_S = 0.001
 """The time of one more fetch."""
 
 _LONGEST_GAP_S = 0.05
-"""A longer gap between executions is an accident, and counts as this one."""
+"""A longer gap is an accident, and counts as this one."""
 
 _RUN = 5
-"""Executions per run: their mean hides one that was quick by chance."""
+"""Executions per run; a mean hides one that was quick by chance."""
 
 _COLD = 3
-"""The first executions are often slow: `best_s` needs a whole run after them."""
+"""The first executions are often slow."""
 
 _FRESH_S = 5.0
-"""An older floor expires no request: if it exceeded every deadline, no execution would correct it."""
+"""An older floor expires no request: no execution would correct it."""
 
 
 class LatencyModel:
     """Exponentially weighted least squares over (rows, seconds), and the fastest recent execution.
 
-    `gap_s` is the mean time between two executions while requests wait: the next batch is fetched and passed on.
+    `gap_s` is the mean time between executions while requests wait.
     """
 
     def __init__(self) -> None:
@@ -90,10 +90,9 @@ class LatencyModel:
         self._observed_at_s = now_s
 
     def observe_gap(self, begin_s: float, end_s: float, waited_s: float, instances: int) -> None:
-        """Learns how long an instance stood still before an execution, if requests waited all that time.
+        """Learns how long an instance stood still although requests waited.
 
-        `waited_s` is the age of the oldest request at the end. The first instance to become free is assumed to have run
-        it.
+        `waited_s` is the oldest one's age at the end. The first free instance is assumed to have run it.
         """
         free_at_s = end_s
         while len(self._free_at_s) >= instances:
@@ -114,27 +113,27 @@ class LatencyModel:
         return expected_s + self.gap_s if expected_s else 0.0
 
     def best_s(self, rows: int) -> float:
-        """Returns the shortest time between batches that the observations allow; 0 before eight executions.
+        """Returns the shortest possible time between batches by the observations; 0 before eight executions.
 
-        The bound is wide after few executions, for sizes far from the observed ones, and for durations that vary. The
-        quickest run of the last 64 executions counts, so a speed-up shows at once.
+        The bound is wide after few executions, for other sizes, and for varying durations. The quickest run of the last
+        64 counts, so a speed-up shows at once.
         """
         weight = self._weight
         if self._count < _COLD + _RUN:
             return 0.0
-        # One more deviation, of 100 %, is assumed: few durations may be equal by chance.
+        # Assume one more deviation, of 100 %: few durations may be equal by chance.
         error2 = (1.0 + self._deviation2) / (1.0 + weight) / weight
         mean_rows, mean_s = self._rows / weight, self._seconds / weight
         distance2, variance = (rows - mean_rows) ** 2, self._rows2 / weight - mean_rows * mean_rows
         lever = distance2 / max(variance, 1e-9) if distance2 > 0.25 else 0.0
-        # The standard error of a regression; but a larger batch is not quicker than those observed.
+        # The standard error of a regression; but a larger batch is not quicker.
         regressed_s = self.estimate_s(rows) / (1.0 + math.sqrt(error2 * (1.0 + lever)))
         seen_s = mean_s * min(rows / mean_rows, 1.0) / (1.0 + math.sqrt(error2))
         gap_s = self.gap_s * max(1.0 - 2.0 / math.sqrt(self._gap_weight), 0.0) if self._gap_weight else 0.0
         return max(regressed_s, seen_s) * self._quickest_run() + gap_s
 
     def floor_s(self, now_s: float) -> float:
-        """Returns the shortest of the last 32 to 64 executions; 0 if there are fewer, or none is recent."""
+        """Returns the shortest of the last 32 to 64 executions, if recent."""
         return 0.0 if now_s - self._observed_at_s > _FRESH_S else self._floor_s
 
     def _quickest_run(self) -> float:
@@ -148,7 +147,7 @@ class LatencyModel:
         mean_rows, mean_s = self._rows / self._weight, self._seconds / self._weight
         variance = self._rows2 / self._weight - mean_rows * mean_rows
         if variance < 1e-6:
-            # Only one size was seen: the duration is proportional to the rows.
+            # For one size, the duration is proportional to the rows.
             self._base_s, self._per_row_s = 0.0, mean_s / mean_rows
             return
         covariance = self._rows_seconds / self._weight - mean_rows * mean_s
@@ -197,7 +196,7 @@ T = TypeVar("T", bound=Item)
 
 
 class Latency(Protocol):
-    """Latency estimates that the policy needs; `LatencyModel` implements them."""
+    """Latency estimates, such as `LatencyModel`."""
 
     def estimate_s(self, rows: int) -> float:
         """Returns the probable duration of a batch; 0 while unknown."""
@@ -283,9 +282,9 @@ class Decision(msgspec.Struct, Generic[T], frozen=True):
 
 
 def decide(pending: Sequence[T], now_s: float, slots: Slots, rules: Rules, latency: Latency) -> Decision[T]:
-    """Decides about at most one batch; call it again with `keep` until `run` is empty.
+    """Decides about one batch; call it again with `keep` until `run` is empty.
 
-    Takes O(len(pending)) if `pending` is the last `keep` and a few more items.
+    Takes O(len(pending)) for the last `keep` and a few more items.
     """
     horizon_s = now_s + latency.floor_s(now_s)
     if rules.prefetch:
@@ -317,9 +316,9 @@ def next_batch(pending: Sequence[T], rules: Rules) -> Sequence[T]:
 
 
 def is_worth_filling(run: Sequence[Item], now_s: float, rules: Rules, latency: Latency) -> bool:
-    """Returns whether a short batch should wait for one more fetch, as requests probably wait in the queue.
+    """Returns whether a short batch should wait for one more fetch.
 
-    It should if a full batch executes more rows per second, and no request expires.
+    It should if a full batch executes more rows per second, and no request would expire.
     """
     rows = sum(item.rows for item in run)
     short_s, full_s = latency.estimate_s(rows), latency.estimate_s(rules.max_rows)
@@ -342,14 +341,14 @@ def _queue(pending: Sequence[T], now_s: float, horizon_s: float) -> tuple[list[T
 
 
 def _rank(item: Item, now_s: float) -> tuple[int, float]:
-    """Returns an item's sort key; delayed items keep the order of their queue deadlines."""
+    """Returns the sort key; delayed items keep the order of queue deadlines."""
     if item.delayed or (item.delays and item.queue_deadline_s <= now_s):
         return item.level, item.queue_deadline_s
     return item.level, -NEVER_S
 
 
 class _Walk(msgspec.Struct, frozen=True):
-    """A walk's result; `best` is the number of items at the best preferred size (0 = none)."""
+    """A walk's result; `best` counts the items at the best preferred size."""
 
     items: int
     rows: int
@@ -382,7 +381,7 @@ def _due_at_s(live: Sequence[T], now_s: float, slots: Slots, rules: Rules, walk:
     timeout_s = NEVER_S if rules.prefetch else _next_timeout_s(live, now_s)
     if not slots.idle:
         full = walk.closed or walk.rows >= rules.largest_preferred
-        # A batch that can still grow is not placed ahead: there it could not.
+        # A batch that can still grow could not grow ahead.
         return now_s if slots.ahead and full else min(_first_deadline_s(live), timeout_s)
     if walk.best or walk.closed or walk.rows >= rules.largest_preferred or rules.delay_s <= 0:
         return now_s
@@ -404,19 +403,17 @@ def _next_timeout_s(live: Sequence[T], now_s: float) -> float:
 
 
 PATIENCE_S = 0.25
-"""After this wait for a lent instance, requests go back to the queue and start over. Nearly all bulk batches take a
-tenth of it, even with too few cores.
-"""
+"""The longest wait for a lent instance; nearly all bulk batches take a tenth of it, even with too few cores."""
 
 FETCH_EVERY_S = 0.003
 """The pause between two fetches while requests wait."""
 
 
 class LentInstances:
-    """Decides how requests are fetched while all instances are lent for bulk work; pure arithmetic.
+    """Decides how to fetch while all instances are lent for bulk work; pure arithmetic.
 
-    Requests that arrive meanwhile make one batch, so they are fetched in a few steps. After `PATIENCE_S` they go back
-    to the queue for idle workers, and fetching stops (`is_overdue`).
+    Requests make one batch, so they are fetched in a few steps. After `PATIENCE_S` they go back to idle workers, and
+    fetching stops (`is_overdue`).
     """
 
     def __init__(self) -> None:
@@ -433,7 +430,7 @@ class LentInstances:
             self.is_overdue, self._waiting, self._since_s = False, 0, NEVER_S
 
     def look(self, now_s: float, waiting: int) -> tuple[bool, float]:
-        """Returns whether to fetch now, and when to look again; may set `is_overdue`."""
+        """Returns whether to fetch now, and when to look again."""
         if self.is_overdue or not waiting:
             return not self.is_overdue, NEVER_S
         if waiting != self._waiting:

@@ -22,22 +22,22 @@ from qinfer.core.settings_rate_limit import Maximum
 from qinfer.models.spec import InstanceSpec
 
 GLOBAL = -1
-"""The device of a resource that devices and workers share."""
+"""The device of shared resources."""
 
 
 class Resource(NamedTuple):
-    """A named resource of a device, numbered as in Triton (the CPU is 0), or `GLOBAL`."""
+    """A resource of a device, numbered as in Triton (the CPU is 0), or `GLOBAL`."""
 
     name: str
     device: int
 
 
 Needs = Mapping[Resource, int]
-"""Resource → units needed or held, at least 1 each."""
+"""Resource → units, at least 1."""
 
 
 Own = Needs | None
-"""The units that an instance has to take itself; `None` = it waits for units of a caller."""
+"""The units to take; `None` = it waits for units of a caller."""
 
 
 def needs_of(group: InstanceSpec) -> dict[Resource, int]:
@@ -47,9 +47,9 @@ def needs_of(group: InstanceSpec) -> dict[Resource, int]:
 
 
 def maxima_of(needs: Iterable[Needs], given: Sequence[Maximum]) -> dict[Resource, int]:
-    """Returns the units of each needed resource: the configured ones, or else the largest need.
+    """Returns the units of each needed resource: as configured, or the largest need.
 
-    With any maximum configured, other resources have no units, as in Triton.
+    With any maximum configured, others are 0, as in Triton.
     """
     most = _largest(needs)
     for resource in most if given else ():
@@ -111,21 +111,18 @@ class Grant:
         self.has_ended = self.is_elsewhere = False
 
     def has_free(self, resource: Resource, count: int) -> bool:
-        """Returns whether `count` units of a resource may be lent now."""
+        """Returns whether units may be lent now."""
         return self.held.get(resource, 0) - self.lent.get(resource, 0) >= count
 
     @property
     def holder(self) -> Holder:
-        """The grant as calls carry it, with global units only: a device belongs to one worker."""
+        """The grant for calls, with global units only."""
         units = {resource.name: count for resource, count in self.held.items() if resource.device == GLOBAL}
         return Holder(self.token, self.model, units)
 
 
 class Instance:
-    """A model instance in the limiter; `granted` is called after a decision for it.
-
-    An instance of priority 2 executes half as often as one of priority 1.
-    """
+    """A model instance in the limiter; one of priority 2 executes half as often as one of priority 1."""
 
     __slots__ = ("callers", "executions", "grant", "granted", "model", "needs", "order", "priority")
 
@@ -136,26 +133,20 @@ class Instance:
         self.granted = granted
         self.executions = 0
         self.order = 0
-        """The instance's place in the order of waiting; 0 = it does not wait."""
+        """The order of waiting; 0 = it does not wait."""
         self.callers: tuple[Holder, ...] = ()
         self.grant: Grant | None = None
 
     @property
     def score(self) -> int:
-        """The waiting instance with the lowest score goes first."""
+        """The lowest goes first."""
         return self.executions * self.priority
 
 
 class Ledger:
     """The resources of one worker, their holders, and the waiting instances.
 
-    Args:
-        given: The configured maxima.
-        name: The prefix of its grants' tokens.
-
-    Attributes:
-        pool: This worker's units of global resources.
-        maxima: All units of each resource.
+    `pool` has this worker's units of global resources, `maxima` all units of each resource.
     """
 
     def __init__(self, given: Sequence[Maximum] = (), name: str = "") -> None:
@@ -174,10 +165,7 @@ class Ledger:
         check_maxima([*(instance.needs for instance in list(self._instances)), *map(needs_of, groups)], self._given)
 
     def add(self, instances: Sequence[Instance]) -> None:
-        """Adds the checked instances of a model, at the lowest present score.
-
-        So a model that is loaded late does not run first until it has caught up.
-        """
+        """Adds a model's instances, at the lowest present score: they need not catch up."""
         first = min((instance.score for instance in self._instances), default=0)
         for instance in instances:
             instance.executions = first // instance.priority
@@ -205,7 +193,7 @@ class Ledger:
             self._waiting.remove(instance)
 
     def decide(self) -> list[Instance]:
-        """Grants resources to waiting instances; returns those that may execute now."""
+        """Grants resources; returns the instances that may execute now."""
         granted: list[Instance] = []
         free = self._free()
         for instance, own, lenders in self._in_order(free):
@@ -215,9 +203,9 @@ class Ledger:
         return granted
 
     def missing(self) -> list[tuple[dict[str, int], bool]]:
-        """Returns the global units that waiting instances lack, and whether a callee needs them.
+        """Returns the global units that waiting instances lack, and whether for a callee.
 
-        A worker with all units of a resource waits for its own executions only.
+        A worker with all units waits for its own executions.
         """
         found: dict[tuple[tuple[str, int], ...], bool] = {}
         free = self._free()
@@ -241,11 +229,11 @@ class Ledger:
             self._give_up(grant, resource, count - grant.lent.get(resource, 0))
 
     def idle(self, name: str) -> int:
-        """Returns the unused units of a global resource here; negative = too few."""
+        """Returns the unused global units here; negative = too few."""
         return self.pool.get(name, 0) - self._used.get(Resource(name, GLOBAL), 0)
 
     def conflict(self, model: str, needs: Iterable[Needs], callers: Sequence[Holder]) -> str:
-        """Returns why a call that can't borrow its callers' units would wait for its caller; empty if it would not.
+        """Returns why a call that can't borrow its callers' units would wait for its caller.
 
         The units of a device matter only if the model is in this worker.
         """
@@ -266,7 +254,7 @@ class Ledger:
         return any(self._share(caller).held for caller in callers)
 
     def refusal(self, model: str, needs: Iterable[Needs], callers: Sequence[Holder]) -> str:
-        """Returns why a call would wait for its own caller, which holds too few units; empty if it would not."""
+        """Returns why a call would wait for its caller, which holds too few units."""
         shares = [self._share(caller) for caller in callers]
         for resource, count in itertools.chain.from_iterable(one.items() for one in needs):
             holding = [share for share in shares if share.held.get(resource)]
@@ -286,10 +274,10 @@ class Ledger:
         return {resource: count - self._used.get(resource, 0) for resource, count in units.items()}
 
     def _in_order(self, free: dict[Resource, int]) -> Iterator[tuple[Instance, Own, dict[Resource, Grant]]]:
-        """Yields the waiting instances in order, each with the units to take and their lenders.
+        """Yields the waiting instances in order, with units to take and lenders.
 
-        An instance reserves its needs, granted or not. Callees reserve nothing against one another, because the first
-        may wait for the second's caller.
+        Each reserves its needs, granted or not. Callees reserve nothing against one another, because the first may wait
+        for the second's caller.
         """
         waiting = sorted(self._waiting, key=lambda one: (one.score, one.order))
         callees = [instance for instance in waiting if instance.callers]
@@ -322,7 +310,7 @@ class Ledger:
         return own, lenders
 
     def _share(self, caller: Holder) -> Grant:
-        """Returns a caller's grant; one of another worker is made from the `Holder`."""
+        """Returns a caller's grant, if need be made from the `Holder`."""
         grant = self._grants.get(caller.token)
         if grant is not None:
             return grant

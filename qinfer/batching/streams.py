@@ -28,7 +28,7 @@ from qinfer.observe.responses import end_of
 from qinfer.observe.stats import StatsTally
 
 Sent = tuple[Pending, Response]
-"""A response on its way, and the item that it answers."""
+"""A response, and its item."""
 
 _GONE = "the caller has left"
 _STALLED = "the caller took no response for {:g} s; read faster, or ask for less"
@@ -36,21 +36,18 @@ _LEFT = "the model stopped in the middle because another request of its batch wa
 _LOOK_S = 0.5  # seconds between two checks for stalled and late streams
 
 LEAST_RATE = 256 * 1024
-"""A caller that reads fewer bytes per second with a half-full window leaves its stream unread."""
+"""A caller that reads fewer bytes per second, with a half-full window, is too slow."""
 
 _LEAST_S = 1.0  # a stream counts as unread after this long at the earliest
 
 
 def nbytes_of(answer: Answer | Failure) -> int:
-    """Returns the bytes of an answer's outputs, which credits count."""
+    """Returns the bytes that credits count."""
     return sum([tensor.nbytes for tensor in answer]) if isinstance(answer, tuple) else 0
 
 
 class Window:
-    """The bytes of one stream on their way; pure arithmetic.
-
-    `on_way_bytes` includes `RESPONSE_OVERHEAD_BYTES` per response, `taken_bytes` only outputs.
-    """
+    """The bytes of one stream on their way; `on_way_bytes` includes `RESPONSE_OVERHEAD_BYTES` per response."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -59,7 +56,7 @@ class Window:
         """For each response on its way: the bytes sent up to its end, and its share of the window."""
 
     def fits(self, nbytes: int) -> bool:
-        """Returns whether a response may leave now; one without outputs, or the only one on its way, always may."""
+        """Returns whether a response may leave now; the only one on its way always may."""
         return not nbytes or not self._on_way or self.on_way_bytes + nbytes + RESPONSE_OVERHEAD_BYTES <= self.size_bytes
 
     @property
@@ -75,7 +72,7 @@ class Window:
             self._on_way.append((self._sent_bytes, nbytes + RESPONSE_OVERHEAD_BYTES))
 
     def took(self, taken_bytes: int) -> int:
-        """Removes responses by the bytes taken since the stream began; returns how many bytes are new."""
+        """Removes taken responses; returns how many bytes are new."""
         new = min(taken_bytes, self._sent_bytes) - self.taken_bytes
         if new <= 0:
             return 0
@@ -116,11 +113,7 @@ class Source(Protocol):
 
 
 class Stream:
-    """The responses of one item, sent from any thread.
-
-    `took`, `ask_to_end`, `cancel` and `lose` belong to the event loop. After `is_asked_to_end`, the caller still takes
-    responses.
-    """
+    """The responses of one item, sent from any thread; the event loop controls the stream."""
 
     def __init__(self, streams: "Streams", item: Pending, source: Source) -> None:
         self.item = item
@@ -141,7 +134,7 @@ class Stream:
 
     @property
     def key(self) -> tuple[str, int]:
-        """The request and the execution, as credits name them."""
+        """The request and its delivery, as in credits."""
         return self.item.request.id, self.item.lease.deliveries
 
     @property
@@ -172,7 +165,7 @@ class Stream:
         parameters: Mapping[str, Scalar] | None = None,
         wait: bool = True,
     ) -> None:
-        """Sends a response; `wait` blocks until the window has room.
+        """Sends a response, with `wait` when the window has room.
 
         Raises:
             OutputMismatch: The final response was sent before.
@@ -196,7 +189,7 @@ class Stream:
             self._put(answer, final=final, parameters=parameters or {})
 
     def await_room(self) -> None:
-        """Waits until half of the window is free, or the stream has ended."""
+        """Waits for half of the window, or the stream's end."""
         with self._changed:
             self._waiting += 1
             while self._window.is_half_full and not (self.is_over or self._has_ended):
@@ -204,7 +197,7 @@ class Stream:
             self._waiting -= 1
 
     def offer(self, answer: Answer, *, final: bool, parameters: Mapping[str, Scalar] | None = None) -> bool:
-        """Sends a response if the window has room, and returns whether it did; raises as `send`."""
+        """Sends a response if the window has room, and returns whether it did."""
         with self._changed:
             is_waiting = not (self.is_over or self._has_ended or self._window.fits(nbytes_of(answer)))
             self._waiting = int(is_waiting)
@@ -213,7 +206,7 @@ class Stream:
         return not is_waiting
 
     def on_taken(self, callback: Callable[[int], None]) -> None:
-        """Calls back with the bytes that the caller takes; see `Context.on_taken`."""
+        """Calls back with bytes taken; see `Context.on_taken`."""
         with self._changed:
             self._taken, untold = callback, self._untold_bytes
             self._untold_bytes = 0
@@ -249,16 +242,13 @@ class Stream:
         self.took(self._window.taken_bytes + nbytes)
 
     def is_stalled(self, since_s: float) -> bool:
-        """Returns whether the window is used up, and the caller took nothing since `since_s` (monotonic clock)."""
+        """Returns whether the window is full, and untouched since `since_s`."""
         with self._changed:
             is_full = self._window.is_half_full or (self._waiting and self._window.on_way_bytes)
             return bool(is_full) and self._idle_since_s < since_s
 
     def unread_s(self, now_s: float) -> float:
-        """Returns the seconds that the window has waited for a slow caller at `now_s` (monotonic clock).
-
-        `LEAST_RATE` allows some time for the bytes on their way.
-        """
+        """Returns the seconds that the window has waited for a slow caller, beyond the time of `LEAST_RATE`."""
         with self._changed:
             allowed_s = max(self._window.on_way_bytes / LEAST_RATE, _LEAST_S)
             return max(self._behind_s + now_s - self._full_since_s - allowed_s, 0.0)
@@ -271,7 +261,7 @@ class Stream:
         self.lose()
 
     def lose(self) -> None:
-        """Discards all further responses of this execution and wakes its senders."""
+        """Ends the stream without a response, and wakes its senders."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -280,7 +270,7 @@ class Stream:
             callback(0)
 
     def _put(self, answer: Answer | Failure, *, final: bool, parameters: Mapping[str, Scalar]) -> None:
-        """Numbers a response and sends it, under the lock, so that responses keep their order."""
+        """Numbers and sends a response, under the lock, in order."""
         credit_to = self._streams.credit_to if self.item.request.reply_to and not final else ""
         part = Part(self._count, final, parameters, self.source.timing(self.item, self._streams.now_s()), credit_to)
         response = self.source.responder.streamed(self.item, answer, part)
@@ -331,7 +321,7 @@ class Streams:
         return stream
 
     def resume(self, item: Pending, source: Source) -> Stream:
-        """Returns the stream of an item that runs again, once its window has room; a closed one is over."""
+        """Returns the stream of an item that runs again, once its window has room."""
         if not self.is_open_of(item):
             stream = Stream(self, item, source)
             stream.lose()
@@ -342,7 +332,7 @@ class Streams:
         return stream
 
     def is_open(self, stream: Stream) -> bool:
-        """Returns whether a stream's final response has yet to leave."""
+        """Returns whether a stream has yet to end."""
         return self._open.get(stream.key) is stream
 
     def is_open_of(self, item: Pending) -> bool:
@@ -351,16 +341,16 @@ class Streams:
         return stream is not None and stream.item is item
 
     def put(self, stream: Stream, response: Response) -> None:
-        """Sends a response with the others of this event-loop tick."""
+        """Sends a response with others of this event-loop tick."""
         self._ready.append((stream, response))
         if not self._is_due:
             self._is_due = True
-            # A closed loop means the end of the process; another worker gets the lease.
+            # The process ends; another worker gets the lease.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def credit(self, credits_: Sequence[Credit]) -> None:
-        """Makes room in windows and asks cancelled streams to end; ignores unknown ones."""
+        """Makes room in windows, and ends cancelled streams."""
         for credit in credits_:
             stream = self._open.get((credit.request_id, credit.attempt))
             if stream is not None:
@@ -461,13 +451,13 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
 
     @property
     def window_bytes(self) -> int:
-        """The most bytes of one item on their way; see `Context.window_bytes`."""
+        """The window's size; see `Context.window_bytes`."""
         return self.table.window_bytes
 
     def respond(
         self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
     ) -> None:
-        """Sends a response when the window has room; see `Context.respond`."""
+        """Sends a response; see `Context.respond`."""
         self.streams[item].send(self._own(outputs), final=final, parameters=parameters)
 
     def offer(
@@ -490,7 +480,7 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
         return self.streams[item].is_stalled(math.inf)
 
     def run(self, backend: Backend) -> None:
-        """Executes the batch; an error ends its streams, unless their items can run again."""
+        """Executes the batch; an error ends streams whose items can't run again."""
         self.streams = self._open()
         super().run(backend)
         error = self.error
@@ -517,7 +507,7 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
         return [stream.item for stream in self.streams if stream.is_untouched and not stream.is_over]
 
     def leave_open(self) -> None:
-        """Closes the streams whose items run again; the others stay open."""
+        """Closes the streams whose items run again."""
         if self.error is not None:
             for stream in self.streams:
                 if stream.is_untouched:

@@ -32,10 +32,7 @@ NONE: float = 0.0
 
 
 class TimeLimit(NamedTuple):
-    """The limit of one kind of work on an instance; infinity = unlimited.
-
-    `what` names the work in messages, `parameter` the setting.
-    """
+    """The limit of one kind of work on an instance, named `what` in messages, set by `parameter`."""
 
     what: str
     parameter: str
@@ -79,12 +76,12 @@ def lateness(elapsed_s: float, limit_s: float) -> Lateness:
 
 
 class ExecutionClock:
-    """The time of an instance's present work; its thread writes, a watchdog's thread reads.
+    """The time of an instance's present work; its thread writes, a watchdog's reads.
 
     Attributes:
-        ctx: The context of the batch that `execute` runs.
+        ctx: The context of the executing batch.
         began: The number of executions, so that a watchdog warns once of each.
-        due: The array and index for the instant (monotonic clock) at which the limit ends.
+        due: The array and index for the end of the limit (monotonic clock).
     """
 
     def __init__(
@@ -108,7 +105,7 @@ class ExecutionClock:
         self.limit, self._limit_s = limit, limit.seconds
 
     def begin(self, ctx: Context | None) -> None:
-        """Starts the clock; every batch does, so it takes no lock."""
+        """Starts the clock, without a lock."""
         now_s = time.monotonic()
         self.ctx = ctx
         self.began += 1
@@ -156,7 +153,7 @@ class ExecutionClock:
             with self._lock:
                 self._calls -= 1
                 if not self._calls and self._since_s:
-                    # An execution that began during a call has not waited for the whole call.
+                    # An execution that began during a call waited for a part of it.
                     waited_s = time.monotonic() - max(self._called_s, self._since_s)
                     self._set(self._since_s + waited_s)
 
@@ -169,11 +166,7 @@ class ExecutionClock:
             return self._elapsed_s()
 
     def expire(self, interrupt: Callable[[], bool]) -> bool:
-        """Interrupts an overdue execution; returns whether it did.
-
-        `interrupt` is called under the lock, so that it can't hit a later execution. If it returns false, the watchdog
-        tries again.
-        """
+        """Interrupts an overdue execution, under the lock, so that a later one is safe; returns whether it did."""
         with self._lock:
             if self._elapsed_s() < self._limit_s:
                 return False
@@ -194,7 +187,7 @@ class ExecutionClock:
 
     @property
     def items(self) -> Sequence[Any]:
-        """The items that execute, and those of open streams; empty for jobs, warm-up and load."""
+        """The executing items, and those of open streams; jobs, warm-up and load have none."""
         found = dict.fromkeys([self.ctx, *self._streaming])
         return [item for ctx in found if ctx is not None for item in _items_of(ctx)]
 
@@ -220,9 +213,7 @@ class ExecutionClock:
 class WatchedBackend:
     """A backend that records its work on a clock.
 
-    Attributes:
-        interrupt: Ends the present execution, and returns whether it did; `None` = only the worker's end does.
-        unready: Returns why the model says that it is not ready.
+    `interrupt` is `None` if only the worker's end interrupts; `unready` returns why the model is not ready.
     """
 
     def __init__(self, backend: Backend, clock: ExecutionClock) -> None:
@@ -297,7 +288,7 @@ class _TimedContext:
         """Does nothing: only streams have to be closed."""
 
     def ended(self, error: BaseException) -> QinferError:
-        """Returns the error of an overdue execution in place of its interruption's."""
+        """Returns the error of an overdue execution, not its interruption's."""
         assert self.overdue is not None
         if isinstance(error, SequenceLost):
             return SequenceLost(f"{self.overdue.message}, and its process had the state in memory")
@@ -305,7 +296,7 @@ class _TimedContext:
 
 
 class _TimedResponses:
-    """Responses to a call; the clock stops while one is awaited."""
+    """Responses to a call; waiting stops the clock."""
 
     def __init__(self, responses: Iterator[Response], clock: ExecutionClock) -> None:
         self.cancel: Callable[[], None] = getattr(responses, "cancel", lambda: None)
@@ -326,7 +317,7 @@ def _items_of(ctx: Context) -> Sequence[Any]:
 
 
 class _Streaming(_TimedContext):
-    """A context of a decoupled model: its responses restart the clock."""
+    """A decoupled model's context; responses restart the clock."""
 
     def __init__(self, ctx: Context, clock: ExecutionClock, items: int) -> None:
         super().__init__(ctx, clock)
@@ -336,7 +327,7 @@ class _Streaming(_TimedContext):
         clock.opened(self)
 
     def look(self) -> bool:
-        """Removes abandoned streams; returns whether one waits for its caller to read."""
+        """Removes abandoned streams; returns whether one waits for its caller."""
         for item in [item for item in tuple(self.open) if self.cancelled(item)]:
             self._end(item)
         return any(self._waits(item) for item in tuple(self.open))
@@ -374,10 +365,7 @@ class _Streaming(_TimedContext):
 
 
 def within(limit: TimeLimit, model: str, work: Callable[[], None], late: Callable[[], None]) -> None:
-    """Runs part of a load in its own thread, and abandons the thread at the limit.
-
-    Raises `LoadOverdue` then; `late` is called if the work succeeds afterwards.
-    """
+    """Runs part of a load in a thread, which is abandoned at the limit; `late` is called if it then succeeds."""
     if limit.seconds == math.inf:
         work()
         return

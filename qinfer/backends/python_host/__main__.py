@@ -31,7 +31,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def _heed() -> None:
-    """Restores the signals in processes that the model forks: `multiprocessing` ends its own by SIGTERM."""
+    """Restores the signals in forked processes: `multiprocessing` ends its own by SIGTERM."""
     for signum in IGNORED:
         if signal.getsignal(signum) is _ignore:
             signal.signal(signum, signal.SIG_DFL)

@@ -31,7 +31,7 @@ ENDED = "the batch that called has ended"
 
 
 class _OpenCall:
-    """A streaming call; `asked` has the numbers of the questions for responses, `None` = no more."""
+    """A streaming call, and the numbers of its questions; `None` = no more."""
 
     def __init__(self) -> None:
         self.asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -40,14 +40,13 @@ class _OpenCall:
         self._cancel: Callable[[], None] | None = None
 
     def began(self, responses: Iterator[Response]) -> None:
-        """Sets the iterator over its responses, and cancels it if the call is cancelled."""
+        """Sets the responses, and cancels them if the call is cancelled."""
         with self._lock:
             self._cancel = getattr(responses, "cancel", lambda: None)
         if self._is_cancelled:
             self._cancel()
 
     def cancel(self) -> None:
-        """Tells the called model that no more responses are wanted."""
         with self._lock:
             self._is_cancelled, cancel = True, self._cancel
         if cancel is not None:
@@ -64,7 +63,7 @@ class Calls:
         self._open: dict[int, _OpenCall] = {}
 
     def hear(self, message: Call | More | Close, buffers: Sequence[Buffer], ctx: Context | None) -> None:
-        """Handles a message of the model; without `ctx`, the batch of a `Call` has ended, and it is refused."""
+        """Handles a model's message; a `Call` whose batch has ended has no `ctx`, and is refused."""
         if isinstance(message, Call):
             if ctx is None:
                 self._return(message.number, _failed(InferenceFailed(ENDED)))
@@ -113,7 +112,6 @@ class Calls:
         self._return(call, response)
 
     def _stream(self, call: int, request: InferRequest, ctx: Context) -> None:
-        """Returns a response for each question; dropping the iterator cancels the call."""
         open_call = self._open[call]
         number: int | None = call
         try:

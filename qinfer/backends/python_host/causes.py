@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class Cause(NamedTuple):
-    """An exception that may leave requests without an answer: its text for clients, and a traceback not yet logged."""
+    """An exception that may leave requests unanswered: its text, and a traceback not yet logged."""
 
     text: str
     trace: str = ""
@@ -29,7 +29,7 @@ def of_this_thread() -> Cause | None:
 
 
 def watch(noted: Callable[[BaseException, str], Cause]) -> None:
-    """Calls `noted` with exceptions that end threads or futures of this process, and the event to log, if any."""
+    """Calls `noted` with exceptions that end threads or futures, and the event to log, if any."""
 
     def in_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is not None and args.exc_type is not SystemExit:
@@ -59,20 +59,19 @@ def watch_loop(loop: asyncio.AbstractEventLoop, noted: Callable[[BaseException, 
 
 
 _MOST = 1000
-"""The most elements of a list that are searched."""
 
 _OTHERS = frozenset(("asyncio", "concurrent", "qinfer", "threading"))
-"""Packages whose frames hold no other senders than the model's."""
+"""Packages whose frames are not searched."""
 
 
 def held(error: BaseException) -> Iterator[object]:
-    """Yields the objects that the frames of an exception's traceback hold, and their direct contents."""
+    """Yields the objects in the frames of an exception's traceback, and their direct contents."""
     seen: BaseException | None = error
     while seen is not None:
         trace: TracebackType | None = seen.__traceback__
         while trace is not None:
-            # Reading a frame's variables makes the frame refer to them. For frames that hold the exception that is a
-            # cycle, and the sender would live until the garbage collector runs.
+            # Reading a frame's variables makes the frame refer to them: for frames that hold the exception, a cycle
+            # that would keep the sender alive.
             if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _OTHERS:
                 yield from _values(trace.tb_frame)
             trace = trace.tb_next

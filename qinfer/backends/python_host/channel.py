@@ -35,7 +35,7 @@ from qinfer.tensors import Bytes
 Buffer = npt.NDArray[np.uint8]
 
 INLINE_BYTES = 32 * 1024
-"""Buffers up to this size together travel on the socket: one more copy, but no page to map."""
+"""Smaller messages travel on the socket: one more copy, but no page to map."""
 
 KEPT_BYTES = 256 * 1024 * 1024
 """The most bytes of unused segments that are kept."""
@@ -59,9 +59,9 @@ class _Head(msgspec.Struct, array_like=True):
 
     Attributes:
         sizes: Bytes of each buffer.
-        segment: The segment with the buffers; 0 = they follow on the socket.
-        capacity: Bytes of the segment, if its descriptor comes with this message; else 0.
-        freed: The receiver's segments that the sender of this message has done with.
+        segment: The segment with the buffers; 0 = the socket.
+        capacity: Bytes of a new segment, whose descriptor comes with this message.
+        freed: The receiver's segments that may be used again.
         dropped: The sender's segments that will not be used again.
     """
 
@@ -74,8 +74,6 @@ class _Head(msgspec.Struct, array_like=True):
 
 
 class _Segment:
-    """Shared memory that this process writes to."""
-
     __slots__ = ("capacity", "number", "view")
 
     def __init__(self, number: int, capacity: int) -> None:
@@ -84,7 +82,7 @@ class _Segment:
         self.view: Buffer = np.empty(0, np.uint8)
 
     def create(self) -> int:
-        """Allocates it; returns its descriptor, which the caller closes. Raises `MemoryError`."""
+        """Allocates it; returns its descriptor, which the caller closes."""
         descriptor = -1
         try:
             descriptor = os.memfd_create("qinfer", os.MFD_CLOEXEC)
@@ -98,7 +96,7 @@ class _Segment:
 
 
 class Channel:
-    """One end of the connection, a Unix stream socket. Any thread may send; one thread at a time may receive."""
+    """One end of a Unix stream socket. Any thread may send; one thread at a time may receive."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -106,7 +104,7 @@ class Channel:
         self._poll.register(connection, select.POLLIN)
         self._sending = threading.Lock()
         self._owning = threading.Lock()
-        """Guards the three below, and is never held while the socket may block."""
+        """Guards the three below; never held while the socket may block."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(_Head)
         self._free: list[_Segment] = []
@@ -118,12 +116,7 @@ class Channel:
         self._freed: deque[int] = deque()
 
     def send(self, message: Message, buffers: Sequence[Bytes] = ()) -> None:
-        """Sends a message; the buffers may be changed afterwards.
-
-        Raises:
-            OSError: The other process is gone.
-            MemoryError: There is no memory for the buffers; no message was sent.
-        """
+        """Sends a message; raises `OSError` if the other process is gone, `MemoryError` before anything was sent."""
         sizes = tuple(map(len, buffers))
         with self._sending:
             head = _Head(message, sizes)
@@ -176,7 +169,7 @@ class Channel:
         self._leases.clear()
 
     def shutdown(self) -> None:
-        """Ends the connection: `receive` raises an `EOFError` after the messages that have arrived."""
+        """Ends the connection; `receive` still returns messages that have arrived."""
         with suppress(OSError):  # the other end is gone
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -212,7 +205,7 @@ class Channel:
                 os.close(descriptor)
 
     def _segment(self, needed: int) -> tuple[_Segment, int | None]:
-        """Returns a free and large enough segment, and the descriptor of a new one."""
+        """Returns a free segment, or a new one with its descriptor."""
         with self._owning:
             for index, segment in enumerate(self._free):
                 if segment.capacity >= needed:
@@ -222,7 +215,7 @@ class Channel:
         return segment, segment.create()
 
     def _reuse(self, numbers: Sequence[int]) -> None:
-        """Takes back segments from the receiver; keeps the largest, except huge ones."""
+        """Takes back segments; keeps the largest, except huge ones."""
         with self._owning:
             self._free.extend(self._used.pop(number) for number in numbers)
             self._free.sort(key=lambda segment: segment.capacity)
@@ -232,8 +225,7 @@ class Channel:
     def _lend(self, number: int, whole: Buffer) -> None:
         """Marks a segment as freed once no array refers to it; numpy's views refer to their base array.
 
-        The sender learns of it with the next message, perhaps much later, so the memory of a huge segment is given back
-        at once.
+        The sender learns of it with the next message, so a huge segment's memory is freed at once.
         """
         memory = self._seen[number]
 
@@ -254,7 +246,6 @@ class Channel:
         return tuple(self._freed.popleft() for _ in range(len(self._freed)))
 
     def _receive_prefix(self) -> tuple[bytes, int | None]:
-        """Receives the two lengths, and a descriptor that may come with their first byte."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._socket, _LENGTHS.size, 1)
         except ConnectionResetError:
@@ -294,7 +285,7 @@ def _split(whole: Buffer, sizes: Sequence[int], alignment: int) -> list[Buffer]:
 
 
 def raw(array: npt.NDArray[Any]) -> Bytes:
-    """Returns the bytes of an array of a fixed-size dtype, copied only if it is not contiguous."""
+    """Returns an array's bytes, copied only if it is not contiguous."""
     if not array.size:
         return b""
     return (array if array.flags.c_contiguous else np.ascontiguousarray(array)).data.cast("B")

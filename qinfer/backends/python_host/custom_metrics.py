@@ -25,7 +25,7 @@ _DELETED = (
 _NAME, _LABEL = re.compile("[a-zA-Z_:][a-zA-Z0-9_:]*"), re.compile("(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 _Labels = tuple[tuple[str, str], ...]
 
-# The garbage collector may end a family during any allocation, also under this lock.
+# The garbage collector may end a family anywhere, also under this lock.
 _lock = threading.RLock()
 _families: "dict[str, _Family]" = {}
 _table: MetricTable | None = None
@@ -39,7 +39,7 @@ def connect_metrics(table: MetricTable) -> None:
 
 
 def _forked() -> None:
-    """Keeps a forked process's metrics local; the table belongs to its parent."""
+    """Keeps a forked process's metrics local."""
     global _lock, _table
     _lock, _table = threading.RLock(), None
 
@@ -83,18 +83,14 @@ class _Family:
 
 
 class Metric:
-    """One series of a custom metric, made by `MetricFamily.Metric`; equal ones share their value."""
+    """One series of a custom metric, made by `MetricFamily.Metric`."""
 
     def __init__(self, kind: MetricKind, series: _Series) -> None:
         self._kind = kind
         self._series: _Series | None = series
 
     def increment(self, value: float) -> None:
-        """Adds to a counter or gauge.
-
-        Raises:
-            TritonModelException: It is a histogram, a counter would go down, or the family is deleted.
-        """
+        """Adds to a counter or gauge."""
         value = float(value)
         with _lock:
             series = self._open("Failed to increment metric value", MetricKind.COUNTER, MetricKind.GAUGE)
@@ -104,11 +100,7 @@ class Metric:
             series.write()
 
     def set(self, value: float) -> None:
-        """Sets a gauge.
-
-        Raises:
-            TritonModelException: It is no gauge, or the family is deleted.
-        """
+        """Sets a gauge."""
         value = float(value)
         with _lock:
             series = self._open("Failed to set metric value", MetricKind.GAUGE)
@@ -116,11 +108,7 @@ class Metric:
             series.write()
 
     def observe(self, value: float) -> None:
-        """Adds an observation to a histogram.
-
-        Raises:
-            TritonModelException: It is no histogram, or the family is deleted.
-        """
+        """Adds an observation to a histogram."""
         value = float(value)
         with _lock:
             series = self._open("Failed to observe metric value", MetricKind.HISTOGRAM)
@@ -129,11 +117,7 @@ class Metric:
             series.write()
 
     def value(self) -> float:
-        """Returns the value of a counter or gauge in this process.
-
-        Raises:
-            TritonModelException: It is a histogram, or the family is deleted.
-        """
+        """Returns the value of a counter or gauge in this process."""
         with _lock:
             return self._open("Failed to get metric value", MetricKind.COUNTER, MetricKind.GAUGE).values[0]
 
@@ -151,15 +135,9 @@ class Metric:
 
 
 class MetricFamily:
-    """A custom metric; equal names in a process share one family, with the first description.
+    """A custom metric; equal names in a process share one family.
 
-    Args:
-        name: Its name.
-        description: Its help text.
-        kind: `MetricFamily.COUNTER`, `GAUGE` or `HISTOGRAM`.
-
-    Raises:
-        TritonModelException: The name is not valid, or belongs to a family of another kind.
+    `kind` is `MetricFamily.COUNTER`, `GAUGE` or `HISTOGRAM`.
     """
 
     COUNTER, GAUGE, HISTOGRAM = MetricKind
@@ -182,16 +160,7 @@ class MetricFamily:
             self._family = family
 
     def Metric(self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None) -> Metric:
-        """Returns the series of some labels.
-
-        Args:
-            labels: Names and values.
-            buckets: Upper bounds of a histogram's buckets, ascending; the infinite one is added.
-
-        Raises:
-            TritonModelException: The labels are not valid; a histogram lacks ascending buckets; or another metric
-                has some.
-        """
+        """Returns the series of some labels; a histogram needs ascending upper bounds, without infinity."""
         family = self._family
         assert family is not None
         named = _checked_labels(labels)

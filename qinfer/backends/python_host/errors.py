@@ -42,12 +42,7 @@ class TritonModelException(Exception):
 
 
 class TritonError:
-    """The error of one request.
-
-    Args:
-        message: The text for the client.
-        code: A code such as `TritonError.INVALID_ARG`, which becomes the client's status.
-    """
+    """The error of one request; a `code` such as `TritonError.INVALID_ARG` becomes the client's status."""
 
     UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(8)
 
@@ -92,7 +87,7 @@ def code_of_failure(failure: Failure) -> int:
 
 
 def text(value: object, what: str) -> str:
-    """Returns a string, or `bytes` as in Triton, as a `str` of whole characters; `what` is for the error."""
+    """Returns a string, or `bytes` as in Triton, as a `str` of whole characters."""
     if type(value) is str and value.isascii():
         return value
     if isinstance(value, bytes):
@@ -103,10 +98,7 @@ def text(value: object, what: str) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Returns an exception's text, shortened for clients; its `str()` may itself fail.
-
-    For a missing variable of `os.environ`, the remedy is added.
-    """
+    """Returns an exception's text for clients; a missing variable of `os.environ` gets its remedy."""
     try:
         message = text(str(error), "a message")
         if isinstance(error, KeyError) and _is_of_environment(error):
@@ -120,7 +112,6 @@ def message_of(error: BaseException) -> str:
 
 
 def _is_of_environment(error: KeyError) -> bool:
-    """Returns whether a lookup in `os.environ` raised an exception."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -128,16 +119,11 @@ def _is_of_environment(error: KeyError) -> bool:
 
 
 class GivenParameters(dict[str, Scalar]):
-    """Parameters that have come with a request or a response: they need no check, and may be floats."""
+    """Received parameters, which need no check and may be floats."""
 
 
 def checked_parameters(parameters: Mapping[str, Scalar] | None) -> dict[str, Scalar]:
-    """Returns a copy of custom parameters.
-
-    Raises:
-        TritonModelException: They are no dictionary, a key is no string, or a value no bool, int of 64 bits or
-            string.
-    """
+    """Returns a copy of custom parameters."""
     if not parameters:
         return {}
     if isinstance(parameters, GivenParameters):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def serve_forks(host: "Host") -> None:
-    """Serves the calls of processes that this one forks from now on."""
+    """Serves the calls of processes that this one forks."""
     here = threading.local()
 
     def before() -> None:
@@ -38,7 +38,6 @@ def serve_forks(host: "Host") -> None:
 
 
 def _serve(host: "Host", channel: Channel) -> None:
-    """Answers one forked process until it ends."""
     with suppress(OSError, EOFError):
         while True:
             message, buffers = channel.receive()

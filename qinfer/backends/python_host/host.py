@@ -64,17 +64,17 @@ from qinfer.tensors import DATATYPES, Bytes, to_numpy
 from qinfer.tensors import Tensor as WireTensor
 
 CALLS_AT_ONCE = 64
-"""The most calls to other models by `async_exec` at once; others wait."""
+"""The most concurrent calls to other models by `async_exec`."""
 
 _batch: ContextVar[int] = ContextVar("batch", default=0)
-"""The batch that a decoupled model's call belongs to; 0 in a thread of the model, where it is unknown."""
+"""The batch of a decoupled model's call; 0 if unknown, in a thread of the model."""
 
 _HERE = Path(__file__).parent
 _WITHIN_EXECUTE = "other models can be called within `execute` only"
 
 
 class Host:
-    """The host process; it also sends the model's requests to the worker. `asks` is the socket for readiness."""
+    """The host process, which also sends the model's requests to the worker."""
 
     def __init__(self, channel: Channel, asks: socket.socket) -> None:
         self._channel = channel
@@ -86,7 +86,7 @@ class Host:
         self._name = ""
         self._directory = ""
         self._datatypes: Mapping[str, str] = {}
-        """Output → its wire datatype, in the order of the configuration."""
+        """Output → its wire datatype."""
         self._batch = 0
         self._is_executing = False
         self._is_loading = False
@@ -95,7 +95,6 @@ class Host:
         self.is_iterative = False
         """Requests may be rescheduled."""
         self._streams: dict[tuple[int, int], Stream] = {}
-        """The open streams, by batch and item."""
         self._preparing = threading.Lock()
         self._later: queue.SimpleQueue[Message | Callable[[], None]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -127,16 +126,13 @@ class Host:
         return response
 
     def open_call(self, request: InferenceRequest) -> int:
-        """Runs another model that may give several responses; returns the call's number.
-
-        The call also asks for the first response, `ask_more` for each other.
-        """
+        """Runs another model that may give several responses; returns the number of the first question."""
         self._check_not_forked()
         self._prepare_later()
         return self._call(request, streams=True)
 
     def call_for(self, asked: Call, buffers: Sequence[Buffer]) -> Received:
-        """Runs another model for a process that the model has forked; returns the message for it."""
+        """Runs another model for a forked process; returns the message for it."""
         theirs = asked.number
         if not (self._is_executing or self._streams):
             return Returned(theirs, _failed(TritonError(_WITHIN_EXECUTE))), []
@@ -148,7 +144,7 @@ class Host:
         return answer, data
 
     def forked(self, channel: Channel) -> None:
-        """Continues in a process that the model has forked, with another channel and without the threads."""
+        """Continues in a forked process, with another channel and without the threads."""
         self._channel.disown()
         self._channel, self._inbox = channel, Inbox(channel, self._unwanted)
         self._turn, self._preparing = threading.Lock(), threading.Lock()
@@ -157,14 +153,14 @@ class Host:
         services.forked()
 
     def ask_more(self, call: int) -> int:
-        """Asks for the next response to a call; returns the number of the question."""
+        """Asks for a call's next response; returns the number of the question."""
         self._check_serving()
         number = self._inbox.expect()
         self._channel.send(More(number, call))
         return number
 
     def cancel_call(self, call: int) -> None:
-        """Tells the called model that no more responses are wanted; responses that still come can be read."""
+        """Tells the called model that no more responses are wanted."""
         self._channel.send(Close(call, is_dropped=False))
 
     def close_call(self, call: int) -> None:
@@ -174,7 +170,7 @@ class Host:
             self._later.put(Close(call))
 
     def returned(self, question: int) -> tuple[InferenceResponse, bool]:
-        """Waits for a response to a call; returns it, and whether it is the last one."""
+        """Returns a response to a call, and whether it is the last one."""
         message, buffers = self._inbox.answer(question)
         assert isinstance(message, Returned)
         answer = message.answer
@@ -184,11 +180,7 @@ class Host:
         return InferenceResponse(outputs, parameters=GivenParameters(answer.parameters)), message.is_last
 
     def manage(self, asked: Manage, contents: Sequence[bytes] = ()) -> bool:
-        """Loads or unloads a model, or returns whether one is ready; blocks until the worker has answered.
-
-        Raises:
-            TritonModelException: It is refused, or has failed.
-        """
+        """Loads or unloads a model, or returns whether one is ready; blocks."""
         self._check_not_forked()
         if not (self._is_loading or self._is_executing or self._streams):
             raise TritonModelException(
@@ -205,7 +197,7 @@ class Host:
         return answer.is_ready
 
     def is_cancelled(self, batch: int, item: int) -> bool:
-        """Returns whether a request of a batch is cancelled; an answered one is not."""
+        """Returns whether an unanswered request is cancelled."""
         if self._is_decoupled:
             stream = self._streams.get((batch, item))
             if stream is None or stream.is_unwanted:
@@ -222,11 +214,7 @@ class Host:
         self._inbox.poll()
 
     def encoded(self, response: InferenceResponse, outputs: Sequence[str]) -> tuple[Answer, list[Bytes]]:
-        """Encodes a response with the wanted outputs; empty = those of the configuration.
-
-        Raises:
-            UnsupportedDatatype: No wire datatype holds an output.
-        """
+        """Encodes a response with the wanted outputs; empty = all."""
         error = response.error()
         if error is not None:
             return _failed(error), []
@@ -239,7 +227,7 @@ class Host:
         self._channel.send(message, buffers)
 
     def await_taken(self, stream: Stream, taken_bytes: int) -> tuple[int, bool]:
-        """Waits until `taken_bytes` of a stream are taken; returns the bytes, and whether the request is cancelled."""
+        """Waits until `taken_bytes` are taken; returns the bytes, and whether the request is cancelled."""
         number = self._inbox.expect()
         self._channel.send(AwaitTaken(number, stream.batch, stream.item, taken_bytes))
         message, _ = self._inbox.answer(number)
@@ -247,10 +235,7 @@ class Host:
         return message.taken_bytes, message.cancelled
 
     def end(self, stream: Stream, error: str | None, trace: str) -> None:
-        """Forgets a stream; never waits, because the garbage collector may call it.
-
-        An `error` becomes its final response, and `trace` goes to the log.
-        """
+        """Forgets a stream, with its `error` and `trace`; never waits, because the garbage collector may call it."""
         self._streams.pop((stream.batch, stream.item), None)
         if self._later is None:
             return
@@ -299,7 +284,6 @@ class Host:
             stream.is_unwanted = True
 
     def _prepare_later(self) -> None:
-        """Starts the thread that sends messages that can't be sent where they arise."""
         with self._preparing:
             if self._later is None:
                 self._later = queue.SimpleQueue()
@@ -405,7 +389,6 @@ class Host:
             self._channel.send(Failed(self._told(error, "no memory for the outputs", _ids(message))))
 
     def _start(self, message: Execute, buffers: Sequence[Buffer]) -> None:
-        """Executes a batch of a decoupled model, whose senders may outlive it."""
         streams = [
             Stream(self, message.number, item, asked, message.window_bytes)
             for item, asked in enumerate(message.requests)
@@ -413,7 +396,7 @@ class Host:
         self._streams.update(((stream.batch, stream.item), stream) for stream in streams)
         _batch.set(message.number)
         try:
-            # They live until the end of this method, so that those of a failed batch are closed, not dropped.
+            # They live until the end: those of a failed batch are closed, not dropped.
             requests = _requests(message, buffers, tuple(self._datatypes), streams)
             with self._turn:
                 returned = self._model.execute(requests)
@@ -438,7 +421,6 @@ class Host:
         self._channel.send(Executed([Answer([], {}, rescheduled=again) for again in rescheduled]))
 
     def _in_background(self, coroutine: Coroutine[Any, Any, object], streams: Sequence[Stream]) -> "Future[None]":
-        """Runs the coroutine of a decoupled model's `execute`, while other batches are executed."""
         return asyncio.run_coroutine_threadsafe(self._awaited(coroutine, streams), self._running_loop())
 
     async def _awaited(self, coroutine: Coroutine[Any, Any, object], streams: Sequence[Stream]) -> None:
@@ -457,7 +439,7 @@ class Host:
         return f"Python model '{self._name}' is using the decoupled mode and the execute function must return None."
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        """Returns the model's event loop, which runs on, because tasks may answer after `execute` has returned."""
+        """Returns the model's event loop, which outlives `execute`: tasks may answer later."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._loop.set_default_executor(ThreadPoolExecutor(CALLS_AT_ONCE, "call"))
@@ -466,13 +448,13 @@ class Host:
         return self._loop
 
     def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs the loop, even after a task has ended asyncio's own run by `sys.exit`."""
+        """Runs the loop, even after a task has called `sys.exit`."""
         while True:
             try:
                 loop.run_forever()
             except BaseException as error:  # noqa: BLE001  as in `_guarded`
                 self._noted(error, "a task of the model raised")
-            gc.collect()  # task and exception refer to each other, and to an unused sender
+            gc.collect()  # task and exception refer to each other
 
     def _returned(self, requests: list[InferenceRequest]) -> list[InferenceResponse | None]:
         """Executes a batch; checks the responses as Triton does."""
@@ -536,7 +518,7 @@ class Host:
         self._channel.send(Loaded())
 
     def _noted(self, error: BaseException, event: str) -> Cause:
-        """Records an exception as the cause for the senders that its frames hold; see `causes`."""
+        """Records an exception as the cause for the senders in its frames; see `causes`."""
         found = {
             id(responses): responses
             for value in causes.held(error)
@@ -559,7 +541,7 @@ class Host:
         return self._shown(error)
 
     def _shown(self, error: BaseException) -> str:
-        """Returns an exception's type and text for clients, without the path of the model."""
+        """Returns an exception's type and text, without the path of the model."""
         text = message_of(error)
         if self._directory:
             text = text.replace(f"{self._directory}/", "")
@@ -567,7 +549,7 @@ class Host:
 
 
 async def _outcome(coroutine: Coroutine[Any, Any, object]) -> tuple[Any, BaseException | None]:
-    """Returns the result of a coroutine, or its exception, because `sys.exit` would end asyncio's loop."""
+    """Returns a coroutine's result or exception, because `sys.exit` would end asyncio's loop."""
     try:
         return await coroutine, None
     except BaseException as error:  # noqa: BLE001  as in `Host._guarded`
@@ -583,7 +565,7 @@ def _trace(error: BaseException) -> str:
 
 
 def _models(error: BaseException) -> types.TracebackType | None:
-    """Returns an exception's traceback without the frames of this package before the model's."""
+    """Returns the traceback from the model's first frame on."""
     frame = error.__traceback__
     while frame is not None and Path(frame.tb_frame.f_code.co_filename).parent == _HERE:
         frame = frame.tb_next
@@ -593,10 +575,7 @@ def _models(error: BaseException) -> types.TracebackType | None:
 def _requests(
     message: Execute, buffers: Sequence[Buffer], outputs: Sequence[str], streams: Sequence[Stream] = ()
 ) -> list[InferenceRequest]:
-    """Cuts a batch into its requests; their tensors are views of the batch's.
-
-    A request without output names gets all names, as in Triton.
-    """
+    """Cuts a batch into its requests, as views. As in Triton, a request without output names gets all."""
     arrays = [_array(meta, data) for meta, data in zip(message.inputs, buffers, strict=True)]
     columns = [_parts(array, message, position) for position, array in enumerate(arrays)]
     requests = []

@@ -11,10 +11,7 @@ Received = tuple[Message, list[Buffer]]
 
 
 class Inbox:
-    """Reads a channel for several threads; of the waiting threads, one reads for all.
-
-    `unwanted` is called with each `Unwanted`, by the reading thread.
-    """
+    """Reads a channel for several threads; one of the waiting threads reads for all."""
 
     def __init__(self, channel: Channel, unwanted: Callable[[Unwanted], None]) -> None:
         self._channel = channel
@@ -33,14 +30,14 @@ class Inbox:
             return self._count
 
     def command(self) -> Received:
-        """Waits for the next command; raises `EOFError` when the worker is gone."""
+        """Waits for the next command."""
         with self._changed:
             while not self._commands:
                 self._step()
             return self._commands.popleft()
 
     def answer(self, number: int) -> Received:
-        """Waits for the answer to a question; raises `EOFError` when the worker is gone."""
+        """Waits for the answer to a question."""
         with self._changed:
             while (received := self._answers[number]) is None:
                 self._step()
@@ -54,11 +51,10 @@ class Inbox:
                 self._step()
 
     def forget(self, number: int) -> None:
-        """Drops a question; takes no lock, because the garbage collector may call it."""
+        """Drops a question, without a lock: the garbage collector may call it."""
         self._answers.pop(number, None)
 
     def _step(self) -> None:
-        """Waits while another thread reads, or reads one message."""
         if self._is_read:
             self._changed.wait()
             return

@@ -42,10 +42,9 @@ def connected() -> "Host":
 
 
 class InferenceTrace:
-    """The trace of a request.
+    """The trace of a request: W3C `traceparent`, with its `tracestate` after a blank.
 
-    `context` is a W3C `traceparent`, with its `tracestate` after a blank. `place`, the request's batch and position, is
-    not part of Triton's interface.
+    `place`, the request's batch and position, is not part of Triton's interface.
     """
 
     def __init__(self, context: str = "", place: tuple[int, int] = (-1, -1)) -> None:
@@ -53,7 +52,7 @@ class InferenceTrace:
         self.place = place
 
     def get_context(self) -> str | None:
-        """Returns the trace context as JSON, as in Triton's OpenTelemetry mode, if any."""
+        """Returns the trace context, if any, as JSON, as in Triton's OpenTelemetry mode."""
         if not self._context:
             return None
         parent, _, state = self._context.partition(" ")
@@ -61,7 +60,7 @@ class InferenceTrace:
 
 
 class PreferredMemory:
-    """The memory for a called model's outputs; it has no effect, as outputs are in host memory."""
+    """Has no effect, because outputs are in host memory."""
 
     def __init__(self, preferred_memory_type: int, preferred_device_id: int = 0) -> None:
         self.preferred_memory_type = preferred_memory_type
@@ -69,7 +68,7 @@ class PreferredMemory:
 
 
 class InferenceRequest:
-    """A request: one that `execute` got, or one that the model makes to call another.
+    """A request that `execute` got, or that the model makes to call another.
 
     Args:
         request_id: The client's id.
@@ -81,7 +80,7 @@ class InferenceRequest:
         flags: The sum of `TRITONSERVER_REQUEST_FLAG_SEQUENCE_START` and `…_END`.
         timeout: The time limit, in microseconds; 0 = the batch's.
         preferred_memory: Without effect.
-        trace: The trace of the request that a call is made for; by default, the batch's first one.
+        trace: The trace of the request that the call is for; by default, the batch's first.
         parameters: Custom parameters.
     """
 
@@ -153,11 +152,11 @@ class InferenceRequest:
     def placed(
         self, batch: int, item: int, server_id: str, stream: Stream | None, context: str = ""
     ) -> "InferenceRequest":
-        """Sets the request's place in a batch, its trace, and the stream for its responses; returns itself."""
+        """Sets a request's place, trace and stream; returns itself."""
         self._place, self._server_id = (batch, item), server_id
         self._trace = InferenceTrace(context, (batch, item))
         if stream is not None:
-            # Made at once: dropping the request without asking for the sender abandons it.
+            # Made at once, so that dropping the request abandons it.
             self._sender = InferenceResponseSender(stream)
         return self
 
@@ -170,7 +169,7 @@ class InferenceRequest:
         return self._request_id
 
     def correlation_id(self) -> int | str:
-        """Returns the id of its sequence; 0 = none, or a row of padding."""
+        """Returns the id of its sequence; 0 = none."""
         return self._correlation_id
 
     def requested_output_names(self) -> list[str]:
@@ -206,10 +205,9 @@ class InferenceRequest:
         return self._place is not None and _host is not None and _host.is_cancelled(*self._place)
 
     def set_release_flags(self, flags: int) -> None:
-        """Sets how `execute` leaves the request: answered, or to be executed again with a later batch.
+        """Sets whether `execute` answers the request, or has it executed again with a later batch.
 
-        `flags` is `TRITONSERVER_REQUEST_RELEASE_ALL`, or `…_RESCHEDULE`, with `None` as response. Raises
-        `TritonModelException` if the model is not iterative.
+        `flags` is `TRITONSERVER_REQUEST_RELEASE_ALL`, or `…_RESCHEDULE`, for iterative models and a `None` response.
         """
         if flags == RESCHEDULE and not (_host is not None and _host.is_iterative):
             raise TritonModelException(
@@ -218,7 +216,7 @@ class InferenceRequest:
         self._release_flags = int(flags)
 
     def is_rescheduled(self) -> bool:
-        """Returns whether it has to be executed again; not part of Triton's interface."""
+        """Returns whether it runs again; not part of Triton's interface."""
         return self._release_flags == RESCHEDULE
 
     def get_response_sender(self) -> InferenceResponseSender:
@@ -232,14 +230,11 @@ class InferenceRequest:
             return self._sender
 
     def responses(self) -> "Reply | Stream | None":
-        """Returns the receiver of its responses, if it has a sender; not part of Triton's interface."""
+        """Returns its sender's target, if any; not part of Triton's interface."""
         return None if self._sender is None else self._sender.responses()
 
     def reply(self) -> Reply:
-        """Returns the reply of a model that is not decoupled; not part of Triton's interface.
-
-        A thread or task of the model may get its sender later.
-        """
+        """Returns the reply of a model that is not decoupled; not part of Triton's interface."""
         is_asked_for = self._sender is not None
         self.get_response_sender()
         assert self._reply is not None
@@ -248,11 +243,7 @@ class InferenceRequest:
         return self._reply
 
     def exec(self, decoupled: bool = False) -> "InferenceResponse | ResponseIterator":  # noqa: FBT001, FBT002  (Triton's)
-        """Runs the model that it names; returns the response.
-
-        With `decoupled`, it returns an iterator over the responses at once. Raises `TritonModelException` outside of
-        `execute` and open streams.
-        """
+        """Runs the model that it names; returns the response, or, if `decoupled`, an iterator at once."""
         if not self.model_name:
             raise TritonModelException("a request needs a model_name to be executed")
         if _host is None:
@@ -265,17 +256,16 @@ class InferenceRequest:
         self,
         decoupled: bool = False,  # noqa: FBT001, FBT002
     ) -> "asyncio.Future[InferenceResponse | ResponseIterator]":
-        """Runs `exec` in a thread, for an `async` `execute` with several calls at once."""
+        """Runs `exec` in a thread, for an `async` `execute`."""
         loop = asyncio.get_running_loop()
         return loop.run_in_executor(None, copy_context().run, self.exec, decoupled)
 
 
 class ResponseIterator:
-    """The responses to a call of a decoupled model, in order: `for` and `async for`. The last one may be empty.
+    """The responses to a decoupled model's call, for `for` and `async for`; the last may be empty.
 
-    The next response is fetched when the model asks for it, so the called model is no faster than its caller. A failure
-    is the last response. Dropping the iterator cancels the call. As in Triton, it keeps the responses and can be
-    iterated again.
+    Each response is fetched on demand, so the called model is no faster than its caller. A failure is the last
+    response. Dropping the iterator cancels the call. As in Triton, it can be iterated again.
     """
 
     def __init__(self, host: "Host", call: int) -> None:
@@ -307,7 +297,7 @@ class ResponseIterator:
         return response
 
     def cancel(self) -> None:
-        """Asks the called model to end; its last response still comes, and may be the error CANCELLED."""
+        """Asks the called model to end; its last response, perhaps CANCELLED, still comes."""
         if not self._is_done:
             self._host.cancel_call(self._call)
 

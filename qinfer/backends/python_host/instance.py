@@ -17,16 +17,16 @@ from qinfer.observe.model_metrics import ModelSeries
 logger = logging.getLogger("qinfer.backends.python")
 
 FREE_CRASHES = 8
-"""This many deaths without a completed batch cost no pause, because finding one bad request takes several."""
+"""Deaths without a completed batch that cost no pause: finding one bad request takes several."""
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
 
 LONGEST_WAIT_S = 60.0
-"""The longest wait of a batch for a starting process; then its requests fail as retryable."""
+"""The longest wait of a batch for a starting process."""
 
 DOWN_AFTER = 3
-"""After this many failed starts in a row, batches no longer wait for the next."""
+"""Failed starts in a row after which batches don't wait."""
 
 _live: "weakref.WeakSet[Instance]" = weakref.WeakSet()
 _live_lock = threading.Lock()
@@ -35,15 +35,7 @@ _live_lock = threading.Lock()
 class Instance:
     """A host process, and its successors.
 
-    Args:
-        model: The model's name, for the log.
-        version: Its version, for the log.
-        load: Loads the model in a started process, or raises `ModelLoadFailed`.
-        environment: The model's own environment, an archive or a directory; `None` = the worker's.
-
-    Attributes:
-        reason: The reason for the lack of a process.
-        is_busy: A batch is being executed.
+    `load` loads the model in a started process, or raises `ModelLoadFailed`. `reason` explains the lack of a process.
     """
 
     def __init__(
@@ -65,7 +57,7 @@ class Instance:
         self._is_stopped = False
 
     def start(self) -> None:
-        """Starts the first process; raises `ModelLoadFailed` if it can't load the model."""
+        """Starts the first process."""
         self._process = self._started()
         with _live_lock:
             _live.add(self)
@@ -73,7 +65,7 @@ class Instance:
             self.lost(self._process)
 
     def process(self) -> HostProcess | None:
-        """Returns the process, after waiting for a starting one; `None` if that fails or takes too long."""
+        """Returns the process, after a limited wait for its start; `None` on failure."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._process is not None or self._failures >= DOWN_AFTER or self._is_stopped, LONGEST_WAIT_S
@@ -81,7 +73,7 @@ class Instance:
             return self._process
 
     def memory(self) -> tuple[MemoryUse, ...]:
-        """Returns the resident memory of the process and its descendants, if it runs."""
+        """Returns the resident memory of the process and its descendants."""
         process = self._process
         use = None if process is None or not process.is_alive else read_use(pid=process.pid)
         return () if use is None else (MemoryUse("CPU", 0, use.memory_bytes),)
@@ -97,10 +89,7 @@ class Instance:
         self._busy_since_s = time.monotonic()
 
     def interrupt(self, limit_s: float) -> bool:
-        """Kills the process if its batch has run for `limit_s`; returns whether it did.
-
-        The time that a batch has waited for the process's start does not count.
-        """
+        """Kills the process if its batch has run for `limit_s`; returns whether it did."""
         process = self._process
         if process is None or not self.is_busy or time.monotonic() - self._busy_since_s < limit_s:
             return False
@@ -123,7 +112,7 @@ class Instance:
             threading.Thread(target=self._revive, name=f"revive-{self._model}", daemon=True).start()
 
     def stop(self, finalize_s: float | None = None) -> None:
-        """Finalises the model within `finalize_s` and ends its process; concurrent calls wait for that."""
+        """Finalises the model within `finalize_s` and ends its process; concurrent calls wait."""
         with self._stopping:
             with self._changed:
                 self._is_stopped = True
@@ -139,7 +128,6 @@ class Instance:
             _live.discard(self)
 
     def _revive(self) -> None:
-        """Starts processes until one has loaded the model."""
         failures = self._crashes - FREE_CRASHES
         while not self._waited(pause_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S)):
             try:
@@ -156,7 +144,6 @@ class Instance:
             failures = self._failures
 
     def _started(self) -> HostProcess:
-        """Starts a process and loads the model in it, or raises `ModelLoadFailed`."""
         process = HostProcess(self._model, self._version, self.lost, self._environment)
         with self._changed:
             self._starting = process
@@ -173,7 +160,7 @@ class Instance:
         return process
 
     def _replaced(self, process: HostProcess) -> bool:
-        """Replaces a dead process; returns whether the new one is alive, or no longer needed."""
+        """Replaces a dead process; returns false if the new one died, too."""
         with self._changed:
             if not self._is_stopped and process.is_alive:
                 self._process = process
@@ -203,17 +190,17 @@ class Instance:
 
 
 def _stop_all() -> None:
-    """Finalises every model before this process ends; otherwise the kernel would kill their processes."""
+    """Finalises every model at exit, before the kernel kills their processes."""
     with _live_lock:
         instances = list(_live)
-    # A busy one has had the worker's drain to end its batch, and does not read `Finalize`.
+    # A busy one has had the worker's drain, and does not read `Finalize`.
     threads = [threading.Thread(target=i.stop, args=(0.0 if i.is_busy else None,), daemon=True) for i in instances]
     started = []
     for thread in threads:
         try:
             thread.start()
             started.append(thread)
-        except RuntimeError:  # Python 3.12 starts no threads at exit: stop one after the other
+        except RuntimeError:  # Python 3.12 starts no threads at exit
             thread.run()
     for thread in started:
         thread.join(FINALIZE_S + TERMINATE_S)

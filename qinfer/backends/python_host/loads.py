@@ -13,15 +13,12 @@ _FILE = "file:"
 
 
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-    """Loads a model, or reloads one that has changed; returns when it is ready.
+    """Loads or reloads a model; returns when it is ready.
 
     Args:
         model_name: Its name.
         config: A configuration in JSON in place of its `config.pbtxt`.
         files: `file:<version>/<file>` → content, in place of its files; only with `config`.
-
-    Raises:
-        TritonModelException: It can't be loaded, or the server does not load models on request.
     """
     named, contents = [], []
     for key, content in (files or {}).items():
@@ -34,30 +31,14 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:  # noqa: FBT001, FBT002  (Triton's)
-    """Unloads a model; returns when it accepts no more requests. Waiting ones are still answered.
-
-    Args:
-        model_name: Its name.
-        unload_dependents: Also unload models that only this ensemble uses.
-
-    Raises:
-        TritonModelException: The server does not unload models on request.
-    """
+    """Unloads a model, and those that only this ensemble uses if `unload_dependents`; waiting requests are answered."""
     connected().manage(
         Manage("unload", text(model_name, "model_name"), unload_dependents=bool(unload_dependents)),
     )
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    """Returns whether a model can be called; an unknown one can't.
-
-    Args:
-        model_name: Its name.
-        model_version: A version as text; empty = any.
-
-    Raises:
-        TritonModelException: The version is no number, or the models can't be read now.
-    """
+    """Returns whether a model can be called; an empty version is any."""
     version = 0
     if model_version:
         try:

@@ -14,7 +14,7 @@ logger = logging.getLogger("qinfer.backends.python")
 
 
 class Managing:
-    """Executes the requests of one instance's processes; without `models`, all are refused."""
+    """Executes the requests of one instance's processes; refuses all without `models`."""
 
     def __init__(self, models: ManagesModels | None, model: str) -> None:
         self._models = models

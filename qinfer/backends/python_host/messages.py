@@ -12,10 +12,7 @@ SEQUENCE_START, SEQUENCE_END = 1, 2
 
 
 class TensorMeta(msgspec.Struct, array_like=True, frozen=True):
-    """A tensor whose bytes are the buffer at the same position.
-
-    A batch's BF16 inputs come as float32, because numpy has no BF16.
-    """
+    """A tensor whose bytes are the buffer at the same position; a batch's BF16 inputs are float32."""
 
     name: str
     datatype: str
@@ -23,7 +20,7 @@ class TensorMeta(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Load(msgspec.Struct, array_like=True, tag=True):
-    """To the host: import the model file of a version's `directory`, and call `initialize(args)`."""
+    """To the host: import a version's model file, and call `initialize(args)`."""
 
     directory: str
     filename: str
@@ -31,10 +28,7 @@ class Load(msgspec.Struct, array_like=True, tag=True):
 
 
 class Loaded(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: the model is initialised, or finalised.
-
-    `has_is_ready`: the model has a method `is_ready`, which the process calls (see `readiness`).
-    """
+    """To the worker: the model is initialised, or finalised; it may have a method `is_ready`."""
 
     has_is_ready: bool = False
 
@@ -54,7 +48,7 @@ class Completed(msgspec.Struct, array_like=True, tag=True):
 
 
 class EnvironmentReady(msgspec.Struct, array_like=True, tag=True):
-    """To the worker, first of all: the model's own environment is there, and its Python starts."""
+    """To the worker, first of all: the model's own environment is ready."""
 
 
 class Failed(msgspec.Struct, array_like=True, tag=True):
@@ -74,9 +68,8 @@ class Asked(msgspec.Struct, array_like=True, frozen=True):
         outputs: The wanted outputs; empty = all.
         timeout_us: The time limit of the answer, in microseconds.
         trace: W3C `traceparent`.
-        correlation_id: The id of its sequence; 0 = none, or a row of padding.
+        correlation_id: The id of its sequence; 0 = none.
         flags: `SEQUENCE_START`, `SEQUENCE_END`, both, or 0.
-        request_id: The server's id of the request.
     """
 
     client_id: str
@@ -94,9 +87,7 @@ class Execute(msgspec.Struct, array_like=True, tag=True):
 
     Attributes:
         number: Counts the batches of this process.
-        inputs: The batch's inputs, their rows stacked.
-        rows: Rows of each request.
-        window_bytes: The most bytes of responses to one request on their way; 0 = unlimited.
+        window_bytes: The most bytes of a request's responses on their way; 0 = unlimited.
         shapes: Position of a ragged input → the shape of each request's tensor.
     """
 
@@ -113,9 +104,8 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         outputs: Its tensors; their bytes are the message's next buffers.
-        error: The error that it has in place of outputs.
         code: Triton's number of the kind of error.
-        rescheduled: The request has no response yet, and runs again with a later batch.
+        rescheduled: The request runs again with a later batch.
     """
 
     outputs: list[TensorMeta]
@@ -126,13 +116,13 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Executed(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: `execute` has ended. A decoupled model sends its answers as `Sent`."""
+    """To the worker: `execute` has ended; a decoupled model's answers are `Sent`."""
 
     answers: list[Answer]
 
 
 class Sent(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: a response of a decoupled model, possibly after `Executed`; empty if only the final flag came."""
+    """To the worker: a response of a decoupled model, possibly after `Executed`."""
 
     batch: int
     item: int
@@ -141,7 +131,7 @@ class Sent(msgspec.Struct, array_like=True, tag=True):
 
 
 class AwaitTaken(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: answer with `Taken` when the caller has taken `taken_bytes` of all responses to a request."""
+    """To the worker: reply `Taken` when `taken_bytes` of a request's responses are taken."""
 
     number: int
     batch: int
@@ -150,7 +140,7 @@ class AwaitTaken(msgspec.Struct, array_like=True, tag=True):
 
 
 class Taken(msgspec.Struct, array_like=True, tag=True):
-    """To the host: the answer to `AwaitTaken`; `cancelled` says that the caller takes no more."""
+    """To the host: the answer to `AwaitTaken`."""
 
     number: int
     taken_bytes: int
@@ -158,7 +148,7 @@ class Taken(msgspec.Struct, array_like=True, tag=True):
 
 
 class Unwanted(msgspec.Struct, array_like=True, tag=True):
-    """To the host: the caller of a request has left; sent after a response that came nevertheless."""
+    """To the host: a request's caller has left; sent after a further response."""
 
     batch: int
     item: int
@@ -172,9 +162,7 @@ class Call(msgspec.Struct, array_like=True, tag=True):
         batch: The batch that makes it.
         version: 0 = the highest ready one.
         timeout_us: The time limit; 0 = the batch's.
-        streams: The model may give several responses. `Call` asks for the first one, `More` for each other.
-        correlation_id: The id of the call's sequence; 0 = none.
-        flags: As in `Asked`.
+        streams: There may be several responses; `More` asks for each but the first.
         made_for: The position of the request whose trace the call has; -1 = none.
     """
 
@@ -203,7 +191,7 @@ class More(msgspec.Struct, array_like=True, tag=True):
 class Close(msgspec.Struct, array_like=True, tag=True):
     """To the worker: no more responses to a streaming call are wanted.
 
-    With `is_dropped`, its iterator is gone; otherwise the called model is informed, and its responses are still taken.
+    Unless `is_dropped`, the responses that still come are taken.
     """
 
     call: int
@@ -211,7 +199,7 @@ class Close(msgspec.Struct, array_like=True, tag=True):
 
 
 class Returned(msgspec.Struct, array_like=True, tag=True):
-    """To the host: the outcome of a call, or the next response to a streaming one."""
+    """To the host: the outcome of a call, or a response to a streaming one."""
 
     number: int
     answer: Answer
@@ -224,7 +212,7 @@ class Manage(msgspec.Struct, array_like=True, tag=True):
     Attributes:
         version: The version that may be ready; 0 = any.
         config: The configuration in JSON to load it with; empty = its own.
-        files: Names of the files to load it with, `<version>/<file>`; their contents are the message's buffers.
+        files: Names `<version>/<file>`; the message's buffers are their contents.
         unload_dependents: Also unload models that only this ensemble uses.
     """
 
@@ -238,7 +226,7 @@ class Manage(msgspec.Struct, array_like=True, tag=True):
 
 
 class Managed(msgspec.Struct, array_like=True, tag=True):
-    """To the host: the answer to `Manage`; an empty `error` means success."""
+    """To the host: the answer to `Manage`; no `error` means success."""
 
     number: int
     is_ready: bool = False
@@ -246,7 +234,7 @@ class Managed(msgspec.Struct, array_like=True, tag=True):
 
 
 class IsCancelled(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: return whether the caller of this request has left."""
+    """To the worker: return whether a request's caller has left."""
 
     number: int
     batch: int

@@ -19,7 +19,7 @@ from qinfer.backends.python_host.errors import TritonModelException
 from qinfer.observe.model_metrics import ModelSeries
 
 MOST_BYTES = 4 * 1024 * 1024
-"""The most bytes of a process's series, each of which takes some hundred."""
+"""The most bytes of a process's series."""
 
 _PREFIX = struct.Struct("<IIII")
 _ALIGNMENT = 64
@@ -34,7 +34,7 @@ class Slot(NamedTuple):
 
 
 class MetricTable:
-    """The table for the model's process, which writes it under the lock of the metrics."""
+    """The table for the model's process, written under the lock of the metrics."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -70,7 +70,7 @@ class MetricTable:
 
 
 class MetricMemory:
-    """The table's memory for the worker, which reads it from any thread; the process inherits `descriptor`."""
+    """The table's memory for the worker; the process inherits `descriptor`."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("qinfer-metrics", os.MFD_CLOEXEC)

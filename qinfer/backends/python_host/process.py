@@ -33,17 +33,17 @@ FINALIZE_S = 10.0
 """The time limit of `finalize`, after which the process is terminated."""
 
 TERMINATE_S = 2.0
-"""The time limit for a terminated process to end, after which it is killed."""
+"""The time for a terminated process to end before it is killed."""
 
 _DEATH_S = 5.0
 _TAIL_LINES = 20
 
 
 class _Spawner:
-    """Starts processes from one thread that lives as long as this process.
+    """Starts processes from one thread that never ends.
 
     The kernel ends a host process with the *thread* that started it (prctl(2), PR_SET_PDEATHSIG), and models are loaded
-    in threads that end soon.
+    in short-lived threads.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,6 @@ class _Spawner:
         self._thread: threading.Thread | None = None
 
     def run(self, start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-        """Runs a function in that thread."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="python-hosts", daemon=True)
@@ -75,22 +74,19 @@ _spawner = _Spawner()
 
 
 class HostProcess:
-    """A host process; the model's name and version are for the log.
+    """A host process.
 
     Args:
-        model: The model's name.
-        version: Its version.
+        model: The model's name, for the log.
+        version: Its version, for the log.
         ended: Called when the process is gone, from a thread of its own.
-        environment: The model's own environment, an archive or a directory; `None` = the worker's. The process
-            sends `EnvironmentReady` once it is in it, or `Failed`.
+        environment: The model's own archive or directory; `None` = the worker's environment. The process
+            reports its entry by `EnvironmentReady` or `Failed`.
 
     Attributes:
-        asks: The socket for questions about its model's readiness.
-        metrics: The memory of its model's own metrics.
+        asks: The socket for questions about readiness.
+        metrics: The memory of the model's own metrics.
         held: Returns the ids of its requests, for the log of its death.
-
-    Raises:
-        BackendUnavailable: This is not Linux.
     """
 
     def __init__(
@@ -116,7 +112,7 @@ class HostProcess:
         self.metrics = MetricMemory()
         with theirs, asked:
             descriptors = (theirs.fileno(), asked.fileno(), self.metrics.descriptor)
-            # -B: byte code beside the model's files would look like a change of the model.
+            # -B: byte code beside the model's files would look like a change.
             command = [sys.executable, "-P", "-B", "-u", "-m", *_program(environment)]
             command += [*map(str, descriptors), str(os.getpid())]
             variables = model_variables()
@@ -155,7 +151,7 @@ class HostProcess:
         return not self._has_ended.is_set()
 
     def death(self) -> str:
-        """Waits for the end of the process; returns its cause, such as `signal 11: SIGSEGV`."""
+        """Waits for the end; returns its cause, such as `signal 11: SIGSEGV`."""
         if not self._has_ended.wait(_DEATH_S):
             self.sweep()
             return "it closed its connection and did not end"
@@ -164,7 +160,7 @@ class HostProcess:
         return f"exit code {code}" if code >= 0 else f"signal {-code}: {signal_name(-code) or 'unknown'}{hint}"
 
     def stop(self, finalize_s: float | None = None) -> None:
-        """Finalises the model within `finalize_s` and ends the process, by force if necessary."""
+        """Finalises the model within `finalize_s`, and ends the process."""
         finalize_s = FINALIZE_S if finalize_s is None else finalize_s
         self._is_expected_to_end = True
         with suppress(OSError):  # it is gone
@@ -177,7 +173,7 @@ class HostProcess:
         self.sweep()
 
     def interrupt(self) -> None:
-        """Kills the process without waiting for its end; the caller logs the reason."""
+        """Kills the process without waiting; the caller logs the reason."""
         self._is_expected_to_end = True
         self._signal(signal.SIGKILL)
 
@@ -195,7 +191,7 @@ class HostProcess:
         self.metrics.close()
 
     def _signal(self, number: signal.Signals) -> None:
-        """Signals the process's group, because the model's code may have started processes."""
+        """Signals the process's group, because the model may have started processes."""
         with self._reaping:
             if not self._has_ended.is_set():  # afterwards its number may be another's
                 self._signal_group(number)
@@ -205,7 +201,7 @@ class HostProcess:
             os.killpg(self.pid, number)
 
     def _await_end(self) -> None:
-        """Waits for the process and ends its children, which may keep its connection and output open."""
+        """Waits for the process and ends its children, which may keep its connection open."""
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with self._reaping:
             self._signal_group(signal.SIGKILL)
@@ -219,7 +215,6 @@ class HostProcess:
         self._ended(self)
 
     def _listen(self) -> None:
-        """Copies the model's output and log records to the worker's log, until the output is closed."""
         output = self._process.stdout
         if output is not None:
             with output:
@@ -246,7 +241,7 @@ def _program(environment: Path | None) -> list[str]:
 
 
 def logged(record: str) -> tuple[int, str, dict[str, str]]:
-    """Reads a log record after its mark: level, text, request ids and traceback; other text is an INFO line."""
+    """Reads a log record: level, text, ids and traceback; other text is an INFO line."""
     try:
         level, message, trace, ids = msgspec.json.decode(record, type=tuple[str, str, str, str])
     except msgspec.MsgspecError:  # the model printed the mark itself

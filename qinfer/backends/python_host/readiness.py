@@ -27,7 +27,7 @@ _YES, _NO = b"+", b"-"
 
 
 class ReadinessProbe:
-    """Asks one process without waiting; for any thread. While `is_busy`, the answer comes after the batch."""
+    """Asks one process without waiting; a busy one answers after its batch."""
 
     def __init__(self, asks: socket.socket, is_busy: Callable[[], bool], reason: str = "") -> None:
         self._asks = asks
@@ -47,7 +47,7 @@ class ReadinessProbe:
         self.look()
 
     def look(self) -> str:
-        """Reads an answer, if any, and asks again when it is time; returns why the model is not ready, or ""."""
+        """Reads and asks; returns why the model is not ready, or ""."""
         with self._lock, suppress(OSError):  # the process is gone, and another one will answer
             now_s = time.monotonic()
             if self._waits:
@@ -74,13 +74,9 @@ class ReadinessProbe:
 def answer_readiness(
     asks: socket.socket, is_ready: Callable[[], object], turn: threading.Lock, told: Callable[[BaseException], str]
 ) -> None:
-    """Answers until the worker is gone; runs in a thread of the model's process.
+    """Answers until the worker is gone, in a thread of the model's process.
 
-    Args:
-        asks: The socket to the worker.
-        is_ready: The model's method, which may be a coroutine function.
-        turn: Held while the model executes.
-        told: Logs an exception of the model; returns its text for clients.
+    `turn` is held while the model executes; `told` logs an exception, and returns its text for clients.
     """
     question, own = None, _Own(is_ready, told)
     with suppress(OSError):
@@ -103,7 +99,6 @@ class _Own:
         self._seen = self._shown = ""
 
     def reason(self) -> str:
-        """Returns why the model says that it is not ready; empty if it is."""
         try:
             answer = self._is_ready()
             if inspect.iscoroutine(answer):
@@ -118,7 +113,7 @@ class _Own:
 
 
 class _Question(threading.Thread):
-    """One call of a model's method; if it hangs, batches go on, and no other call begins."""
+    """One call of a model's method, which may hang without blocking batches."""
 
     def __init__(self, own: _Own) -> None:
         super().__init__(name="is_ready", daemon=True)

@@ -40,12 +40,8 @@ class InferenceResponse:
 
     Args:
         output_tensors: Its outputs.
-        error: The error that it has in place of outputs.
+        error: The error in place of outputs.
         parameters: Bools, ints and strings.
-
-    Raises:
-        TritonModelException: A parameter is of another type, or None is among the outputs.
-        TypeError: An output is no `Tensor`, or the error no `TritonError`.
     """
 
     __slots__ = ("_error", "_outputs", "_parameters")
@@ -90,9 +86,9 @@ class InferenceResponse:
 
 
 class InferenceResponseSender:
-    """Sends the responses to one request; `InferenceRequest.get_response_sender` returns it.
+    """Sends the responses to one request (`InferenceRequest.get_response_sender`).
 
-    Dropping a sender without the final flag ends its request with an error; in Triton, the caller gets no answer.
+    Dropping it without the final flag ends the request with an error; in Triton, the caller gets no answer.
     """
 
     __slots__ = ("_responses",)
@@ -101,15 +97,15 @@ class InferenceResponseSender:
         self._responses = responses
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        """Sends a response; waits while a slower caller has the window of the request used up.
+        """Sends a response; waits while the window of the request is used up.
 
         Args:
             response: The response, or an error; `None` with the final flag = no more responses.
             flags: 0, or `TRITONSERVER_RESPONSE_COMPLETE_FINAL` with the last one.
 
         Raises:
-            TritonModelException: The sender is closed, the request is cancelled and more responses would follow, or
-                the model is not decoupled and this is not its only response.
+            TritonModelException: The sender is closed, more would follow for a cancelled request, or a model that
+                is not decoupled answers twice.
             TypeError: It is no response.
         """
         if flags not in (0, FINAL):
@@ -137,7 +133,7 @@ class InferenceResponseSender:
 class Reply:
     """The one response of a model that is not decoupled.
 
-    If none comes, `cause` is the exception for it, or `missing` the error's text.
+    If none comes, `cause` or `missing` has the error's text.
     """
 
     def __init__(self, is_cancelled: Callable[[], bool] = bool, request_id: str = "") -> None:
@@ -175,7 +171,7 @@ class Reply:
         self._settled.put(None)
 
     def response(self) -> InferenceResponse:
-        """Waits for the response; returns an error if the sender is gone without one."""
+        """Waits for the response; returns an error if none comes."""
         self._settled.get()
         if self._response is not None:
             return self._response
@@ -185,11 +181,7 @@ class Reply:
 class Stream:
     """The responses to one request of a decoupled model.
 
-    Attributes:
-        is_closed: No response can be sent.
-        is_unwanted: The worker has said that the request is cancelled.
-        request_id: The server's id of the request.
-        cause: The exception that may leave the request without its last response.
+    `is_unwanted`: the worker has reported a cancellation. `cause` may explain a missing last response.
     """
 
     def __init__(self, host: "Host", batch: int, item: int, asked: Asked, window_bytes: int) -> None:
@@ -206,7 +198,7 @@ class Stream:
         self._on_way: deque[tuple[int, int]] = deque()
         """For each response on its way: the bytes sent up to its end, and its share of the window."""
         self._sending = threading.Lock()
-        """Held while a response waits, so that those of other threads follow it."""
+        """Held while a response waits: others follow it."""
 
     def send(self, response: InferenceResponse | None, *, final: bool) -> None:
         """Sends a response, once the window has room for it."""
@@ -238,7 +230,7 @@ class Stream:
             self.close(cause.text, cause.trace)
 
     def close(self, error: str | None = None, trace: str = "") -> None:
-        """Refuses further responses; an error goes to the caller, and its traceback to the log."""
+        """Refuses further responses; reports and logs an error."""
         self.is_closed = True
         self._host.end(self, error, trace)
 
@@ -253,7 +245,7 @@ class Stream:
             raise TritonModelException(_CLOSED)
 
     def _take_room(self, size: int) -> None:
-        """Waits until a response fits into the window, the window is empty, or the request is cancelled."""
+        """Waits until a response fits into the window, or the request is cancelled."""
         if not size:
             return
         excess_bytes = self._on_way_bytes + size + RESPONSE_OVERHEAD_BYTES - self._window_bytes
@@ -267,7 +259,7 @@ class Stream:
         self._on_way.append((self._sent_bytes, size + RESPONSE_OVERHEAD_BYTES))
 
     def _needed_bytes(self, excess_bytes: int) -> int:
-        """Returns how many bytes must have been taken in all to free `excess_bytes` of the window."""
+        """Returns the bytes to be taken in all to free `excess_bytes`."""
         for sent_bytes, used_bytes in self._on_way:
             excess_bytes -= used_bytes
             if excess_bytes <= 0:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from qinfer.backends.python_host.errors import text
 
 MARK = "\x1eqinfer:"
-"""The prefix of a stderr line that is a log record as JSON; the model printed other lines."""
+"""The prefix of a stderr line that is a log record as JSON."""
 
 LINE_BYTES = 16 * 1024
 """The worker reads longer lines in pieces."""
@@ -22,13 +22,13 @@ _writing = threading.Lock()
 
 
 def forked() -> None:
-    """Lets a forked process write, even if another thread was writing at the fork."""
+    """Replaces a lock that another thread may have held at the fork."""
     global _writing  # noqa: PLW0603  a lock can't be released for another thread
     _writing = threading.Lock()
 
 
 def emit(level: str, message: str, trace: str = "", requests: Sequence[str] = ()) -> None:
-    """Sends a log record to the worker; the middle of a long one is cut out."""
+    """Sends a log record to the worker, without the middle of a long one."""
     ids, kept = " ".join(requests[:_MOST_REQUESTS]), max(len(message), len(trace))
     line = _line(level, message, trace, ids)
     while len(line) > LINE_BYTES and kept:

@@ -48,14 +48,12 @@ from qinfer.tensors import Bytes, Tensor
 logger = logging.getLogger("qinfer.backends.python")
 
 OPEN_STREAMS = 512
-"""While this many requests of earlier batches are open, an instance takes no batch."""
+"""With this many open requests, an instance takes no batch."""
 
 Outcome = Executed | Failed
 
 
 class _Stream:
-    """A request without its final response."""
-
     __slots__ = ("question", "taken_bytes")
 
     def __init__(self) -> None:
@@ -73,16 +71,12 @@ class _OpenBatch:
         self.requests = requests
         self.has_begun = False
         self.refusal: QinferError | None = None
-        """The error of a refused response, or of the process's end."""
         self.streams = {item: _Stream() for item in range(len(requests))}
         self.outcome: Future[Outcome] = Future()
 
 
 class Streams:
-    """The open streams of one process.
-
-    The process's model is loaded, and only this object receives from it. `instance` learns whether a stream is open.
-    """
+    """The open streams of one process, from which only this object receives."""
 
     def __init__(self, process: HostProcess, instance: Instance, managing: Managing, model: str) -> None:
         self.process = process
@@ -103,13 +97,13 @@ class Streams:
     def execute(self, message: Execute, buffers: Sequence[Bytes], ctx: Context) -> Outcome:
         """Executes a batch; returns when its `execute` has returned. Responses may come afterwards.
 
-        Waits first, while too many requests of earlier batches are open.
+        Waits while too many earlier requests are open.
 
         Raises:
             UnreadError: The process is gone, and has not seen the batch.
             EOFError: The process is gone.
             OSError: The process is gone, and the batch was not sent.
-            QinferError: The context is not of a decoupled model, and a response was not taken.
+            QinferError: The context is not decoupled, and refused a response.
         """
         batch = _OpenBatch(ctx, message.requests)
         with self._changed:
@@ -123,7 +117,7 @@ class Streams:
         except BaseException:
             self._forget(message.number)
             raise
-        # After the batch, because the process must know the requests that are cancelled already.
+        # After the batch: a callback may report a cancelled request.
         for item in range(len(message.requests)):
             ctx.on_taken(item, partial(self._on_taken, message.number, item))
         outcome = batch.outcome.result()
@@ -137,19 +131,19 @@ class Streams:
         return outcome
 
     def _await_streams(self, batch: _OpenBatch) -> None:
-        """Waits until a batch's streams are closed, as in a warm-up: its context takes no responses after `execute`."""
+        """Waits for all responses; a warm-up's context takes none after `execute`."""
         with self._changed:
             self._changed.wait_for(lambda: not batch.streams or batch.refusal is not None)
         if batch.refusal is not None:
             raise batch.refusal
 
     def drain(self, timeout_s: float) -> None:
-        """Waits for a time until no stream is open, or the process is gone."""
+        """Waits for a time until no stream is open."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_lost or not self._batches, timeout_s)
 
     def _held(self) -> list[str]:
-        """Returns the ids of the requests without a final response, now or at the death of the process."""
+        """Returns the ids of the requests that are, or were at the death, unanswered."""
         with self._changed:
             return self._lost if self._is_lost else self._open()
 
@@ -171,7 +165,7 @@ class Streams:
                 self._hear(message, buffers)
             except Exception:
                 logger.exception("a message of the model's process failed", extra={"model": self._model})
-            # Its buffers are shared memory, in use as long as these variables refer to it.
+            # Release its buffers, which are shared memory.
             del message, buffers
         self._calls.end()
         self._messages.put(None)
@@ -214,7 +208,6 @@ class Streams:
             self._close(message.batch, message.item)
 
     def _ended(self, outcome: Outcome) -> None:
-        """Ends the wait for the batch whose `execute` has returned or raised."""
         with self._changed:
             number = next(n for n, batch in self._batches.items() if not batch.outcome.done())
             batch = self._batches[number]
@@ -223,7 +216,6 @@ class Streams:
         batch.outcome.set_result(outcome)
 
     def _end(self, lost: EOFError) -> None:
-        """Ends all open streams when the process is gone."""
         with self._changed:
             self._lost, self._is_lost = self._open(), True
             batches, self._batches = list(self._batches.values()), {}
@@ -252,7 +244,7 @@ class Streams:
             self._tell_taken(stream)
 
     def _on_taken(self, number: int, item: int, taken_bytes: int) -> None:
-        """Counts taken bytes; 0 bytes = the caller has left. Called from any thread."""
+        """Counts taken bytes, from any thread; 0 = the caller has left."""
         if not taken_bytes:
             self._unwant(number, item)
             return
@@ -269,7 +261,6 @@ class Streams:
             self._messages.put(Taken(question.number, stream.taken_bytes))
 
     def _unwant(self, number: int, item: int) -> None:
-        """Closes a stream whose caller has left, and informs the process."""
         with self._changed:
             stream = self._stream(number, item)
             if stream is None:
@@ -279,7 +270,7 @@ class Streams:
             self._close(number, item)
 
     def _tell_end(self, stream: _Stream) -> None:
-        """Ends the wait of a model's thread for room."""
+        """Ends a thread's wait for room."""
         if stream.question is not None:
             self._messages.put(Taken(stream.question.number, stream.taken_bytes, cancelled=True))
 
@@ -291,7 +282,7 @@ class Streams:
         self._messages.put(Cancelled(message.number, cancelled))
 
     def _context(self, call: Call) -> Context | None:
-        """Returns the context of the calling batch, or of the latest if the process does not know the batch."""
+        """Returns the context of the calling batch; unknown batches are the latest."""
         with self._changed:
             latest = next(reversed(self._batches), 0)
             batch = self._batches.get(call.batch or latest)

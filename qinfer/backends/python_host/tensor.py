@@ -31,10 +31,6 @@ class Tensor:
     Args:
         name: Its name.
         numpy_array: Its elements. Strings are `bytes` or `str` in an array of dtype `object`, or `np.bytes_`.
-
-    Raises:
-        TritonModelException: The dtype is `np.str_` or `np.void`, or the name is empty.
-        TypeError: The name is no string, or the array not one of numpy.
     """
 
     __slots__ = ("_array", "_datatype", "_name")
@@ -80,7 +76,7 @@ class Tensor:
         if self._array.dtype.kind in "OS":
             raise TritonModelException("DLPack does not have support for string tensors.")
         del options  # streams and other versions of DLPack are not offered
-        # As in Triton, a capsule refers to the tensor, not only to its array.
+        # As in Triton, a capsule keeps the tensor, not only its array.
         return np.asarray(_Held(self)).__dlpack__()
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -88,11 +84,7 @@ class Tensor:
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> "Tensor":
-        """Makes a tensor from another library's, or from a DLPack capsule; one on a GPU is copied to the host.
-
-        Raises:
-            TritonModelException: It can't be copied to the host, or is no tensor; or the name is empty.
-        """
+        """Makes a tensor from another library's, or a DLPack capsule; copies one from a GPU."""
         name = _named(name)
         if not hasattr(tensor, "__dlpack__"):
             if type(tensor).__name__ != "PyCapsule":
@@ -115,11 +107,7 @@ class Tensor:
             raise TritonModelException(f"tensor '{name}' can't be taken by DLPack: {error}") from None
 
     def to_wire(self, datatype: str | None) -> WireTensor:
-        """Returns the tensor for the worker, in the configuration's datatype.
-
-        Raises:
-            UnsupportedDatatype: No wire datatype holds the array's dtype.
-        """
+        """Returns the tensor for the worker, in the configuration's datatype."""
         narrow = "BF16" in (self._datatype, datatype) and self._array.dtype == np.float32
         return from_numpy(self._name, self._array, "BF16" if narrow else None)
 
@@ -132,15 +120,13 @@ def _named(name: object) -> str:
 
 
 class _Held:
-    """Makes numpy's view keep the tensor."""
-
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self.__array_interface__ = tensor.as_numpy().__array_interface__
 
 
 class _Capsule:
-    """Wraps a bare capsule for numpy, which needs a producer."""
+    """Wraps a capsule for numpy, which needs a producer."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule

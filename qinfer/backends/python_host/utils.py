@@ -117,7 +117,7 @@ def using_decoupled_model_transaction_policy(model_config: Mapping[str, Any]) ->
 
 
 def triton_string_to_numpy(triton_type_string: str) -> type:
-    """Returns the numpy type of a configuration's datatype, such as `TYPE_FP32`; BF16 is float32."""
+    """Returns the numpy type of a configured datatype, such as `TYPE_FP32`; BF16 is float32."""
     return TRITON_STRING_TO_NUMPY[triton_type_string]
 
 
@@ -127,7 +127,7 @@ def triton_to_numpy_type(data_type: int) -> type | None:
 
 
 def numpy_to_triton_type(data_type: Any) -> int | None:
-    """Returns the number of the datatype of a numpy type, or `None`."""
+    """Returns the datatype's number of a numpy type, or `None`."""
     dtype = np.dtype(data_type)
     if dtype.kind in "OS":
         return NUMBERS["BYTES"]
@@ -135,7 +135,7 @@ def numpy_to_triton_type(data_type: Any) -> int | None:
 
 
 def serialize_byte_tensor(input_tensor: npt.NDArray[Any]) -> Any:
-    """Encodes an array of strings as on the wire, each after its length; an empty array as `()`."""
+    """Encodes strings as on the wire, each after its length; an empty array as `()`."""
     if not input_tensor.size:
         return ()
     if input_tensor.dtype.kind not in "OS":
@@ -152,7 +152,7 @@ def deserialize_bytes_tensor(encoded_tensor: bytes) -> npt.NDArray[Any]:
 
 
 class ModelConfig:
-    """The configuration that `auto_complete_config` completes, from JSON. Rules and texts are Triton's."""
+    """The configuration that `auto_complete_config` completes; rules and texts are Triton's."""
 
     def __init__(self, model_config: str) -> None:
         self._model_config: dict[str, Any] = json.loads(model_config)
@@ -166,7 +166,7 @@ class ModelConfig:
         return self._model_config
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        """Sets `max_batch_size`; raises a `ValueError` if the configuration has a larger one."""
+        """Sets `max_batch_size`, up to the configured one."""
         configured = self._model_config.get("max_batch_size", 0)
         if configured > max_batch_size:
             raise ValueError(
@@ -186,25 +186,15 @@ class ModelConfig:
         self._model_config.setdefault("dynamic_batching", {})
 
     def add_input(self, input: Mapping[str, Any]) -> None:
-        """Adds an input, or completes the one of that name.
-
-        `input` has `name`, `data_type` (such as `TYPE_FP32`), `dims`, and maybe `optional`.
-
-        Raises:
-            ValueError: A property is missing, unknown, or contradicts the configuration.
-        """
+        """Adds or completes an input: `name`, `data_type` (such as `TYPE_FP32`), `dims`, and maybe `optional`."""
         self._add("input", input, (*_REQUIRED, "optional"))
 
     def add_output(self, output: Mapping[str, Any]) -> None:
-        """Adds an output, or completes the one of that name; as `add_input`, without `optional`."""
+        """Adds or completes an output; as `add_input`, without `optional`."""
         self._add("output", output, _REQUIRED)
 
     def set_model_transaction_policy(self, transaction_policy_dict: Mapping[str, Any]) -> None:
-        """Sets `model_transaction_policy`.
-
-        Raises:
-            ValueError: It has another property than `decoupled`, or contradicts the configuration.
-        """
+        """Sets `model_transaction_policy`."""
         for key in transaction_policy_dict:
             if key != "decoupled":
                 raise ValueError(

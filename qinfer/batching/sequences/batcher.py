@@ -91,24 +91,22 @@ class SequenceBatcher(StepRunner[PendingStep]):
         return bool(self.executing or self.waiting)
 
     def adopt(self, sequence: SequenceId, committed: int, states: States | None) -> None:
-        """Takes over a sequence after `committed` steps; states of `None` are the initial ones."""
+        """Takes over a sequence after `committed` steps; `None` = the initial states."""
         self._kept[sequence] = _Kept(self._initial if states is None else states)
         if committed:
             self._scheduler.adopt(sequence, committed)
             self.pump()
 
     def grow(self, model: LoadedModel, instances: int) -> None:
-        """Switches to another generation, whose executor already has more instances."""
+        """Switches to another generation with more instances."""
         self.model = model
         self._scheduler.grow(instances)
         self.pump()
 
     def admit(self, step: PendingStep) -> None:
-        """Takes a step of an adopted sequence, in order; call `pump` afterwards.
+        """Takes an adopted sequence's next step; call `pump` afterwards.
 
-        Raises:
-            InvalidRequest: It is not the first step, and its sequence has ended here.
-            SequenceEnded: As before, by an error.
+        Raises `InvalidRequest` for a later step of an ended sequence, `SequenceEnded` after an error.
         """
         kept = self._kept[step.place.sequence]
         step.key = self._key(step.request, kept.states)
@@ -120,7 +118,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         self.waiting += 1
 
     def drop(self, sequence: SequenceId) -> None:
-        """Forgets a sequence that has ended or moved; an executing step is not answered."""
+        """Forgets a sequence; an executing step is not answered."""
         kept = self._kept.pop(sequence, None)
         if kept is None:
             return
@@ -130,7 +128,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         self.pump()
 
     def cancel(self, sequence: SequenceId, number: int) -> bool:
-        """Breaks a sequence at a waiting step; returns False if the step does not wait here."""
+        """Breaks a sequence at a waiting step; returns whether it waits here."""
         kept = self._kept.get(sequence)
         waiting = kept.waiting.items() if kept else ()
         listed = next((listed for step, listed in waiting if step.place.number == number), None)
@@ -141,7 +139,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         return True
 
     def fail(self, step: PendingStep, error: QinferError) -> None:
-        """Answers a step that the stopping worker does not finish; its sequence keeps its stored state, or ends."""
+        """Answers an unfinished step of a stopping worker; its sequence keeps its stored state, or ends."""
         if not self._sequences.states:
             self._outlet.broken(step, SequenceLost(error.message))
             return
@@ -177,7 +175,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
             if kept := self._kept.get(step.place.sequence):
                 kept.waiting.pop(step, None)
             if step.place.sequence in broken:
-                # The first refused step gives the reason for those behind it in the queue.
+                # The first refused step gives the reason for all.
                 broken.discard(step.place.sequence)
                 self._outlet.broken(step, error)
         if decision.idle:
@@ -228,7 +226,6 @@ class SequenceBatcher(StepRunner[PendingStep]):
                         waiting.key = self._key(waiting.request, kept.states)
 
     def _lose(self, instance: int, error: QinferError) -> None:
-        """Ends the sequences whose state was lost with an instance's memory."""
         lost = [sequence for sequence, kept in self._kept.items() if kept.instance == instance]
         self._outlet.lost(lost, error)
         for sequence in lost:  # their waiting steps must not run on a new memory

@@ -17,18 +17,15 @@ Rows = Sequence[Step[Any] | None]
 def control_inputs(rows: Rows, controls: Sequence[ControlSpec], *, batched: bool) -> dict[str, Array]:
     """Makes the control inputs: `datatype[rows, 1]`, or `datatype[1]` without a batch dimension.
 
-    In padding (`None`), START, END and READY are false and CORRID is 0 or empty. A number that does not fit a CORRID
-    loses its high bits, as in Triton; as text it has decimal digits.
+    In padding (`None`), all are false, 0 or empty. A number too large for a CORRID loses its high bits, as in Triton;
+    as text it is decimal.
     """
     shape = (len(rows), 1) if batched else (1,)
     return {control.name: _values(rows, control).reshape(shape) for control in controls}
 
 
 def padded(inputs: Mapping[str, Array], rows: Rows) -> Mapping[str, Array]:
-    """Spreads `dtype[steps, …]` inputs over the rows of a batch; padding is zeros, or empty elements of BYTES.
-
-    Without padding, the arrays are returned as they are.
-    """
+    """Spreads steps' inputs over the rows of a batch; padding is zeros, or empty BYTES."""
     taken = [position for position, step in enumerate(rows) if step is not None]
     if len(taken) == len(rows):
         return inputs

@@ -10,8 +10,8 @@ from qinfer.models.sequence_spec import DirectSpec
 def pick_direct(ready: Sequence[Ready[T]], now_s: float, spec: DirectSpec, latency: Latency) -> Pick[T]:
     """Makes the batch of an idle instance: each step in the row of its slot, padding in the rows between.
 
-    `ready`, not empty, is in the order in which the steps became ready. Steps with another key than the first wait for
-    a batch of their own. The first step decides, not the lowest slot, so that no shape starves.
+    Steps with another key than the first wait for another batch. The first step decides, not the lowest slot, so that
+    no shape starves.
     """
     first = ready[0].step.item
     chosen = [

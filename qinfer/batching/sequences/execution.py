@@ -1,9 +1,9 @@
-"""One batch of steps on its way through an instance: the inputs that the server adds, and the states that it keeps.
+"""One batch of steps on its way through an instance, with the inputs and states that the server adds and keeps.
 
     steps, their states → assemble_steps → Batch → StepExecution → answers, and the states after them
                                                   or StreamedSteps → streams, where the model is decoupled
 
-A batch has a row for each step, and rows of padding where the strategy `direct` leaves slots empty.
+A batch has a row for each step, and padding where the strategy `direct` leaves slots empty.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +25,11 @@ from qinfer.models.spec import ModelSpec
 from qinfer.tensors import Tensor, to_numpy
 
 States = tuple[Tensor, ...]
-"""The states of a sequence by input name, in the order of `SequenceSpec.states`."""
+"""The states of a sequence, in the order of `SequenceSpec.states`."""
 
 
 def assemble_steps(batch: StepBatch[Any], states: Sequence[States], spec: ModelSpec) -> Batch:
-    """Builds the batch of some steps from their inputs, control inputs, and states of equal shapes."""
+    """Builds the batch of some steps, with control inputs and states."""
     assert spec.sequences is not None, "only a model with sequences has steps"
     steps = batch.steps
     requests = [step.item.request for step in steps]
@@ -51,10 +51,7 @@ def assemble_steps(batch: StepBatch[Any], states: Sequence[States], spec: ModelS
 
 
 class StreamedSteps(StreamedExecution, kw_only=True, eq=False):
-    """A batch of a decoupled iterative model: an item's stream continues in its next execution.
-
-    `positions` maps a row to its item, padding to -1; the items of `again` run again.
-    """
+    """A batch of a decoupled iterative model: an item's stream continues in its next execution."""
 
     steps: StepBatch[Any]
     positions: list[int] = msgspec.field(default_factory=list)
@@ -66,7 +63,7 @@ class StreamedSteps(StreamedExecution, kw_only=True, eq=False):
 
     @property
     def states(self) -> list[States]:
-        """Empty: a model whose states are kept here has one response."""
+        """Empty: stateful models have one response."""
         return [()] * len(self.items)
 
     def respond(
@@ -89,7 +86,7 @@ class StreamedSteps(StreamedExecution, kw_only=True, eq=False):
             super().on_taken(self.positions[item], callback)
 
     def cancelled(self, item: int) -> bool:
-        """Returns whether the caller has left or wants no more; true for padding."""
+        """Returns whether the caller wants no more; true for padding."""
         return self.positions[item] < 0 or super().cancelled(self.positions[item])
 
     def waits(self, item: int) -> bool:
@@ -109,12 +106,11 @@ class StreamedSteps(StreamedExecution, kw_only=True, eq=False):
         self.again &= open_ if self.error is None else set()
 
     def _open(self) -> list[Stream]:
-        """Opens the streams of new items; an item that was executed before has one."""
         steps = self.steps.steps
         return [(self.table.open if step.start else self.table.resume)(step.item, self) for step in steps]
 
     def _ended_by(self, error: QinferError, stream: Stream) -> QinferError:
-        """Returns the same error for each stream: no item starts again, even if its state was lost."""
+        """Returns the error for each stream: no item starts again."""
         del stream
         return InferenceFailed(error.message) if isinstance(error, SequenceLost) else error
 
@@ -124,8 +120,8 @@ class StepExecution(Execution, kw_only=True, eq=False):
 
     Attributes:
         positions: Row → position among `items`; -1 for padding.
-        states: The states after each item, by input name; empty = unchanged.
-        again: The positions of items to execute again, which have no answer yet.
+        states: The states after each item; empty = unchanged.
+        again: The positions of items to execute again.
     """
 
     steps: StepBatch[Any]
@@ -162,7 +158,7 @@ class StepExecution(Execution, kw_only=True, eq=False):
         return position < 0 or super().cancelled(position)
 
     def run(self, backend: Backend) -> None:
-        """Executes the batch; if it raises, all its steps fail, as in Triton, and keep their states."""
+        """Executes the batch; if it raises, all its steps fail, as in Triton."""
         super().run(backend)
         if self.error is not None:
             self.answers = [self.error if answer is None else answer for answer in self.answers]
@@ -174,7 +170,7 @@ class StepExecution(Execution, kw_only=True, eq=False):
         self.rows_again = len(self.again)
 
     def _kept(self, position: int, answer: Answer | None) -> Answer | None:
-        """Keeps the states at the end of an answer; returns the other outputs."""
+        """Keeps an answer's states; returns its other outputs."""
         if not isinstance(answer, tuple):
             return answer
         specs = self.sequences.states

@@ -30,7 +30,7 @@ from qinfer.queue.entries import Lane
 from qinfer.queue.sequence_records import SequenceId
 
 _DECAY = 0.98
-"""The weight of a request in the mean of iterations with each later one: about 50 count."""
+"""The weight that requests keep: about 50 count."""
 
 
 class _Held:
@@ -46,7 +46,7 @@ class _Held:
 
 
 class Iterations(StepRunner[Pending]):
-    """The requests of one generation of an iterative model; `changed` is called when they begin, go on or end."""
+    """The requests of one generation of an iterative model."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Iterations(StepRunner[Pending]):
         self._changed = changed
         self._held: dict[Pending, _Held] = {}
         self._weight = self._iterations = 0.0
-        # Ids that callers hardly use and the server never allots, and that fit 32 bits.
+        # Ids that callers hardly use, the server never allots, and 32 bits hold.
         self._numbers = chain.from_iterable(repeat(range(2**29, 2**30)))
 
     @property
@@ -89,10 +89,7 @@ class Iterations(StepRunner[Pending]):
         return max(rows - len(self._held), 0)
 
     def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns the requests per second of all instances in full batches; 0 = not known yet.
-
-        `at_best` assumes one iteration each until several have ended.
-        """
+        """Returns the requests per second of all instances, or the highest possible; 0 = unknown."""
         if not self._iterations:
             return 0.0
         steps_rps, per_request = super().speed_rps(at_best=at_best), self._iterations / self._weight
@@ -112,10 +109,7 @@ class Iterations(StepRunner[Pending]):
         self.pump()
 
     def _identify(self, request: InferRequest) -> SequenceId:
-        """Returns a request's sequence, and numbers the request unless it names one.
-
-        An id that a plain request or another tenant uses is replaced, too.
-        """
+        """Returns a request's sequence; numbers the request if it names none, or one in use by another."""
         flags, tenant = request.sequence, request.tenant
         taken = {of.correlation_id: of.tenant for held in self._held.values() if (of := held.step.sequence)}
         if flags is not None and flags.id and taken.get(flags.id, tenant) == tenant:
@@ -125,7 +119,7 @@ class Iterations(StepRunner[Pending]):
         return SequenceId("", number)
 
     def drop(self, item: Pending) -> None:
-        """Forgets an item, if it is here; a running execution is not answered."""
+        """Forgets an item; a running execution is not answered."""
         if held := self._held.pop(item, None):
             self._scheduler.cancel(held.step, self._clock.now_s())
             self.pump()
@@ -154,7 +148,6 @@ class Iterations(StepRunner[Pending]):
         self._changed()
 
     def _tell(self, decision: Decision[Pending]) -> None:
-        """Answers expired requests; dropped ones are refused, too, but not here any more."""
         streams = self.model.streams
         for step, error in decision.refused:
             held = self._held.pop(step.item, None)
@@ -205,7 +198,7 @@ class Iterations(StepRunner[Pending]):
         self._iterations = self._iterations * _DECAY + held.iterations
 
     def _begin_anew(self, batch: StepBatch[Pending], failure: QinferError) -> None:
-        """Restarts the other requests of an instance that lost its memory; those with responses fail."""
+        """Restarts an instance's other requests after a loss of memory; those with responses fail."""
         for item, held in list(self._held.items()):
             if held.instance == batch.instance and held.step not in batch.steps:
                 if self.model.streams is not None and held.iterations:
@@ -281,13 +274,13 @@ class IterativeBatcher:
         return not self._idle.is_set()
 
     def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns the requests per second of all instances; 0 = not known yet."""
+        """Returns the requests per second of all instances; 0 = unknown."""
         return self._current.speed_rps(at_best=at_best)
 
     def replace(self, model: LoadedModel, latency: LatencyModel | None = None) -> list[Pending]:
-        """Switches to another generation; requests that have begun end on the old one, which is then unloaded.
+        """Switches to another generation; the old one ends the requests that have begun.
 
-        Returns the items that have not begun: check them with the new configuration, `classify` and admit them again.
+        Returns the others: check them again, `classify` and admit them.
         """
         waiting = self._current.take_waiting()
         self._leaving.append(self._current)
@@ -312,11 +305,11 @@ class IterativeBatcher:
         return lanes
 
     def room(self) -> tuple[int, float]:
-        """Returns the number of entries to fetch now, and an endless wait for the first."""
+        """Returns how many entries to fetch, and an endless wait."""
         return max(self._current.room, 1), NEVER_S
 
     def lost(self, item: Pending) -> None:
-        """Forgets an item whose lease is lost; a running iteration is its last."""
+        """Forgets an item whose lease is lost."""
         item.lose()
         for generation in self._generations:
             generation.drop(item)
@@ -326,7 +319,7 @@ class IterativeBatcher:
         self._current.fail(items, error)
 
     async def pause(self) -> None:
-        """Stops fetching, gives back items that have not begun, and returns when the others have ended."""
+        """Stops fetching, gives back items that have not begun, and waits for the others."""
         self.paused = True
         if waiting := self._current.take_waiting():
             self._outlet.give_back(waiting)

@@ -20,8 +20,8 @@ def rules_of(spec: OldestSpec, max_rows: int) -> Rules:
 def pick_oldest(ready: Sequence[Ready[T]], now_s: float, rules: Rules, latency: Latency) -> Pick[T]:
     """Makes the batch of an idle instance from the steps that are ready for longest.
 
-    A step becomes ready when the one before it has ended, so a long sequence does not go before others. An instance's
-    batches run one after another, which keeps the order of responses (`preserve_ordering`).
+    A step becomes ready when the one before it has ended, so a long sequence does not go first. An instance's batches
+    run one after another, which keeps the order of responses (`preserve_ordering`).
     """
     decision = decide([entry.step.item for entry in ready], now_s, Slots(idle=1), rules, latency)
     return Pick([entry.step for entry in ready[: len(decision.run)]], decision.wake_at_s)

@@ -33,7 +33,7 @@ from qinfer.errors import QinferError
 from qinfer.observe.stats import StatsTally
 
 IDLE_SLACK_S = 0.1
-"""Redis counts the idle time from the commit of a step, a little later."""
+"""Redis counts the idle time from a step's commit."""
 
 P = TypeVar("P", bound=Pending)
 
@@ -62,13 +62,13 @@ class StepRunner(ABC, Generic[P]):
         self._timer: asyncio.TimerHandle | None = None
 
     def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns the steps per second of all instances in full batches; 0 = not known yet."""
+        """Returns the steps per second of all instances; 0 = unknown."""
         rows = self._sequences.max_rows
         full_s = (self._latency.best_s if at_best else self._latency.full_s)(rows)
         return self.model.executor.count * rows / full_s if full_s else 0.0
 
     def pump(self) -> None:
-        """Starts and breaks due steps, and sets the timer; call it once for steps that came together."""
+        """Starts and breaks due steps; call it once for steps that came together."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

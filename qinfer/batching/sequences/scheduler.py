@@ -44,7 +44,7 @@ class Ending(StrEnum):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The end of a sequence without END, at step `number`; RESTARTED has its last step."""
+    """The end of a sequence without END, at step `number`."""
 
     sequence: SequenceId
     ending: Ending
@@ -70,12 +70,12 @@ class Decision(msgspec.Struct, Generic[T], frozen=True):
 
 
 class _Queue(Generic[T]):
-    """The steps of one correlation ID: of the present sequence, then of those started after it.
+    """The steps of one correlation ID: of the present sequence, then of the next ones.
 
     Attributes:
         key: The sequence, or an iterated request.
         slot: Its (slot, instance); `None` = it is in the backlog.
-        begun: The sequence in the slot has executed a step, so a START begins the next one.
+        begun: It has executed a step, so a START begins the next sequence.
         accepts: Its last sequence is open: a step without START may follow.
         steps: The number of the last admitted step.
     """
@@ -102,9 +102,9 @@ class SequenceScheduler(Generic[T]):
         self._queues: dict[Hashable, _Queue[T]] = {}
         self._backlog: dict[_Queue[T], None] = {}
         self._ready: list[dict[int, _Queue[T]]] = [{} for _ in range(instances)]
-        """The slots of each instance whose next step can execute, in the order of becoming ready."""
+        """Each instance's slots that can execute, in order."""
         self._idle: dict[_Queue[T], float] = {}
-        """Idle sequences → the start of their idle time; the oldest is first."""
+        """Idle sequences → since when; the oldest is first."""
         self._busy: set[int] = set()
         self._freed: list[tuple[int, int]] = []
         self._used = 0
@@ -124,7 +124,7 @@ class SequenceScheduler(Generic[T]):
 
     @property
     def open(self) -> int:
-        """Correlation IDs with an open sequence or waiting steps; for an iterative model, requests."""
+        """Correlation IDs with an open sequence or waiting steps."""
         return len(self._queues)
 
     @property
@@ -133,10 +133,7 @@ class SequenceScheduler(Generic[T]):
         return len(self._backlog)
 
     def grow(self, instances: int) -> None:
-        """Adds instances for the strategy `direct`; sequences keep their slots.
-
-        Slots are numbered by the count of instances, so unused ones are listed first.
-        """
+        """Adds instances for the strategy `direct`; sequences keep their slots."""
         slots, before = self._spec.slots, self._instances
         self._instances += instances
         unused = [divmod(number, before) for number in range(self._used, before * slots)]
@@ -146,7 +143,7 @@ class SequenceScheduler(Generic[T]):
         self._ready += [{} for _ in range(instances)]
 
     def admit(self, step: Step[T], now_s: float) -> None:
-        """Takes a step; the steps of a sequence come in order.
+        """Takes the next step of a sequence.
 
         Raises:
             SequenceEnded: It has no START, and an earlier step has ended its sequence.
@@ -173,7 +170,7 @@ class SequenceScheduler(Generic[T]):
         return queue is not None and step is queue.executing
 
     def cancel(self, step: Step[T], now_s: float) -> None:
-        """Ends the sequence of a step whose caller has left; an executing step ends first."""
+        """Ends the sequence of a cancelled step, which may end first."""
         queue = self._home.get(step)
         if queue is None:
             return
@@ -184,7 +181,7 @@ class SequenceScheduler(Generic[T]):
         self._settle(queue, now_s)
 
     def drop(self, sequence: SequenceId, now_s: float) -> list[Step[T]]:
-        """Forgets a sequence that has ended or moved; returns its waiting steps, which are not refused."""
+        """Forgets a sequence; returns its waiting steps, which are not refused."""
         queue = self._queues.get(sequence)
         if queue is None:
             return []
@@ -202,9 +199,9 @@ class SequenceScheduler(Generic[T]):
         again: Collection[Step[T]] = (),
         died: Collection[Step[T]] = (),
     ) -> None:
-        """Records that a batch was executed; a step that failed does not end its sequence.
+        """Records an executed batch; a failed step does not end its sequence.
 
-        The model wants the steps of `again` once more; those of `died` ended their process.
+        The steps of `again` run once more; those of `died` ended their process.
         """
         self._busy.discard(batch.instance)
         for step in batch.steps:
@@ -222,7 +219,7 @@ class SequenceScheduler(Generic[T]):
             self._settle(queue, now_s)
 
     def decide(self, now_s: float, latency: Latency) -> Decision[T]:
-        """Decides which batches run, which steps are refused, and which sequences have ended."""
+        """Decides which batches run, and which steps are refused."""
         wake_at_s = self._expire(now_s, latency.floor_s(now_s))
         self._fill(now_s)
         idle = self._find_idle(now_s)
@@ -259,7 +256,6 @@ class SequenceScheduler(Generic[T]):
         return queue
 
     def _settle(self, queue: _Queue[T], now_s: float) -> None:
-        """Marks a changed queue as ready or idle, or releases its slot."""
         if queue.executing is not None:
             return
         if queue.slot is None:
@@ -279,7 +275,7 @@ class SequenceScheduler(Generic[T]):
             self._release(queue, queue.slot)
 
     def _release(self, queue: _Queue[T], slot: tuple[int, int]) -> None:
-        """Frees the slot of an ended sequence; the next of its ID goes to the backlog's end."""
+        """Frees a slot; the next sequence of the ID goes to the backlog's end."""
         heappush(self._freed, slot)
         queue.slot = None
         if queue.waiting:
@@ -288,12 +284,12 @@ class SequenceScheduler(Generic[T]):
             self._close(queue)
 
     def _close(self, queue: _Queue[T]) -> None:
-        """Forgets a queue, unless a dropped sequence came again under its key."""
+        """Forgets a queue, unless its key has another one."""
         if self._queues.get(queue.key) is queue:
             del self._queues[queue.key]
 
     def _fill(self, now_s: float) -> None:
-        """Gives free slots to the backlog, the lowest first, so that batches have few rows."""
+        """Gives free slots, the lowest first, to the backlog: batches get few rows."""
         while self._backlog and (self._freed or self._used < self._instances * self._spec.slots):
             queue = next(iter(self._backlog))
             del self._backlog[queue]
@@ -306,7 +302,7 @@ class SequenceScheduler(Generic[T]):
             self._settle(queue, now_s)
 
     def _pick(self, ready: dict[int, _Queue[T]], now_s: float, latency: Latency) -> Pick[T]:
-        # No batch is larger, so thousands of ready candidates cost nothing more.
+        # No batch is larger: thousands of candidates cost nothing more.
         first = islice(ready.items(), self._spec.max_rows)
         steps = [Ready(slot, queue.waiting[0]) for slot, queue in first]
         if isinstance(self._spec.strategy, DirectSpec):
@@ -326,7 +322,7 @@ class SequenceScheduler(Generic[T]):
         return batch
 
     def _expire(self, now_s: float, floor_s: float) -> float:
-        """Breaks sequences with late steps; returns when the next step expires."""
+        """Breaks sequences with late steps; returns the next expiry."""
         while (step := self._deadlines.first(self._home)) and step.item.deadline_s <= now_s + floor_s:
             self._deadlines.pop()
             queue = self._home[step]
@@ -352,7 +348,7 @@ class SequenceScheduler(Generic[T]):
     def _break(self, queue: _Queue[T], step: Step[T], ending: Ending, error: QinferError) -> None:
         """Ends a sequence at a step: refuses the waiting steps from there on.
 
-        In the backlog, an expired step takes those before it along: Triton's timeout is the sequence's.
+        If it expires in the backlog, earlier steps are refused too: Triton's timeout is the sequence's.
         """
         steps = list(queue.waiting)
         first = steps.index(step) if step in steps else 0

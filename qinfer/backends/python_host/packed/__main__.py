@@ -38,7 +38,7 @@ OLDEST_MSGSPEC = (0, 20)
 """The oldest msgspec for it, as in pyproject.toml."""
 
 PROBE_S = 120.0
-"""The time limit for activating an environment and for starting its Python."""
+"""The time limit for activating an environment, and for starting its Python."""
 
 _QINFER = Path(start.__file__).parents[3]
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -59,7 +59,7 @@ print(json.dumps([sys.version_info[:2], sysconfig.get_config_var("SOABI") or "",
 """Runs in any Python 3."""
 
 _SHELLS = ("PWD", "OLDPWD", "SHLVL", "_")
-"""Variables that the shell sets for itself."""
+"""Variables that the shell sets."""
 
 _OTHERS = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONSTARTUP", "VIRTUAL_ENV", "CONDA_PREFIX", "PS1")
 """Variables of the worker's environment."""
@@ -105,11 +105,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def activated(root: Path, variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables after an environment's `bin/activate`, if it has one.
-
-    Raises:
-        ModelLoadFailed: The script fails, or there is no bash.
-    """
+    """Returns the variables after an environment's `bin/activate`, if it has one."""
     found, script = dict(variables), root / "bin" / "activate"
     if script.exists():  # as Triton does: scripts of conda's packages set variables
         command = ["bash", "-c", '. "$0" >&2 && exec env -0', str(script)]
@@ -131,11 +127,7 @@ def activated(root: Path, variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def probed(root: Path, variables: Mapping[str, str]) -> Interpreter:
-    """Runs the Python of an environment to get its version and packages.
-
-    Raises:
-        ModelLoadFailed: There is none, or it does not run here.
-    """
+    """Runs an environment's Python to get its version and packages."""
     python = root / "bin" / "python"
     if not python.exists():
         raise ModelLoadFailed("its environment has no bin/python; pack a whole environment, from its root")
@@ -155,11 +147,7 @@ def probed(root: Path, variables: Mapping[str, str]) -> Interpreter:
 
 
 def lends(found: Interpreter) -> bool:
-    """Returns whether an environment lacks msgspec and needs the worker's.
-
-    Raises:
-        ModelLoadFailed: A model's process can't run in it.
-    """
+    """Returns whether an environment lacks msgspec and needs the worker's."""
     theirs, ours = ("Python " + ".".join(map(str, version)) for version in (found.version, sys.version_info[:2]))
     if found.version < OLDEST:
         raise ModelLoadFailed(
@@ -189,7 +177,6 @@ def _entered(python: str, arguments: Sequence[str], variables: Mapping[str, str]
 
 
 def _ran(command: Sequence[str], variables: Mapping[str, str], root: Path) -> bytes:
-    """Runs a program in an environment; returns its output. Errors go to the log."""
     ran = subprocess.run(  # noqa: S603  the model's own
         command, env=variables, cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=PROBE_S, check=True
     )

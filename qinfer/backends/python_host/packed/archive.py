@@ -27,7 +27,7 @@ _MAX_HOPS = 40
 
 _MAX_LINK_BYTES = 4095
 _MEMORY_BYTES = 2**30
-"""Memory for reading headers, each of which `tarfile` reads whole."""
+"""Memory for headers, each of which `tarfile` reads whole."""
 
 
 class ArchiveBounds(NamedTuple):
@@ -38,7 +38,7 @@ class ArchiveBounds(NamedTuple):
 
 
 class _Decompressed:
-    """The decompressed archive and its last bytes; `read` raises `ModelLoadFailed` at the bound."""
+    """The decompressed archive, up to its bound, and its last bytes."""
 
     def __init__(self, file: BinaryIO, max_bytes: int) -> None:
         self._file = file
@@ -46,7 +46,6 @@ class _Decompressed:
         self.last = b""
 
     def read(self, size: int) -> bytes:
-        """Reads at most `size` bytes."""
         content = self._file.read(size)
         self._left_bytes -= len(content)
         if self._left_bytes < 0:
@@ -59,12 +58,7 @@ class _Decompressed:
 
 
 def unpack(archive: BinaryIO, target: Path, bounds: ArchiveBounds) -> int:
-    """Unpacks an archive into an empty directory; returns the number of members.
-
-    Raises:
-        ModelLoadFailed: The archive is damaged, too large, or has forbidden members; parts of it are written.
-        OSError: The disk is full, or can't be written.
-    """
+    """Unpacks an archive into an empty directory, perhaps in part; returns the number of members."""
     is_packed = archive.read(len(_GZIP)) == _GZIP
     archive.seek(0)
     stream = _Decompressed(gzip.GzipFile(fileobj=archive) if is_packed else archive, bounds.max_bytes)  # type: ignore[arg-type]
@@ -112,7 +106,6 @@ def _unpack(stream: _Decompressed, target: Path, max_members: int) -> int:
 
 
 def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, links: dict[tuple[str, ...], str]) -> None:
-    """Writes a member, or records a link."""
     parts = _inside(member.name, member.name)
     path = target.joinpath(*parts)
     if member.isdir():
@@ -150,7 +143,6 @@ def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, links: d
 
 
 def _inside(name: str, member: str) -> tuple[str, ...]:
-    """Returns the parts of a path in the archive."""
     parts = tuple(part for part in name.split("/") if part not in ("", "."))
     if name.startswith("/") or ".." in parts or "\0" in name:
         raise _refused(member, "leads out of it")
@@ -158,10 +150,7 @@ def _inside(name: str, member: str) -> tuple[str, ...]:
 
 
 def leads_out(parts: tuple[str, ...], links: Mapping[tuple[str, ...], str]) -> bool:
-    """Returns whether a path leads out of a tree, or in circles, when all its links are followed.
-
-    `links` maps the path of each link, relative to the root, to its target.
-    """
+    """Returns whether a path leads out of a tree, or in circles, through the links in it."""
     todo, done, hops = list(reversed(parts)), list[str](), 0
     while todo:
         part = todo.pop()

@@ -27,23 +27,18 @@ from qinfer.core.shared_folders import hold, remove_unused, used_at
 from qinfer.errors import ModelLoadFailed
 
 UNUSED_S = 86400.0
-"""An environment that no model has used for this long is removed before the next is unpacked."""
+"""An environment that is unused for this long is removed before the next is unpacked."""
 
 READY = "ready"
 _KNOWN, _LENT, _LOCK = "known", "lent", ".lock"
 _SETTLED_S = 2.0
-"""A file system's clock is coarse: the stamp of an archive that changed within this time does not identify its content.
-"""
+"""A coarse clock: the stamp of an archive that changed just now does not identify its content."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Environments:
-    """The environments of one directory, which need not exist.
-
-    Raises:
-        ModelLoadFailed: Another user can write to the directory.
-    """
+    """The environments of one directory, which need not exist."""
 
     def __init__(self, directory: Path, bounds: ArchiveBounds) -> None:
         self._root = directory
@@ -57,13 +52,7 @@ class Environments:
             )
 
     def unpacked(self, archive: Path, variables: Mapping[str, str]) -> Path:
-        """Returns the environment of an archive, unpacked if necessary; it stays while this process lives.
-
-        `variables` are for `conda-unpack`, if the archive has it.
-
-        Raises:
-            ModelLoadFailed: The archive can't be read or unpacked.
-        """
+        """Returns the environment of an archive, unpacked if necessary; `variables` are for `conda-unpack`."""
         try:
             with archive.open("rb") as file:
                 home = self._root / self._digest(file)
@@ -87,7 +76,7 @@ class Environments:
         return directory
 
     def _digest(self, file: BufferedReader) -> str:
-        """Returns the hash of an archive; reads it only if its stamp is unknown."""
+        """Returns the hash of an archive, by its stamp if known."""
         stamp = _stamp(file)
         note = self._root / _KNOWN / hashlib.sha256(stamp.encode()).hexdigest()
         with suppress(FileNotFoundError):
@@ -102,7 +91,7 @@ class Environments:
         return digest
 
     def _make(self, home: Path, file: BufferedReader, variables: Mapping[str, str]) -> None:
-        """Unpacks an archive, under the lock. If the disk is full, it first removes all unused environments."""
+        """Unpacks an archive, under the lock; a full disk first loses its unused environments."""
         began_s = time.monotonic()
         for unused_s in (UNUSED_S, 0.0):
             self._sweep(unused_s)
@@ -134,13 +123,12 @@ class Environments:
             if subprocess.run(command, env=inner, stdin=subprocess.DEVNULL, check=False).returncode:  # noqa: S603
                 raise ModelLoadFailed("conda-unpack of its environment failed; the log says why")
         with (home / READY).with_suffix(".new").open("w") as ready:
-            # Sync first: after a crash, the name must not exist without the files' content.
+            # After a crash, the name must not exist without the files' content.
             ctypes.CDLL(None).syncfs(ready.fileno())
             Path(ready.name).rename(home / READY)
         return members
 
     def _sweep(self, unused_s: float) -> None:
-        """Removes environments that are incomplete, or unused for a time."""
         limit = time.time() - unused_s
         for home in self._root.iterdir():
             if home.name not in (_KNOWN, _LENT, _LOCK) and (not (home / READY).exists() or used_at(home) <= limit):
@@ -151,7 +139,7 @@ class Environments:
 
 
 def with_libraries(root: Path, variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns variables by which an environment's Python finds its libraries, as in Triton."""
+    """Returns variables for an environment's libraries, as in Triton."""
     libraries = ":".join(filter(None, (str(root / "lib"), variables.get("LD_LIBRARY_PATH", ""))))
     return {**variables, "LD_LIBRARY_PATH": libraries}
 
@@ -162,7 +150,7 @@ def _stamp(file: BufferedReader) -> str:
 
 
 def _hold(home: Path) -> bool:
-    """Marks an environment as used by this process and its children; returns whether it is ready."""
+    """Locks an environment for this process and its children; returns whether it is ready."""
     descriptor = hold(home, READY)
     if descriptor is not None:
         os.set_inheritable(descriptor, True)
