@@ -209,7 +209,7 @@ class Batcher:
         return waiting
 
     def classify(self, item: Pending) -> None:
-        """Sets an item's key, level and queue deadline, which a suspect has not, because it was executed before."""
+        """Sets an item's key, level and queue deadline; a suspect has no deadline, as it was executed before."""
         item.key = None if self._key_of is no_key else self._key_of(item.request)
         if self._rules.prefetch or (batching := self.model.spec.batching) is None:
             return
@@ -265,7 +265,7 @@ class Batcher:
         return count, self._fetch_wait_s
 
     def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns the requests per second of all instances under load, or the highest possible; 0 = unknown."""
+        """Returns the requests per second of all instances; `at_best` returns the highest possible; 0 = unknown."""
         rows = self._rules.max_rows if self._rules.merge else self._rows_per_item
         full_s = (self._latency.best_s if at_best else self._latency.full_s)(max(round(rows), 1))
         return self.model.executor.count * rows / self._rows_per_item / full_s if full_s else 0.0

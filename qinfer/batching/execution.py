@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHARED = (OutputMismatch, Overloaded, DeliveryError, Cancelled)
-"""Errors of a whole batch: of the model's answers, the queue, or callers that left."""
+"""Errors of a whole batch, not of one item: wrong answers, a failing queue, callers that left."""
 
 _PROCESS, _numbers = secrets.token_hex(4), itertools.count(1)
 

@@ -34,10 +34,10 @@ _RUN = 5
 """Executions per run; a mean hides one that was quick by chance."""
 
 _COLD = 3
-"""The first executions are often slow."""
+"""The first executions, often slow; `best_s` needs a run after them."""
 
 _FRESH_S = 5.0
-"""An older floor expires no request: no execution would correct it."""
+"""An older floor expires no request, because no execution would correct a wrong one."""
 
 
 class LatencyModel:

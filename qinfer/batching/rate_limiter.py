@@ -165,7 +165,7 @@ class Ledger:
         check_maxima([*(instance.needs for instance in list(self._instances)), *map(needs_of, groups)], self._given)
 
     def add(self, instances: Sequence[Instance]) -> None:
-        """Adds a model's instances, at the lowest present score: they need not catch up."""
+        """Adds a model's instances at the lowest present score, so that they don't run first to catch up."""
         first = min((instance.score for instance in self._instances), default=0)
         for instance in instances:
             instance.executions = first // instance.priority

@@ -189,7 +189,7 @@ class Stream:
             self._put(answer, final=final, parameters=parameters or {})
 
     def await_room(self) -> None:
-        """Waits for half of the window, or the stream's end."""
+        """Waits until half of the window is free, or the stream has ended."""
         with self._changed:
             self._waiting += 1
             while self._window.is_half_full and not (self.is_over or self._has_ended):
@@ -242,7 +242,7 @@ class Stream:
         self.took(self._window.taken_bytes + nbytes)
 
     def is_stalled(self, since_s: float) -> bool:
-        """Returns whether the window is full, and untouched since `since_s`."""
+        """Returns whether the window is full, and the caller took nothing since `since_s` (monotonic clock)."""
         with self._changed:
             is_full = self._window.is_half_full or (self._waiting and self._window.on_way_bytes)
             return bool(is_full) and self._idle_since_s < since_s

@@ -396,7 +396,7 @@ class Host:
         self._streams.update(((stream.batch, stream.item), stream) for stream in streams)
         _batch.set(message.number)
         try:
-            # They live until the end: those of a failed batch are closed, not dropped.
+            # The requests live until the end, so that a failed batch closes their senders.
             requests = _requests(message, buffers, tuple(self._datatypes), streams)
             with self._turn:
                 returned = self._model.execute(requests)

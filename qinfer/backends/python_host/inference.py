@@ -230,7 +230,7 @@ class InferenceRequest:
             return self._sender
 
     def responses(self) -> "Reply | Stream | None":
-        """Returns its sender's target, if any; not part of Triton's interface."""
+        """Returns the `Reply` or `Stream` of its sender, if any; not part of Triton's interface."""
         return None if self._sender is None else self._sender.responses()
 
     def reply(self) -> Reply:

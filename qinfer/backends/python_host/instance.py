@@ -193,7 +193,7 @@ def _stop_all() -> None:
     """Finalises every model at exit, before the kernel kills their processes."""
     with _live_lock:
         instances = list(_live)
-    # A busy one has had the worker's drain, and does not read `Finalize`.
+    # A busy process had the drain's time to end its batch, and does not read `Finalize`.
     threads = [threading.Thread(target=i.stop, args=(0.0 if i.is_busy else None,), daemon=True) for i in instances]
     started = []
     for thread in threads:

@@ -89,7 +89,7 @@ class Iterations(StepRunner[Pending]):
         return max(rows - len(self._held), 0)
 
     def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns the requests per second of all instances, or the highest possible; 0 = unknown."""
+        """Returns the requests per second of all instances; `at_best` returns the highest possible; 0 = unknown."""
         if not self._iterations:
             return 0.0
         steps_rps, per_request = super().speed_rps(at_best=at_best), self._iterations / self._weight

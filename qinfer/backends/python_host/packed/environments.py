@@ -91,7 +91,7 @@ class Environments:
         return digest
 
     def _make(self, home: Path, file: BufferedReader, variables: Mapping[str, str]) -> None:
-        """Unpacks an archive, under the lock; a full disk first loses its unused environments."""
+        """Unpacks an archive, under the lock; if the disk is full, removes unused environments first."""
         began_s = time.monotonic()
         for unused_s in (UNUSED_S, 0.0):
             self._sweep(unused_s)
