@@ -16,7 +16,14 @@ Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class InputParameters(msgspec.Struct, gc=False):
-    """The known parameters of an input; Triton ignores others, too."""
+    """The known parameters of an input; others are ignored, as in Triton.
+
+    Attributes:
+        binary_data_size: The size of the input's data after the JSON, in bytes.
+        shared_memory_region: The registered region that has the data.
+        shared_memory_offset: The position of the data in the region, in bytes.
+        shared_memory_byte_size: The size of the data in the region, in bytes.
+    """
 
     binary_data_size: Natural | UnsetType = UNSET
     shared_memory_region: str | UnsetType = UNSET
@@ -58,7 +65,15 @@ NAMES: dict[type[Input], str] = {cls: name for name, cls in INPUTS.items()}
 
 
 class OutputParameters(msgspec.Struct, gc=False):
-    """The known parameters of a requested output; `classification` is the number of best classes."""
+    """The known parameters of a requested output; others are ignored, as in Triton.
+
+    Attributes:
+        binary_data: Whether the data follows the JSON as raw bytes.
+        classification: The number of best classes, as BYTES `value:index[:label]`, in place of the data.
+        shared_memory_region: The registered region that takes the data.
+        shared_memory_offset: The position of the data in the region, in bytes.
+        shared_memory_byte_size: The space for the data in the region, in bytes.
+    """
 
     binary_data: bool | UnsetType = UNSET
     classification: Natural | UnsetType = UNSET

@@ -238,7 +238,7 @@ def test_engine_and_configuration_disagree(changes: dict[str, Any], text: str, s
 def test_a_plan_of_another_gpu_or_version(stage: Stage) -> None:
     """TensorRT gives no engine then; the message says what a plan fits."""
     stage.engine = None
-    with pytest.raises(ModelLoadFailed, match=r"TensorRT 10.0 can't read 'model.plan' .* build it anew"):
+    with pytest.raises(ModelLoadFailed, match=r"TensorRT 10.0 can't read 'model.plan' .* build it again"):
         stage.load(model())
 
 

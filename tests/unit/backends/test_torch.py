@@ -224,7 +224,7 @@ def test_strings_are_refused_at_load(tmp_path: Path) -> None:
     ("outputs", "text"),
     [
         (tensors(("y", "INT64", (2,))), "output 'y' of the model is torch.float32, its configuration INT64"),
-        (tensors(("y", "FP32", (2,)), ("z", "FP32", (2,))), "returned 1 values, in which output 'z' is not to be"),
+        (tensors(("y", "FP32", (2,)), ("z", "FP32", (2,))), "returned 1 values without output 'z'"),
     ],
 )
 def test_results_other_than_configured(outputs: Any, text: str, tmp_path: Path) -> None:

@@ -79,14 +79,14 @@ def test_files_directories_and_links_are_unpacked(tmp_path: Path, mode: str) -> 
         ([link("a", "b"), member("b/c", b""), member("a/d", b"")], "members in the way of one another"),
         ([link("a", "../evil", tarfile.LNKTYPE)], "'a', which leads out of it"),
         ([link("a", "/etc/passwd", tarfile.LNKTYPE)], "'a', which leads out of it"),
-        ([link("a", "later", tarfile.LNKTYPE), member("later", b"")], "a link to what is no file before it"),
+        ([link("a", "later", tarfile.LNKTYPE), member("later", b"")], "a link to a file that is not before it"),
         ([member("a", type=tarfile.CHRTYPE, devmajor=1, devminor=3)], "neither file, directory nor link"),
         ([member("a", type=tarfile.BLKTYPE)], "neither file, directory nor link"),
         ([member("a", type=tarfile.FIFOTYPE)], "neither file, directory nor link"),
         ([member("a", b"x"), member("a/b", b"x")], "members in the way of one another"),
         ([member(".", b"x")], "'.', which is no directory"),
-        ([link("a", "x" * 5000)], "a link to what is no path"),
-        ([link("a", "")], "a link to what is no path"),
+        ([link("a", "x" * 5000)], "a link with an invalid target"),
+        ([link("a", "")], "a link with an invalid target"),
     ],
 )
 def test_what_does_not_stay_inside_is_refused(
