@@ -21,7 +21,7 @@ KeyFunction = Callable[[InferRequest], Hashable]
 def key_function(spec: ModelSpec) -> KeyFunction:
     """Returns the function of a batching key: requests with equal keys may share a batch (reference §3.3 step 4).
 
-    A key needs names and shapes only for optional inputs and variable dimensions.
+    A key needs names and shapes only for optional inputs and variable dimensions; ragged shapes never count.
     """
     if all((i.ragged or -1 not in i.dims) and not i.optional for i in spec.inputs):
         return no_key

@@ -86,7 +86,7 @@ FIRST = "p1"
 """The lane of the highest level."""
 
 OVERDUE_S = 0.05
-"""An execution this late, or by its expected duration, gives back the batch behind it."""
+"""An execution late by this, or by its expected duration if longer, gives back the batch behind it."""
 
 
 _ALL_WAIT = (

@@ -19,7 +19,7 @@ import msgspec
 from qinfer.models.spec import ModelSpec
 
 _DECAY = 0.98
-"""The weight that observations keep: about 50 count."""
+"""The weight that an observation keeps with each later one: about 50 count."""
 
 _WINDOW = 32
 """Observations per window; two windows give the floor."""
@@ -133,7 +133,7 @@ class LatencyModel:
         return max(regressed_s, seen_s) * self._quickest_run() + gap_s
 
     def floor_s(self, now_s: float) -> float:
-        """Returns the shortest of the last 32 to 64 executions, if recent."""
+        """Returns the shortest of the last 32 to 64 executions; 0 if there are fewer, or none is recent."""
         return 0.0 if now_s - self._observed_at_s > _FRESH_S else self._floor_s
 
     def _quickest_run(self) -> float:
@@ -412,8 +412,8 @@ FETCH_EVERY_S = 0.003
 class LentInstances:
     """Decides how to fetch while all instances are lent for bulk work; pure arithmetic.
 
-    Requests make one batch, so they are fetched in a few steps. After `PATIENCE_S` they go back to idle workers, and
-    fetching stops (`is_overdue`).
+    Requests make one batch, so they are fetched in a few steps. After `PATIENCE_S` they go back to the queue for
+    idle workers, and fetching stops (`is_overdue`).
     """
 
     def __init__(self) -> None:

@@ -56,7 +56,7 @@ class Window:
         """For each response on its way: the bytes sent up to its end, and its share of the window."""
 
     def fits(self, nbytes: int) -> bool:
-        """Returns whether a response may leave now; the only one on its way always may."""
+        """Returns whether a response may leave now; without outputs, or as the only one on its way, it always may."""
         return not nbytes or not self._on_way or self.on_way_bytes + nbytes + RESPONSE_OVERHEAD_BYTES <= self.size_bytes
 
     @property

@@ -105,7 +105,7 @@ class ExecutionClock:
         self.limit, self._limit_s = limit, limit.seconds
 
     def begin(self, ctx: Context | None) -> None:
-        """Starts the clock, without a lock."""
+        """Starts the clock, without a lock because every batch does it."""
         now_s = time.monotonic()
         self.ctx = ctx
         self.began += 1

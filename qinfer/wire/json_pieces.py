@@ -33,10 +33,10 @@ LONG_BYTES = 4096
 """Arrays from this size on are decoded in pieces."""
 
 GIANT_BYTES = 4 * WINDOW_BYTES
-"""Strings from this size on, too: one character may make all others four bytes wide."""
+"""Strings from this size on are decoded in pieces, too: one character may make all others four bytes wide."""
 
 REST_SHARE = 4
-"""The fraction of a request's limit that the text without long arrays may become."""
+"""The divisor of a request's limit for its parsed text without long arrays."""
 
 STRUCT_CODES = {d.name: d.typecode for d in DATATYPES.values() if d.name not in ("FP16", "BF16", "BYTES")}
 """Datatypes that `struct` packs; FP16 and BF16 travel as binary only."""

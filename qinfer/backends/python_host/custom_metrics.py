@@ -160,7 +160,7 @@ class MetricFamily:
             self._family = family
 
     def Metric(self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None) -> Metric:
-        """Returns the series of some labels; a histogram needs ascending upper bounds, without infinity."""
+        """Returns the series of some labels; a histogram needs ascending upper bounds, to which infinity is added."""
         family = self._family
         assert family is not None
         named = _checked_labels(labels)

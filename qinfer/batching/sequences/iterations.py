@@ -30,7 +30,7 @@ from qinfer.queue.entries import Lane
 from qinfer.queue.sequence_records import SequenceId
 
 _DECAY = 0.98
-"""The weight that requests keep: about 50 count."""
+"""The weight that a request keeps with each later one: about 50 count."""
 
 
 class _Held:

@@ -7,7 +7,7 @@ The scheduler decides about its worker's sequences; Redis decides the owner. It 
 A sequence waits in the backlog for a slot of an instance, and keeps it until it ends. Its steps execute one at a time,
 in the order of admission. It ends by END, by the START of the next sequence of its correlation ID, by `drop`, or when a
 step expires, is cancelled or dies; later steps are then refused. The next sequence of the ID waits in the backlog like
-any other. Sequences past their idle time are only reported: the worker that receives their steps ends them.
+any other. Sequences past their idle time are only reported, because another step may be on its way.
 """
 
 from collections import deque

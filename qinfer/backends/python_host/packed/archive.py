@@ -58,7 +58,10 @@ class _Decompressed:
 
 
 def unpack(archive: BinaryIO, target: Path, bounds: ArchiveBounds) -> int:
-    """Unpacks an archive into an empty directory, perhaps in part; returns the number of members."""
+    """Unpacks an archive into an empty directory; returns the number of members.
+
+    An error leaves the members before it.
+    """
     is_packed = archive.read(len(_GZIP)) == _GZIP
     archive.seek(0)
     stream = _Decompressed(gzip.GzipFile(fileobj=archive) if is_packed else archive, bounds.max_bytes)  # type: ignore[arg-type]
