@@ -1,9 +1,8 @@
 """Ragged batches: a wrapper around any backend makes batch inputs, and cuts outputs by the shapes of inputs.
 
-A ragged input reaches the model as one dimension, the elements of all requests in order; batch inputs describe each
-request's part. Counts are of a request's elements in all its rows; shapes are listed per row. Follows Triton's
-`backend_input_collector.cc` and `backend_output_responder.cc`. Models of the backend `python` are not wrapped, because
-they get each request's own tensors.
+A ragged input has the elements of all requests in one dimension; batch inputs describe each request's part. Counts are
+of a request's elements, shapes are listed per row, as in Triton's `backend_input_collector.cc` and
+`backend_output_responder.cc`. Models of the backend `python` get each request's own tensors instead.
 """
 
 from collections.abc import Sequence

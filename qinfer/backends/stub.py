@@ -1,8 +1,8 @@
-"""A backend without a runtime, for tests and trials: it echoes, adds, raises, calls, or waits.
+"""A backend without a runtime, for tests and trials.
 
 The parameter `mode` is `echo` (each output is the input at the same position), `add` (every output is the sum of the
-inputs), `raise` (fails with the parameter `message`) or `call:<model>` (the outputs of that model for the whole batch).
-The parameter `delay_s` is the least duration of an execution.
+inputs), `raise` (fails with the parameter `message`) or `call:<model>` (the outputs of that model). `delay_s` is the
+least duration of an execution.
 """
 
 import threading

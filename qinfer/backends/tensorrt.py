@@ -1,8 +1,7 @@
-"""The `tensorrt` backend: `model.plan`, or `model.onnx`, whose engine it builds once and caches.
+"""The `tensorrt` backend: `model.plan`, or `model.onnx`, whose engine it builds once and caches (`tensorrt_plan`).
 
 Each instance has its own CUDA stream, pinned host memory, and buffers for the largest shapes. With `optimization { cuda
-{ graphs: true } }`, the execution of each shape, including copies, is recorded as a CUDA graph after its second
-occurrence and then replayed. `tensorrt_plan` has the options of a build.
+{ graphs: true } }`, the second execution of each shape is recorded as a CUDA graph, with its copies, and then replayed.
 
 Written against the documented API of TensorRT 10 and 11.
 https://docs.nvidia.com/deeplearning/tensorrt/latest/api/python_api/

@@ -1,7 +1,7 @@
 """Builds a TensorRT engine from an ONNX file; a program of its own.
 
-A build takes minutes, holds the interpreter's lock for much of it, and may crash, so a worker runs this program and
-waits for it. It reads a `Build` as JSON from standard input.
+A build takes minutes, holds the interpreter's lock, and may crash, so a worker runs this program. It reads a `Build` as
+JSON from standard input.
 """
 
 import os

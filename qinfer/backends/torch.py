@@ -3,13 +3,12 @@
 Settings, by Triton's names: parameters `INFERENCE_MODE`, `DISABLE_OPTIMIZED_EXECUTION`, `INTRA_OP_THREAD_COUNT`,
 `INTER_OP_THREAD_COUNT`, `DISABLE_CUDNN`, `ENABLE_CACHE_CLEANING`, `ENABLE_JIT_EXECUTOR`, `ENABLE_JIT_PROFILING`,
 `ENABLE_TENSOR_FUSER`. qinfer's own: `qinfer.torch_amp` (`float16`, `bfloat16`) and `qinfer.torch_compile` (a mode of
-torch.compile, such as `default`). Inputs and outputs are bound by Triton's naming conventions; by order, control inputs
+torch.compile, such as `default`). Inputs and outputs are bound by Triton's naming conventions; in order, control inputs
 and states come last. https://github.com/triton-inference-server/pytorch_backend#model-configuration
 
-Model files are opened without unpickling objects. `model.pt` is a TorchScript archive, with objects of the TorchScript
-language only. `model.pt2` is an archive of `torch.export.save` (a graph as JSON, weights as raw bytes) or of
-AOTInductor (compiled code); one with pickled objects is refused before it is loaded. No format is safe against its
-author: a model file is a program.
+Model files are opened without unpickling objects. `model.pt` is a TorchScript archive. `model.pt2` is an archive of
+`torch.export.save` or AOTInductor; one with pickled objects is refused. No format is safe against its author: a model
+file is a program.
 """
 
 import inspect

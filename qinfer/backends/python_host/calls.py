@@ -1,7 +1,4 @@
-"""The worker's side of a model's calls to other models: each runs in its own thread, and answers by the channel.
-
-So an `async` model can make several at once, and the channel's reader is free for the next one.
-"""
+"""The worker's side of a model's calls to other models: each has a thread, so several can run at once."""
 
 import queue
 import threading

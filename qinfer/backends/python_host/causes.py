@@ -1,7 +1,7 @@
 """Causes of unanswered requests: exceptions that end a thread, a future or a task that used a sender.
 
-Python at most prints such an exception to stderr, and drops the sender with the traceback's frames. Here the request
-ends with that exception, not with a text about a missing answer.
+Python at most prints such an exception, and drops the sender with its frames. Here the request ends with that
+exception.
 """
 
 import asyncio

@@ -7,10 +7,9 @@
     │ large buffers, each aligned to 64 bytes                                │      in a segment
     └────────────────────────────────────────────────────────────────────────┘
 
-A segment is an anonymous file in memory (`memfd_create`): it has no name, is outside the limit of `/dev/shm`, and ends
-with its processes. The sender copies buffers into it; the receiver's arrays are views of it. When the last array is
-gone, the receiver's next message says so, and the sender reuses the segment. So each buffer is copied once, and an
-array stays valid as long as it is kept.
+A segment is an anonymous file in memory (`memfd_create`), outside the limit of `/dev/shm`, that ends with its
+processes. The sender copies buffers into it; the receiver's arrays are views of it. When the last array is gone, the
+receiver's next message says so, and the sender reuses the segment.
 """
 
 import mmap

@@ -1,7 +1,6 @@
 """Calls of processes that the model forks, such as those of a `multiprocessing.Pool`.
 
-Only one process can use the channel to the worker. So each fork makes another channel, between the forked process and
-this one, where a thread sends its calls to the worker.
+Each fork makes a channel between the forked process and this one, where a thread sends its calls to the worker.
 """
 
 import os

@@ -2,9 +2,9 @@
 
     worker: ReadinessProbe ── one byte a question ──▶ process: answer_readiness ── "+", or "-" and why not ──▶
 
-Triton calls it at each check, between two executions. The worker calls it once a second, between two executions, and
-the checks return the last answer. Requests execute in any case, as in Triton; they wait while it runs, but for
-`ANSWER_S` at most, and once for a call that hangs. https://github.com/triton-inference-server/python_backend/pull/430
+It is called between two executions: in Triton at each check, here once a second. Checks return the last answer.
+Requests execute in any case; they wait while it runs, for `ANSWER_S` at most, and once for a call that hangs.
+https://github.com/triton-inference-server/python_backend/pull/430
 """
 
 import asyncio

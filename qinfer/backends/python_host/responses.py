@@ -1,8 +1,7 @@
 """Responses of a model: `pb_utils.InferenceResponse`, returned by `execute` or sent by an `InferenceResponseSender`.
 
 Rules and texts are Triton's (src/response_sender.cc of its python_backend). Any thread may use a sender, also after
-`execute` has returned. It fills a `Reply`, the one response of a model that is not decoupled, or a `Stream`, which
-sends each response of a decoupled model to the worker, within the window of its request.
+`execute` has returned. It fills a `Reply`, or the `Stream` of a decoupled model, within the window of its request.
 """
 
 import json

@@ -4,8 +4,8 @@
     _read ◀── Sent, Call, AwaitTaken ───   a thread for as long as the process lives
     _write ── Taken, Unwanted, … ──▶       a thread, because giving credit back must not wait for a socket
 
-The window of a request is kept in the process, where a thread of the model waits; here only the taken bytes are
-counted. A process that dies ends all its open streams with an error.
+A request's window is kept in the process, where a thread of the model waits; here only taken bytes are counted. The end
+of the process ends all open streams with an error.
 """
 
 import logging

@@ -4,6 +4,6 @@
                               environments: unpacks once by hash, locks, removes unused ones
                               archive: the contents and the size that an archive may have
 
-All of it runs in the model's process, which replaces itself by the environment's Python (`exec`). The worker only names
-the archive, and receives `EnvironmentReady` or `Failed`.
+The model's process replaces itself by the environment's Python (`exec`); the worker receives `EnvironmentReady` or
+`Failed`.
 """

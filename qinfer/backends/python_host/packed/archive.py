@@ -1,7 +1,7 @@
 """Unpacks the archive of an environment within bounds, and without paths or links that lead outside.
 
-The filter `data` of `tarfile` is missing in early Pythons 3.11, and checks each link when it is made, so a later link
-can redirect an earlier one. Here links are made after all files, when every link was found to lead inside.
+The filter `data` of `tarfile` is missing in early Pythons 3.11, and a later link can redirect a checked one. Here links
+are made last, when every link was found to lead inside.
 """
 
 import gzip

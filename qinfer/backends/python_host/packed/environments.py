@@ -5,8 +5,8 @@
     <directory>/known/<hash of a stamp>         the hash of an archive with this stamp, which need not be read again
     <directory>/lent/<hash>/<package>           a link to a package of the worker's
 
-A process that uses an environment holds a shared lock on its directory, as long as it or one of its children lives. One
-process at a time unpacks and removes. If it is killed, the next one removes the incomplete environment.
+Processes and their children hold a shared lock on their environment's directory. One process at a time unpacks and
+removes; if it is killed, the next one removes the incomplete environment.
 """
 
 import ctypes

@@ -1,10 +1,9 @@
-"""Starts the host process in an environment that has no qinfer: run as a file, by the environment's own Python.
+"""Starts the host process in an environment without qinfer: run as a file, by the environment's own Python.
 
 `python -P start.py <LD_LIBRARY_PATH> <first> <last> <arguments of qinfer.backends.python_host>`
 
 Args:
-    LD_LIBRARY_PATH: The value for programs that the model starts, empty = unset; this process was loaded
-        with another.
+    LD_LIBRARY_PATH: The value for programs that the model starts; empty = unset.
     first: A directory with qinfer only, before the environment's packages.
     last: A directory with msgspec only, after them; empty = the environment has its own.
 """
