@@ -34,7 +34,7 @@ _pointer, _size, _int, _uint = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, c
 
 
 class CudaError(RuntimeError):
-    """CUDA refused a call, with its error number `status`; adapters turn it into an error of qinfer."""
+    """CUDA refused a call, with error number `status`; adapters map it."""
 
     status = 0
 
@@ -58,7 +58,7 @@ class Cuda:
         self._call("cudaSetDevice", _int(device))
 
     def describe(self, device: int) -> str:
-        """Returns a GPU's name and compute capability, which engines depend on."""
+        """Returns a GPU's name and compute capability."""
         properties = ctypes.create_string_buffer(_PROPERTIES_BYTES)
         self._call("cudaGetDeviceProperties", properties, _int(device))
         major, minor = (self._attribute(attribute, device) for attribute in (_MAJOR, _MINOR))
@@ -75,7 +75,7 @@ class Cuda:
         self._call("cudaFree", _pointer(address))
 
     def allocate_pinned(self, size_bytes: int) -> tuple[int, Array]:
-        """Allocates pinned memory on the host; returns its address, and a byte array over it."""
+        """Allocates pinned host memory; returns its address, and a byte array."""
         address = _pointer()
         self._call("cudaHostAlloc", ctypes.byref(address), _size(max(size_bytes, 1)), _uint(0))
         memory = (ctypes.c_ubyte * max(size_bytes, 1)).from_address(address.value or 0)

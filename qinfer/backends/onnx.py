@@ -360,7 +360,7 @@ def _compare(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], found
 
 
 def providers(spec: ModelSpec, device: Device, available: Collection[str], cache: Path) -> list[Provider]:
-    """Returns an instance's providers, the preferred one first; `cache` is for TensorRT's engines."""
+    """Returns an instance's providers, the preferred one first."""
     if device.kind == "cpu":
         return [*_cpu_accelerators(spec, available), (CPU, {})]
     chosen: list[Provider] = []
@@ -398,7 +398,7 @@ def _cpu_accelerators(spec: ModelSpec, available: Collection[str]) -> list[Provi
 
 
 def tensorrt_options(spec: ModelSpec, device: Device, parameters: Mapping[str, str], cache: Path) -> dict[str, str]:
-    """Translates an accelerator's parameters to TensorrtExecutionProvider's; engines are cached by default."""
+    """Translates an accelerator's parameters to TensorrtExecutionProvider's."""
     options = {
         "device_id": str(device.number),
         "trt_engine_cache_enable": "1",

@@ -123,7 +123,7 @@ def _core_with_plugins() -> Any:
 
 
 def properties(spec: ModelSpec) -> dict[str, str]:
-    """Translates a model's parameters to OpenVINO's properties, or raises `ModelLoadFailed`."""
+    """Translates a model's parameters to OpenVINO's properties."""
     for name in _REFUSED:
         if name in spec.parameters:
             raise ModelLoadFailed(f"parameter '{name}' of model '{spec.name}' is not supported; remove it")

@@ -47,7 +47,7 @@ def flag(spec: ModelSpec, parameter: str, *, default: bool = False) -> bool:
 
 
 def choice(spec: ModelSpec, parameter: str, values: Mapping[str, T], default: T) -> T:
-    """Reads one of several lower-case words, in any case, from the parameters."""
+    """Reads one of several words from the parameters."""
     text = spec.parameters.get(parameter)
     if text is None:
         return default
@@ -79,7 +79,7 @@ def usable_cores(cgroup: Path = _CGROUP) -> int:
 
 
 def model_file(spec: ModelSpec, version_dir: Path, *defaults: str) -> Path:
-    """Returns a version's model file: the configured one, or the first existing default."""
+    """Returns the configured model file, or the first existing default."""
     names = (spec.filename,) if spec.filename not in ("", *defaults) else (spec.filename or defaults[0], *defaults)
     for name in names:
         if (path := version_dir / name).exists():
@@ -90,7 +90,7 @@ def model_file(spec: ModelSpec, version_dir: Path, *defaults: str) -> Path:
 def compare(
     spec: ModelSpec, kind: str, tensor: TensorSpec, found: Mapping[str, tuple[str, Sequence[int] | None]]
 ) -> None:
-    """Checks that a configured tensor exists in the model, with its datatype and dimensions.
+    """Checks a configured tensor against the model's.
 
     In `found`, -1 is a variable dimension, and `None` an unknown rank.
     """
@@ -116,12 +116,12 @@ def use_engine_cache(directory: Path) -> None:
 
 
 def engine_cache() -> Path:
-    """Returns the directory of compiled engines: a build takes minutes, for one GPU and version."""
+    """Returns the directory of compiled engines."""
     return _engine_cache[0] if _engine_cache else _ENGINES.expanduser()
 
 
 def use_environments(cache_dir: str, max_bytes: int, max_files: int) -> None:
-    """Sets the store of models' environments, once; an empty `cache_dir` is the user's cache."""
+    """Sets the store of models' environments, once; by default, the user's cache."""
     directory = Path(cache_dir) / "environments" if cache_dir else _ENVIRONMENTS.expanduser()
     _environments[:] = [EnvironmentStore(directory.absolute(), max_bytes, max_files)]
 

@@ -134,7 +134,7 @@ class PythonBackend:
             raise
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Sends the batch to the process and passes its answers on, a decoupled model's perhaps later."""
+        """Sends the batch to the process and passes its answers on."""
         metas, buffers = self._inputs(batch)
         asked = [_asked(request) for request in batch.requests]
         shapes = {
@@ -299,7 +299,7 @@ def check_model(model: str, version_dir: Path, filename: str) -> None:
 
 
 def environment_of(model: str, parameter: str, version_dir: Path) -> Path | None:
-    """Returns the archive or directory of a model's own environment, if any."""
+    """Returns the archive or directory of a model's own environment."""
     if not parameter:
         return None
     inner = parameter.removeprefix(f"{MODEL_DIRECTORY}/")
@@ -325,7 +325,7 @@ def prepare(process: HostProcess, model: str) -> None:
 def ask(
     process: HostProcess, message: Message | None, expected: type[M], model: str, managing: Managing | None = None
 ) -> M:
-    """Sends a command, if any, to a process before it executes, and returns the reply."""
+    """Sends a command, if any, to a process, and returns the reply."""
     try:
         if message is not None:
             process.channel.send(message)
@@ -347,7 +347,7 @@ def ask(
 
 @contextmanager
 def killed_after(timeout_s: float, process: HostProcess, text: str) -> Iterator[None]:
-    """Kills a process at the end of a time limit; the failure gets this text."""
+    """Kills a process at a time limit; the failure gets this text."""
     is_late = threading.Event()
 
     def give_up() -> None:
@@ -407,7 +407,7 @@ _names = _Names()
 
 
 def complete_config(config: ModelConfig, version_dir: Path, timeout_s: float = COMPLETE_S) -> ModelConfig:
-    """Returns a copy of the configuration, completed by the model's `auto_complete_config`; blocking."""
+    """Returns a configuration, completed by the model's `auto_complete_config`; blocking."""
     model = config.name or version_dir.parent.name
     named = ModelConfig()
     named.CopyFrom(config)

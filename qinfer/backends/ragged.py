@@ -24,7 +24,7 @@ _OWN_TENSORS = "python"
 
 
 def with_ragged_batches(backend: Backend, spec: ModelSpec) -> Backend:
-    """Wraps a backend if its model's configuration has ragged inputs, batch inputs or batch outputs."""
+    """Wraps a backend whose model has ragged inputs, batch inputs or batch outputs."""
     has_any = spec.batch_inputs or spec.batch_outputs or any(i.ragged for i in spec.inputs)
     return _Ragged(backend) if has_any and spec.backend != _OWN_TENSORS else backend
 
@@ -92,5 +92,5 @@ def batch_input(made: BatchInputSpec, shapes: Sequence[Shape]) -> Array:
 
 
 def cuts_of(made: BatchOutputSpec, shapes: Sequence[Shape]) -> list[Shape]:
-    """Returns the shape of each request's part of a batch output, by its source's shapes."""
+    """Returns each request's shape of a batch output."""
     return [tuple(shape[place] if size == -1 else size for place, size in enumerate(made.dims)) for shape in shapes]

@@ -37,7 +37,7 @@ _BUILT_IN = {
 
 
 def factory(name: str, models: ManagesModels | None = None) -> BackendFactory:
-    """Returns the factory of a backend; `models` loads models for code in Python, if allowed."""
+    """Returns the factory of a backend; `models` is for Python models."""
     built_in = _BUILT_IN.get(name)
     if built_in is not None:
         made = cast("Callable[..., Backend]", _imported(name, built_in))
@@ -55,7 +55,7 @@ def factory(name: str, models: ManagesModels | None = None) -> BackendFactory:
 
 
 def completer(name: str) -> CompleteConfig:
-    """Returns the completer of configurations by the models' own code; raises `BackendUnavailable`."""
+    """Returns the completer of a backend's configurations."""
     if name != "python":
         raise BackendUnavailable(f"models of backend '{name}' can't complete their configurations")
     return cast("CompleteConfig", _imported(name, _BUILT_IN[name]._replace(attribute="complete_config")))

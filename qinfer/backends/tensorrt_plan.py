@@ -48,7 +48,7 @@ class Build(msgspec.Struct, kw_only=True):
 
 
 def build_of(spec: ModelSpec, declared: FileTensors) -> Build:
-    """Reads the options of a model; `declared` has the inputs of its ONNX file."""
+    """Reads the options of a model and its ONNX file."""
     options = next((a.parameters for a in spec.gpu_accelerators if a.name == "tensorrt"), {})
     known = ("precision_mode", *_NUMBERS, *_LIMITS)
     for key, text in options.items():
@@ -111,7 +111,7 @@ def parse_shapes(model: str, key: str, text: str) -> dict[str, Shape]:
 
 
 def cache_key(build: Build, files: Path, gpu: str, tensorrt: str) -> str:
-    """Returns an engine's name in the cache; weights may lie beside the model, so all `files` count."""
+    """Returns an engine's name in the cache, by all `files`."""
     digest = hashlib.sha256()
     for text in (gpu, tensorrt, build.precision, str(build.workspace_bytes), str(build.level)):
         digest.update(text.encode() + b"\0")

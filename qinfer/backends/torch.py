@@ -71,7 +71,7 @@ class Opened(NamedTuple):
 
 
 def open_model(path: Path, device: torch.device) -> Opened:
-    """Opens a model file on a device; blocking. Raises `ModelLoadFailed`, and PyTorch's exceptions."""
+    """Opens a model file on a device; blocking."""
     if not zipfile.is_zipfile(path):
         raise ModelLoadFailed(
             f"'{path.name}' is not a PyTorch archive; save the model with torch.export.save or torch.jit.save"
@@ -432,7 +432,7 @@ def input_positions(model: str, inputs: Sequence[str], arguments: Sequence[str])
 
 
 def output_positions(model: str, outputs: Sequence[str]) -> list[int]:
-    """Returns each configured output's position in the result: by `__<position>`, else in order."""
+    """Returns each output's position in the result: by `__<position>`, else in order."""
     return _by_index(model, "output", outputs, None) or list(range(len(outputs)))
 
 

@@ -68,7 +68,7 @@ def assemble(requests: Sequence[InferRequest], rows: Sequence[int], ragged: Coll
 
 
 def takes_long(requests: Sequence[InferRequest]) -> bool:
-    """Returns whether an instance's thread should build the batch of many strings."""
+    """Returns whether many strings should be built in an instance's thread."""
     nbytes = sum([len(t.data) for request in requests for t in request.inputs if t.datatype == "BYTES"])
     return nbytes > LONG_BYTES
 

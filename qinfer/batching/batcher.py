@@ -100,7 +100,7 @@ class Executor(Protocol):
     count: int
 
     def run_now(self, execution: Execution, expected_s: float, instance: int = 0) -> bool:
-        """Executes at once if a change of threads would take longer; returns whether it did."""
+        """Executes at once if that is quick; returns whether it did."""
         ...
 
     def start(self, execution: Execution, done: Callable[[Execution], None], instance: int = 0) -> None:
@@ -112,7 +112,7 @@ class Executor(Protocol):
         ...
 
     def retire(self) -> None:
-        """Unloads every instance once it has executed its queued batches."""
+        """Unloads every instance after its queued batches."""
         ...
 
 
@@ -155,7 +155,7 @@ class Batcher:
     """Batches the requests of one model version; times are the broker's."""
 
     keeps_for_calls = True
-    """Whether nested requests go first and have instances kept for them."""
+    """Whether nested requests go first."""
 
     def __init__(
         self, model: LoadedModel, clock: ServerClock, outlet: Outlet, latency: LatencyModel | None = None
@@ -242,14 +242,14 @@ class Batcher:
         await self._fetchable.wait()
 
     def welcome(self, lanes: Sequence[Lane]) -> Sequence[Lane]:
-        """Returns the lanes to fetch from; once a batch is full, only those that precede its last item."""
+        """Returns the lanes to fetch from: with a full batch, those before its last item."""
         if not self._rules.levels or not self._can_be_overtaken or self._rules.may_grow(self._waiting_rows):
             return lanes
         last, names = self._last_lane, [lane.name for lane in lanes]
         return lanes[: names.index(last)] if last in names else lanes
 
     def room(self) -> tuple[int, float]:
-        """Returns how many entries to fetch, and how many seconds to wait for the first."""
+        """Returns how many entries to fetch, and the seconds to wait for one."""
         batches = max(self._idle_count(), 1)
         if not self._rules.merge:
             count = max(batches - len(self._pending), 1)
@@ -271,7 +271,7 @@ class Batcher:
         return self.model.executor.count * rows / self._rows_per_item / full_s if full_s else 0.0
 
     def lost(self, item: Pending) -> None:
-        """Forgets an item whose lease is lost, with others of this event-loop turn."""
+        """Forgets an item whose lease is lost."""
         item.lost = True
         if not self._has_lost:
             self._has_lost = True
@@ -282,7 +282,7 @@ class Batcher:
         self._outlet.answer(items, self._responder.failures(items, error, self._clock.now_s(), self.tally))
 
     async def pause(self) -> None:
-        """Stops fetching, gives back waiting items, and waits for the others."""
+        """Stops fetching, gives back waiting items, and awaits the others."""
         self.paused = True
         self._recall()
         self._drop_lost()
@@ -292,7 +292,7 @@ class Batcher:
 
     @property
     def has_work(self) -> bool:
-        """Whether an item executes or waits; for any thread."""
+        """Whether an item is here; for any thread."""
         return not self._idle.is_set()
 
     @property
@@ -316,11 +316,11 @@ class Batcher:
         return [*ahead, *self._nested.waiting, *self._pending]
 
     async def idle(self) -> None:
-        """Waits until no item executes or waits."""
+        """Waits until no item is here."""
         await self._idle.wait()
 
     def lend(self, count: int) -> None:
-        """Lends instances to bulk work; a negative count returns them."""
+        """Lends instances; a negative count returns them."""
         self._lent.change(count)
         self._pump()
 

@@ -320,7 +320,7 @@ class Responder:
     def responses(
         self, execution: Execution, begin_s: float, tally: StatsTally
     ) -> tuple[list[Pending], list[Response]]:
-        """Answers the items of an ended execution, except lost ones and those that run again."""
+        """Answers the items that are neither lost nor run again."""
         input_ns, infer_ns, output_ns = execution.input_ns, execution.infer_ns, execution.output_ns
         size, earlier = execution.batch.size, self._earlier(execution) if execution.earlier else None
         queue_ns: list[int] = []
@@ -364,7 +364,7 @@ class Responder:
                 self._observer.executed(execution, begin_s)
 
     def streamed(self, item: Pending, answer: Answer | Failure, part: Part) -> Response:
-        """Makes a response of a stream, from any thread; a mismatch with the configuration ends the stream."""
+        """Makes a response of a stream, from any thread; a mismatch ends the stream."""
         outputs: tuple[Tensor, ...] = ()
         failure, final = None, part.final
         if isinstance(answer, Failure):
@@ -441,7 +441,7 @@ class Responder:
         )
 
     def problem(self, outputs: Sequence[Tensor], wanted: Sequence[str], rows: int) -> str | None:
-        """Returns why outputs are refused, if so; a good case costs a few comparisons."""
+        """Returns why outputs are refused; a good case is a few comparisons."""
         if len(outputs) != (len(wanted) or self._count):
             if missing := _missing(wanted, outputs):
                 return missing

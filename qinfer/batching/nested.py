@@ -44,12 +44,12 @@ class NestedRequests:
         return late
 
     def room(self, of_level: int, executions: Collection[Execution], count: int) -> int:
-        """Returns how many executions of a level may begin."""
+        """Returns how many executions of a level fit."""
         kept = max(min(self.depth, count) - 1 - of_level, 0)
         return count - kept - sum(level(one.items[0]) <= of_level for one in executions)
 
     def next(self, executions: Collection[Execution], count: int) -> Pending | None:
-        """Removes and returns the request that may begin now."""
+        """Removes and returns the next request."""
         for item in self.waiting:
             if self.room(level(item), executions, count) > 0:
                 self.waiting.remove(item)
@@ -64,7 +64,7 @@ class NestedRequests:
         return min(executions, key=lambda one: (level(one.items[0]), -one.begin_ns), default=None)
 
     def waiting_for(self, execution: Execution) -> list[Pending]:
-        """Removes and returns an execution's nested requests."""
+        """Removes and returns an execution's requests."""
         found = [item for item in self.waiting if execution.is_one_of({one.token for one in item.request.holders})]
         self.waiting = [item for item in self.waiting if item not in found]
         return found

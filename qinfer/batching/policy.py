@@ -108,7 +108,7 @@ class LatencyModel:
         return self._base_s + self._per_row_s * rows
 
     def full_s(self, rows: int) -> float:
-        """Returns the expected time from one batch to the next; 0 while unknown."""
+        """Returns the expected time between batches; 0 while unknown."""
         expected_s = self.estimate_s(rows)
         return expected_s + self.gap_s if expected_s else 0.0
 
@@ -424,7 +424,7 @@ class LentInstances:
         self._since_s = NEVER_S
 
     def change(self, count: int) -> None:
-        """Adds `count` lent instances; a negative count returns them."""
+        """Lends instances; a negative count returns them."""
         self.count += count
         if count < 0 or not self.count:
             self.is_overdue, self._waiting, self._since_s = False, 0, NEVER_S

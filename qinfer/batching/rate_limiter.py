@@ -180,20 +180,20 @@ class Ledger:
         self._count()
 
     def wait(self, instance: Instance, callers: tuple[Holder, ...] = ()) -> None:
-        """Adds an instance that has work; `callers` wait for it."""
+        """Adds an instance with work; `callers` wait for it."""
         instance.callers = tuple(one for one in callers if self._share(one).held)
         if not instance.order:
             instance.order = next(self._numbers)
             self._waiting.append(instance)
 
     def leave(self, instance: Instance) -> None:
-        """Removes an instance that has no more work."""
+        """Removes an instance without work."""
         if instance.order:
             instance.order, instance.callers = 0, ()
             self._waiting.remove(instance)
 
     def decide(self) -> list[Instance]:
-        """Grants resources; returns the instances that may execute now."""
+        """Grants resources; returns the instances that may execute."""
         granted: list[Instance] = []
         free = self._free()
         for instance, own, lenders in self._in_order(free):
@@ -218,7 +218,7 @@ class Ledger:
         return [(dict(units), is_callee) for units, is_callee in found.items()]
 
     def ended(self, instance: Instance, *, has_executed: bool = True) -> None:
-        """Takes back a grant; units lent to callees follow later."""
+        """Takes back a grant, except units lent to callees."""
         grant = instance.grant
         assert grant is not None, "nothing was granted"
         instance.grant = None

@@ -108,7 +108,7 @@ class Source(Protocol):
         ...
 
     def count(self, stream: "Stream", response: Response) -> None:
-        """Counts a response, and with the final one its item; on the event loop."""
+        """Counts a response, on the event loop."""
         ...
 
 
@@ -139,12 +139,12 @@ class Stream:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether no response was sent: the item may run again."""
+        """Whether the item may run again: no response was sent."""
         return not self._count
 
     @property
     def holds_instance(self) -> bool:
-        """Whether the stream's execution has not returned yet."""
+        """Whether the execution has not returned."""
         return isinstance(self.source, StreamedExecution) and not self.source.end_ns
 
     @property
@@ -206,7 +206,7 @@ class Stream:
         return not is_waiting
 
     def on_taken(self, callback: Callable[[int], None]) -> None:
-        """Calls back with bytes taken; see `Context.on_taken`."""
+        """Calls back; see `Context.on_taken`."""
         with self._changed:
             self._taken, untold = callback, self._untold_bytes
             self._untold_bytes = 0
@@ -215,7 +215,7 @@ class Stream:
             callback(0 if is_over else untold)
 
     def took(self, taken_bytes: int) -> None:
-        """Makes room for the bytes taken since the stream began."""
+        """Makes room for bytes taken since the beginning."""
         with self._changed:
             new = self._window.took(taken_bytes)
             if not new:
@@ -232,13 +232,13 @@ class Stream:
             callback(new)
 
     def ask_to_end(self) -> None:
-        """Records a cancellation; a source that does not poll ends now."""
+        """Cancels; a source that does not poll ends now."""
         self.is_asked_to_end = True
         if not self.source.can_ask:
             self.cancel(Cancelled(_GONE))
 
     def stored(self, nbytes: int) -> None:
-        """Makes room for bytes that were stored for the caller."""
+        """Makes room for bytes stored for the caller."""
         self.took(self._window.taken_bytes + nbytes)
 
     def is_stalled(self, since_s: float) -> bool:
@@ -315,13 +315,13 @@ class Streams:
             await self._closed.wait()
 
     def open(self, item: Pending, source: Source) -> Stream:
-        """Opens the stream of an item whose execution begins."""
+        """Opens an item's stream."""
         stream = Stream(self, item, source)
         self._open[stream.key] = stream
         return stream
 
     def resume(self, item: Pending, source: Source) -> Stream:
-        """Returns the stream of an item that runs again, once its window has room."""
+        """Returns an item's stream, once its window has room."""
         if not self.is_open_of(item):
             stream = Stream(self, item, source)
             stream.lose()
@@ -332,7 +332,7 @@ class Streams:
         return stream
 
     def is_open(self, stream: Stream) -> bool:
-        """Returns whether a stream has yet to end."""
+        """Returns whether a stream is open."""
         return self._open.get(stream.key) is stream
 
     def is_open_of(self, item: Pending) -> bool:
@@ -359,32 +359,32 @@ class Streams:
                     stream.ask_to_end()
 
     def lose(self, item: Pending) -> None:
-        """Closes the stream, if any, of a lost item."""
+        """Closes a lost item's stream."""
         if self.is_open_of(item):
             stream = self._open[item.request.id, item.lease.deliveries]
             stream.lose()
             self.close(stream)
 
     def cancel(self, item: Pending, error: QinferError) -> None:
-        """Ends the stream of an item, if any, with an error."""
+        """Ends an item's stream with an error."""
         stream = self._open.get((item.request.id, item.lease.deliveries))
         if stream is not None:
             stream.cancel(error)
 
     def leave(self, reply_to: str) -> None:
-        """Cancels the streams to a process that has ended."""
+        """Cancels the streams of an ended process."""
         for stream in list(self._open.values()):
             if stream.item.request.reply_to == reply_to:
                 stream.cancel(Cancelled(_GONE))
 
     def stored(self, item: Pending, nbytes: int) -> None:
-        """Makes room for bytes that were stored for the caller."""
+        """Makes room for bytes stored for the caller."""
         stream = self._open.get((item.request.id, item.lease.deliveries))
         if stream is not None:
             stream.stored(nbytes)
 
     def close(self, stream: Stream) -> None:
-        """Removes a stream; its remaining responses are dropped."""
+        """Removes a stream; drops its further responses."""
         if self._open.get(stream.key) is not stream:
             return
         del self._open[stream.key]
@@ -393,7 +393,7 @@ class Streams:
         self._closed.clear()
 
     def watch(self) -> None:
-        """Checks for late and stalled streams while any is open."""
+        """Checks for late and stalled streams."""
         if self._timer is None and self._open:
             self._timer = self._loop.call_later(_LOOK_S, self._look)
 
@@ -467,16 +467,16 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
         self.streams[item].send(self._own(outputs), final=final, parameters=parameters, wait=False)
 
     def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
-        """Calls back with the bytes taken; see `Context.on_taken`."""
+        """Calls back; see `Context.on_taken`."""
         self.streams[item].on_taken(callback)
 
     def cancelled(self, item: int) -> bool:
-        """Returns whether the caller has left or wants no more."""
+        """Returns whether the caller wants no more."""
         stream = self.streams[item]
         return stream.is_over or stream.is_asked_to_end
 
     def waits(self, item: int) -> bool:
-        """Returns whether the model waits for this item's caller to read."""
+        """Returns whether the model waits for this item's caller."""
         return self.streams[item].is_stalled(math.inf)
 
     def run(self, backend: Backend) -> None:
@@ -515,13 +515,13 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
         self.table.watch()
 
     def timing(self, item: Pending, now_s: float) -> Timing:
-        """Returns the times of a response; its inference began with the batch."""
+        """Returns the times of a response."""
         infer_ns = time.perf_counter_ns() - self.begin_ns
         waited_ns = int((now_s - item.enqueued_s) * 1e9) - infer_ns - self.input_ns
         return Timing(max(waited_ns, 0), self.input_ns, infer_ns, 0, self.batch.size)
 
     def count(self, stream: Stream, response: Response) -> None:
-        """Counts a response, and with the final one its item."""
+        """Counts a response, and at the end its item."""
         timing = response.timing or Timing()
         infer_ns, counted_ns, stream.counted_ns = timing.infer_ns, stream.counted_ns, timing.infer_ns
         if infer_ns >= counted_ns:  # else an earlier execution counted it

@@ -192,7 +192,7 @@ class ExecutionClock:
         return [item for ctx in found if ctx is not None for item in _items_of(ctx)]
 
     def alone(self) -> Any:
-        """Returns the only executing item, if its lease is not lost."""
+        """Returns the only executing item, if it is not lost."""
         items = self.items
         return items[0] if len(items) == 1 and not items[0].lost else None
 

@@ -60,7 +60,7 @@ class Calls:
         self._open: dict[int, _OpenCall] = {}
 
     def hear(self, message: Call | More | Close, buffers: Sequence[Buffer], ctx: Context | None) -> None:
-        """Handles a model's message; a `Call` whose batch has ended has no `ctx`, and is refused."""
+        """Handles a model's message; a `Call` without `ctx` is refused."""
         if isinstance(message, Call):
             if ctx is None:
                 self._return(message.number, _failed(InferenceFailed(ENDED)))
@@ -151,7 +151,7 @@ def _sequence(call: Call) -> messages.Sequence | None:
 
 
 def send(channel: Channel, message: Message, buffers: Sequence[Bytes] = ()) -> None:
-    """Sends, unless the process is gone; its receiver notices that."""
+    """Sends, unless the process is gone."""
     with suppress(OSError):
         channel.send(message, buffers)
 

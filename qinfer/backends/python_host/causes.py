@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class Cause(NamedTuple):
-    """An exception that may leave requests unanswered: its text, and a traceback not yet logged."""
+    """An exception's text, and its traceback unless logged."""
 
     text: str
     trace: str = ""
@@ -29,7 +29,7 @@ def of_this_thread() -> Cause | None:
 
 
 def watch(noted: Callable[[BaseException, str], Cause]) -> None:
-    """Calls `noted` with exceptions that end threads or futures, and the event to log, if any."""
+    """Calls `noted` with exceptions of threads and futures, and the event to log."""
 
     def in_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is not None and args.exc_type is not SystemExit:
@@ -65,7 +65,7 @@ _OTHERS = frozenset(("asyncio", "concurrent", "qinfer", "threading"))
 
 
 def held(error: BaseException) -> Iterator[object]:
-    """Yields the objects in the frames of an exception's traceback, and their direct contents."""
+    """Yields the objects in an exception's frames, and their contents."""
     seen: BaseException | None = error
     while seen is not None:
         trace: TracebackType | None = seen.__traceback__

@@ -115,7 +115,7 @@ class Channel:
         self._freed: deque[int] = deque()
 
     def send(self, message: Message, buffers: Sequence[Bytes] = ()) -> None:
-        """Sends a message; raises `OSError` if the other process is gone, `MemoryError` before anything was sent."""
+        """Sends a message, or raises `OSError`; a `MemoryError` means that nothing was sent."""
         sizes = tuple(map(len, buffers))
         with self._sending:
             head = _Head(message, sizes)
@@ -164,11 +164,11 @@ class Channel:
         return bool(self._poll.poll(0))
 
     def disown(self) -> None:
-        """Leaves shared memory to the process that has forked this one."""
+        """Leaves shared memory to the parent process."""
         self._leases.clear()
 
     def shutdown(self) -> None:
-        """Ends the connection; `receive` still returns messages that have arrived."""
+        """Ends the connection; messages that have arrived stay readable."""
         with suppress(OSError):  # the other end is gone
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -129,7 +129,7 @@ class Metric:
         return self._series
 
     def end(self) -> "_Series | None":
-        """Refuses further operations; returns its value. Not part of Triton's interface."""
+        """Ends it; returns its value. Not part of Triton's interface."""
         series, self._series = self._series, None
         return series
 

@@ -98,7 +98,7 @@ def text(value: object, what: str) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Returns an exception's text for clients; a missing variable of `os.environ` gets its remedy."""
+    """Returns an exception's text for clients, with a remedy for missing variables."""
     try:
         message = text(str(error), "a message")
         if isinstance(error, KeyError) and _is_of_environment(error):

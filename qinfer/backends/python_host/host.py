@@ -126,13 +126,13 @@ class Host:
         return response
 
     def open_call(self, request: InferenceRequest) -> int:
-        """Runs another model that may give several responses; returns the number of the first question."""
+        """Runs another model; returns the number of its first question."""
         self._check_not_forked()
         self._prepare_later()
         return self._call(request, streams=True)
 
     def call_for(self, asked: Call, buffers: Sequence[Buffer]) -> Received:
-        """Runs another model for a forked process; returns the message for it."""
+        """Runs another model for a forked process."""
         theirs = asked.number
         if not (self._is_executing or self._streams):
             return Returned(theirs, _failed(TritonError(_WITHIN_EXECUTE))), []
@@ -144,7 +144,7 @@ class Host:
         return answer, data
 
     def forked(self, channel: Channel) -> None:
-        """Continues in a forked process, with another channel and without the threads."""
+        """Continues in a forked process with another channel."""
         self._channel.disown()
         self._channel, self._inbox = channel, Inbox(channel, self._unwanted)
         self._turn, self._preparing = threading.Lock(), threading.Lock()
@@ -153,14 +153,14 @@ class Host:
         services.forked()
 
     def ask_more(self, call: int) -> int:
-        """Asks for a call's next response; returns the number of the question."""
+        """Asks for a call's next response; returns the question's number."""
         self._check_serving()
         number = self._inbox.expect()
         self._channel.send(More(number, call))
         return number
 
     def cancel_call(self, call: int) -> None:
-        """Tells the called model that no more responses are wanted."""
+        """Tells the called model to stop."""
         self._channel.send(Close(call, is_dropped=False))
 
     def close_call(self, call: int) -> None:
@@ -227,7 +227,7 @@ class Host:
         self._channel.send(message, buffers)
 
     def await_taken(self, stream: Stream, taken_bytes: int) -> tuple[int, bool]:
-        """Waits until `taken_bytes` are taken; returns the bytes, and whether the request is cancelled."""
+        """Waits for `taken_bytes`; returns the bytes, and whether the request is cancelled."""
         number = self._inbox.expect()
         self._channel.send(AwaitTaken(number, stream.batch, stream.item, taken_bytes))
         message, _ = self._inbox.answer(number)

@@ -45,7 +45,7 @@ class Inbox:
             return received
 
     def poll(self) -> None:
-        """Reads the messages that have come, unless another thread reads."""
+        """Reads messages, unless another thread does."""
         with self._changed:
             while not self._is_read and self._channel.has_message():
                 self._step()

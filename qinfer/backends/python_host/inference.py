@@ -52,7 +52,7 @@ class InferenceTrace:
         self.place = place
 
     def get_context(self) -> str | None:
-        """Returns the trace context, if any, as JSON, as in Triton's OpenTelemetry mode."""
+        """Returns the trace context as JSON, as in Triton's OpenTelemetry mode."""
         if not self._context:
             return None
         parent, _, state = self._context.partition(" ")
@@ -201,7 +201,7 @@ class InferenceRequest:
         return self._trace or InferenceTrace()
 
     def is_cancelled(self) -> bool:
-        """Returns whether the request is cancelled; asks the worker each time."""
+        """Returns whether the request is cancelled; asks the worker."""
         return self._place is not None and _host is not None and _host.is_cancelled(*self._place)
 
     def set_release_flags(self, flags: int) -> None:
@@ -234,7 +234,7 @@ class InferenceRequest:
         return None if self._sender is None else self._sender.responses()
 
     def reply(self) -> Reply:
-        """Returns the reply of a model that is not decoupled; not part of Triton's interface."""
+        """Returns the single reply; not part of Triton's interface."""
         is_asked_for = self._sender is not None
         self.get_response_sender()
         assert self._reply is not None
@@ -243,7 +243,7 @@ class InferenceRequest:
         return self._reply
 
     def exec(self, decoupled: bool = False) -> "InferenceResponse | ResponseIterator":  # noqa: FBT001, FBT002  (Triton's)
-        """Runs the model that it names; returns the response, or, if `decoupled`, an iterator at once."""
+        """Runs the named model; returns the response, or, if `decoupled`, an iterator."""
         if not self.model_name:
             raise TritonModelException("a request needs a model_name to be executed")
         if _host is None:
@@ -297,7 +297,7 @@ class ResponseIterator:
         return response
 
     def cancel(self) -> None:
-        """Asks the called model to end; its last response, perhaps CANCELLED, still comes."""
+        """Asks the called model to end; its last response still comes."""
         if not self._is_done:
             self._host.cancel_call(self._call)
 

@@ -65,7 +65,7 @@ class Instance:
             self.lost(self._process)
 
     def process(self) -> HostProcess | None:
-        """Returns the process, after a limited wait for its start; `None` on failure."""
+        """Returns the process, perhaps after its start; `None` on failure."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._process is not None or self._failures >= DOWN_AFTER or self._is_stopped, LONGEST_WAIT_S
@@ -73,7 +73,7 @@ class Instance:
             return self._process
 
     def memory(self) -> tuple[MemoryUse, ...]:
-        """Returns the resident memory of the process and its descendants."""
+        """Returns the resident memory of the processes."""
         process = self._process
         use = None if process is None or not process.is_alive else read_use(pid=process.pid)
         return () if use is None else (MemoryUse("CPU", 0, use.memory_bytes),)
@@ -89,7 +89,7 @@ class Instance:
         self._busy_since_s = time.monotonic()
 
     def interrupt(self, limit_s: float) -> bool:
-        """Kills the process if its batch has run for `limit_s`; returns whether it did."""
+        """Kills a process whose batch has run for `limit_s`; returns whether it did."""
         process = self._process
         if process is None or not self.is_busy or time.monotonic() - self._busy_since_s < limit_s:
             return False
@@ -112,7 +112,7 @@ class Instance:
             threading.Thread(target=self._revive, name=f"revive-{self._model}", daemon=True).start()
 
     def stop(self, finalize_s: float | None = None) -> None:
-        """Finalises the model within `finalize_s` and ends its process; concurrent calls wait."""
+        """Finalises the model within `finalize_s` and ends its process."""
         with self._stopping:
             with self._changed:
                 self._is_stopped = True

@@ -42,7 +42,7 @@ class MetricTable:
         self._free: dict[int, list[int]] = {}
 
     def add(self, series: ModelSeries) -> Slot:
-        """Adds a series; raises `TritonModelException` if there are too many."""
+        """Adds a series, up to `MOST_BYTES`."""
         head = msgspec.msgpack.encode(msgspec.structs.replace(series, values=()))
         needed = _PREFIX.size + _aligned(len(head), _WORD) + _WORD * len(series.values)
         capacity = _aligned(needed, _ALIGNMENT)

@@ -160,7 +160,7 @@ class HostProcess:
         return f"exit code {code}" if code >= 0 else f"signal {-code}: {signal_name(-code) or 'unknown'}{hint}"
 
     def stop(self, finalize_s: float | None = None) -> None:
-        """Finalises the model within `finalize_s`, and ends the process."""
+        """Finalises the model, and ends the process."""
         finalize_s = FINALIZE_S if finalize_s is None else finalize_s
         self._is_expected_to_end = True
         with suppress(OSError):  # it is gone
@@ -241,7 +241,7 @@ def _program(environment: Path | None) -> list[str]:
 
 
 def logged(record: str) -> tuple[int, str, dict[str, str]]:
-    """Reads a log record: level, text, ids and traceback; other text is an INFO line."""
+    """Reads a log record; other text is an INFO line."""
     try:
         level, message, trace, ids = msgspec.json.decode(record, type=tuple[str, str, str, str])
     except msgspec.MsgspecError:  # the model printed the mark itself

@@ -47,7 +47,7 @@ class ReadinessProbe:
         self.look()
 
     def look(self) -> str:
-        """Reads the last answer and asks again; returns why the model is not ready, or ""."""
+        """Reads and asks again; returns why the model is not ready, or ""."""
         with self._lock, suppress(OSError):  # the process is gone, and another one will answer
             now_s = time.monotonic()
             if self._waits:

@@ -118,7 +118,7 @@ class InferenceResponseSender:
         self._responses.send(response, final=flags == FINAL)
 
     def is_cancelled(self) -> bool:
-        """Returns whether the caller has left; asks the worker each time."""
+        """Returns whether the caller has left; asks the worker."""
         return self._responses.is_cancelled()
 
     def responses(self) -> "Reply | Stream":
@@ -170,7 +170,7 @@ class Reply:
         self._settled.put(None)
 
     def response(self) -> InferenceResponse:
-        """Waits for the response; returns an error if none comes."""
+        """Waits for the response, or returns an error."""
         self._settled.get()
         if self._response is not None:
             return self._response
@@ -223,7 +223,7 @@ class Stream:
         return self.is_unwanted or self._host.is_cancelled(self.batch, self.item)
 
     def abandon(self) -> None:
-        """Ends the request with an error, if it is open."""
+        """Ends an open request with an error."""
         if not self.is_closed:
             cause = self.cause or causes.of_this_thread() or Cause(ABANDONED)
             self.close(cause.text, cause.trace)

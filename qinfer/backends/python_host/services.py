@@ -22,13 +22,13 @@ _writing = threading.Lock()
 
 
 def forked() -> None:
-    """Replaces a lock that another thread may have held at the fork."""
+    """Replaces a lock that a thread may have held."""
     global _writing  # noqa: PLW0603  a lock can't be released for another thread
     _writing = threading.Lock()
 
 
 def emit(level: str, message: str, trace: str = "", requests: Sequence[str] = ()) -> None:
-    """Sends a log record to the worker, without the middle of a long one."""
+    """Sends a log record, without the middle of a long one."""
     ids, kept = " ".join(requests[:_MOST_REQUESTS]), max(len(message), len(trace))
     line = _line(level, message, trace, ids)
     while len(line) > LINE_BYTES and kept:

@@ -84,7 +84,7 @@ class Tensor:
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> "Tensor":
-        """Makes a tensor from another library's, or a DLPack capsule; copies one from a GPU."""
+        """Makes a tensor from another library's; copies one from a GPU."""
         name = _named(name)
         if not hasattr(tensor, "__dlpack__"):
             if type(tensor).__name__ != "PyCapsule":

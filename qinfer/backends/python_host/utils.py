@@ -135,7 +135,7 @@ def numpy_to_triton_type(data_type: Any) -> int | None:
 
 
 def serialize_byte_tensor(input_tensor: npt.NDArray[Any]) -> Any:
-    """Encodes strings as on the wire, each after its length; an empty array as `()`."""
+    """Encodes strings, each after its length; an empty array as `()`."""
     if not input_tensor.size:
         return ()
     if input_tensor.dtype.kind not in "OS":
@@ -144,7 +144,7 @@ def serialize_byte_tensor(input_tensor: npt.NDArray[Any]) -> Any:
 
 
 def deserialize_bytes_tensor(encoded_tensor: bytes) -> npt.NDArray[Any]:
-    """Decodes the result of `serialize_byte_tensor` to an array of one dimension."""
+    """Decodes the result of `serialize_byte_tensor`, flat."""
     elements = [bytes(element) for element in iter_bytes(encoded_tensor)]
     array = np.empty(len(elements), dtype=object)
     array[:] = elements

@@ -32,7 +32,7 @@ class StepOutlet(Protocol):
         ...
 
     def broken(self, step: PendingStep, error: QinferError) -> None:
-        """Ends the sequence of a refused step, and answers its remaining steps."""
+        """Ends a refused step's sequence, and answers its steps."""
         ...
 
     def idle(self, sequences: Sequence[SequenceId]) -> None:
@@ -40,7 +40,7 @@ class StepOutlet(Protocol):
         ...
 
     def lost(self, sequences: Sequence[SequenceId], error: QinferError) -> None:
-        """Ends sequences whose state was lost with the model's memory."""
+        """Ends sequences without their state."""
         ...
 
 
@@ -77,17 +77,17 @@ class SequenceBatcher(StepRunner[PendingStep]):
 
     @property
     def free_slots(self) -> int:
-        """How many more sequences would get a slot at once."""
+        """How many more sequences would get a slot."""
         return self._scheduler.free_slots
 
     def is_idle(self, sequence: SequenceId) -> bool:
-        """Returns whether no step of a sequence executes or waits."""
+        """Returns whether a sequence has no steps here."""
         kept = self._kept.get(sequence)
         return kept is None or not kept.waiting
 
     @property
     def has_work(self) -> bool:
-        """Whether a step executes or waits; for any thread."""
+        """Whether a step is here; for any thread."""
         return bool(self.executing or self.waiting)
 
     def adopt(self, sequence: SequenceId, committed: int, states: States | None) -> None:
@@ -104,7 +104,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         self.pump()
 
     def admit(self, step: PendingStep) -> None:
-        """Takes an adopted sequence's next step; call `pump` afterwards.
+        """Takes a sequence's next step, before `pump`.
 
         Raises `InvalidRequest` for a later step of an ended sequence, `SequenceEnded` after an error.
         """
@@ -118,7 +118,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         self.waiting += 1
 
     def drop(self, sequence: SequenceId) -> None:
-        """Forgets a sequence; an executing step is not answered."""
+        """Forgets a sequence and its steps."""
         kept = self._kept.pop(sequence, None)
         if kept is None:
             return
@@ -152,7 +152,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         return {step.place.sequence for step in steps if isinstance(step, PendingStep)}
 
     async def pause(self) -> None:
-        """Begins no more executions, and waits for the running ones."""
+        """Stops, and waits for the running executions."""
         self.paused = True
         await self._idle.wait()
 

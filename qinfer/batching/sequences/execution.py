@@ -69,32 +69,32 @@ class StreamedSteps(StreamedExecution, kw_only=True, eq=False):
     def respond(
         self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
     ) -> None:
-        """Sends a response when the window has room; drops answers to padding."""
+        """Sends a response, except to padding."""
         if self.positions[item] >= 0:
             super().respond(self.positions[item], outputs, final=final, parameters=parameters)
 
     def offer(
         self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
     ) -> None:
-        """Sends a response at once; drops answers to padding."""
+        """Sends a response at once, except to padding."""
         if self.positions[item] >= 0:
             super().offer(self.positions[item], outputs, final=final, parameters=parameters)
 
     def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
-        """Calls back with the bytes taken; see `Context.on_taken`."""
+        """Calls back; see `Context.on_taken`."""
         if self.positions[item] >= 0:
             super().on_taken(self.positions[item], callback)
 
     def cancelled(self, item: int) -> bool:
-        """Returns whether the caller wants no more; true for padding."""
+        """Returns whether the caller has left; true for padding."""
         return self.positions[item] < 0 or super().cancelled(self.positions[item])
 
     def waits(self, item: int) -> bool:
-        """Returns whether the model waits for this item's caller to read."""
+        """Returns whether the model waits for this item's caller."""
         return self.positions[item] >= 0 and super().waits(self.positions[item])
 
     def reschedule(self, item: int, states: States = ()) -> None:
-        """Schedules an item for another execution; see `Context.reschedule`."""
+        """Executes an item again; see `Context.reschedule`."""
         del states
         if self.positions[item] >= 0:
             self.again.add(self.positions[item])
@@ -144,7 +144,7 @@ class StepExecution(Execution, kw_only=True, eq=False):
             super().respond(position, outputs, final=final, parameters=parameters)
 
     def reschedule(self, item: int, states: States = ()) -> None:
-        """Schedules an item for another execution; see `Context.reschedule`."""
+        """Executes an item again; see `Context.reschedule`."""
         if not self.sequences.iterative:
             super().reschedule(item, states)
         position = self.positions[item]
@@ -153,7 +153,7 @@ class StepExecution(Execution, kw_only=True, eq=False):
             self.again.add(position)
 
     def cancelled(self, item: int) -> bool:
-        """Returns whether this item's caller has left; true for padding."""
+        """Returns whether the caller has left; true for padding."""
         position = self.positions[item]
         return position < 0 or super().cancelled(position)
 

@@ -84,7 +84,7 @@ class Iterations(StepRunner[Pending]):
 
     @property
     def room(self) -> int:
-        """How many more requests would join the next batches."""
+        """How many more requests would fit."""
         rows = self.model.executor.count * min(self._sequences.slots, self._sequences.max_rows)
         return max(rows - len(self._held), 0)
 
@@ -119,20 +119,20 @@ class Iterations(StepRunner[Pending]):
         return SequenceId("", number)
 
     def drop(self, item: Pending) -> None:
-        """Forgets an item; a running execution is not answered."""
+        """Forgets an item."""
         if held := self._held.pop(item, None):
             self._scheduler.cancel(held.step, self._clock.now_s())
             self.pump()
 
     def take_waiting(self) -> list[Pending]:
-        """Removes and returns the items that have not begun."""
+        """Removes and returns items that have not begun."""
         waiting = [item for item, held in self._held.items() if held.instance < 0]
         for item in waiting:
             self._scheduler.cancel(self._held.pop(item).step, self._clock.now_s())
         return waiting
 
     def fail(self, items: Sequence[Pending], error: QinferError) -> None:
-        """Answers items with an error; an open stream ends with it."""
+        """Answers items, or ends their streams, with an error."""
         streams = self.model.streams
         if streams is not None:
             begun = [item for item in items if streams.is_open_of(item)]
@@ -143,7 +143,7 @@ class Iterations(StepRunner[Pending]):
             self._outlet.answer(items, self._responder.failures(items, error, self._clock.now_s(), self._tally))
 
     def pump(self) -> None:
-        """Starts the next batches, and reports the change."""
+        """Starts batches, and reports the change."""
         super().pump()
         self._changed()
 
@@ -256,7 +256,7 @@ class IterativeBatcher:
 
     @property
     def expected_ends(self) -> dict[Execution, float]:
-        """The running executions, and when each should end."""
+        """The running executions and their expected ends."""
         return {
             execution: end_s
             for generation in self._generations
@@ -270,7 +270,7 @@ class IterativeBatcher:
 
     @property
     def has_work(self) -> bool:
-        """Whether an item executes or waits; for any thread."""
+        """Whether an item is here; for any thread."""
         return not self._idle.is_set()
 
     def speed_rps(self, *, at_best: bool = False) -> float:
@@ -327,7 +327,7 @@ class IterativeBatcher:
         await self._idle.wait()
 
     async def idle(self) -> None:
-        """Waits until no item executes or waits."""
+        """Waits until no item is here."""
         await self._idle.wait()
 
     def resume(self) -> None:

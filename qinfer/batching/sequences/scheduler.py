@@ -118,18 +118,18 @@ class SequenceScheduler(Generic[T]):
 
     @property
     def free_slots(self) -> int:
-        """How many more sequences would get a slot at once."""
+        """How many more sequences would get a slot."""
         held = self._used - len(self._freed) + len(self._backlog)
         return max(self._instances * self._spec.slots - held, 0)
 
     @property
     def open(self) -> int:
-        """Correlation IDs with an open sequence or waiting steps."""
+        """Correlation IDs that are in use."""
         return len(self._queues)
 
     @property
     def backlog(self) -> int:
-        """The number of sequences that wait for a slot."""
+        """Sequences that wait for a slot."""
         return len(self._backlog)
 
     def grow(self, instances: int) -> None:
@@ -161,7 +161,7 @@ class SequenceScheduler(Generic[T]):
         self._settle(queue, now_s)
 
     def adopt(self, sequence: SequenceId, steps: int) -> None:
-        """Takes over an open sequence of another worker after `steps` executed steps."""
+        """Takes over a sequence after `steps` steps."""
         self._open(sequence, sequence).steps = steps
 
     def executes(self, step: Step[T]) -> bool:
@@ -170,7 +170,7 @@ class SequenceScheduler(Generic[T]):
         return queue is not None and step is queue.executing
 
     def cancel(self, step: Step[T], now_s: float) -> None:
-        """Ends the sequence of a cancelled step, which may end first."""
+        """Ends a cancelled step's sequence."""
         queue = self._home.get(step)
         if queue is None:
             return
@@ -181,7 +181,7 @@ class SequenceScheduler(Generic[T]):
         self._settle(queue, now_s)
 
     def drop(self, sequence: SequenceId, now_s: float) -> list[Step[T]]:
-        """Forgets a sequence; returns its waiting steps, which are not refused."""
+        """Forgets a sequence; returns its waiting steps."""
         queue = self._queues.get(sequence)
         if queue is None:
             return []

@@ -105,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def activated(root: Path, variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables after an environment's `bin/activate`, if it has one."""
+    """Returns the variables after an environment's `bin/activate`."""
     found, script = dict(variables), root / "bin" / "activate"
     if script.exists():  # as Triton does: scripts of conda's packages set variables
         command = ["bash", "-c", '. "$0" >&2 && exec env -0', str(script)]
@@ -127,7 +127,7 @@ def activated(root: Path, variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def probed(root: Path, variables: Mapping[str, str]) -> Interpreter:
-    """Runs an environment's Python to get its version and packages."""
+    """Returns the version and packages of an environment's Python."""
     python = root / "bin" / "python"
     if not python.exists():
         raise ModelLoadFailed("its environment has no bin/python; pack a whole environment, from its root")
@@ -147,7 +147,7 @@ def probed(root: Path, variables: Mapping[str, str]) -> Interpreter:
 
 
 def lends(found: Interpreter) -> bool:
-    """Returns whether an environment lacks msgspec and needs the worker's."""
+    """Returns whether an environment needs the worker's msgspec."""
     theirs, ours = ("Python " + ".".join(map(str, version)) for version in (found.version, sys.version_info[:2]))
     if found.version < OLDEST:
         raise ModelLoadFailed(

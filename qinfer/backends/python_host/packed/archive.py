@@ -153,7 +153,7 @@ def _inside(name: str, member: str) -> tuple[str, ...]:
 
 
 def leads_out(parts: tuple[str, ...], links: Mapping[tuple[str, ...], str]) -> bool:
-    """Returns whether a path leads out of a tree, or in circles, through the links in it."""
+    """Returns whether a path leads out of a tree, or in circles."""
     todo, done, hops = list(reversed(parts)), list[str](), 0
     while todo:
         part = todo.pop()

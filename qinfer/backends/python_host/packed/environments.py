@@ -52,7 +52,7 @@ class Environments:
             )
 
     def unpacked(self, archive: Path, variables: Mapping[str, str]) -> Path:
-        """Returns the environment of an archive, unpacked if necessary; `variables` are for `conda-unpack`."""
+        """Returns the environment of an archive, unpacked if necessary."""
         try:
             with archive.open("rb") as file:
                 home = self._root / self._digest(file)
