@@ -1,9 +1,8 @@
-"""Turns of the event loop: connections that have sent much are read for a moment, then others have their turn.
+"""Fairness between connections: those that send a lot are read in slices, in turns of the event loop.
 
-One read has up to 256 KB, and one look at a socket up to 32 reads; hostile frames of that size take seconds. So a
-connection is read in slices. One that has more when the turn is over is paused, and goes on in a later turn of the
-loop. Connections that have just sent go first: cheap bytes, as an upload's, do not wait behind floods. Small reads, as
-plain requests are, ask nothing here.
+Hostile frames can take seconds: one read has up to 256 KB, one poll of a socket up to 32 reads. When the turn is over,
+a connection pauses until a later turn. Those that have just sent go first, so that cheap bytes, such as uploads, do not
+wait behind floods.
 """
 
 import asyncio
@@ -12,20 +11,20 @@ from collections import deque
 from collections.abc import Callable
 
 SMALL_BYTES = 8192
-"""A read of so many bytes is small."""
+"""Reads up to this size are small."""
 
 SLICE_BYTES = 2048
-"""So much of a large read is parsed between two looks at the time."""
+"""Bytes parsed between two looks at the clock."""
 
 TURN_S = 0.004
-"""Seconds in one turn of the loop for all connections of a port that have sent much."""
+"""Duration of a turn, for all large reads of a port."""
 
 LEAST_S = 0.0002
-"""Seconds of those for one that waited."""
+"""The part of it reserved for connections that have waited."""
 
 
 class Turns:
-    """Says when connections may be read that have sent much; one for all connections of a port."""
+    """Schedules large reads; one for all connections of a port."""
 
     def __init__(self) -> None:
         self._fresh: deque[Callable[[], None]] = deque()
@@ -34,19 +33,14 @@ class Turns:
         self._ends_s = 0.0
 
     def may_read(self) -> bool:
-        """Tells whether a connection may be read that has sent much."""
+        """Returns whether a connection may parse large reads now."""
         now_s = time.monotonic()
         if not self._is_running:
             self._begin(now_s)
         return now_s < self._ends_s
 
     def wait(self, go_on: Callable[[], None], *, is_fresh: bool) -> None:
-        """Calls a connection in a later turn of the loop.
-
-        Args:
-            go_on: Reads on.
-            is_fresh: Nothing of what it sent was read yet.
-        """
+        """Calls `go_on` in a later turn; `is_fresh` = nothing of the read is parsed."""
         (self._fresh if is_fresh else self._others).append(go_on)
 
     def _begin(self, now_s: float) -> None:

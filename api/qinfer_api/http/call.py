@@ -1,4 +1,4 @@
-"""A request on the fast path: from its head to its reply. The connection that it came by is in `connection.py`."""
+"""One request on the fast path, from its head to its reply."""
 
 import asyncio
 import logging
@@ -29,23 +29,18 @@ class Connection(Protocol):
     """The address of the client."""
 
     def answered(self) -> None:
-        """Takes note that one of its calls has its reply."""
+        """Called when one of its calls has a reply."""
         ...
 
     def is_behind(self, call: "Call") -> bool:
-        """Tells whether a call's reply is written behind that of another."""
+        """Returns whether another reply is written before that of the call."""
         ...
 
 
 class Call:
-    """One request on the fast path, from its head to its reply; the sink of its own response.
+    """One request on the fast path, and the sink of its response.
 
-    Attributes:
-        head: Its head.
-        parts: The body, in the pieces in which it arrives.
-        reply: Its answer, once there is one.
-        request: The request that it became; one without an id until then.
-        memory: That of its answer, where it is large; the connection gives it back.
+    `request` has no id until the body is decoded. The connection releases `memory`.
     """
 
     frontend = "HTTP"
@@ -65,24 +60,24 @@ class Call:
 
     @property
     def request_id(self) -> str:
-        """The id of the request that it became; empty until then."""
+        """The id of the resulting request; empty before there is one."""
         return self.request.id
 
     def feed(self, body: bytes) -> None:
-        """Takes a piece of the body."""
+        """Adds a piece of the body."""
         self.parts.append(body)
 
     def is_behind(self) -> bool:
-        """Tells whether its reply is to be written behind another."""
+        """Returns whether another reply is written first."""
         return self._connection.is_behind(self)
 
     def come_first(self) -> None:
-        """Takes note that its reply is the next one to be written."""
+        """Notes that this reply is the next to be written."""
         if self._pending is not None:
             self._pending.comes_first()
 
     def deliver(self, response: Response) -> None:
-        """Takes the response; a large one takes milliseconds to encode, and is encoded off the loop."""
+        """Encodes the response, a large one in a thread."""
         if not response.final or self.reply is not None:
             if self.reply is None:
                 self.answer(error_reply(501, DECOUPLED))
@@ -105,17 +100,17 @@ class Call:
         self.answer(done.result() if error is None else failure_reply(error))
 
     def answer(self, reply: Reply) -> None:
-        """Sets the reply, and notifies the connection."""
+        """Sets the reply and notifies the connection."""
         if self._pending is not None and (memory := self._pending.memory) is not None:
             memory.become(len(reply.body))
             self.memory = memory
-        self._pending = None  # breaks the cycle call - pending, which would wait for the garbage collector
-        self._plan = _NO_PLAN  # which may hold shared memory
+        self._pending = None  # breaks the reference cycle call - pending
+        self._plan = _NO_PLAN  # the plan may hold shared memory
         self.reply = reply
         self._connection.answered()
 
     def start(self, dispatcher: Dispatcher, codec: InferCodec) -> None:
-        """Decodes and submits the request whose body is complete; answers an invalid one with its error."""
+        """Decodes and submits the request, or answers with an error."""
         head = self.head
         body = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
         self.parts = []
@@ -132,7 +127,7 @@ class Call:
                 self._plan = strictly(self._plan)
             if head.forwarded:
                 with_headers(request, head.forwarded)
-            # Most gateways have no endpoints: one look at an empty dictionary is all that costs others.
+            # Most gateways have no endpoints; this check keeps them fast.
             if dispatcher.endpoints.by_name and dispatcher.choose(context, request, head.header):
                 self._plan = codec.routed(request, self._plan)
             self.request = request
@@ -168,7 +163,7 @@ class Call:
             self.refuse(dispatcher, head, error)
 
     def refuse(self, dispatcher: Dispatcher, head: Head, error: Exception) -> None:
-        """Answers with an error, and counts it."""
+        """Answers with an error and counts it."""
         if isinstance(error, QinferError):
             error = dispatcher.refuse(head.target.model, head.target.version, error, head.context)
         else:
@@ -176,7 +171,7 @@ class Call:
         self.answer(failure_reply(error))
 
     def cancel(self, dispatcher: Dispatcher) -> None:
-        """Forgets the request: its connection is gone."""
+        """Cancels the request of a lost connection."""
         self._plan = _NO_PLAN
         if self._pending is not None:
             dispatcher.cancel(self._pending)

@@ -1,9 +1,9 @@
-"""A connection of HTTP/1.1 over httptools: requests in, replies out in the order of the requests; bounds; its end.
+"""An HTTP/1.1 connection over httptools: parses requests, writes replies in order, and bounds both.
 
-Each request that is taken waits in a queue until it is answered, and only the first may write. Here each becomes a
-`Cycle`, which runs the ASGI application once it is the first; a subclass may answer some below ASGI. The parser gets
-small slices, and only as long as no request stalls it: one read may have thousands of small requests. A connection that
-has sent much is read in turns with others (`Turns`).
+Requests wait in a queue until they are answered; only the first may write. Here each becomes a `Cycle`, which runs the
+ASGI application when it is first; a subclass may answer some below ASGI. The parser gets small slices and stops when a
+request stalls, because one read may hold thousands of requests. Connections that send a lot are read in turns
+(`Turns`).
 """
 
 import asyncio
@@ -37,29 +37,28 @@ from qinfer_api.turns import SMALL_BYTES, Turns
 logger = logging.getLogger(__name__)
 
 MAX_PIPELINED = 64
-"""Requests of one connection without an answer before its reading pauses."""
 
 SLICE_BYTES = 16 * 1024
-"""Bytes that are parsed at once, or more of one body: the requests in them are taken, however many there are."""
+"""Bytes parsed at once, or more of one body."""
 
 MAX_CHUNKS = 65536
 """Chunks of one chunked body (reference §1.2)."""
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Bytes of a head beyond the first slice of it."""
+"""Bytes of a head beyond its first slice."""
 
 MAX_FRAMING_BYTES = 64 * 1024
-"""Bytes of a chunked body beside its data, beyond those that chunks need: extensions, long sizes, trailers."""
+"""Bytes of chunk extensions, long sizes and trailers in one chunked body."""
 
 _NOTHING = memoryview(b"")
 _INVALID = "Invalid HTTP request received."
-_CHUNK_BYTES = 16  # what a chunk needs beside its data, with room to spare: its size and the ends of two lines
-_LINGER_S = 2.0  # between what a refused client sends, and the end of its connection
+_CHUNK_BYTES = 16  # size line and two line ends of a chunk, with room to spare
+_LINGER_S = 2.0  # a refused client that is silent for this long is disconnected
 _LONGEST_LINGER_S = 30.0
 
 
 class Exchange(Protocol):
-    """A request that was taken."""
+    """A request in the queue of its connection."""
 
     @property
     def head(self) -> Head | None:
@@ -68,31 +67,29 @@ class Exchange(Protocol):
 
     @property
     def reply(self) -> Reply | None:
-        """The answer, once there is one."""
+        """The reply; `None` until the request is answered."""
         ...
 
     @property
     def request_id(self) -> str:
-        """The id that its reply names; empty = a new one."""
+        """The id that the reply names; empty means a new one."""
         ...
 
     @property
     def memory(self) -> Memory | None:
-        """The memory of its answer, where that is large."""
+        """The reserved memory of a large reply."""
         ...
 
     def feed(self, body: bytes) -> None:
-        """Takes a piece of its body."""
+        """Adds a piece of the body."""
         ...
 
     def come_first(self) -> None:
-        """Takes note that its answer is the next one to be written."""
+        """Notes that this reply is the next to be written."""
         ...
 
 
 class _Refused:
-    """A request, or no HTTP at all, that is read no further and answered with an error."""
-
     head = memory = None
     request_id = ""
 
@@ -100,32 +97,14 @@ class _Refused:
         self.reply = reply
 
     def feed(self, body: bytes) -> None:
-        """Drops a piece of the body."""
+        """Drops the piece."""
 
     def come_first(self) -> None:
-        """Does nothing: the answer is there."""
+        """Does nothing: the reply exists."""
 
 
 class HttpPort:
-    """State that all connections of a server share.
-
-    Args:
-        http: The timeouts.
-        cors: The headers for browsers, by the origin of the page; `None` = CORS is off.
-        visitors: Refuses requests that may come from a stranger's page; `None` = refuses none.
-
-    Attributes:
-        app: The ASGI application; the server sets it.
-        cors: As given.
-        visitors: As given.
-        writer: Renders replies, unless CORS has another for their origin.
-        common: The headers of every reply; another list each second.
-        turns: Says how long a connection is read at a time.
-        connections: The open ones.
-        tasks: One for each application that runs.
-        is_idle: Set when no connection is left.
-        new_id: Makes the ids of replies to what became no request.
-    """
+    """State shared by all connections of a server; `tasks` are those of running applications."""
 
     app: ASGIApp
 
@@ -140,63 +119,55 @@ class HttpPort:
         self.new_id = IdFactory().ulid
 
     def connect(self) -> "HttpConnection":
-        """Makes the protocol of a connection."""
+        """Creates the protocol of a connection."""
         return HttpConnection(self)
 
     def tick(self, now_s: float) -> None:
-        """Renews the date, and looks after the connections' timeouts; called once a second, with the monotonic time."""
+        """Renews the `date` header and checks timeouts, once a second."""
         self.common = [(b"date", formatdate(usegmt=True).encode())]
         for connection in tuple(self.connections):
             connection.check_timeouts(now_s)
 
 
 class HttpConnection(asyncio.Protocol):
-    """One connection.
-
-    Attributes:
-        port: The state that it shares with the others.
-        transport: Its transport.
-        peer: The address of the client; empty = not known.
-        headers: As they were sent, of the request that the parser reads.
-        writable: Set while the client reads its replies.
-    """
+    """One connection; `writable` is set while the client reads its replies."""
 
     transport: asyncio.Transport
 
     def __init__(self, port: HttpPort) -> None:
         self.port = port
         self.peer = ""
-        self._ends: Scope = {}  # what the scopes of its requests have in common
+        self._ends: Scope = {}  # scope entries that all its requests share
         self.headers: list[tuple[bytes, bytes]] = []
         self.writable = asyncio.Event()
         self.writable.set()
         self._queue: deque[Exchange] = deque()
-        self._reading: Exchange | None = None  # the request whose body comes in, unless that is ignored
+        self._reading: Exchange | None = None  # the request whose body is being received; `None` if the body is ignored
         self._unparsed = _NOTHING
         self._parser = self._new_parser()
         self._is_parsing = self._is_paused = self._awaits_turn = False
-        self._closing = False  # no request is taken any more
-        self._refused = False  # nothing is read any more
-        self._lingers, self._still_sends = False, True  # after it was refused
+        self._closing = False  # accepts no more requests
+        self._refused = False  # discards all further input
+        self._lingers, self._still_sends = False, True  # after a refusal
         self._receiving = self._in_head = False
         self._url = b""
-        self._framing_bytes = 0  # of the message being read: what is no data of its body, beyond its first slice
+        self._framing_bytes = 0  # framing bytes of the current message beyond its first slice
         self._chunks = 0
-        self._body_left = 0  # of a body with a length that is taken; less than 0 of others
+        self._body_left = 0  # of a body with a Content-Length; negative for others
         self._unwritten_bytes = 0
-        self._lent: list[Memory] = []  # of replies that the client has yet to read
-        self._later_bytes = 0  # of replies behind the first of those, which are no progress of their client's
-        self._quiet_since_s = 0.0  # 0 = since the next look
+        self._lent: list[Memory] = []  # of replies that the client has not read yet
+        self._later_bytes = 0  # written behind the first of those, so no sign of the client's progress
+        self._quiet_since_s = 0.0  # 0 = set at the next check
 
     def _new_parser(self) -> HttpRequestParser:
         parser = HttpRequestParser(self)
-        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # what comes then is ignored here
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # input after the end is ignored here
         return parser
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Parses received data, or as much of it as is wanted now; the transport reads no more before the rest."""
+        """Parses received data until a request stalls it, and keeps the rest."""
         if self._refused:
             self._still_sends = True
             return
@@ -204,7 +175,7 @@ class HttpConnection(asyncio.Protocol):
         self.go_on()
 
     def go_on(self) -> None:
-        """Parses what came in until a request stalls that; then has the transport read on, or wait."""
+        """Parses until a request stalls, then pauses or resumes the transport."""
         if self._is_parsing:
             return
         self._is_parsing, is_fresh = True, True
@@ -244,16 +215,16 @@ class HttpConnection(asyncio.Protocol):
         return False
 
     def _parse(self, piece: memoryview) -> int:
-        """Parses; neither a head nor what frames a chunked body may grow without bound. Returns the bytes it took."""
+        """Parses a piece and returns the bytes it took; bounds heads and chunk framing."""
         taken = len(piece)
-        self._framing_bytes += taken  # the callbacks take off what is data, or begins a message
+        self._framing_bytes += taken  # the callbacks subtract body data, and reset it for a new message
         try:
             try:
                 self._parser.feed_data(piece)
             except HttpParserUpgrade as upgrade:
                 taken = upgrade.args[0]
                 self._ignore_upgrade()
-        except (HttpParserError, HttpParserUpgrade) as error:  # that of CONNECT can not be ignored
+        except (HttpParserError, HttpParserUpgrade) as error:  # an upgrade by CONNECT can't be ignored
             if isinstance(error, HttpParserCallbackError):
                 logger.error("request could not be taken", exc_info=error)
             self._refuse(400, _INVALID)
@@ -265,14 +236,14 @@ class HttpConnection(asyncio.Protocol):
         return taken
 
     def _ignore_upgrade(self) -> None:
-        """Reads a head without its `Upgrade` (RFC 9110 §7.8): the parser reads no body behind one that has it."""
+        """Parses the head again without `Upgrade` (RFC 9110 §7.8), behind which the parser reads no body."""
         method, version = self._parser.get_method(), self._parser.get_http_version().encode()
         kept = [b"%b: %b\r\n" % header for header in self.headers if header[0].lower() != b"upgrade"]
         self._parser = self._new_parser()
         self._parser.feed_data(b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._url, version, b"".join(kept)))
 
     def on_message_begin(self) -> None:
-        """Begins a request."""
+        """Resets the state for a new request."""
         self._url = b""
         self.headers = []
         self._reading = None
@@ -281,23 +252,23 @@ class HttpConnection(asyncio.Protocol):
         self._quiet_since_s = 0.0
 
     def on_url(self, url: bytes) -> None:
-        """Keeps a piece of the URL."""
+        """Adds a piece of the URL."""
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keeps a header unchanged; drops trailers, which are never read."""
+        """Stores a header unchanged; drops trailers."""
         if self._in_head:
             self.headers.append((name, value))
 
     def on_chunk_header(self) -> None:
-        """Counts the chunks of a body; the empty one, which ends it, may be one more."""
+        """Counts the chunks of a body, including the empty last one."""
         self._chunks += 1
         self._framing_bytes -= _CHUNK_BYTES
         if self._chunks > MAX_CHUNKS + 1:
             self._refuse(400, f"request body has more than {MAX_CHUNKS} chunks")
 
     def on_headers_complete(self) -> None:
-        """Takes the request, unless it came after the last one, or its head will be read anew."""
+        """Queues the request, unless it follows the last one or its head is parsed again."""
         self._in_head = False
         self._framing_bytes = 0
         if not (self._closing or self._parser.should_upgrade()):
@@ -309,14 +280,14 @@ class HttpConnection(asyncio.Protocol):
             self._closing = self._closing or self._is_old() or not self._parser.should_keep_alive()
 
     def on_body(self, body: bytes) -> None:
-        """Keeps a piece of the body."""
+        """Passes a piece of the body to its request."""
         self._framing_bytes -= len(body)
         self._body_left -= len(body)
         if self._reading is not None:
             self._reading.feed(body)
 
     def on_message_complete(self) -> None:
-        """Ends a request."""
+        """Ends the body of the current request."""
         cycle, self._reading = self._reading, None
         self._receiving = False
         if isinstance(cycle, Cycle):
@@ -326,7 +297,7 @@ class HttpConnection(asyncio.Protocol):
         return self._parser.get_http_version() != "1.1"
 
     def _take(self) -> None:
-        """Takes a request for ASGI, unless its body has a transfer coding that is not known (RFC 9112 §6.1)."""
+        """Queues a request for ASGI; refuses unknown transfer codings (RFC 9112 §6.1)."""
         codings = transfer_codings(self.headers)
         if codings and codings != [b"chunked"]:
             given = b", ".join(codings).decode("latin-1")[:100]
@@ -339,7 +310,7 @@ class HttpConnection(asyncio.Protocol):
             return
         sent = dict(scope["headers"])
         waits = sent.get(b"expect", b"").lower() == b"100-continue" and not self._is_old()
-        self._body_left = int(sent.get(b"content-length", b"0"))  # the parser has checked it
+        self._body_left = int(sent.get(b"content-length", b"0"))  # the parser has validated it
         self._reading = cycle = Cycle(self, scope, expects_continue=waits)
         self._queue.append(cycle)
         if len(self._queue) == 1:
@@ -365,7 +336,7 @@ class HttpConnection(asyncio.Protocol):
     # -- answering ----------------------------------------------------------------------------------------------------
 
     def answered(self) -> None:
-        """Writes the next replies in order, and gives the request behind them its turn."""
+        """Writes finished replies in order, and starts the next request."""
         queue, port = self._queue, self.port
         while queue:
             first = queue[0]
@@ -391,7 +362,7 @@ class HttpConnection(asyncio.Protocol):
             self.go_on()
 
     def _write_pieces(self, pieces: Iterable[bytes]) -> None:
-        """Writes a large reply, or one behind a reply that the client has yet to read."""
+        """Writes a large reply, or one that follows an unread reply."""
         unread = self.transport.get_write_buffer_size()
         for piece in pieces:
             self.transport.write(piece)
@@ -399,7 +370,7 @@ class HttpConnection(asyncio.Protocol):
             self._later_bytes += self.transport.get_write_buffer_size() - unread
 
     def _lend(self, memory: Memory) -> None:
-        """Gives the memory of a reply back once its client has read it."""
+        """Releases the memory of a reply when its client has read it."""
         if self.writable.is_set():
             memory.release()
             return
@@ -409,35 +380,34 @@ class HttpConnection(asyncio.Protocol):
         self._lent.append(memory)
 
     def _give_back(self) -> None:
-        """Gives the memory of replies back that the client has read, or never will."""
         for memory in self._lent:
             memory.release()
         self._lent.clear()
         self._later_bytes = 0
 
     def writer_of(self, exchange: Exchange) -> Writer:
-        """Returns what renders the reply of a request."""
+        """Returns the writer for the reply to a request."""
         cors = self.port.cors
         if cors is None:
             return self.port.writer
         return cors.writer(exchange.head, exchange.scope["headers"] if isinstance(exchange, Cycle) else self.headers)
 
     def is_last(self, exchange: Exchange) -> bool:
-        """Tells whether the connection ends with the reply of a request."""
+        """Returns whether the connection closes after the reply to this request."""
         return self._closing and self._queue[-1] is exchange
 
     def _close(self) -> None:
-        """Closes behind the last reply.
+        """Closes after the last reply.
 
-        A client that was refused, or answered before its request was read, may still send. Unread bytes would reset
-        the connection before it has read why: they are read and dropped for a while, until it closes (RFC 9112 §9.6).
+        Closing over unread bytes would reset the connection before the client reads the reply, so bytes of a client
+        that still sends are dropped until it closes (RFC 9112 §9.6).
         """
         if (self._refused or self._receiving) and self.transport.can_write_eof():
             self._refused = self._lingers = True
             self._unparsed = _NOTHING
             try:
                 self.transport.write_eof()
-            except OSError:  # the client has reset the connection behind what it sent
+            except OSError:  # the client has reset the connection
                 self.transport.abort()
                 return
             self.go_on()
@@ -446,7 +416,7 @@ class HttpConnection(asyncio.Protocol):
             self.transport.close()
 
     def _linger(self, until_s: float) -> None:
-        """Closes when the client has sent nothing for a while, or sends for too long."""
+        """Closes when the client has been silent for `_LINGER_S`, or at `until_s`."""
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         if self._still_sends and now_s < until_s:
@@ -456,7 +426,7 @@ class HttpConnection(asyncio.Protocol):
             self.transport.close()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Reads no more; the error is the last reply, in place of that to the request being read, if there is one."""
+        """Stops reading and queues an error as the last reply, in place of the current request."""
         if self._refused:
             return
         is_past_last = self._closing and self._reading is None
@@ -472,7 +442,7 @@ class HttpConnection(asyncio.Protocol):
             self.transport.close()
 
     def _withdraw(self) -> bool:
-        """Takes the request being read back; `False` if its reply has begun: nothing can be put behind that."""
+        """Removes the current request from the queue; returns `False` if its reply has begun."""
         exchange, self._reading = self._reading, None
         if isinstance(exchange, Cycle):
             if exchange.has_begun or exchange.reply is not None:
@@ -485,7 +455,7 @@ class HttpConnection(asyncio.Protocol):
     # -- connection ---------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Takes note of who connects."""
+        """Records the transport and the addresses."""
         self.transport = transport
         self.port.connections.add(self)
         peer, own = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
@@ -499,7 +469,7 @@ class HttpConnection(asyncio.Protocol):
         }
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tells the applications, and breaks the cycles of references."""
+        """Notifies the applications, releases memory, and breaks reference cycles."""
         self.port.connections.discard(self)
         if not self.port.connections:
             self.port.is_idle.set()
@@ -513,40 +483,34 @@ class HttpConnection(asyncio.Protocol):
         self._reading = None
         self._refused, self._unparsed = True, _NOTHING
         self.writable.set()
-        del self._parser  # it has this object's methods
+        del self._parser  # it references this object's methods
 
     def shutdown(self) -> None:
-        """Accepts no more requests; closes once open requests are answered."""
+        """Accepts no more requests, and closes when open requests are answered."""
         self._closing = True
         if not self._queue:
             self.transport.close()
 
     def pause_writing(self) -> None:
-        """Stops reading from a client that does not read its replies."""
+        """Pauses reading while the client does not read its replies."""
         self.writable.clear()
         self._quiet_since_s = 0.0
         self.go_on()
 
     def resume_writing(self) -> None:
-        """Reads on."""
+        """Resumes reading."""
         self._give_back()
         self.writable.set()
         self.go_on()
 
     def check_timeouts(self, now_s: float) -> None:
-        """Closes the connection if it was idle, or stuck in one request or reply, for too long.
-
-        Called about once a second for every connection, instead of a timer for every request.
-
-        Args:
-            now_s: The monotonic time.
-        """
+        """Closes the connection if it has been idle or stuck for too long."""
         write_paused = not self.writable.is_set()
         unwritten_bytes = self.transport.get_write_buffer_size() if write_paused else 0
         if unwritten_bytes < self._unwritten_bytes:
-            self._quiet_since_s = now_s  # slow, but it reads
+            self._quiet_since_s = now_s  # slow, but the client reads
         self._unwritten_bytes = unwritten_bytes
-        waiting = len(self._queue) > (self._reading is not None)  # for answers, besides the request that still arrives
+        waiting = len(self._queue) > (self._reading is not None)  # on replies, not counting the request being received
         stuck = write_paused or (self._receiving and not self._is_paused and not waiting) or self._waits_for_memory()
         if not self._quiet_since_s or (self._queue and not stuck):
             self._quiet_since_s = now_s
@@ -557,4 +521,4 @@ class HttpConnection(asyncio.Protocol):
         if self.writable.is_set():
             self.transport.close()
         else:
-            self.transport.abort()  # `close` would wait for the client to read
+            self.transport.abort()  # `close` would wait until the client reads

@@ -1,7 +1,7 @@
-"""CORS: what browsers are told about pages of other origins (the Fetch standard, "CORS protocol").
+"""CORS headers and preflights (the Fetch standard, "CORS protocol").
 
-Only browsers obey these headers: they keep pages apart, and are no access control. The fast path and ASGI ask the same
-`Cors`, so that their replies say the same; a preflight, which carries no API key, is answered before any route.
+Only browsers enforce them; they are no access control. Preflights carry no API key, so they are answered before any
+route.
 """
 
 from collections.abc import Iterable
@@ -17,11 +17,7 @@ _VARIES = (b"vary", b"origin")
 
 
 class Cors:
-    """The headers of replies, by the origin of the page that asks.
-
-    Args:
-        settings: Which origins may call, and what they may send and read.
-    """
+    """The CORS headers of replies, by origin."""
 
     def __init__(self, settings: CorsSettings) -> None:
         told: list[tuple[bytes, bytes]] = []
@@ -47,35 +43,25 @@ class Cors:
         return cls(settings) if settings.allow_origins else None
 
     def writer(self, head: Head | None, read: Headers) -> Writer:
-        """Returns what renders the reply on the fast path.
-
-        Args:
-            head: The request's; `None` = it was refused while it was read.
-            read: The headers that had been read by then.
-        """
+        """Returns the writer of a reply; without a head, `read` has the headers read so far."""
         if self._is_open:
             return self._others
         return self._writers.get(origin_in(read) if head is None else head.origin(), self._others)
 
     def preflight(self, origin: bytes) -> Headers | None:
-        """Returns what a browser is told that asks what a page of an origin may send; `None` = nothing."""
+        """Returns the headers that answer a preflight; `None` = the origin is not allowed."""
         return self._preflight if self._is_open or origin in self._of else None
 
 
 class CorsApp:
-    """An ASGI application that answers preflights: what pages of other origins may do.
-
-    Args:
-        app: The application.
-        cors: What they may do.
-    """
+    """An ASGI application that answers preflights and passes on all other requests."""
 
     def __init__(self, app: ASGIApp, cors: Cors) -> None:
         self._app = app
         self._cors = cors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a preflight; passes any other request on."""
+        """Answers a preflight, or calls the wrapped application."""
         origin = origin_in(scope["headers"])
         if scope["method"] == "OPTIONS" and origin and _asks_for_a_method(scope["headers"]):
             await _answer(self._cors.preflight(origin), origin)(scope, receive, send)

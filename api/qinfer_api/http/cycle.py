@@ -1,4 +1,4 @@
-"""A request on the ASGI way: what its application receives and sends. Its connection is in `connection.py`."""
+"""One request on the ASGI path: what its application receives and sends."""
 
 import asyncio
 import logging
@@ -16,49 +16,41 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SENT_HEADERS = "sent_headers"
-"""Key of a request's ASGI state: the headers as they were sent; ASGI has their names in lower case."""
+"""Key of the ASGI state: headers with their names as sent."""
 
 IN_REPLY_TO = "in_reply_to"
-"""Key of a request's ASGI state: what has the id that its reply names, once it has one."""
+"""Key of the ASGI state: the object whose `id` the reply names."""
 
 ON_LEAVE = "on_leave"
-"""Key of a request's ASGI state: called once its client has left; a route that waits for something sets it."""
+"""Key of the ASGI state: a callback for the loss of the client."""
 
 BORROWER = "borrower"
-"""Key of a request's ASGI state: what has the memory of its answer, where that is large."""
+"""Key of the ASGI state: the `Borrower` of the reply."""
 
 CLOSE = "close"
-"""Key of the extensions of a request's scope: closes its connection."""
+"""Key of the scope's extensions: a function that closes the connection."""
 
 WRITTEN = Reply(0, b"")
-"""The reply of a request whose application has written it by itself."""
+"""The reply of a request whose application has written it."""
 
-_MOST_UNTAKEN_BYTES = 64 * 1024  # of a body, before its connection waits for the application to take them
+_MOST_UNTAKEN_BYTES = 64 * 1024  # unread body bytes at which the connection stops reading
 _HEADER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+: [^\x00-\x08\x0a-\x1f\x7f]*\r\n")
 _WITHOUT_BODY = (204, 304)
 
 
 class Borrower(Protocol):
-    """A request whose answer has memory of the budget, once there is any."""
+    """An object that may hold budgeted memory for a reply."""
 
     @property
     def memory(self) -> Memory | None:
-        """The memory."""
+        """The memory, once reserved."""
         ...
 
 
 class Cycle:
-    """One request, from its head to its reply; the application runs from its turn on.
+    """One request; its application starts when the request is first in the queue.
 
-    Args:
-        connection: Where it came from.
-        scope: Its ASGI scope.
-        expects_continue: Whether its client waits with the body until it is told to send it.
-
-    Attributes:
-        reply: Its answer: `WRITTEN`, or an error's where the application has failed before it sent any.
-        has_begun: Whether a part of its reply is written.
-        closes: Whether the application wants its reply to be the connection's last.
+    `reply` is `WRITTEN`, or an error if the application failed before it sent anything.
     """
 
     head = None
@@ -71,30 +63,30 @@ class Cycle:
         self._expects_continue = expects_continue
         self._is_started = self._is_gone = False
         self._body = bytearray()
-        self._is_whole = self._is_taken = False  # the body, all of it
+        self._is_whole = self._is_taken = False  # the whole body: received, passed on
         self._news = asyncio.Event()
-        self._has_body = self._is_chunked = False  # the reply
+        self._has_body = self._is_chunked = False  # of the reply
         self._unsent_bytes = 0  # of a reply with a length
 
     @property
     def request_id(self) -> str:
-        """The id of the request that it became; empty until then."""
+        """The id of the resulting request; empty before there is one."""
         request = self.scope["state"].get(IN_REPLY_TO)
         return "" if request is None else str(request.id)
 
     @property
     def memory(self) -> Memory | None:
-        """The memory of its answer, where that is large."""
+        """The reserved memory of a large reply."""
         borrower: Borrower | None = self.scope["state"].get(BORROWER)
         return None if borrower is None else borrower.memory
 
     @property
     def stalls(self) -> bool:
-        """Whether no more is to be read until it has its turn, or its application takes what there is."""
+        """Whether reading pauses until its turn, or until the application takes the received body."""
         return not self._is_started or len(self._body) > _MOST_UNTAKEN_BYTES
 
     def start(self) -> None:
-        """Runs the application, unless it does already."""
+        """Runs the application, if it has not started."""
         if not self._is_started:
             self._is_started = True
             tasks = self._connection.port.tasks
@@ -103,22 +95,22 @@ class Cycle:
             task.add_done_callback(tasks.discard)
 
     def come_first(self) -> None:
-        """Begins, as its answer is the next one to be written."""
+        """Starts the application."""
         self.start()
 
     def feed(self, body: bytes) -> None:
-        """Takes a piece of the body."""
+        """Adds a piece of the body."""
         if self.reply is None:
             self._body += body
             self._news.set()
 
     def end(self) -> None:
-        """Takes note that the body is complete."""
+        """Marks the body as complete."""
         self._is_whole = True
         self._news.set()
 
     def leave(self) -> None:
-        """Tells the application that its client has left, or is answered otherwise."""
+        """Notifies the application that its client has left or been refused."""
         self._is_gone = True
         self._news.set()
         on_leave = self.scope["state"].get(ON_LEAVE)
@@ -176,7 +168,7 @@ class Cycle:
             self._send_head(message)
 
     def _send_head(self, message: Message) -> None:
-        """Writes the head; the framing of the body and the connection's stay are no business of the application."""
+        """Writes the head; the server, not the application, decides framing and `connection`."""
         lines, length = [], None
         for given, value in message.get("headers", ()):
             name = given.lower()
@@ -191,7 +183,7 @@ class Cycle:
         status, connection = message["status"], self._connection
         self._has_body = self.scope["method"] != "HEAD" and status not in _WITHOUT_BODY
         if self._has_body and length is None:
-            self._is_chunked = self.scope["http_version"] == "1.1"  # else the end of the connection ends it
+            self._is_chunked = self.scope["http_version"] == "1.1"  # in HTTP/1.0 the body ends with the connection
             if self._is_chunked:
                 lines.append(b"transfer-encoding: chunked\r\n")
         self._unsent_bytes = -1 if length is None else length

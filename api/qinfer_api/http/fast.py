@@ -1,11 +1,11 @@
-"""`POST /v2/models/{m}[/versions/{v}]/infer` below ASGI: which requests, and each one's way to its reply.
+"""The fast path: `POST /v2/models/{m}[/versions/{v}]/infer` below ASGI.
 
-Small plain requests take the fast path; the FastAPI route (`rest/infer.py`) takes all others. Both read and answer by
-`http/infer.py`, so that they answer alike to the byte. Nothing here waits.
+Small plain requests take the fast path, all others the FastAPI route (`rest/infer.py`). Both use `http/infer.py`, so
+their answers are equal to the byte. Nothing here waits.
 
-An infer request that `HeadReader` accepts becomes a `Call` in the queue of its connection (`connection.py`), and never
-an ASGI cycle. One behind an unfinished ASGI cycle takes the ASGI way too, and begins when that has ended: it may depend
-on what that does. An ASGI request behind unfinished calls waits for them, as does the reading of its connection.
+An accepted request becomes a `Call` in the queue of its connection. One that follows an unfinished ASGI request takes
+the ASGI path after it, because it may depend on it. An ASGI request waits for the calls before it, and reading pauses
+meanwhile.
 """
 
 from qinfer.core.api_keys import Scope
@@ -23,25 +23,11 @@ from qinfer_api.http.visitors import Visitors
 from qinfer_api.receiving import SPENT, ReceivingBudget, Reservation
 
 UNCOUNTED_BYTES = 16 * 1024
-"""Bodies up to this size are not counted as received: the connection itself takes as much."""
+"""Bodies up to this size, about a connection's buffers, are not counted as received."""
 
 
 class FastPath(HttpPort):
-    """State that all connections of a server with a fast path share.
-
-    Args:
-        dispatcher: Takes the requests.
-        settings: Whether the fast path is on, the timeouts, which headers are forwarded, CORS, and who may call.
-        codec: Reads requests and makes replies.
-        restrictions: Which routes need a header; the fast path checks none, so that it is off where inference does.
-        receiving: The memory of bodies that have not come in whole.
-
-    Attributes:
-        call_type: The class of requests on the fast path.
-
-    Raises:
-        SettingsError: The pattern of the forwarded headers is no regular expression.
-    """
+    """State shared by all connections; the fast path is off if `restrictions` cover inference."""
 
     def __init__(
         self,
@@ -61,11 +47,11 @@ class FastPath(HttpPort):
         self.call_type: type[Call] = Call
 
     def connect(self) -> "QinferHttpProtocol":
-        """Makes the protocol of a connection."""
+        """Creates the protocol of a connection."""
         return QinferHttpProtocol(self)
 
     def tick(self, now_s: float) -> None:
-        """Gives up bodies that come too slowly, besides what every port does."""
+        """Also gives up bodies that arrive too slowly."""
         super().tick(now_s)
         self.receiving.second_passed()
 
@@ -76,10 +62,10 @@ class QinferHttpProtocol(HttpConnection):
     def __init__(self, fast: FastPath) -> None:
         super().__init__(fast)
         self._fast = fast
-        self._memory: Reservation | None = None  # of the call's body being read, unless it came with its head
+        self._memory: Reservation | None = None  # of the body being received, unless it came with its head
 
     def data_received(self, data: bytes) -> None:
-        """Reads received data: a whole request with a plain head directly, all else through the parser."""
+        """Reads a whole plain request directly, anything else through the parser."""
         if not (self._receiving or self._closing or self._unparsed or self._has_cycle()):
             known = self._fast.heads.find(data)
             if known is not None:
@@ -97,7 +83,7 @@ class QinferHttpProtocol(HttpConnection):
             self._reserve(call_read)
 
     def is_behind(self, call: Call) -> bool:
-        """Tells whether a call's reply is written behind that of another."""
+        """Returns whether another reply is written before that of the call."""
         return bool(self._queue) and self._queue[0] is not call
 
     def _has_cycle(self) -> bool:
@@ -109,7 +95,6 @@ class QinferHttpProtocol(HttpConnection):
         return call
 
     def _take(self) -> None:
-        """Chooses the request's way."""
         head = None
         if not self._has_cycle() and self._parser.get_method() == b"POST" and not self._is_old():
             head = self._fast.heads.read(self._url, self.headers)
@@ -128,7 +113,7 @@ class QinferHttpProtocol(HttpConnection):
             call.start(self._fast.dispatcher, self._fast.codec)
 
     def _reserve(self, call: Call) -> None:
-        """Checks the caller whose body did not come with its head, and has the body wait for memory."""
+        """Authorizes a call and reserves memory for the rest of its body."""
         head, fast = call.head, self._fast
         assert head is not None
         if head.length <= UNCOUNTED_BYTES:
@@ -138,7 +123,7 @@ class QinferHttpProtocol(HttpConnection):
             self._memory = fast.receiving.reserve(tenant or self, head.length, self._let_in)
             if self._memory is None:
                 raise Overloaded(SPENT)
-            # While the connection is not read, its client can send nothing.
+            # A client can send nothing while its connection is not read.
             self._memory.watch(
                 lambda: head.length if self._is_paused else head.length - self._body_left, self._time_out
             )
@@ -152,7 +137,7 @@ class QinferHttpProtocol(HttpConnection):
         self.go_on()
 
     def _drop(self, call: Call, head: Head, error: QinferError) -> None:
-        """Answers the call with an error, and reads over the rest of its body, which is small."""
+        """Answers with an error and skips the rest of the body, which is small."""
         self._release()
         self._reading, self._refused = None, self._closing
         call.refuse(self._fast.dispatcher, head, error)

@@ -1,7 +1,4 @@
-"""Heads of infer requests: which requests can take the fast path, and what is read of them.
-
-Nothing here waits, and nothing here refuses: a head that is not plain is left to the parser and the route.
-"""
+"""Parses heads of infer requests and selects those for the fast path; others go to the parser and the route."""
 
 import re
 from collections.abc import Mapping
@@ -28,7 +25,7 @@ from qinfer_api.http.visitors import Visitors
 MAX_FAST_BYTES = 256 * 1024
 """Larger bodies take the route, which decodes them off the event loop."""
 
-_MEANINGS = {  # what the fast path reads of a request's headers; all others mean nothing to an infer request
+_MEANINGS = {  # other headers do not affect an infer request
     b"content-length": "length",
     b"inference-header-content-length": "json",
     b"traceparent": "traceparent",
@@ -49,13 +46,9 @@ _NO_HEADERS: Mapping[str, str] = {}
 
 
 class Head(msgspec.Struct, frozen=True, gc=False):
-    """The parts of a request's head that the fast path needs.
+    """The parts of a head that the fast path needs.
 
-    Attributes:
-        json_length: The header's text, unchecked.
-        strict: Whether the JSON of the reply may have no NaN.
-        timeout_s: The time that the request asks for until it expires; `None` = it does not say.
-        sent: All headers, in the bytes of the head or one by one: endpoints may choose by any.
+    `json_length` is unchecked. `sent` has all headers, as bytes or pairs, because endpoints may choose by any.
     """
 
     target: Target
@@ -73,17 +66,17 @@ class Head(msgspec.Struct, frozen=True, gc=False):
         return _ANY_LINE.findall(self.sent) if isinstance(self.sent, bytes) else self.sent
 
     def origin(self) -> bytes:
-        """Returns the origin of the page that asks; empty where the head names none, or several."""
+        """Returns the `Origin` header; empty unless there is exactly one."""
         return _only(_ORIGIN.findall(self.sent)) if isinstance(self.sent, bytes) else origin_in(self.sent)
 
     def header(self, name: str) -> str | None:
-        """Returns the value of a header by its name in lower case, of several the first; `None` = it was not sent."""
+        """Returns the first value of a header by its lower-case name, or `None`."""
         wanted = name.encode()
         return next((value.decode("latin-1") for each, value in self.headers() if each.lower() == wanted), None)
 
 
 def parse_target(url: bytes) -> Target | None:
-    """Reads an infer URL; `None` if it is none, or one that the route has to look at (escapes, query, bad version)."""
+    """Parses an infer URL; `None` = the route handles it (other paths, escapes, a query, a bad version)."""
     return _parse_target(url) if len(url) <= _MAX_URL_BYTES else None
 
 
@@ -105,14 +98,7 @@ def _parse_target(url: bytes) -> Target | None:
 def read_head(
     url: bytes, headers: Headers, max_bytes: int = MAX_FAST_BYTES, forward: re.Pattern[str] | None = None
 ) -> Head | None:
-    """Decides whether a POST can take the fast path; `None` if it can't.
-
-    Args:
-        url: The URL as it was sent.
-        headers: All headers.
-        max_bytes: The largest body that may take it.
-        forward: The names of the headers that become parameters of the request.
-    """
+    """Returns the head of a POST if it can take the fast path."""
     target = parse_target(url)
     if target is None:
         return None
@@ -121,11 +107,11 @@ def read_head(
         meaning = _MEANINGS.get(name.lower())
         if meaning is not None:
             if meaning in found:
-                return None  # sent twice: the route knows which one counts
+                return None  # a repeated header: the route knows which one counts
             found[meaning] = value
     if "special" in found or found.get("coding", b"").strip().lower() not in (b"", b"identity"):
         return None
-    length = int(found.get("length", b"-1"))  # the parser has checked it
+    length = int(found.get("length", b"-1"))  # the parser has validated it
     if not 0 <= length <= max_bytes:
         return None
     trace = _trace(found.get("traceparent"), found.get("tracestate"))
@@ -141,7 +127,7 @@ def read_head(
 
 
 def origin_in(headers: Headers) -> bytes:
-    """Returns the origin of the page that a request comes from; empty where it names none, or several."""
+    """Returns the `Origin` header; empty unless there is exactly one."""
     return _only([value for name, value in headers if name.lower() == b"origin"])
 
 
@@ -169,17 +155,12 @@ def _accepted(header: bytes) -> Encoding | None:
 
 
 def _wishes(accept: bytes | None, timeout: bytes | None) -> tuple[bool, float | None]:
-    """Reads an `Accept`, and a `Request-Timeout`.
-
-    Raises:
-        InvalidRequest: One of them is wrong.
-    """
     timeout_s = None if timeout is None else read_seconds(TIMEOUT_HEADER, timeout.decode("latin-1"))
     return accept is not None and wants_strict(accept.decode("latin-1")), timeout_s
 
 
 def transfer_codings(headers: Headers) -> list[bytes]:
-    """Returns the transfer codings of a request in lower case, in the order in which they were applied."""
+    """Returns the transfer codings in lower case, as applied."""
     sent = [value for name, value in headers if name.lower() == b"transfer-encoding"]
     return [coding.strip().lower() for coding in b",".join(sent).split(b",")] if sent else []
 
@@ -190,7 +171,7 @@ _MAX_KNOWN = 1024
 
 
 def _once(group: int, meaning: str, value: bytes) -> bytes:
-    """Returns the pattern of a header whose value is a group; it does not match a second time."""
+    """Returns the pattern of a header that may occur once; its value is the group."""
     (name,) = (name for name, known in _MEANINGS.items() if known == meaning)
     return rb"(?i:%b): (?(%d)(?!))(%b)\r\n" % (name, group, value)
 
@@ -198,7 +179,7 @@ def _once(group: int, meaning: str, value: bytes) -> bytes:
 _NAME = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]++"  # RFC 9110 §5.6.2
 _VALUE = rb"[!-~](?:[ -~]*[!-~])?"
 _OTHERS = rb"(?!(?i:%b|connection|proxy-connection):)%b: [ -~]*+\r\n" % (b"|".join(_MEANINGS), _NAME)
-_LINES = (  # those that come most often first
+_LINES = (  # the most frequent first
     _once(2, "length", rb"[0-9]{1,9}"),
     _once(3, "traceparent", rb"[!-~]++"),
     _OTHERS,
@@ -212,23 +193,18 @@ _LINES = (  # those that come most often first
     rb"(?i:connection: keep-alive)\r\n",
 )
 _PLAIN_HEAD = re.compile(rb"POST (/v2/models/[/.:@_~0-9A-Za-z-]++) HTTP/1\.1\r\n(?:%b)*+\r\n" % b"|".join(_LINES))
-"""The plainest form of a head, which means the same to every parser; it takes linear time."""
+"""A head that every parser reads alike; matching takes linear time."""
 
 _ORIGIN = re.compile(rb"\r\n(?i:origin): *+((?:%b)?)" % _VALUE)
 _ANY_LINE = re.compile(rb"\r\n(%b): *+((?:%b)?)" % (_NAME, _VALUE))
 
 
 class HeadReader:
-    """Reads the heads of small requests that arrive in one packet, without the connection's parser.
+    """Reads small requests that arrive in one packet, without the connection's parser.
 
-    Proxies make heads differ: in ids, traces, lengths. A head is therefore read by one regular expression; where it has
-    another form than the plainest, or ends the connection, the parser reads it. Remembered is the last head of each
-    length of packets: clients that no proxy stands before mostly send the same head again.
-
-    Args:
-        max_bytes: The largest body that may take the fast path; negative if none may.
-        forward: The names of the headers that become parameters of the request.
-        visitors: Leaves heads that may come from a stranger's page to the parser; `None` = leaves none.
+    A regular expression reads the head, because proxies vary ids, traces and lengths; any other form goes to the
+    parser. The last head of each packet length is cached, because clients without a proxy repeat it. A negative
+    `max_bytes` switches the fast path off.
     """
 
     def __init__(
@@ -243,16 +219,16 @@ class HeadReader:
         self._known: list[tuple[bytes, int, Head] | None] = [None] * _MAX_KNOWN  # a head, its packet's length
 
     def read(self, url: bytes, headers: Headers) -> Head | None:
-        """Decides whether a POST that the parser has read can take the fast path: see `read_head`."""
+        """Calls `read_head` for a POST that the parser has read."""
         return read_head(url, headers, self._max_bytes, self._forward)
 
     def find(self, packet: bytes) -> tuple[Head, bytes] | None:
-        """Splits a packet that is exactly one plain request into head and body; `None` for any other."""
+        """Splits a packet that is exactly one plain request into head and body."""
         size = len(packet)
         known = self._known[size % _MAX_KNOWN]
         if known is not None and known[1] == size and packet.startswith(known[0]):
             return known[2], packet[len(known[0]) :]
-        is_head_alone = packet.endswith(_END_OF_HEAD)  # the body is still to come
+        is_head_alone = packet.endswith(_END_OF_HEAD)  # its body follows in another packet
         match = None if is_head_alone else _PLAIN_HEAD.match(packet, 0, _MAX_HEAD_BYTES)
         if match is None:
             return None
@@ -278,6 +254,6 @@ class HeadReader:
             strict,
             timeout_s,
         )
-        if trace is None:  # one comes once only
+        if trace is None:  # a head with a trace never repeats
             self._known[size % _MAX_KNOWN] = sent, size, head
         return head, packet[end:]

@@ -1,8 +1,7 @@
-"""Bytes to an infer request, a response to a reply, content encodings: shared by the fast path and the routes.
+"""Decodes infer requests, encodes responses and handles content encodings, so that fast path and routes answer alike.
 
-`Reply` is an answer before it is written; the fast path and the routes both make it here, so that they answer alike.
-A body may be JSON, JSON and binary tensors, or nothing but the data of the model's one input (`read_raw`).
-Nothing here waits; what takes long (a large body, shared memory) is called in a thread by whoever knows that it does.
+A body is JSON, JSON and binary tensors, or the raw data of the only input (`read_raw`). Nothing here waits; callers run
+slow calls (a large body, shared memory) in a thread.
 """
 
 import asyncio
@@ -45,20 +44,16 @@ from qinfer_api.status import http_status, of_request, retry_after_s
 Encoding = Literal["gzip", "deflate"]
 
 _WINDOW_BITS: dict[Encoding, int] = {"gzip": 31, "deflate": 15}  # `deflate` in HTTP is the zlib container
-_EITHER_CONTAINER = 47  # bits by which zlib looks what it is
+_EITHER_CONTAINER = 47  # zlib detects the container
 _STRICT = re.compile(r"(?i);[ \t]*strict[ \t]*=([^;,]*)")
 _STEP_BYTES = 256 * 1024
-_PIECE_BYTES = 64 * 1024  # what zlib returns unused is a copy: of a piece, not of all the rest
-_MAX_EXPANSION = 1032  # of deflate: so many bytes may come of one
-_MAX_MEMBERS = 1000  # of a gzip file that was appended to; each costs as much as a small file
+_PIECE_BYTES = 64 * 1024  # `unused_data` copies the rest of a piece, so pieces are small
+_MAX_EXPANSION = 1032  # deflate's highest ratio of output to input bytes
+_MAX_MEMBERS = 1000  # of a gzip file that was appended to
 
 
 def request_encoding(header: str | None) -> Encoding | None:
-    """Reads `Content-Encoding`; `None` for identity.
-
-    Raises:
-        UnsupportedFeature: It is neither gzip, deflate nor identity.
-    """
+    """Parses `Content-Encoding`; `None` is identity."""
     encoding = (header or "").strip().lower()
     if encoding in ("", "identity"):
         return None
@@ -70,7 +65,7 @@ def request_encoding(header: str | None) -> Encoding | None:
 
 
 def response_encoding(header: str | None) -> Encoding | None:
-    """Chooses from `Accept-Encoding` by its q-values; the first wins a tie, `None` is identity (RFC 9110 §12.5.3)."""
+    """Chooses by the q-values of `Accept-Encoding`; the first wins a tie (RFC 9110 §12.5.3)."""
     weights: dict[str, float] = {}
     for item in (header or "").lower().split(","):
         name, _, parameters = item.partition(";")
@@ -82,15 +77,7 @@ def response_encoding(header: str | None) -> Encoding | None:
 
 
 def read_seconds(name: str, text: str) -> float:
-    """Reads a number of seconds.
-
-    Args:
-        name: The name of the value, in the error.
-        text: Its text.
-
-    Raises:
-        InvalidRequest: The text is no such number.
-    """
+    """Parses a number of seconds ≥ 0; `name` is for the error."""
     try:
         seconds = float(text)
     except ValueError:
@@ -102,11 +89,7 @@ def read_seconds(name: str, text: str) -> float:
 
 @lru_cache(maxsize=256)
 def wants_strict(header: str) -> bool:
-    """Tells whether a media range of `Accept` has the parameter `strict=true`: JSON without NaN and infinities.
-
-    Raises:
-        InvalidRequest: Its value is neither true nor false.
-    """
+    """Returns whether `Accept` has `strict=true`: JSON without NaN and infinities."""
     values = [value.strip(' \t"').lower() for value in _STRICT.findall(header)]
     for value in values:
         if value not in ("true", "false"):
@@ -115,19 +98,15 @@ def wants_strict(header: str) -> bool:
 
 
 def compress(body: bytes, encoding: Encoding, level: int = 1) -> bytes:
-    """Compresses a reply, at the fastest level unless told otherwise: floats shrink little, and latency counts."""
+    """Compresses a reply; fast by default, because floats shrink little."""
     compressor = zlib.compressobj(level=level, wbits=_WINDOW_BITS[encoding])
     return compressor.compress(body) + compressor.flush()
 
 
 def decompress(body: Bytes, encoding: Encoding, max_bytes: int) -> bytes:
-    """Decompresses a request body; never holds more than `max_bytes` plus one step of the output.
+    """Decompresses a body, holding at most one step more than `max_bytes`.
 
-    The containers of gzip and deflate are told apart by their first bytes, as Triton does: clients confuse the names.
-
-    Raises:
-        InvalidRequest: It is damaged or cut off.
-        PayloadTooLarge: It decompresses to more than `max_bytes` bytes.
+    The first bytes tell gzip from deflate, as in Triton, because clients confuse the names.
     """
     out = bytearray()
     view, position = memoryview(body), 0
@@ -150,17 +129,14 @@ def decompress(body: Bytes, encoding: Encoding, max_bytes: int) -> bytes:
 
 
 def room_of(size: int, encoding: Encoding | None, max_bytes: int) -> int:
-    """Returns the memory that a body of `size` bytes needs, with the at most `max_bytes` that may come of it."""
+    """Returns the memory that a body needs, with its decompressed form."""
     return size if encoding is None else size + min(size * _MAX_EXPANSION, max_bytes)
 
 
 def too_large(size: int | None, max_bytes: int, what: str = "body") -> PayloadTooLarge:
-    """Returns Triton's error for a body that is too large.
+    """Returns Triton's error for a large body.
 
-    Args:
-        size: Its bytes; `None` = more than the limit, how many is not known.
-        max_bytes: The limit.
-        what: `JSON` or `body` of an inference; empty = the JSON of another call.
+    `what` is `JSON` or `body` of an inference, empty for another call.
     """
     many = "" if size is None else f" of {size} bytes"
     text = (
@@ -188,22 +164,22 @@ def _weight(parameters: str) -> float:
 Headers = Sequence[tuple[bytes, bytes]]
 
 ID_HEADER = b"qinfer-request-id"
-"""Header of every reply: the id of its request, which logs and spans have; a new one where none came to be."""
+"""Header of every reply: the request's id, as in logs and spans."""
 
 CACHE_HEADER = b"qinfer-cache"
-"""Header of the replies of models that use the response cache: `hit` or `miss`."""
+"""Header of replies of models with the response cache: `hit` or `miss`."""
 
 TIMEOUT_HEADER = "Request-Timeout"
-"""Header of requests: seconds until they expire."""
+"""Request header: seconds until the request expires."""
 
 TARGET_HEADER = b"qinfer-target"
-"""Header of the replies of endpoints: the target that answered, such as `digits:4`."""
+"""Header of replies of endpoints: the target, such as `digits:4`."""
 
 UNQUOTED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
-"""The characters that the value of a header may have as they are."""
+"""The characters that a header value may have unquoted."""
 
 LARGE_BYTES = 256 * 1024
-"""A body above this size is written apart from its head."""
+"""A larger body is written apart from its head."""
 
 _CLOSE = b"connection: close\r\n\r\n"
 _JSON_BEGIN = b"content-type: application/json\r\ncontent-length: "
@@ -211,21 +187,14 @@ _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in
 
 
 def header_value(text: str) -> bytes:
-    """Returns a text as the value of a header: what is not visible ASCII is percent-encoded."""
+    """Returns a text as a header value, percent-encoding everything but visible ASCII."""
     return text.encode() if text.isascii() and text.isprintable() else quote(text, safe=UNQUOTED).encode()
 
 
 class Reply(msgspec.Struct, frozen=True, gc=False):
     """An answer before it is written.
 
-    Attributes:
-        status: The HTTP status.
-        body: The body, in its encoding.
-        json_length: Set when binary tensors follow the JSON: the JSON's length before compression.
-        encoding: The body's content encoding; `None` is identity.
-        retry_after_s: Seconds after which to try again; 0 = unknown.
-        cache: Whether the response cache had it: `hit` or `miss`; empty where its model uses none.
-        target: The target of an endpoint that answered; empty where a model was asked.
+    `json_length` is set if binary tensors follow the JSON, before compression. `cache` is `hit`, `miss` or empty.
     """
 
     status: int
@@ -258,30 +227,30 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
         return head
 
     def compressed(self, encoding: Encoding) -> "Reply":
-        """Returns the reply with its body in that encoding."""
+        """Returns the reply with a compressed body."""
         return msgspec.structs.replace(self, body=compress(self.body, encoding), encoding=encoding)
 
 
 def failure_reply(error: BaseException, *, v1: bool = False) -> Reply:
-    """Returns the reply of an error that was raised; `v1` for a route of `/v1`, where some statuses differ."""
+    """Returns the reply to an exception; some statuses differ below `/v1`."""
     failure = Failure.of(error)
-    v1 = v1 and type(error) is not Overloaded  # the server itself is overloaded, no queue and no quota
+    v1 = v1 and type(error) is not Overloaded  # the server itself, not a queue or a quota
     return error_reply(http_status(failure.code, v1=v1), failure.message, retry_after_s(failure.code, error))
 
 
 def refusal(failure: Failure, target: str = "") -> Reply:
-    """Returns the reply of a failure that a response carries, of a target of an endpoint if one was asked."""
+    """Returns the reply of a failed response, with the endpoint's target if any."""
     reply = error_reply(http_status(failure.code), failure.message, retry_after_s(failure.code))
     return msgspec.structs.replace(reply, target=target) if target else reply
 
 
 def answered_by(response: Response, endpoint: str) -> str:
-    """Returns the target that a response is of; empty where no endpoint was asked, or no model has answered."""
+    """Returns the endpoint's target that answered; empty without one."""
     return f"{response.model}:{response.version}" if endpoint and response.model else ""
 
 
 def error_reply(status: int, message: str, again_s: int = 0) -> Reply:
-    """Returns `{"error": message}`; `again_s` is its `Retry-After`, 0 = none."""
+    """Returns `{"error": message}`; `again_s` is the `Retry-After`, 0 for none."""
     return Reply(status, msgspec.json.encode({"error": message}), retry_after_s=again_s)
 
 
@@ -291,11 +260,7 @@ def _target_line(target: str) -> bytes:
 
 
 class Writer:
-    """Renders replies; keeps the block of headers that every reply carries, which the server renews once a second.
-
-    Args:
-        own: Headers that every reply of this writer has besides.
-    """
+    """Renders replies; caches the common headers, which change once a second."""
 
     def __init__(self, own: Headers = ()) -> None:
         self._own = own
@@ -303,14 +268,14 @@ class Writer:
         self._block = self._ok = b""
 
     def pieces(self, reply: Reply, common: Headers, request_id: str, *, close: bool) -> list[bytes]:
-        """Returns the whole reply as `render` does; the body of a large one apart, so that it is not copied."""
+        """Renders a reply with a large body as a piece of its own, to save a copy."""
         if len(reply.body) <= LARGE_BYTES:
             return [self.render(reply, common, request_id, close=close)]
         begin, end = self.begin(reply.status, common, request_id), _CLOSE if close else b"\r\n"
         return [b"".join((begin, reply.head(), end)), reply.body]
 
     def render(self, reply: Reply, common: Headers, request_id: str, *, close: bool) -> bytes:
-        """Returns the whole reply: status line, common headers, the request's id, its own headers, body."""
+        """Renders a whole reply."""
         self._renew(common)
         body, name = reply.body, header_value(request_id)
         if (
@@ -325,7 +290,7 @@ class Writer:
         return b"".join((_STATUS_LINES[reply.status], self._block, name, b"\r\n", reply.head(), end, body))
 
     def begin(self, status: int, common: Headers, request_id: str) -> bytes:
-        """Returns the begin of a reply: status line, common headers, the request's id."""
+        """Renders the start of a reply: status line, common headers, request id."""
         self._renew(common)
         return b"%b%b%b\r\n" % (_STATUS_LINES[status], self._block, header_value(request_id))
 
@@ -339,31 +304,20 @@ class Writer:
 JSON_LENGTH_HEADER = "Inference-Header-Content-Length"
 
 DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
-"""The answer to a request for a model that gives several responses."""
+"""The answer to a request for a decoupled model."""
 
 _IN_SHARED_MEMORY = b"shared_memory_region"
 
 
 class Target(NamedTuple):
-    """The model and version that an infer URL names; version 0 is the highest ready one."""
+    """The model and version in an infer URL; version 0 is the highest ready one."""
 
     model: str
     version: int
 
 
 class InferCodec:
-    """Decodes requests and encodes responses; one per gateway.
-
-    Args:
-        dispatcher: Knows the models, for requests that can't be read without their configuration.
-        memory: What clients share with this gateway.
-        settings: How deep JSON may be, and how large the inputs of one request in shared memory.
-
-    Attributes:
-        bounds: The limits of the JSON of a request.
-        memory: As given.
-        shares_memory: Whether clients may use shared memory.
-    """
+    """Decodes requests and encodes responses; one per gateway."""
 
     def __init__(self, dispatcher: Dispatcher, memory: SharedMemory, settings: Settings) -> None:
         self._dispatcher = dispatcher
@@ -377,15 +331,8 @@ class InferCodec:
     ) -> tuple[InferRequest, OutputPlan]:
         """Decodes the body of an infer request.
 
-        Args:
-            target: What its URL names.
-            body: The body, without its encoding.
-            json_length: The text of the header `Inference-Header-Content-Length`.
-            tenant: The tenant, whose shared memory it may name.
-            served: What the request is for, if that was looked up already.
-
         Raises:
-            QinferError: It is no infer request; or its model, whose configuration it needs, is unknown or not ready.
+            QinferError: The body is invalid, or needs the configuration of a model that is not ready.
         """
         length = parse_json_length(json_length, len(body))
         if length == 0:
@@ -393,7 +340,7 @@ class InferCodec:
             return read_raw(body, target.model, target.version, served.spec)
         regions = self.memory.of(tenant).limited(self._max_input_bytes) if self.shares_memory else self.memory
         bounds = self.bounds
-        if served is not None and served.spec.name == target.model:  # what an endpoint chooses is not known yet
+        if served is not None and served.spec.name == target.model:  # the target of an endpoint is not chosen yet
             bounds = bounds._replace(check=partial(check_announced, spec=served.spec))
         request, plan = decode_infer(body, length, target.model, target.version, bounds, regions)
         if self.shares_memory:
@@ -403,7 +350,7 @@ class InferCodec:
         return request, plan
 
     def encode(self, response: Response, client_id: str, plan: OutputPlan) -> Reply:
-        """Encodes a response in the requested form; a failure becomes its error reply."""
+        """Encodes a response in the requested form, or its failure."""
         target = answered_by(response, plan.endpoint)
         if response.failure is not None:
             return refusal(response.failure, target)
@@ -415,16 +362,7 @@ class InferCodec:
         return Reply(200, encoded.body, encoded.json_length, cache=response.cache, target=target)
 
     def routed(self, request: InferRequest, plan: OutputPlan, served: Served | None = None) -> OutputPlan:
-        """Returns the plan of a request to an endpoint, for the target that was chosen.
-
-        Args:
-            request: The request.
-            plan: What it said.
-            served: Where the target is served, if that was looked up already.
-
-        Raises:
-            QinferError: The target can't be asked.
-        """
+        """Returns the plan of a request to an endpoint, bound to its target."""
         plan = msgspec.structs.replace(plan, endpoint=request.endpoint)
         return (
             plan
@@ -433,56 +371,48 @@ class InferCodec:
         )
 
     def reads_memory(self, body: Bytes) -> bool:
-        """Tells whether decoding a body may copy inputs from shared memory, however small the body is."""
+        """Returns whether decoding may copy inputs from shared memory."""
         return self.shares_memory and _IN_SHARED_MEMORY in body
 
 
 def strictly(plan: OutputPlan) -> OutputPlan:
-    """Returns a plan whose JSON has no NaN and no infinities."""
+    """Returns the plan with JSON that has no NaN or infinities."""
     return msgspec.structs.replace(plan, strict=True)
 
 
 def regions_of(plan: OutputPlan, default: Regions) -> Regions:
-    """Returns the shared memory that the outputs of a request may go to."""
+    """Returns the shared memory that receives the outputs of a request."""
     return plan.held if isinstance(plan.held, Limited) else default
 
 
 def noting(plan: OutputPlan, regions: Regions) -> OutputPlan:
-    """Returns a plan with the shared memory of its request, if that uses any."""
+    """Returns the plan with the request's shared memory, if it uses any."""
     if isinstance(regions, Limited) and regions.is_used:
         return msgspec.structs.replace(plan, held=regions)
     return plan
 
 
 def hold(plan: OutputPlan) -> None:
-    """Keeps the shared memory of a request that was accepted, for as long as there is its plan."""
+    """Pins the shared memory of an accepted request while its plan lives."""
     if isinstance(plan.held, Limited):
         plan.held.hold()
 
 
 def bound(plan: OutputPlan, served: Served) -> OutputPlan:
-    """Returns a special plan for the outputs of a model."""
+    """Returns a special plan bound to the outputs of a model."""
     labels = {output.name: output.labels for output in served.spec.outputs}
     return bind(plan, labels, batched=served.spec.max_batch_size > 0)
 
 
 def with_headers(request: InferRequest, forwarded: Mapping[str, Scalar]) -> None:
-    """Adds the headers that are forwarded to a request's parameters; they replace those of the same name.
-
-    Raises:
-        InvalidRequest: One has the name of a parameter with a meaning.
-    """
+    """Adds forwarded headers to the parameters; refuses names that have a meaning."""
     for name in forwarded:
         check_forwarded(name)
     request.parameters = {**request.parameters, **forwarded}
 
 
 def parse_version(text: str) -> int:
-    """Reads the version of a URL.
-
-    Raises:
-        InvalidRequest: It is not an integer > 0.
-    """
+    """Parses the version in a URL, an integer > 0."""
     if not (text.isascii() and text.isdigit() and len(text) < 20 and 0 < int(text) < 2**63):
         raise InvalidRequest(
             f"failed to get model version from specified version string '{text[:100]}', "
@@ -492,11 +422,7 @@ def parse_version(text: str) -> int:
 
 
 def parse_json_length(text: str | None, body_length: int) -> int | None:
-    """Reads the `Inference-Header-Content-Length` of a body; `None` when there is no such header.
-
-    Raises:
-        InvalidRequest: It is not an integer, or not within the body.
-    """
+    """Parses `Inference-Header-Content-Length`; `None` without the header."""
     if text is None:
         return None
     try:
@@ -509,7 +435,7 @@ def parse_json_length(text: str | None, body_length: int) -> int | None:
 
 
 class FutureSink:
-    """A sink that is waited for; several responses are an error instead."""
+    """A sink with one awaitable response; several responses become an error."""
 
     frontend = "HTTP"
     no_stream = DECOUPLED
@@ -518,7 +444,7 @@ class FutureSink:
         self.response: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
 
     async def wait(self) -> Response:
-        """Returns the response once it is there."""
+        """Waits for the response."""
         return await self.response
 
     def deliver(self, response: Response) -> None:
@@ -531,21 +457,11 @@ class FutureSink:
         self.response.set_result(response)
 
 
-_CASE_SENSITIVE = "(?-i)"  # RE2's, which Triton's documentation tells of; Python has it within groups only
+_CASE_SENSITIVE = "(?-i)"  # RE2's flag, which Triton documents; Python accepts it only within groups
 
 
 def compile_forward(variable: str, pattern: str) -> re.Pattern[str] | None:
-    """Compiles the pattern of the names that are forwarded; `None` for an empty one.
-
-    The case of letters is ignored, as it is in header names, unless the pattern begins with `(?-i)`.
-
-    Args:
-        variable: The setting's environment variable, for the error.
-        pattern: The pattern.
-
-    Raises:
-        SettingsError: It is no regular expression.
-    """
+    """Compiles the pattern of forwarded header names; it ignores case unless it begins with `(?-i)`."""
     if not pattern:
         return None
     sensitive = pattern.startswith(_CASE_SENSITIVE)
@@ -558,7 +474,7 @@ def compile_forward(variable: str, pattern: str) -> re.Pattern[str] | None:
 
 
 def forwarded(pattern: re.Pattern[str], headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Returns the headers whose whole names match, by their names as they were sent; of equal names the last counts."""
+    """Returns the headers whose whole name matches; the last of equal names counts."""
     found: dict[str, str] = {}
     for name, value in headers:
         text = name.decode("latin-1")
@@ -572,18 +488,10 @@ _PLAN = OutputPlan(binary=True)
 
 
 def read_raw(body: Bytes, model: str, version: int, spec: ModelSpec) -> tuple[InferRequest, OutputPlan]:
-    """Makes a request of a raw body; all outputs will return as binary data.
-
-    A model with a batch dimension gets one row. That the bytes fill the shape is checked with the request.
-
-    Args:
-        body: The data, without its encoding.
-        model: The model's name.
-        version: The version asked for; 0 if none was.
-        spec: The model.
+    """Creates a request with binary outputs from a raw body; a model with a batch dimension gets one row.
 
     Raises:
-        InvalidRequest: The model has several inputs, or the shape of its input does not follow from a number of bytes.
+        InvalidRequest: The model has several inputs, or the shape does not follow from a number of bytes.
     """
     if len(spec.inputs) != 1:
         raise _refused(

@@ -1,4 +1,4 @@
-"""The HTTP server: the sockets it listens on, the certificate that it shows, and its end."""
+"""The HTTP server: its sockets, its TLS certificate, and its shutdown."""
 
 import asyncio
 import contextlib
@@ -26,19 +26,9 @@ BACKLOG = 2048
 
 
 def bound_socket(section: str, host: str, port: int, advice: str) -> socket.socket:
-    """Opens a socket on an address; its server listens, once it serves.
+    """Binds a socket that does not listen yet; `section` names the variables in errors.
 
-    Until then connections are refused. One that waited for a server which ends before it serves would be reset.
-
-    Args:
-        section: The section of the settings, in capitals: the error names the variables `QINFER_<section>__HOST` and
-            `QINFER_<section>__PORT`.
-        host: The address.
-        port: The port; 0 is any.
-        advice: The end of the error's text.
-
-    Raises:
-        SettingsError: The address is taken or not ours.
+    A connection accepted by the kernel would be reset if the server ends before it serves.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     opened = socket.socket(family)
@@ -58,20 +48,12 @@ def bound_socket(section: str, host: str, port: int, advice: str) -> socket.sock
 async def listen_anew(
     server: asyncio.Server, connect: Callable[[], asyncio.BaseProtocol], tls: ssl.SSLContext
 ) -> asyncio.Server:
-    """Listens on the port of a server with another TLS context, and closes the server; its connections stay.
-
-    Args:
-        server: The server.
-        connect: Makes the protocol of a connection.
-        tls: The context of new connections.
-
-    Returns:
-        The server that takes new connections.
+    """Replaces a server by one with another TLS context; its connections stay open.
 
     Raises:
-        OSError: The socket can't be used again: too many files are open.
+        OSError: Too many files are open.
     """
-    listener = socket.socket(fileno=os.dup(server.sockets[0].fileno()))  # closing a server closes its own
+    listener = socket.socket(fileno=os.dup(server.sockets[0].fileno()))  # a closed server closes its socket
     try:
         loop = asyncio.get_running_loop()
         successor = await loop.create_server(connect, sock=listener, ssl=tls, backlog=BACKLOG)
@@ -83,23 +65,15 @@ async def listen_anew(
 
 
 def netloc(host: str, port: int) -> str:
-    """Returns an address as URLs have it."""
+    """Formats an address for a URL."""
     return f"{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def read_certificate(section: str, certificate: str, key: str) -> tuple[bytes, bytes] | None:
-    """Reads a certificate and its key, and checks that they belong together.
-
-    Args:
-        section: The section of the settings, in capitals: the errors name the variables `QINFER_<section>__TLS_…`.
-        certificate: The path of the PEM certificate chain.
-        key: The path of its PEM private key.
-
-    Returns:
-        Both, as in the files; `None` where neither is set.
+    """Reads a PEM certificate chain and its key, and checks that they match; `None` if neither is set.
 
     Raises:
-        SettingsError: Only one of them is set, or they can't be read or used.
+        SettingsError: Only one is set, or they can't be used.
     """
     if not certificate and not key:
         return None
@@ -119,32 +93,18 @@ def read_certificate(section: str, certificate: str, key: str) -> tuple[bytes, b
 
 
 def read_tls_file(variable: str, path: str) -> bytes:
-    """Reads a file that a setting names.
-
-    Raises:
-        SettingsError: It is not there, or can't be read.
-    """
+    """Reads the file that a setting names."""
     try:
         return Path(path).read_bytes()
     except OSError:
         raise SettingsError(f"{variable}={path}: there is no such file, or it can't be read") from None
 
 
-_LAST_REPLIES_S = 1.0  # to write the refusals of what was not answered within the drain time
+_LAST_REPLIES_S = 1.0  # for the refusals of requests that outlast the drain time
 
 
 class HttpServer:
-    """Serves an ASGI application, and what the connections of a port answer below it.
-
-    Args:
-        http: The drain time, and TLS.
-        app: The application.
-        port: The state that its connections share.
-        serving: Called once connections are accepted.
-
-    Attributes:
-        port: As given.
-    """
+    """Serves an ASGI application, and the port's own requests below it."""
 
     def __init__(
         self, http: HttpSettings, app: ASGIApp, port: HttpPort, serving: Callable[[], None] | None = None
@@ -157,7 +117,7 @@ class HttpServer:
         self._ends = asyncio.Event()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Serves until `turn_away`; then the requests in flight have the drain time."""
+        """Serves until `turn_away`, then drains the requests in flight."""
         loop, tls = asyncio.get_running_loop(), _tls(self._http)
         async with asyncio.TaskGroup() as group:
             ticking = group.create_task(self._tick(listener))
@@ -176,7 +136,7 @@ class HttpServer:
             await asyncio.sleep(1)
 
     def turn_away(self) -> None:
-        """Takes no connection and no request from now on."""
+        """Stops accepting connections and requests."""
         self._ends.set()
         if self._server is not None:
             self._server.close()
@@ -184,7 +144,7 @@ class HttpServer:
             connection.shutdown()
 
     async def end(self) -> None:
-        """Turns away, waits for the requests in flight as long as they may take, and ends what is left."""
+        """Drains the requests in flight, then aborts the rest."""
         self.turn_away()
         port = self.port
         with contextlib.suppress(TimeoutError):
@@ -202,22 +162,22 @@ class HttpServer:
             await asyncio.wait(port.tasks, timeout=_LAST_REPLIES_S)
 
     async def show_certificate(self) -> None:
-        """Shows new connections the certificate that its files have now.
+        """Reloads the certificate files for new connections.
 
         Raises:
-            SettingsError: The files can't be read or used.
-            OSError: No new context or socket can be made.
+            SettingsError: The files can't be used.
+            OSError: No new socket can be created.
         """
         tls = await asyncio.to_thread(_tls, self._http)
         if self._server is None or tls is None:
             return
         self._server = await listen_anew(self._server, self.port.connect, tls)
-        if self._ends.is_set():  # meanwhile
+        if self._ends.is_set():  # `turn_away` was called meanwhile
             self._server.close()
 
 
 def note_descriptors(outage: OutageLog, listener: socket.socket) -> None:
-    """Takes note whether this process may open one more file: the event loop tells of no connection that it drops."""
+    """Logs when file descriptors run out; the event loop reports no dropped connection."""
     try:
         os.close(os.dup(listener.fileno()))
     except OSError as error:

@@ -1,9 +1,9 @@
-"""Requests that a stranger's page may send: what a browser on this machine may be made to send to this server.
+"""Refuses requests that a stranger's web page may have made a browser send.
 
-A server without keys trusts whoever reaches it, and a browser on the same machine does, for any page: by a request that
-needs no preflight (the Fetch standard, "CORS-safelisted request"), or as a page whose name was pointed at this machine
-(DNS rebinding). So pages of other origins are refused unless CORS names them, and a server that only its own machine
-reaches answers to that machine's names. Clients that are no browsers send none of these headers.
+A server without keys trusts every client, including a browser on its machine, which acts for any page: by a request
+without preflight (the Fetch standard, "CORS-safelisted request"), or under a name that points at this machine (DNS
+rebinding). So pages of other origins need CORS, and a server on loopback addresses accepts only its machine's names.
+Other clients send none of these headers.
 """
 
 import ipaddress
@@ -24,10 +24,7 @@ _PAGE = re.compile(rb"\r\n(?i:origin|sec-fetch-[a-z]+):")
 class Visitors:
     """Decides by the headers whether a request may come from a stranger's page.
 
-    Args:
-        origins: The origins of pages that may call; `None` = all.
-        hosts: The names that this server has, in lower case; `None` = any. Addresses are its names in any case: a
-            browser sends one only to where it leads.
+    `None` allows all origins or hosts. Addresses are always accepted, because a browser sends one only to that address.
     """
 
     def __init__(self, origins: Iterable[str] | None, hosts: Iterable[str] | None) -> None:
@@ -36,9 +33,9 @@ class Visitors:
 
     @classmethod
     def of(cls, settings: Settings) -> "Visitors | None":
-        """Returns what the settings ask for; `None` = any request may come."""
+        """Creates it from the settings; `None` if they allow every request."""
         cors, named = settings.cors.allow_origins, settings.http.allow_hosts
-        has_keys = settings.auth.mode == "keys"  # of which a stranger's page has none
+        has_keys = settings.auth.mode == "keys"  # a stranger's page has no key
         origins = None if has_keys or ANY in cors else cors
         is_checked = bool(named) or (not has_keys and _is_local(settings))
         hosts = (*map(str.lower, named), *_LOCAL_NAMES) if is_checked else None
@@ -47,15 +44,11 @@ class Visitors:
         return None if origins is None and hosts is None else cls(origins, hosts)
 
     def is_plain(self, head: bytes) -> bool:
-        """Tells at a glance that the head of a request, as it was sent, can be no stranger's."""
+        """Returns whether a raw head is plainly not a stranger's."""
         return not _PAGE.search(head) and (self._hosts is None or _PLAIN.search(head) is not None)
 
     def problem(self, headers: Headers) -> str:
-        """Says why a request may not come; empty = it may.
-
-        Args:
-            headers: Names in any case; of HTTP/2 with `:authority`.
-        """
+        """Returns why a request is refused; empty if it is allowed."""
         sent: dict[bytes, list[bytes]] = {}
         for name, value in headers:
             if (low := name.lower()) in _TELLING:
@@ -83,19 +76,19 @@ class Visitors:
             own = origin.lower().partition("://")[2]
             if origin not in self._origins and not (own and own in hosts):
                 return f"pages of '{origin[:200]}' may not call this server: QINFER_CORS__ALLOW_ORIGINS"
-        is_read = b"origin" in sent  # by a page that may read it
+        is_read = b"origin" in sent  # a page with an allowed origin
         if b"cross-site" in sent.get(b"sec-fetch-site", ()) and not is_read and not _is_visit(sent):
             return "pages of other sites may not call this server: QINFER_CORS__ALLOW_ORIGINS"
         return ""
 
 
 def _is_visit(sent: Mapping[bytes, list[bytes]]) -> bool:
-    """Tells that somebody follows a link to a page of this server, which the other site can't read."""
+    """Returns whether the user follows a link, whose target the other site can't read."""
     return sent.get(b"sec-fetch-mode") == [b"navigate"] and sent.get(b"sec-fetch-dest") == [b"document"]
 
 
 def _is_local(settings: Settings) -> bool:
-    """Tells whether only this machine reaches the ports."""
+    """Returns whether all ports are bound to loopback addresses."""
     http, grpc, metrics = settings.http, settings.grpc, settings.metrics
     hosts = [http.host]
     if grpc.enabled:
@@ -106,7 +99,7 @@ def _is_local(settings: Settings) -> bool:
 
 
 def _name_of(host: str) -> str:
-    """Returns the host without its port; that of IPv6 without its brackets."""
+    """Returns the host without its port and without the brackets of IPv6."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].removesuffix(".")

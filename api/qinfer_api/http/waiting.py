@@ -1,4 +1,4 @@
-"""The HTTP port of a gateway that waits for Redis at its start: it is live, and refuses everything else."""
+"""The HTTP port of a gateway that waits for Redis at its start: live, but refusing everything else."""
 
 import asyncio
 import contextlib
@@ -23,10 +23,10 @@ T = TypeVar("T")
 async def patiently(
     http: HttpSettings, listener: socket.socket, work: Callable[[], Awaitable[T]], stop: asyncio.Event | None = None
 ) -> T:
-    """Does a step of a gateway's start; while Redis is away, the listener answers that the gateway is live.
+    """Runs a step of a gateway's start; serves liveness while Redis is unreachable.
 
     Raises:
-        BrokerUnavailable: `stop` was set while Redis was away.
+        BrokerUnavailable: `stop` was set meanwhile.
     """
     with contextlib.suppress(BrokerUnavailable):
         return await work()
@@ -36,10 +36,10 @@ async def patiently(
 
 @contextlib.asynccontextmanager
 async def live_only(http: HttpSettings, listener: socket.socket) -> AsyncIterator[None]:
-    """Serves liveness on a socket until the block ends, and leaves the socket to the gateway's own server."""
+    """Serves liveness until the block ends, and leaves the socket open."""
     server = HttpServer(http, _refuse, HttpPort(http))
-    own = socket.socket(fileno=os.dup(listener.fileno()))  # closing a server closes its own
-    serving = asyncio.create_task(server.serve(own))  # in no group, which would wrap the errors of the block
+    own = socket.socket(fileno=os.dup(listener.fileno()))  # a closed server closes its socket
+    serving = asyncio.create_task(server.serve(own))  # a task group would wrap the errors of the block
     try:
         yield
     finally:
