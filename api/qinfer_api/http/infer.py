@@ -329,11 +329,7 @@ class InferCodec:
     def decode(
         self, target: Target, body: Bytes, json_length: str | None, tenant: str, served: Served | None = None
     ) -> tuple[InferRequest, OutputPlan]:
-        """Decodes the body of an infer request.
-
-        Raises:
-            QinferError: The body is invalid, or needs the configuration of a model that is not ready.
-        """
+        """Decodes the body of an infer request."""
         length = parse_json_length(json_length, len(body))
         if length == 0:
             served = served or self._dispatcher.resolve(target.model, target.version)
@@ -488,11 +484,7 @@ _PLAN = OutputPlan(binary=True)
 
 
 def read_raw(body: Bytes, model: str, version: int, spec: ModelSpec) -> tuple[InferRequest, OutputPlan]:
-    """Creates a request with binary outputs from a raw body; a model with a batch dimension gets one row.
-
-    Raises:
-        InvalidRequest: The model has several inputs, or the shape does not follow from a number of bytes.
-    """
+    """Creates a request with binary outputs from a raw body; a model with a batch dimension gets one row."""
     if len(spec.inputs) != 1:
         raise _refused(
             f"Raw request must only have 1 input (found 1) to be deduced but got {len(spec.inputs)} inputs in "

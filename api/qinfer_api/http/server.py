@@ -48,11 +48,7 @@ def bound_socket(section: str, host: str, port: int, advice: str) -> socket.sock
 async def listen_anew(
     server: asyncio.Server, connect: Callable[[], asyncio.BaseProtocol], tls: ssl.SSLContext
 ) -> asyncio.Server:
-    """Replaces a server by one with another TLS context; its connections stay open.
-
-    Raises:
-        OSError: Too many files are open.
-    """
+    """Replaces a server by one with another TLS context; its connections stay open."""
     listener = socket.socket(fileno=os.dup(server.sockets[0].fileno()))  # a closed server closes its socket
     try:
         loop = asyncio.get_running_loop()
@@ -70,11 +66,7 @@ def netloc(host: str, port: int) -> str:
 
 
 def read_certificate(section: str, certificate: str, key: str) -> tuple[bytes, bytes] | None:
-    """Reads a PEM certificate chain and its key, and checks that they match; `None` if neither is set.
-
-    Raises:
-        SettingsError: Only one is set, or they can't be used.
-    """
+    """Reads a PEM certificate chain and its key, and checks that they match; `None` if neither is set."""
     if not certificate and not key:
         return None
     for variable, path in (("TLS_CERTFILE", certificate), ("TLS_KEYFILE", key)):
@@ -162,12 +154,7 @@ class HttpServer:
             await asyncio.wait(port.tasks, timeout=_LAST_REPLIES_S)
 
     async def show_certificate(self) -> None:
-        """Reloads the certificate files for new connections.
-
-        Raises:
-            SettingsError: The files can't be used.
-            OSError: No new socket can be created.
-        """
+        """Reloads the certificate files for new connections."""
         tls = await asyncio.to_thread(_tls, self._http)
         if self._server is None or tls is None:
             return

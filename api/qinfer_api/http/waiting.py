@@ -23,11 +23,7 @@ T = TypeVar("T")
 async def patiently(
     http: HttpSettings, listener: socket.socket, work: Callable[[], Awaitable[T]], stop: asyncio.Event | None = None
 ) -> T:
-    """Runs a step of a gateway's start; serves liveness while Redis is unreachable.
-
-    Raises:
-        BrokerUnavailable: `stop` was set meanwhile.
-    """
+    """Runs a step of a gateway's start; serves liveness while Redis is unreachable."""
     with contextlib.suppress(BrokerUnavailable):
         return await work()
     async with live_only(http, listener):

@@ -1,1 +1,1 @@
-"""Label Studio: its ML-backend calls, and the predictions that are pushed to it (docs/how-to/label-studio.md)."""
+"""Label Studio's ML-backend calls, and pushed predictions (docs/how-to/label-studio.md)."""

@@ -1,7 +1,7 @@
-"""The files of tasks: fetched from Label Studio, from hosts and stores that the operator allows, and from nowhere else.
+"""Fetches the files of tasks from Label Studio, and from hosts and stores that the operator allows.
 
-What a task names is a user's word: no address within the network is called for it, and no file of this machine read,
-unless a setting says so. A redirect is not followed, since it leads where nobody has checked.
+File names come from users, so they reach addresses of the network and files of this machine only if a setting says so.
+Redirects are not followed, because their targets are unchecked.
 """
 
 import asyncio
@@ -36,21 +36,13 @@ _WORDS = Words(
     "QINFER_LABELING__FILE_HOSTS",
     "QINFER_LABELING__FILE_HOSTS_PRIVATE",
 )
-_threads = ThreadPoolExecutor(8, "label-files")  # a store that hangs may not keep the threads that decode bodies
+_threads = ThreadPoolExecutor(8, "label-files")  # apart from other threads, because a store may hang
 
 
 class Files:
-    """The files of tasks, fetched for one gateway.
+    """Fetches the files of tasks; one per gateway.
 
-    Args:
-        settings: Which hosts, and how much.
-        stores: Which object stores.
-        studio: Label Studio, for the files that it keeps; `None` = it is not known here.
-        resolve: Looks up names; the system's resolver by default.
-        is_shared: Returns whether several tenants have keys.
-
-    Raises:
-        SettingsError: An entry of the hosts is none.
+    `is_shared` tells whether several tenants have keys.
     """
 
     def __init__(
@@ -75,24 +67,14 @@ class Files:
             await self._http.aclose()
 
     def of(self, tenant: str, projects: Sequence[int]) -> Callable[[str], Awaitable[bytes]]:
-        """Returns a function that fetches a file of a tenant's task, as `fetch` does."""
+        """Returns `fetch` for a tenant's task."""
         return partial(self.fetch, tenant=tenant, projects=projects)
 
     async def fetch(self, reference: str, tenant: str = "", projects: Sequence[int] = ()) -> bytes:
         """Returns the content of a file.
 
-        Args:
-            reference: What the task has: a path below `/data/` of Label Studio, a URL, or a `data:` URI.
-            tenant: The tenant whose task it is; empty where there are none.
-            projects: The projects that the task's mapping names; empty = any. Where several tenants have keys, nothing
-                is fetched that was uploaded to another project.
-
-        Raises:
-            InvalidRequest: It may not be fetched, or it is not there; the text says what would allow it.
-            Forbidden: No setting allows the store to the tenant, or the file was uploaded to another project.
-            PayloadTooLarge: It is larger than `labeling.max_file_bytes`.
-            StoreError: The store does not give it.
-            Unreachable: It can't be fetched now.
+        `reference` is a path below `/data/` of Label Studio, a URL, or a `data:` URI. If several tenants have keys,
+        files that were uploaded to other projects than `projects` are refused; an empty list allows all.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -115,7 +97,7 @@ class Files:
         return await asyncio.get_running_loop().run_in_executor(_threads, self._from_store, url, grant)
 
     def _path_at_studio(self, reference: str) -> str:
-        """Returns path and query of a file in Label Studio; empty for other locations."""
+        """Returns path and query of a file in Label Studio; empty for other files."""
         if reference.startswith("/"):
             return reference
         origin = self._studio.origin if self._studio is not None else ""
@@ -124,7 +106,7 @@ class Files:
         return ""
 
     def _check_project(self, path: str, projects: Sequence[int]) -> None:
-        """Checks that a file was uploaded to one of a mapping's projects; paths of other files name no project."""
+        """Checks that an uploaded file belongs to one of the mapping's projects."""
         uploaded = _UPLOADED.match(unquote(path)) if projects and self._is_shared() else None
         if uploaded and int(uploaded[1]) not in projects:
             raise Forbidden(
@@ -171,13 +153,12 @@ class Files:
         return bytes(found)
 
     def _client(self) -> "httpx.AsyncClient":
-        """Returns the HTTP client, which few gateways need."""
         if self._http is None:
             import httpx
 
             self._http = httpx.AsyncClient(
                 timeout=self._timeout_s,
-                trust_env=False,  # a proxy would connect to where the name leads by then
+                trust_env=False,  # a proxy would resolve the name again
                 follow_redirects=False,
                 limits=httpx.Limits(max_keepalive_connections=0),  # hosts at one address must not share connections
                 headers={"user-agent": f"qinfer/{qinfer.__version__}", "accept-encoding": "identity"},
@@ -211,11 +192,7 @@ class Files:
 
 
 def targets_of(settings: LabelingSettings, resolve: Resolve | None = None) -> Targets:
-    """Returns which hosts files may be fetched from.
-
-    Raises:
-        SettingsError: An entry of the hosts is none.
-    """
+    """Returns the hosts that files may be fetched from."""
     allowing = WebhookSettings(allow=settings.file_hosts, allow_private=settings.file_hosts_private)
     return Targets(allowing, resolve, _WORDS)
 

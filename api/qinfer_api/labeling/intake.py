@@ -1,8 +1,8 @@
-"""Tasks whose predictions are pushed: stored on the board of their project first, then turned into requests.
+"""The intake of tasks whose predictions are pushed: tasks are stored on their project's board, then become requests.
 
-`Intake` stores them, which is one step however many there are: tasks of Label Studio's webhook are safe before it is
-answered. `feed` makes requests of them, in every gateway and without a leader, as fast as the model's lane takes them.
-A request has the name of its task and data, so that the same task with the same data is scored once.
+`Intake.put` stores any number of tasks in one step, so a webhook's tasks are safe before it is answered. `feed` turns
+them into requests as fast as the model's lane accepts them, in every gateway and without a leader. A request id derives
+from task and data, so that equal data is scored once.
 """
 
 import asyncio
@@ -48,19 +48,14 @@ from qinfer_api.labeling.wire import task_id
 from qinfer_api.requests.service import AsyncRequests, SubmitOptions
 
 LOOK_AGAIN_S = 0.25
-"""Seconds until a rate is checked for room again, where tasks are known to wait for it."""
+"""Pause before a tenant's rate is checked again for waiting tasks."""
 
 
 class Pace:
-    """The pace at which tasks of a tenant become requests: its rate, and calls that somebody waits for go first.
+    """Paces the requests for tasks by the tenant's rate; interactive calls go first.
 
-    A webhook brings a thousand tasks at once, so they are taken whatever the rate is, and counted one by one when they
-    become requests: in the gateway that makes them, where the tenant's other requests are counted too. Until then they
-    wait on their board; none is refused for the rate, and none fails for it.
-
-    Args:
-        auth: Which rates tenants have; `None` = none.
-        look_again: Called some time after tasks had to wait for a rate.
+    A webhook brings a thousand tasks at once. They are stored regardless of the rate, and counted when they become
+    requests, in the gateway that makes them. Until then they wait on their board; the rate refuses no task.
     """
 
     def __init__(self, auth: Auth | None, look_again: Callable[[], object]) -> None:
@@ -70,7 +65,7 @@ class Pace:
         self._timer: asyncio.TimerHandle | None = None
 
     def room(self, board: Board, most: int) -> int:
-        """Returns how many tasks of a board may become requests now, at most `most`; none without a valid key."""
+        """Returns how many tasks of a board, at most `most`, may become requests now; 0 without a valid key."""
         if self._auth is None:
             return most
         if not self._auth.has_key(board.tenant):
@@ -81,7 +76,7 @@ class Pace:
         return room
 
     def took(self, board: Board, count: int, room: int) -> None:
-        """Notes how many tasks were found where there was room for `room`: as many, and more may wait."""
+        """Notes whether a board had fewer tasks than there was room for."""
         if count < room:
             self._behind.discard(board)
         else:
@@ -89,11 +84,7 @@ class Pace:
 
     @contextlib.contextmanager
     def charged(self, tenant: str) -> Iterator[None]:
-        """Counts a request against the rate of its tenant; one that is not accepted within does not count.
-
-        Raises:
-            QuotaExceeded: The rate is used up: others were quicker.
-        """
+        """Charges a request to the tenant's rate; refunds it if the block fails."""
         if self._auth is None:
             yield
             return
@@ -112,13 +103,13 @@ class Pace:
 logger = logging.getLogger(__name__)
 
 OUTBOX = "label-studio"
-"""The outbox that the ends of such requests go to."""
+"""The outbox of the requests for tasks."""
 
 LEASE_S = 60.0
-"""A task that a gateway took and did not turn into a request is another's after so long."""
+"""Seconds after which another gateway may take a claimed task."""
 
-_AT_ONCE = 16  # their files are in memory
-_SUBMIT_S = LEASE_S - 10.0  # what takes longer is tried later
+_AT_ONCE = 16  # bounded, because their files are in memory
+_SUBMIT_S = LEASE_S - 10.0  # a slower task is tried later
 _TOO_SLOW = f"its files took longer than {_SUBMIT_S:g} s to fetch"
 _LATER_S = 10.0
 _MUCH_LATER_S = 600.0
@@ -127,7 +118,7 @@ _COUNTED = {LabelState.DONE: LABEL_PUSHED, LabelState.SENDING: LABEL_RETRIES}
 
 
 class Notes(msgspec.Struct, frozen=True, array_like=True):
-    """The notes of a request, for the pusher: its task, and the endpoint of the board, where that is one's."""
+    """A request's notes for the pusher; `endpoint` is set if the board is an endpoint's."""
 
     tenant: str
     project: int
@@ -136,10 +127,10 @@ class Notes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reason(Enum):
-    """The reason for requesting tasks, which determines the handling of earlier requests for them.
+    """Why tasks are requested, which decides about repetition.
 
-    `CREATED`: they are new. `ASKED`: Label Studio wants predictions, now and again; a task without one, though one was
-    sent a while ago, is scored again. `ORDERED`: a person wants it: what failed is scored again, too.
+    `CREATED`: the tasks are new. `ASKED`: Label Studio requests predictions; a task whose prediction was sent a while
+    ago is scored again. `ORDERED`: a person asks; failed tasks are scored again too.
     """
 
     CREATED = "created"
@@ -148,12 +139,7 @@ class Reason(Enum):
 
 
 class Taken(NamedTuple):
-    """The outcome of storing tasks.
-
-    Attributes:
-        queued: How many are new, or are to be scored again.
-        refused: How many of those are not stored, because too many wait.
-    """
+    """The result of storing tasks: the number queued, and the number refused because too many wait."""
 
     queued: int
     refused: int
@@ -162,18 +148,7 @@ class Taken(NamedTuple):
 class Intake:
     """The intake of tasks in one gateway.
 
-    Args:
-        settings: How long things are kept, and requests may take.
-        tasks: The boards.
-        requests: Takes the requests.
-        book: The mappings.
-        files: Where the files of tasks come from.
-        studio: Label Studio; `None` = nothing can be pushed from here.
-        counts: What this gateway adds to the models' statistics.
-        auth: Which rates tenants have; `None` = none.
-
-    Attributes:
-        arrived: Set when there are new tasks here, or room for those that wait may be, for whoever feeds.
+    `arrived` is set when there may be work for `feed`.
     """
 
     def __init__(  # noqa: PLR0913 - keywords: what a task passes through
@@ -202,12 +177,7 @@ class Intake:
     async def put(
         self, board: Board, mapping: TaskMapping, served: Served, tasks: Sequence[Mapping[str, Any]], reason: Reason
     ) -> Taken:
-        """Stores tasks, as many as there is room for.
-
-        Raises:
-            InvalidRequest: A task has no id.
-            BrokerUnavailable: They are not stored.
-        """
+        """Stores as many tasks as there is room for."""
         ids = [task_id(task) for task in tasks]
         known = await self._tasks.get(board, ids)
         entries = await asyncio.to_thread(self._entries, board, mapping, served.version, tasks, known, reason)
@@ -222,7 +192,7 @@ class Intake:
         return taken
 
     def full(self, board: Board, taken: Taken) -> QueueFull:
-        """Returns the error for a sender of tasks that there was no room for."""
+        """Returns the error for a sender whose tasks did not all fit."""
         return QueueFull(
             f"{taken.refused} tasks of project {board.project} were not queued for model '{board.model}', "
             f"{taken.queued} were: {self._settings.max_waiting_tasks} wait, as many as "
@@ -240,7 +210,7 @@ class Intake:
         known: Sequence[LabelTask | None],
         reason: Reason,
     ) -> list[LabelTask]:
-        """Returns the entries of those tasks that are to be scored."""
+        """Returns the entries of the tasks to be scored."""
         now_s, entries = self._requests.now_s(), []
         about = hashlib.sha256(mapping.model_dump_json(exclude={"project", "name", "mode", "priority"}).encode())
         for task, entry in zip(tasks, known, strict=True):
@@ -265,13 +235,7 @@ class Intake:
         return entries
 
     async def feed(self, board: Board) -> int:
-        """Makes requests of some tasks of a board that wait; returns how many it took up.
-
-        0 = none waits, or the lane is full, or the tenant's rate is used up: the rest would be refused too.
-
-        Raises:
-            DeliveryError: The queue can't be reached.
-        """
+        """Turns waiting tasks of a board into requests; returns 0 if no more can be made now."""
         room = self._pace.room(board, _AT_ONCE)
         if not room:
             return 0
@@ -283,7 +247,7 @@ class Intake:
         return len(claimed) if all(fed) else 0
 
     async def _feed(self, board: Board, entry: LabelTask) -> bool:
-        """Makes the request of a task; returns whether there may be room for more."""
+        """Submits one task; returns whether there may be room for more."""
         try:
             async with asyncio.timeout(_SUBMIT_S):
                 made = await self._submit(board, entry)
@@ -291,7 +255,7 @@ class Intake:
             raise
         except TimeoutError:
             await self._wait(board, entry, _TOO_SLOW, self._pause_s(entry))
-        except QuotaExceeded as error:  # which is no reason to fail, however long it takes
+        except QuotaExceeded as error:  # the rate never makes a task fail
             await self.move(board, entry, LabelState.WAITING, error=error.message, wait_s=error.retry_after_s)
             return False
         except Overloaded as error:
@@ -302,7 +266,7 @@ class Intake:
                 await self._wait(board, entry, error.message, self._pause_s(entry))
             else:
                 await self.fail(board, entry, error.message)
-        except Exception as error:  # the boundary of a task: the others go on, whatever it is
+        except Exception as error:  # the boundary of a task: the others continue
             logger.exception("task can't be queued", extra={"model": board.model, "request_id": entry.request_id})
             await self.fail(board, entry, InferenceFailed(Failure.of(error).message).message)
         else:
@@ -310,7 +274,7 @@ class Intake:
         return True
 
     async def _submit(self, board: Board, entry: LabelTask) -> LabelTask:
-        """Makes the request of a task; returns its entry, which names the version that executes it."""
+        """Submits one task; returns its entry with the version that executes it."""
         is_shared = self._requests.dispatcher.has_tenants
         mapping = await self._book.for_tenant(board.model, board.project, board.tenant, is_shared=is_shared)
         is_endpoint = board.model in self._requests.dispatcher.endpoints.by_name
@@ -335,16 +299,12 @@ class Intake:
         return msgspec.structs.replace(entry, model=model, version=request.version)
 
     def outboxes(self, model: str) -> set[str]:
-        """Returns the models whose outboxes may have ends of a mapping's requests: of an endpoint, its targets'."""
+        """Returns the models in whose outboxes a mapping's requests may end; an endpoint has its targets'."""
         routed = self._requests.dispatcher.endpoints.by_name.get(model)
         return {model} | ({target.model for target in routed.endpoint.answering} if routed is not None else set())
 
     async def task_of(self, board: Board, entry: LabelTask) -> dict[str, Any]:
-        """Returns a task with its data: as it was stored, or as Label Studio has it.
-
-        Raises:
-            QinferError: It was not stored, and Label Studio does not give it, or has it in another project.
-        """
+        """Returns a task with its data, stored or fetched from Label Studio."""
         if entry.data:
             return {"id": entry.task, "data": msgspec.json.decode(entry.data)}
         if self._studio is None:
@@ -357,27 +317,22 @@ class Intake:
     async def move(
         self, board: Board, entry: LabelTask, state: LabelState, *, error: str = "", wait_s: float = 0.0
     ) -> None:
-        """Stores where a task is now."""
+        """Stores the state of a task."""
         await self.move_all(board, [msgspec.structs.replace(entry, error=error)], state, wait_s=wait_s)
 
     async def fail(
         self, board: Board, entry: LabelTask, error: str, reason: LabelFailure = LabelFailure.NOT_QUEUED
     ) -> None:
-        """Stores that a task has failed; the error is for people, the reason is counted."""
+        """Stores a failure; `error` is for people, `reason` for metrics."""
         entry = msgspec.structs.replace(entry, error=error)
         await self.move_all(board, [entry], LabelState.FAILED, field=LABEL_FAILED + reason)
 
     async def move_all(
         self, board: Board, entries: Sequence[LabelTask], state: LabelState, *, wait_s: float = 0.0, field: str = ""
     ) -> None:
-        """Stores where tasks are now, with the error or score that they have; data goes where they are over.
+        """Stores the state of tasks, and drops the data of finished ones.
 
-        Args:
-            board: Which project's.
-            entries: The tasks, as they were.
-            state: Where they are.
-            wait_s: Those that wait are not taken up for so long.
-            field: What is counted of each that was not over before; empty = what the state says, if anything.
+        Waiting tasks rest for `wait_s`. `field` (by default the state's) counts each task that was unfinished.
         """
         now_s = self._requests.now_s()
         moved = [
@@ -391,11 +346,11 @@ class Intake:
                     self._counts.add(each.model or board.model, each.version, field)
 
     def _pause_s(self, entry: LabelTask) -> float:
-        """Returns how long to wait with a task: as long as it is tried already, within bounds."""
+        """Returns the next pause: the age of the task, within bounds."""
         return min(max(self._requests.now_s() - entry.created_at, _LATER_S), _MUCH_LATER_S)
 
     async def _wait(self, board: Board, entry: LabelTask, error: str, wait_s: float) -> None:
-        """Puts a task back for a while, unless it has waited for as long as it may."""
+        """Postpones a task, or fails it after `task_timeout_s`."""
         if self._requests.now_s() - entry.created_at > self._settings.task_timeout_s:
             await self.fail(board, entry, f"it was not queued in time: {error}")
         else:
@@ -403,7 +358,7 @@ class Intake:
 
 
 def _attempt(entry: LabelTask | None, name: str, reason: Reason, now_s: float) -> int:
-    """Returns the number of the next attempt at a task; 0 = none, it was requested already. Pure."""
+    """Returns the number of a task's next attempt; 0 if it was requested already."""
     if entry is None or entry.request_id not in (name, _request_id(name, entry.attempt)):
         return 1
     is_old = now_s - entry.updated_at > _ASKED_AGAIN_S

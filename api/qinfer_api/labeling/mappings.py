@@ -1,4 +1,4 @@
-"""The mapping files of this gateway: read again when one of them changes, in a thread."""
+"""The mapping files of a gateway, reloaded in a thread when one changes."""
 
 import asyncio
 import logging
@@ -18,14 +18,7 @@ _Signature = tuple[tuple[str, int, int], ...]
 
 
 class MappingBook:
-    """The mappings of one gateway.
-
-    Args:
-        directory: Where the files are; empty = Label Studio is not served.
-
-    Raises:
-        SettingsError: It can't be read, or a file is no mapping.
-    """
+    """The mappings of one gateway; without a directory Label Studio is not served."""
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory) if directory else None
@@ -43,11 +36,7 @@ class MappingBook:
         return self._directory is not None
 
     async def current(self) -> Mappings:
-        """Returns the mappings as the files are now; files that can't be read leave them as they were.
-
-        Raises:
-            UnsupportedFeature: Label Studio is not served.
-        """
+        """Returns the mappings; invalid files leave the previous ones in force."""
         if self._directory is None:
             raise UnsupportedFeature(
                 f"Label Studio is not served here; {_NAME} names the directory of its mapping files"
@@ -59,30 +48,17 @@ class MappingBook:
         return self._mappings
 
     async def of(self, model: str, project: int | None) -> Mapping:
-        """Returns the mapping for a model and a project.
-
-        Raises:
-            UnsupportedFeature: Label Studio is not served.
-            InvalidRequest: There is none; the text names both, and what to do.
-        """
+        """Returns the mapping for a model and a project."""
         try:
             return (await self.current()).of(model, project)
         except InvalidRequest as error:
             raise InvalidRequest(f"{error.message}; write one into the directory that {_NAME} names") from None
 
     async def for_tenant(self, model: str, project: int | None, tenant: str, *, is_shared: bool) -> Mapping:
-        """Returns the mapping for a model and a project, if a tenant may use it.
+        """Returns the mapping for a model and project, if the tenant may use it.
 
-        Args:
-            model: The model.
-            project: The project of Label Studio; `None` = it was not said.
-            tenant: The tenant; empty where there are none.
-            is_shared: Whether other tenants have keys: a mapping that names no tenants is then nobody's, for it leads
-                to all that Label Studio shows to the server.
-
-        Raises:
-            Forbidden: The mapping is for other tenants.
-            QinferError: As `of`.
+        If several tenants have keys (`is_shared`), a mapping that names no tenants is refused, because it leads to
+        everything that Label Studio shows to the server.
         """
         mapping = await self.of(model, project)
         if mapping.tenant and tenant not in mapping.tenant:

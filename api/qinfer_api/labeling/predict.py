@@ -1,8 +1,8 @@
-"""`predict`: N tasks in, N answers out, in order; each task is one request of the model's queue, which batches them.
+"""`predict`: each task becomes one request of the model's queue, which batches them; answers are in the tasks' order.
 
-What Label Studio 1.23 does with an answer decides what one looks like. An entry of `results` is a prediction, or a list
-of them; one without `result` is logged there and left out, and the task is asked for again later, which is what a task
-that failed wants. A prediction with an empty `result` would be stored, and the task never asked for again.
+The response follows Label Studio 1.23: an entry of `results` is a prediction or a list of them. An entry without
+`result` is logged and dropped, and the task is asked for again later, as a failed task should be. A prediction with an
+empty `result` would be stored, and the task never asked for again.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from qinfer_api.status import AGAIN
 logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 256
-"""Tasks of one call that are in the queue at a time: enough to fill batches, too few to fill a lane."""
+"""Tasks of one call in the queue: enough to fill batches, too few to fill a lane."""
 
 MADE_AT_ONCE = 16
-"""Tasks that are made requests of at a time. Their files are in memory, and between them others get their turn."""
+"""Tasks whose files are in memory at a time."""
 
 LARGE_BYTES = 256 * 1024
-"""The most bytes of a task or an output that is worked on outside a thread."""
+"""Larger tasks and outputs are handled in a thread."""
 
 _LONGEST_PAUSE_S = 5.0
 _LATER = {*AGAIN, ErrorCode.DEADLINE_EXCEEDED}
@@ -52,14 +52,7 @@ class Failed(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of `predict`.
-
-    Attributes:
-        context: Who asks, authorized.
-        mapping: How tasks become requests, and responses predictions.
-        served: The model; of an endpoint, its stable target.
-        label_config: The project's; `None` = it was not said.
-    """
+    """A call of `predict`; `served` is an endpoint's stable target."""
 
     context: Context
     mapping: TaskMapping
@@ -68,13 +61,7 @@ class Call(NamedTuple):
 
 
 class Predictor:
-    """The predictions that a caller waits for.
-
-    Args:
-        dispatcher: The queue.
-        files: Where the files of tasks come from.
-        timeout_s: How long a call may take.
-    """
+    """Makes predictions while the caller waits."""
 
     def __init__(self, dispatcher: Dispatcher, files: Files, timeout_s: float) -> None:
         self._dispatcher = dispatcher
@@ -82,12 +69,7 @@ class Predictor:
         self._timeout_s = timeout_s
 
     async def predict(self, call: Call, tasks: Sequence[Mapping[str, Any]]) -> "list[dict[str, Any] | Failed]":
-        """Returns an answer for each task, in their order: a prediction as Label Studio has it, or why there is none.
-
-        Raises:
-            QinferError: No task was taken, because the server has no room for any, or all have failed for reasons of
-                the server's that pass.
-        """
+        """Returns a prediction in Label Studio's format, or a failure, for each task in order."""
         run = _Run(self._dispatcher, self._files, call, tasks, self._timeout_s)
         answers = await run.all()
         errors = [each.error for each in answers if isinstance(each, Failed) and each.error.code in _LATER]
@@ -97,7 +79,7 @@ class Predictor:
 
 
 class _Run:
-    """The tasks of one call on their way."""
+    """The tasks of one call."""
 
     def __init__(
         self, dispatcher: Dispatcher, files: Files, call: Call, tasks: Sequence[Mapping[str, Any]], timeout_s: float
@@ -130,32 +112,28 @@ class _Run:
             try:
                 self._answers[place] = await self._one(self._tasks[place])
             except QinferError as error:
-                error.__traceback__ = error.__context__ = None  # which keep all that the task had in memory
+                error.__traceback__ = error.__context__ = None  # they would keep the task's data in memory
                 self._answers[place] = Failed(error)
-            except Exception as error:  # the boundary of a task: the others are answered, whatever it is
+            except Exception as error:  # the boundary of a task: the others are answered
                 logger.exception("task failed", extra={"model": self._call.mapping.model, "error": str(error)})
                 self._answers[place] = Failed(InferenceFailed(Failure.of(error).message))
 
     async def _one(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """Gets the prediction of a task.
-
-        Raises:
-            QinferError: It fails; the others do not.
-        """
+        """Returns the prediction of one task."""
         sink = FutureSink()
         async with self._making:
-            await asyncio.sleep(0)  # a task that fails at once waits for nothing
+            await asyncio.sleep(0)  # otherwise tasks that fail at once would block the loop
             pending = await self._sent(task, sink)
         try:
             response = await sink.response
         finally:
-            self._dispatcher.cancel(pending)  # does nothing once it is answered
+            self._dispatcher.cancel(pending)  # does nothing after an answer
             self._answered.set()
             self._answered = asyncio.Event()
         return await prediction_of(self._call.mapping, task, response, self._call.label_config)
 
     async def _sent(self, task: Mapping[str, Any], sink: FutureSink) -> Pending:
-        """Sends the request of a task, again and again while the server has no room for it."""
+        """Submits the request of a task, and retries while there is no room."""
         mapping, context = self._call.mapping, self._call.context
         fetch = self._files.of(context.tenant, mapping.project)
         request = await request_of(mapping, self._call.served, task, fetch)
@@ -169,11 +147,11 @@ class _Run:
                 pending = self._dispatcher.submit(self._call.context, request, sink, left_s)
             except Overloaded as error:
                 if not self._taken or self._dispatcher.draining:
-                    self._refused = error  # nothing is under way: the whole call can be made again
+                    self._refused = error  # nothing is in flight: the caller can repeat the whole call
                     raise error from None
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(min(error.retry_after_s, left_s, _LONGEST_PAUSE_S)):
-                        await self._answered.wait()  # which makes room
+                        await self._answered.wait()  # an answer makes room
             else:
                 self._taken += 1
                 return pending
@@ -185,11 +163,7 @@ class _Run:
 async def request_of(
     mapping: TaskMapping, served: Served, task: Mapping[str, Any], fetch: Callable[[str], Awaitable[bytes]]
 ) -> InferRequest:
-    """Makes the request of a task, of its files too.
-
-    Raises:
-        QinferError: The task does not fit the mapping, or a file can't be had.
-    """
+    """Creates the request of a task, including its files."""
     names = mapping.files(task)
     contents = {name: await fetch(name) for name in names}
     if sum(map(len, contents.values())) > LARGE_BYTES or _is_long(task):
@@ -203,11 +177,7 @@ async def request_of(
 async def prediction_of(
     mapping: TaskMapping, task: Mapping[str, Any], response: Response, label_config: LabelConfig | None
 ) -> dict[str, Any]:
-    """Makes the prediction of a task, as Label Studio has it: `result`, `score`, `model_version`.
-
-    Raises:
-        QinferError: The response is a failure, or does not fit the mapping or the label config.
-    """
+    """Creates a prediction in Label Studio's format: `result`, `score`, `model_version`."""
     if response.failure is not None:
         raise Unanswered(response.failure)
     if sum(output.nbytes for output in response.outputs) > LARGE_BYTES:
@@ -221,7 +191,7 @@ async def prediction_of(
 
 
 class Unanswered(QinferError):
-    """The queue gave a failure instead of outputs; its code is that of the failure."""
+    """A failure from the queue, with its code."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -231,7 +201,7 @@ class Unanswered(QinferError):
 
 
 def _is_long(task: Mapping[str, Any]) -> bool:
-    """Returns whether a task has a field that takes long to read."""
+    """Returns whether a field of the task is large."""
     data = task.get("data")
     return isinstance(data, dict) and any(
         isinstance(value, str | list) and len(value) > LARGE_BYTES // 16 for value in data.values()

@@ -1,8 +1,8 @@
-"""Pushes predictions to Label Studio: a role of every gateway, like the janitor; no leader.
+"""Pushes predictions to Label Studio: a role of every gateway, without a leader.
 
-Whoever takes an ending pushes it, as one of many of its project, and confirms it then. One that was taken before may
-have been pushed: Label Studio is asked what it has, so that no prediction is there twice. While Label Studio is away
-everything stays where it is; what it refuses has failed, with its reason, alone.
+A gateway takes endings, pushes those of a project together, and then confirms them. An ending that was taken before may
+have been pushed, so Label Studio is asked first: no prediction is stored twice. While Label Studio is unreachable
+everything stays queued; a prediction that it refuses fails alone, with its reason.
 """
 
 import asyncio
@@ -34,25 +34,19 @@ from qinfer_api.labeling.studio import LabelStudio, StudioAway, StudioFailed, St
 logger = logging.getLogger(__name__)
 
 LONGEST_PAUSE_S = 60.0
-"""The longest pause before Label Studio is tried again."""
+"""The longest pause while Label Studio is unreachable."""
 
 _QUEUE_PAUSE_S = 5.0
-_FEED_PAUSES = 4  # what arrives here is fed at once; others' leftovers can wait
+_FEED_PAUSES = 4  # of rounds: new tasks here are fed at once, those of other gateways can wait
 _REMEMBERED = 10_000
-_PARTITION = 0  # all that there is, until models are spread
+_PARTITION = 0  # the only one, until models are spread
 _GONE = "its result was kept for as long as results are, and Label Studio did not take it in that time"
 _DELETED = "the outputs are gone; have the task scored again"
 _NOT_TAKEN = "Label Studio left the prediction out: it does not fit the project's label config"
 
 
 class Made(NamedTuple):
-    """A prediction that is to be pushed.
-
-    Attributes:
-        ending: What it comes from.
-        entry: Its task.
-        item: What Label Studio takes.
-    """
+    """A prediction to be pushed; `item` is its JSON for Label Studio."""
 
     ending: Ending
     entry: LabelTask
@@ -60,15 +54,7 @@ class Made(NamedTuple):
 
 
 class Pusher:
-    """The role of a gateway that pushes predictions.
-
-    Args:
-        settings: How many at a time, and how often.
-        delivery: Where endings and boards are.
-        intake: Makes requests of the tasks that wait.
-        book: The mappings.
-        studio: Label Studio.
-    """
+    """Turns waiting tasks into requests, and pushes the predictions of ended ones."""
 
     def __init__(
         self,
@@ -88,11 +74,11 @@ class Pusher:
         self._pause_s = settings.requests.sweep_every_s
         self._kind = outbox(OUTBOX, 2 * settings.labeling.call_timeout_s + 10.0)
         self._step_s = self._kind.pause_s / 2  # no push begins later: others may take over by the time that it is over
-        self._models: dict[str, None] = {}  # all that were ever mapped: a mapping that is gone may have tasks left
-        self._outboxes: dict[str, None] = {}  # the models of which there may be endings: of an endpoint, its targets'
-        self._outbox = ""  # that of the present step
-        self._finished: set[str] = set()  # endings of the present step that need nothing more
-        self._failures: Counter[str] = Counter()  # endings that Label Studio failed on, how often
+        self._models: dict[str, None] = {}  # all mapped so far: a removed mapping may have tasks left
+        self._outboxes: dict[str, None] = {}  # models with possible endings, an endpoint's targets too
+        self._outbox = ""  # of the present step
+        self._finished: set[str] = set()  # endings of the present step that are done
+        self._failures: Counter[str] = Counter()  # failures of Label Studio by ending
 
     async def run(self) -> None:
         """Feeds and pushes until cancelled."""
@@ -102,11 +88,11 @@ class Pusher:
             group.create_task(self._again("push", self.push, self._pause_s, asyncio.Event()), name="push predictions")
 
     async def feed(self) -> int:
-        """Makes requests of the tasks that wait; returns how many it took up. Projects take turns: one may be slow."""
+        """Turns waiting tasks into requests, project by project in turns; returns how many."""
         count = 0
         fed: set[Board] = set()
         while left := [b for model in await self._mapped() for b in await self._tasks.boards(model) if b not in fed]:
-            for board in random.sample(left, len(left)):  # what one takes of a tenant's rate the others lack
+            for board in random.sample(left, len(left)):  # spreads a tenant's rate over its projects
                 taken = await self._intake.feed(board)
                 count += taken
                 if not taken:
@@ -114,12 +100,7 @@ class Pusher:
         return count
 
     async def push(self) -> int:
-        """Pushes the predictions of ended requests; returns their number.
-
-        Raises:
-            StudioAway: Label Studio can't be reached.
-            DeliveryError: The queue can't be reached.
-        """
+        """Pushes the predictions of ended requests; returns their number."""
         count = 0
         for mapped in await self._mapped():
             self._outboxes |= dict.fromkeys(self._intake.outboxes(mapped))
@@ -131,7 +112,7 @@ class Pusher:
         return count
 
     async def _again(self, what: str, work: Callable[[], Awaitable[int]], usual_s: float, news: asyncio.Event) -> None:
-        """Works at each round, or when there is news; less and less often while Label Studio, or the queue, is away."""
+        """Repeats a step every round and on news, with growing pauses during an outage."""
         failures, away_s = 0, 0.0
         outage = OutageLog(logger, "predictions can't be pushed now", "predictions are pushed again", step=what)
         while True:
@@ -148,7 +129,7 @@ class Pusher:
                 failures += 1
                 away_s = pause_s(failures, 2 * usual_s, LONGEST_PAUSE_S if is_studio else _QUEUE_PAUSE_S)
                 outage.failed(error.message)
-            except Exception as error:  # the boundary of labeling: what else the gateway does goes on, whatever it is
+            except Exception as error:  # the boundary of labeling: the rest of the gateway continues
                 failures += 1
                 away_s = pause_s(failures, 2 * usual_s, LONGEST_PAUSE_S)
                 logger.exception("labeling step failed", extra={"reason": what, "error": str(error)})
@@ -161,7 +142,7 @@ class Pusher:
         return list(self._models)
 
     async def _push(self, model: str, endings: Sequence[Ending]) -> None:
-        """Pushes endings, project by project; one that Label Studio fails on does not hold up another."""
+        """Pushes endings by project; the failure of one does not delay the others."""
         by_board: dict[Board, list[tuple[Ending, Notes]]] = {}
         unread: list[str] = []
         for ending in endings:
@@ -187,7 +168,7 @@ class Pusher:
                 raise
 
     async def _current(self, board: Board, found: Sequence[tuple[Ending, Notes]]) -> list[tuple[Ending, LabelTask]]:
-        """Returns the endings with their tasks, without those of requests that others have taken the place of."""
+        """Returns the endings with their tasks, without those that a newer request replaced."""
         entries = await self._tasks.get(board, [notes.task for _, notes in found], with_data=True)
         pairs, late = [], []
         for (ending, notes), known in zip(found, entries, strict=True):
@@ -202,7 +183,7 @@ class Pusher:
         return pairs
 
     async def _made(self, board: Board, pairs: Sequence[tuple[Ending, LabelTask]], ends_s: float) -> list[Made]:
-        """Makes predictions, as many as can be before `ends_s`."""
+        """Creates predictions until `ends_s`."""
         made = []
         for ending, entry in pairs:
             if time.monotonic() > ends_s:
@@ -212,11 +193,7 @@ class Pusher:
         return made
 
     async def _make(self, board: Board, ending: Ending, entry: LabelTask) -> Made | None:
-        """Makes the prediction of an ending; `None` = there is none, and its task is moved on.
-
-        Raises:
-            StudioAway: Label Studio can't be asked what it takes.
-        """
+        """Creates a prediction, or moves its task on and returns `None`."""
         try:
             return Made(ending, entry, await self._item(board, ending, entry))
         except (StudioAway, DeliveryError):
@@ -225,17 +202,13 @@ class Pusher:
             await self._try_later(board, ending, entry, error)
         except QinferError as error:
             await self._fail(board, ending, entry, error.message, LabelFailure.NOT_PREDICTED)
-        except Exception as error:  # the boundary of a task: the others go on, whatever it is
+        except Exception as error:  # the boundary of a task: the others continue
             logger.exception("prediction can't be made", extra={"request_id": entry.request_id, "model": board.model})
             await self._fail(board, ending, entry, Failure.of(error).message, LabelFailure.NOT_PREDICTED)
         return None
 
     async def _item(self, board: Board, ending: Ending, entry: LabelTask) -> dict[str, Any]:
-        """Makes the prediction of an ending.
-
-        Raises:
-            QinferError: There is none: its request has failed, or does not fit.
-        """
+        """Creates the JSON of a prediction."""
         record = ending.record
         if record is None:
             raise InferenceFailed(_GONE)
@@ -253,9 +226,9 @@ class Pusher:
         return {"task": entry.task, **await prediction_of(mapping, task, response, label_config)}
 
     async def _push_all(self, board: Board, made: Sequence[Made], ends_s: float) -> None:
-        """Pushes predictions of a project by one call; one by one where Label Studio does not take them all.
+        """Pushes a project's predictions in one call, and one by one if Label Studio refuses some.
 
-        What is not reached before `ends_s` stays: another gateway may take it soon.
+        After `ends_s` the rest is left for another gateway.
         """
         fresh = await self._fresh(board, made, ends_s - self._step_s / 4)
         if not fresh or time.monotonic() > ends_s:
@@ -268,7 +241,7 @@ class Pusher:
         except StudioRefused:
             created = 0
         except StudioFailed:
-            created = -1  # nobody knows
+            created = -1  # unknown
         if created == len(fresh):
             await self._done(board, fresh)
             return
@@ -281,7 +254,7 @@ class Pusher:
                 await self._push_one(board, each)
 
     async def _fresh(self, board: Board, made: Sequence[Made], ends_s: float) -> list[Made]:
-        """Returns predictions that Label Studio has not, of those that are reached before `ends_s`; others are done."""
+        """Returns the predictions that Label Studio does not have, and confirms the others, until `ends_s`."""
         there: list[Made] = []
         fresh: list[Made] = []
         for each in made:
@@ -293,7 +266,7 @@ class Pusher:
         return fresh
 
     async def _push_one(self, board: Board, made: Made) -> None:
-        """Pushes one prediction, and moves its task on."""
+        """Pushes one prediction and stores its task's state."""
         try:
             if await self._studio.push(board.project, [made.item]):
                 await self._done(board, [made])
@@ -305,12 +278,12 @@ class Pusher:
             await self._try_later(board, made.ending, made.entry, error)
 
     async def _has(self, board: Board, made: Made) -> bool:
-        """Asks whether Label Studio has a prediction already."""
+        """Returns whether Label Studio has the prediction."""
         wanted = msgspec.json.decode(msgspec.json.encode(made.item))
         try:
             found = await self._studio.predictions(made.entry.task)
         except (StudioRefused, StudioFailed):
-            return False  # the push will show why
+            return False  # the push reports the reason
         return any(
             each.get("model_version") == wanted["model_version"] and each.get("result") == wanted["result"]
             for each in found
@@ -329,8 +302,8 @@ class Pusher:
 
     async def _try_later(self, board: Board, ending: Ending, entry: LabelTask, error: StudioFailed) -> None:
         if len(self._failures) >= _REMEMBERED:
-            self._failures.clear()  # what other gateways pushed stays there
-        self._failures[ending.id] += 1  # not its attempts: while Label Studio is away, they are many
+            self._failures.clear()  # pushed predictions stay in Label Studio
+        self._failures[ending.id] += 1  # `attempts` also counts rounds while Label Studio is away
         if self._failures[ending.id] >= self._settings.max_attempts:
             await self._fail(board, ending, entry, error.message, LabelFailure.PUSH_FAILED)
         else:

@@ -1,7 +1,7 @@
-"""`/label-studio/{model}/…`, which Label Studio calls as an ML backend, and `/v1/label-studio/…`, about what is pushed.
+"""Routes: `/label-studio/{model}/…` is an ML backend for Label Studio, `/v1/label-studio/…` reports on pushed tasks.
 
-Label Studio presents an API key as the password of Basic authentication. It reads of an error its status only, so the
-text goes to this server's log, too.
+Label Studio sends an API key as the password of Basic authentication. It reads only the status of an error, so texts
+also go to this server's log.
 """
 
 import asyncio
@@ -87,11 +87,9 @@ def label_studio_routes(services: Services, labeling: Labeling) -> APIRouter:
 
 
 def _add_calls(router: APIRouter, services: Services, labeling: Labeling) -> None:
-    """Adds the routes that Label Studio calls."""
-
     @router.get("/label-studio/{model}/health", name="label_studio_health", **_HEALTH)
     async def health(model: str, request: Request) -> HttpResponse:
-        """Checks that a model takes tasks."""
+        """Checks that a model accepts tasks."""
         _context(services, request)
         return send_json(await labeling.health(model))
 
@@ -111,17 +109,16 @@ def _add_calls(router: APIRouter, services: Services, labeling: Labeling) -> Non
 
     @router.post("/label-studio/{model}/predict", name="label_studio_predict", **_PREDICT)
     async def predict(model: str, request: Request) -> HttpResponse:
-        """Answers a prediction for each task, in their order."""
+        """Returns a prediction for each task, in order."""
         return await _predict(services, labeling, model, request)
 
     @router.post("/label-studio/{model}/webhook", name="label_studio_webhook", **_EVENT)
     async def webhook(model: str, request: Request) -> HttpResponse:
-        """Takes Label Studio's events: new tasks are queued, where the project's predictions are pushed."""
+        """Handles Label Studio's events: queues new tasks of projects whose predictions are pushed."""
         return await _event(services, labeling, model, request)
 
 
 def _add_tasks(router: APIRouter, services: Services, labeling: Labeling) -> None:
-    """Adds the routes for tasks whose predictions are pushed."""
     path = "/v1/label-studio/{model}/projects/{project}/tasks"
 
     @router.get(path, name="label_studio_tasks", **_TASKS)
@@ -145,7 +142,7 @@ def _add_tasks(router: APIRouter, services: Services, labeling: Labeling) -> Non
 
     @router.post(path, name="label_studio_order", **_ORDER)
     async def order(model: str, project: str, request: Request) -> HttpResponse:
-        """Queues the tasks of a project that Label Studio has no prediction of."""
+        """Queues the tasks of a project that have no prediction in Label Studio."""
         context, query = _context(services, request), request.query_params
         page, every = _number("page", query.get("page", "1")), query.get("all", "false")
         if every not in ("true", "false"):
@@ -165,7 +162,7 @@ async def _predict(services: Services, labeling: Labeling, model: str, request: 
 
 
 async def _event(services: Services, labeling: Labeling, model: str, request: Request) -> HttpResponse:
-    """Takes a webhook, also when its sender does not wait for the answer: Label Studio waits for a second."""
+    """Handles a webhook even if its sender leaves: Label Studio waits only for a second."""
     context = _context(services, request)
     with _call(model, "webhook"):
         event = await _read(services, request, EventCall)
@@ -178,12 +175,7 @@ async def _read(services: Services, request: Request, kind: type[Call]) -> Call:
 
 
 def _context(services: Services, request: Request) -> Context:
-    """Returns who asks, by Basic authentication too.
-
-    Raises:
-        Unauthorized: As `Dispatcher.authorize`.
-        Forbidden: As `Dispatcher.authorize`.
-    """
+    """Returns the authorized caller, also by Basic authentication."""
     context = context_of(request)
     scheme, _, credentials = request.headers.get("authorization", "").strip().partition(" ")
     if scheme.lower() == "basic":

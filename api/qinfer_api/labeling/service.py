@@ -1,4 +1,4 @@
-"""The use case behind `/label-studio` and `/v1/label-studio`: who may ask, for which model, by which mapping."""
+"""The use cases behind `/label-studio` and `/v1/label-studio`."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -37,32 +37,19 @@ from qinfer_api.labeling.wire import (
 from qinfer_api.requests.service import AsyncRequests
 
 TASKS_CREATED = "TASKS_CREATED"
-"""The action of the webhook for new tasks."""
+"""The webhook's action for new tasks."""
 
 PUSH = "push"
 """The mode of mappings whose predictions are pushed."""
 
 
-_ORDER_S = 20.0  # of tasks ordered by one call; what is left goes on with the next
+_ORDER_S = 20.0  # time of one call of `order`; the next call continues
 
 
 class Labeling:
-    """The use case; one per gateway.
+    """Serves Label Studio; one per gateway.
 
-    Args:
-        settings: The gateway's settings.
-        delivery: The queue.
-        dispatcher: Takes infer requests.
-        requests: Takes asynchronous ones, and knows which models accept them.
-        counts: What this gateway adds to the models' statistics.
-        auth: The rates of tenants; `None` = none.
-
-    Attributes:
-        intake: Takes tasks whose predictions are pushed.
-        pusher: Pushes predictions, a role of the gateway; `None` = nothing is pushed from here.
-
-    Raises:
-        SettingsError: A mapping can't be read, a file host is none, or Label Studio's URL or token is wrong.
+    `pusher` is `None` if no URL of Label Studio is set.
     """
 
     def __init__(
@@ -104,21 +91,13 @@ class Labeling:
             await self._studio.close()
 
     async def health(self, model: str) -> LabelHealth:
-        """Checks that a model takes requests.
-
-        Raises:
-            QinferError: It does not, or there is no such model or Label Studio is not served.
-        """
+        """Checks that a model accepts requests."""
         await self._book.current()
         self._requests.resolve(model, 0)
         return LabelHealth("UP", model)
 
     async def setup(self, context: Context, model: str, asked: SetupCall) -> LabelSetup:
-        """Checks a project's mapping against the model and the project's label config.
-
-        Raises:
-            QinferError: They do not fit; the text names every problem.
-        """
+        """Checks a project's mapping against the model and the label config."""
         mapping, served = await self._found(context, model, asked.project)
         if mapping.mode == PUSH:
             self._check_studio(model)
@@ -127,21 +106,13 @@ class Labeling:
         return LabelSetup(model_version(served.spec.name, served.version))
 
     async def versions(self, model: str) -> LabelVersions:
-        """Returns the versions that are ready, the newest first.
-
-        Raises:
-            QinferError: There is no such model, or Label Studio is not served.
-        """
+        """Returns the ready versions, newest first."""
         model = await self._known(model)
         ready = sorted(self._requests.catalog.ready_versions(model), reverse=True)
         return LabelVersions([model_version(model, version) for version in ready])
 
     async def predict(self, context: Context, model: str, asked: PredictCall) -> LabelPredictions:
-        """Returns a prediction for each task, in order; where predictions are pushed, none, and tasks are queued.
-
-        Raises:
-            QinferError: Nothing of it can be done.
-        """
+        """Returns a prediction for each task in order; in push mode queues the tasks instead."""
         mapping, served = await self._found(context, model, asked.project)
         version = model_version(served.spec.name, served.version)
         if mapping.mode == PUSH:
@@ -155,16 +126,11 @@ class Labeling:
         except Overloaded as error:
             raise self._dispatcher.refuse(model, served.version, error) from None
         if asked.is_interactive and len(answers) == 1 and isinstance(answers[0], Failed):
-            raise answers[0].error  # a person waits, and is shown it
+            raise answers[0].error  # a person waits and sees the error
         return LabelPredictions([each.as_json() if isinstance(each, Failed) else each for each in answers], version)
 
     async def event(self, context: Context, model: str, event: EventCall) -> LabelEvent:
-        """Takes a webhook: new tasks of a project whose predictions are pushed are queued, and safe once this returns.
-
-        Raises:
-            QueueFull: Too many of the project's tasks wait; as many of these were queued as there was room for.
-            QinferError: There is no such model or mapping, or the queue can't be reached.
-        """
+        """Handles a webhook: queues new tasks of a project in push mode, durably before it returns."""
         if event.action != TASKS_CREATED:
             await self._book.current()
             return LabelEvent(event.action, 0)
@@ -178,19 +144,7 @@ class Labeling:
         return LabelEvent(event.action, queued)
 
     async def order(self, context: Context, model: str, project: int, page: int, *, every: bool) -> LabelOrder:
-        """Queues the tasks of a project that Label Studio has no prediction of, those too that failed before.
-
-        Args:
-            context: Who asks, authorized.
-            model: The model.
-            project: The project.
-            page: The page of its tasks to begin with; the first is 1.
-            every: The others too, unless they were scored with the same version.
-
-        Raises:
-            QueueFull: As many of the project's tasks wait as may, and none was queued.
-            QinferError: It can't be done; what was queued before stays.
-        """
+        """Queues a project's tasks without predictions, including those that failed."""
         mapping, served = await self._found(context, model, project)
         board = self._board(context, model, project)
         if mapping.mode != PUSH:
@@ -203,7 +157,7 @@ class Labeling:
         following: int | None = page
         while following is not None:
             tasks, has_more = await self._studio.tasks(project, following)
-            for each in (False, True):  # what has predictions, and what has none: it may have lost them
+            for each in (False, True):  # tasks with predictions may have lost them
                 wanted = [task for task in tasks if bool(task.get("total_predictions")) is each]
                 if wanted and (every or not each):
                     found += len(wanted)
@@ -222,19 +176,15 @@ class Labeling:
     async def page(
         self, context: Context, model: str, project: int, state: str, after: int, limit: int
     ) -> LabelTasksBody:
-        """Returns where a project's tasks are: see `Statuses.page`."""
+        """Calls `Statuses.page`."""
         return await self._statuses.page(await self._kept(context, model, project), state, after, limit)
 
     async def one(self, context: Context, model: str, project: int, task: int) -> LabelTaskBody:
-        """Returns where a task is: see `Statuses.one`."""
+        """Calls `Statuses.one`."""
         return await self._statuses.one(await self._kept(context, model, project), task)
 
     async def _kept(self, context: Context, model: str, project: int) -> Board:
-        """Returns the board of a project, where the queue has it.
-
-        Raises:
-            QinferError: There is no such model, Label Studio is not served, or the queue can't be reached.
-        """
+        """Returns the board of a project of a known model, if the queue is reachable."""
         await self._known(model)
         self._requests.check_up(model)
         return Board(model, context.tenant, project)
@@ -242,29 +192,21 @@ class Labeling:
     async def _take(
         self, board: Board, mapping: TaskMapping, served: Served, tasks: Sequence[Mapping[str, Any]], reason: Reason
     ) -> int:
-        """Queues tasks; returns how many were not before.
-
-        Raises:
-            QueueFull: There was no room for all of them.
-        """
+        """Queues tasks; returns how many are new."""
         taken = await self.intake.put(board, mapping, served, tasks, reason)
         if taken.refused:
             raise self._requests.refuse(board.model, served.version, self.intake.full(board, taken))
         return taken.queued
 
     async def _known(self, name: str) -> str:
-        """Returns a model by its name, and that of the stable target by an endpoint's.
-
-        Raises:
-            QinferError: There is no such model, or Label Studio is not served.
-        """
+        """Returns the model of that name, or the stable target of that endpoint."""
         await self._book.current()
         model, _ = self._dispatcher.endpoints.stable(name, 0)
         self._requests.catalog.status(model)
         return model
 
     async def _found(self, context: Context, model: str, project: int | None) -> tuple[TaskMapping, Served]:
-        """Finds the mapping for a model and project, and the version that it asks."""
+        """Returns the mapping of a model and project, and the version that it asks."""
         await self._known(model)
         is_shared = self._dispatcher.has_tenants
         mapping = await self._book.for_tenant(model, project, context.tenant, is_shared=is_shared)
@@ -298,11 +240,7 @@ def _project_of(asked: PredictCall) -> int | None:
 
 
 def check_labeling(settings: LabelingSettings) -> MappingBook:
-    """Reads the mappings, and checks the other settings; nothing is opened.
-
-    Raises:
-        SettingsError: A mapping can't be read, a file host is none, or Label Studio's URL or token is wrong.
-    """
+    """Loads the mappings and checks the other settings, without connecting."""
     if settings.url:
         check_address(settings)
         if not settings.mappings:

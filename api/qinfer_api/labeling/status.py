@@ -1,8 +1,8 @@
-"""The states of a project's tasks, as `/v1/label-studio` shows them.
+"""The states of a project's tasks, as shown by `/v1/label-studio`.
 
     queued ──▶ processing ──▶ sending ──▶ done | failed        sending = scored, and Label Studio has not taken it yet
 
-The board knows what is waiting, over, or could not be sent; of what is open its request knows more.
+The board has the states of waiting, sending and finished tasks; the request of an open task has the rest.
 """
 
 import asyncio
@@ -20,15 +20,14 @@ from qinfer.queue.requests import Requests
 from qinfer_api.requests.records import chosen_address, instant, path_of
 
 TaskState = Literal["queued", "processing", "sending", "done", "failed"]
-"""The state of a task."""
 
 STATES: tuple[TaskState, ...] = get_args(TaskState)
 
 MAX_LIMIT = 1000
-"""The most tasks of one page."""
+"""The largest page."""
 
 COUNTED_OPEN = 500
-"""The most open tasks that are read to count how many are processing: those with the lowest ids; lanes are in order."""
+"""Open tasks that are read to count those in processing: the lowest ids, as lanes keep order."""
 
 _BOARD_STATES: Mapping[str, Sequence[LabelState]] = {
     "queued": (LabelState.WAITING, LabelState.OPEN),
@@ -59,9 +58,9 @@ class LabelTaskBody(msgspec.Struct, frozen=True, kw_only=True):
     """A task whose prediction is pushed.
 
     Attributes:
-        state: queued | processing | sending (scored, and Label Studio has not taken it yet) | done | failed
-        error: Why it failed, or why it is not sent yet.
-        attempt: 1, and one more each time that it was ordered again.
+        state: queued | processing | sending (scored, not yet accepted by Label Studio) | done | failed
+        error: Why it failed, or is not sent yet.
+        attempt: 1, plus 1 for each repetition.
         request: The path of its request, while that is known.
 
     Example:
@@ -96,25 +95,16 @@ class LabelTasksBody(msgspec.Struct, frozen=True):
 
 
 class Statuses:
-    """The states of tasks; one per gateway.
-
-    Args:
-        tasks: The boards.
-        requests: The records of requests.
-    """
+    """Reads the states of tasks; one per gateway."""
 
     def __init__(self, tasks: LabelTasks, requests: Requests) -> None:
         self._tasks = tasks
         self._requests = requests
 
     async def page(self, board: Board, state: str, after: int, limit: int) -> LabelTasksBody:
-        """Returns a page of a project's tasks by id, and how many are in each state.
+        """Returns a page of a project's tasks by id, with counts by state.
 
-        Args:
-            board: Which project's.
-            state: Only those in this state; empty = all. A page may then have fewer tasks, and be followed by another.
-            after: Only tasks with ids above it.
-            limit: How many at most.
+        With a `state`, a page may have fewer tasks than `limit` and still have a successor.
         """
         found = await self._found(board, state, after, limit)
         shown = await self._shown(board, found)
@@ -123,11 +113,7 @@ class Statuses:
         return LabelTasksBody(await self.counts(board), tasks, following)
 
     async def one(self, board: Board, task: int) -> LabelTaskBody:
-        """Returns where a task is.
-
-        Raises:
-            RequestNotFound: It was never asked for, or it ended too long ago.
-        """
+        """Returns the state of a task."""
         (entry,) = await self._tasks.get(board, [task])
         if entry is None:
             raise RequestNotFound(
@@ -137,11 +123,11 @@ class Statuses:
         return (await self._shown(board, [entry]))[0]
 
     async def counts(self, board: Board) -> LabelCounts:
-        """Returns how many tasks of a project are in each state."""
+        """Counts a project's tasks by state."""
         known = await self._tasks.counts(board)
         opened = await self._shown(board, await self._tasks.page(board, LabelState.OPEN, 0, COUNTED_OPEN))
         counts = Counter[TaskState](task.state for task in opened)
-        since = max(len(opened) - known[LabelState.OPEN], 0)  # they were waiting when that was counted
+        since = max(len(opened) - known[LabelState.OPEN], 0)  # opened after `known` was counted
         counts["queued"] += max(known[LabelState.WAITING] - since, 0) + max(known[LabelState.OPEN] - len(opened), 0)
         for state, shown in _STATES.items():
             counts[shown] += known[state]
@@ -179,7 +165,7 @@ class Statuses:
 
 
 def _state_of(record: RequestRecord | None) -> tuple[TaskState, str]:
-    """Returns the state of an open task, and the reason, from its request."""
+    """Returns the state of an open task and the reason for a failure."""
     if record is None:
         return "failed", _LOST
     if record.state.is_terminal:

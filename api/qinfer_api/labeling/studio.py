@@ -1,7 +1,7 @@
-"""A client of Label Studio's API: tasks and projects are read, predictions written.
+"""A client of Label Studio's API: reads tasks and projects, writes predictions.
 
-A personal access token is a JSON web token that is exchanged for access tokens of minutes; what a new installation of
-Label Studio 1.23 gives. A legacy token, which an organization may switch on, is sent as it is.
+A personal access token, the default of Label Studio 1.23, is a JSON web token that is exchanged for access tokens of
+minutes. A legacy token, which an organization may enable, is sent unchanged.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ from qinfer.core.settings import LabelingSettings
 from qinfer.errors import InvalidRequest, PayloadTooLarge, SettingsError, Unreachable
 
 PAGE = 100
-"""Tasks that are read by one call."""
+"""Tasks per call."""
 
-_ACCESS_S = 240.0  # access tokens live for five minutes unless their end says otherwise
+_ACCESS_S = 240.0  # the default, if a token does not say when it expires
 _AWAY = frozenset({408, 425, 429, 502, 503, 504})
 _CONFIG_S = 30.0
 _MAX_REASON = 500
@@ -29,20 +29,15 @@ _URL, _TOKEN = "QINFER_LABELING__URL", "QINFER_LABELING__TOKEN"
 
 
 class StudioAway(Unreachable):
-    """Label Studio can't be reached, has no time, or does not take the token: later it may."""
+    """Label Studio can't be reached, is overloaded, or rejects the token; a later call may succeed."""
 
 
 class StudioFailed(Unreachable):
-    """Label Studio failed on this call, and may do so again."""
+    """Label Studio failed on this call, and may fail again."""
 
 
 class StudioRefused(InvalidRequest):
-    """Label Studio does not do this; the same call will not succeed.
-
-    Args:
-        status: Its HTTP status.
-        reason: What it said.
-    """
+    """Label Studio refuses the call; a repetition will fail too."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(f"Label Studio refused with status {status}: {reason}")
@@ -50,14 +45,7 @@ class StudioRefused(InvalidRequest):
 
 
 class LabelStudio:
-    """A client of Label Studio; one per gateway.
-
-    Args:
-        settings: Where it is, and the token.
-
-    Raises:
-        SettingsError: The URL is none, or there is no token.
-    """
+    """A client of Label Studio; one per gateway."""
 
     def __init__(self, settings: LabelingSettings) -> None:
         self.origin, self._token = check_address(settings)
@@ -80,12 +68,7 @@ class LabelStudio:
         await self._http.aclose()
 
     async def label_config(self, project: int) -> str:
-        """Returns a project's label config as XML, as it was half a minute ago at most.
-
-        Raises:
-            Unreachable: It can't be read now.
-            StudioRefused: There is no such project for this token.
-        """
+        """Returns a project's label config as XML, at most 30 s old."""
         now_s = time.monotonic()
         found = self._configs.get(project)
         if found is None or now_s - found[0] > _CONFIG_S:
@@ -95,30 +78,20 @@ class LabelStudio:
         return found[1]
 
     async def task(self, task: int) -> dict[str, Any]:
-        """Returns a task as it is now.
-
-        Raises:
-            Unreachable: It can't be read now.
-            StudioRefused: There is no such task for this token.
-        """
+        """Returns a task."""
         read = await self._json("GET", f"/api/tasks/{task}/", {"resolve_uri": "false"})
         if not isinstance(read, dict):
             raise StudioFailed("Label Studio's reply is no task")
         return read
 
     async def tasks(self, project: int, page: int) -> tuple[list[dict[str, Any]], bool]:
-        """Returns a page of a project's tasks, the first is 1, and whether there are more.
-
-        Raises:
-            Unreachable: They can't be read now.
-            StudioRefused: There is no such project for this token.
-        """
+        """Returns a page of a project's tasks, from 1, and whether more follow."""
         words: dict[str, str | int] = {"project": project, "page": page, "page_size": PAGE, "resolve_uri": "false"}
         try:
             read = await self._json("GET", "/api/tasks/", words)
         except StudioRefused as error:
             if error.status == 404 and page > 1:
-                return [], False  # the page behind the last one
+                return [], False  # the page after the last
             raise
         found = read.get("tasks", []) if isinstance(read, dict) else read
         if not isinstance(found, list) or not all(isinstance(task, dict) for task in found):
@@ -127,34 +100,23 @@ class LabelStudio:
         return found, page * PAGE < total if isinstance(total, int) else len(found) == PAGE
 
     async def predictions(self, task: int) -> list[dict[str, Any]]:
-        """Returns the predictions that a task has.
-
-        Raises:
-            Unreachable: They can't be read now.
-            StudioRefused: It does not tell.
-        """
+        """Returns the predictions of a task."""
         read = await self._json("GET", "/api/predictions/", {"task": task})
         return [each for each in read if isinstance(each, dict)] if isinstance(read, list) else []
 
     async def push(self, project: int, predictions: Sequence[Any]) -> int:
-        """Stores predictions, each with its `task`; returns how many Label Studio took: it leaves out wrong ones.
+        """Stores predictions with their `task`; returns how many Label Studio accepted.
 
         Raises:
-            Unreachable: It is not known whether they are stored.
-            StudioRefused: None is stored, one of them at least is why.
+            Unreachable: It is unknown whether they are stored.
+            StudioRefused: At least one is invalid, and none is stored.
         """
         read = await self._json("POST", f"/api/projects/{project}/import/predictions", body=list(predictions))
         created = read.get("created") if isinstance(read, dict) else None
         return created if isinstance(created, int) else len(predictions)
 
     async def file(self, path_and_query: str, max_bytes: int) -> bytes:
-        """Returns a file that Label Studio keeps.
-
-        Raises:
-            PayloadTooLarge: It is larger.
-            Unreachable: It can't be read now.
-            StudioRefused: There is none, or it is elsewhere.
-        """
+        """Returns a file that Label Studio stores."""
         status, content = await self._authorized("GET", path_and_query, None, None, max_bytes)
         if 300 <= status < 400:
             raise StudioRefused(status, "the file is kept elsewhere; name where in the task itself")
@@ -176,7 +138,7 @@ class LabelStudio:
     async def _authorized(
         self, method: str, path: str, words: dict[str, str | int] | None, body: bytes | None, max_bytes: int
     ) -> tuple[int, bytes]:
-        """Sends a call, once more with a new access token where the old one is not taken any more."""
+        """Sends a call, and again with a new access token if the old one has expired."""
         status, text = 401, b""
         for _ in range(2 if self._is_jwt else 1):
             authorization = await self._authorization()
@@ -229,13 +191,7 @@ class LabelStudio:
 
 
 def _checked(status: int, text: bytes) -> bytes:
-    """Returns the answer of a call, if it has succeeded.
-
-    Raises:
-        StudioAway: Later it may succeed.
-        StudioFailed: Label Studio has a defect, or this call one that it does not see.
-        StudioRefused: It will not succeed.
-    """
+    """Returns the body of a successful reply."""
     if 200 <= status < 300:
         return text
     reason = _reason(text)
@@ -249,7 +205,7 @@ def _checked(status: int, text: bytes) -> bytes:
 
 
 def _access_of(text: bytes) -> tuple[str, float]:
-    """Reads the reply to a refresh: the access token, and until when to use it, on the monotonic clock."""
+    """Parses a refresh: the access token, and its last use on the monotonic clock."""
     try:
         access = msgspec.json.decode(text)["access"]
         payload = access.split(".")[1]
@@ -263,7 +219,7 @@ def _access_of(text: bytes) -> tuple[str, float]:
 
 
 def _reason(text: bytes) -> str:
-    """Returns the text of an error reply, in one line of bounded length."""
+    """Returns the text of an error reply in one short line."""
     said: object = None
     try:
         said = msgspec.json.decode(text)
@@ -277,11 +233,7 @@ def _reason(text: bytes) -> str:
 
 
 def check_address(settings: LabelingSettings) -> tuple[str, str]:
-    """Returns the URL that paths are appended to, and the token.
-
-    Raises:
-        SettingsError: The URL is none, or there is no token.
-    """
+    """Returns the base URL and the token."""
     import httpx
 
     token = settings.token.get_secret_value().strip()

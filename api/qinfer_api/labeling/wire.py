@@ -1,7 +1,7 @@
-"""Bodies of Label Studio's calls to an ML backend, and of the answers; of a call only the tasks are used.
+"""Bodies of Label Studio's ML-backend calls and their answers.
 
-Addresses and tokens in it (`hostname`, `access_token`, `params`) are not looked at: where Label Studio is, and what
-opens it, is a setting.
+Addresses and tokens in a call (`hostname`, `access_token`, `params`) are ignored; settings name Label Studio and its
+token.
 """
 
 import re
@@ -32,7 +32,7 @@ class LabelCall(msgspec.Struct, frozen=True, kw_only=True, rename={"said_project
 
     @property
     def project(self) -> int | None:
-        """The number of the project; `None` where it is not said."""
+        """The project's id, if the call has it."""
         return _project(self.said_project)
 
 
@@ -41,7 +41,7 @@ class PredictCall(LabelCall, frozen=True, kw_only=True):
 
     Attributes:
         tasks: The tasks, with their ids and data.
-        project: The project's id; Label Studio appends when it was made: `12.1735689600`.
+        project: The project's id; Label Studio appends its time of creation: `12.1735689600`.
         label_config: The project's label config as XML.
         params: With a `context`, a person waits for the regions of one task.
 
@@ -65,7 +65,7 @@ class SetupCall(LabelCall, frozen=True, kw_only=True, rename={"said_project": "p
     """A call of `setup`.
 
     Attributes:
-        project: The project's id; Label Studio appends when it was made: `12.1735689600`.
+        project: The project's id; Label Studio appends its time of creation: `12.1735689600`.
         schema: The project's label config as XML.
 
     Example:
@@ -86,8 +86,8 @@ class EventCall(LabelCall, frozen=True, kw_only=True):
     """A webhook.
 
     Attributes:
-        action: What happened: TASKS_CREATED is acted upon; others are taken and left alone.
-        tasks: Its tasks; null where they were not sent.
+        action: TASKS_CREATED queues the tasks; other actions do nothing.
+        tasks: Its tasks; null if they were not sent.
 
     Example:
         {"action": "TASKS_CREATED", "project": {"id": 12},
@@ -100,7 +100,7 @@ class EventCall(LabelCall, frozen=True, kw_only=True):
 
     @property
     def project(self) -> int | None:
-        """The number of the project, or of that of its first task; `None` where it is not said."""
+        """The project's id, else that of the first task's project."""
         said = self.said_project
         found: object = said.id if isinstance(said, EventProject) else said
         return _project(self.tasks[0].get("project") if found is None and self.tasks else found)
@@ -110,7 +110,7 @@ Call = TypeVar("Call", bound=LabelCall)
 
 
 class LabelHealth(msgspec.Struct, frozen=True):
-    """The model takes tasks.
+    """The model accepts tasks.
 
     Attributes:
         status: UP
@@ -124,24 +124,23 @@ class LabelSetup(msgspec.Struct, frozen=True):
     """The project fits.
 
     Attributes:
-        model_version: What predictions will call the model: `<model>:<version>`.
+        model_version: The model in its predictions: `<model>:<version>`.
     """
 
     model_version: str
 
 
 class LabelVersions(msgspec.Struct, frozen=True):
-    """The versions that are ready, the newest first."""
+    """The ready versions, newest first."""
 
     versions: list[str]
 
 
 class LabelPredictions(msgspec.Struct, frozen=True):
-    """An answer for each task, in their order.
+    """An answer for each task, in order.
 
     Attributes:
-        results: A prediction; or `{"error": …}`, without `result`, for a task that failed; or `[]` for one whose
-            prediction is pushed later.
+        results: A prediction; `{"error": …}` for a failed task; `[]` if the prediction is pushed later.
 
     Example:
         {"results": [{"result": [{"id": "q7-0", "type": "choices", "from_name": "label", "to_name": "text",
@@ -155,10 +154,10 @@ class LabelPredictions(msgspec.Struct, frozen=True):
 
 
 class LabelEvent(msgspec.Struct, frozen=True):
-    """The outcome of a webhook.
+    """The result of a webhook.
 
     Attributes:
-        queued: New tasks that are safe in the queue now.
+        queued: New tasks that are durably queued.
     """
 
     action: str
@@ -166,12 +165,12 @@ class LabelEvent(msgspec.Struct, frozen=True):
 
 
 class LabelOrder(msgspec.Struct, frozen=True):
-    """The outcome of an order.
+    """The result of an order.
 
     Attributes:
-        found: Tasks that were looked at.
-        queued: Those of them that are queued now, and were not before.
-        next: The `page` to go on with, one that was begun where no more tasks may wait; null when that was all.
+        found: Tasks that were examined.
+        queued: Tasks that were newly queued.
+        next: The `page` to continue with; null at the end.
     """
 
     found: int
@@ -180,11 +179,7 @@ class LabelOrder(msgspec.Struct, frozen=True):
 
 
 def read_call(body: Bytes, max_depth: int, kind: type[Call]) -> Call:
-    """Reads a call.
-
-    Raises:
-        InvalidRequest: It is no JSON object, or a member has the wrong type.
-    """
+    """Parses a call."""
     check_depth(body, max_depth)
     try:
         call = msgspec.json.decode(body, type=kind)
@@ -192,16 +187,12 @@ def read_call(body: Bytes, max_depth: int, kind: type[Call]) -> Call:
         raise InvalidRequest(_explained(str(error))) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is no JSON: {error}") from None
-    _ = call.project  # raises where what is said is none
+    _ = call.project  # raises if the project is invalid
     return call
 
 
 def task_id(task: Mapping[str, Any]) -> int:
-    """Returns the id of a task.
-
-    Raises:
-        InvalidRequest: It has none.
-    """
+    """Returns the id of a task."""
     number = task.get("id")
     if type(number) is not int or not 0 < number <= MAX_ID:
         raise InvalidRequest(f"a task has a number as its 'id'; got {shown(number)}")
@@ -217,7 +208,7 @@ def _explained(text: str) -> str:
 
 
 def _project(value: object) -> int | None:
-    """Reads a project: a number, or `<number>.<instant of its creation>`."""
+    """Parses a project: a number, or `<number>.<time of its creation>`."""
     if value is None or value == "":
         return None
     text = str(value).partition(".")[0] if type(value) in (int, str, float) else ""

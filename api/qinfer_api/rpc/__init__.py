@@ -1,1 +1,1 @@
-"""The gRPC side of the gateway: Triton's service, and the health service, on one port."""
+"""The gateway's gRPC server: Triton's service, health and reflection on one port."""

@@ -1,7 +1,6 @@
-"""Shared by all calls: who may call, parsing, and the way from an encoded request to an encoded reply.
+"""Authorization, parsing and encoded replies of all calls.
 
-Protobuf's work is ours to place, off the event loop if it is large; a request that is no protobuf is the client's
-mistake (INVALID_ARGUMENT).
+Large protobuf messages are parsed off the event loop; damaged ones are INVALID_ARGUMENT.
 """
 
 import asyncio
@@ -25,7 +24,7 @@ from qinfer_api.rpc.headers import Abort, Head, Method
 from qinfer_api.rpc.protocol import LARGE_BYTES, MAX_MESSAGE_BYTES, Call
 
 Serve = Callable[[Bytes, Call], Awaitable[Bytes]]
-"""A method's work: takes the encoded request and its call, gives the encoded reply."""
+"""Handles a method: from the encoded request to the encoded reply."""
 
 STRANGERS_BYTES = 64 * 1024
 """The largest message of calls that need no key."""
@@ -33,20 +32,11 @@ STRANGERS_BYTES = 64 * 1024
 SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
 
 INFERENCE = "inference"
-"""The group of the infer calls, of those that restrictions name."""
+"""The restriction group of the infer calls."""
 
 
 class Guard:
-    """Decides who may call.
-
-    Args:
-        services: The dispatcher, which knows the keys and whether the gateway is shutting down, and the settings: which
-            groups of calls need a secret in their metadata, which metadata goes along with infer requests, and how
-            large a message may be.
-
-    Raises:
-        SettingsError: One of these settings is wrong.
-    """
+    """Decides who may call, and makes methods that ask it."""
 
     def __init__(self, services: Services) -> None:
         rpc = services.settings.grpc
@@ -56,27 +46,13 @@ class Guard:
         self._max_message_bytes = rpc.max_message_bytes
 
     def admit(self, group: str, scope: Scope | None, head: Head, peer: str) -> Context:
-        """Decides by a call's head whether it may be made.
-
-        Args:
-            group: The group of calls that it belongs to.
-            scope: What its key must allow; `None` = it needs none.
-            head: The head.
-            peer: The address that it came from.
-
-        Returns:
-            Who asks.
-
-        Raises:
-            Abort: The gateway is shutting down.
-            QinferError: It may not.
-        """
+        """Authorizes a call by its head and returns its caller; `scope` `None` needs no key."""
         if self._dispatcher.draining:
             raise Abort("UNAVAILABLE", SHUTTING_DOWN)
         return self.admit_even_draining(group, scope, head, peer)
 
     def admit_even_draining(self, group: str, scope: Scope | None, head: Head, peer: str) -> Context:
-        """Decides as `admit` does, for a call that is served while the gateway shuts down, too."""
+        """Authorizes a call that is also served during a shutdown."""
         try:
             if self._restrictions.covers(group):
                 self._restrictions.check(group, head.first)
@@ -88,7 +64,7 @@ class Guard:
             raise self._dispatcher.refuse("", 0, error) if group == INFERENCE else error from None
 
     def forwarded(self, head: Head) -> dict[str, Scalar] | None:
-        """Returns the metadata that goes along with an infer request; `None` = none does."""
+        """Returns the metadata that an infer request forwards."""
         if self._forward is None:
             return None
         matches = self._forward.fullmatch
@@ -97,25 +73,18 @@ class Guard:
     def method(
         self, start: Callable[[Call, Bytes], None], group: str, scope: Scope | None, *, takes_stream: bool = False
     ) -> Method:
-        """Makes a method.
-
-        Args:
-            start: Begins a call that may be made.
-            group: The group of calls that it belongs to.
-            scope: What its key must allow; `None` = it needs none.
-            takes_stream: Its client sends a stream of messages.
-        """
-        # An administrator's models are larger than any request, and strangers have no large messages.
+        """Makes a method whose calls `start` begins after `admit`."""
+        # Models that administrators load exceed any request; callers without a key send small messages.
         most = MAX_MESSAGE_BYTES if scope is Scope.ADMIN else self._max_message_bytes
         if scope is None:
             most = min(most, STRANGERS_BYTES)
         return Method(partial(self.admit, group, scope), start, takes_stream, most)
 
     def unary(self, serve: Serve, group: str, scope: Scope | None = Scope.INFER) -> Method:
-        """Makes a method that takes a message and gives one; what `serve` raises is the call's status."""
+        """Makes a unary method; exceptions of `serve` become the status."""
 
         async def answer(call: Call, message: Bytes) -> None:
-            self._dispatcher.recheck(call.context)  # its head came earlier than its message
+            self._dispatcher.recheck(call.context)  # the key may have been revoked since the head came
             call.finish((await serve(message, call),))
 
         return self.method(lambda call, message: call.run(answer(call, message), has_deadline=True), group, scope)
@@ -128,14 +97,9 @@ class Guard:
         scope: Scope | None = Scope.INFER,
         is_change: Callable[[Any], bool] | None = None,
     ) -> Method:
-        """Makes a method that is a question and an answer, both small.
+        """Makes a unary method with small messages.
 
-        Args:
-            request: The class of the request message.
-            use_case: From the request to the reply message; may raise a `QinferError`.
-            group: The group of calls that it belongs to.
-            scope: What its key must allow; `None` = it needs none.
-            is_change: Tells of a request whether its key must allow `admin`; `None` = no request's must.
+        Requests for which `is_change` is true need the scope `admin`.
         """
         name = request.DESCRIPTOR.name.removesuffix("Request")
 
@@ -156,21 +120,12 @@ class Guard:
 
 
 async def read(message: Any, blob: Bytes) -> Any:
-    """Parses a message, off the event loop if it is large.
-
-    Raises:
-        InvalidRequest: It is none of that class.
-    """
+    """Parses a message, in a thread if it is large."""
     return parse(message, blob) if len(blob) <= LARGE_BYTES else await asyncio.to_thread(parse, message, blob)
 
 
 def parse(message: Any, blob: Bytes) -> Any:
-    """Parses a message.
-
-    Raises:
-        InvalidRequest: It is none of that class.
-        PayloadTooLarge: It is large, and has too many fields.
-    """
+    """Parses a message."""
     if len(blob) > LARGE_BYTES:
         check_fields(blob, message.DESCRIPTOR)
     try:

@@ -1,4 +1,4 @@
-"""Frames of HTTP/2 (RFC 9113), the bounds of a connection, and the rules of a request's header fields."""
+"""HTTP/2 frames (RFC 9113), the limits of a connection, and checks of request headers."""
 
 import re
 import struct
@@ -42,22 +42,19 @@ TWO_WORDS = struct.Struct(">II")
 
 
 class Limits(NamedTuple):
-    """Bounds of a connection.
+    """Limits of a connection.
 
     Attributes:
-        streams: Requests in flight.
-        header_bytes: Size of a request's header list (section 6.5.2), and of an encoded one.
-        frame_bytes: Payload of a frame that is received.
-        window_bytes: Bytes of one request that may come before it is let through.
-        connection_window_bytes: Bytes of all requests that may be under way.
-        idle_frames: Frames that bring no request further that may come at once.
-        idle_frames_per_s: Such frames that time allows again, per second.
-        preface_s: Seconds that the first SETTINGS frame may take.
-        body_s: Seconds without a byte that an unfinished message may take.
-        idle_s: Seconds without a request after which the connection ends; 0 = never.
-        age_s: Seconds after which it takes no more requests; 0 = never.
-        ping_s: Seconds of silence after which the client is asked for a sign of life.
-        pong_s: Seconds that its answer may take.
+        header_bytes: Of a header list (section 6.5.2), and of an encoded one.
+        window_bytes: Of one request that may arrive before it is admitted.
+        connection_window_bytes: Of all requests together.
+        idle_frames: Frames that advance no request, in one burst.
+        preface_s: Until the first SETTINGS frame.
+        body_s: Without a byte of an unfinished message.
+        idle_s: Without a request until the connection ends; 0 = unlimited.
+        age_s: Until the connection takes no more requests; 0 = unlimited.
+        ping_s: Silence before a PING.
+        pong_s: Until the PING must be answered.
     """
 
     streams: int = 1000
@@ -76,11 +73,7 @@ class Limits(NamedTuple):
 
 
 class ConnectionFault(Exception):
-    """An error that ends a connection.
-
-    Attributes:
-        code: HTTP/2's error code.
-    """
+    """An error that ends a connection; `code` is HTTP/2's."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -88,20 +81,16 @@ class ConnectionFault(Exception):
 
 
 class Malformed(Exception):
-    """A request that breaks the rules of section 8.1.1; its stream is reset."""
+    """A request that breaks section 8.1.1; its stream is reset."""
 
 
 def frame(kind: int, flags: int, number: int, payload: Bytes = b"") -> bytes:
-    """Returns a frame."""
+    """Encodes a frame."""
     return b"".join((HEAD.pack(len(payload) << 8 | kind, flags, number), payload))
 
 
 def word(payload: bytes, what: str) -> int:
-    """Reads a payload that is one number.
-
-    Raises:
-        ConnectionFault: It has another length.
-    """
+    """Parses a payload that is one number."""
     if len(payload) != WORD.size:
         raise ConnectionFault(FRAME_SIZE_ERROR, f"{what} of {len(payload)} bytes")
     value: int = WORD.unpack(payload)[0]
@@ -109,11 +98,7 @@ def word(payload: bytes, what: str) -> int:
 
 
 def check_setting(key: int, value: int) -> None:
-    """Checks a client's setting (section 6.5.2).
-
-    Raises:
-        ConnectionFault: It may not have that value.
-    """
+    """Checks a client's setting (section 6.5.2)."""
     if key == INITIAL_WINDOW_SIZE and value > MAX_WINDOW_BYTES:
         raise ConnectionFault(FLOW_CONTROL_ERROR, f"SETTINGS_INITIAL_WINDOW_SIZE of {value}")
     if key == MAX_FRAME_SIZE and not MIN_FRAME_BYTES <= value <= MAX_FRAME_BYTES:
@@ -123,11 +108,7 @@ def check_setting(key: int, value: int) -> None:
 
 
 def unpadded(flags: int, data: bytes, begin: int, stop: int) -> tuple[int, int]:
-    """Returns where the content of a DATA or HEADERS frame begins and stops, without padding and priority.
-
-    Raises:
-        ConnectionFault: The padding is longer than the frame.
-    """
+    """Returns the bounds of a DATA or HEADERS frame's content, without padding and priority."""
     if flags & PADDED:
         if begin == stop:
             raise ConnectionFault(FRAME_SIZE_ERROR, "a padded frame without the length of its padding")
@@ -145,8 +126,8 @@ _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch
 _BAD_BYTES = b"\0\r\n"
 _OF_CONNECTIONS = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
 _PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
-_MAX_REMEMBERED = 32  # names of a request; clients have few sequences of them, and send no more
-_REMEMBERED_BYTES = 64  # of a name; a client could fill the gateway's memory with longer ones
+_MAX_REMEMBERED = 32  # clients have few sequences of names; more are not cached
+_REMEMBERED_BYTES = 64  # of a name; longer ones could fill the memory
 
 
 @lru_cache(maxsize=1024)
@@ -155,25 +136,17 @@ def _is_name(name: bytes) -> bool:
 
 
 def check_fields(fields: Sequence[Field]) -> None:
-    """Checks fields by themselves.
-
-    Raises:
-        Malformed: One may not be sent, or not with its value.
-    """
+    """Checks each field by itself."""
     for name, value in fields:
         is_name = _is_name if len(name) <= _REMEMBERED_BYTES else _is_name.__wrapped__
-        # Spaces at the ends are against HTTP/2, but gRPC's clients send what callers say, and its servers take it.
+        # HTTP/2 forbids spaces at the ends, but gRPC clients send them and its servers accept them.
         is_value = len(value.translate(None, _BAD_BYTES).strip(b"\t")) == len(value)
         if not (is_value and is_name(name)) or (name == b"te" and value != b"trailers"):
             raise Malformed(f"the header field {name!r} may not be sent, or not with this value")
 
 
 def places(names: tuple[bytes, ...]) -> Mapping[str, int]:
-    """Returns where the first field of each name is.
-
-    Raises:
-        Malformed: They are not the names of a request: its pseudo-header fields come first, and once each.
-    """
+    """Returns the place of each name's first field; checks that pseudo-headers come first and once."""
     found = _remembered_places(names) if len(names) <= _MAX_REMEMBERED else _places(names)
     if found is None:
         raise Malformed("a pseudo-header field is unknown, repeated or out of place")

@@ -1,4 +1,4 @@
-"""Header fields of gRPC (doc/PROTOCOL-HTTP2.md): the heads of calls, and the statuses that end them."""
+"""Header fields of gRPC (doc/PROTOCOL-HTTP2.md): heads of calls, and their final statuses."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ HEAD = b"".join(
 )
 """The header block of a reply, without metadata."""
 
-# A status's text is a header, of which clients take 8 KiB by default; ASCII takes up to 3 bytes there, others 12.
+# Clients accept 8 KiB of a header by default; an ASCII character takes up to 3 bytes there, others 12.
 _MAX_ASCII, _MAX_OTHER = 2000, 500
 
 _NOWHERE: Mapping[str, int] = {}
@@ -38,13 +38,7 @@ Metadata = Sequence[tuple[str, str]]
 
 
 class Abort(Exception):
-    """Ends a call with a status.
-
-    Attributes:
-        code: The status's name.
-        text: Its text.
-        again_s: Seconds after which to try again; 0 = unknown.
-    """
+    """Ends a call with a status; `again_s` 0 means an unknown time of retry."""
 
     def __init__(self, code: str, text: str, again_s: int = 0) -> None:
         super().__init__(text)
@@ -54,12 +48,7 @@ class Abort(Exception):
 
 
 class Packing(NamedTuple):
-    """How the messages of replies are compressed.
-
-    Attributes:
-        encoding: The format.
-        level: The level of zlib.
-    """
+    """Compression of the reply's messages; `level` is zlib's."""
 
     encoding: Encoding
     level: int
@@ -68,14 +57,9 @@ class Packing(NamedTuple):
 class Method(NamedTuple):
     """A method of a service.
 
-    Attributes:
-        admit: Decides by the head, and the address that it came from, whether the call may be made, and raises if not;
-            its result is `Call.context`.
-        start: Begins the call, with its message; with b"" where the client sends a stream of them.
-        takes_stream: The client sends a stream of messages.
-        max_message_bytes: The largest message, decompressed.
-        is_awaited: A shutdown waits for its calls; `False` where they last as long as their clients like.
-        compression: The level of zlib at which its replies are compressed for clients that accept it; 0 = none is.
+    `admit` decides by the head and the peer's address, and returns `Call.context` or raises. `start` gets the message,
+    or b"" for a stream. `is_awaited` is false if a shutdown does not wait for its calls. `compression` is the zlib
+    level of replies, 0 = uncompressed.
     """
 
     admit: Callable[["Head", str], Any]
@@ -87,16 +71,10 @@ class Method(NamedTuple):
 
 
 class Head:
-    """The head of a call; calls with equal headers share one.
+    """The head of a call, shared by calls with equal headers.
 
-    Attributes:
-        method: What is called; `None` = nothing that exists, or not properly: `refusal` says so.
-        refusal: The header block that ends the call.
-        fields: The headers.
-        timeout_s: Seconds until the client gives up; infinite = never.
-        encoding: How its compressed messages are compressed.
-        packing: How those of its reply are; `None` = they are not.
-        memo: What methods have worked out from the metadata.
+    Without a method, `refusal` is the header block that ends the call. `memo` caches what a method derives from the
+    metadata.
     """
 
     __slots__ = ("_places", "_values", "encoding", "fields", "memo", "method", "packing", "refusal", "timeout_s")
@@ -111,7 +89,7 @@ class Head:
         self.method = method
         self.refusal = refusal
         self.fields: Sequence[hpack.Field] = ()
-        self._places = places  # of the first header of each name, among the values
+        self._places = places  # name → place of its first value
         self._values = values
         self.timeout_s = math.inf
         self.encoding: Encoding | None = None
@@ -120,7 +98,7 @@ class Head:
 
     @property
     def metadata(self) -> Metadata:
-        """The headers that are not the protocol's own, names in lower case; binary ones are left out."""
+        """The headers that gRPC does not define, names in lower case, without binary ones."""
         return [
             (name.decode(), value.decode("latin-1"))
             for name, value in self.fields
@@ -128,21 +106,17 @@ class Head:
         ]
 
     def first(self, name: str) -> str | None:
-        """Returns the value of a header; of several the first."""
+        """Returns the first value of a header."""
         place = self._places.get(name)
         return None if place is None else self._values[place].decode("latin-1")
 
     def every(self, name: str) -> list[str]:
-        """Returns the values of a header, in order."""
+        """Returns all values of a header."""
         return [value for other, value in self.metadata if other == name] if name in self._places else []
 
 
 def read_timeout(text: bytes) -> float:
-    """Reads a `grpc-timeout`, in seconds.
-
-    Raises:
-        Abort: It is none.
-    """
+    """Parses `grpc-timeout` to seconds."""
     digits, unit = text[:-1], _UNITS_S.get(text[-1:])
     if unit is None or not digits.isdigit() or len(digits) > _MAX_TIMEOUT_DIGITS:
         shown = text[:20].decode("latin-1")
@@ -151,11 +125,7 @@ def read_timeout(text: bytes) -> float:
 
 
 def read_encoding(text: bytes) -> Encoding | None:
-    """Reads a `grpc-encoding`; `None` = messages are not compressed.
-
-    Raises:
-        Abort: It is not supported.
-    """
+    """Parses `grpc-encoding`; `None` = no compression."""
     try:
         return _ENCODINGS[text]
     except KeyError:
@@ -166,20 +136,20 @@ def read_encoding(text: bytes) -> Encoding | None:
 
 
 def choose_packing(accepted: str, level: int) -> Packing | None:
-    """Chooses how replies are compressed, at a level of zlib (0 = not), for a client that accepts these encodings."""
+    """Chooses the compression of replies from a client's accepted encodings."""
     known = {name.strip() for name in accepted.split(",")}
     encoding: Encoding | None = "gzip" if "gzip" in known else "deflate" if "deflate" in known else None
     return Packing(encoding, level) if level and encoding is not None else None
 
 
 def trailers_only(abort: Abort, status: int = 200, initial: bytes = b"") -> bytes:
-    """Returns the header block of a reply that is a status alone."""
+    """Returns the header block of a reply that is only a status."""
     head = initial or hpack.status(status) + HEAD[1:]
     return head + status_fields(abort)
 
 
 def status_fields(abort: Abort) -> bytes:
-    """Returns the fields that end a call: status, its text percent-encoded, and when to try again (gRFC A6)."""
+    """Returns the fields of a status, with the time of retry (gRFC A6)."""
     text = quote(shortened(abort.text), safe=UNQUOTED)
     again = hpack.field(b"grpc-retry-pushback-ms", b"%d" % (abort.again_s * 1000)) if abort.again_s else b""
     status = hpack.field(b"grpc-status", b"%d" % _NUMBERS[abort.code])
@@ -187,6 +157,6 @@ def status_fields(abort: Abort) -> bytes:
 
 
 def shortened(text: str) -> str:
-    """Returns a text that a status can carry: the middle of a longer one is left out."""
+    """Cuts the middle out of a text that is too long for a status."""
     most = _MAX_ASCII if text.isascii() else _MAX_OTHER
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

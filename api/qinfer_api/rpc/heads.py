@@ -1,4 +1,4 @@
-"""The heads of gRPC calls, which of them become calls, and how many are under way."""
+"""Parses the heads of gRPC calls, and counts the calls in flight."""
 
 import asyncio
 from collections.abc import Mapping
@@ -14,22 +14,7 @@ from qinfer_api.turns import Turns
 
 
 class Server:
-    """Reads the heads of calls; one for all connections.
-
-    Args:
-        methods: By path, as `/package.Service/Method`.
-        limits: The bounds of each connection.
-        receiving: The memory of messages that have not come in whole.
-        visitors: Refuses calls that may come from a stranger's page; `None` = refuses none.
-
-    Attributes:
-        limits: As given.
-        receiving: As given.
-        turns: Says how long a connection is read at a time.
-        connections: Those that are open.
-        is_closing: No more connections are taken.
-        new_id: Makes the ids of calls that become no request.
-    """
+    """Creates the calls of all connections; methods are keyed by path, as `/package.Service/Method`."""
 
     def __init__(
         self,
@@ -50,11 +35,7 @@ class Server:
         self._ended = asyncio.Event()
 
     def read_head(self, fields: list[hpack.Field] | None) -> Head:
-        """Reads the head of a call.
-
-        Raises:
-            Malformed: It is not that of a request.
-        """
+        """Parses the head of a call; `None` stands for fields over the limit."""
         if fields is None:
             text = f"the metadata is larger than {self.limits.header_bytes} bytes"
             return Head(None, trailers_only(Abort("RESOURCE_EXHAUSTED", text), 431))
@@ -85,7 +66,7 @@ class Server:
         return head
 
     def _refusal(self, verb: bytes, content: bytes, fields: list[hpack.Field]) -> bytes:
-        """Returns the header block that answers what is no call, or may be a stranger's page's; empty = neither."""
+        """Returns the header block that refuses a request that is not gRPC, or that a stranger's page may have sent."""
         if not content.startswith(b"application/grpc"):
             return hpack.status(415)
         if verb != b"POST":
@@ -94,18 +75,18 @@ class Server:
         return trailers_only(Abort("PERMISSION_DENIED", problem)) if problem else b""
 
     def stream(self, connection: Connection, number: int, head: Head, *, is_ended: bool) -> Call:
-        """Makes a call."""
+        """Creates a call."""
         self._calls += _is_awaited(head)
         return Call(self, connection, number, head, is_ended=is_ended)
 
     def closed(self, head: Head) -> None:
-        """Counts a call that has ended."""
+        """Counts an ended call."""
         self._calls -= _is_awaited(head)
         if not self._calls:
             self._ended.set()
 
     async def ended(self) -> None:
-        """Returns when no call is under way that is awaited."""
+        """Waits until no awaited call is in flight."""
         while self._calls:
             self._ended.clear()
             await self._ended.wait()

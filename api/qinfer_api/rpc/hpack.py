@@ -1,7 +1,6 @@
-"""Header compression of HTTP/2 (RFC 7541): a decoder, and how the few header fields of replies are encoded.
+"""HPACK (RFC 7541): a complete decoder, and a stateless encoder for replies.
 
-The decoder follows the whole of the RFC. Replies use the static table and literals only, so that they need no state: a
-block is laid out once and sent many times.
+Replies use only the static table and literals, so a block is encoded once and sent many times.
 """
 
 from collections.abc import Callable
@@ -9,30 +8,26 @@ from functools import lru_cache
 from typing import Any
 
 MAX_TABLE_BYTES = 4096
-"""Bytes of the dynamic table that a client may use (SETTINGS_HEADER_TABLE_SIZE, its default)."""
+"""Size of a client's dynamic table (the default SETTINGS_HEADER_TABLE_SIZE)."""
 
 EMPTY_TABLE = b"\x20"
-"""The update that sets the dynamic table of replies to 0 bytes; sent where a client wants a smaller one."""
+"""The update that sets the table of replies to 0 bytes, for a client that wants a smaller one."""
 
 Field = tuple[bytes, bytes]
 
-_ENTRY_BYTES = 32  # what an entry counts beside its name and value (section 4.1)
+_ENTRY_BYTES = 32  # overhead of an entry (section 4.1)
 _MAX_INTEGER_BYTES = 5
 _MAX_RESIZES = 2  # of the table before the first field of a block (section 4.2)
 
 
 class HpackError(Exception):
-    """A header block that can't be decoded; the state of its connection is lost with it."""
+    """A header block that can't be decoded; its connection can't continue."""
 
 
 class Decoder:
-    """Decodes the header blocks of one connection, in their order.
+    """Decodes the header blocks of one connection, in order.
 
-    Args:
-        max_list_bytes: The size of a header list, counted as section 4.1 does, above which fields are left out.
-
-    Attributes:
-        generation: Changes whenever the dynamic table does: equal blocks of one generation have equal fields.
+    `generation` changes with the dynamic table: equal blocks of one generation have equal fields.
     """
 
     def __init__(self, max_list_bytes: int) -> None:
@@ -43,14 +38,9 @@ class Decoder:
         self.generation = 0
 
     def decode(self, block: bytes) -> tuple[list[Field] | None, list[Field]]:
-        """Decodes a block.
+        """Decodes a block to all fields and those sent as literals, which no table holds yet.
 
-        Returns:
-            All fields, or `None` for those that are larger than `max_list_bytes` together; and of these, those that
-            came as literals: the others are of a table, and have been seen before.
-
-        Raises:
-            HpackError: The block is damaged.
+        The first is `None` above `max_list_bytes`, counted as in section 4.1.
         """
         fields: list[Field] = []
         literals: list[Field] = []
@@ -116,13 +106,13 @@ def _size(fields: list[Field]) -> int:
 
 
 def _integer(block: bytes, position: int, byte: int, mask: int) -> tuple[int, int]:
-    """Reads an integer whose prefix is in a byte (section 5.1); returns it, and where the next thing begins."""
+    """Parses an integer (section 5.1); returns it and the next position."""
     value = byte & mask
     return (value, position) if value < mask else _long_integer(block, position, mask)
 
 
 def _long_integer(block: bytes, position: int, value: int) -> tuple[int, int]:
-    """Reads the rest of an integer that its prefix has no room for."""
+    """Parses an integer that exceeds its prefix."""
     if block[position] < 0x80:
         return value + block[position], position + 1
     for shift in range(0, 7 * _MAX_INTEGER_BYTES, 7):
@@ -135,7 +125,7 @@ def _long_integer(block: bytes, position: int, value: int) -> tuple[int, int]:
 
 
 def _text(block: bytes, position: int, unpack: Callable[[bytes], bytes]) -> tuple[bytes, int]:
-    """Reads a string (section 5.2); returns it, and where the next thing begins."""
+    """Parses a string (section 5.2); returns it and the next position."""
     byte = block[position]
     length, position = byte & 0x7F, position + 1
     if length == 0x7F:
@@ -148,12 +138,12 @@ def _text(block: bytes, position: int, unpack: Callable[[bytes], bytes]) -> tupl
 
 
 def field(name: bytes, value: bytes) -> bytes:
-    """Encodes a field as a literal that no table remembers (section 6.2.2)."""
+    """Encodes a field as a literal without indexing (section 6.2.2)."""
     return b"".join((named(name), length(len(value)), value))
 
 
 def named(name: bytes) -> bytes:
-    """Encodes the begin of a field, up to its value's length, as `field` does."""
+    """Encodes a field up to its value's length."""
     return b"".join((b"\x00", length(len(name)), name))
 
 
@@ -165,7 +155,7 @@ def status(code: int) -> bytes:
 
 @lru_cache(maxsize=256)
 def length(size: int) -> bytes:
-    """Encodes the length of a string that is no Huffman code."""
+    """Encodes the length of a string without Huffman code."""
     if size < 0x7F:
         return bytes((size,))
     size -= 0x7F
@@ -198,14 +188,14 @@ def _static() -> dict[int, Field]:
 
 _STATIC = _static()
 _FIRST_OWN = len(_STATIC) + 1
-"""The index of the newest entry of a connection's own table."""
+"""The index of the dynamic table's newest entry."""
 
 _STATUSES = {int(value): index for index, (name, value) in _STATIC.items() if name == b":status"}
 
 # -- Huffman codes (section 5.2, appendix B) ---------------------------------------------------------------------------
 
-# The length of each byte's code in bits, then that of the end of a string. The codes follow from the lengths, because
-# they are canonical: counted up in the order of length, then of byte.
+# The length of each byte's code in bits, then of the end of string. The codes are canonical: they count up by length,
+# then by byte.
 _CODE_LENGTHS = """
     13 23 28 28 28 28 28 28 28 24 30 28 28 30 28 28 28 28 28 28 28 28 30 28 28 28 28 28 28 28 28 28 6 10 10 12 13 6 8
     11 10 10 8 11 8 6 6 6 5 5 5 6 6 6 6 6 6 6 7 8 15 6 12 10 13 6 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 8 7 8 13
@@ -219,11 +209,11 @@ _END = 256
 
 _Step = tuple[bytes, "_Node"]
 _Node = list["_Step | None"]
-"""A place in the code's tree, by the bytes that may come next: what they complete, and where they lead."""
+"""A node of the code's tree: for each next byte, its output and the next node."""
 
 
 class _Huffman:
-    """Decodes strings byte by byte; a step of the tree's is worked out when it is first needed."""
+    """Decodes strings byte by byte; computes steps of the tree when first needed."""
 
     def __init__(self) -> None:
         self._branches: list[list[int]] = [[0, 0]]  # by node and bit: a node, or ~symbol
@@ -237,7 +227,7 @@ class _Huffman:
         self._nodes: list[_Node] = [[None] * 256 for _ in self._branches]
         self._numbers = {id(node): number for number, node in enumerate(self._nodes)}
         number, self._ends = 0, {id(self._nodes[0])}
-        for _ in range(7):  # a string is filled up with ones, fewer than a byte
+        for _ in range(7):  # fewer than 8 ones pad a string
             number = self._branches[number][1]
             self._ends.add(id(self._nodes[number]))
 
@@ -252,11 +242,7 @@ class _Huffman:
         self._branches[number][code & 1] = ~symbol
 
     def decode(self, text: bytes) -> bytes:
-        """Decodes a string.
-
-        Raises:
-            HpackError: It has the code of the end, or ends within a code.
-        """
+        """Decodes a string."""
         node: Any = self._nodes[0]
         pieces: list[bytes] = []
         append = pieces.append
@@ -264,7 +250,7 @@ class _Huffman:
             for byte in text:
                 piece, node = node[byte]
                 append(piece)
-        except TypeError:  # a step that is not worked out yet
+        except TypeError:  # a step that is not computed yet
             self._walk(text)
             return self.decode(text)
         if id(node) not in self._ends:
@@ -272,7 +258,7 @@ class _Huffman:
         return b"".join(pieces)
 
     def _walk(self, text: bytes) -> None:
-        """Works out the steps that a string takes."""
+        """Computes the steps of a string."""
         node = self._nodes[0]
         for byte in text:
             node = (node[byte] or self._step(node, byte))[1]
@@ -292,7 +278,7 @@ class _Huffman:
 
 _unpack = _Huffman().decode
 _unpack_remembered = lru_cache(maxsize=1024)(_unpack)
-_REMEMBERED_BYTES = 64  # of a name; a client could fill the gateway's memory with longer ones
+_REMEMBERED_BYTES = 64  # of a name; longer ones could fill the memory
 
 
 def _unpack_name(text: bytes) -> bytes:

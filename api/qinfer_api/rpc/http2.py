@@ -1,11 +1,8 @@
-"""The server's side of an HTTP/2 connection (RFC 9113): reads its frames, and keeps their rules.
+"""The server side of an HTTP/2 connection (RFC 9113): reads frames and enforces their rules.
 
-What a request means is the business of a `Service`, which makes a `Stream` of each. Nothing here waits: bytes come in
-by `data_received`, and go out by the transport's `write`.
-
-All that a client can send is bounded (`Limits`). Frames that bring no request further (PING, SETTINGS, RST_STREAM,
-empty DATA, …) use up an allowance, which replies and time fill again; without it the connection ends with
-ENHANCE_YOUR_CALM. One that has sent much is read in turns with others (`Turns`).
+A `Service` makes a `Stream` of each request. Nothing here waits. All input is bounded (`Limits`): frames that advance
+no request (PING, SETTINGS, RST_STREAM, empty DATA, …) use up an allowance that replies and time refill; without it the
+connection ends with ENHANCE_YOUR_CALM. Connections that send a lot are read in turns (`Turns`).
 """
 
 import asyncio
@@ -23,28 +20,21 @@ from qinfer_api.turns import SLICE_BYTES, SMALL_BYTES, Turns
 
 logger = logging.getLogger(__name__)
 
-_CACHED_BLOCKS, _CACHED_BLOCK_BYTES = 256, 1024  # together the memory that a client can make a connection keep
+_CACHED_BLOCKS, _CACHED_BLOCK_BYTES = 256, 1024  # their product is the memory that a client can pin
 _REMEMBERED_STREAMS = 256
-_BYTES_PER_FRAME = 128  # of a header block that opens nothing: so many cost as much as a frame
-_STREAMS_PER_FRAME = 64  # whose windows change: so many cost as much as a frame
-_PROGRESS = 4  # frames that bring nothing further, allowed for each stream that ends and each frame of DATA
+_BYTES_PER_FRAME = 128  # of a header block that opens no stream; as many cost as much as a frame
+_STREAMS_PER_FRAME = 64  # whose windows change; as many cost as much as a frame
+_PROGRESS = 4  # idle frames earned by each ended stream and each DATA frame
 _NOT_HTTP2 = (
     b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\n\r\n"
     b"this port speaks gRPC, over HTTP/2 only; HTTP/1.1 is spoken on the HTTP port\n"
 )
-_LAST_SECOND_S = 1.0  # in which requests that are under way come in before a shutdown
+_LAST_SECOND_S = 1.0  # grace for requests that are under way at a shutdown
 _SIGN_OF_LIFE, _SHUTDOWN = b"liveness", b"shutdown"
 
 
 class Service(Protocol):
-    """Gives requests their meaning; one for all connections of a server.
-
-    Attributes:
-        limits: The bounds of each connection.
-        turns: Says how long a connection is read at a time.
-        connections: Those that are open.
-        is_closing: No more connections are taken.
-    """
+    """Handles requests; one for all connections of a server."""
 
     limits: Limits
     turns: Turns
@@ -52,70 +42,58 @@ class Service(Protocol):
     is_closing: bool
 
     def read_head(self, fields: list[Field] | None) -> Any:
-        """Reads a request's header fields; the result is used again for equal ones.
-
-        Args:
-            fields: The fields; `None` = they are larger than the limit.
+        """Parses a request's header fields, `None` if too large; equal fields reuse the result.
 
         Raises:
-            Malformed: They are not those of a request.
+            Malformed: The fields are not those of a request.
         """
 
     def stream(self, connection: "Connection", number: int, head: Any, *, is_ended: bool) -> Stream:
-        """Makes the stream of a request; `Stream.opened` is called next."""
+        """Creates the stream of a request; `Stream.opened` follows."""
 
 
 class Connection(asyncio.Protocol):
-    """One connection.
-
-    Args:
-        service: Gives requests their meaning.
-
-    Attributes:
-        service: As given.
-        output: What leaves the connection.
-        peer: The address of the client; empty = not known.
-    """
+    """One connection; `output` writes its frames."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
         self.output = Output()
         self.peer = ""
         self._decoder = Decoder(service.limits.header_bytes)
-        self._heads: dict[bytes, Any] = {}  # by header block, as long as the decoder's table does not change
+        self._heads: dict[bytes, Any] = {}  # by header block, while the decoder's table does not change
         self._generation = 0
-        self._is_tainted = False  # the decoder's table may have fields that may not be sent
+        self._is_tainted = False  # the decoder's table may have forbidden fields
         self._rest = b""
-        self._awaits_turn = False  # to read that
+        self._awaits_turn = False  # to read `_rest`
         self._has_preface = self._has_settings = False
-        self._block: tuple[int, int, bytearray] | None = None  # stream, flags and begin of a block that goes on
+        self._block: tuple[int, int, bytearray] | None = None  # stream, flags and start of an unfinished block
         self._streams: dict[int, Stream] = {}
-        self._abandoned: deque[int] = deque(maxlen=_REMEMBERED_STREAMS)  # the client may not know yet
+        self._abandoned: deque[int] = deque(maxlen=_REMEMBERED_STREAMS)  # reset streams that the client may still use
         self._last = 0
         self._last_taken = frames.LAST_STREAM
         self._window = service.limits.connection_window_bytes
         self._allowance = service.limits.idle_frames
         self._age_s = service.limits.age_s * random.uniform(0.9, 1.1)  # noqa: S311 - else all would reconnect at once
         self._made_s = self._busy_s = self._heard_s = 0.0
-        self._pinged_s = self._goes_s = self._stuck_s = 0.0  # 0 = it is not so
+        self._pinged_s = self._goes_s = self._stuck_s = 0.0  # 0 = not the case
         self._is_heard = False  # since the last check
         self._takes_no_more = asyncio.Event()
 
     # -- asyncio's calls -----------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Waits for the preface: the server's settings, sent before, would hide the answer to HTTP/1.1."""
-        self.output.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+        """Waits for the preface, because settings sent earlier would hide the answer to HTTP/1.1."""
+        self.output.transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass of it
         address = transport.get_extra_info("peername")
         self.peer = address[0] if isinstance(address, tuple) else ""
         self._made_s = self._busy_s = self._heard_s = asyncio.get_running_loop().time()
-        if self.service.is_closing:  # it was accepted while the port was closed
+        if self.service.is_closing:  # accepted while the port was closing
             self.close()
         else:
             self.service.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
-        """Reads the frames that are complete."""
+        """Reads the complete frames."""
         if self.output.is_closed:
             return
         self._is_heard = True
@@ -135,7 +113,7 @@ class Connection(asyncio.Protocol):
             self._rest = data[position:]
 
     def _read_in_turns(self, data: bytes, position: int) -> int:
-        """Reads frames until the turn is over; the rest waits for another."""
+        """Reads frames until the turn is over."""
         turns, before, last = self.service.turns, -1, len(data) - frames.HEAD_BYTES
         while before < position <= last and not self._awaits_turn:
             if not turns.may_read():
@@ -147,7 +125,7 @@ class Connection(asyncio.Protocol):
         return position
 
     def _go_on(self) -> None:
-        """Reads what was left when its turn was over, or its client did not take replies; then reads on."""
+        """Reads the data left by a turn or a pause, then resumes reading."""
         self._awaits_turn = False
         if not (self.output.is_paused or self.output.transport.is_closing()):
             self.data_received(b"")
@@ -155,7 +133,7 @@ class Connection(asyncio.Protocol):
                 self.output.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancels what is in flight."""
+        """Cancels the requests in flight."""
         self.output.is_closed = True
         self._takes_no_more.set()
         self.service.connections.discard(self)
@@ -168,13 +146,13 @@ class Connection(asyncio.Protocol):
             stream.cancelled()
 
     def pause_writing(self) -> None:
-        """Reads nothing from a client that does not take its replies."""
+        """Pauses reading while the client does not read its replies."""
         self.output.is_paused = True
         self._stuck_s = asyncio.get_running_loop().time()
         self.output.transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """Goes on."""
+        """Resumes writing and reading."""
         self.output.is_paused = False
         self._stuck_s = 0.0
         self.output.pump_all()
@@ -184,7 +162,7 @@ class Connection(asyncio.Protocol):
     # -- frames --------------------------------------------------------------------------------------------------------
 
     def _read_preface(self, data: bytes) -> int:
-        """Returns where frames begin; nowhere in the data as long as the preface is not complete."""
+        """Returns the position of the first frame; 0 while the preface is incomplete."""
         if data.startswith(frames.PREFACE):
             self._has_preface = True
             self._send_settings()
@@ -206,7 +184,7 @@ class Connection(asyncio.Protocol):
         self.output.write_window(0, limits.connection_window_bytes - frames.FIRST_WINDOW_BYTES)
 
     def _read_frames(self, data: bytes, position: int, last: int) -> int:
-        """Reads the whole frames that begin from one position to another; returns where the next one begins."""
+        """Reads whole frames that begin up to `last`; returns the position of the next."""
         end, most = len(data), self.service.limits.frame_bytes
         while position <= last and self._has_preface:
             size, flags, number = frames.HEAD.unpack_from(data, position)
@@ -255,7 +233,7 @@ class Connection(asyncio.Protocol):
         else:
             if begin == stop:
                 self._count_idle("empty DATA")
-            stream.grant(size - (stop - begin))  # padding is read at once
+            stream.grant(size - (stop - begin))  # padding counts as read
         stream.data_received(data[begin:stop])
 
     def _refuse_data(self, number: int, stream: Stream | None) -> None:
@@ -280,7 +258,7 @@ class Connection(asyncio.Protocol):
             raise ConnectionFault(frames.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
         number, first_flags, block = self._block
         block += payload
-        if len(block) > 4 * self.service.limits.header_bytes:  # a smaller one costs its request only
+        if len(block) > 4 * self.service.limits.header_bytes:  # a smaller one costs no more than its request
             raise ConnectionFault(frames.ENHANCE_YOUR_CALM, f"a header block of more than {len(block)} bytes")
         if flags & frames.END_HEADERS:
             self._block = None
@@ -289,7 +267,7 @@ class Connection(asyncio.Protocol):
             self._count_idle("CONTINUATION")
 
     def _read_block(self, number: int, block: bytes, *, is_ended: bool) -> None:
-        """Reads a whole header block: that of a new request, or the trailers of one."""
+        """Reads a whole header block, of a new request or of trailers."""
         head = self._heads.get(block)
         if head is not None and number > self._last:
             self._last = number
@@ -322,7 +300,7 @@ class Connection(asyncio.Protocol):
 
     def _open(self, number: int, head: Any, *, is_ended: bool) -> None:
         if number > self._last_taken:
-            return  # the client was told that it is not taken
+            return  # GOAWAY told the client that it is not handled
         if len(self._streams) >= self.service.limits.streams:
             self._count_idle("more streams than allowed")
             self._write_reset(number, frames.REFUSED_STREAM)
@@ -331,7 +309,7 @@ class Connection(asyncio.Protocol):
         stream.opened()
 
     def _read_trailers(self, number: int, cost: int, *, is_ended: bool) -> None:
-        """Reads the trailers of a request, which mean nothing here."""
+        """Reads the trailers of a request, which are ignored."""
         stream = self._streams.get(number)
         self._count_idle("trailers", cost)
         if stream is None:
@@ -436,7 +414,7 @@ class Connection(asyncio.Protocol):
 
     def _count_idle(self, what: str, cost: int = 1) -> None:
         self._allowance -= cost
-        if self.output.progress:  # clients answer DATA by WINDOW_UPDATE, and measure its time by PING
+        if self.output.progress:  # clients answer DATA with WINDOW_UPDATE, and time it with PING
             self._allowance += _PROGRESS * self.output.progress
             self._allowance = min(self._allowance, self.service.limits.idle_frames)
             self.output.progress = 0
@@ -446,9 +424,9 @@ class Connection(asyncio.Protocol):
     # -- ends of streams -----------------------------------------------------------------------------------------------
 
     def finished(self, stream: Stream) -> None:
-        """Forgets a stream whose reply is written."""
+        """Removes a stream whose reply is written."""
         if not stream.is_ended:
-            self._write_reset(stream.number, frames.NO_ERROR)  # the rest of the request is not wanted
+            self._write_reset(stream.number, frames.NO_ERROR)  # the rest of the request is not needed
         self._drop(stream)
         if self._allowance < self.service.limits.idle_frames:
             self._allowance += _PROGRESS
@@ -456,7 +434,7 @@ class Connection(asyncio.Protocol):
             self._close_if_done()
 
     def abandon(self, stream: Stream, code: int) -> None:
-        """Ends a stream without its reply."""
+        """Resets a stream without its reply."""
         self._write_reset(stream.number, code)
         self._drop(stream)
         self._close_if_done()
@@ -479,9 +457,9 @@ class Connection(asyncio.Protocol):
     # -- the connection's end ------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Ends the connection once its requests are answered (RFC 9113, section 6.8).
+        """Ends the connection after its requests (RFC 9113, section 6.8).
 
-        The first GOAWAY stops the client; the answer to the PING behind it says that what was under way has come in.
+        The first GOAWAY stops the client; the answer to the PING behind it shows that earlier requests have arrived.
         """
         if not self._has_preface:
             self.close()
@@ -492,7 +470,7 @@ class Connection(asyncio.Protocol):
             self.output.write(frames.PING, 0, 0, _SHUTDOWN)
 
     async def shut(self) -> None:
-        """Ends the connection as `shutdown` does; returns when it takes no more requests."""
+        """Calls `shutdown`, and returns when no more requests are accepted."""
         self.shutdown()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_SECOND_S):
@@ -511,12 +489,12 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def leave(self) -> None:
-        """Ends the connection now, its requests unanswered."""
+        """Ends the connection now, without answers."""
         if not self.output.is_closed:
             self._fail(frames.NO_ERROR, "the server ends")
 
     def close(self) -> None:
-        """Closes after what is written; a client that does not take it has as long as for a reply."""
+        """Closes once the output is written, or aborts after the time of a reply."""
         self.output.is_closed = True
         transport = self.output.transport
         transport.close()
@@ -532,16 +510,12 @@ class Connection(asyncio.Protocol):
         self.connection_lost(None)
 
     def check(self, now_s: float) -> None:
-        """Applies the limits of time; called about once a second.
-
-        Args:
-            now_s: The event loop's time.
-        """
+        """Applies the time limits; called once a second."""
         limits = self.service.limits
         self._allowance = min(self._allowance + limits.idle_frames_per_s, limits.idle_frames)
         if self._streams:
             self._busy_s = now_s
-        if self._is_heard or self.output.is_paused:  # while it is paused, nothing is read
+        if self._is_heard or self.output.is_paused:  # nothing is read during a pause
             self._is_heard, self._heard_s, self._pinged_s = False, now_s, 0.0
         for stream in list(self._streams.values()):
             stream.check(now_s)

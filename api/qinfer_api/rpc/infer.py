@@ -1,9 +1,8 @@
-"""ModelInfer and ModelStreamInfer: one request and its answer, and many on one call (reference §2.2, §2.3).
+"""ModelInfer and ModelStreamInfer (reference §2.2, §2.3).
 
-The requests of a stream are executed concurrently. A request that gets one response is answered in its turn, in the
-order in which the requests arrived; the responses of a decoupled model are passed on as they come. A client that does
-not read its answers, or has too many requests in flight, is not read from any more. What is in flight is then still
-executed, but that a decoupled model waits when a window of its responses is on its way.
+The requests of a stream run concurrently. Single responses are sent in the order of the requests, those of decoupled
+models as they come. A stream whose client does not read, or has too many requests in flight, is not read. Its requests
+in flight go on, but a decoupled model pauses when a window of its responses is unsent.
 """
 
 import asyncio
@@ -42,19 +41,16 @@ logger = logging.getLogger(__name__)
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 _NO_PLAN = OutputPlan()
 _UNREAD = "the responses were read too slowly while others waited for memory: read 64 KiB a second"
-_MOST_OF_CONTENTS = 8  # bytes of a tensor that come of a byte of typed contents
+_MOST_OF_CONTENTS = 8  # most tensor bytes that a byte of typed contents becomes
 
 LEVELS = {"none": 0, "low": 1, "medium": 6, "high": 9}
-"""The levels of zlib that the setting stands for."""
+"""The setting's levels as zlib levels."""
 
 
 class InferSink:
-    """State of a request between its arrival and its answer.
+    """State of a request until its last response.
 
-    Attributes:
-        client_id: The id that its client gave.
-        plan: How its outputs are given back.
-        empty_final: A decoupled model that ends without a last response gives an empty one.
+    `empty_final` asks for an empty message when a decoupled model ends without a last response.
     """
 
     frontend = "GRPC"
@@ -67,12 +63,12 @@ class InferSink:
         self.empty_final = False
 
     def deliver(self, response: Response) -> None:
-        """Takes a response."""
+        """Handles a response."""
         raise NotImplementedError
 
 
 class _Answer(InferSink):
-    """A call of ModelInfer, which takes one response."""
+    """A call of ModelInfer, with one response."""
 
     no_stream = _DECOUPLED
     __slots__ = ("call", "infer", "pending")
@@ -84,7 +80,7 @@ class _Answer(InferSink):
         self.pending: Pending | None = None
 
     def wait(self, pending: Pending) -> None:
-        """Takes what stands for the request in the queue; a call that ends before its answer takes it out again."""
+        """Links the call with its pending request, which it cancels if it ends first."""
         if not self.call.is_closed:
             self.call.request_id = pending.request_id
             self.pending = pending
@@ -96,17 +92,17 @@ class _Answer(InferSink):
         return False
 
     def cancel(self) -> None:
-        """Takes the request out of the queue."""
+        """Cancels the request."""
         pending, self.pending, self.plan = self.pending, None, _NO_PLAN
         if pending is not None:
             self.infer.dispatcher.cancel(pending)
             pending.forget_memory()
 
     def deliver(self, response: Response) -> None:
-        """Answers the call with the first response."""
+        """Answers the call."""
         call = self.call
         if not response.final:
-            call.fail(UnsupportedFeature(_DECOUPLED))  # which cancels the request
+            call.fail(UnsupportedFeature(_DECOUPLED))  # also cancels the request
             return
         if self.pending is not None and (memory := self.pending.memory) is not None:
             call.keep(memory)
@@ -124,7 +120,7 @@ class _Answer(InferSink):
                 call.finish(self.infer.encode(response, self))
         except Exception as error:  # noqa: BLE001 - the boundary of a call: `fail` says what it was
             call.fail(error)
-        self.plan = _NO_PLAN  # which may hold shared memory
+        self.plan = _NO_PLAN  # the plan may hold shared memory
 
     async def _finish(self, response: Response) -> None:
         try:
@@ -138,16 +134,7 @@ class _Answer(InferSink):
 
 
 class Infer:
-    """The infer calls; converts a message to a queued request, and a response to a message.
-
-    Args:
-        guard: Decides who may call.
-        services: The use cases.
-
-    Attributes:
-        dispatcher: The use case.
-        streams: The calls of ModelStreamInfer that are served.
-    """
+    """The infer calls: converts messages to queued requests, and responses to messages."""
 
     def __init__(self, guard: Guard, services: Services) -> None:
         self._guard = guard
@@ -162,7 +149,7 @@ class Infer:
         self.streams: set[_Stream] = set()
 
     def methods(self) -> dict[str, Method]:
-        """Returns the methods: name → method."""
+        """Returns the methods by name."""
         one = self._guard.method(self._start_infer, INFERENCE, Scope.INFER)
         stream = self._guard.method(self._start_stream, INFERENCE, Scope.INFER, takes_stream=True)
         return {
@@ -171,7 +158,7 @@ class Infer:
         }
 
     def _start_infer(self, call: Call, blob: Bytes) -> None:
-        """Puts the request of ModelInfer into the queue, at once if it is small."""
+        """Submits the request, at once if it is small."""
         sink = _Answer(self, call)
         if self.is_slow(blob):
             call.run(self._infer_slowly(call, blob, sink))
@@ -185,7 +172,7 @@ class Infer:
         call.run(self._stream(call))
 
     async def _stream(self, call: Call) -> None:
-        """Serves ModelStreamInfer until its client ends it; what is in flight when it breaks leaves the queue."""
+        """Serves ModelStreamInfer until its client ends it."""
         stream = _Stream(self, call)
         self.streams.add(stream)
         try:
@@ -195,30 +182,21 @@ class Infer:
         call.end()
 
     def drain(self) -> None:
-        """Ends every stream after the requests that it has in flight."""
+        """Ends every stream after its requests in flight."""
         for stream in self.streams:
             stream.drain()
 
     def check_callers(self) -> None:
-        """Ends every stream whose caller may not ask any more, with what it has in flight."""
+        """Ends the streams of callers whose access has ended."""
         for stream in tuple(self.streams):
             stream.check_caller()
 
     def is_slow(self, blob: Bytes) -> bool:
-        """Tells whether a request takes milliseconds to read: it is large, or its inputs are in shared memory."""
+        """Returns whether decoding takes milliseconds: the request is large, or uses shared memory."""
         return len(blob) > LARGE_BYTES or self._reads_memory(blob)
 
     def submit(self, blob: Bytes, call: Call, sink: InferSink) -> Pending:
-        """Decodes a request and puts it into the queue.
-
-        Args:
-            blob: The ModelInferRequest.
-            call: The call that it came by.
-            sink: Gets what is needed to encode the responses, and then the responses.
-
-        Raises:
-            QinferError: It is refused.
-        """
+        """Decodes and submits a request; `sink` gets its plan and its responses."""
         decoded = self._repetitions.decode(blob)
         if decoded is not None:
             try:
@@ -236,7 +214,7 @@ class Infer:
             raise self._refused(fields.model_name, fields.model_version, error, call) from None
 
     async def submit_slowly(self, blob: Bytes, call: Call, sink: InferSink) -> Pending:
-        """Does what `submit` does, and decodes and checks the request off the event loop."""
+        """Does the same as `submit`, with decoding and checks in a thread."""
         message = await asyncio.to_thread(parse_infer, blob)
         sink.client_id = message.fields.id
         try:
@@ -250,7 +228,7 @@ class Infer:
             raise self._refused(fields.model_name, fields.model_version, error, call) from None
 
     def _check_announced(self, message: Message) -> None:
-        """Checks what a request says of its large typed contents; the target of an endpoint is not known yet."""
+        """Checks the declared inputs with large typed contents, unless an endpoint's target is not chosen yet."""
         fields = message.fields
         version = parse_version(fields.model_version) if fields.model_version else 0
         spec = self.dispatcher.resolve(fields.model_name, version, is_taken=True).spec
@@ -260,17 +238,13 @@ class Infer:
                 check_announced(entry.name, entry.datatype, entry.shape, spec)
 
     def _turn(self, typed_bytes: int) -> contextlib.AbstractAsyncContextManager[None]:
-        """Waits for the turn of a request with large typed contents."""
+        """Waits until a request with large typed contents may be decoded."""
         if not typed_bytes:
             return contextlib.nullcontext()
         return self._receiving.decoding(min(_MOST_OF_CONTENTS * typed_bytes, self._max_typed_bytes))
 
     def encode(self, response: Response, sink: InferSink) -> list[Bytes]:
-        """Encodes a response that carries outputs as a ModelInferResponse, in pieces.
-
-        Raises:
-            QinferError: An output can't be given back as the request wants it.
-        """
+        """Encodes a response with outputs as a ModelInferResponse, in pieces."""
         regions = self._memory if sink.plan.held is None else regions_of(sink.plan, self._memory)
         return encode_infer(response, sink.client_id, sink.plan, regions)
 
@@ -282,7 +256,7 @@ class Infer:
         return decoded if plan is decoded.plan else decoded._replace(plan=plan)
 
     def _completed(self, decoded: Decoded, call: Call) -> Decoded:
-        """Returns a decoded request with what is not in its inputs: its version, and the metadata that goes along."""
+        """Adds the version and the forwarded metadata."""
         request = decoded.request
         if decoded.version:
             request.version = parse_version(decoded.version)
@@ -298,7 +272,7 @@ class Infer:
         return decoded
 
     def _routed(self, decoded: Decoded, call: Call) -> Decoded:
-        """Chooses the target of a request that names an endpoint."""
+        """Chooses the target of a request to an endpoint."""
         if self.dispatcher.choose(call.context, decoded.request, call.head.first):
             return decoded._replace(plan=msgspec.structs.replace(decoded.plan, endpoint=decoded.request.endpoint))
         return decoded
@@ -310,7 +284,7 @@ class Infer:
         if plan.special is not None:
             plan = bound(plan, self.dispatcher.of_model(request.model, request.version))
         sink.plan, sink.empty_final = plan, decoded.empty_final
-        # Whoever comes too late finds no stream open: all that was let in by its head is answered.
+        # `is_taken`: streams are closed while draining, so every admitted request is answered.
         try:
             pending = self.dispatcher.submit(call.context, request, sink, call.time_remaining(), is_taken=True)
         except QinferError:
@@ -320,7 +294,7 @@ class Infer:
         return pending
 
     def _refused(self, model: str, asked: str, error: QinferError, call: Call) -> QinferError:
-        """Counts a request that is refused, and returns the error for its client."""
+        """Counts a refused request and returns its error."""
         version = 0
         with contextlib.suppress(QinferError):
             version = parse_version(asked) if asked else 0
@@ -328,16 +302,16 @@ class Infer:
 
 
 MAX_IN_FLIGHT = 1000
-"""Requests of one stream that may be without their last response; more are not read."""
+"""Unfinished requests of one stream at which it is not read."""
 
 MAX_UNWRITTEN_BYTES = 64 * 2**20
-"""Outputs of one stream that may wait to be written before no more requests are read."""
+"""Unwritten output bytes of one stream at which it is not read."""
 
-_STRICT = "triton_grpc_error"  # metadata; "true": the first error ends the stream with its status
+_STRICT = "triton_grpc_error"  # metadata; with "true" the first error ends the stream
 
 
 class _Slot(InferSink):
-    """A request of a stream: its place in the order, and its response if that has come before its turn."""
+    """A request of a stream, with a response that waits for its turn."""
 
     rpc_method = "ModelStreamInfer"
     __slots__ = ("answer", "is_ordered", "pending", "stream")
@@ -350,17 +324,15 @@ class _Slot(InferSink):
         self.is_ordered = True
 
     def is_behind(self) -> bool:
-        """Tells whether its response waits for those of earlier requests."""
+        """Returns whether earlier responses come first."""
         return self.is_ordered and self.stream.is_behind(self)
 
     def deliver(self, response: Response) -> None:
-        """Takes a response."""
+        """Passes a response to the stream."""
         self.stream.deliver(self, response)
 
 
 class _Stream:
-    """One call of ModelStreamInfer."""
-
     def __init__(self, infer: Infer, call: Call) -> None:
         self._infer = infer
         self._call = call
@@ -394,20 +366,20 @@ class _Stream:
                 await self._reader
 
     def drain(self) -> None:
-        """Reads no more requests; a stream whose client has sent all that it will simply ends."""
+        """Stops reading, unless the client has sent everything."""
         if self._reader is not None and not self._is_read:
             self._is_draining = True
             self._reader.cancel()
 
     def check_caller(self) -> None:
-        """Ends the call if its caller's key was revoked, or has expired."""
+        """Ends the call if its caller's key was revoked or has expired."""
         try:
             self._infer.dispatcher.recheck(self._call.context)
         except (Unauthorized, Forbidden) as error:
             self._call.fail(error)
 
     def deliver(self, slot: _Slot, response: Response) -> None:
-        """Takes a response; it is written when it is its request's turn."""
+        """Queues a response to be written in its turn."""
         self._unwritten_bytes += response.nbytes
         if not response.final:
             self._leave_order(slot)
@@ -418,7 +390,7 @@ class _Stream:
         self._take_turns()
 
     def _leave_order(self, slot: _Slot) -> None:
-        """Lets the responses of a request pass as they come; the next request need not wait for it."""
+        """Takes a request out of the order, so that its responses are written as they come."""
         if slot.is_ordered:
             slot.is_ordered = False
             self._order.remove(slot)
@@ -433,12 +405,12 @@ class _Stream:
         self._change.set()
 
     def is_behind(self, slot: _Slot) -> bool:
-        """Tells whether a request's response waits for those of earlier ones."""
+        """Returns whether earlier responses come first."""
         return self._is_writing or (bool(self._order) and self._order[0] is not slot)
 
     @property
     def _is_writing(self) -> bool:
-        """Whether responses of earlier requests are still to be written."""
+        """Whether earlier responses are still being written."""
         return self._writes or bool(self._ready)
 
     async def _read(self) -> None:
@@ -476,7 +448,7 @@ class _Stream:
         except asyncio.CancelledError:  # the gateway drains
             self._fail(slot, Overloaded(SHUTTING_DOWN))
             raise
-        except Exception as error:  # the boundary of a request: its stream goes on
+        except Exception as error:  # the boundary of a request: its stream continues
             logger.exception("request failed")
             self._fail(slot, error)
 
@@ -484,7 +456,6 @@ class _Stream:
         self.deliver(slot, Response(request_id="", failure=Failure.of(error)))
 
     async def _write(self) -> None:
-        """Writes responses until there are none to come."""
         while True:
             while self._ready:
                 slot, response = self._ready.popleft()
@@ -515,7 +486,7 @@ class _Stream:
             await self._change.wait()
 
     def _lend(self, memory: Memory, size: int) -> None:
-        """Keeps the memory of a message while its client reads that, if it does."""
+        """Tracks the memory of a message until its client has read it."""
         call = self._call
         memory.become(size)
         begin = call.unsent_bytes + size
@@ -525,7 +496,7 @@ class _Stream:
         return self._call.packed(encode_streamed(self._infer.encode(response, slot), final=response.final))
 
     async def _message(self, slot: _Slot, response: Response) -> tuple[Sequence[Bytes], bool] | None:
-        """Returns the message for a response, as `Call.packed` does; `None` = none is sent."""
+        """Returns the message for a response; `None` = an empty last one, which is not sent."""
         failure = response.failure
         if failure is None:
             if response.final and not (response.says_something or slot.is_ordered or slot.empty_final):

@@ -1,7 +1,6 @@
-"""All calls other than inference (reference §1.14 … §1.17, §2.1).
+"""All calls but inference (reference §1.14 … §1.17, §2.1), and `grpc.health.v1.Health`.
 
-Readiness, metadata, configuration and statistics of the server and its models; the model repository; settings of
-tracing and logging; shared memory, of which CUDA's is never taken; and `grpc.health.v1.Health/Check` for probes.
+CUDA shared memory is never accepted.
 """
 
 import asyncio
@@ -39,7 +38,7 @@ _HEALTH, _METADATA, _CONFIG, _STATISTICS = "health", "metadata", "model-config",
 
 
 def model_calls(guard: Guard, services: Services) -> dict[str, Method]:
-    """Returns the methods: name → method."""
+    """Returns the methods by name."""
     catalog, settings, endpoints = services.catalog, services.settings, services.dispatcher.endpoints
 
     async def live(_: Any) -> Any:
@@ -78,11 +77,7 @@ def model_calls(guard: Guard, services: Services) -> dict[str, Method]:
 
 
 def _is_ready(endpoints: Endpoints, model: str, version: int) -> bool:
-    """Returns whether a model that the server knows is ready; one that was unloaded is known.
-
-    Raises:
-        ModelNotFound: No such model or version.
-    """
+    """Returns whether a known model is ready; unloaded models are known."""
     try:
         return is_model_ready(endpoints, model, version)
     except ModelNotReady:
@@ -94,7 +89,7 @@ def _is_ready(endpoints: Endpoints, model: str, version: int) -> bool:
 
 
 def _message(kind: Any, body: msgspec.Struct) -> Any:
-    """Returns the message whose fields are those of a body of REST."""
+    """Creates a message from a body of the REST API with equal fields."""
     return kind(**msgspec.to_builtins(body))
 
 
@@ -109,9 +104,9 @@ _WATCH_EVERY_S = 1.0
 
 
 def health_calls(guard: Guard, services: Services) -> dict[str, Method]:
-    """Returns the methods of `grpc.health.v1.Health`: name → method.
+    """Returns the methods of `grpc.health.v1.Health` by name.
 
-    SERVING means that the server is ready. They are served while the gateway shuts down, too.
+    SERVING means that the server is ready. A gateway that shuts down still serves them.
     """
     admit = partial(guard.admit_even_draining, _HEALTH, None)
     reply, statuses = health_pb2.HealthCheckResponse, health_pb2.HealthCheckResponse.ServingStatus
@@ -150,7 +145,7 @@ _FILE = "file:"
 
 
 def repository_calls(guard: Guard, models: ModelControl, endpoints: Endpoints) -> dict[str, Method]:
-    """Returns the methods: name → method."""
+    """Returns the methods by name."""
 
     async def index(request: Any) -> Any:
         _check_repository(request)
@@ -187,7 +182,7 @@ def _check_repository(request: Any) -> None:
 
 
 def _overrides(parameters: Mapping[str, Any]) -> tuple[str | None, dict[str, bytes]]:
-    """Returns the configuration and the files that come with a load request."""
+    """Returns the configuration and files of a load request."""
     config: str | None = None
     files: dict[str, bytes] = {}
     for name, parameter in parameters.items():
@@ -218,7 +213,7 @@ _LOG_KINDS = {
 
 
 def settings_calls(guard: Guard, trace: TraceSettings, log: LogSettings) -> dict[str, Method]:
-    """Returns the methods: name → method. A call without settings asks for them, one with settings changes them."""
+    """Returns the methods by name; calls without settings read them, others change them."""
 
     async def trace_setting(request: Any) -> Any:
         model = request.model_name
@@ -247,7 +242,7 @@ def _has_settings(request: Any) -> bool:
 
 
 def _trace_value(name: str, values: list[str]) -> object:
-    """Returns a setting as JSON would have it; no value clears it."""
+    """Returns a setting as JSON has it; no value clears it."""
     if not values:
         return None
     if name == _LEVELS:
@@ -275,7 +270,7 @@ _MEMORY = "shared-memory"
 
 
 def shared_memory_calls(guard: Guard, memory: SharedMemory) -> dict[str, Method]:
-    """Returns the methods: name → method."""
+    """Returns the methods by name."""
 
     async def status(request: Any, own: SharedMemory) -> Any:
         kind = pb.SystemSharedMemoryStatusResponse
@@ -305,7 +300,7 @@ def shared_memory_calls(guard: Guard, memory: SharedMemory) -> dict[str, Method]
         return pb.CudaSharedMemoryUnregisterResponse()
 
     def of_caller(request: Any, use_case: Callable[[Any, SharedMemory], Awaitable[Any]]) -> Method:
-        """Makes a method that gets the regions of the caller's tenant."""
+        """Makes a method on the regions of the caller's tenant."""
 
         async def serve(blob: Bytes, call: Call) -> Bytes:
             reply = await use_case(await read(request, blob), memory.of(call.context.tenant))

@@ -1,7 +1,7 @@
-"""gRPC over HTTP/2 (gRPC's doc/PROTOCOL-HTTP2.md): calls, their messages, deadlines and statuses.
+"""gRPC over HTTP/2 (gRPC's doc/PROTOCOL-HTTP2.md): calls, messages, deadlines and statuses.
 
-A call is let in, or not, by its head alone, before a byte of its messages is read. A method of one message gets it
-whole and answers with `Call.finish` or `Call.fail`; a method of streams is a coroutine that reads and writes messages.
+A call is admitted or refused by its head, before its messages are read. A unary method gets the whole message and
+answers with `Call.finish` or `Call.fail`; a streaming method is a coroutine that reads and writes messages.
 """
 
 import asyncio
@@ -44,26 +44,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LARGE_BYTES = 256 * 1024
-"""Larger messages take milliseconds to read and write, and are read and written off the event loop."""
+"""Larger messages take milliseconds, so threads decode and encode them."""
 
 MAX_MESSAGE_BYTES = 2**31 - 1
-"""The largest message: protobuf reads no larger one."""
+"""The largest message that protobuf reads."""
 
 MAX_UNSENT_BYTES = 256 * 1024
-"""Bytes of a stream's replies that wait for its client before its method waits, too."""
+"""Unsent reply bytes of a stream at which its method waits."""
 
-_PREFIX_BYTES = 5  # of a message: whether it is compressed, and its length
+_PREFIX_BYTES = 5  # of a message: the compression flag and the length
 _OK = hpack.field(b"grpc-status", b"0")
 _HEAD_WITH_ID = HEAD + hpack.named(ID_HEADER)
 
 _TOO_LATE = "the message did not come in time"
 _MIN_BYTES_PER_S = 64 * 1024
-"""Slower, beyond the time that a message may pause, no message comes in, and no reply goes out."""
+"""The slowest allowed transfer of a message or a reply."""
 
 
 class _Message(NamedTuple):
-    """A message as it was sent, and the memory that is reserved for it."""
-
     content: Bytes
     is_compressed: bool
     reservation: Reservation | None
@@ -72,20 +70,8 @@ class _Message(NamedTuple):
 class Call(Stream):
     """One call, from its head to its status.
 
-    Args:
-        server: Counts it.
-        connection: Its connection.
-        number: Its stream's number.
-        head: Its head.
-        is_ended: No message follows.
-
-    Attributes:
-        head: As given.
-        context: What the method's `admit` returned.
-        on_cancel: Called once if the client cancels the call, its deadline passes or its connection is lost.
-        request_id: The id of the request that it became; "" = of none.
-        cache: Whether the response cache had its answer, where its model uses one.
-        target: The target that answered, where an endpoint was asked.
+    `context` is the result of the method's `admit`. `on_cancel` is called once if the client cancels, the deadline
+    passes or the connection is lost.
     """
 
     __slots__ = (
@@ -128,17 +114,17 @@ class Call(Stream):
         self.cache = self.target = ""
         self._refusal: Exception | None = None
         self._prefix = b""
-        self._body: bytearray | None = None  # of the message that is coming in, as much as has come
-        self._size = 0  # of that message
+        self._body: bytearray | None = None  # of the incoming message, as received so far
+        self._size = 0  # of the incoming message
         self._is_compressed = False
-        self._is_reading = True  # a message is awaited, and the client has to send it in time
+        self._is_reading = True  # a message is due, and the client has to send it in time
         self._moved_s = 0.0
         self._messages: deque[_Message] = deque()
-        self._reservation: Reservation | None = None  # of the message that is coming in
+        self._reservation: Reservation | None = None  # of the incoming message
         self._answer_memory: Memory | None = None
-        self._opened_memory: Reservation | None = None  # of the one that was decompressed last
+        self._opened_memory: Reservation | None = None  # of the message decompressed last
         self._reserved_s = 0.0
-        self._unread: bytearray | None = None  # what came of a message before its memory was granted
+        self._unread: bytearray | None = None  # bytes received before their memory was granted
         self._has_begun = False
         self._is_headed = False
         self._change: asyncio.Event | None = None
@@ -150,7 +136,7 @@ class Call(Stream):
     # -- the client's side ---------------------------------------------------------------------------------------------
 
     def opened(self) -> None:
-        """Lets the call in, or refuses it."""
+        """Admits or refuses the call."""
         head = self.head
         if head.method is None:
             self.send_headers(head.refusal, is_last=True)
@@ -165,13 +151,13 @@ class Call(Stream):
                 self._ended()
         except Exception as error:  # noqa: BLE001 - the boundary of a call: `fail` says what it was
             if head.method.takes_stream and not self.is_ended:
-                # A client that is about to write its first message, as grpc.aio is, would not see the status.
+                # A client about to write its first message, such as grpc.aio, would miss the status.
                 self._refusal = error
             else:
                 self.fail(error)
 
     def data_received(self, data: bytes) -> None:
-        """Takes bytes of messages."""
+        """Reads bytes of messages."""
         if self._refusal is not None:
             self.fail(self._refusal)
             return
@@ -192,7 +178,7 @@ class Call(Stream):
             self.fail(abort)
 
     def _collect(self, data: Bytes) -> None:
-        """Takes a message that comes in pieces, or several in one."""
+        """Reads messages that arrive in pieces, or several at once."""
         self._moved_s = 0.0
         if self._unread is not None:
             self._unread += data
@@ -215,7 +201,7 @@ class Call(Stream):
             self._arrived(message)
 
     def _read_prefix(self, view: memoryview) -> memoryview:
-        """Reads the beginning of a message, and makes room for the rest once there is memory for it."""
+        """Reads a message's prefix, and reserves memory for the rest."""
         missing = _PREFIX_BYTES - len(self._prefix)
         self._prefix += view[:missing]
         view = view[missing:]
@@ -237,7 +223,7 @@ class Call(Stream):
         return view
 
     def _let_in(self) -> None:
-        """Goes on with a message whose memory is granted."""
+        """Continues with a message whose memory was granted."""
         data, self._unread = self._unread or b"", None
         self._make_room(len(data))
         try:
@@ -246,7 +232,7 @@ class Call(Stream):
             self.fail(abort)
 
     def _make_room(self, arrived: int) -> None:
-        """Begins a message whose memory is granted, and lets the client send what is missing of it."""
+        """Starts a message whose memory was granted, and opens the window for the rest."""
         self._size = int.from_bytes(self._prefix[1:])
         self._is_compressed = self._prefix[0] != 0
         self._prefix, self._body = b"", bytearray()
@@ -254,7 +240,6 @@ class Call(Stream):
         self.grant(self._size - arrived - self.receive_window)
 
     def _arrived_bytes(self) -> int:
-        """Returns how much has come of the message whose memory is watched."""
         return self._size if self._body is None else len(self._body)
 
     def _give_up(self) -> None:
@@ -265,7 +250,6 @@ class Call(Stream):
         return getattr(self.context, "tenant", "") or self.connection
 
     def _room(self, size: int) -> int:
-        """Returns the memory of a compressed message of `size` bytes, with what may come of it."""
         assert self.head.method is not None
         return room_of(size, self.head.encoding, self.head.method.max_message_bytes)
 
@@ -281,7 +265,6 @@ class Call(Stream):
             raise Abort("INTERNAL", "the call takes one message, and there is a second one")
 
     def _arrived(self, message: _Message) -> None:
-        """Takes a whole message, as it was sent."""
         assert self.head.method is not None
         self._messages.append(message)
         if message.reservation is not None and (self.is_ended or self.head.method.takes_stream):
@@ -293,14 +276,13 @@ class Call(Stream):
             self._change.set()
 
     def _ended(self) -> None:
-        """The client has sent all."""
         if self._body is not None or self._prefix:
             raise Abort("INTERNAL", "the last message is cut off")
         self._is_reading = False
         if self._change is not None:
             self._change.set()
         elif self.head.method is not None and self.head.method.takes_stream:
-            return  # its method has been started, and has yet to read
+            return  # its method has started but not read yet
         elif not self._messages:
             raise Abort("INTERNAL", "the call takes one message, and there is none")
         else:
@@ -319,7 +301,7 @@ class Call(Stream):
         self._begin(await self._opened(message))
 
     async def _opened(self, message: _Message) -> Bytes:
-        """Returns the content of a message, which stays in its memory until the call has taken it."""
+        """Returns the content of a message, whose memory stays reserved until `taken`."""
         assert self.head.method is not None
         self.taken()
         self._opened_memory = message.reservation
@@ -333,7 +315,7 @@ class Call(Stream):
 
     async def _decompressed(self, content: Bytes, encoding: Encoding, most: int) -> bytes:
         try:
-            if self._opened_memory is None:  # it came at once, but what comes of it may be large
+            if self._opened_memory is None:  # a message received at once may expand
                 room, within_s = self._room(len(content)), self.connection.service.limits.body_s
                 self._opened_memory = await self._server.receiving.granted(self._owner, room, within_s)
             plain = await asyncio.to_thread(decompress, content, encoding, most)
@@ -342,12 +324,12 @@ class Call(Stream):
             raise Abort("RESOURCE_EXHAUSTED", text) from None
         except Overloaded as error:
             raise Abort("RESOURCE_EXHAUSTED", error.message) from None
-        if self._opened_memory is not None:  # else the call has ended
+        if self._opened_memory is not None:  # otherwise the call has ended
             self._opened_memory.shrink(max(len(plain), 1))
         return plain
 
     def taken(self) -> None:
-        """Gives the memory of the message that was opened last back: it is decoded."""
+        """Releases the memory of the message opened last, after it was decoded."""
         memory, self._opened_memory = self._opened_memory, None
         if memory is not None:
             memory.release()
@@ -363,12 +345,12 @@ class Call(Stream):
             self.fail(error)
 
     def withdraw(self) -> None:
-        """Waits for no memory any more, so that none is granted to a call whose connection is lost."""
+        """Gives up waiting for memory, so that a call on a lost connection gets none."""
         if self._reservation is not None and not self._reservation.is_granted:
             self._reservation.release()
 
     def cancelled(self) -> None:
-        """Ends what the call has begun."""
+        """Cancels the work of the call."""
         on_cancel, self.on_cancel = self.on_cancel, None
         if self._task is not None:
             self._task.cancel()
@@ -379,14 +361,14 @@ class Call(Stream):
             on_cancel()
 
     def keep(self, memory: Memory) -> None:
-        """Keeps the memory of its answer until that is sent, or never will be."""
+        """Holds the memory of the answer until it is sent or dropped."""
         if self.is_closed:
             memory.release()
         else:
             self._answer_memory = memory
 
     def closed(self) -> None:
-        """Counts the call no more."""
+        """Releases the call's resources."""
         if self._answer_memory is not None:
             self._answer_memory.release()
         if self._timer is not None:
@@ -395,7 +377,7 @@ class Call(Stream):
         self._server.closed(self.head)
 
     def _forget_messages(self) -> None:
-        """Drops what was received and not read, and gives its memory back."""
+        """Drops unread messages and releases their memory."""
         if not self._messages and self._reservation is None and self._opened_memory is None:
             self._body = None
             return
@@ -408,7 +390,7 @@ class Call(Stream):
                 reservation.release()
 
     def check(self, now_s: float) -> None:
-        """Ends a call whose message does not come, or whose reply is not taken, or not in time."""
+        """Ends a call whose message, or whose client's reading of the reply, is overdue."""
         limits, one = self.connection.service.limits, self._reservation
         is_awaited = self._body is not None or bool(self._prefix) or (self._is_reading and self._change is None)
         if self._refusal is not None:
@@ -441,12 +423,7 @@ class Call(Stream):
         return self._until_s - asyncio.get_running_loop().time() if self._until_s < math.inf else math.inf
 
     def run(self, coroutine: Coroutine[Any, Any, None], *, has_deadline: bool = False) -> None:
-        """Runs a coroutine as (part of) the call; what it raises is the call's status.
-
-        Args:
-            coroutine: It calls `finish`, or is one of a stream.
-            has_deadline: The call ends when its client's deadline passes.
-        """
+        """Runs a coroutine as part of the call; its exception becomes the status."""
         self._task = asyncio.get_running_loop().create_task(coroutine)
         self._task.add_done_callback(self._ran)
         if has_deadline and self._until_s < math.inf and self._timer is None:
@@ -464,7 +441,7 @@ class Call(Stream):
         self.fail(Abort("DEADLINE_EXCEEDED", "Deadline Exceeded"))
 
     async def read(self) -> Bytes | None:
-        """Returns the next message of a stream; `None` = there is none to come."""
+        """Returns the next message of a stream; `None` at its end."""
         self.taken()
         if self._change is None:
             self._change = asyncio.Event()
@@ -477,11 +454,7 @@ class Call(Stream):
         return await self._opened(self._messages.popleft())
 
     def packed(self, parts: Sequence[Bytes]) -> tuple[Sequence[Bytes], bool]:
-        """Compresses a message of the reply, given in pieces, where the call's replies are and that makes it smaller.
-
-        Returns:
-            The message for `finish` or `write`, and whether it is compressed.
-        """
+        """Compresses a message if the call's replies are compressed and it gets smaller; the flag tells which."""
         packing = self.head.packing
         if packing is None:
             return parts, False
@@ -489,7 +462,7 @@ class Call(Stream):
         return ((content,), True) if len(content) < sum(map(len, parts)) else (parts, False)
 
     async def write(self, parts: Sequence[Bytes], *, is_compressed: bool = False) -> None:
-        """Writes a message of a stream, given in pieces; waits while its client does not take what was written."""
+        """Writes a message of a stream; waits while the client does not read."""
         if not self._is_headed:
             self._is_headed = True
             self.send_headers(self._initial())
@@ -501,12 +474,12 @@ class Call(Stream):
             await self._change.wait()
 
     def drained(self) -> None:
-        """Lets a stream write on."""
+        """Wakes a stream that waits to write."""
         if self._change is not None:
             self._change.set()
 
     def finish(self, parts: Sequence[Bytes], *, is_compressed: bool = False) -> None:
-        """Answers a call that takes one message, with one, given in pieces."""
+        """Answers a unary call."""
         if self._answer_memory is not None:
             self._answer_memory.become(sum(map(len, parts)))
         self._release()
@@ -516,7 +489,6 @@ class Call(Stream):
             self.fail(abort)
 
     def _initial(self) -> bytes:
-        """Returns the header block of the reply."""
         name = header_value(self.request_id or self._server.new_id())
         block = b"".join((_HEAD_WITH_ID, hpack.length(len(name)), name))
         if self.head.packing is not None:
@@ -526,7 +498,7 @@ class Call(Stream):
         return block + hpack.field(CACHE_HEADER, self.cache.encode()) if self.cache else block
 
     def end(self) -> None:
-        """Ends a stream well."""
+        """Ends a stream with status OK."""
         self._release()
         if not self._is_headed:
             self._is_headed = True
@@ -554,7 +526,7 @@ class Call(Stream):
         return self.status_of(Failure.of(error), error)
 
     def status_of(self, failure: Failure, error: BaseException | None = None) -> Abort:
-        """Returns the status of a failure: DEADLINE_EXCEEDED only if it was the client's own deadline."""
+        """Returns the status of a failure: DEADLINE_EXCEEDED only for the client's own deadline."""
         if failure.code == "deadline_exceeded" and self.time_remaining() <= 0:
             return Abort("DEADLINE_EXCEEDED", failure.message)
         return Abort(grpc_status(failure.code), failure.message, retry_after_s(failure.code, error))

@@ -1,7 +1,7 @@
-"""Server reflection (gRPC's doc/server-reflection.md): tells clients such as grpcurl which services there are.
+"""Server reflection (gRPC's doc/server-reflection.md), for clients such as grpcurl.
 
-The messages of v1 and v1alpha differ by the name of their package alone, which no bytes carry: one method serves both,
-with the messages of v1. What it tells is the same for every server, and nothing of its models.
+v1 and v1alpha differ only by the package name, which is not on the wire, so one method serves both. The answers are the
+same on every server and do not depend on models.
 """
 
 import asyncio
@@ -20,20 +20,18 @@ from qinfer_api.rpc.protocol import Call
 from qinfer_api.status import GRPC_CODES
 
 MAX_REQUEST_BYTES = 4096
-"""A request names one thing; it comes back in its reply."""
+"""A request names one thing, and its reply repeats it."""
 
 _METHOD = "ServerReflectionInfo"
 _NOT_FOUND, _INVALID_ARGUMENT = GRPC_CODES.index("NOT_FOUND"), GRPC_CODES.index("INVALID_ARGUMENT")
 _CACHED_FILES = 64
-_MAX_SHOWN = 200  # characters of what is not known
+_MAX_SHOWN = 200  # characters of an unknown name
 
 
 def reflection_methods(guard: Guard, services: tuple[str, ...]) -> dict[str, Method]:
-    """Returns the methods of reflection: path → method. Who may read the server's metadata may call them.
+    """Returns the reflection methods by path, for callers that may read the server's metadata.
 
-    Args:
-        guard: Decides who may call.
-        services: The names of the services that are served besides.
+    `services` are the names of the other services.
     """
     own = [module.DESCRIPTOR.services_by_name["ServerReflection"].full_name for module in (pb, reflection_v1alpha_pb2)]
     reflection = _Reflection([*services, *own])
@@ -44,7 +42,7 @@ def reflection_methods(guard: Guard, services: tuple[str, ...]) -> dict[str, Met
 
 
 class _Reflection:
-    """Answers questions from protobuf's default pool, which knows the files of all modules that are loaded."""
+    """Answers from protobuf's default pool, which has the files of all loaded modules."""
 
     def __init__(self, services: list[str]) -> None:
         self._services = sorted(services)
@@ -59,7 +57,7 @@ class _Reflection:
         }
 
     async def serve(self, call: Call) -> None:
-        """Answers the requests of one call, in their order, until its client has no more."""
+        """Answers the requests of one call in order."""
         while (blob := await call.read()) is not None:
             reply = self._reply(parse(pb.ServerReflectionRequest, blob))
             await call.write((reply.SerializeToString(),))
@@ -80,13 +78,13 @@ class _Reflection:
         return pb.ServerReflectionResponse(valid_host=request.host, original_request=request, **answer)
 
     def _file(self, file: Any) -> dict[str, Any]:
-        """Returns a file and all that it imports, so that nobody has to ask for these."""
+        """Returns a file with all its imports."""
         return {"file_descriptor_response": {"file_descriptor_proto": self._with_imports(file.name)}}
 
     def _file_of_symbol(self, name: str) -> dict[str, Any]:
         try:
             return self._file(self._pool.FindFileContainingSymbol(name))
-        except KeyError:  # the pool looks for no methods then
+        except KeyError:  # the pool does not search methods then
             return self._file(self._pool.FindMethodByName(name).containing_service.file)
 
     def _file_of_extension(self, wanted: Any) -> dict[str, Any]:
@@ -103,7 +101,7 @@ class _Reflection:
 
 
 def _files(first: Any) -> Iterator[bytes]:
-    """Yields a file, encoded, and once each of those that it imports, directly or not."""
+    """Yields an encoded file and each direct or indirect import once."""
     found = {first.name: first}
     waiting = [first]
     while waiting:

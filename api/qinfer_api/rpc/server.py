@@ -1,6 +1,6 @@
-"""The gRPC server: Triton's 20 calls, health and reflection on one port, beside HTTP and on the same use cases.
+"""The gRPC server: Triton's 20 calls, health and reflection on one port, with the use cases of HTTP.
 
-The port is opened before anything else, so that a wrong setting shows at the start.
+The port is opened first, so that a wrong setting shows at the start.
 """
 
 import asyncio
@@ -28,19 +28,15 @@ SERVICE: str = grpc_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceServic
 HEALTH_SERVICE: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 _CHECK_EVERY_S = 1.0
-_LAST_REPLIES_S = 1.0  # to write what was answered last
+_LAST_REPLIES_S = 1.0  # to write the last answers
 
 
 def open_port(settings: Settings) -> "RpcServer":
-    """Opens the port that the settings say.
-
-    Raises:
-        SettingsError: The address is taken or not ours, or a TLS file can't be used.
-    """
+    """Opens the configured port."""
     rpc = settings.grpc
     context = _tls(rpc)
     listener = bound_socket("GRPC", rpc.host or settings.http.host, rpc.port, "choose another, 0 is any")
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # its connections have it too
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # its connections inherit it
     return RpcServer(listener, context, rpc)
 
 
@@ -69,16 +65,7 @@ def _tls(rpc: GrpcSettings) -> ssl.SSLContext | None:
 
 
 class RpcServer:
-    """Serves gRPC on a port that is open already.
-
-    Args:
-        listener: The listening socket.
-        tls: The certificate to show, and whose certificates clients must; `None` = no TLS.
-        settings: Where its files are.
-
-    Attributes:
-        url: Where it serves, as `grpc://host:port` or `grpcs://host:port`.
-    """
+    """Serves gRPC on an open port; `url` is `grpc://host:port` or `grpcs://host:port`."""
 
     def __init__(self, listener: socket.socket, tls: ssl.SSLContext | None, settings: GrpcSettings) -> None:
         self._listener = listener
@@ -91,11 +78,7 @@ class RpcServer:
         self._checks: asyncio.Task[None] | None = None
 
     def use(self, services: Services) -> None:
-        """Sets the use cases; called once, before the start.
-
-        Raises:
-            SettingsError: A setting of gRPC is wrong.
-        """
+        """Sets the use cases; called once, before the start."""
         guard = Guard(services)
         self._infer = Infer(guard, services)
         calls = {
@@ -118,30 +101,24 @@ class RpcServer:
         self._calls = Server(methods, limits, services.receiving, Visitors.of(services.settings))
 
     async def start(self) -> None:
-        """Accepts connections from now on."""
+        """Starts to accept connections."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(self._connect, sock=self._listener, ssl=self._tls, backlog=BACKLOG)
         self._checks = loop.create_task(self._check())
 
     async def show_certificate(self) -> None:
-        """Shows new connections the certificate that its files have now, and trusts the clients' authorities there.
-
-        Raises:
-            SettingsError: The files can't be read or used.
-            OSError: No new context or socket can be made.
-        """
+        """Reloads the TLS files for new connections."""
         tls = await asyncio.to_thread(_tls, self._settings)
         if self._server is None or tls is None:
             return
         self._server = await listen_anew(self._server, self._connect, tls)
-        if self._calls.is_closing:  # meanwhile
+        if self._calls.is_closing:  # the server began to close meanwhile
             self._server.close()
 
     def _connect(self) -> Connection:
         return Connection(self._calls)
 
     async def _check(self) -> None:
-        """Applies the connections' limits of time, and the callers' rights to their streams."""
         while True:
             await asyncio.sleep(_CHECK_EVERY_S)
             now_s = asyncio.get_running_loop().time()
@@ -150,9 +127,9 @@ class RpcServer:
             self._infer.check_callers()
 
     async def turn_away(self) -> None:
-        """Sends clients elsewhere: closes the port, and returns when no connection takes calls any more.
+        """Closes the port, and returns when no connection accepts calls.
 
-        What is under way by then is let in, so that no call fails whose client has another server.
+        Calls that are under way are still admitted, so that no client of several servers sees a failure.
         """
         self._calls.is_closing = True
         if self._server is not None:
@@ -160,23 +137,19 @@ class RpcServer:
         await asyncio.gather(*[connection.shut() for connection in tuple(self._calls.connections)])
 
     async def stop(self, within_s: float) -> None:
-        """Ends once every call has its answer.
-
-        Args:
-            within_s: How long that may take; the gateway refuses then what it has not answered.
-        """
+        """Ends once every call is answered, or after `within_s` plus a second."""
         self._infer.drain()
-        with contextlib.suppress(TimeoutError):  # a client that does not read its answers keeps nobody
+        with contextlib.suppress(TimeoutError):  # a client that does not read its answers
             async with asyncio.timeout(within_s + _LAST_REPLIES_S):
                 await self._calls.ended()
         await self.close()
 
     async def close(self) -> None:
-        """Ends at once, also when it was never started."""
+        """Ends at once, also before a start."""
         if self._checks is not None:
             self._checks.cancel()
         if self._server is not None:
-            self._server.close()  # before its socket: asyncio's own loop looks for it
+            self._server.close()  # before its socket, which asyncio's own loop looks up
             for connection in tuple(self._calls.connections):
                 connection.leave()
         self._listener.close()

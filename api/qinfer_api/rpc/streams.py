@@ -1,7 +1,7 @@
-"""The way out of a connection of HTTP/2: the replies of its streams, as its windows let them through (RFC 9113, 5.2).
+"""The output of an HTTP/2 connection, under flow control (RFC 9113, 5.2).
 
-A reply that fits the windows is written at once, in one piece. What does not fit is queued at its stream, and written
-when the client opens its windows or takes what was written.
+A reply that fits the windows is written at once. The rest waits in the queue of its stream until the client opens its
+windows or reads.
 """
 
 import asyncio
@@ -21,25 +21,14 @@ _LARGE_PIECE_BYTES = 1024
 
 
 class Trailers(bytes):
-    """The header block at the end of a stream's queue."""
+    """The header block that ends a stream's queue."""
 
 
 class Stream:
-    """One request and its reply; subclasses say what its bytes mean.
+    """One request and its reply; subclasses interpret the bytes.
 
-    Args:
-        connection: Its connection.
-        number: Its number.
-        is_ended: The client sends nothing after the head.
-
-    Attributes:
-        connection: As given.
-        number: As given.
-        is_ended: The client has sent all, or what it sends is not wanted.
-        is_closed: The reply is complete, or the stream was reset.
-        send_window: Bytes of DATA that the client takes.
-        receive_window: Bytes of DATA that the client may send.
-        queue: What waits for the client's windows.
+    `is_ended`: the client has sent everything, or the rest is ignored. `is_closed`: the reply is complete, or the
+    stream was reset. The windows count bytes of DATA that the peer may still send.
     """
 
     __slots__ = ("connection", "is_closed", "is_ended", "number", "queue", "receive_window", "send_window")
@@ -56,25 +45,25 @@ class Stream:
     # -- called by the connection --------------------------------------------------------------------------------------
 
     def opened(self) -> None:
-        """The connection knows the stream: it may be answered."""
+        """Handles the head; the stream may be answered from now on."""
 
     def data_received(self, data: bytes) -> None:
-        """Takes bytes of the request's body; `is_ended` is set before the last ones."""
+        """Handles bytes of the body; `is_ended` is set before the last ones."""
 
     def withdraw(self) -> None:
-        """The connection is lost: gives up what the stream waits for, before any of its streams is cancelled."""
+        """Gives up waits on a lost connection, before any of its streams is cancelled."""
 
     def cancelled(self) -> None:
-        """The client has reset the stream, or its connection is lost."""
+        """Handles a reset or a lost connection."""
 
     def drained(self) -> None:
-        """All that was queued is written."""
+        """Handles the end of the queue."""
 
     def closed(self) -> None:
-        """The stream has ended, one way or another."""
+        """Handles the end of the stream."""
 
     def check(self, now_s: float) -> None:
-        """Applies limits of time; called about once a second."""
+        """Applies time limits; called once a second."""
 
     # -- called by the request's handler -------------------------------------------------------------------------------
 
@@ -84,20 +73,20 @@ class Stream:
         return sum([len(part) for part in self.queue])
 
     def send_headers(self, block: bytes, *, is_last: bool = False) -> None:
-        """Sends header fields: the reply's head, or with `is_last` all that there is."""
+        """Sends the head of the reply, or with `is_last` the whole reply."""
         if not self.is_closed:
             self.connection.output.write_headers(self.number, block, is_last=is_last)
             if is_last:
                 self.connection.finished(self)
 
     def send(self, parts: Sequence[Bytes]) -> None:
-        """Sends bytes of the reply's body, or queues them."""
+        """Sends or queues bytes of the body."""
         if not self.is_closed:
             self.queue.extend([part for part in parts if len(part)])
             self.connection.output.pump(self)
 
     def send_trailers(self, block: bytes) -> None:
-        """Ends the reply, behind what is queued."""
+        """Ends the reply after its queue."""
         if not self.queue:
             self.send_headers(block, is_last=True)
         elif not self.is_closed:
@@ -115,12 +104,12 @@ class Stream:
             self.send_trailers(trailers)
 
     def reset(self, code: int) -> None:
-        """Ends the stream without a (whole) reply."""
+        """Resets the stream before its reply is complete."""
         if not self.is_closed:
             self.connection.abandon(self, code)
 
     def grant(self, size: int) -> None:
-        """Lets the client send so many bytes more."""
+        """Lets the client send `size` more bytes."""
         if size > 0 and not (self.is_ended or self.is_closed):
             self.receive_window += size
             self.connection.output.write_window(self.number, size)
@@ -129,15 +118,7 @@ class Stream:
 class Output:
     """Writes the frames of a connection.
 
-    Attributes:
-        transport: Where they go; set when the connection is made.
-        initial_window: Bytes of DATA that the client takes for a new stream.
-        window: Bytes of DATA that it takes for all streams.
-        max_frame: The largest payload that it takes.
-        is_paused: The transport has more than it can send.
-        is_closed: Nothing is written any more.
-        block_prefix: Precedes the next header block.
-        progress: Frames of DATA that were written since `Connection` looked last, but those cut small by the windows.
+    `progress` counts DATA frames since `Connection` last looked, except those that the windows cut small.
     """
 
     transport: asyncio.Transport
@@ -148,7 +129,7 @@ class Output:
         self.is_paused = self.is_closed = False
         self.block_prefix = b""
         self.progress = 0
-        self._waiting: dict[int, Stream] = {}  # by number: those that wait for the connection, not for their window
+        self._waiting: dict[int, Stream] = {}  # by number: streams that wait for the connection, not for their window
 
     def write(self, kind: int, flags: int, number: int, payload: Bytes = b"") -> None:
         """Writes a frame."""
@@ -156,14 +137,14 @@ class Output:
             self.transport.write(frames.frame(kind, flags, number, payload))
 
     def write_headers(self, number: int, block: bytes, *, is_last: bool) -> None:
-        """Writes a header block; replies' are smaller than a frame."""
+        """Writes a header block, which fits a frame."""
         if self.block_prefix:
             block, self.block_prefix = self.block_prefix + block, b""
         flags = frames.END_HEADERS | frames.END_STREAM if is_last else frames.END_HEADERS
         self.write(frames.HEADERS, flags, number, block)
 
     def write_reply(self, stream: Stream, head: bytes, body: bytes, trailers: bytes) -> bool:
-        """Writes a whole reply, or nothing: returns whether the windows let it through."""
+        """Writes a whole reply if the windows allow it; returns whether it did."""
         size, number = len(body), stream.number
         if size > stream.send_window or size > self.window or size > self.max_frame or self.is_paused:
             return False
@@ -186,15 +167,11 @@ class Output:
         return True
 
     def write_window(self, number: int, size: int) -> None:
-        """Lets the client send so many bytes more, of one stream or (0) of all."""
+        """Lets the client send `size` more bytes, on one stream or (0) on all."""
         self.write(frames.WINDOW_UPDATE, 0, number, frames.WORD.pack(size))
 
     def resize(self, streams: Iterable[Stream], size: int) -> None:
-        """Follows the client's SETTINGS_INITIAL_WINDOW_SIZE; `pump_all` is called next.
-
-        Raises:
-            ConnectionFault: A window becomes too large.
-        """
+        """Applies the client's SETTINGS_INITIAL_WINDOW_SIZE; `pump_all` follows."""
         change, self.initial_window = size - self.initial_window, size
         for stream in streams:
             stream.send_window += change
@@ -204,11 +181,11 @@ class Output:
                 self._waiting[stream.number] = stream
 
     def shrink_table(self) -> None:
-        """Confirms a smaller header table, of which replies use nothing (RFC 7541, section 4.2)."""
+        """Confirms a smaller header table, which replies do not use (RFC 7541, section 4.2)."""
         self.block_prefix = EMPTY_TABLE
 
     def pump(self, stream: Stream) -> None:
-        """Writes what the windows let through of a stream's queue."""
+        """Writes as much of a stream's queue as the windows allow."""
         queue = stream.queue
         while queue and not self.is_paused and not self.is_closed:
             part = queue[0]
@@ -238,18 +215,18 @@ class Output:
             stream.drained()
 
     def pump_all(self) -> None:
-        """Writes on where the connection's window, or the transport, was what held it up."""
+        """Continues the streams that waited for the connection."""
         for stream in list(self._waiting.values()):
             if self.window <= 0 or self.is_paused:
                 break
             self.pump(stream)
 
     def pump_one(self, stream: Stream) -> None:
-        """Writes on if something of that stream is queued."""
+        """Continues a stream that has a queue."""
         if stream.queue:
             self.pump(stream)
 
     def forget(self, stream: Stream) -> None:
-        """Drops what is queued of a stream."""
+        """Drops a stream's queue."""
         self._waiting.pop(stream.number, None)
         stream.queue.clear()
