@@ -1,1 +1,1 @@
-"""Endpoints at the gateway: declared by the API, and by files beside the models."""
+"""Endpoints at the gateway, declared by the API and by files."""

@@ -1,7 +1,7 @@
-"""Endpoints that are declared by files: written when a gateway starts, each content of a file once.
+"""Endpoints declared by files, written at a gateway's start once for each content of a file.
 
-What is changed later, by the API or because a canary was promoted, therefore survives the restart of a gateway; a file
-that was edited replaces it. An endpoint whose file was removed stays until it is removed by the API.
+Later changes, by the API or a promotion, therefore survive a restart; an edited file replaces them. An endpoint
+outlives its file until the API removes it.
 """
 
 import asyncio
@@ -18,25 +18,16 @@ from qinfer.traffic.routing import EndpointWatch
 logger = logging.getLogger(__name__)
 
 AGAIN_S = 2.0
-"""Seconds after which a declaration is tried again whose models are not there yet."""
+"""The pause before a declaration with missing models is tried again."""
 
 
 def declared_here(settings: Settings) -> list[Endpoint]:
-    """Reads the files of this gateway's directory, if it has one.
-
-    Raises:
-        SettingsError: The directory can't be read, or a file is no declaration.
-    """
+    """Reads the declarations of this gateway's directory, if it has one."""
     return read_directory(settings.endpoints.path) if settings.endpoints.path else []
 
 
 class EndpointFiles:
-    """Writes the declarations of files.
-
-    Args:
-        watch: Reads and writes declarations.
-        declared: What the files say.
-    """
+    """Writes the declarations of files."""
 
     def __init__(self, watch: EndpointWatch, declared: Iterable[Endpoint]) -> None:
         self._watch = watch
@@ -44,18 +35,14 @@ class EndpointFiles:
         self._reasons: dict[str, str] = {}
 
     async def run(self) -> None:
-        """Writes what `write` has left, until all is written, or cancelled."""
+        """Writes the remaining declarations until all are written, or cancelled."""
         while self._left:
             await asyncio.sleep(AGAIN_S)
             with suppress(BrokerUnavailable):  # others log it
                 await self.write()
 
     async def write(self) -> None:
-        """Writes the declarations whose models are there; what was written of the same file before stays as it is.
-
-        Raises:
-            BrokerUnavailable: Redis can't be reached.
-        """
+        """Writes the declarations whose models exist, except those written from the same file before."""
         for name, endpoint in list(self._left.items()):
             reason = "; ".join(self._watch.view.refusals(endpoint))
             if not reason and await self._write(endpoint):
@@ -66,7 +53,7 @@ class EndpointFiles:
         await self._watch.look()
 
     async def _write(self, endpoint: Endpoint) -> bool:
-        """Writes a declaration, unless its file was; `False` = somebody else has changed it meanwhile."""
+        """Writes a declaration unless its file was written; returns `False` after a concurrent change."""
         before = (await self._watch.store.read()).endpoints.get(endpoint.name)
         if before is not None and before.file == endpoint.file:
             return True

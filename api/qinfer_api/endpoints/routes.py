@@ -1,7 +1,7 @@
-"""`/v1/endpoints`: the endpoints, read with the scope `infer`, and changed with `admin`.
+"""Routes of endpoints: `/v1/endpoints`, read with the scope `infer` and changed with `admin`.
 
-What is read can be edited and put back: its `revision` is that of the reading, so that a change of somebody else in
-between is not lost but answered with 409. A declaration without a revision replaces whatever is there.
+A declaration can be read, edited and put back: its `revision` makes a concurrent change a 409. Without a revision it
+replaces the present declaration.
 """
 
 from typing import Any
@@ -59,7 +59,7 @@ def endpoint_routes(services: Services, endpoints: EndpointService) -> APIRouter
 
     @router.put("/v1/endpoints/{endpoint}", name="put_endpoint", **changing, **_PUT)
     async def put_endpoint(endpoint: str, request: Request) -> HttpResponse:
-        """Declares an endpoint, or changes it; every gateway goes by it within a second."""
+        """Declares or changes an endpoint; every gateway applies it within a second."""
         document = await read_json(services, request, dict[str, Any])
         return send_json(await endpoints.put(read_endpoint(document, endpoint)))
 
@@ -71,10 +71,10 @@ def endpoint_routes(services: Services, endpoints: EndpointService) -> APIRouter
 
     @router.post("/v1/endpoints/{endpoint}/{decision}", name="decide_endpoint", **changing, **_DECIDE)
     async def decide_endpoint(endpoint: str, decision: str) -> HttpResponse:
-        """Decides `promote`, `rollback`, `pause` or `resume`.
+        """Applies `promote`, `rollback`, `pause` or `resume` to a canary.
 
-        `promote` goes on to the next step, and after the last one makes the canary the stable target; `resume` also
-        tries again what was rolled back.
+        `promote` starts the next step, and after the last one makes the canary the stable target; `resume` also repeats
+        a trial that was rolled back.
         """
         action = _ACTIONS.get(decision)
         if action is None:

@@ -1,6 +1,6 @@
-"""Declaring endpoints: checked against the models, written by compare-and-set, and seen here before the reply.
+"""Declarations of endpoints, and decisions about canaries: checked against the models, and written by compare-and-set.
 
-So are the decisions of people about canaries on trial.
+This gateway applies a change before it replies.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -23,17 +23,18 @@ _TRIES = 5  # the controller writes once a second, too
 
 
 class TargetState(msgspec.Struct, frozen=True, kw_only=True):
-    """A target as it is now.
+    """The present state of a target.
 
     Attributes:
-        target: Its model and version in one word, such as `digits:4`.
+        target: Its model and version, such as `digits:4`.
         role: stable | canary | shadow
-        weight: The share of the requests that it gets by its weight.
-        version: The version that it has now; 0 = `latest`, and none is READY.
-        ready: Whether it can be asked; requests for a canary that can't go to the stable target.
-        requests: Requests that the gateway that was asked has given to this version since it started; 0 for a canary
-            that is the stable version by now, where they count.
-        shadows: Requests that this version has executed as a shadow, counted alike; only of a shadow.
+        weight: Its share of the requests by weight.
+        version: Its present version; 0 = `latest`, and no version is READY.
+        ready: Whether it accepts requests; those for a canary that is not ready go to the stable target.
+        requests: Requests that this gateway has sent to the version since it started; 0 for a canary that has become
+        the
+            stable version, which counts them.
+        shadows: Requests that a shadow has executed, counted alike.
     """
 
     target: str
@@ -46,13 +47,13 @@ class TargetState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShadowDifferences(msgspec.Struct, frozen=True, kw_only=True):
-    """How the answers of a shadow differ from those that callers have got.
+    """How the answers of a shadow differ from those of the stable target.
 
     Attributes:
         target: The model and version, such as `digits:4`.
-        shadows: How many there were.
+        shadows: The number of shadowed requests.
         outputs: Each output.
-        samples: The most different rows that disagree, of a bounded size.
+        samples: The most different rows, of a bounded size.
     """
 
     target: str
@@ -62,12 +63,12 @@ class ShadowDifferences(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndpointDifferences(msgspec.Struct, frozen=True, kw_only=True):
-    """The differences of an endpoint's shadows, as the gateway that was asked has found them since it started.
+    """The differences of an endpoint's shadows that this gateway has found since it started.
 
     Attributes:
         endpoint: The endpoint.
         gateway: The gateway.
-        targets: Its shadows, those included that are none any more.
+        targets: Its shadows, including removed ones.
     """
 
     endpoint: str
@@ -79,17 +80,18 @@ class CanaryView(msgspec.Struct, frozen=True, kw_only=True):
     """The last trial of a canary.
 
     Attributes:
-        version: The version that is or was on trial.
-        model: Its model, where that is not the stable target's; else empty.
-        stable: The stable version, after a promotion the same.
+        version: The version on trial.
+        model: Its model, if it differs from the stable target's; else empty.
+        stable: The stable version; after a promotion equal to `version`.
         step: The number of its step, from 1.
-        steps: How many steps there are.
+        steps: The number of steps.
         requests: The canary's requests in this step.
-        state: running | paused | promoted | rolling back | rolled back | replaced; what is rolling back has not been
-            confirmed by every gateway, and what is replaced begins anew as the endpoint was declared since.
-        reason: Why it is so.
+        state: running | paused | promoted | rolling back (until every gateway has confirmed) | rolled back | replaced
+        (by a
+            new declaration of the endpoint, with which the trial starts again)
+        reason: The reason of that state.
         since_s: The time of the last transition, in seconds since the epoch.
-        done_s: The time at which every gateway had confirmed the rollback; 0 = there is none, or not yet.
+        done_s: The time at which every gateway had confirmed the rollback; 0 = it is not confirmed.
         checks: The numbers of the checks.
     """
 
@@ -107,14 +109,14 @@ class CanaryView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndpointState(msgspec.Struct, frozen=True, kw_only=True):
-    """An endpoint as it was declared, and as it is now.
+    """An endpoint's declaration and present state.
 
     Attributes:
         endpoint: The declaration, with its revision.
         targets: Its targets, in the order of the declaration.
-        problems: What keeps it or a target from being used as declared.
-        canary: The last trial of its canary; `null` = there was none.
-        events: What happened to its canaries, the newest first; of one endpoint only.
+        problems: Why it or a target can't be used as declared.
+        canary: The last trial of its canary; `null` without one.
+        events: Events of its canaries, newest first; only if one endpoint is requested.
     """
 
     endpoint: Endpoint
@@ -125,16 +127,7 @@ class EndpointState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndpointService:
-    """The use case behind `/v1/endpoints`.
-
-    Args:
-        watch: Reads and writes the declarations, and has this gateway see what was written.
-        trials: The trials of their canaries.
-        tally: What this gateway counts.
-        now_s: Tells the broker's time.
-        check_url: Checks that a webhook may go to a URL.
-        shadows: What it finds out about shadows; `None` = it executes none.
-    """
+    """The use case behind `/v1/endpoints`."""
 
     def __init__(
         self,
@@ -154,39 +147,19 @@ class EndpointService:
         self._store, self._view = watch.store, watch.view
 
     async def list(self) -> list[EndpointState]:
-        """Returns all endpoints, by name.
-
-        Raises:
-            BrokerUnavailable: Redis can't be reached.
-        """
+        """Returns all endpoints, by name."""
         trials = await self._trials.read()
         found = (await self._store.read()).endpoints
         return [self._state(found[name], trials[name].trial if name in trials else None) for name in sorted(found)]
 
     async def find(self, name: str) -> EndpointState:
-        """Returns an endpoint.
-
-        Raises:
-            EndpointNotFound: There is none of that name.
-            BrokerUnavailable: Redis can't be reached.
-        """
+        """Returns an endpoint."""
         stored = await self._trials.find(name)
         endpoint = _of((await self._store.read()).endpoints, name)
         return self._state(endpoint, None if stored is None else stored.trial, await self._trials.events(name))
 
     async def decide(self, name: str, action: Action, reason: str) -> EndpointState:
-        """Promotes, rolls back, pauses or resumes the canary on trial; this gateway goes by it when it returns.
-
-        Args:
-            name: The endpoint.
-            action: What to do; `RESUME` also tries again what was rolled back.
-            reason: Why, for the events.
-
-        Raises:
-            EndpointNotFound: There is none of that name.
-            Conflict: There is no trial that this could be done to.
-            BrokerUnavailable: Redis can't be reached.
-        """
+        """Promotes, rolls back, pauses or resumes the canary on trial; `RESUME` also repeats a rolled back trial."""
         for _ in range(_TRIES):
             stored = await self._trials.find(name)
             endpoint = _of((await self._store.read()).endpoints, name)
@@ -199,12 +172,7 @@ class EndpointService:
         raise Conflict(f"endpoint '{name}' is being changed by others; try again")
 
     async def differences(self, name: str) -> EndpointDifferences:
-        """Returns how the answers of an endpoint's shadows differ from those of its stable target.
-
-        Raises:
-            EndpointNotFound: There is none of that name.
-            BrokerUnavailable: Redis can't be reached.
-        """
+        """Returns how the answers of an endpoint's shadows differ from those of its stable target."""
         endpoint = _of((await self._store.read()).endpoints, name)
         found = {} if self._shadows is None else await self._shadows.found(name)
         declared = [self._label(target) for target in endpoint.targets if target.role is Role.SHADOW]
@@ -223,18 +191,7 @@ class EndpointService:
         return f"{target.model}:{self._view.resolved(target)}"
 
     async def put(self, endpoint: Endpoint) -> EndpointState:
-        """Writes a declaration that was checked by itself; this gateway goes by it when it returns.
-
-        Args:
-            endpoint: The declaration; with a revision it replaces that, without one whatever is there.
-
-        Raises:
-            InvalidRequest: A target is no model, or does not fit the stable one; it hides a model unsaid; or its
-                webhook may not go there.
-            Conflict: Another revision is there by now.
-            EndpointNotFound: It has a revision, and is not there any more.
-            BrokerUnavailable: Redis can't be reached.
-        """
+        """Writes a valid declaration; it replaces its revision, or without one the present declaration."""
         self._check(endpoint)
         if endpoint.webhook:
             await self._check_url(endpoint.webhook)
@@ -245,13 +202,7 @@ class EndpointService:
         return self._state(written, None)
 
     async def delete(self, name: str, seen: int | None) -> None:
-        """Removes an endpoint; callers of its name ask the model of that name then, if there is one.
-
-        Raises:
-            EndpointNotFound: There is none of that name.
-            Conflict: Another revision than the one given is there by now.
-            BrokerUnavailable: Redis can't be reached.
-        """
+        """Removes an endpoint; its name then means the model of that name."""
         await self._store.delete(name, seen)
         await self._watch.look()
 

@@ -1,12 +1,12 @@
-"""The janitor's part in bulk jobs: keeps their lanes filled, and has them finished. No leader.
+"""The janitor's work on bulk jobs, without a leader: fills their lanes and has them finished.
 
     a notice ──▶ advance ──▶ lane filled
                     ├─ nothing left to run ──▶ finalizing ──▶ Celery's `finalise`
                     ├─ too many rows failed ──▶ failed; its shards are taken back ──▶ `finalise`
                     └─ cancelling, nothing in hand ──▶ cancelled ──▶ `finalise`
 
-A notice is done after the last step: where Celery's broker, or this gateway, is gone meanwhile, it comes again.
-Each step may be done twice.
+A notice is confirmed after the last step, so it comes again if Celery's broker or this gateway fails. Steps are
+idempotent.
 """
 
 import asyncio
@@ -23,26 +23,20 @@ from qinfer.queue.lanes import Queue
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 5.0
-"""The pause between two looks at all running jobs."""
+"""The pause between two checks of all running jobs."""
 
 _FOLLOWING: dict[str, JobState] = {
     JobState.RUNNING: JobState.FINALIZING,
     JobState.CANCELLING: JobState.CANCELLED,
 }
 _NOTICES = 50  # of a model in a round
-_LATEST = 100  # jobs that are looked back at, at the start
-_TOGETHER = 16  # jobs looked at at once
-_SENDING = 2  # tasks sent at once: where Celery's broker hangs, the gateway's other threads are not all waiting for it
+_LATEST = 100  # jobs that are examined at the start
+_TOGETHER = 16  # jobs at once
+_SENDING = 2  # tasks sent at once, so that a hanging broker does not occupy all threads
 
 
 class JobJanitor:
-    """One per gateway that takes bulk jobs.
-
-    Args:
-        delivery: The queue.
-        catalog: How many workers a model version has.
-        finalise: Sends Celery the task that finishes a job; it blocks, and may be called twice.
-    """
+    """Looks after bulk jobs; one per gateway. `finalise` sends Celery's task, blocks, and may be called twice."""
 
     def __init__(self, delivery: Queue, catalog: Catalog, finalise: Callable[[str], None]) -> None:
         self._jobs = Jobs(delivery)
@@ -51,16 +45,12 @@ class JobJanitor:
         self._finalise = finalise
         self._together = asyncio.Semaphore(_TOGETHER)
         self._sending = asyncio.Semaphore(_SENDING)
-        self._places: dict[tuple[str, int], None] = {}  # where jobs were seen: an ended one may have a notice left
+        self._places: dict[tuple[str, int], None] = {}  # seen so far: an ended job may have a notice left
         self._has_looked_back = False
         self._look_at_s = 0.0
 
     async def round(self) -> None:
-        """Processes notices of jobs, and occasionally checks all running jobs.
-
-        Raises:
-            QinferError: Some could not be acted on, and come again.
-        """
+        """Handles the notices of jobs, and every `LOOK_EVERY_S` all running jobs; failed notices come again."""
         now_s = asyncio.get_running_loop().time()
         await self.attend()
         if now_s >= self._look_at_s:
@@ -68,11 +58,7 @@ class JobJanitor:
             await self.look()
 
     async def attend(self) -> int:
-        """Acts on the notices that there are; returns how many that were.
-
-        Raises:
-            QinferError: Some could not be acted on, and come again.
-        """
+        """Handles the present notices; returns how many. Failed ones come again, and the first error is raised."""
         outcomes: list[BaseException | None] = []
         for model, partition in await self._known():
             notices = await self._deliveries.take(model, partition, JOBS, _NOTICES)
@@ -83,17 +69,13 @@ class JobJanitor:
         return len(outcomes)
 
     async def look(self) -> None:
-        """Fills the lanes of all running jobs, the highest priority first: there may be more workers now.
-
-        Raises:
-            QinferError: The queue can't be reached.
-        """
+        """Fills the lanes of all running jobs by priority, as there may be more workers now."""
         for record in await self._jobs.unfinished():
             if record.state == JobState.RUNNING:
                 await self._fill(record)
 
     async def _known(self) -> list[tuple[str, int]]:
-        """Returns the models and partitions that have jobs, had some since the start, or lately before."""
+        """Returns the models and partitions that have, or recently had, jobs."""
         if not self._has_looked_back:
             latest = (await self._jobs.list(count=_LATEST)).records
             self._places |= dict.fromkeys((record.model, record.partition) for record in latest)
@@ -106,14 +88,14 @@ class JobJanitor:
             record = await self._jobs.get(notice.text)
             standing = None if record is None else await self._fill(record)
             state = await self._next(record, standing) if record is not None and standing is not None else ""
-            # Of a job that ended early it lists the parts that are there.
+            # `finalise` lists the existing parts of a job that ended early.
             if state == JobState.FINALIZING or state in ENDED_EARLY:
                 async with self._sending:
                     await asyncio.to_thread(self._finalise, notice.text)
             await self._deliveries.done(notice.model, notice.partition, JOBS, [notice.id])
 
     async def _fill(self, record: JobRecord) -> Standing | None:
-        """Fills a job's lane; returns where the job stands, `None` where it is gone."""
+        """Fills a job's lane; returns its standing, `None` if the job is gone."""
         workers = self._catalog.capacity(record.model, record.version).workers
         while True:
             standing = await self._jobs.advance(record.id, workers=workers)

@@ -1,7 +1,7 @@
-"""Bulk jobs as clients see them: requested jobs, and the records of `/v1/jobs`. Pure.
+"""Bulk jobs as clients see them: new jobs, and the records of `/v1/jobs`. Pure.
 
-An id that the server makes has the form of a ULID, and is shown as it is. One that the client chose is `<id>@<tenant>`
-inside, so that tenants can't meet; where there are no tenants it is the same inside and outside.
+Server-made ids are ULIDs and shown unchanged. A client's id is stored as `<id>@<tenant>`, so that tenants can't
+collide; without tenants it is stored unchanged.
 """
 
 import base64
@@ -45,9 +45,9 @@ _MADE = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
 _BASE32, _CROCKFORD = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _SHOWN = 128
 _MOST_DIFFERENCES = 5
-_LEAST_S = 1e-6  # of which a rate is made: clocks tell no shorter times
-_QUIET_S = 5.0  # without a change, before a job's rate falls: more than twice what is between two reports of a worker
-_LEAST_ETA_S = 1.0  # while it runs: the last rows may be scored, and are to be written
+_LEAST_S = 1e-6  # the least measured time of a rate, as clocks are coarser
+_QUIET_S = 5.0  # without a change, before a rate falls: more than two reports of a worker
+_LEAST_ETA_S = 1.0  # while it runs, as scored rows remain to be written
 
 
 _OWN_ID = "An id of your own: the same id with the same job is one job."
@@ -59,12 +59,11 @@ class NewJob(JobSpec, frozen=True, forbid_unknown_fields=True):  # noqa: D101 - 
 
 
 class Changes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Changes of a job that is resumed; omitted and null fields do not change.
+    """Changes of a resumed job; omitted and null fields do not change.
 
     Attributes:
-        error_threshold: When more rows than this fail, the job does: a number of rows, a fraction between 0 and 1, or
-            -1 = never.
-        max_parallel: At most so many shards run at a time; 0 = as many as there are workers.
+        error_threshold: The job fails when more rows fail: a number of rows, a fraction between 0 and 1, or -1 = never.
+        max_parallel: Shards that run at a time; 0 = one per worker.
         deadline_s: Seconds from now at which the job expires; 0 = never.
 
     Example:
@@ -77,7 +76,7 @@ class Changes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JobCounts(msgspec.Struct, frozen=True):
-    """How many there are, how many are done, and how many have failed; each is in one of these at the end.
+    """Counts of all, done and failed ones; at the end each is done or failed.
 
     Attributes:
         total: Null until the job is planned.
@@ -93,7 +92,7 @@ class JobRowCounts(JobCounts, frozen=True):
 
     Attributes:
         total: Null until the job is planned.
-        scored: How many are scored in shards that are being executed, and not written yet.
+        scored: Rows of unfinished shards that are scored but not written.
     """
 
     scored: int
@@ -104,7 +103,7 @@ class JobShardCounts(JobCounts, frozen=True):
 
     Attributes:
         total: Null until the job is planned.
-        active: How many wait in the model's queue or are being executed.
+        active: Shards in the model's queue or being executed.
     """
 
     active: int
@@ -122,14 +121,14 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
     """A bulk job; instants are RFC 3339 in UTC, null before they occur.
 
     Attributes:
-        endpoint: The endpoint that was asked, of which model and version were the stable target; null = a model was.
+        endpoint: The requested endpoint, whose stable target is model and version; null if a model was requested.
         state: validating | planning | running | finalizing | completed | failed | cancelling | cancelled | expired;
-            after completed, failed, cancelled and expired it is over
-        skipped_files: Input files that were left out because they can't be read; null before it is planned.
+            completed, failed, cancelled and expired are final
+        skipped_files: Unreadable input files that were left out; null before planning.
         progress: The share of its rows that are done, failed or scored, 0 … 1.
-        eta_s: Seconds that the rest will take.
+        eta_s: Estimated seconds to the end.
         error: Why it failed.
-        waiting: Why it can't go on now.
+        waiting: Why it can't continue now.
         manifest_url: The list of the parts, once the job is completed.
         spec: The requested job, with its version resolved and its URLs normalized.
 
@@ -175,12 +174,9 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobFilter(NamedTuple):
-    """The jobs that a listing is asked for.
+    """The filter of a listing; empty fields match all jobs.
 
-    Attributes:
-        model: The model or endpoint; empty = any, as with the others.
-        output: The folder that jobs write to; folders below count as well.
-        metadata: Texts that a job's metadata has, all of them.
+    `output` includes folders below it; all texts of `metadata` must match.
     """
 
     model: str = ""
@@ -188,7 +184,7 @@ class JobFilter(NamedTuple):
     metadata: frozenset[tuple[str, str]] = frozenset()
 
     def fits(self, record: JobRecord) -> bool:
-        """Tells whether a job is one of them, which no job with a damaged specification is."""
+        """Returns whether a job matches; a damaged specification never does."""
         if self.model and self.model not in (record.model, record.endpoint):
             return False
         if not (self.output or self.metadata):
@@ -203,10 +199,10 @@ class JobFilter(NamedTuple):
 
 
 class JobsBody(msgspec.Struct, frozen=True):
-    """A page of jobs, the newest first.
+    """A page of jobs, newest first.
 
     Attributes:
-        next: `after` of the next page; null = this was the last.
+        next: `after` of the next page; null = the last page.
     """
 
     jobs: list[JobBody]
@@ -214,16 +210,16 @@ class JobsBody(msgspec.Struct, frozen=True):
 
 
 class EstimateBody(msgspec.Struct, frozen=True):
-    """A job that can be created, and its size; nothing is created.
+    """The size of a valid job; nothing is created.
 
     Attributes:
         version: The version that would score it.
         files: Its input files.
         rows: Their rows, up to the job's `limit`.
-        shards: The shards that it would have.
+        shards: Its shards.
         workers: The workers that have the model version now.
-        rows_per_s: The speed of one of them; null = not known yet.
-        estimated_s: Seconds that the job would take with these workers, without other work; null = not known.
+        rows_per_s: The speed of one of them; null = unknown.
+        estimated_s: The job's duration with these workers and no other work; null = unknown.
 
     Example:
         {"model": "digits", "version": 1, "files": 2, "rows": 100000, "shards": 8, "workers": 2, "rows_per_s": 5000.0,
@@ -241,25 +237,22 @@ class EstimateBody(msgspec.Struct, frozen=True):
 
 
 class JobLine(msgspec.Struct, frozen=True):
-    """Something that happened to a job."""
+    """An event of a job."""
 
     at: str | None
     text: str
 
 
 class JobLog(msgspec.Struct, frozen=True):
-    """The latest lines of a job's log, the oldest first."""
+    """The latest lines of a job's log, oldest first."""
 
     log: list[JobLine]
 
 
 class Progress(NamedTuple):
-    """How far a job is.
+    """The progress of a job.
 
-    Attributes:
-        share: Of its rows that are settled or scored, 0 … 1.
-        rows_per_s: Such rows a second since it began to run, or was resumed; `None` before the first.
-        eta_s: Seconds until all are, at that rate; `None` = not known, or it does not run.
+    `share` covers settled and scored rows; `rows_per_s` counts them since the start or the last resumption.
     """
 
     share: float
@@ -268,15 +261,10 @@ class Progress(NamedTuple):
 
 
 def progress_of(record: JobRecord, now_s: float) -> Progress:
-    """Computes how far a job is, and how long the rest will take.
+    """Computes the progress of a job.
 
-    The rate is that up to the last change: workers report every two seconds, and between two reports it would only seem
-    to fall. Where nothing was reported for longer, it does fall, and the rest takes longer: a job that stands still has
-    no end in sight.
-
-    Args:
-        record: The job.
-        now_s: The broker's time.
+    Its rate ends at the last change, because workers report only every two seconds. After a longer silence the rate
+    falls, and the estimated end moves away.
     """
     settled = record.rows_done + record.rows_failed + _rows_scored(record)
     share = min(settled / record.rows, 1.0) if record.rows else float(record.state == JobState.COMPLETED)
@@ -294,16 +282,12 @@ def progress_of(record: JobRecord, now_s: float) -> Progress:
 
 
 def _rows_scored(record: JobRecord) -> int:
-    """Returns the rows that are scored and not written yet; of a job that has stopped they are not going to be."""
+    """Returns the rows that are scored but not written; 0 for a stopped job, which never writes them."""
     return record.rows_scored if record.state == JobState.RUNNING else 0
 
 
 def chosen_id(job_id: str, tenant: str) -> str:
-    """Returns the id inside of a job whose id its client chose.
-
-    Raises:
-        InvalidRequest: The id has other characters, is too long, or looks like one that a server made.
-    """
+    """Returns the stored form of a client's id; refuses invalid ids and those that look server-made."""
     if not _CHOSEN.fullmatch(job_id):
         raise InvalidRequest(
             f"'{job_id[:_SHOWN]}' can't be a job id; use 1 to 128 letters, digits, '.', '_', '~' and '-'"
@@ -314,17 +298,13 @@ def chosen_id(job_id: str, tenant: str) -> str:
 
 
 def keyed_id(key: str, tenant: str) -> str:
-    """Returns the id of the job that an idempotency key makes: always the same, and in the form of the server's."""
+    """Derives a job's id, in the server's form, from an idempotency key."""
     digest = hashlib.sha256(f"{len(tenant)}:{tenant}:{key}".encode()).digest()
     return base64.b32encode(digest).decode().translate(str.maketrans(_BASE32, _CROCKFORD))[:26]
 
 
 def inner_id(job_id: str, tenant: str) -> str:
-    """Returns the id inside of the job that a path names; that there is one is not known yet.
-
-    Raises:
-        JobNotFound: No job can have that id.
-    """
+    """Returns the stored id of the job that a path names, which need not exist, or raises `JobNotFound`."""
     if _MADE.fullmatch(job_id):
         return job_id
     try:
@@ -334,7 +314,7 @@ def inner_id(job_id: str, tenant: str) -> str:
 
 
 def unknown_job(job_id: str) -> JobNotFound:
-    """Returns the error for an unknown id, or that of another tenant's job."""
+    """Returns the error for an unknown id, or another tenant's."""
     return JobNotFound(
         f"job '{job_id[:_SHOWN]}' is not known: it was not created, was deleted, or ended too long ago; "
         "GET /v1/jobs lists those that are"
@@ -352,16 +332,7 @@ def job_path(record: JobRecord) -> str:
 
 
 def new_record(job_id: str, spec: JobSpec, *, tenant: str, now_s: float, kept_s: float, trace: str) -> JobRecord:
-    """Returns the record of a job that is to be planned.
-
-    Args:
-        job_id: Its id inside.
-        spec: What is asked for, its version known.
-        tenant: Whose it is.
-        now_s: The broker's time.
-        kept_s: How long it is known after its end.
-        trace: W3C `traceparent` of its creation; empty = nobody records it.
-    """
+    """Returns the record of a job to be planned; it is kept `kept_s` seconds after its end."""
     return JobRecord(
         id=job_id,
         model=spec.model,
@@ -379,16 +350,12 @@ def new_record(job_id: str, spec: JobSpec, *, tenant: str, now_s: float, kept_s:
 
 
 def deadline_at(spec: JobSpec, now_s: float) -> float:
-    """Returns when a job expires that is created or resumed now; 0 = never."""
+    """Returns when a job that starts or resumes now expires; 0 = never."""
     return now_s + spec.deadline_s if spec.deadline_s else 0.0
 
 
 def shown_job(record: JobRecord, now_s: float) -> JobBody:
-    """Returns a job as clients have it.
-
-    Raises:
-        CorruptEntry: Its record is damaged.
-    """
+    """Returns a job as clients see it, or raises `CorruptEntry`."""
     progress, path = progress_of(record, now_s), job_path(record)
     with damage_told(record.id):
         state, spec = JobState(record.state), msgspec.json.decode(record.spec, type=_ShownSpec)
@@ -425,7 +392,7 @@ def shown_job(record: JobRecord, now_s: float) -> JobBody:
 
 
 def shown_estimate(spec: JobSpec, size: Estimate, pace: Pace) -> EstimateBody:
-    """Returns the size of a job, and how long the workers that there are would take."""
+    """Returns the size of a job and its duration with the present workers."""
     workers = min(pace.workers, size.shards, spec.max_parallel or pace.workers)
     rate = workers * pace.rows_per_s
     return EstimateBody(
@@ -441,17 +408,12 @@ def shown_estimate(spec: JobSpec, size: Estimate, pace: Pace) -> EstimateBody:
 
 
 def shown_log(lines: Sequence[LogLine]) -> JobLog:
-    """Returns a job's log as clients have it."""
+    """Returns a job's log as clients see it."""
     return JobLog([JobLine(instant(line.at), line.text) for line in lines])
 
 
 def decode_job(body: bytes, grant: Grant) -> tuple[JobSpec, str]:
-    """Reads a job, its URLs in their one spelling, and the id that its client chose; empty without one.
-
-    Raises:
-        InvalidRequest: As `decode_spec`, or the id is empty.
-        Forbidden: A URL is not granted.
-    """
+    """Parses a job with normalized URLs, and the client's id; empty without one."""
     asked = decode_spec_as(body, NewJob)
     if asked.id == "":
         raise InvalidRequest("field 'id' is empty; leave it out to have the server make one")
@@ -460,11 +422,7 @@ def decode_job(body: bytes, grant: Grant) -> tuple[JobSpec, str]:
 
 
 def decode_changes(body: bytes) -> Changes:
-    """Reads the changes of a job; an empty body means none.
-
-    Raises:
-        InvalidRequest: It is none of these fields, or one of another type.
-    """
+    """Parses the changes of a job; an empty body changes nothing."""
     try:
         return msgspec.json.decode(body, type=Changes) if body else Changes()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -474,11 +432,7 @@ def decode_changes(body: bytes) -> Changes:
 
 
 def changed(spec: JobSpec, changes: Changes) -> JobSpec:
-    """Returns a job with changes.
-
-    Raises:
-        InvalidRequest: A value can't be.
-    """
+    """Returns a job with changes; refuses invalid values."""
     given = {name: value for name, value in msgspec.structs.asdict(changes).items() if value is not None}
     found = msgspec.structs.replace(spec, **given)
     check_spec(found)
@@ -486,18 +440,9 @@ def changed(spec: JobSpec, changes: Changes) -> JobSpec:
 
 
 def check_same(tenant: str, known: JobRecord, asked: JobSpec, *, any_limits: bool) -> None:
-    """Checks that a repeated creation asks for the job that exists.
+    """Checks that a repeated creation asks for the existing job; `any_limits` ignores the fields that `resume` changes.
 
-    Args:
-        tenant: Whose creation it is.
-        known: The job that exists.
-        asked: What is asked for now.
-        any_limits: Allow other values of the fields that `resume` changes.
-
-    `overwrite` may differ: it is about how a job begins, and the known one has begun.
-
-    Raises:
-        Conflict: It asks for another job; the text has the fields that differ.
+    `overwrite` may differ, because it concerns only the start of a job.
     """
     there, here = (_flat(spec) for spec in (spec_of(known), asked))
     here["version"] = asked.version or known.version
@@ -516,16 +461,7 @@ def check_same(tenant: str, known: JobRecord, asked: JobSpec, *, any_limits: boo
 
 
 def check_unshared(tenant: str, asked: JobSpec, unfinished: Sequence[JobRecord]) -> None:
-    """Checks that no unfinished job writes to a job's output folder where one of the two overwrites what is there.
-
-    Args:
-        tenant: Who asks for the job.
-        asked: The job that is to be created or resumed.
-        unfinished: The jobs that have not ended.
-
-    Raises:
-        Conflict: One does.
-    """
+    """Raises `Conflict` if an unfinished job shares the output folder and either of the two overwrites it."""
     for record in unfinished:
         with damage_told(record.id):
             spec = msgspec.json.decode(record.spec, type=_ShownSpec)
@@ -559,7 +495,7 @@ class _ShownOutput(msgspec.Struct, frozen=True):
 
 
 class _ShownSpec(msgspec.Struct, frozen=True):
-    """The shown form of a stored specification, which may have fields that a newer gateway has written."""
+    """The shown part of a stored specification, which may have fields of a newer gateway."""
 
     output: _ShownOutput
     metadata: dict[str, str] = {}
@@ -567,7 +503,7 @@ class _ShownSpec(msgspec.Struct, frozen=True):
 
 
 async def message_of(jobs: Jobs, job_id: str) -> Message | None:
-    """Renders the webhook that reports the end of a job; `None` where it has not ended, or has no webhook."""
+    """Renders the webhook for the end of a job; `None` before the end, or without a webhook."""
     record = await jobs.get(job_id)
     if record is None or not record.webhook or not record.is_over:
         return None

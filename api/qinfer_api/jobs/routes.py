@@ -31,11 +31,11 @@ from qinfer_api.rest.openapi import LAST_EVENT, Json, answer, body, errors, foll
 from qinfer_api.rest.services import Event, Services, authorize, event_stream, idempotency_key, read_body, send_json
 
 MAX_LIMIT = 1000
-"""The most jobs of one listing."""
+"""The largest page."""
 HEARTBEAT_S = 15.0
-"""Seconds without an event after which a comment is sent."""
+"""Seconds without an event before a comment is sent."""
 MAX_BODY_BYTES = 4 * 2**20
-"""The largest job; its record is as large."""
+"""The largest job, which its record contains."""
 
 _DEFAULT_LIMIT = 100
 
@@ -130,17 +130,17 @@ def job_routes(services: Services, jobs: BulkJobs) -> APIRouter:
 
     @router.post("/v1/jobs", name="create_job", **_CREATE)
     async def create(request: Request) -> HttpResponse:
-        """Checks a job and has it planned: its model, inputs and output fit together once this answers."""
+        """Checks a job and has it planned; the reply means that model, inputs and output fit together."""
         return await _create(services, jobs, request)
 
     @router.get("/v1/jobs", name="list_jobs", **_LIST)
     async def list_all(request: Request) -> HttpResponse:
-        """Lists the jobs, the newest first."""
+        """Lists the jobs, newest first."""
         return await _list(services, jobs, request)
 
     @router.get("/v1/jobs/{job_id}", name="job", **_SHOW)
     async def show(job_id: str, request: Request) -> HttpResponse:
-        """Tells where a job is."""
+        """Returns a job."""
         return _shown(jobs, await jobs.get(_context(services, request), job_id))
 
     @router.delete("/v1/jobs/{job_id}", name="delete_job", **_DELETE)
@@ -169,7 +169,7 @@ def job_routes(services: Services, jobs: BulkJobs) -> APIRouter:
 
     @router.get("/v1/jobs/{job_id}/events", name="job_events", **_EVENTS)
     async def events(job_id: str, request: Request) -> HttpResponse:
-        """Tells each change of a job until its end."""
+        """Streams each change of a job until its end."""
         return await _events(services, jobs, request, job_id)
 
     return router
@@ -203,7 +203,7 @@ async def _list(services: Services, jobs: BulkJobs, request: Request) -> HttpRes
     found, following = await jobs.list(context, state, after, _limit(query.get("limit")), wanted)
     bodies = []
     for record in found:
-        with suppress(CorruptEntry):  # a damaged one hides no other; asked by its id, it says so
+        with suppress(CorruptEntry):  # a damaged record must not hide the others; GET by its id reports it
             bodies.append(_body(jobs, record))
     return send_json(JobsBody(bodies, following or None))
 
@@ -231,7 +231,7 @@ def _progress(jobs: BulkJobs, record: JobRecord) -> Event:
 
 
 def _context(services: Services, request: Request) -> Context:
-    """Returns who asks, authorized; refuses at once while the queue is away, as requests are refused."""
+    """Returns the authorized caller; refuses at once while the queue is unreachable."""
     context = authorize(services, request)
     services.requests.delivery.router.check_up(keys.slot(keys.job_places()))
     return context

@@ -1,7 +1,7 @@
-"""Bulk jobs: checked and created, looked at, cancelled, resumed, deleted; see docs/reference/jobs-api.md.
+"""Bulk jobs: creation, status, cancellation, resumption and deletion; see docs/reference/jobs-api.md.
 
-The use case behind `/v1/jobs`. A job that is created has been looked at: its model, inputs and output fit together.
-Planning and finishing it is Celery's, its shards the workers', its record the queue's; nothing of it is kept here.
+The use case behind `/v1/jobs`. Model, inputs and output of a job are checked before it is created. Celery plans and
+finishes it, workers execute its shards, and the queue keeps its record.
 """
 
 import asyncio
@@ -66,20 +66,20 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EXAMINE_S = 60.0
-"""Seconds that looking at a job's inputs and output may take."""
+"""The longest check of a job's inputs and output."""
 MAX_WATCHERS = 512
-"""So many may follow jobs at a gateway at a time: each costs two reads a second."""
+"""Clients of a gateway that may follow jobs: each costs two reads a second."""
 LOOK_S = 1.0
-"""Seconds after which one that follows a job sees that the gateway is shutting down."""
+"""Seconds after which a follower notices that the gateway shuts down."""
 
 _STATES = tuple(state.value for state in JobState)
 _FULL_AGAIN_S = 30.0
 _WAITS = "waits for a bulk worker, which plans it"
-_threads = ThreadPoolExecutor(4, "bulk-tasks")  # a Redis that hangs may not keep the threads that decode bodies
+_threads = ThreadPoolExecutor(4, "bulk-tasks")  # apart from other threads, because a Redis may hang
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """Result of `create`: the job, and whether this call created it."""
+    """A job, and whether `create` created it."""
 
     record: JobRecord
     is_new: bool
@@ -87,23 +87,10 @@ class Ticket(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, kw_only=True)
 class BulkJobs:
-    """One per gateway.
+    """Handles bulk jobs; one per gateway.
 
-    Attributes:
-        jobs: The jobs in the queue.
-        now_s: Returns the broker's time, which records are written in.
-        resolve: Finds the model version of a job; `AsyncRequests.of_model`.
-        dispatcher: Who may ask, and how much.
-        settings: The limits of jobs, and which stores they may use.
-        targets: Where webhooks may go.
-        tasks: Celery.
-        check: Refuses a job whose inputs or output do not fit; `ExaminerPool.check`.
-        estimate: Does the same and returns the job's size; `ExaminerPool.estimate`.
-        pace: Returns what is known of the speed of a model version.
-        ids: Makes ids.
-        watchers: Counts the clients that follow a job now.
-        turns: Of several tenants each has one job checked at a time, so that one whose files take long leaves processes
-            to the others.
+    `check` refuses a job whose inputs or output do not fit; `estimate` also returns its size. `turns` checks one job of
+    each tenant at a time, so that slow files of one leave processes to the others.
     """
 
     jobs: Jobs
@@ -121,24 +108,10 @@ class BulkJobs:
     turns: dict[str, asyncio.Lock] = field(default_factory=dict)
 
     async def create(self, context: Context, body: bytes, key: str, *, resume: bool = False) -> Ticket:
-        """Checks a job and has it planned, or finds the one that was created before with the same id or key.
+        """Checks a job and has it planned, or finds an earlier one with the same id or key.
 
-        Args:
-            context: Who asks, authorized.
-            body: The JSON of a `JobSpec`, which may have an `id` too.
-            key: The caller's idempotency key; empty without one.
-            resume: Resume the job that is found if it has ended early, with the limits of this body; create one that is
-                completed anew, where the body has `overwrite`.
-
-        Raises:
-            InvalidRequest: A field can't be, the inputs do not fit the model, or the output is not empty; the text
-                names the field, column or URL.
-            ModelNotFound: No such model or version.
-            Forbidden: A URL is in no store that its tenant may use, or leads out of those.
-            Conflict: The id or key belongs to another job, or another job writes to the output to be overwritten.
-            QuotaExceeded: There are as many jobs as there may be, or the tenant's rate is used up.
-            UnsupportedFeature: The server takes no jobs; the text says what it needs.
-            QinferError: The store or the queue can't be reached.
+        With `resume`, an earlier job that ended early is resumed with the limits of this body, and a completed one is
+        created anew if the body has `overwrite`.
         """
         self._check_enabled()
         grant = self._grant_of(context)
@@ -180,11 +153,7 @@ class BulkJobs:
         return Ticket(await self._known(record.id), is_new=True)
 
     async def validate(self, context: Context, body: bytes) -> EstimateBody:
-        """Checks a job as `create` does, reads all its inputs' footers, and estimates it; nothing is created.
-
-        Raises:
-            QinferError: As `create`, or a file can't be read that `create` would not look at.
-        """
+        """Checks a job as `create` does, reads the footers of all its inputs, and estimates it; creates nothing."""
         self._check_enabled()
         grant = self._grant_of(context)
         spec, _ = await asyncio.to_thread(decode_job, body, grant)
@@ -198,11 +167,7 @@ class BulkJobs:
         return shown_estimate(job.spec, found, pace)
 
     async def get(self, context: Context, job_id: str) -> JobRecord:
-        """Returns the record of a job.
-
-        Raises:
-            JobNotFound: Nothing is, or it is another tenant's.
-        """
+        """Returns the record of a job, or raises `JobNotFound`."""
         record = await self.jobs.get(inner_id(job_id, context.tenant))
         if record is None or record.tenant != context.tenant:
             raise unknown_job(job_id)
@@ -211,37 +176,21 @@ class BulkJobs:
     async def list(
         self, context: Context, state: str, after: str, limit: int, wanted: JobFilter
     ) -> tuple[Sequence[JobRecord], str]:
-        """Returns the wanted jobs of a tenant, the newest first, and where the next page begins; empty = nowhere.
-
-        Raises:
-            InvalidRequest: There is no such state or place.
-        """
+        """Returns a tenant's matching jobs, newest first, and the start of the next page; empty = none follows."""
         if state and state not in _STATES:
             raise InvalidRequest(f"there is no state '{state[:40]}'; jobs are {', '.join(_STATES)}")
         page = await self.jobs.list(context.tenant, state or None, after, limit, wanted.fits)
         return page.records, page.after
 
     async def cancel(self, context: Context, job_id: str) -> JobRecord:
-        """Stops a job, unless it has ended; its parts stay.
-
-        Raises:
-            JobNotFound: Nothing is known of it, or it is another tenant's.
-        """
+        """Stops a job, unless it has ended; its parts stay."""
         record = await self.get(context, job_id)
         if not record.is_over:
             await self.jobs.stop(record.id, JobState.CANCELLING)
         return await self.get(context, job_id)
 
     async def resume(self, context: Context, job_id: str, changes: Changes) -> JobRecord:
-        """Resumes a failed, expired or cancelled job; finished work is kept. An active job is unchanged.
-
-        Raises:
-            InvalidRequest: A change can't be.
-            JobNotFound: Nothing is known of it, or it is another tenant's.
-            Conflict: It is complete, or is being cancelled still, or another job writes to its output.
-            Forbidden: A URL of it is in no store that its tenant may use now.
-            QinferError: As `create`.
-        """
+        """Resumes a failed, expired or cancelled job, keeping finished work; does not change an active job."""
         self._check_enabled()
         record = await self.get(context, job_id)
         if record.state == JobState.COMPLETED:
@@ -271,12 +220,7 @@ class BulkJobs:
         return await self.get(context, job_id)
 
     async def delete(self, context: Context, job_id: str) -> None:
-        """Deletes the record of an ended job; its output stays.
-
-        Raises:
-            JobNotFound: Nothing is known of it, or it is another tenant's.
-            Conflict: It has not ended.
-        """
+        """Deletes the record of an ended job; its output stays."""
         record = await self.get(context, job_id)
         if not await self.jobs.delete(record.id):
             record = await self.get(context, job_id)
@@ -286,18 +230,14 @@ class BulkJobs:
             )
 
     async def log(self, context: Context, job_id: str) -> Sequence[LogLine]:
-        """Returns a job's log, the oldest line first; raises `JobNotFound`."""
+        """Returns a job's log, oldest line first."""
         record = await self.get(context, job_id)
         return await self.jobs.log(record.id)
 
     async def changes(self, context: Context, record: JobRecord, heartbeat_s: float) -> AsyncIterator[JobRecord | None]:
-        """Yields a job now and at each change, and `None` when nothing changed for `heartbeat_s` seconds.
+        """Yields a job now and at each change, and `None` after `heartbeat_s` seconds without one.
 
-        It ends after the end of the job, when the job is gone, and when the gateway shuts down.
-
-        Raises:
-            Unauthorized: The caller's key was revoked meanwhile, or has expired.
-            Forbidden: The key lacks the scope now.
+        It stops after the job's end, when the job is gone, and when the gateway shuts down.
         """
         with self.watchers.place(self.dispatcher.sharing(context)):
             yield record
@@ -317,25 +257,18 @@ class BulkJobs:
                 record = found
 
     def check_watchers(self, context: Context) -> None:
-        """Checks that a caller may follow one more job.
-
-        Raises:
-            Overloaded: There are as many as there may be of its tenant, or the gateway is shutting down.
-        """
+        """Raises `Overloaded` if a caller may not follow one more job, or the gateway shuts down."""
         if self.dispatcher.draining:
             raise Overloaded("Server exiting")
         if not self.watchers.has_room(MAX_WATCHERS, self.dispatcher.sharing(context)):
             raise Overloaded("too many clients follow jobs at this server; ask now and then, or try again later")
 
     def _pinned(self, spec: JobSpec) -> tuple[JobSpec, Served, str]:
-        """Returns a job with the version that scores all of it, where that is served, and the endpoint that it named.
+        """Returns a job pinned to the version that scores all of it, where it is served, and the endpoint that it
+        named.
 
-        An endpoint stands for its stable target as that is now: shares of several versions would make no output that
-        could be made again. A version of a hidden model that is named is that version, whether it is a target or not:
-        versions are compared before they get requests.
-
-        Raises:
-            QinferError: There is no such model or version, or it takes no jobs.
+        An endpoint stands for its present stable target, so that the output can be reproduced. A named version of a
+        hidden model is that version even if it is not a target: versions are compared before they get requests.
         """
         endpoints = self.dispatcher.endpoints
         routed = endpoints.by_name.get(spec.model)
@@ -345,7 +278,7 @@ class BulkJobs:
         return msgspec.structs.replace(spec, model=served.spec.name, version=served.version), served, endpoint
 
     def _served(self, model: str, version: int) -> Served:
-        """Resolves a version; the refusal of one that a version policy may hide names the version that is served."""
+        """Resolves a version; its refusal names the version that is served instead."""
         try:
             return self.resolve(model, version)
         except ModelNotFound as error:
@@ -374,7 +307,7 @@ class BulkJobs:
         return self.settings.stores.grant_of(context.tenant, is_shared=self.dispatcher.has_tenants)
 
     async def _check_count(self, context: Context, spec: JobSpec) -> None:
-        """Checks that a tenant may have one more unfinished job, and that this one may have its output."""
+        """Checks that a tenant may have one more unfinished job, and that the output is free."""
         unfinished = await self.jobs.unfinished()
         check_unshared(context.tenant, spec, unfinished)
         count = sum(record.tenant == context.tenant for record in unfinished)
@@ -385,7 +318,7 @@ class BulkJobs:
             )
 
     async def _in_turn(self, context: Context, spec: JobSpec, look: Callable[[], Awaitable[T]]) -> T:
-        """Looks at the files of a job, one job of each tenant at a time."""
+        """Examines the files of a job, one job of each tenant at a time."""
         is_shared = self.dispatcher.has_tenants
         turn = self.turns.setdefault(context.tenant, asyncio.Lock()) if is_shared else contextlib.nullcontext()
         try:
@@ -398,7 +331,7 @@ class BulkJobs:
             ) from None
 
     async def _again(self, context: Context, known: JobRecord, spec: JobSpec, *, resume: bool) -> Ticket:
-        """Returns an existing job, if it is the requested one; resumes it where that is asked for."""
+        """Returns an existing job that equals the requested one, and resumes it if asked."""
         check_same(context.tenant, known, spec, any_limits=resume or bool(known.resumed_at))
         if resume and known.state in ENDED_EARLY:
             limits = Changes(**{name: getattr(spec, name) for name in Changes.__struct_fields__})
@@ -406,7 +339,7 @@ class BulkJobs:
         return Ticket(known, is_new=False)
 
     async def _planned(self, job_id: str) -> None:
-        """Sends the planning task of a new job; if Celery's broker is away, the job is not created."""
+        """Sends the planning task of a new job, which is deleted if Celery's broker is away."""
         try:
             await _in_thread(self.tasks.plan, job_id)
         except QinferError:

@@ -1,1 +1,1 @@
-"""Asynchronous requests: `/v1/…/requests`, webhooks, event streams, the janitor."""
+"""Asynchronous requests: routes, webhooks, event streams, the janitor."""

@@ -1,9 +1,9 @@
-"""The ends of stored requests to endpoints, which nobody need wait for: evidence of canaries on trial, and shadows.
+"""Watches the ends of stored requests to endpoints, as evidence for canaries on trial and for shadows.
 
-A gateway waits for the ends of some of the requests that it has stored, while their target is on trial or a shadow was
-drawn. It counts failures and the time of executions as of any request; how long a stored request has waited for its
-turn says nothing about its version, and is no latency. What the gateway does not see, because it ends or because too
-many are waited for, is no evidence: which requests these are does not depend on how they end.
+A gateway waits for some of the requests that it has stored while their target is on trial or a shadow was drawn.
+Failures and execution times count; the time in the queue does not, because it says nothing about the version. Requests
+that a gateway does not watch, because it ends or has too many, are no evidence; their selection does not depend on how
+they end.
 """
 
 import asyncio
@@ -23,19 +23,15 @@ from qinfer_api.shared_limit import SharedLimit
 logger = logging.getLogger(__name__)
 
 MOST = 128
-"""The requests of one target that are waited for at a time: each costs a read a second. One that is slow to answer must
-not leave the others without evidence, so each has its own, and tenants share them."""
+"""Watched requests per target, shared by tenants: each costs a read a second, and a slow target must not starve others.
+"""
 
 SHADOW_WAIT_S = 60.0
-"""A shadow waits so long for the answer of its request: its own is in memory meanwhile, and others want its place."""
+"""The longest wait of a shadow, whose answer stays in memory, for the request's own answer."""
 
 
 class StoredEnds:
-    """See the module docstring; one per gateway, used on its event loop.
-
-    Args:
-        dispatcher: Has the counts, and the shadows.
-    """
+    """Watches ends; one per gateway, used on its event loop."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -43,13 +39,9 @@ class StoredEnds:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def accepted(self, request: InferRequest, ending: Ending, tenant: str, given_s: float = math.inf) -> None:
-        """Takes note of a request to an endpoint that was stored just now, its memory still there for a shadow.
+        """Watches a request that was stored just now, while its memory is there for a shadow.
 
-        Args:
-            request: The request.
-            ending: Waits for its end.
-            tenant: The tenant that shares the places with others; empty = there are no others.
-            given_s: The time that its caller gave it; infinite = what the model's configuration gives.
+        `given_s` is the caller's timeout, infinite if the model's configuration set it.
         """
         key, shadows, witness = key_of(request), self._dispatcher.shadows, witness_of(request)
         if not self._waiting[key].has_room(MOST, tenant):
@@ -69,7 +61,7 @@ class StoredEnds:
         task.add_done_callback(lambda _: self._waiting[key].give_back(tenant))
 
     async def close(self) -> None:
-        """Waits for no end any more."""
+        """Stops watching."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -93,7 +85,7 @@ class StoredEnds:
                     on_trial.failed(record.code, witness, given_s)
         except QinferError as error:
             logger.debug("end of a stored request not seen", extra={"reason": error.message})
-        except Exception:  # the boundary: what is only watched must not end anything
+        except Exception:  # the boundary: a watcher must not end anything
             logger.exception("end of a stored request not seen")
         finally:
             for shadow in shadows:

@@ -1,13 +1,13 @@
-"""The janitor: ends expired requests, and delivers webhooks. A role of every gateway; no leader.
+"""The janitor, a role of every gateway without a leader: ends expired requests and delivers webhooks.
 
-- Asynchronous requests past their deadline are settled as expired, with zero workers too.
-- Synchronous requests whose gateway died wait in their lanes for nobody: where no worker lives to expire them, their
-  entries are finished once their time is over.
+- Asynchronous requests past their deadline expire, even without workers.
+- Synchronous requests of a dead gateway stay in their lanes; without a worker, the janitor finishes them after their
+  time.
 - Webhooks are taken, as many as can be delivered at once.
-- Bulk jobs are looked after, as `JobJanitor` does, and sequences, as `SequenceJanitor` does.
-- What processes that died left in the payload store is deleted, once it has expired.
+- `JobJanitor` looks after bulk jobs, `SequenceJanitor` after sequences.
+- Expired objects that dead processes left in the payload store are deleted.
 
-Two gateways that do the same do no harm: each step is idempotent, and their rounds drift apart.
+Several gateways may do the same work: each step is idempotent, and their rounds drift apart.
 """
 
 import asyncio
@@ -34,32 +34,23 @@ from qinfer_api.requests.webhooks import Webhooks
 logger = logging.getLogger(__name__)
 
 ORPHAN_GRACE_S = 1.0
-"""A synchronous request is over so long after its deadline: until then its gateway may still finish it."""
+"""Time after its deadline in which a synchronous request's own gateway may still finish it."""
 
 SWEEP_OBJECTS_EVERY_S = 60.0
-"""The pause between two looks for expired objects in the payload store."""
+"""The pause between two sweeps of the payload store."""
 
 SWEEP_AGAIN_S = 1.0
-"""The pause after a look that found expired objects."""
+"""The pause after a sweep that found expired objects."""
 
-_PARTITION = 0  # all that there is, until models are spread
+_PARTITION = 0  # the only one, until models are spread
 _BATCH = 200  # requests settled in one write
-_MODELS = 100  # looked at together
-_ORPHANS = 20  # frames read at a look: they may hold tensors
+_MODELS = 100  # at once
+_ORPHANS = 20  # frames per read, which may hold tensors
 _ORPHANS_EVERY_S = 5.0
 
 
 class Janitor:
-    """One per gateway.
-
-    Args:
-        delivery: The queue.
-        catalog: Which models there are, and whether a worker lives for them.
-        tally: Counts what expires.
-        sweep_every_s: The pause between rounds.
-        webhooks: Delivers webhooks.
-        advance_jobs: Does a round of bulk jobs, like `JobJanitor.round`; `None` where there are none.
-    """
+    """Runs the janitor's rounds; one per gateway. `advance_jobs` runs a round of bulk jobs."""
 
     def __init__(
         self,
@@ -77,9 +68,9 @@ class Janitor:
         self._webhooks = webhooks
         self._advance_jobs = advance_jobs
         self._sequences = SequenceJanitor(delivery, catalog, tally)
-        self._models: dict[str, None] = {}  # all that were ever seen: a removed model may have requests left
+        self._models: dict[str, None] = {}  # all seen so far: a removed model may have requests left
         self._away: dict[str, QinferError] = {}  # models that this round could not sweep, and why: a node may be down
-        self._places: dict[Lane, str] = {}  # how far its entries were looked through
+        self._places: dict[Lane, str] = {}  # where the search for orphans continues
         self._orphans_at_s = 0.0
 
     async def run(self) -> None:
@@ -95,7 +86,7 @@ class Janitor:
             await self._again(partial(self._round, group), *words)
 
     async def _again(self, work: Callable[[], Awaitable[None]], broken: str, mended: str) -> None:
-        """Works round after round; logs that it can't, or can again."""
+        """Repeats a round, and logs the begin and end of an outage."""
         outage = OutageLog(logger, broken, mended)
         while True:
             await asyncio.sleep(self._sweep_every_s * random.uniform(0.75, 1.25))  # noqa: S311 - rounds drift apart
@@ -109,11 +100,7 @@ class Janitor:
                 outage.over()
 
     async def _round(self, group: asyncio.TaskGroup) -> None:
-        """Ends expired requests, and delivers webhooks in tasks of `group`.
-
-        Raises:
-            QinferError: Some models, or all, are out of reach.
-        """
+        """Ends expired requests, and delivers webhooks in tasks of `group`; raises if some models can't be reached."""
         now_s = asyncio.get_running_loop().time()
         await self.expire()
         if now_s >= self._orphans_at_s:
@@ -125,7 +112,7 @@ class Janitor:
             raise error
 
     async def expire(self) -> int:
-        """Settles requests past their deadline, of reachable models; returns how many ended."""
+        """Expires requests of reachable models past their deadline; returns how many."""
         count = 0
         self._away.clear()
         for models in self._groups():
@@ -140,9 +127,9 @@ class Janitor:
         return count
 
     async def finish_orphans(self) -> int:
-        """Finishes synchronous entries past their time in lanes without a worker; returns how many there were.
+        """Finishes expired synchronous entries in lanes without a worker; returns how many.
 
-        Those of models that were unloaded, too: no worker will ever do it, and autoscalers take them for work.
+        This includes unloaded models, whose entries autoscalers would take for work.
         """
         count = 0
         for (model, version), is_ready in self._catalog.readiness().items():
@@ -160,7 +147,7 @@ class Janitor:
         return count
 
     async def take_webhooks(self) -> list[DeliveryItem]:
-        """Takes as many webhooks as can be delivered now; which model is asked first changes from round to round."""
+        """Takes as many webhooks as can be delivered now, starting with a random model."""
         taken: list[DeliveryItem] = []
         names = [keys.ENDPOINTS, *(model for model in self._known() if model not in self._away)]
         start = random.randrange(len(names))  # noqa: S311 - fairness
@@ -172,7 +159,7 @@ class Janitor:
         return taken
 
     async def _sweep(self) -> None:
-        """Has expired objects deleted, again and again; sooner again where there may be more."""
+        """Deletes expired objects, sooner again if there may be more."""
         outage = OutageLog(logger, "expired objects can't be deleted now", "expired objects are deleted again")
         while True:
             found = 0
@@ -204,7 +191,7 @@ class Janitor:
             count += len(ended)
 
     async def _finish_orphans(self, lane: Lane) -> int:
-        """Looks through a page of a lane, and at once through the next where all were over: they may fill the lane."""
+        """Finishes expired entries of a lane page by page, while whole pages are expired."""
         age_s = self._shortest_s(lane) + ORPHAN_GRACE_S
         count = 0
         while True:
@@ -225,7 +212,7 @@ class Janitor:
         return count
 
     def _shortest_s(self, lane: Lane) -> float:
-        """Returns how old an entry is at least that can be over: the timeout that gateways give to all of a model's."""
+        """Returns the least age of an expired entry: the model's default timeout."""
         try:
             spec = self._catalog.accepting(lane.model, lane.version).spec
         except QinferError:
@@ -233,7 +220,7 @@ class Janitor:
         return spec.default_timeout_s
 
     async def _deliver(self, item: DeliveryItem) -> None:
-        with suppress(DeliveryError, QueueFull):  # it comes again, and the rounds log that the queue is away
+        with suppress(DeliveryError, QueueFull):  # it comes again, and the rounds log the outage
             await self._webhooks.deliver(item)
 
     def _known(self) -> list[str]:
@@ -246,7 +233,7 @@ class Janitor:
 
 
 def _is_over(entry: Entry, frame: bytes, now_s: float) -> bool:
-    """Tells whether an entry is a synchronous request past its time; an asynchronous one has a deadline of its own."""
+    """Returns whether an entry is an expired synchronous request; asynchronous ones expire by their record."""
     request = head_of(frame)
     return (
         request is not None and bool(request.reply_to) and entry.enqueued_s + request.timeout_s + ORPHAN_GRACE_S < now_s

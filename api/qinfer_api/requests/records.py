@@ -1,7 +1,7 @@
-"""The records of asynchronous requests as clients see them, and the ids and paths by which they are found.
+"""Records of asynchronous requests as clients see them, with their ids and paths.
 
-A server-made id is shown as it is. An id that the client chose is `<id>@<tenant>` inside, so that tenants can't meet;
-outside it is what the client chose, and lives below its model: `/v1/models/{model}/requests/{id}`.
+A server-made id is shown unchanged. A client's id is stored as `<id>@<tenant>`, so that tenants can't collide, and its
+path is below the model: `/v1/models/{model}/requests/{id}`.
 """
 
 import re
@@ -32,7 +32,7 @@ class RequestProblem(msgspec.Struct, frozen=True):
     """Why a request has no outputs.
 
     Attributes:
-        code: A name for the kind of failure, such as `deadline_exceeded`.
+        code: The kind of failure, such as `deadline_exceeded`.
     """
 
     code: str
@@ -40,7 +40,7 @@ class RequestProblem(msgspec.Struct, frozen=True):
 
 
 class WebhookBody(msgspec.Struct, frozen=True):
-    """The webhook that is informed of the end.
+    """The webhook that is notified of the end.
 
     Attributes:
         state: waiting (for the end) | pending | delivered | failed
@@ -64,10 +64,10 @@ class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         state: queued | running | succeeded | failed | expired | cancelled; the last four are final
         deadline_at: When it expires, unless it has ended.
-        expires_at: When its result will be gone.
-        age_s: Seconds since it was accepted; once it has ended, seconds that it took.
+        expires_at: When its result is removed.
+        age_s: Seconds since it was accepted, up to its end.
         attempts: How often a worker has taken it.
-        responses: How many responses are stored before the final one; left out for models that give one.
+        responses: Stored responses before the final one; omitted for models with a single response.
 
     Example:
         {"id": "01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits", "model": "digits", "version": 1, "state": "queued",
@@ -95,11 +95,7 @@ class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chosen_address(model: str, request_id: str, tenant: str) -> Address:
-    """Returns the address of a request whose id its client chose.
-
-    Raises:
-        InvalidRequest: The id has other characters, is too long, or looks like one that a server made.
-    """
+    """Returns the address of a request with a client's id; refuses invalid ids and those that look server-made."""
     if not _CHOSEN.fullmatch(request_id):
         raise InvalidRequest(
             f"'{request_id[:100]}' can't be a request id; use 1 to 128 letters, digits, '.', '_', '~' and '-', and not "
@@ -111,12 +107,7 @@ def chosen_address(model: str, request_id: str, tenant: str) -> Address:
 
 
 def address_of(request_id: str, tenant: str, model: str | None = None) -> Address:
-    """Finds where a request is that a path names; that there is one is not known yet.
-
-    Args:
-        request_id: The id in the path.
-        tenant: Who asks.
-        model: The model in the path; `None` without one, where only ids made by a server are known.
+    """Returns the address of the request that a path names, which need not exist.
 
     Raises:
         RequestNotFound: No request can have that id here.
@@ -136,7 +127,7 @@ def address_of(request_id: str, tenant: str, model: str | None = None) -> Addres
 
 
 def unknown(request_id: str) -> RequestNotFound:
-    """Returns the error for an unknown id, or that of another tenant's request."""
+    """Returns the error for an unknown id, or another tenant's."""
     return RequestNotFound(
         f"request '{request_id[:100]}' is not known: it was not accepted, or it ended too long ago; "
         "a request with an id of your own is below its model: /v1/models/<model>/requests/<id>"
@@ -144,29 +135,25 @@ def unknown(request_id: str) -> RequestNotFound:
 
 
 def own_record(tenant: str, address: Address, record: RequestRecord | None) -> RequestRecord:
-    """Returns a record if it is the tenant's.
-
-    Raises:
-        RequestNotFound: There is none, or it is another's.
-    """
+    """Returns a record if it is the tenant's, or raises `RequestNotFound`."""
     if record is None or record.tenant != tenant:
         raise unknown(shown_id(address))
     return record
 
 
 def conflict(request_id: str) -> Conflict:
-    """Returns the error for an id, or where it is empty for an idempotency key, that another body came with."""
+    """Returns the error for an id (empty: an idempotency key) that came with another body."""
     what = f"request id '{request_id}'" if request_id else "Idempotency-Key"
     return Conflict(f"the {what} belongs to a request with another body; repeat that body, or choose another")
 
 
 def expired(record: RequestRecord) -> ResultExpired:
-    """Returns the error for a result that was there."""
+    """Returns the error for a removed result."""
     return ResultExpired(f"the result of request '{shown_id(record.address)}' was there; its time to live is over")
 
 
 def failed_outcome(address: Address, state: RequestState, error: QinferError, version: int = 0) -> Outcome:
-    """Returns how a request ends without being executed."""
+    """Returns the outcome of a request that ends without execution."""
     failure = Failure.of(error)
     response = Response(request_id=address.id, model=address.model, version=version, failure=failure)
     return Outcome(state=state, blob=encode_responses([response]), code=failure.code, message=failure.message)
@@ -186,7 +173,7 @@ def path_of(address: Address) -> str:
 
 
 def shown_record(record: RequestRecord, now_s: float) -> RequestBody:
-    """Returns a record as clients have it."""
+    """Returns a record as clients see it."""
     path = path_of(record.address)
     ended = record.state.is_terminal
     failed = ended and record.code and record.state is not RequestState.SUCCEEDED
@@ -209,22 +196,22 @@ def shown_record(record: RequestRecord, now_s: float) -> RequestBody:
 
 
 def shown_webhook(url: str, state: str) -> WebhookBody | None:
-    """Returns a webhook as clients have it; none where the URL is empty."""
+    """Returns a webhook as clients see it; `None` for an empty URL."""
     return WebhookBody(url, state or "waiting") if url else None
 
 
 def instant(at_s: float) -> str | None:
-    """Writes an instant as RFC 3339 in UTC with milliseconds; `None` for 0."""
+    """Formats an instant as RFC 3339 in UTC with milliseconds; `None` for 0."""
     return written(at_s) if at_s else None
 
 
 def written(at_s: float) -> str:
-    """Writes an instant as RFC 3339 in UTC with milliseconds."""
+    """Formats an instant as RFC 3339 in UTC with milliseconds."""
     return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def made_by_server(request_id: str) -> Address | None:
-    """Returns where a request is whose id a server made; `None` = the id is not of that form."""
+    """Returns the address in a server-made id; `None` for other ids."""
     if len(request_id) > _MAX_ID_CHARACTERS:
         return None
     try:

@@ -1,18 +1,15 @@
-"""`/v1/…/requests`: asynchronous requests over HTTP, and `Prefer` on `/v2/…/infer`, which makes one of any request.
+"""Routes of asynchronous requests (`/v1/…/requests`), and of `Prefer` on `/v2/…/infer`.
 
-A request's body is that of a synchronous call, and so is its result, to the byte: the way in which the result is to be
-encoded is stored with the request.
+Bodies and results equal those of synchronous calls to the byte; the encoding of the result is stored with the request.
 
-Its states come as server-sent events (WHATWG HTML, "Server-sent events") too:
+Events are server-sent (WHATWG HTML, "Server-sent events"):
 
     event: state          the record as data, now and at each change; the stream ends after the terminal state
     event: response       each response of a decoupled model, while it executes and after (`qinfer_api.http.responses`)
     : a comment           every `HEARTBEAT_S` seconds, so that proxies keep the connection
 
-An event's id says what was told: `<attempts>-<state>`, then `.<responses>` where there were any.
-
-A browser comes back by itself when a stream ends, with the id of the last event it saw: one that saw the end gets
-204, which stops it; others are not sent again what they have.
+An event's id is `<attempts>-<state>`, then `.<responses>` if there were any. Browsers reconnect by themselves with the
+last id: one that saw the end gets 204, which stops it; others get only newer events.
 """
 
 import hashlib
@@ -65,9 +62,9 @@ from qinfer_api.rest.services import (
 )
 
 AGAIN_S = 1
-"""Seconds after which to ask again for a result that is not there yet."""
+"""The `Retry-After` of a result that does not exist yet."""
 HEARTBEAT_S = 15.0
-"""Seconds without an event after which a comment is sent."""
+"""Seconds without an event before a comment is sent."""
 
 
 PREFER = header(
@@ -76,7 +73,7 @@ PREFER = header(
     "there within `wait` seconds.",
     examples=["respond-async, wait=5"],
 )
-"""The header that `/v2/…/infer` takes too."""
+"""The header, which `/v2/…/infer` accepts too."""
 
 _LIST = 'Of a decoupled model the object is `{"responses": […]}`: a list of such objects.'
 _STATE = {"Qinfer-Request-State": "The state."}
@@ -148,34 +145,34 @@ def request_routes(services: Services) -> APIRouter:
     @router.post("/v1/models/{model}/versions/{version}/requests", name="submit_version", **_SUBMIT)
     @router.post("/v1/models/{model}/requests", name="submit", **_SUBMIT)
     async def submit_request(request: Request) -> HttpResponse:
-        """Accepts a request for the highest ready version of a model, or that of the path.
+        """Accepts a request for the highest ready version of a model, or for the version in the path.
 
-        A model without a live worker takes it too.
+        It is accepted even if no worker of the model is alive.
         """
         return await submit(services, target_of(request), request, _preferences(request))
 
     @router.get("/v1/models/{model}/requests/{request_id}", name="record_of_model", **_RECORD)
     @router.get("/v1/requests/{request_id}", name="record", **_RECORD)
     async def record(request: Request) -> HttpResponse:
-        """Tells where a request is; one with an id that its client chose is below its model."""
+        """Returns the state of a request; one with a client's id is below its model."""
         context, address = await _located(services, request)
         return _shown(services, await services.requests.record(context, address), 200)
 
     @router.get("/v1/models/{model}/requests/{request_id}/result", name="result_of_model", **_RESULT)
     @router.get("/v1/requests/{request_id}/result", name="result", **_RESULT)
     async def result(request: Request) -> HttpResponse:
-        """Gives the answer of a request; it can be read again until its time to live is over.
+        """Returns the result of a request, repeatedly until its time to live is over.
 
-        That of a request with an id that its client chose is below its model.
+        The result of a request with a client's id is below its model.
         """
         return await _result(services, request)
 
     @router.delete("/v1/models/{model}/requests/{request_id}", name="cancel_of_model", **_CANCEL)
     @router.delete("/v1/requests/{request_id}", name="cancel", **_CANCEL)
     async def cancel(request: Request) -> HttpResponse:
-        """Cancels a request, or removes the result of one that has ended: it is 410 from then on.
+        """Cancels a request, or removes the result of an ended one: reading it then gives 410.
 
-        Its record and its idempotency key stay. One with an id that its client chose is below its model.
+        Its record and idempotency key stay. A request with a client's id is below its model.
         """
         context, address = await _located(services, request)
         return _shown(services, await services.requests.cancel(context, address), 200)
@@ -183,14 +180,14 @@ def request_routes(services: Services) -> APIRouter:
     @router.get("/v1/models/{model}/requests/{request_id}/events", name="events_of_model", **_EVENTS)
     @router.get("/v1/requests/{request_id}/events", name="events", **_EVENTS)
     async def events(request: Request) -> HttpResponse:
-        """Tells each change of a request's state until its end; of an id that its client chose, below its model."""
+        """Streams each change of a request's state until its end; a request with a client's id is below its model."""
         return await _events(services, request)
 
     return router
 
 
 async def submit(services: Services, target: Target, request: Request, preferences: Preferences) -> HttpResponse:
-    """Accepts an asynchronous request; answers with its result if it ends while its client prefers to wait."""
+    """Submits a request; returns its result if it ends within the client's preferred wait."""
     requests = services.requests
     try:
         context = authorize(services, request)
@@ -213,14 +210,7 @@ async def submit(services: Services, target: Target, request: Request, preferenc
 
 
 async def _located(services: Services, request: Request) -> tuple[Context, Address]:
-    """Returns who asks, and for which request: below an endpoint for one of any target.
-
-    Raises:
-        Unauthorized: As `Dispatcher.authorize`.
-        Forbidden: As `Dispatcher.authorize`.
-        RequestNotFound: No request can have that id.
-        BrokerUnavailable: The queue can't be reached.
-    """
+    """Returns the authorized caller and the request's address; a path below an endpoint covers all its targets."""
     context = authorize(services, request)
     request_id, model = request.path_params["request_id"], request.path_params.get("model")
     if model is not None and model in services.dispatcher.endpoints.by_name:
@@ -238,10 +228,10 @@ def _preferences(request: Request) -> Preferences:
 async def _accepted(
     services: Services, context: Context, target: Target, request: Request, options: SubmitOptions
 ) -> Ticket:
-    """Accepts a request, or finds that it was accepted before: also by a model that is gone, or has changed, since."""
+    """Accepts a request, or finds an earlier acceptance, even if the model is gone or changed since."""
     requests = services.requests
     try:
-        served = requests.resolve(target.model, target.version)  # before a large body is read for nothing
+        served = requests.resolve(target.model, target.version)  # before a large body is read in vain
     except (RequestError, ModelError):
         if ticket := await _repeated(services, context, target, request, options):
             return ticket
@@ -253,7 +243,7 @@ async def _accepted(
             if ticket.is_new:
                 services.dispatcher.note_accepted(context, decoded, ticket.record.address.id)
             return ticket
-        except Conflict:  # it was found, with another body
+        except Conflict:  # found, with another body
             raise
         except (RequestError, ModelError):
             if ticket := await _repeated(services, context, target, request, options, body):
@@ -269,7 +259,7 @@ async def _repeated(
     options: SubmitOptions,
     body: Bytes | None = None,
 ) -> Ticket | None:
-    """Finds an earlier request with the same id or key and the same body; reads the body if there is none."""
+    """Finds an earlier request with the same id or key and the same body, which is read if it is not given."""
     if not (options.request_id or options.idempotency_key):
         return None
     if body is None:
@@ -293,7 +283,7 @@ def _shown(services: Services, record: RequestRecord, status: int, again_s: int 
 
 
 async def _outcome(services: Services, request: Request, record: RequestRecord) -> HttpResponse:
-    """Answers as the synchronous call would have been; trying again would change nothing."""
+    """Returns the reply of a synchronous call, without `Retry-After`: repetition would change nothing."""
     room = room_of_answer(services, request)
 
     async def read() -> tuple[Response, OutputPlan]:
@@ -335,15 +325,9 @@ async def _events(services: Services, request: Request) -> HttpResponse:
 async def _told_events(
     services: Services, changes: AsyncIterator[RequestRecord | None], told: str, taken: int, room: Room, *, strict: bool
 ) -> AsyncIterator[Event | None]:
-    """Yields the events of a request: its states and responses as they come, its last state after all responses.
+    """Yields the events of a request: states and responses as they come, the last state after all responses.
 
-    Args:
-        services: Reads and encodes the responses.
-        changes: The record at each change; `None` = nothing has changed for long.
-        told: The state that was told last.
-        taken: How many responses were.
-        room: Waits for the memory of the last one.
-        strict: Whether JSON may have no NaN.
+    `told` and `taken` are the state and the number of responses that the client has seen.
     """
     async for record in changes:
         if record is None:
@@ -363,7 +347,7 @@ async def _told_events(
 async def _responses(
     services: Services, record: RequestRecord, index: int, room: Room, *, strict: bool
 ) -> AsyncIterator[bytes]:
-    """Yields the encoded responses of a decoupled model from an index on, as far as they are there."""
+    """Yields the encoded responses of a decoupled model that exist, from an index."""
     requests = services.requests
     plan = strictly(requests.plan(record)) if strict else requests.plan(record)
     with suppress(ResultExpired):
@@ -393,13 +377,13 @@ def _event_id(told: str, taken: int) -> str:
 
 
 def _seen(event_id: str) -> tuple[str, int]:
-    """Reads the id of an event: the state that was told last, and how many responses were."""
+    """Parses an event's id: the last state, and the number of responses."""
     told, _, taken = event_id.partition(".")
     return told, int(taken) if taken.isascii() and taken.isdecimal() and len(taken) < 10 else 0
 
 
 async def _hashed(options: SubmitOptions, target: Target, request: Request, body: Bytes) -> SubmitOptions:
-    """Adds to options what identifies the request: the same body is the same, however it was compressed."""
+    """Adds the hash that identifies the request; it ignores compression of the body."""
 
     def body_hash() -> str:
         about = [target.model, target.version, request.headers.get(JSON_LENGTH_HEADER)]
@@ -411,11 +395,7 @@ async def _hashed(options: SubmitOptions, target: Target, request: Request, body
 
 
 def _options(request: Request) -> SubmitOptions:
-    """Reads the headers of a submission; the hash of the body is not known yet.
-
-    Raises:
-        InvalidRequest: A value is wrong.
-    """
+    """Parses the headers of a submission; the body's hash is added later."""
     headers = request.headers
     key = idempotency_key(request)
     if headers.get("request-id") == "":

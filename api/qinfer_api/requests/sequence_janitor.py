@@ -1,8 +1,8 @@
-"""The janitor's part in sequences: hands over those of dead workers, ends those that nobody owns, and answers the rest.
+"""The janitor's work on sequences: reassigns those of dead workers, ends ownerless ones, answers the rest.
 
 a worker's lease has ended ──▶ its sequences wait for another owner; `explicit` ones end
-nobody owns one             ──▶ it ends at the deadline of its steps, or when nothing of it has waited for a while
-a life has ended            ──▶ each step that is left of it gets its stored response, or the failure
+a sequence has no owner    ──▶ it ends at the deadline of its steps, or when nothing of it has waited for a while
+a life has ended           ──▶ each remaining step gets its stored response, or the failure
 """
 
 import asyncio
@@ -17,33 +17,23 @@ from qinfer.queue.sequences import AT_ONCE
 
 logger = logging.getLogger(__name__)
 
-_PARTITION = 0  # all that there is, until models are spread
-_TOGETHER = 16  # models looked after at once
-_COUNTED = {Cancelled.code, DeadlineExceeded.code}  # by the gateway whose request ended so
+_PARTITION = 0  # the only one, until models are spread
+_TOGETHER = 16  # models at once
+_COUNTED = {Cancelled.code, DeadlineExceeded.code}  # counted by the gateway of the request
 
 
 class SequenceJanitor:
-    """One per gateway.
-
-    Args:
-        queue: The queue.
-        catalog: Which models are stateful.
-        tally: Counts what no worker counts.
-    """
+    """Looks after sequences; one per gateway. `tally` counts the ends that no worker counts."""
 
     def __init__(self, queue: Queue, catalog: Catalog, tally: GatewayTally) -> None:
         self._queue = queue
         self._catalog = catalog
         self._tally = tally
-        self._models: dict[str, None] = {}  # all that were ever seen: a removed model may have sequences left
+        self._models: dict[str, None] = {}  # all seen so far: a removed model may have sequences left
         self._together = asyncio.Semaphore(_TOGETHER)
 
     async def round(self) -> None:
-        """Looks after the sequences of all stateful models.
-
-        Raises:
-            QinferError: Those of some are out of reach.
-        """
+        """Looks after the sequences of all stateful models; raises if some can't be reached."""
         self._models |= dict.fromkeys(self._catalog.stateful())
         outcomes = await asyncio.gather(*map(self.look_after, self._models), return_exceptions=True)
         for outcome in outcomes:

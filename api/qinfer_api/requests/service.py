@@ -1,8 +1,7 @@
-"""Asynchronous requests: accepted into the queue, looked at, waited for, cancelled; and how clients see them.
+"""Asynchronous requests: submission, status, waiting, results and cancellation.
 
-The use case behind `/v1` and `Prefer` on `/v2`. What a caller may ask and how much is the dispatcher's rule, as for
-synchronous requests; the lane, the record and the result are `Requests`'. Nothing of a request is kept here: any
-gateway can be asked for it.
+The use case behind `/v1` and `Prefer` on `/v2`. The dispatcher authorizes and limits callers, as for synchronous
+requests; `Requests` holds lanes, records and results. Gateways keep no request, so a client may ask any of them.
 """
 
 import asyncio
@@ -52,22 +51,22 @@ from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.waits import Waits
 from qinfer_api.status import of_request, told
 
-_GRACE_S = 5.0  # for a janitor to end what has expired
-_KEPT_LONGER_S = 600.0  # a target than the record that it leads to
+_GRACE_S = 5.0  # for the janitor to end an expired request
+_KEPT_LONGER_S = 600.0  # how much longer a target is kept than its record
 
 
 class SubmitOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of a request: all that a caller gives besides its body.
+    """The options of a request besides its body.
 
     Attributes:
         body_hash: Identifies model, version and body.
-        timeout_s: From now to its deadline; `None` = the default.
-        request_id: The id that the caller chose; empty = the server makes one.
-        idempotency_key: The hash of the caller's key; empty without one.
-        webhook: The URL that is informed of its end; empty = none.
-        outbox: Which outbox its end goes to, for a part of the server that reads it; empty = none. Not with a webhook.
-        notes: For whoever reads the outbox.
-        result_ttl_s: How long its result can be read once it has ended; 0 = as the settings say.
+        timeout_s: `None` = the default.
+        request_id: The client's id; empty = the server makes one.
+        idempotency_key: The hash of the client's key.
+        webhook: The URL that is notified of the end.
+        outbox: The outbox of its end, for a part of the server; not with a webhook.
+        notes: For the reader of the outbox.
+        result_ttl_s: 0 = the setting.
     """
 
     body_hash: str
@@ -81,7 +80,7 @@ class SubmitOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """A request's record, and whether `submit` accepted it now or found it."""
+    """A request's record, and whether `submit` created it."""
 
     record: RequestRecord
     is_new: bool
@@ -89,21 +88,10 @@ class Ticket(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncRequests:
-    """One per gateway.
+    """Handles asynchronous requests; one per gateway.
 
-    Attributes:
-        delivery: The queue.
-        catalog: Which models accept requests.
-        dispatcher: Who may ask, and how much.
-        tally: Counts refusals and cancellations.
-        settings: Timeouts and times to live.
-        inline_max_bytes: Larger tensors travel beside the stream.
-        targets: Where webhooks may go.
-        waits: Those that wait here for a request's end.
-        kept: The targets of requests to endpoints that may be repeated.
-        ends: Those of requests to endpoints that tell of a version on trial.
-        receiving: The memory of large answers.
-        ids: Makes ids.
+    `kept` remembers the targets of repeatable requests to endpoints; `ends` watches requests that are evidence for a
+    trial.
     """
 
     delivery: Queue
@@ -120,28 +108,17 @@ class AsyncRequests:
     ids: IdFactory = field(default_factory=IdFactory)
 
     def now_s(self) -> float:
-        """Returns the broker's time, which records are written in."""
+        """Returns the broker's time, which records use."""
         return self.delivery.clock.now_s()
 
     def resolve(self, model: str, version: int) -> Served:
-        """Finds the model version of a request; no live worker need have loaded the version yet.
-
-        An endpoint is served where its stable target is.
-
-        Raises:
-            Overloaded: The gateway is shutting down.
-            ModelNotFound: No such model or version.
-            ModelNotReady: It can't be loaded.
-            InvalidRequest: It keeps state from request to request.
+        """Returns the model version that accepts a request, of an endpoint its stable target; no worker need have
+        loaded it.
         """
         return self.of_model(*self.dispatcher.endpoints.stable(model, version))
 
     def of_model(self, model: str, version: int) -> Served:
-        """Does what `resolve` does, for callers who name models only.
-
-        Raises:
-            QinferError: As `resolve`.
-        """
+        """Resolves like `resolve`, without endpoints."""
         if self.dispatcher.draining:
             raise Overloaded("Server exiting")
         served = self.catalog.accepting(model, version)
@@ -149,7 +126,7 @@ class AsyncRequests:
         return served
 
     def refuse(self, model: str, version: int, error: QinferError, context: Context = ANONYMOUS) -> QinferError:
-        """Counts a request that was not accepted, and returns the error for its client."""
+        """Counts a refused request and returns its error."""
         try:
             served = self.catalog.accepting(*self.dispatcher.endpoints.stable(model, version))
         except QinferError:
@@ -162,18 +139,7 @@ class AsyncRequests:
         return error
 
     async def submit(self, context: Context, request: InferRequest, plan: OutputPlan, options: SubmitOptions) -> Ticket:
-        """Accepts a request, or finds the one that was accepted before with the same id or idempotency key.
-
-        Args:
-            context: Who asks, authorized.
-            request: The decoded request; it is stamped in place.
-            plan: How its result is to be encoded.
-            options: All that its caller gave besides its body.
-
-        Raises:
-            QinferError: It is refused, as `Dispatcher.submit` refuses; or its timeout or webhook is wrong; `Conflict`:
-                the id or the key belongs to a request with another body.
-        """
+        """Accepts a request, or finds an earlier one with the same id or idempotency key; stamps `request` in place."""
         self.check_up(request.model, request.partition)
         if request.endpoint and (names := names_of(options.request_id, options.idempotency_key)):
             plan = await self._keep_target(context, request, plan, options, names)
@@ -192,11 +158,7 @@ class AsyncRequests:
         return await self._ticket(acceptance, accepted, options)
 
     async def repeated(self, context: Context, model: str, options: SubmitOptions) -> Ticket | None:
-        """Finds an earlier request with the same id or idempotency key, also if its model no longer exists.
-
-        Raises:
-            QinferError: The queue can't be asked; or `Conflict`, as `submit`.
-        """
+        """Finds an earlier request with the same id or idempotency key, even if its model is gone."""
         model = await self.model_of(model, context.tenant, options.request_id, options.idempotency_key)
         address = self._address(context, Lane(model, 0), options.request_id)
         self.check_up(address.model, address.partition)
@@ -210,17 +172,7 @@ class AsyncRequests:
         return None if record is None else Ticket(record, is_new=False)
 
     async def model_of(self, name: str, tenant: str, request_id: str, idempotency_key: str = "") -> str:
-        """Returns the model that an earlier request went to; the name itself if that is no endpoint, or none is kept.
-
-        Args:
-            name: What the request named.
-            tenant: Who asks.
-            request_id: The id that its caller chose; empty = none.
-            idempotency_key: The hash of the caller's key; empty without one.
-
-        Raises:
-            BrokerUnavailable: The queue can't be reached.
-        """
+        """Returns the model to which an endpoint sent an earlier request; otherwise the name itself."""
         if name not in self.dispatcher.endpoints.by_name:
             return name
         kept = await self.kept.find(name, tenant, names_of(request_id, idempotency_key))
@@ -229,7 +181,7 @@ class AsyncRequests:
     async def _keep_target(
         self, context: Context, request: InferRequest, plan: OutputPlan, options: SubmitOptions, names: Sequence[str]
     ) -> OutputPlan:
-        """Has a request go where it went when it came for the first time; returns its plan for that target."""
+        """Directs a repeated request to its first target; returns the plan for it."""
         served = self.of_model(request.model, request.version)
         settings, chosen = self.settings, Kept(request.model, served.version)
         record_s = self._timeout_s(served, options.timeout_s) + settings.result_ttl_s + settings.tombstone_ttl_s
@@ -237,36 +189,23 @@ class AsyncRequests:
             self.kept.keep, request.endpoint, context.tenant, names, chosen, record_s + _KEPT_LONGER_S
         )
         kept = await keep()
-        # A target that the endpoint has let go of answers what it has accepted already, and nothing else.
+        # A removed target still answers requests that it has accepted, but takes no new ones.
         is_gone = kept != chosen and not self.dispatcher.endpoints.has(request.endpoint, *kept)
         if is_gone and await self.repeated(context, request.endpoint, options) is None:
             kept = await keep(kept)
         if kept == chosen:
             return plan
         request.model, request.version, request.generation = kept.model, kept.version, 0
-        request.moves = True  # what was chosen then may be rolled back as what is chosen now
+        request.moves = True  # the earlier choice may be rolled back, as a new one may
         return bound(plan, self.of_model(*kept)) if plan.special is not None else plan
 
     async def record(self, context: Context, address: Address) -> RequestRecord:
-        """Returns the record of a request.
-
-        Raises:
-            RequestNotFound: Nothing is, or it is another tenant's.
-            BrokerUnavailable: The queue can't be reached now.
-        """
+        """Returns the record of a request, or raises `RequestNotFound`."""
         self.check_up(address.model, address.partition)
         return own_record(context.tenant, address, await self.delivery.requests.record(address))
 
     async def wait(self, context: Context, address: Address, wait_s: float) -> RequestRecord:
-        """Returns the record of a request after its end, after `wait_s` seconds, or at once if too many wait here.
-
-        Tenants share the waiters (`SharedLimit`).
-
-        Raises:
-            Unauthorized: The caller's key was revoked meanwhile, or has expired.
-            Forbidden: The key lacks the scope now.
-            RequestNotFound: Nothing is known of it, or it is another tenant's.
-        """
+        """Returns the record at the request's end or after `wait_s`, at once if the tenant has too many waiters."""
         record = await self.record(context, address)
         tenant = self.dispatcher.sharing(context)
         if record.state.is_terminal or wait_s <= 0 or self.waits.is_full(tenant):
@@ -280,15 +219,7 @@ class AsyncRequests:
         return msgspec.msgpack.decode(record.plan, type=OutputPlan) if record.plan else OutputPlan()
 
     async def result(self, record: RequestRecord, room: Room | None = None) -> tuple[Response, OutputPlan]:
-        """Returns the response of a request that ended, outputs or failure, as a synchronous call would have had it.
-
-        Args:
-            record: The request.
-            room: Awaited before a large result is read.
-
-        Raises:
-            ResultExpired: Its time to live is over.
-            BrokerUnavailable: The queue can't be reached.
+        """Returns the response of an ended request as a synchronous call would; `room` is awaited before a large read.
         """
         plan = self.plan(record)
         if record.state is not RequestState.SUCCEEDED:
@@ -305,12 +236,7 @@ class AsyncRequests:
         return response, plan
 
     async def stored(self, record: RequestRecord, index: int = 0) -> AsyncIterator[Response]:
-        """Yields the responses of a decoupled model that are stored, from an index on; the final one is the result.
-
-        Raises:
-            ResultExpired: The time to live of the result is over.
-            BrokerUnavailable: The queue can't be reached.
-        """
+        """Yields the stored responses of a decoupled model from an index; the final one is the result."""
         while index < record.responses:
             blobs = await self.delivery.requests.responses.read(record.address, index)
             if not blobs:
@@ -321,11 +247,7 @@ class AsyncRequests:
             index += len(blobs)
 
     async def cancel(self, context: Context, address: Address) -> RequestRecord:
-        """Ends a request, or removes the result of one that has ended; returns its record then.
-
-        Raises:
-            RequestNotFound: Nothing is known of it, or it is another tenant's.
-        """
+        """Cancels a request, or removes the result of an ended one; returns its record."""
         record = await self.record(context, address)
         if record.state.is_terminal:
             await self.delivery.requests.forget(address)
@@ -340,11 +262,11 @@ class AsyncRequests:
         return await self.record(context, address)
 
     def check_up(self, model: str, partition: int = 0) -> None:
-        """Refuses at once while the queue is away, as synchronous calls are refused: callers know when to try again."""
+        """Refuses at once while the queue is unreachable, with a time of retry."""
         self.delivery.router.check_up(keys.slot(keys.confirm(model, partition)))
 
     def _timeout_s(self, served: Served, asked_s: float | None) -> float:
-        """Returns a request's timeout; the model's configuration takes precedence over the settings."""
+        """Returns a request's timeout; the model's configuration precedes the settings."""
         own = served.spec.parameters
         longest_s = float(own.get(MAX_TIMEOUT, self.settings.max_timeout_s))
         if asked_s is None:
@@ -365,13 +287,13 @@ class AsyncRequests:
     async def _accept(
         self, context: Context, request: InferRequest, served: Served, acceptance: Acceptance
     ) -> Accepted:
-        """Admits, encodes and enqueues a request; where it is not admitted, it may still have been accepted before."""
+        """Admits and enqueues a request; if it is not admitted, finds an earlier acceptance."""
         try:
             timeout_s, tenant = acceptance.timeout_s, context.tenant
             route = self.dispatcher.admit(served, request.priority, timeout_s, request.timeout_s, tenant=tenant)
         except Overloaded as refusal:
             if not acceptance.idempotency_key and shown_id(acceptance.address) == acceptance.address.id:
-                raise  # its id was made just now
+                raise  # its id is new
             found = await self.delivery.requests.find(
                 acceptance.address,
                 acceptance.body_hash,
@@ -411,7 +333,7 @@ class AsyncRequests:
     async def _ending(
         self, address: Address, timeout_s: float, tenant: str
     ) -> AsyncIterator[tuple[RequestRecord | None, Response | None]]:
-        """Waits until a request has ended, and has its record and its last response during the block."""
+        """Waits for a request's end; provides its record and last response during the block."""
         record = await self.waits.ended(address, timeout_s + _GRACE_S, lambda: None, tenant)
         memory = AnswerMemory(self.receiving, tenant or address)
         try:
@@ -424,10 +346,7 @@ class AsyncRequests:
     def _acceptance(
         self, context: Context, request: InferRequest, served: Served, plan: OutputPlan, options: SubmitOptions
     ) -> Acceptance:
-        """Returns the acceptance of a request, without its lane, frame and payload.
-
-        No idempotency key outlives the record that it leads to.
-        """
+        """Returns the acceptance without lane, frame and payload; an idempotency key never outlives its record."""
         settings = self.settings
         kept_s = settings.result_ttl_s + settings.tombstone_ttl_s
         return Acceptance(
@@ -451,7 +370,7 @@ class AsyncRequests:
         )
 
     def _first_record(self, address: Address, acceptance: Acceptance) -> RequestRecord:
-        """Returns the record of a request that was accepted just now, which saves reading it."""
+        """Builds the record of a request accepted just now, which saves a read."""
         now_s = self.now_s()
         return RequestRecord(
             address=address,
@@ -467,6 +386,6 @@ class AsyncRequests:
 
 
 def _check_repetition(address: Address, accepted: Accepted, options: SubmitOptions) -> None:
-    """Raises `Conflict` where the id or the key belongs to a request with another body."""
+    """Raises `Conflict` if the id or key belongs to another body."""
     if accepted.body_hash != options.body_hash:
         raise conflict(options.request_id if accepted.id == address.id else "")

@@ -1,7 +1,7 @@
-"""Permitted targets of webhooks: an allow-list of hosts, and no address within the network unless that is allowed.
+"""Allowed targets of webhooks: listed hosts, and private addresses only if a setting allows them.
 
-A target is checked when a request names it, and again at each delivery: the name may lead elsewhere by then. What is
-delivered goes to the very address that was checked. The files of labeling tasks are fetched by the same rules.
+A target is checked when a request names it and again at each delivery, because names can change. The delivery connects
+to the checked address. Files of labeling tasks are fetched by the same rules.
 """
 
 import asyncio
@@ -20,25 +20,18 @@ if TYPE_CHECKING:
     import httpx
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Returns the addresses of a host for a port; raises `OSError` when there are none."""
+"""Returns the addresses of a host and port, or raises `OSError`."""
 
 MAX_URL_CHARACTERS = 2048
 
 _PORTS = {"https": 443, "http": 80}
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _RESOLVE_TIMEOUT_S = 5.0
-_resolver = ThreadPoolExecutor(4, "webhook-names")  # a name that hangs may not keep the threads that decode bodies
+_resolver = ThreadPoolExecutor(4, "webhook-names")  # apart from other threads, because a look-up may hang
 
 
 class Words(NamedTuple):
-    """Names of the targets in error texts.
-
-    Attributes:
-        name: One of them.
-        refused: How the text for a host that is not allowed begins.
-        allow: The setting of the hosts.
-        private: The setting that allows private addresses.
-    """
+    """The terms of error texts: a target, the start of a refusal, and the settings that would allow it."""
 
     name: str
     refused: str
@@ -50,13 +43,7 @@ OF_WEBHOOKS = Words("webhook", "webhooks may not go to", "QINFER_WEBHOOKS__ALLOW
 
 
 class Target(NamedTuple):
-    """A URL that webhooks may go to now.
-
-    Attributes:
-        url: The URL.
-        host: Its host, for TLS and for logs.
-        address: The IP address to connect to.
-    """
+    """A checked URL, and the IP address to connect to."""
 
     url: "httpx.URL"
     host: str
@@ -64,7 +51,7 @@ class Target(NamedTuple):
 
 
 class _Allowed(NamedTuple):
-    """An entry of the allow-list; port 0 = the port that the URL's scheme has by default."""
+    """An entry of the allow-list; port 0 = the scheme's default."""
 
     host: str
     port: int
@@ -79,16 +66,7 @@ class _Allowed(NamedTuple):
 
 
 class Targets:
-    """Checks URLs.
-
-    Args:
-        settings: What is allowed.
-        resolve: Looks up names; the system's resolver by default.
-        words: What they are called; webhooks by default.
-
-    Raises:
-        SettingsError: An entry of the allow-list is no host.
-    """
+    """Checks URLs; `words` adapts the error texts."""
 
     def __init__(self, settings: WebhookSettings, resolve: Resolve | None = None, words: Words = OF_WEBHOOKS) -> None:
         self._words = words
@@ -97,12 +75,7 @@ class Targets:
         self._resolve = resolve or _resolve
 
     async def check(self, url: str) -> Target:
-        """Checks a URL, and looks up where it leads.
-
-        Raises:
-            InvalidRequest: Webhooks may not go there; the text names the host and what would allow it.
-            Unreachable: The name can't be looked up now.
-        """
+        """Checks a URL and resolves its host."""
         words = self._words
         parsed = _parsed(url, words.name)
         host = parsed.raw_host.decode("ascii").lower()
@@ -119,7 +92,7 @@ class Targets:
         return Target(parsed, host, addresses[0])
 
     async def _addresses(self, host: str, port: int) -> Sequence[str]:
-        """Returns the addresses of a host; a literal address is its own."""
+        """Returns the addresses of a host name or literal address."""
         with suppress(ValueError):
             return [str(ipaddress.ip_address(host))]
         try:
@@ -135,7 +108,7 @@ class Targets:
 
 
 def is_public(address: str) -> bool:
-    """Tells whether an IP address is one of the public internet, also where an IPv6 address stands for an IPv4 one."""
+    """Returns whether an IP address, or the IPv4 address inside it, is public."""
     ip = ipaddress.ip_address(address)
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
@@ -149,7 +122,7 @@ def is_public(address: str) -> bool:
 
 
 def _parsed(url: str, name: str) -> "httpx.URL":
-    """Reads a URL; error texts do not repeat it, for it may hold a secret."""
+    """Parses a URL; error texts do not repeat it, because it may hold a secret."""
     if len(url) > MAX_URL_CHARACTERS or not (url.isascii() and url.isprintable()):
         raise InvalidRequest(f"a {name} URL has at most {MAX_URL_CHARACTERS} printable ASCII characters")
     import httpx
@@ -168,7 +141,7 @@ def _parsed(url: str, name: str) -> "httpx.URL":
 
 
 def _parse(entry: str, words: Words) -> _Allowed:
-    """Reads an entry of the allow-list: `example.org`, `*.example.org`, `host:port`, `[::1]:port`."""
+    """Parses an entry of the allow-list: `example.org`, `*.example.org`, `host:port`, `[::1]:port`."""
     host, port = entry.strip().lower(), "0"
     name, colon, digits = host.rpartition(":")
     if colon and digits.isdecimal() and (":" not in name or name.endswith("]")):

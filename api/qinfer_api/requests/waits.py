@@ -1,7 +1,7 @@
 """Waiters for changes of asynchronous requests: the long polls and event streams of one gateway.
 
-A hint on the reply stream wakes them; it may be missed, and none tells that a worker has begun: they read again every
-`REREAD_S` seconds.
+A hint on the reply stream wakes a waiter. Hints may be lost, and the start of execution gives none, so waiters also
+read every `REREAD_S` seconds.
 """
 
 import asyncio
@@ -14,22 +14,14 @@ from qinfer.queue.requests import Requests
 from qinfer_api.shared_limit import SharedLimit
 
 REREAD_S = 1.0
-"""Seconds after which a waiter reads again without a hint."""
+"""Seconds after which a waiter reads without a hint."""
 
 MAX_WAITS = 4096
-"""Waiters of a gateway at a time, which tenants share: each costs a read a second."""
+"""Waiters of a gateway, shared by tenants: each costs a read a second."""
 
 
 class Waits:
-    """The waiters of a gateway, by request id.
-
-    Args:
-        requests: Where the records are.
-        reply_to: Where hints come to, for `wake`.
-
-    Attributes:
-        ending: Nobody is to wait any more.
-    """
+    """The waiters of a gateway, by request id; `ending` forbids new ones."""
 
     def __init__(self, requests: Requests, reply_to: str) -> None:
         self._requests = requests
@@ -39,16 +31,16 @@ class Waits:
         self.ending = False
 
     def is_full(self, tenant: str) -> bool:
-        """Tells whether a tenant may have no more waiters; empty = one that shares them with no others."""
+        """Returns whether a tenant may have no more waiters; an empty tenant shares with no others."""
         return self.ending or not self._places.has_room(MAX_WAITS, tenant)
 
     def wake(self, request_id: str) -> None:
-        """Has those that wait for a request read again."""
+        """Wakes the waiters of a request."""
         for event in self._events.get(request_id, ()):
             event.set()
 
     def end(self) -> None:
-        """Ends all waits: the gateway shuts down."""
+        """Ends all waits, as the gateway shuts down."""
         self.ending = True
         for events in self._events.values():
             for event in events:
@@ -57,13 +49,8 @@ class Waits:
     async def ended(
         self, address: Address, wait_s: float, check: Callable[[], None], tenant: str
     ) -> RequestRecord | None:
-        """Returns a request's record once it has ended, or as it is after `wait_s` seconds; `None` when it is gone.
-
-        Args:
-            address: The request.
-            wait_s: The longest wait.
-            check: Called after each reading; may end the wait by raising.
-            tenant: As `is_full` has it.
+        """Returns a request's record at its end or after `wait_s`; `None` if it is gone. `check` may raise after a
+        read.
         """
         ends_s = time.monotonic() + wait_s
         with self._waiting(address.id, tenant) as event:
@@ -80,15 +67,11 @@ class Waits:
     async def changes(
         self, address: Address, heartbeat_s: float, check: Callable[[], None], tenant: str
     ) -> AsyncIterator[RequestRecord | None]:
-        """Yields a request's record now, at each change and after new responses; `None` after `heartbeat_s` without.
+        """Yields a request's record now, at each change and after new responses; `None` after `heartbeat_s` without
+        one.
 
-        It ends after the terminal state, when the request is gone, and when the gateway shuts down.
-
-        Args:
-            address: The request.
-            heartbeat_s: Seconds.
-            check: Called after each reading; may end the waiting by raising.
-            tenant: As `is_full` has it.
+        It stops after the terminal state, when the request is gone, and when the gateway shuts down. `check` may
+        raise after a read.
         """
         with self._waiting(address.id, tenant) as event:
             last: tuple[str, int, int] | None = None
@@ -110,7 +93,7 @@ class Waits:
 
     @contextlib.contextmanager
     def _waiting(self, request_id: str, tenant: str) -> Iterator[asyncio.Event]:
-        """Gives an event that is set whenever there may be news of a request."""
+        """Provides an event that is set on possible changes of a request."""
         event = asyncio.Event()
         self._events.setdefault(request_id, set()).add(event)
         try:
@@ -124,7 +107,7 @@ class Waits:
 
 
 async def _news(event: asyncio.Event, seconds: float) -> None:
-    """Waits for news, or until it is time to read again."""
+    """Waits for a hint, or until the next read is due."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(min(REREAD_S, seconds)):
             await event.wait()

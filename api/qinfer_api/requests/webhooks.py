@@ -1,15 +1,13 @@
-"""Webhooks: inform other servers that a request or a bulk job has ended, signed as standardwebhooks.com asks.
-
-They also tell what happens to the canary of an endpoint.
+"""Webhooks: signed notifications about ended requests and bulk jobs, and canary events (standardwebhooks.com).
 
     POST <the request's Webhook-Url>        {"type": "request.succeeded", "timestamp": …, "data": {the record}}
     POST <the job's webhook>                {"type": "job.completed", "timestamp": …, "data": {the job}}
     POST <the endpoint's webhook>           {"type": "canary.promote", "timestamp": …, "data": {the event}}
     webhook-id · webhook-timestamp · webhook-signature: v1,<base64 of HMAC-SHA256(secret, "id.timestamp.body")>
 
-A 2xx reply is a delivery; after anything else, a redirect too, the webhook comes again, with the same `webhook-id`,
-until `max_attempts`. The connection goes to the address that `Targets` has checked, whatever the name leads to
-meanwhile, and of the reply only the head is read.
+A 2xx reply confirms delivery. After any other, redirects included, the webhook is repeated with the same `webhook-id`,
+up to `max_attempts`. The connection goes to the address that `Targets` has checked, and only the head of the reply is
+read.
 """
 
 import asyncio
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_DELIVERIES = 16
-"""Deliveries that one gateway has under way at a time."""
+"""Concurrent deliveries of one gateway."""
 
 _ENCODED = "whsec_"
 _SECRET = "QINFER_WEBHOOKS__SECRET"  # noqa: S105 - the name of the setting
@@ -62,20 +60,7 @@ MessageOfJob = Callable[[str], Awaitable[Message | None]]
 
 
 class Webhooks:
-    """One per gateway; a context manager that owns the HTTP client.
-
-    Args:
-        settings: The secret, and the patience with receivers.
-        delivery: Where the webhooks, and the requests and jobs that they are about, are.
-        targets: Where webhooks may go.
-        message_of_job: Renders the webhook of a bulk job, by the job's id; `None` = there is nothing to report.
-
-    Attributes:
-        kind: The kind of delivery.
-
-    Raises:
-        SettingsError: Webhooks are allowed and can't be signed.
-    """
+    """Delivers webhooks; one per gateway, a context manager that owns the HTTP client."""
 
     def __init__(
         self, settings: WebhookSettings, delivery: Queue, targets: Targets, message_of_job: MessageOfJob
@@ -91,17 +76,17 @@ class Webhooks:
 
     @property
     def free(self) -> int:
-        """Number of webhooks that `deliver` can take now; 0 where webhooks are off: other gateways may allow them."""
+        """Number of webhooks that `deliver` can take now; 0 if they are off here, as other gateways may allow them."""
         return MAX_DELIVERIES - self._under_way if self._settings.allow else 0
 
     async def __aenter__(self) -> "Webhooks":
-        """Opens the HTTP client, where webhooks are allowed."""
+        """Opens the HTTP client, if webhooks are allowed."""
         if self._settings.allow:
             import httpx
 
             self._http = httpx.AsyncClient(
                 timeout=self._settings.timeout_s,
-                trust_env=False,  # a proxy would connect to where the name leads by then
+                trust_env=False,  # a proxy would resolve the name again
                 follow_redirects=False,
                 limits=httpx.Limits(max_keepalive_connections=0),  # hosts at one address must not share connections
                 headers={"user-agent": f"qinfer/{qinfer.__version__}", "content-type": "application/json"},
@@ -116,11 +101,7 @@ class Webhooks:
             await self._http.aclose()
 
     async def deliver(self, item: DeliveryItem) -> None:
-        """Tries once to deliver a webhook; it is done when that succeeds or was the last try.
-
-        Raises:
-            BrokerUnavailable: The queue can't be reached; the webhook comes again.
-        """
+        """Tries to deliver a webhook, and removes it after success or the last attempt."""
         self._under_way += 1
         try:
             await self._deliver(item)
@@ -132,7 +113,7 @@ class Webhooks:
 
         message = await self._message(item)
         if message is None:
-            await self._done(item, delivered=False)  # it is gone, was put back into its lane, or goes on
+            await self._done(item, delivered=False)  # the request is gone, was requeued, or continues
             return
         try:
             async with asyncio.timeout(self._settings.timeout_s):
@@ -142,7 +123,7 @@ class Webhooks:
         except (InvalidRequest, Unreachable) as error:
             problem = error.message
         except (httpx.HTTPError, OSError, TimeoutError) as error:
-            problem = type(error).__name__  # its text may repeat the URL, which may hold a secret
+            problem = type(error).__name__  # its text may contain the URL, and so a secret
         except Exception as error:  # noqa: BLE001 - the boundary: no receiver may end the janitor, at each try again
             problem = type(error).__name__
             logger.error("webhook failed", extra={"request_id": _about(item).id, "reason": problem})
@@ -157,7 +138,7 @@ class Webhooks:
             logger.info("webhook not delivered", extra=extra)
 
     async def _message(self, item: DeliveryItem) -> Message | None:
-        """Renders a webhook; `None` where there is nothing to report any more."""
+        """Renders a webhook; `None` if there is nothing to report."""
         if item.text.startswith(_ENDPOINT):
             return message_of_canary(item.notes)
         if item.text.startswith(_JOB):
@@ -167,8 +148,8 @@ class Webhooks:
         return Message(record.webhook, partial(body_of, record)) if record is not None and is_due else None
 
     async def _post(self, target: Target, item: DeliveryItem, message: Message) -> int:
-        """Sends a webhook; returns the status of the reply."""
-        assert self._http is not None  # the check of the target has failed otherwise
+        """Sends a webhook; returns the reply's status."""
+        assert self._http is not None  # otherwise the target's check has failed
         now_s = self._delivery.clock.now_s()
         body, own_id, timestamp = message.body_at(now_s), webhook_id(item), int(now_s)
         headers = {
@@ -183,7 +164,7 @@ class Webhooks:
             return reply.status_code
 
     async def _done(self, item: DeliveryItem, *, delivered: bool) -> None:
-        """Removes a webhook, and stores its outcome in the record of its request or job, if it is about one."""
+        """Removes a webhook, and stores its outcome with its request or job."""
         done = partial(self._delivery.deliveries.done, item.model, item.partition, self.kind, [item.id])
         if item.text.startswith(_ENDPOINT):
             await done()
@@ -195,11 +176,7 @@ class Webhooks:
 
 
 def read_secret(settings: WebhookSettings) -> bytes:
-    """Returns the bytes of the secret: those that `whsec_<base64>` stands for, or the text itself.
-
-    Raises:
-        SettingsError: There is none though webhooks are allowed, or its base64 is wrong.
-    """
+    """Returns the secret's bytes: decoded from `whsec_<base64>`, or the text itself."""
     secret = settings.secret.get_secret_value()
     if settings.allow and not secret:
         raise SettingsError(f"{_SECRET} is not set; webhooks, which QINFER_WEBHOOKS__ALLOW allows, are signed with it")
@@ -218,24 +195,24 @@ def sign(secret: bytes, own_id: str, timestamp: int, body: bytes) -> str:
 
 
 def webhook_id(item: DeliveryItem) -> str:
-    """Returns the id by which receivers recognise repetitions: unique over all models, which an item's id is not."""
+    """Returns an id that is unique over all models, by which receivers recognise repetitions."""
     whole = f"{item.model}#{item.partition}:{item.id}"
     return f"msg_{hashlib.sha256(whole.encode()).hexdigest()[:32]}"
 
 
 def _about(item: DeliveryItem) -> Address:
-    """Returns which request a webhook is about; of a job its id, and where it is."""
+    """Returns the address of the webhook's request or job."""
     return Address(item.model, item.partition, item.text.partition(":")[2])
 
 
 def body_of(record: RequestRecord, now_s: float) -> bytes:
-    """Returns the body that reports a request's end."""
+    """Returns the body for a request's end."""
     data = msgspec.to_builtins(shown_record(record, now_s)) | {"result_url": f"{path_of(record.address)}/result"}
     return envelope(f"request.{record.state.value}", instant(record.finished_at), record.tenant, data)
 
 
 def message_of_canary(notes: bytes) -> Message:
-    """Returns the webhook that tells of an event of a canary."""
+    """Returns the webhook for a canary's event."""
     told = msgspec.json.decode(notes, type=Told)
     event = told.event.event.replace(" ", "_")
     data = {"endpoint": told.endpoint, **msgspec.to_builtins(told.event)}
@@ -245,11 +222,6 @@ def message_of_canary(notes: bytes) -> Message:
 def envelope(event: str, at: str | None, tenant: str, data: object) -> bytes:
     """Returns the body of a webhook.
 
-    Args:
-        event: The type: what ended, and how.
-        at: The instant of that.
-        tenant: The tenant whose request or job it was. All tenants' webhooks have one signature and may go to the same
-            receivers, which tell them apart by it; empty where there are none.
-        data: The request or job.
+    All tenants share one signature and may share receivers, which tell them apart by `tenant`.
     """
     return msgspec.json.encode({"type": event, "timestamp": at, **({"tenant": tenant} if tenant else {}), "data": data})

@@ -1,4 +1,4 @@
-"""`GET /v1/models/{model}/backlog`: how much work a model has, for autoscalers (KEDA's metrics-api, `work_s`)."""
+"""`GET /v1/models/{model}/backlog`: the work of a model, for autoscalers (KEDA's metrics-api, `work_s`)."""
 
 import math
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ class LaneBacklog(msgspec.Struct, frozen=True):
     """The work of one lane.
 
     Attributes:
-        entries: Requests that wait and those in flight; of a bulk lane: shards.
-        oldest_age_s: How long the oldest one has been in the queue; 0 = none is.
+        entries: Requests waiting or in flight; in a bulk lane, shards.
+        oldest_age_s: Time of the oldest in the queue; 0 = the lane is empty.
     """
 
     lane: str
@@ -32,12 +32,12 @@ class VersionBacklog(msgspec.Struct, frozen=True):
     """The work of one version.
 
     Attributes:
-        requests: Requests that wait or are in flight, asynchronous ones too.
-        rows: Rows of these requests, by the mean of all so far, and `bulk_rows`.
-        bulk_rows: Rows that open bulk jobs have yet to do.
-        rows_per_s: What one worker does; 0 = not known yet.
+        requests: Requests waiting or in flight, including asynchronous ones.
+        rows: Rows of these requests, by the mean so far, plus `bulk_rows`.
+        bulk_rows: Remaining rows of open bulk jobs.
+        rows_per_s: Speed of one worker; 0 = unknown.
         work_s: Seconds that one worker would need for `rows`.
-        oldest_age_s: Age of the oldest of the requests.
+        oldest_age_s: Age of the oldest request.
         workers: Live workers that have this version ready.
     """
 
@@ -56,9 +56,9 @@ class SequenceBacklog(msgspec.Struct, frozen=True):
     """The sequences of a stateful model, over all its versions.
 
     Attributes:
-        open: Sequences that have begun and not ended, those that wait among them.
+        open: Sequences that have begun and not ended, including waiting ones.
         waiting: Sequences that wait for a worker with a free slot.
-        workers: Workers that have slots for all open ones.
+        workers: Workers needed for all open sequences.
     """
 
     open: int = 0
@@ -70,7 +70,7 @@ class Backlog(msgspec.Struct, frozen=True):
     """The work of a model, over all its versions and lanes.
 
     Attributes:
-        work_s: Seconds that one worker would need for it; 0 only if there is no work.
+        work_s: Seconds that one worker would need for it; 0 only without work.
         workers: Live workers that have a version of it ready.
         sequences: All 0 for a model without sequences.
     """
@@ -89,23 +89,23 @@ _BACKLOG = operation("", {200: answer("The work.", Backlog), **errors(400, 401, 
 
 
 def backlog_routes(services: Services) -> APIRouter:
-    """Returns the route that autoscalers ask."""
+    """Returns the route for autoscalers."""
     router = APIRouter(tags=["models"], dependencies=guarded(services, "statistics", Scope.INFER))
 
     @router.get("/v1/models/{model}/backlog", **_BACKLOG)
     async def backlog(model: str) -> HttpResponse:
-        """Tells how much work a model has; right without a worker, too."""
+        """Returns the work of a model, even if no worker is alive."""
         services.requests.check_up(model)
         found = await services.reporting.work(model)
         if not found:
-            services.catalog.status(model)  # a model that has no version has no work; an unknown one is an error
+            services.catalog.status(model)  # an unknown model is an error; one without a version has no work
         return send_json(backlog_of(model, found, await services.reporting.sequences(model)))
 
     return router
 
 
 def backlog_of(model: str, found: Sequence[VersionWork], sequences: SequenceWork | None = None) -> Backlog:
-    """Returns a model's work as it is shown; times are whole milliseconds."""
+    """Returns a model's work as shown, with times in whole milliseconds."""
     return Backlog(
         model=model,
         requests=sum(one.requests for one in found),
@@ -141,5 +141,5 @@ def _lane(work: LaneWork) -> LaneBacklog:
 
 
 def _up(seconds: float) -> float:
-    """Rounds up: what little work there is must not look like none."""
+    """Rounds up, so that little work is not shown as 0."""
     return math.ceil(seconds * 1000) / 1000
