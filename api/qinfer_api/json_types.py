@@ -1,6 +1,6 @@
-"""JSON objects of the calls that are no inference, read as types: one type checks, and gives the schema.
+"""Decodes the JSON bodies of calls other than inference as typed objects.
 
-A value of another type is refused with 500, in Triton's words (reference §1.2).
+A member of the wrong type is refused with 500, in Triton's words (reference §1.2).
 """
 
 import re
@@ -23,16 +23,7 @@ _WRONG = re.compile(r"Expected `(?P<kind>\w+).* - at `\$\.(?:\w+\.)*(?P<name>\w+
 def decode_json(body: Bytes, kind: type[T], max_depth: int, *, prefix: str = "", call: str = "") -> T:
     """Decodes a JSON object.
 
-    Args:
-        body: The text.
-        kind: The object's type.
-        max_depth: How deep it may be nested.
-        prefix: What an error begins with, before the name of the member that is of another type.
-        call: What an error calls an object that lacks a member; what is no object lacks all of them.
-
-    Raises:
-        InvalidRequest: It is no JSON object, nested too deep, or lacks a member.
-        MalformedJson: A member is of another type.
+    An error about a member begins with `prefix`; an error about a missing member names the object `call`.
     """
     check_depth(body, max_depth)
     try:
@@ -46,7 +37,7 @@ def decode_json(body: Bytes, kind: type[T], max_depth: int, *, prefix: str = "",
 
 
 def convert_json(values: Mapping[str, object], kind: type[T], *, prefix: str = "", call: str = "") -> T:
-    """Makes a type of a JSON object that is decoded; see `decode_json`."""
+    """Converts a decoded JSON object to a type; see `decode_json`."""
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:

@@ -1,8 +1,8 @@
-"""A number of places that tenants share at a gateway, such as long polls: none of them takes those of all others.
+"""A limit that tenants share at a gateway, such as that of long polls, without a single tenant using it up.
 
-A tenant gets a place while it has fewer than are free (*dynamic thresholds*: Choudhury and Hahne, "Dynamic queue length
-thresholds for shared-memory packet switches", 1998). One that takes all it can has half of them, two have a third each,
-and as many as each has stay free for the next. Nothing is reserved for tenants that do not ask.
+A tenant gets a place while it has fewer places than are free (*dynamic thresholds*: Choudhury and Hahne, "Dynamic queue
+length thresholds for shared-memory packet switches", 1998). One greedy tenant gets half of them, two get a third each,
+and the rest stays free. Nothing is reserved for idle tenants.
 """
 
 import contextlib
@@ -11,23 +11,14 @@ from collections.abc import Iterator
 
 
 class SharedLimit:
-    """The places that are taken; used by one event loop.
-
-    Attributes:
-        taken: How many there are.
-    """
+    """The places in use; for one event loop."""
 
     def __init__(self) -> None:
         self.taken = 0
         self._by_tenant: Counter[str] = Counter()
 
     def has_room(self, most: int, tenant: str) -> bool:
-        """Tells whether a tenant may take one more place.
-
-        Args:
-            most: How many places there are.
-            tenant: Who asks; empty = who shares them with no others, and may take all.
-        """
+        """Returns whether a tenant may take one of `most` places; an empty tenant may take all."""
         free = most - self.taken
         return free > (self._by_tenant[tenant] if tenant else 0)
 
@@ -37,7 +28,7 @@ class SharedLimit:
         self._by_tenant[tenant] += 1
 
     def give_back(self, tenant: str) -> None:
-        """Frees a place that the tenant has taken."""
+        """Frees a place of the tenant."""
         self.taken -= 1
         self._by_tenant[tenant] -= 1
         if not self._by_tenant[tenant]:
@@ -45,7 +36,7 @@ class SharedLimit:
 
     @contextlib.contextmanager
     def place(self, tenant: str) -> Iterator[None]:
-        """Takes a place within the block."""
+        """Takes a place during the block."""
         self.take(tenant)
         try:
             yield

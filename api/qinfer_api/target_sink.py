@@ -1,4 +1,4 @@
-"""The sink of a request to an endpoint, which counts how it ends, by the target that answered."""
+"""The sink of a request to an endpoint, which counts its end by the target that answered."""
 
 import math
 import time
@@ -12,17 +12,9 @@ from qinfer_api.shadows import Shadow
 
 
 class TargetSink:
-    """Wraps the sink of a request.
+    """Wraps a request's sink; `shadows` get the answer after the caller.
 
-    Args:
-        tally: Counts.
-        inner: The request's own sink.
-        request: The request, whose target was chosen.
-        shadows: Those who get the same answer as the caller, after the caller.
-        given_s: The time that its caller gave it; infinite = what the model's configuration gives.
-
-    Attributes:
-        inner: As given.
+    `given_s` is the caller's timeout, infinite if the model's configuration set it.
     """
 
     __slots__ = (
@@ -50,7 +42,7 @@ class TargetSink:
         self.frontend: str = getattr(inner, "frontend", "")
 
     def deliver(self, response: Response) -> None:
-        """Hands a response on; with the last one the request has ended."""
+        """Counts the last response, and passes every response on."""
         if response.final:
             if response.version not in (self._version, 0):
                 answered_by = self._key[0], f"{response.model}:{response.version}"
@@ -65,7 +57,7 @@ class TargetSink:
                 shadow.stable_answered(response)
 
     def left(self, *_: object) -> None:
-        """Takes note that the caller went away."""
+        """Counts a caller that went away."""
         self._tally.failed(self._key, ErrorCode.CANCELLED, self._witness)
         for shadow in self._shadows:
             shadow.left()

@@ -264,8 +264,7 @@ class BulkJobs:
             raise Overloaded("too many clients follow jobs at this server; ask now and then, or try again later")
 
     def _pinned(self, spec: JobSpec) -> tuple[JobSpec, Served, str]:
-        """Returns a job pinned to the version that scores all of it, where it is served, and the endpoint that it
-        named.
+        """Returns a job pinned to the version that scores all of it, where that is served, and the endpoint it named.
 
         An endpoint stands for its present stable target, so that the output can be reproduced. A named version of a
         hidden model is that version even if it is not a target: versions are compared before they get requests.

@@ -1,8 +1,7 @@
-"""Load metrics of ORCA (Open Request Cost Aggregation) in replies: how full the key-value cache of a language model is.
+"""Load metrics of ORCA (Open Request Cost Aggregation) in replies: the load of a language model's key-value cache.
 
-Triton computes two numbers of the gauges of TensorRT-LLM's backend (server `src/orca_http.cc`). qinfer computes them of
-the same gauges, which a `python` model exports. Load balancers ask with each request, so that gauges are read once in
-the time in which workers write them.
+As Triton does (server `src/orca_http.cc`), two numbers are computed from the gauges of TensorRT-LLM's backend, which a
+`python` model exports. Load balancers ask with each request, so gauges are cached for as long as workers write them.
 """
 
 import asyncio
@@ -22,31 +21,26 @@ FORMAT_HEADER = "endpoint-load-metrics-format"
 """The request header that asks for the metrics, as `text` or `json`."""
 
 HEADER = "endpoint-load-metrics"
-"""The reply header that has them."""
+"""The reply header with the metrics."""
 
 FAMILY = "nv_trt_llm_kv_cache_block_metrics"
-"""The gauges, one for each type of count: `used`, `max` and `tokens_per`."""
+"""The gauges by type: `used`, `max` and `tokens_per`."""
 
 READ_EVERY_S = 1.0
-"""Workers write metrics that have changed once a second."""
+"""Workers write changed metrics once a second."""
 
 _WITHIN_S = 0.25
 _TYPE = "kv_cache_block_type"
 
 
 class CacheLoad(NamedTuple):
-    """The load of a key-value cache.
-
-    Attributes:
-        utilization: The used part of its blocks.
-        capacity: Tokens that it has room for.
-    """
+    """The load of a key-value cache: the used share of its blocks, and the tokens that fit."""
 
     utilization: float
     capacity: int
 
     def shown(self, form: str) -> str:
-        """Returns the value of the reply header; empty for a format that does not exist."""
+        """Returns the value of the reply header; empty for an unknown format."""
         if form == "json":
             named = {"kv_cache_utilization": self.utilization, "max_token_capacity": self.capacity}
             return "JSON " + msgspec.json.encode({"named_metrics": named}).decode()
@@ -57,12 +51,7 @@ class CacheLoad(NamedTuple):
 
 
 class EndpointLoad:
-    """Tells the load of models; one for each gateway.
-
-    Args:
-        catalog: Knows the workers.
-        store: Where their models' metrics are.
-    """
+    """Returns the load of models; one per gateway."""
 
     def __init__(self, catalog: Catalog, store: ControlStore) -> None:
         self._catalog = catalog
@@ -72,12 +61,7 @@ class EndpointLoad:
         self._read_at_s = float("-inf")
 
     async def of(self, model: str, form: str) -> dict[str, str]:
-        """Returns the reply header with the load of a model; none where it exports none, or Redis is away.
-
-        Args:
-            model: The model.
-            form: The value of the request header.
-        """
+        """Returns the reply header with a model's load; empty if it exports none, or Redis is away."""
         async with self._reading:
             if time.monotonic() - self._read_at_s >= READ_EVERY_S:
                 self._gauges = await self._read()
@@ -96,16 +80,14 @@ class EndpointLoad:
 
 
 def _gauges_in(records: Iterable[bytes | None]) -> list[ModelSeries]:
-    """Returns the gauges of key-value caches in the records of workers."""
+    """Returns the gauges of key-value caches in the workers' records."""
     return merged(one for one in series_of(records) if (one.name, one.kind) == (FAMILY, GAUGE))
 
 
 def load_of(gauges: Iterable[ModelSeries], model: str) -> CacheLoad | None:
-    """Returns the load that gauges tell of; `None` where one of the three types is missing, or no possible number.
+    """Returns the load in a model's own gauges, or, as for an ensemble, in any model's.
 
-    Args:
-        gauges: The gauges of all workers.
-        model: The model whose own gauges count; those of any model where it has none, as an ensemble.
+    It is `None` if one of the three types is missing or not a valid number.
     """
     known = [(dict(one.labels), one.values[0]) for one in gauges]
     own = [(labels, value) for labels, value in known if labels.get("model") == model]

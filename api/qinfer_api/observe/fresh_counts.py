@@ -1,8 +1,8 @@
-"""Statistics that are as new as the reply before them: whoever reads them has the workers add their counts first.
+"""Fresh statistics: before a read, the workers add their counts.
 
-Reads that come at the same time share one question to the workers. There are at most four a second over time, and four
-in a row after a pause: a measuring client reads before and after its load, and the first read must not outlast the
-load. A read waits for its turn, and a quarter of a second for the answers. Then it reads what is there.
+Concurrent reads share one question to the workers. There are at most four questions a second over time, but four in a
+row after a pause, because a measuring client reads before and after a short load. A read waits for its turn, then at
+most a quarter of a second for the answers.
 """
 
 import asyncio
@@ -20,35 +20,30 @@ EVERY_S = 0.25
 """Seconds between two questions of a gateway, over time."""
 
 AHEAD_S = 3 * EVERY_S
-"""How far questions may run ahead of that, after a pause."""
+"""How far questions may run ahead of that after a pause."""
 
 WITHIN_S = 0.25
 """Longest wait for the workers' answers."""
 
 
 class FreshCounts:
-    """See the module docstring; one per gateway.
+    """Asks the workers for their counts; one per gateway.
 
-    Args:
-        catalog: Knows which workers have which models.
-        store: Where counts are added.
-
-    Attributes:
-        underway: Worker → what was under way in it at the last question, of those that have said it.
+    `underway` has the work in flight of each worker that answered the last question.
     """
 
     def __init__(self, catalog: Catalog, store: ControlStore) -> None:
         self._catalog = catalog
         self._pushes = CountPushes(store.client)
         self._lock = asyncio.Lock()
-        self._wanted: dict[str, int] = {}  # model → the number of the last read that wants it
+        self._wanted: dict[str, int] = {}  # model → number of its last read
         self._reads = 0
-        self._answered = 0  # the last read that a question answered which was asked after it came
+        self._answered = 0  # the last read that a question has answered
         self.underway: dict[str, Underway] = {}
-        self._even_at_s = 0.0  # from then on, the questions were no more than one in EVERY_S
+        self._even_at_s = 0.0  # when the questions so far average one in EVERY_S
 
     async def added(self, model: str = ALL) -> None:
-        """Returns when the workers have added what they counted of a model before the call, or after a while."""
+        """Waits until the workers have added their counts of a model before this call, or a time limit."""
         if not self._hosts({model}):
             return
         self._reads += 1
@@ -71,7 +66,7 @@ class FreshCounts:
             if not found.keys() >= workers:
                 logger.debug("statistics read before all workers have added theirs")
             self.underway = {worker: one for worker, one in found.items() if one is not None}
-        except BrokerUnavailable:  # the read says so itself
+        except BrokerUnavailable:  # the read reports it
             logger.debug("workers not asked for their counts")
 
     def _hosts(self, models: set[str]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Metrics on a port of their own, which a scraper reaches without a key: `GET /metrics`, and nothing else."""
+"""The metrics port: `GET /metrics` and nothing else, for scrapers without a key."""
 
 import asyncio
 import socket
@@ -19,11 +19,7 @@ Render = Callable[[str, str], Awaitable[tuple[bytes, str]]]
 
 
 def open_metrics_port(settings: Settings) -> socket.socket | None:
-    """Opens the port; `None` where metrics are not served on one.
-
-    Raises:
-        SettingsError: The address is taken or not ours.
-    """
+    """Opens the port; `None` if it is off."""
     metrics = settings.metrics
     if not metrics.enabled:
         return None
@@ -34,13 +30,7 @@ def open_metrics_port(settings: Settings) -> socket.socket | None:
 class MetricsPort:
     """Serves the metrics on an open socket.
 
-    Args:
-        listener: The socket.
-        render: Returns the text of a scope (empty = of all), for an `Accept`, and its content type (empty = Triton's).
-        visitors: Refuses requests that may come from a stranger's page; `None` = refuses none.
-
-    Attributes:
-        url: Where it serves.
+    `render` maps a scope (empty = all) and an `Accept` to a text and its content type (empty = Triton's).
     """
 
     def __init__(self, listener: socket.socket, render: Render, visitors: Visitors | None = None) -> None:
@@ -60,7 +50,7 @@ class MetricsPort:
             self.close()
 
     def close(self) -> None:
-        """Closes the socket; `serve` does it too."""
+        """Closes the socket, as `serve` does."""
         self._listener.close()
 
 

@@ -1,9 +1,8 @@
-"""Reports of a gateway about itself and the whole system: metrics, statistics, and settings that clients change.
+"""A gateway's reports: metrics, statistics, and settings that clients change.
 
-`/metrics` reads the shared store in one pass, and shows what is still known when Redis is away, and what its nodes say
-of themselves. The queue keeps the dead letters of all versions of a model together, and gives only their number; so
-what was read of them is remembered: a scrape reads those that have come since, and all of them again only after some
-have gone.
+`/metrics` reads the shared store in one pass, and shows the rest while Redis is away. The queue counts a model's dead
+letters over all versions, so their versions are read once and remembered: a scrape reads new letters, and all of them
+only after some were removed.
 """
 
 import asyncio
@@ -49,35 +48,27 @@ from qinfer_api.observe.statistics import Statistics
 from qinfer_api.observe.trace_file import TraceFile, start_of
 from qinfer_api.server_settings import LogSettings, TraceSettings
 
-_PAGE = 20  # the queue looks at them one by one, large as they may be, and does nothing else meanwhile
+_PAGE = 20  # the queue reads them one by one and blocks meanwhile
 _PAGES = 25
-"""Pages of a model's dead letters that one scrape reads at most; of the rest the version is not known yet."""
+"""Pages of a model's dead letters per scrape; the rest counts as version 0."""
 
 
 class _Read(NamedTuple):
-    """The part of a model's dead letters that was read: the last id, and the count of each version."""
+    """The dead letters of a model read so far: the last id, and the count of each version."""
 
     last: str
     versions: Counter[int]
 
 
 class DeadLetterCounts:
-    """Counts of the dead letters that wait, by model version, for `/metrics`.
-
-    Args:
-        letters: The dead letters.
-    """
+    """Counts dead letters by model version, for `/metrics`."""
 
     def __init__(self, letters: DeadLetters) -> None:
         self._letters = letters
         self._known: dict[str, _Read] = {}
 
     async def read(self, models: Iterable[str]) -> dict[tuple[str, int], int]:
-        """Counts the dead letters of some models by (model, version); version 0 = it is not known yet.
-
-        Raises:
-            BrokerUnavailable: The queue can't be reached.
-        """
+        """Counts the dead letters of models by (model, version); version 0 = not read yet."""
         names = list(models)
         counts = await asyncio.gather(*(self._letters.count(name) for name in names))
         found: dict[tuple[str, int], int] = {}
@@ -90,7 +81,7 @@ class DeadLetterCounts:
             self._known.pop(model, None)
             return Counter()
         known = await self._read_on(model, *self._known.get(model, _Read("", Counter())))
-        if known.versions.total() > count:  # some have gone, and it does not say which
+        if known.versions.total() > count:  # some were removed, and their versions are unknown
             known = await self._read_on(model, "", Counter())
         self._known[model] = known
         versions = +known.versions
@@ -111,7 +102,7 @@ class DeadLetterCounts:
 
 
 ANSWERS_WITHIN_S = 3.0
-"""A store that does not answer within it counts as away: whoever scrapes may wait for five seconds only."""
+"""A slower store counts as away, because scrapers wait only five seconds."""
 
 _OPEN_STATES = ("validating", "planning", "running", "finalizing", "cancelling")
 _ENDED_STATES = ("completed", "failed", "cancelled", "expired")
@@ -125,14 +116,9 @@ async def take_snapshot(
     letters: DeadLetterCounts,
     underway: Mapping[str, Underway] = MappingProxyType({}),
 ) -> Snapshot:
-    """Reads statistics, depths and counts, in a few round trips; without the store, only the catalog's data.
+    """Reads statistics, depths and counts in a few round trips; without the store, only the catalog's data.
 
-    Args:
-        catalog: Knows models and workers.
-        store: Where statistics and heartbeats are.
-        delivery: The queue.
-        letters: Counts the dead letters.
-        underway: Worker → what is under way in it now; of the others, it is what they last said.
+    `underway` is more recent than the workers' records.
     """
     known, ready, jobs = _known(catalog, underway), catalog.readiness(), Jobs(delivery)
     try:
@@ -173,7 +159,7 @@ async def take_snapshot(
 
 
 def _known(catalog: Catalog, underway: Mapping[str, Underway]) -> Snapshot:
-    """Returns what is known without the store."""
+    """Returns the data that needs no store."""
     ready, records = catalog.readiness(), catalog.workers()
     now = [underway.get(record.id) or Underway(record.busy, record.direct) for record in records]
     return Snapshot(
@@ -189,19 +175,19 @@ def _known(catalog: Catalog, underway: Mapping[str, Underway]) -> Snapshot:
 
 
 async def _of_models(store: ControlStore, workers: Collection[str]) -> list[Family]:
-    """Returns the models' own metrics; a thread decodes them, which may be tens of thousands."""
+    """Returns the models' own metrics, decoded in a thread because there may be thousands."""
     records = await store.model_metrics(workers)
     return await asyncio.to_thread(lambda: model_metrics.families(model_metrics.series_of(records)))
 
 
 async def _unfinished(tasks: LabelTasks, counted: Mapping[tuple[str, int], Mapping[str, int]]) -> dict[str, int]:
-    """Counts the labeling tasks that are not over, of models that have had any."""
+    """Counts the unfinished labeling tasks of models that have had any."""
     models = sorted({model for (model, _), fields in counted.items() if any(map(fields.get, LABELING))})
     return dict(zip(models, await asyncio.gather(*map(tasks.unfinished, models)), strict=True))
 
 
 def _by_lane(work: Iterable[VersionWork]) -> tuple[Counter[_LaneKey], Counter[_LaneKey], dict[_LaneKey, float]]:
-    """Returns the depths and ages of online and bulk lanes; a lane's partitions count as one."""
+    """Returns the depths and ages of online and bulk lanes; the partitions of a lane count as one."""
     depth: Counter[_LaneKey] = Counter()
     shards: Counter[_LaneKey] = Counter()
     ages_s: dict[_LaneKey, float] = {}
@@ -230,7 +216,7 @@ def _loads(records: Iterable[WorkerRecord]) -> dict[str, WorkerLoad]:
 
 
 def _added(counts: Iterable[Mapping[str, Mapping[int, int]]]) -> Counter[tuple[str, int]]:
-    """Adds up the requests of each model version that the workers report."""
+    """Adds up the workers' requests of each model version."""
     total: Counter[tuple[str, int]] = Counter()
     for of_worker in counts:
         for model, versions in of_worker.items():
@@ -240,7 +226,7 @@ def _added(counts: Iterable[Mapping[str, Mapping[int, int]]]) -> Counter[tuple[s
 
 
 def _load_times(records: Iterable[WorkerRecord], shown: Container[tuple[str, int]]) -> dict[tuple[str, int], float]:
-    """Returns the longest of the workers' last loads, of the versions to be shown."""
+    """Returns the longest of the workers' last loads of each shown version."""
     times: dict[tuple[str, int], float] = {}
     for record in records:
         for model, versions in record.load_s.items():
@@ -252,7 +238,7 @@ def _load_times(records: Iterable[WorkerRecord], shown: Container[tuple[str, int
 
 
 def _longest(records: Iterable[WorkerRecord]) -> dict[tuple[str, int], float]:
-    """Returns how long the longest execution of each model version has lasted that goes on."""
+    """Returns the age of the longest running execution of each model version."""
     longest: dict[tuple[str, int], float] = {}
     for one in (one for record in records for one in record.long):
         key = one.model, one.version
@@ -263,28 +249,11 @@ def _longest(records: Iterable[WorkerRecord]) -> dict[tuple[str, int], float]:
 logger = logging.getLogger(__name__)
 
 FLUSH_EVERY_S = 1.0
-"""Seconds between two additions to the statistics, as of workers."""
+"""Seconds between two additions to the statistics, as in workers."""
 
 
 class Reporting:
-    """See the module docstring; one per gateway.
-
-    Args:
-        settings: What the process started with.
-        catalog: Knows the models.
-        store: Where statistics and settings are.
-        delivery: Knows how much waits.
-        tally: What this gateway counts.
-        traces: Triton's traces, which follow the settings; `None` = none are written.
-
-    Attributes:
-        statistics: The statistics extension.
-        load: The load metrics that replies carry.
-        log_settings: The logging extension.
-        trace_settings: The trace extension.
-        tenants: What this gateway counts by tenant; `None` = nothing.
-        targets: What it counts by endpoint and target; `None` = nothing.
-    """
+    """Reports about this gateway and the system; one per gateway."""
 
     def __init__(
         self,
@@ -309,7 +278,7 @@ class Reporting:
         self._nodes = nodes.Nodes(delivery.router, settings.redis)
         self._window = SlidingWindow()
         self._unsent: dict[tuple[str, int], dict[str, int]] = {}
-        self._flushing = asyncio.Lock()  # of two at once, the later one would add what the other is about to
+        self._flushing = asyncio.Lock()  # of two at once, the later would add counts twice
         self._fresh = FreshCounts(catalog, store)
         self.statistics = Statistics(catalog, store, self._added)
         self.load = EndpointLoad(catalog, store)
@@ -318,14 +287,10 @@ class Reporting:
         self.trace_settings = TraceSettings(store, catalog, traces, start_of(settings.trace))
 
     async def metrics(self, scope: str = "", accept: str = "") -> tuple[bytes, str]:
-        """Returns the text of `/metrics`, and its content type; empty = Prometheus' text format, as Triton's.
+        """Returns the text of `/metrics` and its content type; empty = Prometheus' text format, as Triton's.
 
-        Args:
-            scope: `cluster`, `process`, or empty for both.
-            accept: The header of that name. Who takes OpenMetrics gets it where requests are traced: it has exemplars.
-
-        Raises:
-            InvalidRequest: There is no such scope.
+        `scope` is `cluster`, `process`, or empty for both. A client that accepts OpenMetrics gets it if requests are
+        traced, because it has exemplars.
         """
         openmetrics = OPENMETRICS in accept and self._tally.has_exemplars
         scopes = scopes_of(scope)
@@ -350,7 +315,7 @@ class Reporting:
         return text, OPENMETRICS_TYPE if openmetrics else ""
 
     async def _shares_of_tenants(self, snapshot: Snapshot) -> Sequence[Family]:
-        """Returns the metrics of the tenants' shares of lanes, where they are wanted."""
+        """Returns the metrics of the tenants' shares of lanes, if tenants are counted."""
         if self.tenants is None or not snapshot.store_up:
             return ()
         lanes = [Lane(*key) for key in (*snapshot.depth, *snapshot.shards)]
@@ -367,23 +332,15 @@ class Reporting:
         return list(self.tenants.of_shares(found))
 
     async def work(self, model: str) -> tuple[VersionWork, ...]:
-        """Returns the work of a model's versions.
-
-        Raises:
-            BrokerUnavailable: The store or the queue can't be reached.
-        """
+        """Returns the work of a model's versions."""
         return await read_work(self._store, self._delivery, Jobs(self._delivery).open_rows, model=model)
 
     async def sequences(self, model: str) -> SequenceWork | None:
-        """Returns the sequences of a model; `None` = it is not stateful, or not known.
-
-        Raises:
-            BrokerUnavailable: The store or the queue can't be reached.
-        """
+        """Returns the sequences of a model; `None` if it is not stateful, or unknown."""
         return next(iter(await read_sequences(self._delivery, await self._store.models([model]))), None)
 
     def _wanted(self, snapshot: Snapshot) -> Wanted:
-        """Returns what Triton's metrics show of models."""
+        """Returns the selection of Triton's metrics."""
         settings, quantiles, specs = self._settings, self._settings.quantiles, self._catalog.specs()
         return Wanted(
             counters=settings.counter_latencies,
@@ -395,7 +352,7 @@ class Reporting:
         )
 
     async def _added(self, model: str = "") -> None:
-        """Returns when what was counted of a model, or of all, has been added, or after a while."""
+        """Waits until the counts of a model, or of all, are added, or a time limit."""
         await self._fresh.added(model)
         await self.flush()
 
@@ -416,7 +373,7 @@ class Reporting:
                 group.create_task(self._traces.follow(self._store))
 
     async def flush(self) -> None:
-        """Adds requests that this gateway ended to the models' statistics; retries later if that fails."""
+        """Adds this gateway's ended requests to the statistics; keeps them if that fails."""
         async with self._flushing:
             for key, deltas in self._tally.refusals.drain().items():
                 add(self._unsent.setdefault(key, {}), deltas)

@@ -1,8 +1,7 @@
-"""Statistics of models in the shape of Triton's statistics extension (reference §1.13), which REST and gRPC share.
+"""Triton's statistics extension (reference §1.13), for REST and gRPC.
 
-Workers and gateways add what they did to the control store about once a second, and before it is read, so that the
-numbers are the whole system's, whichever process is asked and whichever dies; what a process that is killed had not
-added yet is lost.
+Workers and gateways add their counts to the control store once a second and before a read, so that every gateway shows
+the whole system. A killed process loses the counts that it has not added.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,14 +18,14 @@ from qinfer.traffic.routing import Endpoints
 
 
 class Duration(msgspec.Struct, frozen=True):
-    """Number of occurrences, and their nanoseconds altogether."""
+    """Number of occurrences, and their total nanoseconds."""
 
     count: int
     ns: int
 
 
 class InferStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests by how they ended, and where their time went; durations are cumulative."""
+    """Requests by outcome, and their cumulative times."""
 
     success: Duration
     fail: Duration
@@ -48,7 +47,7 @@ class BatchStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Responses of one index, by how they ended; durations begin with the response before."""
+    """Responses of one index by outcome; durations begin at the previous response."""
 
     compute_infer: Duration
     compute_output: Duration
@@ -70,12 +69,12 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of one model version.
 
     Attributes:
-        last_inference: When the last execution began: milliseconds since the epoch, in the broker's time; 0 = never.
+        last_inference: Start of the last execution, in milliseconds since the epoch, in the broker's time; 0 = never.
         inference_count: Rows executed.
         execution_count: Batches executed.
-        response_stats: By index of the response, of decoupled models: the first thousand.
+        response_stats: Of decoupled models, by index of the response, up to the first thousand.
         batch_stats: By batch size, ascending.
-        memory_usage: What the loaded instances hold now, as far as their backends tell.
+        memory_usage: Memory of the loaded instances, if their backends report it.
     """
 
     name: str
@@ -96,15 +95,9 @@ class ModelStats(msgspec.Struct, frozen=True):
 
 
 class Statistics:
-    """The use case.
+    """Returns statistics; an endpoint has those of its stable target.
 
-    Args:
-        catalog: Knows which versions are ready: of those it tells.
-        store: Where the numbers are.
-        added: Called before they are read, with the model or for all: has them added.
-
-    Attributes:
-        endpoints: The endpoints, each of which has the statistics of its stable target; `None` = there are none.
+    `added` is awaited before a read, with the model (empty = all), and adds outstanding counts.
     """
 
     def __init__(
@@ -116,17 +109,7 @@ class Statistics:
         self._added = added
 
     async def model_statistics(self, model: str = "", version: int = 0) -> list[ModelStatistics]:
-        """Returns the statistics of ready model versions, by name and version.
-
-        Args:
-            model: A model, or an endpoint; empty = all models.
-            version: One of its versions; 0 = all that are ready.
-
-        Raises:
-            InvalidRequest: The model has no version that is ready, or this one is not.
-            ModelNotFound: No target of the endpoint has that version.
-            BrokerUnavailable: The store can't be reached.
-        """
+        """Returns the statistics of ready versions by name and version; an empty model or version 0 = all."""
         asked = model
         if self.endpoints is not None:
             model, version = self.endpoints.stable(model, version)
@@ -140,7 +123,7 @@ class Statistics:
         ]
 
     def _memory(self, model: str, version: int) -> tuple[MemoryUse, ...]:
-        """Returns the memory that a version holds in all live workers, as they have last measured it."""
+        """Returns the memory of a version in all live workers, as last measured."""
         workers = self._catalog.workers()
         return added_up(use for worker in workers for use in worker.memory.get(model, {}).get(version, ()))
 
@@ -161,7 +144,7 @@ class Statistics:
 def model_statistics(
     model: str, version: int, fields: Mapping[str, int], memory: Sequence[MemoryUse] = ()
 ) -> ModelStatistics:
-    """Makes the statistics of a model version from the fields of `qinfer.observe.stats`, and its memory."""
+    """Builds the statistics of a model version from the fields of `qinfer.observe.stats` and its memory."""
     requests = fields.get(stats.SUCCESS_COUNT, 0)
     executed = requests - fields.get(stats.CACHE_HIT_COUNT, 0)
 

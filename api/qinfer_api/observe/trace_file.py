@@ -1,4 +1,4 @@
-"""The values of the trace settings: what they begin with, what clients may write, and how they inherit (§1.16)."""
+"""Triton's trace extension: its settings (§1.16), sampling of requests, and trace files."""
 
 import asyncio
 import itertools
@@ -26,10 +26,10 @@ START: dict[str, Value] = {
     "trace_count": "-1",
     "log_frequency": "0",
 }
-"""The values at the start, unless the operator's settings say otherwise."""
+"""The values at the start, unless the operator's settings differ."""
 
 CHANGE = "change"
-"""Stored beside the values and never shown: differs after each update, so that all gateways begin anew with it."""
+"""A stored mark, never shown, that changes with each update, so that all gateways start anew."""
 
 _MAX_UINT32 = 2**32 - 1
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
@@ -57,10 +57,10 @@ _Number = Annotated[str, Meta(extra_json_schema={"pattern": "^[+-]?[0-9]+$"})] |
 class TraceChanges(msgspec.Struct, frozen=True):
     """Changes of the trace settings.
 
-    Null has the value of the level above again: of a model the server's, of the server that of its start.
+    Null restores the inherited value: of a model the server's, of the server the one at its start.
 
     Attributes:
-        trace_file: Refused: where traces go is the operator's.
+        trace_file: Refused, because the operator chooses the file.
         trace_mode: `triton`; others are refused.
 
     Example:
@@ -76,7 +76,7 @@ class TraceChanges(msgspec.Struct, frozen=True):
 
 
 def group_of(model: str) -> str:
-    """Returns the group of a model's own values; that of the server's for an empty name."""
+    """Returns the group of a model's own values; an empty name is the server's."""
     return f"{TRACE}:{model}" if model else TRACE
 
 
@@ -86,12 +86,7 @@ def start_of(trace: TraceSettings) -> dict[str, Value]:
 
 
 def groups_of(stored: Mapping[str, str], start: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
-    """Returns the values that hold: of the server (empty name), and of each model that has its own.
-
-    Args:
-        stored: As `ControlStore.settings` returns them.
-        start: The values at the start.
-    """
+    """Returns the effective values of the server (empty name), and of each model with its own."""
     server = {**start, **of_group(stored, TRACE)}
     prefix = f"{TRACE}:"
     models = {name.removeprefix(prefix).rpartition("/")[0] for name in stored if name.startswith(prefix)}
@@ -105,16 +100,7 @@ def groups_of(stored: Mapping[str, str], start: Mapping[str, Value]) -> dict[str
 
 
 def checked(changes: TraceChanges, *, is_written: bool) -> dict[str, Value]:
-    """Returns the values of an update to store.
-
-    Args:
-        changes: The update.
-        is_written: This server writes traces.
-
-    Raises:
-        UnsupportedFeature: It asks for a file, another mode, or traces where none are written.
-        InvalidRequest: A value can't be used.
-    """
+    """Returns the values of an update to store; refuses unsupported ones, and traces if no file is written."""
     if changes.trace_file is not UNSET:
         raise UnsupportedFeature("trace file location can not be updated through network protocol")
     if changes.trace_mode not in (None, _MODE):
@@ -142,7 +128,7 @@ def _level(levels: list[str] | None) -> list[str] | None:
 
 
 def _number(name: str, text: str, least: int, most: int) -> str:
-    """Checks a number that is written as a string; returns it as Triton shows it."""
+    """Checks a number in a string; returns it as Triton shows it."""
     if not _INTEGER.fullmatch(text.strip()):
         raise InvalidRequest(f"Unable to parse '{name}', got: {text[:100]}")
     number = int(text)
@@ -156,23 +142,20 @@ def _number(name: str, text: str, least: int, most: int) -> str:
 logger = logging.getLogger(__name__)
 
 MOST_HELD = 10_000
-"""Traces that are kept in memory; then they are written, though `log_frequency` says nothing of it.
-
-Tensors count as so many traces without tensors as take their memory.
-"""
+"""Traces in memory at which they are written regardless of `log_frequency`; tensors count by their memory."""
 
 MOST_UNWRITTEN = 20_000
-"""Traces that wait to be written, as a slow disk has them; those that come when there are more are lost."""
+"""Unwritten traces, on a slow disk, at which new ones are dropped."""
 
 About = Mapping[str, object]
 """The fields of a trace besides its activities."""
 
 Stamps = list[tuple[str, int]]
-"""Activities and when they were: (name, nanoseconds)."""
+"""Activities and their times: (name, nanoseconds)."""
 
 
 class CallTrace(NamedTuple):
-    """The trace of a request that was made for another, with the arguments of `Sampling.add`."""
+    """The trace of a request made for another, with the arguments of `Sampling.add`."""
 
     about: About
     stamps: Stamps
@@ -181,15 +164,10 @@ class CallTrace(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A rule of sampling, of one model or of all that have no rule of their own.
+    """A sampling rule, of one model or of all others.
 
-    Attributes:
-        has_stamps: With activities and their times.
-        has_tensors: With tensors.
-        rate: Every how many requests; 0 = none.
-        most: How many traces are made; -1 = no end.
-        frequency: How many traces a file has; 0 = as many as there are.
-        change: Differs after each update by a client, which begins anew even with the same values.
+    `rate` traces every n-th request, 0 = none are traced. `most` traces are made, -1 = unlimited. A file has
+    `frequency` traces, 0 = all. A new `change` starts the rule anew.
     """
 
     has_stamps: bool
@@ -206,7 +184,7 @@ class Rule(NamedTuple):
 
 
 class _Trace(NamedTuple):
-    """A trace that is to be written."""
+    """A trace to be written."""
 
     number: int
     about: About
@@ -216,11 +194,11 @@ class _Trace(NamedTuple):
 
     @property
     def weight(self) -> int:
-        """How many traces without tensors it counts as."""
+        """Its memory, as a number of traces without tensors."""
         return 1 + weight_of(self.tensors) + sum([call.weight for call in self.calls])
 
     def parts(self) -> list[dict[str, object]]:
-        """Returns the objects of the file that it consists of."""
+        """Returns its objects in the file."""
         number = self.number
         parts: list[dict[str, object]] = [{"id": number, **self.about}]
         if self.stamps is not None:
@@ -230,15 +208,7 @@ class _Trace(NamedTuple):
 
 
 class Sampling:
-    """One rule at work.
-
-    Args:
-        rule: The rule.
-        output: Where its traces go.
-
-    Attributes:
-        left: Number of traces that may still begin; -1 = no end.
-    """
+    """Samples requests by one rule; `left` traces may still begin, -1 = unlimited."""
 
     def __init__(self, rule: Rule, output: "TraceFile") -> None:
         self.rule = rule
@@ -263,13 +233,9 @@ class Sampling:
         return True
 
     def add(self, about: About, stamps: Stamps, tensors: Taken | None = None, calls: Sequence[CallTrace] = ()) -> None:
-        """Takes a trace.
+        """Adds a trace with its activities in order, its tensors, and the traces of requests made for it.
 
-        Args:
-            about: `model_name`, `model_version` and `request_id`.
-            stamps: Its activities, in order.
-            tensors: Its tensors, where the rule has them.
-            calls: The traces of requests that were made for it.
+        `about` has `model_name`, `model_version` and `request_id`.
         """
         self._open -= 1
         trace = self._trace(about, stamps, tensors or [], calls)
@@ -297,17 +263,10 @@ class Sampling:
 
 
 class TraceFile:
-    """All traces of this gateway.
-
-    Args:
-        path: The file, and what the names of the others begin with.
-        start: The values at the start.
-
-    Attributes:
-        name: The name of the file, without where it is.
+    """All traces of this gateway; `path` is the file, and the prefix of numbered ones.
 
     Raises:
-        SettingsError: Nothing can be written there.
+        SettingsError: The directory is not writable.
     """
 
     def __init__(self, path: Path, start: Mapping[str, Value] = START) -> None:
@@ -328,22 +287,18 @@ class TraceFile:
         self._one_by_one = asyncio.Lock()
 
     def sample(self, model: str) -> Sampling | None:
-        """Returns the recorder of traces for a model; `None` if it is not traced."""
+        """Returns the sampling that traces a request of a model, if one does."""
         samplings = self._samplings
         sampling = samplings.get(model) or samplings.get("")
         return sampling if sampling is not None and sampling.take() else None
 
     def left(self, model: str) -> int | None:
-        """Returns how many traces of a model may still begin, -1 = no end; `None` before `apply`."""
+        """Returns how many traces of a model may still begin, -1 = unlimited; `None` before `apply`."""
         sampling = self._samplings.get(model) or self._samplings.get("")
         return None if sampling is None else sampling.left
 
     def apply(self, stored: Mapping[str, str]) -> None:
-        """Applies the stored settings; a changed trace ends, is written, and begins anew.
-
-        Args:
-            stored: As `ControlStore.settings` returns them.
-        """
+        """Applies the stored settings; a changed trace is written and starts anew."""
         rules = {model: _rule(values) for model, values in groups_of(stored, self._start).items()}
         for model in [*self._samplings]:
             if rules.get(model) != self._samplings[model].rule:
@@ -353,11 +308,7 @@ class TraceFile:
                 self._samplings[model] = Sampling(rule, self)
 
     async def refresh(self, store: ControlStore) -> Mapping[str, str]:
-        """Reads the stored settings, and applies them unless a read that began later has brought newer ones.
-
-        Raises:
-            BrokerUnavailable: The store can't be reached.
-        """
+        """Reads and applies the stored settings, unless a later read was faster."""
         self._reads += 1
         read = self._reads
         stored = await store.settings()
@@ -367,7 +318,7 @@ class TraceFile:
         return stored
 
     async def follow(self, store: ControlStore) -> None:
-        """Follows the settings of the store until cancelled."""
+        """Follows the stored settings until cancelled."""
         while True:
             with suppress(BrokerUnavailable):  # others log it; the present settings hold
                 await self.refresh(store)
@@ -378,11 +329,9 @@ class TraceFile:
         return next(self._ids)
 
     def write(self, traces: "list[_Trace]", *, numbered: bool) -> None:
-        """Writes a file, in the background; its traces are lost where too many wait already, and the log says so once.
+        """Writes a file in the background, or drops its traces if too many wait.
 
-        Args:
-            traces: What is in it.
-            numbered: Its name has a number, even if it could do without.
+        `numbered` forces a number into its name.
         """
         if self._unwritten >= MOST_UNWRITTEN:
             if not self._is_behind:
@@ -396,7 +345,7 @@ class TraceFile:
         task.add_done_callback(self._writing.discard)
 
     async def close(self) -> None:
-        """Ends, and waits until everything is written."""
+        """Ends all traces, and waits until they are written."""
         for sampling in self._samplings.values():
             sampling.end()
         self._samplings = {}
@@ -404,7 +353,7 @@ class TraceFile:
             await asyncio.wait(self._writing)
 
     async def _save(self, traces: "list[_Trace]", *, numbered: bool) -> None:
-        async with self._one_by_one:  # so that the numbers are in order
+        async with self._one_by_one:  # keeps the numbers in order
             try:
                 await asyncio.to_thread(self._save_here, traces, numbered=numbered)
             except OSError as error:
@@ -413,7 +362,7 @@ class TraceFile:
                 self._unwritten -= sum(trace.weight for trace in traces)
 
     def _save_here(self, traces: "list[_Trace]", *, numbered: bool) -> None:
-        """Writes a file whole, and gives it the first name that is free."""
+        """Writes a whole file, then gives it the first free name."""
         new = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}.tmp")
         new.write_bytes(msgspec.json.encode([part for trace in traces for part in trace.parts()]))
         try:
@@ -438,7 +387,7 @@ def _rule(values: Mapping[str, object]) -> Rule:
     levels, change = values["trace_level"], str(values.get(CHANGE, ""))
     try:
         rate, most, frequency = (int(str(values[name])) for name in ("trace_rate", "trace_count", "log_frequency"))
-    except ValueError:  # a newer qinfer's
+    except ValueError:  # written by a newer qinfer
         return Rule(has_stamps=False, has_tensors=False, rate=0, most=0, frequency=0, change=change)
     has_stamps, has_tensors = (isinstance(levels, list) and level in levels for level in _LEVELS)
     return Rule(

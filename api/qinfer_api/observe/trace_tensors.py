@@ -1,6 +1,6 @@
-"""Tensors in Triton's traces (level `TENSORS`): taken while a request is in hand, written as text later, in a thread.
+"""Tensors in Triton's traces (level `TENSORS`): copied while a request is handled, formatted later in a thread.
 
-A trace keeps the first bytes of each tensor only, so that large ones neither fill the memory nor the disk.
+Only the first bytes of each tensor are kept, which bounds memory and disk.
 https://github.com/triton-inference-server/server/blob/main/docs/user_guide/trace.md
 """
 
@@ -14,17 +14,17 @@ from qinfer.errors import InvalidRequest
 from qinfer.tensors import DATATYPES, Tensor, iter_bytes, to_numpy
 
 INPUT, OUTPUT = "TENSOR_QUEUE_INPUT", "TENSOR_BACKEND_OUTPUT"
-"""Activities: a tensor that was put into the queue, and one that came back."""
+"""Activities: a queued input, and a returned output."""
 
 MOST_BYTES = 64 * 1024
-"""So much of a tensor is kept."""
+"""The kept bytes of a tensor."""
 
 Taken = list[tuple[str, Tensor]]
-"""Tensors of a trace, each with its activity."""
+"""Tensors of a trace, with their activities."""
 
 
 def take(activity: str, tensors: Sequence[Tensor]) -> Taken:
-    """Returns copies of the beginnings of tensors, which keep nothing else alive."""
+    """Copies the beginnings of tensors."""
     return [(activity, Tensor(t.name, t.datatype, t.shape, bytes(memoryview(t.data)[:MOST_BYTES]))) for t in tensors]
 
 
@@ -34,12 +34,12 @@ def called(tensors: Sequence[CalledTensor]) -> Taken:
 
 
 def weight_of(taken: Taken) -> int:
-    """Returns how many traces without tensors take about as much memory."""
+    """Returns how many traces without tensors take the same memory."""
     return sum(len(tensor.data) for _, tensor in taken) // 256
 
 
 def written(number: int, activity: str, tensor: Tensor) -> dict[str, Any]:
-    """Returns a tensor as Triton writes it."""
+    """Returns a tensor in Triton's format."""
     shown = {
         "name": tensor.name,
         "data": ",".join(_elements(tensor)),
@@ -50,7 +50,7 @@ def written(number: int, activity: str, tensor: Tensor) -> dict[str, Any]:
 
 
 def _elements(tensor: Tensor) -> list[str]:
-    """Returns the elements of which all bytes are there."""
+    """Returns the elements that are not cut off."""
     if tensor.datatype == "BYTES":
         found: list[str] = []
         with suppress(InvalidRequest):  # the last one is cut off

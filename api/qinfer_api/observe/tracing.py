@@ -1,8 +1,7 @@
 """Traces of requests: spans for OpenTelemetry, and Triton's JSON files (`trace_file.py`).
 
-A gateway that makes neither has the plain `Dispatcher` and `Call`: tracing costs it nothing. The others have those of
-this module, which wrap the sink of each request that is traced; all times of a request that workers know come back with
-its response.
+A gateway without traces uses the plain `Dispatcher` and `Call`, so that tracing costs it nothing. The subclasses here
+wrap the sink of each traced request; a response carries all times that workers know.
 """
 
 import asyncio
@@ -56,26 +55,16 @@ from qinfer_api.status import GRPC_CODES, grpc_status, http_status
 logger = logging.getLogger(__name__)
 
 _FENCE = Fence(logging.getLogger(__name__), "traces lost, requests go on without")
-_MOST_TEXT = 256  # characters of what a client sends: thousands of traces are held before they are written
-_MOST_FOLLOWED = 256  # each costs a read a second; further stored requests are not traced
-_MOST_WEIGHT = 1000  # of the tensors of one trace, as `weight_of` has it; further responses of a stream are left out
+_MOST_TEXT = 256  # characters of a client's text: thousands of traces are held before they are written
+_MOST_FOLLOWED = 256  # stored requests; each costs a read a second
+_MOST_WEIGHT = 1000  # of one trace's tensors, in units of `weight_of`; further responses of a stream are left out
 _ROUNDING_S = 1e-6  # a float holds seconds since 1970 to a quarter of a microsecond
 
 
 class Tracing:
-    """The tracing of a gateway: its tracer and its trace file.
+    """The tracing of a gateway: its tracer and its trace file, each `None` if it is off.
 
-    Args:
-        trace: Where Triton's traces are written.
-        tracer: Takes spans; `None` = nobody wants any.
-
-    Attributes:
-        tracer: The same.
-        file: Triton's traces; `None` = they are not written.
-        following: Tasks that each wait for the end of a stored request, to trace it.
-
-    Raises:
-        SettingsError: Traces can't be written there.
+    `following` has a task for each stored request that is traced.
     """
 
     def __init__(self, trace: TraceSettings, tracer: Tracer | None = None) -> None:
@@ -99,7 +88,7 @@ class Tracing:
         return partial(TracedDispatcher, self) if self.is_on else Dispatcher
 
     async def close(self) -> None:
-        """Writes and sends the remaining traces; those that cannot be sent within seconds are lost."""
+        """Writes and sends the remaining traces, as far as seconds allow."""
         if self.following:
             for task in self.following:
                 task.cancel()
@@ -111,12 +100,7 @@ class Tracing:
 
 
 class TracedCall(Call):
-    """A call that knows when it was received.
-
-    Attributes:
-        received_s: When its head was there, on the monotonic clock.
-        read_s: When its body was.
-    """
+    """A call that knows when its head and its body were received, on the monotonic clock."""
 
     __slots__ = ("read_s", "received_s")
 
@@ -131,13 +115,7 @@ class TracedCall(Call):
 
 
 class TracedDispatcher(Dispatcher):
-    """A dispatcher that traces.
-
-    Args:
-        tracing: Where traces go.
-        delivery: The queue.
-        others: The other arguments of `Dispatcher`.
-    """
+    """A dispatcher that traces."""
 
     def __init__(self, tracing: Tracing, delivery: Queue, *others: Any) -> None:
         super().__init__(delivery, *others)
@@ -175,7 +153,7 @@ class TracedDispatcher(Dispatcher):
         return pending
 
     def _sample(self, model: str) -> Sampling | None:
-        with _FENCE:  # the request goes on without
+        with _FENCE:  # the request continues untraced
             return None if self._file is None else self._file.sample(model)
         return None
 
@@ -190,13 +168,13 @@ class TracedDispatcher(Dispatcher):
         return None
 
     def cancel(self, pending: Pending) -> None:
-        """Forgets a request whose caller went away, as `Dispatcher.cancel`."""
+        """Cancels a request, as `Dispatcher.cancel`."""
         super().cancel(pending)
         if isinstance(sink := inner_of(pending.sink), TracedSink):
             sink.end(Failure.of(Cancelled("the caller went away")))
 
     def _answered(self, pending: Pending, response: Response) -> None:
-        """Counts and delivers a response, as `Dispatcher._answered`; a recorded request is an exemplar of its time."""
+        """Counts and delivers a response; a recorded request becomes an exemplar of its latency."""
         sink = inner_of(pending.sink)
         if response.final and response.failure is None and isinstance(sink, TracedSink) and sink.trace_id:
             seconds = time.monotonic() - pending.started_s
@@ -204,11 +182,11 @@ class TracedDispatcher(Dispatcher):
         super()._answered(pending, response)
 
     def trace_of(self, context: Context, served: Served, name: Attributes) -> str:
-        """Makes a span of a request or job that is about to be accepted; returns its trace context."""
+        """Records the acceptance of a request or job as a span; returns its trace context."""
         if self._tracer is None:
             return context.trace
         now_s = self._server_clock.now_s()
-        with _FENCE:  # the request is accepted without
+        with _FENCE:  # the request is accepted untraced
             span = self._tracer.start("accept", context.trace, now_s)
             lane = of_lane(served.spec.name, served.version, served.lane.name, "send") if REQUEST_ID in name else {}
             about: dict[str, str | int] = {
@@ -221,7 +199,7 @@ class TracedDispatcher(Dispatcher):
         return context.trace
 
     def trace_stored(self, request: InferRequest, began_s: float, ending: Ending) -> None:
-        """Traces a request that was stored just now, when it ends; see `Dispatcher.trace_stored`."""
+        """Traces a request that was stored just now, at its end."""
         if len(self._following) >= _MOST_FOLLOWED or (sampling := self._sample(request.model)) is None:
             return
         with _FENCE:  # as above
@@ -239,7 +217,7 @@ class TracedDispatcher(Dispatcher):
         taken: Taken | None,
         ending: Ending,
     ) -> None:
-        """Waits for the end of a stored request, and adds its trace; without an end, should there be none to see."""
+        """Waits for the end of a stored request and adds its trace, even if the end is not seen."""
         stamps = [("REQUEST_START", began_s)]
         try:
             async with ending() as (record, response):
@@ -258,15 +236,7 @@ class TracedDispatcher(Dispatcher):
 
 
 class TracedSink:
-    """Wraps the sink of a request that is traced, and takes note of its end.
-
-    Args:
-        sink: Gets the responses.
-        request: The request, which is not stamped yet.
-        clock: The broker's.
-        span: The request's span, if it is recorded.
-        sampling: Takes Triton's trace of it, if there is to be one.
-    """
+    """Wraps the sink of a traced request, and ends its traces; `request` is not stamped yet."""
 
     __slots__ = (
         "_begin_s", "_clock", "_pending", "_request", "_sampling", "_sink", "_span", "_tensors",
@@ -287,23 +257,23 @@ class TracedSink:
         self._pending: Pending | None = None
         self._tensors: Taken | None = None
         if sampling is not None and sampling.rule.has_tensors:
-            with _FENCE:  # the request goes on without
+            with _FENCE:  # the request continues untraced
                 self._tensors = take(INPUT, request.inputs)
 
     @property
     def trace_id(self) -> str:
-        """The id of the request's trace; empty = OpenTelemetry has none."""
+        """The id of the request's trace; empty without OpenTelemetry."""
         return "" if self._span is None else self._span.trace.split("-")[1]
 
     def submitted(self, pending: Pending) -> None:
-        """Takes note of the request's place in the queue, unless it has ended already."""
+        """Stores the pending request, unless it has ended."""
         if self._request is not None:
             self._pending = pending
 
     def deliver(self, response: Response) -> None:
-        """Hands a response on; with the last one the request has ended."""
+        """Passes a response on; the last one ends the traces."""
         if self._tensors is not None and weight_of(self._tensors) < _MOST_WEIGHT:
-            with _FENCE:  # the response goes on without
+            with _FENCE:  # the response continues untraced
                 self._tensors += take(OUTPUT, response.outputs)
         if not response.final or self._request is None:
             self._sink.deliver(response)
@@ -315,24 +285,18 @@ class TracedSink:
             self.end(response.failure, response, end_s)
 
     def end(self, failure: Failure | None, response: Response | None = None, end_s: float = 0.0) -> None:
-        """Ends the traces; nothing happens if they have ended. What can't be traced is lost, and the log says so.
-
-        Args:
-            failure: Why there is no answer, if there is none.
-            response: The last response, if there was any.
-            end_s: When it was there, in the broker's time; 0 = now.
-        """
+        """Ends the traces once and logs lost ones; `end_s` is the broker's time of the last response, 0 = now."""
         request, self._request = self._request, None
         if request is None:
             return
         now_s = self._clock.now_s()
         if self._span is not None:
-            with _FENCE:  # the answer is worth more than its trace
+            with _FENCE:  # an error of tracing must not cost the answer
                 self._end_span(self._span, request, failure, response, now_s)
         if self._sampling is not None:
             with _FENCE:  # as above
                 self._add_trace(self._sampling, request, response, end_s or now_s, now_s)
-        self._pending = None  # breaks the cycle with it, which would wait for the garbage collector
+        self._pending = None  # breaks a reference cycle, which would wait for the garbage collector
 
     def _end_span(
         self, span: Span, request: InferRequest, failure: Failure | None, response: Response | None, now_s: float
@@ -345,13 +309,13 @@ class TracedSink:
             if response.timing is not None:
                 about[BATCH_SIZE] = response.timing.batch_size
                 now_s = max(now_s, self._executed_s(response.timing))  # clocks differ a bit
-        if failure is not None and http_status(failure.code) < 500:  # the client's own: no error of a server's span
+        if failure is not None and http_status(failure.code) < 500:  # a client's error is none of the server's span
             span.end(now_s, {**about, ERROR: failure.code})
         else:
             span.end(now_s, about, None if failure is None else (failure.code, failure.message))
 
     def _of_server(self, code: str) -> dict[str, str | int]:
-        """Returns OpenTelemetry's attributes of a server's span, by the protocol."""
+        """Returns OpenTelemetry's attributes of a server's span, by protocol."""
         if self.frontend == "HTTP":
             return {HTTP_METHOD: "POST", HTTP_STATUS: http_status(code) if code else 200}
         if self.frontend == "GRPC":
@@ -362,7 +326,7 @@ class TracedSink:
         return {}
 
     def _executed_s(self, timing: Timing) -> float:
-        """Returns when the worker's execution ended, by the worker's clock."""
+        """Returns the end of execution, by the worker's clock."""
         took_ns = timing.queue_ns + timing.input_ns + timing.infer_ns + timing.output_ns
         return self._queued_s() + took_ns / 1e9 + _ROUNDING_S
 
@@ -378,7 +342,7 @@ class TracedSink:
         sampling.add(_about(request), self._stamps(timing, end_s, now_s), self._tensors, calls)
 
     def _stamps(self, timing: Timing | None, end_s: float, sent_s: float) -> Stamps:
-        """Returns when was what, in order: what two clocks disagree about (a millisecond) is put straight."""
+        """Returns the times of all activities, corrected to ascend although two clocks differ by milliseconds."""
         begin_s, sink = self._begin_s, self._sink
         frontend = self.frontend
         received_s = read_s = begin_s
@@ -397,7 +361,7 @@ class TracedSink:
 
 
 def _trace_of(call: Called, last_s: float) -> CallTrace:
-    """Returns the trace of a request that was made for another, which ended before an instant."""
+    """Returns the trace of a request made for another, which ended before `last_s`."""
     stamps = [("REQUEST_START", call.begin_s)]
     if call.timing is not None:
         stamps += [*_computed(call.timing, call.begin_s), ("INFER_RESPONSE_COMPLETE", call.end_s)]
@@ -417,7 +381,7 @@ def _about(request: InferRequest) -> dict[str, str | int]:
 
 
 def _computed(timing: Timing | None, queued_s: float) -> list[tuple[str, float]]:
-    """Returns when a request was queued and executed, as far as its worker tells."""
+    """Returns the times of queueing and execution that the worker reports."""
     stamps = [("QUEUE_START", queued_s)]
     if timing is None:
         return stamps
@@ -434,7 +398,7 @@ def _computed(timing: Timing | None, queued_s: float) -> list[tuple[str, float]]
 
 
 def _ascending(stamps: list[tuple[str, float]], last_s: float) -> Stamps:
-    """Makes instants nanoseconds; none is before the one before it, and none after the last."""
+    """Converts instants to nanoseconds that ascend and do not exceed the last."""
     ordered, earliest_s = [], 0.0
     for name, instant_s in stamps:
         earliest_s = max(earliest_s, min(instant_s, last_s))

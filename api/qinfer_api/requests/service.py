@@ -112,8 +112,8 @@ class AsyncRequests:
         return self.delivery.clock.now_s()
 
     def resolve(self, model: str, version: int) -> Served:
-        """Returns the model version that accepts a request, of an endpoint its stable target; no worker need have
-        loaded it.
+        """Returns the model version that accepts a request, of an endpoint its stable target; it need not be loaded
+        yet.
         """
         return self.of_model(*self.dispatcher.endpoints.stable(model, version))
 
@@ -219,8 +219,7 @@ class AsyncRequests:
         return msgspec.msgpack.decode(record.plan, type=OutputPlan) if record.plan else OutputPlan()
 
     async def result(self, record: RequestRecord, room: Room | None = None) -> tuple[Response, OutputPlan]:
-        """Returns the response of an ended request as a synchronous call would; `room` is awaited before a large read.
-        """
+        """Returns the response of an ended request as a synchronous call would; awaits `room` before a large read."""
         plan = self.plan(record)
         if record.state is not RequestState.SUCCEEDED:
             if record.expires_at <= self.now_s():

@@ -49,8 +49,9 @@ class Waits:
     async def ended(
         self, address: Address, wait_s: float, check: Callable[[], None], tenant: str
     ) -> RequestRecord | None:
-        """Returns a request's record at its end or after `wait_s`; `None` if it is gone. `check` may raise after a
-        read.
+        """Returns a request's record at its end or after `wait_s`; `None` if it is gone.
+
+        `check` may raise after a read.
         """
         ends_s = time.monotonic() + wait_s
         with self._waiting(address.id, tenant) as event:
@@ -67,11 +68,10 @@ class Waits:
     async def changes(
         self, address: Address, heartbeat_s: float, check: Callable[[], None], tenant: str
     ) -> AsyncIterator[RequestRecord | None]:
-        """Yields a request's record now, at each change and after new responses; `None` after `heartbeat_s` without
-        one.
+        """Yields a request's record now, at each change and after new responses; `None` after a silent `heartbeat_s`.
 
-        It stops after the terminal state, when the request is gone, and when the gateway shuts down. `check` may
-        raise after a read.
+        It stops after the terminal state, when the request is gone, and when the gateway shuts down. `check` may raise
+        after a read.
         """
         with self._waiting(address.id, tenant) as event:
             last: tuple[str, int, int] | None = None

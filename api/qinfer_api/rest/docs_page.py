@@ -1,6 +1,6 @@
-"""`/docs`: Swagger UI on `/openapi.json`, served from this package; its browser is told to load nothing from elsewhere.
+"""`/docs`: Swagger UI on `/openapi.json`, served from this package; its browser may load nothing from elsewhere.
 
-`scripts/swagger_ui.py` fetches and verifies the files, the large ones compressed as browsers take them.
+`scripts/swagger_ui.py` fetches and verifies the files; large ones are stored compressed.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _KINDS = {
     "swagger-ui.css": "text/css; charset=utf-8",
 }
 _HEADERS = {
-    # `data:` because the images of Swagger UI are in its style sheet.
+    # Swagger UI's style sheet has images as `data:` URLs.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "referrer-policy": "no-referrer",
@@ -43,7 +43,7 @@ async def _page() -> HttpResponse:
 
 
 async def _part(request: Request) -> HttpResponse:
-    """Sends a file of the page; a large one as the package has it, but decompressed to a client that takes no gzip."""
+    """Sends a file of the page; decompresses a large one if the client does not accept gzip."""
     name = request.url.path.rpartition("/")[2]
     if not name.startswith("swagger-ui"):
         return _response(await _read(name), _KINDS[name])

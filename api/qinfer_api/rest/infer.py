@@ -1,16 +1,15 @@
-"""Inference through FastAPI: `…/infer` beyond the fast path, `…/generate` and `…/generate_stream`.
+"""Inference routes: `…/infer` beyond the fast path, `…/generate`, `…/generate_stream` and `…/infer_stream`.
 
     infer             large, compressed, chunked or otherwise special requests, read by the functions of `http/infer.py`
     generate          free-form JSON in, flat JSON out (reference §1.18): exactly one response, or an error
     generate_stream   `data: {…}` for each response; the first one decides the status, later failures come in the stream
     infer_stream      below `/v1`: infer's body in, each response as an event with exact tensors out
 
-Of free-form JSON, a key that is an input of the model becomes a tensor, any other a parameter; the members of an object
-`parameters` are taken the same way. Those of sequences are what they are on infer, where the model has sequences. The
-answer has each output under its own name. It is neither taken nor given in a
-compressed body. Replies carry the load metrics that a request asks for (ORCA).
+In free-form JSON, keys that name inputs become tensors and others parameters, including the members of `parameters`; if
+the model has sequences, their keys work as on infer. The reply has each output under its name. Bodies are not
+compressed. Replies carry the load metrics that a request asks for (ORCA).
 
-No body meets pydantic. Whatever takes long (decompression, a large body or reply) runs in a thread, off the event loop.
+Bodies bypass pydantic. Slow steps (decompression, a large body or reply) run in a thread.
 """
 
 import asyncio
@@ -146,7 +145,7 @@ def infer_routes(services: Services) -> APIRouter:
     @router.post("/v2/models/{model}/versions/{version}/infer", name="infer_version", **_INFER)
     @router.post("/v2/models/{model}/infer", name="infer", **_INFER)
     async def infer(request: Request) -> HttpResponse:
-        """Runs a model on the tensors of the request: its highest ready version, or that of the path."""
+        """Runs the highest ready version of a model, or the version in the path, on the tensors of the request."""
         return await _infer(services, target_of(request), request)
 
     @router.post("/v1/models/{model}/versions/{version}/infer_stream", name="infer_stream_version", **_INFER_STREAM)
@@ -158,7 +157,7 @@ def infer_routes(services: Services) -> APIRouter:
     @router.post("/v2/models/{model}/versions/{version}/generate", name="generate_version", **_GENERATE)
     @router.post("/v2/models/{model}/generate", name="generate", **_GENERATE)
     async def generate(request: Request) -> HttpResponse:
-        """Runs a model on free-form JSON: its highest ready version, or that of the path."""
+        """Runs the highest ready version of a model, or the version in the path, on free-form JSON."""
         return await _generate(services, target_of(request), request)
 
     stream_path = "/v2/models/{model}/versions/{version}/generate_stream"
@@ -166,14 +165,14 @@ def infer_routes(services: Services) -> APIRouter:
     @router.post(stream_path, name="generate_stream_version", **_GENERATE_STREAM)
     @router.post("/v2/models/{model}/generate_stream", name="generate_stream", **_GENERATE_STREAM)
     async def generate_stream(request: Request) -> HttpResponse:
-        """Runs a model, its highest ready version or that of the path, on free-form JSON; streams its responses."""
+        """Runs a model (its highest ready version, or that in the path) on free-form JSON; streams its responses."""
         return await _generate_stream(services, target_of(request), request)
 
     return router
 
 
 async def _infer(services: Services, target: Target, request: Request) -> HttpResponse:
-    """Reads, submits, waits, answers; raises errors before the wait to the error handler."""
+    """Reads, submits, waits and answers."""
     preferences = read_preferences(request.headers.getlist("prefer"))
     if preferences.is_async:
         return await submit(services, target, request, preferences)
@@ -182,18 +181,18 @@ async def _infer(services: Services, target: Target, request: Request) -> HttpRe
     try:
         response = await unless_left(request.receive, sink.wait())
     finally:
-        services.dispatcher.cancel(pending)  # does nothing once it is answered
+        services.dispatcher.cancel(pending)  # does nothing after an answer
     return await send_outputs(services, request, response, client_id, plan)
 
 
 async def _submit_infer(
     services: Services, target: Target, request: Request, sink: Sink
 ) -> tuple[Pending, str, OutputPlan]:
-    """Reads, checks and submits a request of infer; returns it, its client's id of it, and the form of its outputs."""
+    """Submits an infer request; returns it, its client's id, and the form of its outputs."""
     dispatcher = services.dispatcher
     try:
         context, asked_s = authorize(services, request), timeout_of(request)
-        served = dispatcher.resolve(target.model, target.version)  # before a large body is read for nothing
+        served = dispatcher.resolve(target.model, target.version)  # before a large body is read in vain
         async with received(services, request, services.settings.http.max_input_bytes) as content:
             decoded, plan = await decoded_infer(services, served, target, request, content)
         answers(request, decoded)
@@ -205,7 +204,7 @@ async def _submit_infer(
 
 
 class _InTurn:
-    """The holder of the memory of answers of ASGI, whose requests begin when it is their turn."""
+    """Holds the memory of ASGI replies, whose requests begin in their turn."""
 
     def is_behind(self) -> bool:
         """Returns False."""
@@ -216,7 +215,7 @@ _IN_TURN = _InTurn()
 
 
 def _kept(request: Request, pending: Pending) -> Pending:
-    """Has the memory of an answer kept until that is sent."""
+    """Keeps the memory of a reply until it is sent."""
     pending.holder = _IN_TURN
     request.scope["state"][BORROWER] = pending
     return pending
@@ -229,9 +228,9 @@ _NOT_ONE = (
 
 
 class StreamSink:
-    """The sink of a coroutine that reads the responses of a request, however many there are.
+    """The sink of any number of responses, which a coroutine reads.
 
-    It holds a window of them: the worker of a decoupled model sends no more before they are taken.
+    It holds a window of them; the worker of a decoupled model sends no more until they are read.
     """
 
     frontend = "HTTP"
@@ -245,12 +244,9 @@ class StreamSink:
         self._responses.put_nowait(response)
 
     async def responses(self, pending: Pending) -> AsyncIterator[Response]:
-        """Yields the responses to the last; an empty one, which only says that no other comes, is left out.
+        """Yields the responses, without an empty final one.
 
-        A response counts as taken when the next one is asked for.
-
-        Args:
-            pending: The request.
+        A response counts as read when the next one is requested.
         """
         while True:
             response = await self._responses.get()
@@ -263,7 +259,7 @@ class StreamSink:
 
 
 class _Events(StreamingResponse):
-    """An event stream that cancels its request when it ends, however it ends; its first reply decides the status."""
+    """An event stream that cancels its request when it ends; its first reply decides the status."""
 
     def __init__(
         self, events: AsyncIterator[bytes], first: list[Reply], dispatcher: Dispatcher, pending: Pending
@@ -287,7 +283,7 @@ class _Events(StreamingResponse):
 
 
 async def _submit(services: Services, target: Target, request: Request, sink: StreamSink) -> tuple[Pending, "_Asked"]:
-    """Reads, checks and submits a request; returns what waits for it, and what it asks."""
+    """Submits a generate request; returns it pending and decoded."""
     dispatcher = services.dispatcher
     try:
         context, asked_s = authorize(services, request), timeout_of(request)
@@ -304,7 +300,7 @@ async def _submit(services: Services, target: Target, request: Request, sink: St
 
 
 def _decode(services: Services, served: Served, target: Target, request: Request, content: Bytes) -> "_Asked":
-    """Decodes and checks a body, which takes long for a large one, and chooses its target."""
+    """Decodes and checks a body, which may take long, and chooses its target."""
     decoded, strict = read_generate(content, target.model, target.version, served.spec, services.codec.bounds)
     strict = is_strict(request) or strict
     forward_headers(services, request, decoded)
@@ -319,7 +315,7 @@ async def _generate(services: Services, target: Target, request: Request) -> Htt
     try:
         responses = await unless_left(request.receive, _all(sink.responses(pending)))
     finally:
-        services.dispatcher.cancel(pending)  # does nothing once it is answered
+        services.dispatcher.cancel(pending)  # does nothing after an answer
     failed = [response for response in responses if response.failure is not None]
     if failed or len(responses) == 1:
         reply = send(await _encoded((failed or responses)[0], asked))
@@ -330,7 +326,7 @@ async def _generate(services: Services, target: Target, request: Request) -> Htt
 
 
 async def _load(services: Services, request: Request) -> dict[str, str]:
-    """Returns the header with the load metrics that a request asks for, if it does."""
+    """Returns the requested header with load metrics."""
     form = request.headers.get(FORMAT_HEADER)
     if form is None:
         return {}
@@ -350,13 +346,13 @@ async def _infer_stream(services: Services, target: Target, request: Request) ->
 
 
 _Event = Callable[[Response], Awaitable[Reply]]
-"""Makes an event of a response, or of its failure."""
+"""Encodes a response or its failure as an event."""
 
 
 async def _stream(
     services: Services, request: Request, sink: StreamSink, pending: Pending, event: _Event
 ) -> HttpResponse:
-    """Answers with the responses of a request as server-sent events; the first one decides the status."""
+    """Streams the responses of a request as server-sent events; the first one decides the status."""
     responses = sink.responses(pending)
     try:
         replies = await unless_left(request.receive, _first(responses, event))
@@ -371,13 +367,13 @@ async def _stream(
 
 
 async def _generated(asked: "_Asked", response: Response) -> Reply:
-    """Makes an event of generate_stream."""
+    """Encodes an event of generate_stream."""
     reply = await _encoded(response, asked)
     return msgspec.structs.replace(reply, body=b"data: %b\n\n" % reply.body)
 
 
 async def _inferred(services: Services, client_id: str, plan: OutputPlan, response: Response) -> Reply:
-    """Makes an event of infer_stream."""
+    """Encodes an event of infer_stream."""
     if response.failure is None:
         reply = await off_loop(response.nbytes, encode_event, services.codec, response, client_id, plan)
     else:
@@ -387,7 +383,7 @@ async def _inferred(services: Services, client_id: str, plan: OutputPlan, respon
 
 
 async def _all(responses: AsyncIterator[Response]) -> list[Response]:
-    """Reads the responses until there are more than one, or all of them."""
+    """Reads all responses, or the first two."""
     read = []
     async for response in responses:
         read.append(response)
@@ -397,7 +393,7 @@ async def _all(responses: AsyncIterator[Response]) -> list[Response]:
 
 
 async def _first(responses: AsyncIterator[Response], event: _Event) -> list[Reply]:
-    """Returns the event of the first response; nothing when there is none."""
+    """Returns the event of the first response, if there is one."""
     async for response in responses:
         return [await event(response)]
     return []
@@ -406,7 +402,7 @@ async def _first(responses: AsyncIterator[Response], event: _Event) -> list[Repl
 async def _events(
     first: list[Reply], responses: AsyncIterator[Response], event: _Event, check: Callable[[], None]
 ) -> AsyncIterator[bytes]:
-    """Yields the events of a stream, which ends with an error once `check` refuses its caller."""
+    """Yields the events of a stream, which ends with an error once `check` refuses the caller."""
     for reply in first:
         yield reply.body
     try:
@@ -418,7 +414,7 @@ async def _events(
 
 
 async def _encoded(response: Response, asked: "_Asked") -> Reply:
-    """Encodes a response to a request; a failure becomes its error reply."""
+    """Encodes a response, or its failure as an error reply."""
     decoded = asked.request
     target = answered_by(response, decoded.endpoint)
     if response.failure is not None:
@@ -444,26 +440,14 @@ _ID = "id"
 
 
 class _Asked(NamedTuple):
-    """A generate request, and whether the JSON of its answers may have no NaN."""
+    """A generate request, and whether its answers are strict JSON."""
 
     request: InferRequest
     strict: bool
 
 
 def read_generate(text: Bytes, model: str, version: int, spec: ModelSpec, bounds: JsonBounds) -> _Asked:
-    """Decodes a generate request.
-
-    Args:
-        text: The body.
-        model: The model's name.
-        version: The version asked for; 0 if none was.
-        spec: The model.
-        bounds: Its limits.
-
-    Raises:
-        InvalidRequest: It is no JSON, or an input's elements do not make a tensor of its shape.
-        MalformedJson: A JSON value has the wrong type.
-    """
+    """Decodes a generate request."""
     read = Document(text, bounds)
     document, left = _checked(read.value), bounds.nbytes
     inputs = {expected.name: expected for expected in spec.inputs}
@@ -500,14 +484,10 @@ def read_generate(text: Bytes, model: str, version: int, spec: ModelSpec, bounds
 
 
 def encode_generate(response: Response, client_id: str, *, strict: bool = False) -> bytes:
-    """Encodes a response that carries outputs; an output of one element becomes a scalar.
+    """Encodes a response with outputs; an output of one element becomes a scalar.
 
-    What the server tells has precedence over the response's parameters, and these over outputs of the same name. A
-    strict answer has null for NaN and infinities.
-
-    Raises:
-        InvalidRequest: An output can't travel as JSON.
-        OutputMismatch: An output's bytes do not fill its shape.
+    The server's own members precede the response's parameters, and these precede outputs of the same name. Strict JSON
+    has null for NaN and infinities.
     """
     rendered: dict[str, Any] = {_ID: client_id} if client_id else {}
     rendered |= {"model_name": response.model, "model_version": str(response.version)}
@@ -521,7 +501,7 @@ def encode_generate(response: Response, client_id: str, *, strict: bool = False)
 
 
 def _checked(document: Any) -> dict[str, Any]:
-    """Returns a parsed body, with the types of the members with a meaning checked."""
+    """Returns a parsed body after checking the types of its own members."""
     if not isinstance(document, dict):
         raise MalformedJson("attempt to get members for non-object")
     if not isinstance(document.get(_ID, ""), str):
@@ -532,8 +512,8 @@ def _checked(document: Any) -> dict[str, Any]:
 
 
 def _may_repeat(text: bytes, document: Mapping[str, Any]) -> bool:
-    """Tells whether a key may be there twice: a scan at memory speed for each settles nearly every request."""
-    if b"\\" in text:  # keys may be written in several ways
+    """Returns whether a key may occur twice; a scan at memory speed per key settles nearly all requests."""
+    if b"\\" in text:  # keys may be spelled in several ways
         return True
     keys = (*document, *document.get(_NESTED, ()))
     return any(text.count(b'"%b"' % key.encode()) > 1 for key in keys)

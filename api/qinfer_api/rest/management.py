@@ -1,9 +1,7 @@
 """Routes other than inference (reference §1.3 … §1.5, §1.13 … §1.17).
 
-Readiness, metadata, configuration and statistics of the server and its models; the model repository; settings of
-logging and tracing, which clients change while the server runs; and shared memory. Its regions are used by infer
-requests, and registered by those who may make such. CUDA's are never taken: where shared memory is on there are just
-none of them, so that clients which clear both kinds at their start can go on.
+CUDA shared memory is never accepted; if shared memory is on, its region lists are empty, so that clients can clear both
+kinds at their start.
 """
 
 import asyncio
@@ -61,17 +59,17 @@ def server_routes(services: Services) -> APIRouter:
 
     @router.get("/v2", dependencies=guarded(services, "metadata", Scope.INFER), **_METADATA)
     async def server_metadata() -> HttpResponse:
-        """Tells the server's name, version and protocol extensions."""
+        """Returns the server's name, version and protocol extensions."""
         return send_json(about.server_metadata(services.settings))
 
     @router.get("/v2/health/live", dependencies=health, **_LIVE)
     async def live() -> HttpResponse:
-        """Answers 200 while the gateway runs; 503 while it shuts down."""
+        """Returns 200 while the gateway runs; 503 while it shuts down."""
         return _exiting() if services.dispatcher.draining else HttpResponse()
 
     @router.get("/v2/health/ready", dependencies=health, **_READY)
     async def ready() -> HttpResponse:
-        """Answers 200 once a model is ready; strictly: while every model is. 400 otherwise, 503 while shutting down."""
+        """Returns 200 if a model is ready, or in strict mode every model; 400 otherwise, 503 while shutting down."""
         if services.dispatcher.draining:
             return _exiting()
         is_ready = about.is_server_ready(services.settings, services.catalog, draining=False)
@@ -79,7 +77,7 @@ def server_routes(services: Services) -> APIRouter:
 
     @router.get("/metrics", **_METRICS)
     async def metrics(request: Request, scope: str = "") -> HttpResponse:
-        """Gives the metrics in Prometheus text format."""
+        """Returns the metrics in Prometheus text format."""
         text, kind = await services.reporting.metrics(scope, request.headers.get("accept", ""))
         return HttpResponse(text, media_type=kind or CONTENT_TYPE)
 
@@ -123,13 +121,13 @@ def model_routes(services: Services) -> APIRouter:
     @router.get("/v2/models/{model}/versions/{version}", name="version_metadata", dependencies=found, **_DESCRIBE)
     @router.get("/v2/models/{model}", name="metadata", dependencies=found, **_DESCRIBE)
     async def metadata(request: Request) -> HttpResponse:
-        """Describes a model, with the versions that are ready, or the version of the path."""
+        """Describes a model, with the versions that are ready, or the version in the path."""
         return send_json(model_metadata(services.dispatcher.endpoints, *target_of(request)))
 
     @router.get("/v2/models/{model}/versions/{version}/ready", name="version_ready", dependencies=health, **_IS_READY)
     @router.get("/v2/models/{model}/ready", name="model_ready", dependencies=health, **_IS_READY)
     async def model_ready(request: Request) -> HttpResponse:
-        """Answers 200 when a version of the model, or that of the path, is ready."""
+        """Returns 200 if a version of the model, or the version in the path, is ready."""
         target = target_of(request)
         if services.dispatcher.draining:
             raise Overloaded("Server exiting")
@@ -140,7 +138,7 @@ def model_routes(services: Services) -> APIRouter:
     @router.get("/v2/models/{model}/versions/{version}/config", name="version_config", dependencies=shown, **_CONFIG)
     @router.get("/v2/models/{model}/config", name="model_config", dependencies=shown, **_CONFIG)
     async def model_config(request: Request) -> HttpResponse:
-        """Gives the complete, normalised model configuration."""
+        """Returns the complete, normalised model configuration."""
         return send(Reply(200, about.model_config(services.dispatcher.endpoints, *target_of(request)).encode()))
 
     return router
@@ -154,7 +152,7 @@ _TRACE_UPDATE = operation("", {**_TRACE, **errors(400, 401, 403, 500, 501, 503)}
 
 
 def settings_routes(services: Services) -> APIRouter:
-    """Returns the routes of the logging and trace extensions; reading takes the scope `infer`, changing `admin`."""
+    """Returns the routes of the logging and trace extensions; reading needs the scope `infer`, changing `admin`."""
     router = APIRouter(tags=["server"])
     log, trace = services.reporting.log_settings, services.reporting.trace_settings
     log_read, log_change = (guarded(services, "logging", scope) for scope in (Scope.INFER, Scope.ADMIN))
@@ -203,7 +201,7 @@ _LOAD_PARAMETERS: Json = {
 
 
 class IndexCall(msgspec.Struct, frozen=True):
-    """A question for the index.
+    """A query of the index.
 
     Attributes:
         ready: Only versions that are ready.
@@ -259,7 +257,7 @@ def repository_routes(services: Services) -> APIRouter:
 
     @router.post("/v2/repository/models/{model}/load", name="repository_load", **controlling, **_LOAD)
     async def load(model: str, request: Request) -> HttpResponse:
-        """Loads a model, or loads it anew; answers when it is ready."""
+        """Loads or reloads a model; answers when it is ready."""
         call = await read_json(services, request, LoadCall, may_be_empty=True)
         await services.models.load(model, *await asyncio.to_thread(_overrides, call.parameters))
         return send(_DONE)
@@ -292,7 +290,7 @@ def repository_routes(services: Services) -> APIRouter:
 
 
 def _overrides(parameters: dict[str, Any]) -> tuple[str | None, dict[str, bytes]]:
-    """Returns the configuration and the files that come with a load request."""
+    """Returns the configuration and files of a load request."""
     config: str | None = None
     files: dict[str, bytes] = {}
     for name, value in parameters.items():
@@ -319,11 +317,11 @@ _MAX_BODY_BYTES = 64 * 1024
 
 
 class RegionCall(msgspec.Struct, frozen=True):
-    """A region to be registered.
+    """A region to register.
 
     Attributes:
         key: The name of the shared memory object, as `shm_open` takes it.
-        offset: Where the region begins in the object, in bytes.
+        offset: Start of the region in the object, in bytes.
 
     Example:
         {"key": "/images", "byte_size": 1048576}
@@ -335,7 +333,7 @@ class RegionCall(msgspec.Struct, frozen=True):
 
 
 class CudaHandle(msgspec.Struct, frozen=True):
-    """A handle as CUDA makes it, in base64."""
+    """A CUDA handle, in base64."""
 
     b64: str = ""
 
@@ -374,17 +372,17 @@ def _add_system(router: APIRouter, services: Services) -> None:
 
     @router.get(f"{_SYSTEM}/status", name="system_regions", **_STATUS)
     async def system_regions(request: Request) -> HttpResponse:
-        """Tells the registered regions, of the caller's tenant."""
+        """Lists the registered regions of the caller's tenant."""
         return send_json(memory.of(caller(request).tenant).status())
 
     @router.get(f"{_SYSTEM}/region/{{region}}/status", name="system_region", **_STATUS)
     async def system_region(region: str, request: Request) -> HttpResponse:
-        """Tells about one region."""
+        """Returns one region."""
         return send_json(memory.of(caller(request).tenant).status(region))
 
     @router.post(f"{_SYSTEM}/register", include_in_schema=False)
     async def register_nothing() -> HttpResponse:
-        """Refuses: a region has a name."""
+        """Refuses: a region needs a name."""
         memory.register("", "", 0, 0)
         return send(_DONE)
 
@@ -401,13 +399,13 @@ def _add_system(router: APIRouter, services: Services) -> None:
 
     @router.post(f"{_SYSTEM}/unregister", name="unregister_system_regions", **_ACTION)
     async def unregister_system_regions(request: Request) -> HttpResponse:
-        """Forgets all regions of the caller's tenant."""
+        """Unregisters all regions of the caller's tenant."""
         memory.of(caller(request).tenant).unregister_all()
         return send(_DONE)
 
     @router.post(f"{_SYSTEM}/region/{{region}}/unregister", name="unregister_system_region", **_ACTION)
     async def unregister_system_region(region: str, request: Request) -> HttpResponse:
-        """Forgets a region; one that is not registered is forgotten already."""
+        """Unregisters a region; succeeds also if it is not registered."""
         memory.of(caller(request).tenant).unregister(region)
         return send(_DONE)
 
@@ -417,20 +415,20 @@ def _add_cuda(router: APIRouter, services: Services) -> None:
 
     @router.get(f"{_CUDA}/status", name="cuda_regions", **_STATUS)
     async def cuda_regions() -> HttpResponse:
-        """Tells that there are none."""
+        """Returns an empty list."""
         memory.check_cuda()
         return send(_NOTHING)
 
     @router.post(f"{_CUDA}/region/{{region}}/unregister", name="unregister_cuda_region", **_ACTION)
     @router.post(f"{_CUDA}/unregister", name="unregister_cuda_regions", **_ACTION)
     async def unregister_cuda_regions() -> HttpResponse:
-        """Does nothing: there are none."""
+        """Does nothing, as there are no regions."""
         memory.check_allowed()
         return send(_DONE)
 
     @router.get(f"{_CUDA}/region/{{region}}/status", name="cuda_region", **_STATUS)
     async def cuda_region(region: str) -> HttpResponse:
-        """Tells that there is none of that name."""
+        """Refuses: there is no such region."""
         memory.check_cuda(region)
         return send(_NOTHING)
 

@@ -1,7 +1,7 @@
-"""The OpenAPI document, made from the routes and the types of their bodies, and helpers to describe routes.
+"""The OpenAPI document, generated from routes and body types, and helpers to describe routes.
 
-A body's schema is its type's: fields, bounds and defaults. Its description and those of its fields are the type's
-docstring, with the sections `Attributes` and `Example`, the latter in JSON.
+A body's schema comes from its type; the descriptions come from the type's docstring, with the sections `Attributes` and
+`Example` (JSON).
 """
 
 import copy
@@ -57,14 +57,9 @@ class ErrorBody(msgspec.Struct, frozen=True):
 def operation(
     summary: str, responses: dict[int, Json], *parameters: Json, takes: Json | None = None, basic: bool = False
 ) -> Json:
-    """Returns the arguments of a route's decorator that describe the route.
+    """Returns the arguments that describe a route to its decorator.
 
-    Args:
-        summary: A title; empty = the name of the route.
-        responses: By status, as `answer` and `errors` make them.
-        parameters: Of the query and the header, as `query` and `header` make them.
-        takes: The request's body, as `body` makes it.
-        basic: Whether an API key may be the password of Basic authentication, too.
+    An empty summary is the route's name. `basic` says that an API key may be the password of Basic authentication.
     """
     extra: Json = {"responses": responses, "parameters": parameters, _BASIC: basic}
     if takes is not None:
@@ -80,7 +75,7 @@ def answer(
     kind: str = "application/json",
     example: Any = None,
 ) -> Json:
-    """Returns a response: its meaning, the type of its body if it has one, and its headers with their meanings."""
+    """Returns a response with its description, body type, and header descriptions."""
     found: Json = {"description": description}
     if schema is not None:
         found["content"] = {kind: {"schema": schema} | ({} if example is None else {"example": example})}
@@ -90,22 +85,22 @@ def answer(
 
 
 def errors(*statuses: int, **meanings: str) -> dict[int, Json]:
-    """Returns the responses of error statuses; `meanings` are those that differ, `s404=…` for one."""
+    """Returns the responses of error statuses; `s404=…` replaces the meaning of one."""
     return {status: answer(meanings.get(f"s{status}", _MEANING[status]), ErrorBody) for status in statuses}
 
 
 def body(schema: Any, *, required: bool = True) -> Json:
-    """Returns the description of a request's body in JSON."""
+    """Returns a JSON request body."""
     return {"required": required, "content": {"application/json": {"schema": schema}}}
 
 
 def header(name: str, description: str, **schema: Any) -> Json:
-    """Returns a header that a request may have; it is a string unless the schema says otherwise."""
+    """Returns an optional request header, by default a string."""
     return query(name, description, **{"type": "string"} | schema) | {"in": "header"}
 
 
 def followed(description: str, event: str) -> dict[int, Json]:
-    """Returns the responses of a stream of server-sent events, which a reader that saw the end is not sent again."""
+    """Returns the responses of an event stream, including 204 for readers that saw the end."""
     return {
         200: answer(description, {"type": "string"}, kind="text/event-stream", example=event),
         204: answer("`Last-Event-ID` was the end: do not reconnect."),
@@ -113,7 +108,7 @@ def followed(description: str, event: str) -> dict[int, Json]:
 
 
 def query(name: str, description: str, **schema: Any) -> Json:
-    """Returns a parameter that a request's query may have."""
+    """Returns an optional query parameter."""
     return {"name": name, "in": "query", "required": False, "schema": schema, "description": description}
 
 
@@ -121,7 +116,7 @@ LAST_EVENT = header("Last-Event-ID", "The last event that was seen.")
 
 
 def document_of(app: FastAPI, routers: Sequence[APIRouter]) -> Callable[[], Json]:
-    """Returns the replacement of `app.openapi`: a function that makes the document once."""
+    """Returns a replacement of `app.openapi`, which generates the document once."""
 
     def openapi() -> Json:
         if app.openapi_schema is None:
@@ -163,7 +158,7 @@ def _operation(route: APIRoute) -> Json:
 
 
 def _scope_of(route: APIRoute, statuses: Iterable[int]) -> Scope | None:
-    """Returns what a key must allow: as the route's dependencies say, or `infer` where the route checks it itself."""
+    """Returns the scope that a route needs: its dependencies', or `infer` if the route checks the key itself."""
     for check in route.dependencies:
         if isinstance(check, Security) and check.scopes:
             return Scope(check.scopes[0])
@@ -194,7 +189,7 @@ def _media(part: Any) -> Iterator[Json]:
 
 
 def _describe(component: Json) -> None:
-    """Tells a docstring's sections apart: what is said of fields belongs to them."""
+    """Moves the sections of a docstring to the fields and the example of its schema."""
     about, *sections = _SECTION.split(inspect.cleandoc(component.get("description", "")))
     component["description"] = about
     for name, text in zip(sections[::2], sections[1::2], strict=True):

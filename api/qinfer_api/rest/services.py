@@ -1,6 +1,6 @@
-"""Shared by all routes: the use cases that they call, how they read bodies and headers, and how they answer.
+"""Helpers of all routes: the use cases, the reading of bodies and headers, and replies.
 
-Whatever takes long (decompression, a large body or reply) runs in a thread, off the event loop.
+Slow steps (decompression, a large body or reply) run in a thread.
 """
 
 import asyncio
@@ -69,20 +69,7 @@ from qinfer_api.rest.openapi import Json, errors, header
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """The use cases behind the routes.
-
-    Attributes:
-        settings: The gateway's settings.
-        dispatcher: Takes infer requests.
-        requests: Takes asynchronous ones.
-        catalog: Knows the models.
-        codec: Reads infer requests and makes replies.
-        forward: The names of the headers that become parameters of infer requests; `None` = none do.
-        models: Loads and unloads them.
-        reporting: Tells what they did, and what is logged and traced.
-        restrictions: Which routes need a header.
-        receiving: The memory of bodies that have not come in whole.
-    """
+    """The use cases behind the routes; `forward` matches the headers that become parameters of infer requests."""
 
     settings: Settings
     dispatcher: Dispatcher
@@ -97,31 +84,23 @@ class Services:
 
 
 def context_of(request: Request) -> Context:
-    """Returns the caller, as the headers name it; `Dispatcher.authorize` checks it."""
+    """Returns the caller named by the headers, unchecked."""
     return caller_of(request.headers.get, request.headers.getlist)
 
 
 def peer_of(request: Request) -> str:
-    """Returns the address of the connection that a request came over; empty = not known."""
+    """Returns the client's address; empty if it is unknown."""
     return "" if request.client is None else request.client.host
 
 
 def target_of(request: Request) -> Target:
-    """Returns the model that a path names, and the version, if it names one.
-
-    Raises:
-        InvalidRequest: The version is no number.
-    """
+    """Returns the model and version in a path."""
     path = request.path_params
     return Target(path["model"], parse_version(path["version"]) if "version" in path else 0)
 
 
 def idempotency_key(request: Request) -> str | None:
-    """Returns the `Idempotency-Key` of a request; `None` without one.
-
-    Raises:
-        InvalidRequest: It is empty, too long, or has other characters.
-    """
+    """Returns the validated `Idempotency-Key`, if there is one."""
     key = request.headers.get("idempotency-key")
     if key is not None and not (1 <= len(key) <= 255 and all("!" <= c <= "~" for c in key)):
         raise InvalidRequest("an Idempotency-Key has 1 to 255 visible ASCII characters")
@@ -129,7 +108,7 @@ def idempotency_key(request: Request) -> str | None:
 
 
 def forward_headers(services: Services, request: Request, decoded: InferRequest) -> None:
-    """Makes headers of a request its parameters, where they are forwarded."""
+    """Adds the forwarded headers to a request's parameters."""
     if services.forward is not None:
         with_headers(decoded, forwarded(services.forward, request.scope["state"][SENT_HEADERS]))
 
@@ -137,56 +116,32 @@ def forward_headers(services: Services, request: Request, decoded: InferRequest)
 def authorize(
     services: Services, request: Request, scope: Scope = Scope.INFER, context: Context | None = None
 ) -> Context:
-    """Returns the caller, whose key allows what is asked; its tenant is counted for the request's body.
-
-    Args:
-        services: The use cases.
-        request: The request.
-        scope: What the key must allow.
-        context: The caller, where not the headers alone name it.
-
-    Raises:
-        Unauthorized: There is no key, or it is unknown.
-        Forbidden: The key lacks the scope.
-    """
+    """Returns the authorized caller, and records it for the request; `context` replaces the headers."""
     context = services.dispatcher.authorize(context or context_of(request), scope, peer_of(request))
     request.state.caller = context
     return context
 
 
 def recheck(services: Services, request: Request) -> None:
-    """Checks that the caller of a request still may make it: time has passed since `authorize`.
-
-    Raises:
-        Unauthorized: The key was revoked, or has expired.
-        Forbidden: The key lacks the scope now.
-    """
+    """Checks that the caller, authorized a while ago, is still allowed."""
     services.dispatcher.recheck(caller(request))
 
 
 def caller(request: Request) -> Context:
-    """Returns the caller of a request, which is authorized."""
+    """Returns the caller of an authorized request."""
     found: Context = getattr(request.state, "caller", ANONYMOUS)
     return found
 
 
 def answers(request: Request, asked: InferRequest | Address) -> None:
-    """Notes what the reply to an HTTP request answers, whose id the reply names.
-
-    Args:
-        request: The HTTP request.
-        asked: The infer request, which has its id once it is submitted, or the address of a stored one.
-    """
+    """Notes the request whose id the reply names; an infer request gets its id later."""
     setattr(request.state, IN_REPLY_TO, asked)
 
 
 def guarded(services: Services, group: str, scope: Scope | None = None) -> list[Any]:
-    """Returns the dependencies of the routes of a group.
+    """Returns the dependencies of the routes of a group that the operator may restrict.
 
-    Args:
-        services: The use cases.
-        group: The group, which the operator may restrict.
-        scope: What a caller's key must allow; `None` = the route checks it itself, or nothing is needed.
+    With a `scope` of `None` the route checks the key itself, or needs no key.
     """
 
     async def check_header(request: Request) -> None:
@@ -207,12 +162,12 @@ def guarded(services: Services, group: str, scope: Scope | None = None) -> list[
 
 
 def send_json(body: object, status: int = 200) -> HttpResponse:
-    """Makes the HTTP response of a body that is a struct, or several."""
+    """Returns the HTTP response with a JSON body."""
     return send(Reply(status, msgspec.json.encode(body)))
 
 
 def send(reply: Reply) -> HttpResponse:
-    """Makes the HTTP response of a reply, with exactly the headers that the fast path writes."""
+    """Returns the HTTP response of a reply, with exactly the headers of the fast path."""
     response = HttpResponse(status_code=reply.status)
     response.body = reply.body
     name_values = (line.split(b": ", 1) for line in reply.head().splitlines())
@@ -221,15 +176,15 @@ def send(reply: Reply) -> HttpResponse:
 
 
 async def _on_qinfer_error(request: Request, error: Exception) -> HttpResponse:
-    """Answers an error of ours that a route raised."""
+    """Answers a `QinferError` of a route."""
     response = send(failure_reply(error, v1=request.url.path.startswith("/v1/")))
     if isinstance(error, QinferError) and "content-encoding" in request.headers and response.status_code == 501:
-        response.headers["accept-encoding"] = "gzip, deflate"  # tells what would have worked (reference §1.11)
+        response.headers["accept-encoding"] = "gzip, deflate"  # tells which encodings would work (reference §1.11)
     return response
 
 
 async def _on_unknown_route(request: Request, error: Exception) -> HttpResponse:
-    """Answers a path or a method that does not exist, in the protocol's words."""
+    """Answers an unknown path or method, in the protocol's words."""
     status = getattr(error, "status_code", 404)
     message = {404: "Not Found", 405: "Method Not Allowed"}.get(status, str(getattr(error, "detail", error)))
     response = send(error_reply(status, message))
@@ -238,12 +193,12 @@ async def _on_unknown_route(request: Request, error: Exception) -> HttpResponse:
 
 
 async def _on_left(request: Request, error: Exception) -> HttpResponse:
-    """Answers a client that has left, which nobody reads."""
+    """Answers a client that has left."""
     return HttpResponse()
 
 
 async def _on_defect(request: Request, error: Exception) -> HttpResponse:
-    """Answers a foreign exception; starlette logs it."""
+    """Answers any other exception; starlette logs it."""
     return send(failure_reply(error))
 
 
@@ -253,7 +208,7 @@ ERROR_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[A
     ClientDisconnect: _on_left,
     Exception: _on_defect,
 }
-"""The answers to what routes raise."""
+"""The answers to exceptions of routes."""
 
 
 T = TypeVar("T")
@@ -262,7 +217,8 @@ Ts = TypeVarTuple("Ts")
 _Scalar = bool | int | float | str
 
 
-# Of infer the schema only: `qinfer.wire` reads and writes these bodies, with exact numbers and Triton's errors.
+# The bodies of infer serve only as schemas: `qinfer.wire` reads and writes them, with exact numbers and Triton's
+# errors.
 
 
 class InferInput(msgspec.Struct, frozen=True):
@@ -281,14 +237,14 @@ class InferInput(msgspec.Struct, frozen=True):
 
 
 class WantedOutput(msgspec.Struct, frozen=True):
-    """An output that is wanted."""
+    """A requested output."""
 
     name: str
     parameters: OutputParameters | UnsetType = UNSET
 
 
 class InferCall(msgspec.Struct, frozen=True):
-    """A question to a model.
+    """A request to a model.
 
     Attributes:
         id: Echoed in the reply.
@@ -320,7 +276,7 @@ class InferBody(msgspec.Struct, frozen=True):
 
     Attributes:
         id: The request's id; omitted if it had none.
-        parameters: What the model says besides its outputs.
+        parameters: Additional values of the model.
 
     Example:
         {"id": "42", "model_name": "digits", "model_version": "1",
@@ -355,18 +311,13 @@ OUTPUTS: Json = {
 INFER_ERRORS = errors(400, 401, 403, 404, 500, 501, 503)
 
 
-_MOST_OF_TEXT = 4  # bytes of a tensor that come of a byte of JSON: `0,` is an INT64
+_MOST_OF_TEXT = 4  # most tensor bytes that a byte of JSON becomes: `0,` is an INT64
 _MAX_TURN_S = 30.0
-"""Longest wait of a large body for memory, in seconds."""
+"""Longest wait of a large body for memory."""
 
 
 async def read_body(services: Services, request: Request, max_bytes: int, decode: Callable[[Bytes], T]) -> T:
-    """Reads a body as `received` does, and decodes it; for JSON that is no inference.
-
-    Raises:
-        PayloadTooLarge: It has too many values.
-        QinferError: As `received` and `decode`.
-    """
+    """Reads a body as `received` does, and decodes it, for JSON other than inference."""
     async with received(services, request, max_bytes, is_inference=False) as body:
         if len(body) <= MAX_FAST_BYTES:
             return decode(body)
@@ -380,16 +331,14 @@ async def read_body(services: Services, request: Request, max_bytes: int, decode
 async def received(
     services: Services, request: Request, max_bytes: int, *, is_inference: bool = True
 ) -> AsyncIterator[Bytes]:
-    """Reads the body, never more than `max_bytes` of it, undoes its encoding, and counts its memory during the block.
+    """Reads and decompresses the body, up to `max_bytes`, and reserves its memory during the block.
 
-    Triton has a text of its own for bodies of inferences that are too large.
+    Triton has its own error for large bodies of inferences.
 
     Raises:
-        Unauthorized: The key was revoked meanwhile, or has expired.
-        Forbidden: The key lacks the scope now.
-        Overloaded: The gateway receives as much as it may.
+        Unauthorized: The key was revoked or has expired meanwhile.
+        Overloaded: There is no memory for it.
         PayloadTooLarge: It is larger, as sent or decompressed.
-        UnsupportedFeature: It is in an encoding that is not known.
     """
     encoding = request_encoding(request.headers.get("content-encoding"))
     declared = request.headers.get("content-length", "")
@@ -426,13 +375,7 @@ async def received(
 async def read_json(
     services: Services, request: Request, kind: type[T], *, prefix: str = "", may_be_empty: bool = False
 ) -> T:
-    """Reads a body that is a JSON object: see `decode_json`; where it may be empty, no body is an empty object.
-
-    Raises:
-        PayloadTooLarge: It is larger than `http.max_input_bytes`.
-        UnsupportedFeature: It is in an encoding that is not known.
-        QinferError: As `decode_json`.
-    """
+    """Reads a JSON object with `decode_json`; if `may_be_empty`, no body is an empty object."""
     depth, most = services.settings.limits.max_json_depth, services.settings.http.max_input_bytes
 
     def decode(body: Bytes) -> T:
@@ -442,14 +385,7 @@ async def read_json(
 
 
 async def decoded_tensors(services: Services, json_bytes: int, nbytes: float, decode: Callable[[], T]) -> T:
-    """Decodes a body with tensors: large JSON in its turn.
-
-    Args:
-        services: The use cases.
-        json_bytes: How much of it is JSON.
-        nbytes: How much of it is read in all.
-        decode: Does it, in a thread where that takes milliseconds.
-    """
+    """Decodes a body with tensors, in a thread if it is large; large JSON waits for its turn."""
     if json_bytes <= LARGE_BYTES:
         return await off_loop(nbytes, decode)
     most = services.settings.http.max_input_bytes
@@ -460,11 +396,7 @@ async def decoded_tensors(services: Services, json_bytes: int, nbytes: float, de
 async def decoded_infer(
     services: Services, served: Served, target: Target, request: Request, body: Bytes
 ) -> tuple[InferRequest, OutputPlan]:
-    """Decodes and checks the body of an infer request, adds the headers that are forwarded, and chooses its target.
-
-    Raises:
-        QinferError: It is no infer request, or does not fit its model.
-    """
+    """Decodes and checks an infer request, adds the forwarded headers, and chooses its target."""
 
     def decode() -> tuple[InferRequest, OutputPlan]:
         length, tenant = request.headers.get(JSON_LENGTH_HEADER), caller(request).tenant
@@ -482,45 +414,23 @@ async def decoded_infer(
 
 
 def as_accepted(request: Request, plan: OutputPlan) -> OutputPlan:
-    """Returns a plan of outputs as the `Accept` of a request has it: strict JSON, where that is wanted.
-
-    Raises:
-        InvalidRequest: It can't be read.
-    """
+    """Returns the plan with strict JSON if the `Accept` header wants it."""
     return strictly(plan) if is_strict(request) else plan
 
 
 def timeout_of(request: Request) -> float | None:
-    """Returns the seconds that a request asks for until it expires; `None` = it does not say.
-
-    Raises:
-        InvalidRequest: They are no number.
-    """
+    """Returns the requested timeout in seconds, if there is one."""
     text = request.headers.get(TIMEOUT_HEADER)
     return None if text is None else read_seconds(TIMEOUT_HEADER, text)
 
 
 def is_strict(request: Request) -> bool:
-    """Tells whether a caller wants JSON without NaN and infinities.
-
-    Raises:
-        InvalidRequest: Its `Accept` can't be read.
-    """
+    """Returns whether the caller wants JSON without NaN and infinities."""
     return wants_strict(",".join(request.headers.getlist("accept")))
 
 
 def choose(services: Services, request: Request, decoded: InferRequest, served: Served) -> Served:
-    """Chooses the target of a request that names an endpoint; returns where it is served.
-
-    Args:
-        services: The use cases.
-        request: The request of HTTP, whose caller is authorized.
-        decoded: What it asks.
-        served: Where the model is served that it names, or the stable target of the endpoint.
-
-    Raises:
-        QinferError: The target can't be asked.
-    """
+    """Chooses the target of a request to an endpoint; returns where it is served."""
     services.dispatcher.choose(caller(request), decoded, request.headers.get)
     if not decoded.endpoint or (served.spec.name, served.version) == (decoded.model, decoded.version):
         return served
@@ -528,24 +438,21 @@ def choose(services: Services, request: Request, decoded: InferRequest, served: 
 
 
 def room_of_answer(services: Services, request: Request) -> Room:
-    """Returns what waits for the memory of the answer to a request, which is given back once that is sent."""
+    """Returns a function that waits for memory for the reply, which is released after it is sent."""
     borrowed = AnswerMemory(services.receiving, caller(request).tenant or request.client)
     request.scope["state"][BORROWER] = borrowed
     return borrowed.room
 
 
 async def off_loop(nbytes: float, work: Callable[[*Ts], T], *arguments: *Ts) -> T:
-    """Calls a function, in a thread where what it reads or writes is large: that takes milliseconds."""
+    """Calls a function, in a thread if its data is large and takes milliseconds."""
     return await asyncio.to_thread(work, *arguments) if nbytes > MAX_FAST_BYTES else work(*arguments)
 
 
 async def send_outputs(
     services: Services, request: Request, response: Response | Sequence[Response], client_id: str, plan: OutputPlan
 ) -> HttpResponse:
-    """Makes the HTTP response of a model's response, as the client asked for it and in an encoding that it takes.
-
-    Several responses, those of a decoupled model, become one list.
-    """
+    """Encodes a response in the requested form and compression; several responses become one list."""
     plan = as_accepted(request, plan)
     if isinstance(response, Response):
         reply = await off_loop(response.nbytes, services.codec.encode, response, client_id, plan)
@@ -559,7 +466,7 @@ async def send_outputs(
 
 
 class Event(NamedTuple):
-    """A server-sent event: its name, its id, and its data, a line of which becomes a field."""
+    """A server-sent event; each line of its data becomes a field."""
 
     name: str
     id: str
@@ -567,12 +474,10 @@ class Event(NamedTuple):
 
 
 def event_stream(events: AsyncIterator[Event | None], seen: str) -> HttpResponse:
-    """Makes the HTTP response of server-sent events.
+    """Returns a response with server-sent events after the one that the client has `seen`.
 
-    Args:
-        events: What is told; `None` becomes a comment, which keeps the connection. When it can't be had any more, or
-            its caller's key is revoked, the stream ends; whoever listens comes again, and gets the error then.
-        seen: The id of the last event that the client has seen, which it is not sent again.
+    `None` becomes a comment, which keeps the connection open. The stream ends if events become unavailable or the
+    caller's key is revoked; the client reconnects and gets the error.
     """
 
     async def lines() -> AsyncIterator[bytes]:
@@ -590,17 +495,12 @@ def event_stream(events: AsyncIterator[Event | None], seen: str) -> HttpResponse
 
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Awaits `work` for a client whose body was read; when the client leaves first, `work` is cancelled.
-
-    Raises:
-        ClientDisconnect: The client left.
-        QinferError: What `work` raises.
-    """
+    """Awaits `work`; if the client leaves first, cancels it and raises `ClientDisconnect`."""
 
     async def caught() -> T | QinferError:
         try:
             return await work
-        except QinferError as error:  # as a value: the group would wrap it
+        except QinferError as error:  # returned, because the group would wrap it
             return error
 
     async def watch(task: asyncio.Task[T | QinferError]) -> None:
@@ -621,29 +521,24 @@ async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     return outcome
 
 
-_ITEM = re.compile(r"""(?:[^,"]|"(?:[^"\\]|\\.)*(?:"|\\?$))+""")  # up to a comma that is in no quoted string
+_ITEM = re.compile(r"""(?:[^,"]|"(?:[^"\\]|\\.)*(?:"|\\?$))+""")  # up to a comma outside quoted strings
 _PREFERENCE = re.compile(r"""\s*([!#$%&'*+.^_`|~0-9A-Za-z-]+)\s*(?:=\s*("(?:[^"\\]|\\.)*"|[^\s;,"]*)\s*)?(?:;.*)?""")
 _MAX_CHARACTERS = 1000
 
 
 class Preferences(NamedTuple):
-    """The preferences of a caller.
-
-    Attributes:
-        respond_async: An answer at once, before the result.
-        wait_s: The result, if it comes within so many seconds; `None` = not given.
-    """
+    """The preferences of a caller: `respond-async`, and the seconds to wait for the result (`None` = not given)."""
 
     respond_async: bool = False
     wait_s: int | None = None
 
     @property
     def is_async(self) -> bool:
-        """Whether the request is to be stored."""
+        """Whether the request is stored."""
         return self.respond_async or self.wait_s is not None
 
     def applied(self, *, ended: bool) -> str:
-        """Returns the `Preference-Applied` of a reply; empty for none."""
+        """Returns the `Preference-Applied` of a reply; may be empty."""
         words = ["respond-async"] if self.respond_async and not ended else []
         if self.wait_s is not None:
             words.append(f"wait={self.wait_s}")
@@ -651,9 +546,9 @@ class Preferences(NamedTuple):
 
 
 def read_preferences(headers: Sequence[str]) -> Preferences:
-    """Reads the `Prefer` headers of a request; of one preference named twice the first counts (RFC 7240 §2).
+    """Parses the `Prefer` headers; the first of equal preferences counts (RFC 7240 §2).
 
-    Unknown and malformed preferences are ignored, as the RFC asks.
+    Unknown and malformed preferences are ignored, as the RFC requires.
     """
     found: dict[str, str] = {}
     for item in _ITEM.findall(",".join(headers)[:_MAX_CHARACTERS]):
