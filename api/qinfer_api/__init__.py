@@ -1,1 +1,1 @@
-"""PROGRAM 1, the gateway: HTTP in, the queue behind, answers back."""
+"""The gateway: accepts HTTP and gRPC requests, queues them, and returns the answers."""

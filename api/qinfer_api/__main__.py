@@ -1,8 +1,7 @@
 """`python -m qinfer_api`: runs one gateway, configured by `QINFER_…` variables, until SIGTERM or SIGINT.
 
-SIGHUP has it read the file of API keys and the certificates again.
-Exit codes: 0 after a drain or SIGTERM before it serves, 1 when a part of the gateway died, 2 for a wrong setting, 130
-for SIGINT before it serves.
+SIGHUP reloads API keys and certificates. Exit codes: 0 after a drain, or SIGTERM before it serves; 1 if a part of the
+gateway died; 2 for a wrong setting; 130 for SIGINT before it serves.
 """
 
 import argparse
@@ -38,8 +37,8 @@ def main() -> int:
     ).parse_args()
     signal.signal(
         signal.SIGHUP, signal.SIG_IGN
-    )  # until there is something to read again; what it starts ignores it too
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its core writes to stderr, past the log and not as JSON
+    )  # until there is something to reload; child processes inherit it
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its core logs to stderr, not as JSON
     try:
         settings = load_settings()
         logs.configure(settings.log, "gateway", unknown=settings.unknown)
@@ -49,9 +48,9 @@ def main() -> int:
     except SettingsError as error:
         logs.cannot_start(os.environ, "qinfer_api", error.message)
         return 2
-    except asyncio.CancelledError:  # by SIGTERM, while it starts
+    except asyncio.CancelledError:  # by SIGTERM, during the start
         return 0
-    except KeyboardInterrupt:  # while it starts: later, SIGINT drains
+    except KeyboardInterrupt:  # during the start; later, SIGINT drains
         return 130
     except BaseExceptionGroup:
         logger.exception("gateway died")
@@ -62,7 +61,7 @@ def main() -> int:
 async def _run(settings: Settings) -> None:
     loop, starting = asyncio.get_running_loop(), asyncio.current_task()
     assert starting is not None
-    loop.add_signal_handler(signal.SIGTERM, starting.cancel)  # while it may wait for Redis
+    loop.add_signal_handler(signal.SIGTERM, starting.cancel)  # it may wait for Redis
     gateway = await build(settings)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, gateway.stop)
@@ -73,7 +72,7 @@ async def _run(settings: Settings) -> None:
 
 
 def _tune_allocator() -> None:
-    """Has glibc return large blocks: its arenas, one for each of several threads, would each keep up to 64 MiB."""
+    """Makes glibc return large blocks, of which each thread's arena would keep up to 64 MiB."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(_MMAP_THRESHOLD, 8 * 2**20)
         mallopt(_TRIM_THRESHOLD, 16 * 2**20)
@@ -81,10 +80,9 @@ def _tune_allocator() -> None:
 
 
 def _tune_garbage_collector() -> None:
-    """Keeps collections rare and short.
+    """Makes collections rare and short.
 
-    A request leaves no reference cycle behind: reference counts free it. At the default threshold of 700 the collector
-    would look through all of FastAPI's objects again and again to find nothing.
+    Requests leave no reference cycles. At the default threshold the collector would scan FastAPI's objects in vain.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Descriptions of the server and its models: pure functions that REST and gRPC share (reference §1.3 … §1.5).
+"""Descriptions of the server and its models, shared by REST and gRPC (reference §1.3 … §1.5).
 
 An endpoint is described as its stable target, under its own name.
 """
@@ -30,14 +30,14 @@ EXTENSIONS = (
     "trace",
     "logging",
 )
-"""Triton's list in its order: perf_analyzer, for one, asks for what is listed.
+"""Triton's list in its order, on which perf_analyzer and others rely.
 
-As with Triton, an extension is listed whose use may be off: shared memory then answers 501.
+As with Triton, a listed extension may be off: shared memory then answers 501.
 """
 
 
 class ServerMetadata(msgspec.Struct, frozen=True):
-    """The server's name and version, and the extensions of the protocol that it has."""
+    """The server's name and version, and its extensions of the protocol."""
 
     name: str
     version: str
@@ -45,7 +45,7 @@ class ServerMetadata(msgspec.Struct, frozen=True):
 
 
 class TensorMetadata(msgspec.Struct, frozen=True):
-    """An input or output of a model; -1 in the shape is variable, the batch dimension included."""
+    """An input or output of a model; -1 in the shape is variable, including the batch dimension."""
 
     name: str
     datatype: str
@@ -72,17 +72,7 @@ def server_metadata(settings: Settings) -> ServerMetadata:
 
 
 def model_metadata(endpoints: Endpoints, name: str, version: int) -> ModelMetadata:
-    """Returns the metadata of a model.
-
-    Args:
-        endpoints: Knows the models, and the endpoints before them.
-        name: Its name.
-        version: The version; 0 describes the highest ready one and lists all that are ready.
-
-    Raises:
-        ModelNotFound: As `Catalog.resolve`.
-        ModelNotReady: As `Catalog.resolve`.
-    """
+    """Returns the metadata of a model; version 0 describes the highest ready one and lists all ready ones."""
     catalog, (model, version) = endpoints.catalog, endpoints.stable(name, version)
     spec = catalog.resolve(model, version).spec
     return ModelMetadata(
@@ -95,10 +85,10 @@ def model_metadata(endpoints: Endpoints, name: str, version: int) -> ModelMetada
 
 
 def is_server_ready(settings: Settings, catalog: Catalog, *, draining: bool) -> bool:
-    """Tells whether the server is ready: as long as every model is, if `repository.strict_readiness`, else for good.
+    """Returns whether the server has started, or with `repository.strict_readiness`, whether every model is ready.
 
-    One that is not strict becomes ready when it can answer for the first model, or every model has failed to load, so
-    that a caller who waits for it at the first start finds a model.
+    It has started when it can answer for one model, or every model has failed to load, so that a caller that waits for
+    it finds a model.
     """
     if draining:
         return False
@@ -106,12 +96,7 @@ def is_server_ready(settings: Settings, catalog: Catalog, *, draining: bool) -> 
 
 
 def model_config(endpoints: Endpoints, name: str, version: int) -> str:
-    """Returns the normalised configuration of a model as JSON.
-
-    Raises:
-        ModelNotFound: As `Catalog.resolve`.
-        ModelNotReady: As `Catalog.resolve`.
-    """
+    """Returns the normalised configuration of a model as JSON."""
     text = endpoints.catalog.config_json(*endpoints.stable(name, version))
     if name not in endpoints.by_name:
         return text
@@ -119,12 +104,7 @@ def model_config(endpoints: Endpoints, name: str, version: int) -> str:
 
 
 def endpoint_entries(endpoints: Endpoints, *, ready: bool) -> Iterator[IndexEntry]:
-    """Yields what an index of models says of the endpoints, by name; those that hide a model are in its place there.
-
-    Args:
-        endpoints: Knows them.
-        ready: Only those that can be asked.
-    """
+    """Yields the endpoints for the model index, by name; one that hides a model replaces it there."""
     for name, routed in sorted(endpoints.by_name.items()):
         model, version = routed.stable.place
         is_ready = endpoints.catalog.find(model, version) is not None
@@ -134,15 +114,13 @@ def endpoint_entries(endpoints: Endpoints, *, ready: bool) -> Iterator[IndexEntr
 
 
 def is_model_ready(endpoints: Endpoints, name: str, version: int) -> bool:
-    """Tells whether a model, or one version of it, can be asked; version 0 is any.
+    """Returns whether a model, or one version of it (0 = any), can be asked.
 
-    Returns:
-        False for a model whose versions are all known and can be loaded, while no live worker has one of them; and for
-        one whose own `is_ready` says so.
+    A model with loadable versions that no live worker has, or whose own `is_ready` refuses, is not ready.
 
     Raises:
-        ModelNotFound: No such model or version, or the model has no version that could be loaded.
-        ModelNotReady: The version is there, and not ready.
+        ModelNotFound: The model or version does not exist, or no version can be loaded.
+        ModelNotReady: The version exists and is not ready.
     """
     catalog, (model, version) = endpoints.catalog, endpoints.stable(name, version)
     if not version:

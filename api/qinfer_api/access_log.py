@@ -1,7 +1,7 @@
-"""The access log: one line for each request for inference, with who asked, what came of it and how long it took.
+"""The access log: one line per inference request, with caller, outcome and duration.
 
-It is off unless `QINFER_LOG__ACCESS` asks for it, and then costs nothing but for the requests that get a line: all that
-fail, and the given share of the others. Lines carry no payload and no key.
+It is off unless `QINFER_LOG__ACCESS` sets it. All failures get a line, and the given share of the other requests; those
+without a line cost nothing. Lines contain no payload and no key.
 """
 
 import logging
@@ -21,35 +21,31 @@ from qinfer_api.target_sink import TargetSink
 logger = logging.getLogger(ACCESS)
 
 OK, ACCEPTED = "ok", "accepted"
-"""The outcome of a request that did not fail: its response was delivered, or it was stored and is executed later."""
-_MOST_TEXT = 256  # characters of what a client sends
+"""The outcomes without failure: the response was delivered, or the request was stored."""
+_MOST_TEXT = 256  # characters of a client's text
 
 
 class AccessLog:
-    """Writes the lines of one gateway.
-
-    Args:
-        share: The share of requests without a failure that get a line.
-    """
+    """Writes the lines of one gateway, for a share of the requests without failure."""
 
     def __init__(self, share: float) -> None:
         self._share = share
 
     def noted(self, sink: Sink, context: Context, request: InferRequest) -> "LoggedSink":
-        """Returns a sink in place of a request's own, which writes its line at its end."""
+        """Wraps a request's sink in one that logs its end."""
         return LoggedSink(self, sink, context, request)
 
     def refused(self, context: Context, model: tuple[str, int], code: str) -> None:
-        """Writes the line of a request that never came into the queue."""
+        """Logs a request that was not queued."""
         self._write(code, _who(context), {"model": model[0], "version": model[1]})
 
     def accepted(self, context: Context, request: InferRequest, request_id: str) -> None:
-        """Writes the line of a request that was stored; the log does not tell of its end."""
+        """Logs a stored request; its end is not logged."""
         about = {"request_id": request_id, "model": request.model, "version": request.version}
         self._write(ACCEPTED, _who(context), {**about, **_sent(request)})
 
     def ended(self, sink: "LoggedSink", code: str, response: Response | None) -> None:
-        """Writes the line of a request that has ended."""
+        """Logs an ended request."""
         took_s = time.monotonic() - sink.began_s
         about: dict[str, Any] = {"bytes_out": sink.nbytes, "responses": sink.responses, "total_ms": _ms(took_s * 1e9)}
         if response is not None:
@@ -67,14 +63,9 @@ class AccessLog:
 
 
 class LoggedSink:
-    """Wraps the sink of a request, and takes note of its responses.
+    """Wraps the sink of a request and counts its responses.
 
-    Attributes:
-        inner: The request's own sink.
-        about: Who asked, and what the request brought.
-        began_s: When it was submitted, on the monotonic clock.
-        nbytes: Bytes of outputs so far.
-        responses: Responses so far.
+    `began_s` is on the monotonic clock; `nbytes` and `responses` count outputs so far.
     """
 
     __slots__ = ("_log", "about", "began_s", "frontend", "inner", "nbytes", "no_stream", "responses")
@@ -89,7 +80,7 @@ class LoggedSink:
         self.nbytes = self.responses = 0
 
     def deliver(self, response: Response) -> None:
-        """Hands a response on; with the last one the request has ended."""
+        """Passes a response on; the last one writes the line."""
         self.nbytes += response.nbytes
         self.responses += response.says_something
         try:
@@ -105,7 +96,7 @@ class LoggedSink:
             log.ended(self, code, response)
 
     def left(self, request_id: str, version: int) -> None:
-        """Takes note that the caller of a request, of which there is no last response, went away."""
+        """Logs a request whose caller went away."""
         self.about |= {"request_id": request_id, "version": version}
         self.end(ErrorCode.CANCELLED)
 
@@ -118,7 +109,7 @@ def inner_of(sink: Sink) -> Sink:
 
 
 def wrappers_of(sink: Sink) -> Iterator[LoggedSink | TargetSink]:
-    """Yields what a request's own sink is wrapped in, to be told of its end."""
+    """Yields the wrappers of a request's own sink."""
     while isinstance(sink, LoggedSink | TargetSink):
         yield sink
         sink = sink.inner

@@ -1,8 +1,8 @@
 """The gateway's composition root: settings in, a serving process out.
 
-`Gateway` owns the tasks (reply reader, catalog, discards, janitor, reloading) and the servers; `build` makes the Redis
-adapters, and `build_app` the FastAPI application with every route. If a task dies the gateway ends with its error, and
-the supervisor starts it anew: half a gateway helps nobody.
+`Gateway` owns the tasks (reply reader, catalog, discards, janitor, reloading) and the servers; `build` creates the
+Redis adapters, and `build_app` the FastAPI application. If a task dies the gateway ends with its error, and the
+supervisor restarts it.
 """
 
 import asyncio
@@ -99,20 +99,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LISTEN_S = 2.0  # the reply stream is there within milliseconds where Redis is
+_LISTEN_S = 2.0  # normally the reply stream is open within milliseconds
 
 
 async def build(settings: Settings) -> "Gateway":
-    """Connects to Redis, synchronises the model repository if there is one here, and makes the gateway.
+    """Connects to Redis, synchronises a local model repository, and creates the gateway.
 
-    While Redis is away it waits, live and not ready.
+    While Redis is unreachable it waits, live and not ready.
 
     Raises:
-        SettingsError: Who may call is not set or can't be read, webhooks can't be signed, an address can't be bound,
-            Redis refuses the credentials, a model repository or the labeling mappings can't be read, or traces can't
-            be made.
+        SettingsError: A setting, or a file that it names, can't be used.
     """
-    load_auth(settings.auth, settings.http.host)  # what is wrong with it shows before anything is opened
+    load_auth(settings.auth, settings.http.host)  # reports errors before anything is opened
     read_secret(settings.webhooks)
     check_labeling(settings.labeling)
     declared_here(settings)
@@ -120,16 +118,16 @@ async def build(settings: Settings) -> "Gateway":
     if settings.grpc.enabled:
         Restrictions.for_grpc(settings.grpc.restricted)
         check_exposure(settings.auth, settings.grpc.host or settings.http.host, "QINFER_GRPC__HOST")
-    async with contextlib.AsyncExitStack() as opened:  # and closed again, should anything of it fail
+    async with contextlib.AsyncExitStack() as opened:  # closed again if a later step fails
         listener = opened.enter_context(bind(settings.http))
         metrics_listener = open_metrics_port(settings)
         if metrics_listener is not None:
             opened.enter_context(metrics_listener)
         rpc = None
         if settings.grpc.enabled:
-            from qinfer_api.rpc.server import open_port  # loads gRPC, which a gateway without it need not have
+            from qinfer_api.rpc.server import open_port  # a gateway without gRPC need not load it
 
-            rpc = open_port(settings)  # a server that was never started gives its port back when it is collected
+            rpc = open_port(settings)  # a server that never started frees its port when it is collected
         step = partial(patiently, settings.http, listener)
         delivery = await step(partial(Queue.connect, settings.redis, settings.limits))
         opened.push_async_callback(delivery.close)
@@ -146,43 +144,23 @@ async def build(settings: Settings) -> "Gateway":
 
 
 def bind(http: HttpSettings) -> socket.socket:
-    """Opens the socket of HTTP.
+    """Opens the HTTP socket.
 
     Raises:
         SettingsError: The address is taken or not ours, or a TLS file can't be used.
     """
-    read_certificate("HTTP", http.tls_certfile, http.tls_keyfile)  # the server reads them again, when it is too late
+    read_certificate("HTTP", http.tls_certfile, http.tls_keyfile)  # reports errors now; the server reads them again
     listener = bound_socket("HTTP", http.host, http.port, "choose another, 0 is any")
-    # Its connections have it too. asyncio sets it for sockets whose protocol is named only; without it the body of a
-    # route's reply, which is a write of its own, waits for the acknowledgement of the head: up to 40 ms.
+    # Its connections inherit it. asyncio sets it only for sockets with a named protocol; without it the body of a
+    # route's reply, a separate write, waits up to 40 ms for the acknowledgement of the head.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 class Gateway:
-    """One gateway process; made on its event loop.
+    """One gateway process; created on its event loop.
 
-    Args:
-        settings: Everything that can be set.
-        delivery: The queue.
-        store: Desired state, heartbeats, statistics.
-        listener: The socket to serve on.
-        source: The model repositories; `None` where there are none here.
-        rpc: The gRPC server; `None` = gRPC is not served.
-
-    Attributes:
-        catalog: The models.
-        models: Loads and unloads them.
-        dispatcher: The use case, for other transports.
-        requests: That of asynchronous requests.
-        jobs: That of bulk jobs.
-        receiving: The memory of bodies that have not come in whole.
-        memory: What clients on this host share with this process.
-        url: Where it serves.
-        name: Its name, as leases and replies have it.
-        rpc: As given.
-        metrics: The server on the metrics' own port; `None` = there is none.
-        started: Set once connections are accepted.
+    `started` is set once connections are accepted. `name` is used in leases and replies.
     """
 
     def __init__(
@@ -237,19 +215,17 @@ class Gateway:
         self._quotas = None if auth is None else auth.lease(Quotas(delivery.router, self.name))
 
     async def _lend(self, pending: Pending, nbytes: int) -> Reservation:
-        """Waits for the memory of an answer; without keys, each has a share of its own."""
+        """Waits for the memory of an answer; without keys, each request counts as an owner."""
         owner = pending.quota.tenant if isinstance(pending.quota, Quota) else pending
         return await self.receiving.lent(owner, nbytes)
 
     def _open_fast_path(self, settings: Settings, restrictions: Restrictions) -> FastPath:
-        """Creates what all connections of HTTP share."""
         codec = InferCodec(self.dispatcher, self.memory, settings)
         fast = FastPath(self.dispatcher, settings, codec, restrictions, self.receiving)
         fast.call_type = self._tracing.call_type
         return fast
 
     def _open_dispatcher(self, settings: Settings, tally: GatewayTally, auth: Auth | None) -> Dispatcher:
-        """Creates the dispatcher, with the response cache if there is to be one."""
         limits, queue = settings.limits, self._delivery
         dispatcher = self._tracing.dispatcher_type(queue, self.catalog, tally, limits, self.name, auth)
         if auth is not None:
@@ -269,24 +245,20 @@ class Gateway:
         return dispatcher
 
     def _open_reporting(self, settings: Settings, tally: GatewayTally) -> Reporting:
-        """Creates what tells of the gateway, with what the dispatcher counts and knows."""
         reporting = Reporting(settings, self.catalog, self._store, self._delivery, tally, self._tracing.file)
         reporting.tenants, reporting.targets = self.dispatcher.tenants, self.dispatcher.targets
         reporting.statistics.endpoints = self.dispatcher.endpoints
         return reporting
 
     def _endpoint_service(self) -> EndpointService:
-        """Creates the use case behind `/v1/endpoints`."""
         dispatcher, now_s, check = self.dispatcher, self._delivery.clock.now_s, self.requests.targets.check
         return EndpointService(self._endpoints, self._trials, dispatcher.targets, now_s, check, dispatcher.shadows)
 
     def _canaries(self) -> CanaryController:
-        """Creates this gateway's part in the trials of canaries."""
         view, observed = self.dispatcher.endpoints, self.dispatcher.targets.observed
         return CanaryController(self._endpoints.store, self._trials, view, observed, self.name, self._delivery)
 
     def _reloading_of(self, settings: Settings, auth: Auth | None) -> Reloading:
-        """Creates what reads files again."""
         keys = KeyFile(Path(settings.auth.keys_file), auth) if auth is not None and settings.auth.keys_file else None
         certificates = [self._server.show_certificate] if settings.http.tls_certfile else []
         if self.rpc is not None and settings.grpc.tls_certfile:
@@ -294,13 +266,12 @@ class Gateway:
         return Reloading(keys, certificates)
 
     def _watch_of(self, source: Repositories | None, repository: RepositorySettings) -> "RepositoryWatch | None":
-        """Creates the poller of the repositories, if there are any and the mode polls them."""
+        """Creates the poller of the repositories, if the mode is `poll`."""
         if source is None or repository.control_mode != "poll":
             return None
         return RepositoryWatch(source, self._store, self._delivery, repository.poll_s, repository.min_workers)
 
     def _asynchronous(self, settings: Settings, tally: GatewayTally) -> tuple[AsyncRequests, Janitor]:
-        """Creates the use case of asynchronous requests, and their janitor."""
         targets = Targets(settings.webhooks)
         webhooks = Webhooks(settings.webhooks, self._delivery, targets, partial(message_of, Jobs(self._delivery)))
         jobs = JobJanitor(self._delivery, self.catalog, self._tasks.finalise) if settings.bulk.enabled else None
@@ -322,7 +293,6 @@ class Gateway:
         return requests, janitor
 
     def _bulk_jobs(self, settings: Settings) -> BulkJobs:
-        """Makes the use case of bulk jobs."""
         return BulkJobs(
             jobs=Jobs(self._delivery),
             now_s=self._delivery.clock.now_s,
@@ -337,11 +307,9 @@ class Gateway:
         )
 
     async def _pace(self, settings: BulkSettings, model: str, version: int) -> Pace:
-        """Returns what is known of the speed of a model version."""
         return pace_of(settings, await self._store.stats(model, version), self.catalog.capacity(model, version).workers)
 
     def _services(self, settings: Settings, fast: FastPath, restrictions: Restrictions) -> Services:
-        """Creates the services of the routes and of the calls of gRPC."""
         return Services(
             settings=settings,
             dispatcher=self.dispatcher,
@@ -356,13 +324,13 @@ class Gateway:
         )
 
     def serve_metrics(self, listener: socket.socket) -> None:
-        """Makes `serve` serve the metrics on a port of their own, too."""
+        """Makes `serve` also serve metrics on their own port."""
         self.metrics = MetricsPort(listener, self._reporting.metrics, self._server.port.visitors)
 
     async def serve(self) -> None:
-        """Serves until `stop`, then answers the requests in flight within `http.drain_s`, and closes the adapters."""
+        """Serves until `stop`, then drains for at most `http.drain_s`, and closes the adapters."""
         try:
-            with contextlib.suppress(BrokerUnavailable):  # told to stop before Redis was there
+            with contextlib.suppress(BrokerUnavailable):  # stopped while Redis was unreachable
                 await patiently(self._http, self._listener, self._look, self._stopping)
             async with asyncio.TaskGroup() as group:
                 tasks = [
@@ -394,7 +362,7 @@ class Gateway:
                 for task in tasks:
                     task.cancel()
         finally:
-            self._give_up()  # if a task has died, nobody was told yet
+            self._give_up()  # a dead task skips the call above
             self._server.turn_away()
             self._listener.close()
             if self.metrics is not None:
@@ -410,7 +378,7 @@ class Gateway:
             await self._store.close()
 
     async def _look(self) -> None:
-        """Takes the first look at models and endpoints."""
+        """Reads models and endpoints for the first time."""
         await self.catalog.refresh()
         await self._endpoints.look()
         await self._files.write()
@@ -420,7 +388,7 @@ class Gateway:
         await self._delivery.listen(self.name, pending.receive, self._listening.set, pending.lose_all)
 
     async def _until_replies(self) -> None:
-        """Waits until answers can come, or it is to stop; live meanwhile, should Redis have gone away again."""
+        """Waits until answers can be received, or for `stop`; serves liveness if Redis is unreachable again."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LISTEN_S):
                 await self._listening.wait()
@@ -444,11 +412,11 @@ class Gateway:
         await rpc.stop(self._drain_s)
 
     def reload(self) -> None:
-        """Has the files of API keys and certificates read again; the handler of SIGHUP."""
+        """Reloads API keys and certificates; the handler of SIGHUP."""
         self._reloading.ask()
 
     def stop(self) -> None:
-        """Begins to drain, once gRPC's clients know: that takes up to a second. Before it serves, it ends at once."""
+        """Drains once gRPC's clients know, after up to a second; ends at once before it serves."""
         if not self._stopping.is_set():
             self._stopping.set()
             self._listening.set()
@@ -456,14 +424,14 @@ class Gateway:
                 self._drain()
 
     def _drain(self) -> None:
-        """Health answers 503, no connection and no request is accepted any more."""
+        """Makes health answer 503, and stops accepting connections and requests."""
         self.dispatcher.draining = True
         self.requests.waits.end()
         self._server.turn_away()
         asyncio.get_running_loop().call_later(self._drain_s, self._give_up)
 
     def _missed(self, away_s: float) -> None:
-        """Ends a drain that waits for answers while Redis is away: none can come."""
+        """Ends a drain while Redis is unreachable, as no answers can come."""
         if self.dispatcher.draining and away_s >= PATIENCE_S:
             self._give_up()
 
@@ -482,11 +450,7 @@ class Gateway:
 
 
 def open_here(settings: RepositorySettings) -> Repositories | None:
-    """Opens the repositories, if any is at hand: a gateway needs none when others write the desired state.
-
-    Raises:
-        SettingsError: A setting is wrong.
-    """
+    """Opens the repositories, if there are any: other gateways may write the desired state."""
     places = [place.strip() for place in settings.path.split(",")]
     if settings.overlay or any("://" in place or Path(place).is_dir() for place in places):
         return open_repositories(settings)
@@ -494,15 +458,7 @@ def open_here(settings: RepositorySettings) -> Repositories | None:
 
 
 class RepositoryWatch:
-    """Follows changes of the repositories; several gateways that do it see the same and do no harm.
-
-    Args:
-        source: The repositories.
-        store: Where the desired state is.
-        delivery: Where lanes are made.
-        every_s: Seconds between two looks.
-        min_workers: `RepositorySettings.min_workers`.
-    """
+    """Follows changes of the repositories; several gateways may do so."""
 
     def __init__(
         self, source: Repositories, store: ControlStore, delivery: Queue, every_s: float, min_workers: int = 1
@@ -515,7 +471,7 @@ class RepositoryWatch:
         self._outage = OutageLog(logger, "model repository not looked through", "model repository looked through again")
 
     async def run(self) -> None:
-        """Polls every few seconds until cancelled; failures are retried at the next poll."""
+        """Polls until cancelled; retries failures at the next poll."""
         while True:
             await asyncio.sleep(self._every_s)
             await self.look()
@@ -533,7 +489,7 @@ class RepositoryWatch:
             self.note(found)
 
     def note(self, models: Sequence[SyncedModel]) -> None:
-        """Logs the changes of a sync; the catalog logs what can't be loaded."""
+        """Logs the changes of a sync; the catalog logs models that can't be loaded."""
         for model in models:
             if model.changed and not model.error:
                 what = "model removed" if model.removed else "model changed"
@@ -559,7 +515,7 @@ def build_app(services: Services, jobs: BulkJobs, labeling: Labeling, endpoints:
         description=_ABOUT,
         redirect_slashes=False,
         exception_handlers=ERROR_HANDLERS,
-        docs_url=None,  # FastAPI's pages load their scripts from elsewhere
+        docs_url=None,  # FastAPI's pages load scripts from elsewhere
         redoc_url=None,
     )
     inference = guarded(services, "inference")

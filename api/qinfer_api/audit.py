@@ -1,6 +1,6 @@
-"""The audit log: who changed what of the server, and which keys were refused. It can't be turned off.
+"""The audit log: administrative changes and refused keys. It can't be turned off.
 
-Lines name keys by their ids. A flood of wrong keys writes a bounded number of lines.
+Lines name keys by id. A flood of wrong keys writes a bounded number of lines.
 """
 
 import asyncio
@@ -16,18 +16,14 @@ from qinfer_api.auth import Context
 logger = logging.getLogger(AUDIT)
 
 MOST_A_SECOND = 10
-"""Lines about refused keys, for each reason; of the others a line tells the number."""
+"""Lines a second about refused keys per reason; a last line counts the others."""
 
 
 @contextmanager
 def administrative(context: Context, act: str, where: str, peer: str) -> Iterator[None]:
-    """Writes a line about an administrative act at its end.
+    """Logs an administrative act at its end.
 
-    Args:
-        context: Who does it, authorized.
-        act: What is done: the method of HTTP, or `gRPC`.
-        where: The path of HTTP, or the method of gRPC.
-        peer: The address that it came from; empty = not known.
+    `act` is the HTTP method or `gRPC`, `where` the path or the gRPC method.
     """
     outcome = "done"
     try:
@@ -45,11 +41,7 @@ def administrative(context: Context, act: str, where: str, peer: str) -> Iterato
 
 
 class RefusedKeys:
-    """Writes a line about each refused key, up to `MOST_A_SECOND` for each reason; used by an event loop only.
-
-    Args:
-        second_s: The time that the limit is for.
-    """
+    """Logs refused keys, up to `MOST_A_SECOND` per reason; for one event loop."""
 
     def __init__(self, second_s: float = 1.0) -> None:
         self._second_s = second_s
@@ -57,13 +49,7 @@ class RefusedKeys:
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, reason: str, key: str, peer: str) -> None:
-        """Takes note of a refusal.
-
-        Args:
-            reason: Why: `missing`, `unknown`, `expired`, `revoked` or `scope`.
-            key: The id of the key; empty = it is not known.
-            peer: The address that it came from; empty = not known.
-        """
+        """Logs a refusal; `reason` is `missing`, `unknown`, `expired`, `revoked` or `scope`."""
         self._seen[reason] += 1
         if self._seen[reason] <= MOST_A_SECOND:
             logger.warning("key refused", extra={"reason": reason, "key": key, "peer": peer})
@@ -71,7 +57,7 @@ class RefusedKeys:
             self._timer = asyncio.get_running_loop().call_later(self._second_s, self._tell)
 
     def _tell(self) -> None:
-        """Tells how many had no line, and begins anew."""
+        """Logs the number of unlogged refusals, and resets the counts."""
         self._timer = None
         for reason, count in self._seen.items():
             if count > MOST_A_SECOND:

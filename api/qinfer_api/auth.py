@@ -1,7 +1,6 @@
-"""Authentication and authorization: API keys, scopes, the quotas of tenants, and restricted groups of calls.
+"""Authentication and authorization: API keys, scopes, tenants' quotas, and restricted groups of calls.
 
-A presented key is hashed and compared with every known hash in constant time, so that the time it takes discloses
-nothing.
+The hash of a presented key is compared with every known hash in constant time, so that timing discloses nothing.
 """
 
 import hmac
@@ -25,13 +24,7 @@ from qinfer_api.quotas import Quota, QuotaLeases
 class Principal(NamedTuple):
     """An authenticated caller.
 
-    Attributes:
-        key_id: Which key it was.
-        tenant: Whose it is.
-        scopes: What it allows.
-        quota: Shared by all keys of the tenant.
-        sha256: The hash of the key, in hexadecimal.
-        expires_at_s: The instant from which the key is refused, in seconds since the epoch.
+    `quota` is shared by all keys of the tenant. The key is refused from `expires_at_s`, in seconds since the epoch.
     """
 
     key_id: str
@@ -42,19 +35,14 @@ class Principal(NamedTuple):
     expires_at_s: float
 
     def allows(self, scope: Scope) -> bool:
-        """Tells whether the key allows a scope; `admin` allows all."""
+        """Returns whether the key allows a scope; `admin` allows all."""
         return scope in self.scopes or Scope.ADMIN in self.scopes
 
 
 class Context(msgspec.Struct, frozen=True, gc=False):
-    """The caller of a request: all that the transport knows besides the body.
+    """The caller of a request, as the transport knows it.
 
-    Attributes:
-        tenant: Whose request it is; `authorize` sets it.
-        trace: W3C `traceparent`, with its `tracestate` behind a blank; empty when the request is not traced.
-        key: The API key that was presented; empty without one.
-        principal: Who it belongs to, once `authorize` knows.
-        scope: What it was authorized for.
+    `trace` is W3C `traceparent`, then a blank and `tracestate`. `authorize` sets `tenant`, `principal` and `scope`.
     """
 
     tenant: str = ""
@@ -68,15 +56,9 @@ ANONYMOUS = Context()
 
 
 class Auth:
-    """The known keys.
+    """The known keys; `epoch_s` is the time of day by which they expire.
 
-    Args:
-        keys: The entries of the file.
-        clock: The monotonic clock of the rates.
-        epoch_s: Returns the time of day, by which keys expire, in seconds since the epoch.
-
-    Attributes:
-        refused: Called with each key that is refused: the reason, its id if it is known, and who sent it, if known.
+    `refused` is called with the reason, key id and peer of each refusal.
     """
 
     def __init__(
@@ -92,7 +74,7 @@ class Auth:
         self.use(keys)
 
     def use(self, keys: Iterable[ApiKey]) -> None:
-        """Replaces the known keys; tenants that remain keep what they have used, under their new quotas."""
+        """Replaces the known keys; remaining tenants keep their use, under their new quotas."""
         quotas: dict[str, Quota] = {}
         known: dict[str, Principal] = {}
         for key in keys:
@@ -107,7 +89,7 @@ class Auth:
         self._tenants |= quotas.keys()
 
     def lease(self, quotas: Quotas) -> QuotaLeases:
-        """Has quotas hold over all gateways, while the leases that are returned run."""
+        """Returns leases that extend the quotas over all gateways while they run."""
         leases = QuotaLeases(quotas, self._now_s)
         self._wake = leases.wake
         for quota in self._quotas.values():
@@ -116,23 +98,15 @@ class Auth:
 
     @property
     def tenants(self) -> frozenset[str]:
-        """The tenants that have a key, or had one since the start: their files do not become those of the others."""
+        """The tenants that have or had a key since the start: their files do not become those of others."""
         return frozenset(self._tenants)
 
     def authorize(self, context: Context, scope: Scope, peer: str = "") -> Context:
-        """Finds out who presents a key that allows `scope`.
-
-        Args:
-            context: The caller.
-            scope: What the key must allow.
-            peer: The address of the connection; empty = not known.
-
-        Returns:
-            The context, with tenant and principal, and without the key.
+        """Authorizes the caller; returns its context with tenant and principal, and without the key.
 
         Raises:
-            Unauthorized: No key was presented, or none that is known, or it has expired.
-            Forbidden: The key does not allow it.
+            Unauthorized: The key is missing, unknown or expired.
+            Forbidden: It lacks the scope.
         """
         if not context.key:
             self.refused("missing", "", peer)
@@ -147,16 +121,16 @@ class Auth:
         return Context(found.tenant, context.trace, "", found, scope)
 
     def identify(self, context: Context) -> Context:
-        """Finds out who presents a key, whatever it allows; the context as it is if nobody is known by it."""
+        """Returns the context with the owner of its key, if that is known, regardless of scopes."""
         found = self._find(context.key) if context.key else None
         return context if found is None else Context(found.tenant, context.trace, "", found, context.scope)
 
     def recheck(self, context: Context) -> None:
-        """Checks that a caller who was authorized still would be: connections and streams outlast keys.
+        """Checks that an authorized caller still is, because connections and streams outlast keys.
 
         Raises:
-            Unauthorized: The key was revoked, or has expired.
-            Forbidden: The key does not allow any more what it did.
+            Unauthorized: The key was revoked or has expired.
+            Forbidden: It lost the scope.
         """
         before = context.principal
         if before is None:
@@ -170,7 +144,7 @@ class Auth:
     def _find(self, presented: str) -> Principal | None:
         digest = hash_key(presented)
         found: Principal | None = None
-        for sha256, principal in self._known.items():  # all of them, whichever it is
+        for sha256, principal in self._known.items():  # all of them, so that timing discloses nothing
             if hmac.compare_digest(sha256, digest):
                 found = principal
         return found
@@ -184,52 +158,38 @@ class Auth:
             raise Forbidden(f"key '{principal.key_id}' does not have the scope '{scope}'; use one that has")
 
     def in_flight(self) -> dict[str, int]:
-        """Returns each tenant's requests that wait for an answer."""
+        """Returns the requests in flight of each tenant."""
         return {tenant: quota.in_flight for tenant, quota in self._quotas.items()}
 
     def weight(self, tenant: str) -> int:
-        """Returns the weight of a tenant's share of a model; 0 = it has no key."""
+        """Returns the weight of a tenant's share of a model; 0 without a key."""
         return self._quotas[tenant].weight if tenant in self._quotas else 0
 
     def has_key(self, tenant: str) -> bool:
-        """Tells whether a tenant has a key that is valid now."""
+        """Returns whether a tenant has a valid key."""
         now_s = self._epoch_s()
         return any(known.tenant == tenant and known.expires_at_s > now_s for known in self._known.values())
 
     def charge(self, principal: Principal) -> None:
-        """Counts one request against the rate of the tenant.
-
-        Raises:
-            QuotaExceeded: The rate is used up.
-        """
+        """Charges a request to the tenant's rate."""
         principal.quota.charge(self._now_s())
 
     def charge_tenant(self, tenant: str) -> None:
-        """Counts a request that the server makes for a tenant; one that has no key any more has no rate.
-
-        Raises:
-            QuotaExceeded: The rate is used up.
-        """
+        """Charges a request that the server makes for a tenant; without a key there is no rate."""
         if tenant in self._quotas:
             self._quotas[tenant].charge(self._now_s())
 
     def give_back(self, tenant: str) -> None:
-        """Takes the last charge of a tenant back: its request was not accepted."""
+        """Refunds the last charge of a tenant."""
         if tenant in self._quotas:
             self._quotas[tenant].give_back()
 
     def spare(self, tenant: str) -> float:
-        """Returns how many requests of a tenant that nobody waits for have room now: see `Quota.spare`."""
+        """Returns how many background requests of a tenant have room now; see `Quota.spare`."""
         return self._quotas[tenant].spare(self._now_s()) if tenant in self._quotas else math.inf
 
     def admit(self, context: Context) -> Context:
-        """Authorizes an infer request, anew if that was done before, and checks the quotas of its tenant.
-
-        Raises:
-            Unauthorized: As `authorize`.
-            Forbidden: As `authorize`.
-            QuotaExceeded: The tenant has as many requests in flight as it may, or its rate is used up.
-        """
+        """Authorizes or rechecks an infer request, and charges its tenant's quotas."""
         if context.principal is None:
             context = self.authorize(context, Scope.INFER)
         else:
@@ -241,17 +201,10 @@ class Auth:
 
 
 def load_auth(settings: AuthSettings, host: str) -> Auth | None:
-    """Reads the keys, if keys are required.
-
-    Args:
-        settings: How callers are identified.
-        host: The address that the gateway binds.
-
-    Returns:
-        `None` when everyone may call.
+    """Loads the keys; `None` if none are required.
 
     Raises:
-        SettingsError: Everyone could call from elsewhere, and nobody said that they may; or the keys can't be read.
+        SettingsError: The keys can't be read, or others could call without any and no setting allows it.
     """
     if settings.mode == "keys":
         if not settings.keys_file:
@@ -262,7 +215,7 @@ def load_auth(settings: AuthSettings, host: str) -> Auth | None:
 
 
 def presented_key(authorization: str | None, api_key: str | None) -> str:
-    """Returns the key that a request's `Authorization: Bearer` or else `X-API-Key` presents; empty without one."""
+    """Returns the key in `Authorization: Bearer`, else in `X-API-Key`."""
     scheme, _, token = (authorization or "").strip().partition(" ")
     if scheme.lower() == "bearer":
         return token.strip()
@@ -270,12 +223,7 @@ def presented_key(authorization: str | None, api_key: str | None) -> str:
 
 
 def caller_of(header: Callable[[str], str | None], every: Callable[[str], Sequence[str]]) -> Context:
-    """Returns the caller, as the headers name it; `Auth.authorize` checks it.
-
-    Args:
-        header: Returns a header's value by its name in lower case; `None` = it was not sent.
-        every: Returns the values of a header that may be sent several times, which make one list.
-    """
+    """Returns the unchecked caller named by the headers; `every` joins repeated ones."""
     parent = header("traceparent")
     trace = context_text(parent, ",".join(every("tracestate"))) if parent else ""
     return Context(trace=trace, key=presented_key(header("authorization"), header("x-api-key")))
@@ -295,20 +243,14 @@ GROUPS = (
 """The groups, as Triton names them."""
 
 GRPC_PREFIX = "triton-grpc-protocol-"
-"""The prefix of the metadata keys of gRPC."""
+"""The prefix of gRPC's metadata keys."""
 
 
 class Restrictions:
-    """The groups of calls that need a header; `for_http` and `for_grpc` make them.
-
-    Args:
-        entries: `group,group:name=value`, as the setting has them.
-        variable: The setting's variable, for errors.
-        what: What the protocol calls a group, in refusals.
-        prefix: What the header's name begins with, before the name in the entry.
+    """The groups of calls that need a header, from entries `group,group:name=value`.
 
     Raises:
-        SettingsError: An entry is malformed, a group is unknown, or restricted twice.
+        SettingsError: An entry is malformed, or a group is unknown or restricted twice.
     """
 
     def __init__(self, entries: Iterable[str], variable: str, what: str, prefix: str = "") -> None:
@@ -341,19 +283,11 @@ class Restrictions:
         return cls(entries, "QINFER_GRPC__RESTRICTED", "protocol", GRPC_PREFIX)
 
     def covers(self, group: str) -> bool:
-        """Tells whether a group is restricted."""
+        """Returns whether a group is restricted."""
         return group in self._needed
 
     def check(self, group: str, header: Callable[[str], str | None]) -> None:
-        """Checks that a caller may use a group.
-
-        Args:
-            group: One of `GROUPS`.
-            header: Returns a header's value by its name in lower case; `None` = it was not sent.
-
-        Raises:
-            Restricted: The group is restricted, and the header is not there or has another value.
-        """
+        """Raises `Restricted` if a group is restricted and its header is missing or wrong."""
         needed = self._needed.get(group)
         if needed is None:
             return

@@ -1,7 +1,7 @@
-"""The gateway's side of `Submission`: authorization, counts, and the error texts that clients read.
+"""The gateway's side of `Submission`: authorization, counts, and error texts for clients.
 
-REST, the fast path, gRPC and labeling all call `Dispatcher.submit`. What is wrong before the request is in the queue is
-raised; what goes wrong later arrives at the sink as a `Response` with a failure.
+REST, the fast path, gRPC and labeling call `Dispatcher.submit`. Errors before the request is queued are raised; later
+ones reach the sink as a failed `Response`.
 """
 
 import math
@@ -46,31 +46,17 @@ from qinfer_api.shadows import Shadow, Shadows
 from qinfer_api.status import has_id, of_request, told
 from qinfer_api.target_sink import TargetSink
 
-_SHORTEST_S = 0.001  # a timeout of 0 means none
+_SHORTEST_S = 0.001  # a timeout of 0 would mean none
 
 Ending = Callable[[], AbstractAsyncContextManager[tuple[RequestRecord | None, Response | None]]]
-"""Waits for the end of a stored request; has its record then, and its last response while that may be in memory."""
+"""Waits for the end of a stored request; provides its record and, while it may be in memory, its last response."""
 
 
 class Dispatcher:
-    """Submits requests and routes responses; one per gateway process.
+    """Submits requests and routes responses; one per gateway.
 
-    Args:
-        delivery: The queue.
-        catalog: Which models are served, and where their lanes are.
-        tally: Counts answers and failures.
-        limits: What is refused.
-        owner: This process's name; replies come to `reply:<owner>`.
-        auth: Who may call; `None` = everyone.
-
-    Attributes:
-        access: The access log; `None` = nobody asked for it.
-        tenants: Counts by tenant; `None` = nobody asked for them.
-        draining: The gateway is shutting down.
-        endpoints: The names that stand for several models or versions.
-        targets: Counts by their targets.
-        shadows: Those of endpoints; `None` = none are executed.
-        submission: The way into the queue.
+    `auth`, `access`, `tenants` and `shadows` are `None` if they are off. `draining` is set while the gateway shuts
+    down.
     """
 
     def __init__(
@@ -103,50 +89,31 @@ class Dispatcher:
 
     @property
     def has_tenants(self) -> bool:
-        """Whether several tenants have keys: what one has is then kept from the others."""
+        """Whether several tenants have keys, so that their data is kept apart."""
         return self._auth is not None and len(self._auth.tenants) > 1
 
     def sharing(self, context: Context) -> str:
-        """Returns the tenant that shares a limit with others (`SharedLimit`); empty = there are no others."""
+        """Returns the tenant that shares a limit with others (`SharedLimit`); empty if there is only one."""
         return context.tenant if self.has_tenants else ""
 
     def authorize(self, context: Context, scope: Scope, peer: str = "") -> Context:
-        """Finds out who asks, and whether they may: see `Auth.authorize`; does nothing where everyone may."""
+        """Authenticates and authorizes the caller (`Auth.authorize`), if keys are required."""
         return context if self._auth is None else self._auth.authorize(context, scope, peer)
 
     def recheck(self, context: Context) -> None:
-        """Checks that a caller who was authorized still would be: see `Auth.recheck`; does nothing where everyone may.
-
-        Raises:
-            Unauthorized: The key was revoked, or has expired.
-            Forbidden: The key does not allow any more what it did.
-        """
+        """Checks that an authorized caller still is (`Auth.recheck`), if keys are required."""
         if self._auth is not None:
             self._auth.recheck(context)
 
     def charge(self, context: Context) -> None:
-        """Counts a request against the rate of its tenant; `submit` does it by itself.
-
-        Raises:
-            QuotaExceeded: The rate is used up.
-        """
+        """Charges a request to the tenant's rate; `submit` does so itself."""
         if self._auth is not None and context.principal is not None:
             self._auth.charge(context.principal)
 
     def admit(
         self, served: Served, priority: int, timeout_s: float, asked_s: float = 0.0, *, tenant: str = ""
     ) -> Route:
-        """Decides whether a request that the caller enqueues itself may wait; `submit` does it by itself.
-
-        Args:
-            served: The model version it is for.
-            priority: The level it asks for.
-            timeout_s: How long its answer is worth waiting for.
-            asked_s: The queue timeout that it asks for; 0 = none.
-            tenant: Whose it is; empty = nobody's.
-
-        Returns:
-            Where it goes.
+        """Admits a request that the caller enqueues itself, and returns its lane's route; `submit` does so itself.
 
         Raises:
             Overloaded: It is refused, or the gateway is shutting down.
@@ -158,13 +125,7 @@ class Dispatcher:
         return route
 
     def trace_of(self, context: Context, served: Served, name: Attributes) -> str:
-        """Returns the `traceparent` that the frame of a stored request carries, or the record of a job.
-
-        Args:
-            context: Who asks.
-            served: The model version it is for.
-            name: Its id, by its attribute.
-        """
+        """Returns the `traceparent` for the frame of a stored request, or the record of a job."""
         return context.trace
 
     def trace_stored(
@@ -173,55 +134,31 @@ class Dispatcher:
         began_s: float,
         ending: Ending,
     ) -> None:
-        """Takes note of a request that was stored just now, for the trace file of a gateway that writes one.
-
-        Args:
-            request: The request, which is stamped.
-            began_s: When it came, in the broker's time.
-            ending: Waits for its end, and has its record then and its last response.
-        """
+        """Traces a request that was stored just now, in a gateway with a trace file."""
 
     def resolve(self, model: str, version: int, *, is_taken: bool = False) -> Served:
-        """Finds where a model version is served, or will be soon; version 0 is the highest ready one.
+        """Returns where a model version, or an endpoint's stable target, is or soon will be served.
 
-        An endpoint is served where its stable target is.
-
-        Args:
-            model: The model's name, or an endpoint's.
-            version: The version asked for.
-            is_taken: Its client was told that the request is still taken, though the gateway may be shutting down.
+        Version 0 is the highest ready one. `is_taken` accepts a promised request during a shutdown.
 
         Raises:
             Overloaded: The gateway is shutting down.
-            ModelNotFound: No such model or version.
-            ModelNotReady: It is known, can't be served, and is not worth waiting for.
+            ModelNotFound: The model or version does not exist.
+            ModelNotReady: It can't be served soon.
         """
         if self.draining and not is_taken:
             raise Overloaded("Server exiting")
         return self._catalog.asked(*self.endpoints.stable(model, version))
 
     def choose(self, context: Context, request: InferRequest, header: Header = no_header) -> bool:
-        """Chooses the target of a request that names an endpoint; returns whether it names one.
+        """Chooses the target of a request to an endpoint; returns whether it is one.
 
-        To be called before `submit`, which knows models only.
-
-        Args:
-            context: Who asks, authorized.
-            request: The decoded request; its model and version become the target's.
-            header: Returns a header that it came with, by its name in lower case.
-
-        Raises:
-            ModelNotFound: It names a version that no target has.
+        Call it before `submit`, which knows only models. `header` takes lower-case names.
         """
         return self.endpoints.choose(request, context.tenant, header)
 
     def of_model(self, model: str, version: int) -> Served:
-        """Does what `resolve` does, for who names models only: such as a request whose target was chosen.
-
-        Raises:
-            ModelNotFound: No such model or version.
-            ModelNotReady: It is known, can't be served, and is not worth waiting for.
-        """
+        """Resolves like `resolve`, without endpoints."""
         return self._catalog.asked(model, version)
 
     def submit(
@@ -234,21 +171,17 @@ class Dispatcher:
         asked_s: float | None = None,
         is_taken: bool = False,
     ) -> Pending:
-        """Puts a request into the queue of its model version; its responses, or its failure, go to the sink.
+        """Submits a request; its responses or its failure go to the sink, on the event loop.
 
-        Args:
-            context: Who asks; authorized here, if that was not done before.
-            request: The decoded request; it is stamped in place.
-            sink: Called on the event loop.
-            within_s: How long its caller will wait, if that is known; it only shortens the model's own timeout.
-            asked_s: The time until its deadline that it asks for, up to the model's longest; `None` = the model's own.
-            is_taken: As `resolve` has it.
+        The request is stamped in place. `within_s` is how long the caller waits, and only shortens the model's timeout;
+        `asked_s` is the timeout that the caller requests.
 
         Raises:
-            QinferError: The request is refused: its caller may not ask or not so much, the model is unknown or not
-                ready, or decoupled where the sink takes one response, the request is too large or does not fit it, or
-                too many wait or are in flight. The texts of the last three begin with `[request id: …] `, unless they
-                are about its sequence (reference §1.2).
+            QinferError: The caller is not allowed or over its quota, the model is unknown or not ready, or decoupled
+            for a sink
+                with one response, or the request is invalid, too large, or one too many. The texts of the last three
+                begin with
+                `[request id: …] `, except about sequences (reference §1.2).
         """
         quota = None
         if self._auth is not None:
@@ -284,7 +217,7 @@ class Dispatcher:
         return pending
 
     def _refused(self, request: InferRequest, error: QinferError, shadows: Sequence[Shadow], given_s: float) -> None:
-        """Ends the shadows of a request that came not into the queue, and counts it if it was its caller's to know."""
+        """Ends the shadows of a refused request, and counts it if the fault is the caller's or an overload."""
         for shadow in shadows:
             shadow.left()
         if isinstance(error, InvalidRequest | Overloaded):
@@ -293,19 +226,14 @@ class Dispatcher:
             self._name(request, error)
 
     def _name(self, request: InferRequest, error: QinferError) -> None:
-        """Writes the id of a refused request into the error's text; a request without one gets one for its reply."""
+        """Adds the id of a refused request to the error's text; creates one for the reply if there is none."""
         if not request.client_id and not request.id:
             request.id = self._new_id()
         if has_id(error):
             error.args = (of_request(request.client_id or request.id) + error.message,)
 
     def check(self, request: InferRequest, served: Served) -> None:
-        """Checks a request against its model; `submit` does it, unless it was done before, in a thread for a large one.
-
-        Raises:
-            InvalidRequest: It does not fit; the text begins with `[request id: …] `, unless it is about its sequence
-                (reference §1.2).
-        """
+        """Checks a request against its model, as `submit` does; large requests are checked in a thread before."""
         try:
             check(request, served)
         except InvalidRequest as error:
@@ -313,22 +241,16 @@ class Dispatcher:
             raise
 
     def refuse(self, model: str, version: int, error: QinferError, context: Context = ANONYMOUS) -> QinferError:
-        """Counts a request that never came into the queue, and returns the error for its client.
+        """Counts a request that was not queued, and returns the error for its client.
 
-        That the caller may not ask goes before all else, then that the model is unknown or not ready.
-
-        Args:
-            model: The model that it named.
-            version: The version that it named; 0 = none.
-            error: Why it is refused.
-            context: Who asks, authorized or not.
+        Authorization errors take precedence, then errors about the model.
         """
         told = self._counted(model, version, error)
         self.note_refusal(model, version, told, context)
         return told
 
     def note_refusal(self, model: str, version: int, error: QinferError, context: Context) -> None:
-        """Notes a refused request in the access log and the counts by tenant, if there are any."""
+        """Notes a refused request in the access log and the tenants' counts."""
         if self.access is None and self.tenants is None:
             return
         if self._auth is not None and context.principal is None:
@@ -340,7 +262,7 @@ class Dispatcher:
             self.tenants.failed(context.tenant, named[0], error.code)
 
     def note_accepted(self, context: Context, request: InferRequest, request_id: str) -> None:
-        """Notes a request that was stored, as `note_refusal` notes one that is refused."""
+        """Notes a stored request in the access log and the counts."""
         if self.access is not None:
             self.access.accepted(context, request, request_id)
         if self.tenants is not None and context.principal is not None:
@@ -361,7 +283,7 @@ class Dispatcher:
             served = self.resolve(model, version)
         except QinferError as first:
             self._tally.failed(*self.named(model, version), first.code)
-            # Its frames lead to whoever holds it: a cycle, which would keep the message until the collector comes.
+            # Its frames would hold the message in a reference cycle.
             return first.with_traceback(None)
         self._tally.failed(served.spec.name, served.version, error.code)
         if isinstance(error, Overloaded):
@@ -369,15 +291,15 @@ class Dispatcher:
         return error
 
     def named(self, model: str, version: int) -> tuple[str, int]:
-        """Returns what a request named as counts may name it: of an endpoint its stable target."""
+        """Returns the model and version to count a request for; of an endpoint, its stable target."""
         with suppress(ModelNotFound):
             model, version = self.endpoints.stable(model, version)
         return self._catalog.named(model, version)
 
     def cancel(self, pending: Pending) -> None:
-        """Forgets a request whose caller went away, and takes it out of the queue if it is still there."""
+        """Cancels a request whose caller went away, and removes it from the queue."""
         is_waiting = is_unanswered = self.submission.pending.cancel(pending)
-        if isinstance(pending.sink, OrderedSink):  # its answer may be there, and wait for its turn
+        if isinstance(pending.sink, OrderedSink):  # its answer may wait for its turn
             is_waiting = True
             pending.sink.leave()
         if is_unanswered:  # no worker has counted it
@@ -408,24 +330,20 @@ class Dispatcher:
 
     def _failed(self, pending: Pending, error: Exception) -> None:
         failure = Failure.of(error)
-        if pending.step is None or not is_callers(failure):  # those are counted where they are answered
+        if pending.step is None or not is_callers(failure):  # those are counted when they are answered
             self._tally.ended(pending.model, pending.version, failure.code, pending.started_s)
         answer = Response(request_id=pending.request_id, model=pending.model, version=pending.version, failure=failure)
         self._answered(pending, answer)
 
 
 def _given_s(request: InferRequest, spec: ModelSpec, timeout_s: float) -> float:
-    """Returns the time that a caller gives its request; infinite where that is what the model's configuration gives."""
+    """Returns the caller's own timeout; infinite if the model's configuration set it."""
     own_s = spec.max_timeout_s if spec.decoupled else spec.default_timeout_s
     return min(timeout_s if timeout_s < own_s else math.inf, request.timeout_s or math.inf)
 
 
 def checked_timeout_s(asked_s: float, longest_s: float) -> float:
-    """Returns the timeout that a request asks for.
-
-    Raises:
-        InvalidRequest: It is too short, or longer than it may be.
-    """
+    """Returns a requested timeout that is within the limits, or raises `InvalidRequest`."""
     if not _SHORTEST_S <= asked_s <= longest_s:
         raise InvalidRequest(
             f"a request timeout of {asked_s:g} s is not possible; "

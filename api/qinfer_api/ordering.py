@@ -1,9 +1,8 @@
-"""The order of the answers of models with `preserve_ordering`: that in which the gateway submitted their requests.
+"""The order of answers of models with `preserve_ordering`: that of the requests' submission at this gateway.
 
-A request takes its place when it is submitted, by whichever connection it came, and keeps it until it is answered,
-fails, or its caller leaves. An answer that comes before that of an earlier request of the same model version waits for
-it; it is counted, and encoded, when its turn has come. A large one is fetched only then: it may not hold the memory
-that an earlier one needs. Requests to other models pass no code of this module.
+A request keeps its place until it is answered, fails, or its caller leaves. An answer that precedes an earlier one of
+the same model version waits, and is counted and encoded in its turn. A large one is fetched only then, so that it does
+not hold memory that an earlier one needs. Other models bypass this module.
 """
 
 from collections import deque
@@ -20,11 +19,9 @@ from qinfer.submission.submit import Submission
 
 
 class Ordering:
-    """Submits the requests of models whose answers keep the order of their requests; one for each gateway.
+    """Submits requests of models that preserve their order; one per gateway.
 
-    Args:
-        submission: The way into the queue.
-        max_in_flight: Requests of one model version that may be without an answer, or have one that waits.
+    `max_in_flight` limits the requests of one model version without a delivered answer.
     """
 
     def __init__(self, submission: Submission, max_in_flight: int) -> None:
@@ -49,15 +46,15 @@ class Ordering:
         except BaseException:
             place.leave()
             raise
-        order.advance()  # a cached response is there already
+        order.advance()  # a cached response exists already
         return pending
 
 
 class _Order(deque["OrderedSink"]):
-    """The requests of one model version whose turn has not come, in the order in which they were submitted."""
+    """The waiting requests of one model version, in the order of submission."""
 
     def advance(self) -> None:
-        """Gives the first request its turn, and those behind it, as far as their answers are there."""
+        """Gives the first request its turn, and the next ones that are answered."""
         while self and self[0].is_ready:
             self.popleft().take_turn()
         if self and (first := self[0].pending) is not None:
@@ -65,16 +62,7 @@ class _Order(deque["OrderedSink"]):
 
 
 class OrderedSink(Inner):
-    """Stands for the sink of a request until its turn has come.
-
-    Args:
-        order: Where it has its place.
-        table: The pending requests.
-        inner: The request's own sink.
-
-    Attributes:
-        pending: The request, once it is submitted.
-    """
+    """Replaces the sink of a request until its turn."""
 
     __slots__ = ("_came", "_has_left", "_inner", "_order", "_table", "pending")
 
@@ -86,25 +74,25 @@ class OrderedSink(Inner):
 
     @property
     def is_ready(self) -> bool:
-        """Whether those behind it need not wait for it any more."""
+        """Whether later requests need not wait for it."""
         return self._has_left or (self.pending is not None and bool(self._came))
 
     def is_behind(self) -> bool:
-        """See the base."""
+        """Returns whether earlier answers come first."""
         return self._order[0] is not self
 
     def deliver(self, response: Response) -> None:
-        """Takes the response, to be handed on when its turn has come."""
+        """Stores the response for its turn."""
         self._came.append((self._table.answer, response))
         self._order.advance()
 
     def fail(self, error: Exception) -> None:
-        """Takes the failure, to be handed on when its turn has come."""
+        """Stores the failure for its turn."""
         self._came.append((self._table.fail, error))
         self._order.advance()
 
     def leave(self) -> None:
-        """Gives its place up, and drops an answer that waits: its caller has left."""
+        """Gives up the place and drops a stored answer, as the caller has left."""
         self._has_left = True
         self._came.clear()
         if self.pending is not None:
@@ -112,12 +100,12 @@ class OrderedSink(Inner):
         self._order.advance()
 
     def take_turn(self) -> None:
-        """Hands on what came; what comes later, such as a second response, goes to the request's own sink."""
+        """Delivers what was stored; later responses go directly to the request's sink."""
         pending, came = self.pending, self._came
         if pending is None or not came:
             return
         pending.sink = self._inner
         if pending not in self._table:
-            pending.load = None  # which counted it when its answer came
+            pending.load = None  # it was counted when the answer came
         for tell, outcome in came:
             tell(pending, outcome)

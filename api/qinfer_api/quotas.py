@@ -1,9 +1,8 @@
-"""Quotas of tenants at one gateway: a token bucket and a number of requests in flight, which hold over all gateways.
+"""Quotas of tenants: a token bucket and a limit of requests in flight, over all gateways.
 
-A gateway decides by what it has leased from Redis (`qinfer.queue.quotas`): no request waits for an answer of Redis.
-While a tenant is active, its lease is exchanged every `EVERY_S`, and at once when a request was refused or is the first
-for a while. Until the first answer, and while Redis is away, the gateway decides by a bucket of its own; what it let in
-then is told with the next exchange, and counts.
+A gateway decides by its lease from Redis (`qinfer.queue.quotas`), so requests do not wait for Redis. The lease of an
+active tenant is exchanged every `EVERY_S`, and at once after a refusal or a first request. Before the first lease, and
+while Redis is unreachable, the gateway uses a bucket of its own; the next exchange reports that use.
 """
 
 import asyncio
@@ -22,26 +21,19 @@ EVERY_S = 0.1
 """Seconds between two exchanges of an active tenant."""
 
 LEASE_S = 2.0
-"""Seconds without an exchange after which what a gateway holds of a quota is free again; then it decides alone."""
+"""Seconds without an exchange after which a gateway's lease is free again, and it decides alone."""
 
-_IDLE_S = 2.0  # without a request a tenant is active for so long
-_PAUSE_S = 0.005  # after an exchange, however many requests are refused
-_TENANTS_PER_S = 2000  # that are exchanged: with more active ones, each has its turn later
-_KEPT_DEMAND = 0.5  # of what was asked for before the last exchange
+_IDLE_S = 2.0  # a tenant stays active this long after a request
+_PAUSE_S = 0.005  # after an exchange, regardless of refusals
+_TENANTS_PER_S = 2000  # exchanged per second; more active tenants wait longer
+_KEPT_DEMAND = 0.5  # the share of the demand before the last exchange that still counts
 
 
 class Quota:
-    """The quota of one tenant at this gateway.
+    """The quota of one tenant at this gateway; its keys all have the same limits.
 
-    Args:
-        key: One of the tenant's keys; all have the same quotas.
-        now_s: The monotonic time.
-
-    Attributes:
-        tenant: The tenant.
-        in_flight: Its requests that wait for an answer.
-        weight: Its share of a model that others ask, too.
-        wake: Called when a lease is needed: by the first request for a while, and by one that is refused.
+    `weight` is its share of a model that others use too. `wake` is called when a lease is needed: by a first request,
+    or a refusal.
     """
 
     def __init__(self, key: ApiKey, now_s: float) -> None:
@@ -66,11 +58,11 @@ class Quota:
 
     @property
     def limits(self) -> Limits:
-        """The limits, over all gateways."""
+        """The limits over all gateways."""
         return Limits(self._rate, self._burst, self._max_in_flight)
 
     def charge(self, now_s: float) -> None:
-        """Counts one request against the rate.
+        """Charges a request to the rate.
 
         Raises:
             QuotaExceeded: The rate is used up.
@@ -89,12 +81,12 @@ class Quota:
         self._used += 1.0
 
     def give_back(self) -> None:
-        """Takes the last charge back."""
+        """Refunds the last charge."""
         self._tokens = min(self._tokens + 1.0, self._burst)
         self._used -= 1.0
 
     def spare(self, now_s: float) -> float:
-        """Returns how many requests that nobody waits for have room: half of the burst is kept for the others."""
+        """Returns how many background requests have room; half of the burst is kept for others."""
         if not self._rate:
             return math.inf
         self._fill(now_s)
@@ -105,7 +97,7 @@ class Quota:
         """Checks that one more request may be in flight.
 
         Raises:
-            QuotaExceeded: There are as many as there may be.
+            QuotaExceeded: The limit is reached.
         """
         most = self._max_in_flight
         if not most:
@@ -118,32 +110,32 @@ class Quota:
             )
 
     def take_use(self) -> Use:
-        """Returns what is to be told, and forgets it: `not_told` brings it back."""
+        """Returns and resets the use to report; `not_told` restores it."""
         self._demand *= _KEPT_DEMAND
         use = Use(self._used, self._demand, self.in_flight)
         self._used = 0.0
         return use
 
     def not_told(self, use: Use) -> None:
-        """Takes note that nobody has heard, or may not have: it is told again, and may count twice."""
+        """Restores a use whose report failed; it may count twice."""
         self._used += use.used
 
     def lease(self, leased: Leased, now_s: float) -> None:
-        """Takes what it may use from now on; what was used since it was asked for is a part of it."""
+        """Applies a lease, less the use since it was requested."""
         self._tokens = leased.tokens - self._used
         self._level, self._part, self._places = leased.level, leased.part, leased.places
         self._filled_at_s, self._leased_until_s = now_s, now_s + LEASE_S
 
     def leave(self, leased: Leased, now_s: float) -> None:
-        """Takes note that it holds nothing: the next requests are judged by what there was over all gateways."""
+        """Ends the lease; the next requests are judged by the level over all gateways."""
         self._tokens, self._filled_at_s, self._leased_until_s = leased.level - self._used, now_s, -math.inf
 
     def is_idle(self, now_s: float) -> bool:
-        """Tells whether nothing was asked for a while, and nothing is in flight."""
+        """Returns whether there were no recent requests and none is in flight."""
         return not self.in_flight and now_s - self._asked_at_s > _IDLE_S
 
     def _ask(self, now_s: float) -> None:
-        """Counts one request that is asked for; the first for a while needs a lease."""
+        """Counts demand; a first request needs a lease."""
         was_idle = now_s - self._asked_at_s > _IDLE_S
         self._asked_at_s = now_s
         self._demand += 1.0
@@ -154,19 +146,14 @@ class Quota:
         return now_s < self._leased_until_s
 
     def _fill(self, now_s: float) -> None:
-        """Fills the gateway's bucket: with its part of what comes, with all of it while it holds no lease."""
+        """Fills the bucket at the leased part of the rate, or at all of it without a lease."""
         rate = self._rate * self._part if self._is_leased(now_s) else self._rate
         self._tokens = min(self._tokens + (now_s - self._filled_at_s) * rate, self._burst)
         self._filled_at_s = now_s
 
 
 class QuotaLeases:
-    """Exchanges the leases of the active tenants, until cancelled.
-
-    Args:
-        quotas: The quotas in Redis.
-        now_s: The monotonic clock of the quotas.
-    """
+    """Exchanges the leases of active tenants."""
 
     def __init__(self, quotas: Quotas, now_s: Callable[[], float]) -> None:
         self._quotas = quotas
@@ -176,12 +163,12 @@ class QuotaLeases:
         self._outage = OutageLog(logger, "quotas count in this gateway alone", "quotas count over all gateways again")
 
     def wake(self, quota: Quota) -> None:
-        """Has a tenant's lease exchanged soon; see `Quota.wake`."""
+        """Exchanges a tenant's lease soon; see `Quota.wake`."""
         self._active[quota.tenant] = quota
         self._woken.set()
 
     async def run(self) -> None:
-        """Exchanges again and again, while any tenant is active."""
+        """Exchanges leases until cancelled, while any tenant is active."""
         while True:
             if not self._active:
                 await self._woken.wait()

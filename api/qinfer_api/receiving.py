@@ -1,15 +1,14 @@
-"""The memory that a gateway lends to bodies of requests that have not come in whole, and to large answers.
+"""The gateway's memory budget for incoming bodies and large answers.
 
-A body reserves its bytes before its client may send them. When the budget is spent, a large body waits for its turn and
-its client is held back by flow control; a small one, whose bytes are under way already, is refused. An eighth of the
-budget is kept for small bodies, so that large uploads do not shut them out. A compressed body reserves what may come of
-it, too, and holds what has come of it until it is decoded: a few kilobytes can be the memory of many. Bodies whose
-decoding makes much of them are decoded one at a time, and what each becomes is counted, too. A large answer waits in
-Redis for its memory, and has it until its client has read it.
-
-Each owner has at most twice as much as it leaves free, so that one tenant never has all of it (the rule of Choudhury
-and Hahne for buffers that switches share, IEEE/ACM Transactions on Networking 6(2), 1998). A large body whose bytes
-come too slowly is given up, from the start: its memory is for those who send.
+- A body reserves its bytes before its client may send them. If the budget is spent, a large body waits and flow control
+  stops its client; a small one, whose bytes are already under way, is refused.
+- An eighth of the budget is kept for small bodies, so that large uploads do not block them.
+- A compressed body also reserves its decompressed size until it is decoded.
+- Bodies that grow by decoding are decoded one at a time, and their decoded size is counted.
+- A large answer waits in Redis for memory, which it holds until its client has read it.
+- An owner gets at most twice as much as it leaves free, so that no tenant takes everything (the rule of Choudhury and
+  Hahne for buffers that switches share, IEEE/ACM Transactions on Networking 6(2), 1998).
+- A large body that arrives too slowly is given up.
 """
 
 import asyncio
@@ -24,46 +23,39 @@ from itertools import count
 from qinfer.errors import Overloaded
 
 SMALL_BYTES = 64 * 1024
-"""Bodies up to this size are let in at once, or refused; flow control lets clients send as much unasked."""
+"""Bodies up to this size are admitted or refused at once; flow control lets clients send as much unasked."""
 
 MAX_WAITING = 256
-"""Large bodies that may wait for their turn; each may have sent `SMALL_BYTES` by then."""
+"""Large bodies that may wait; each may have sent `SMALL_BYTES`."""
 
 PATIENCE_S = 10
 """Seconds that a large body may be late."""
 
 LEAST_BYTES_PER_S = 64 * 1024
-"""A large body comes at this rate, or in `WHOLE_WITHIN_S`."""
+"""The slowest rate of a large body, unless it arrives in `WHOLE_WITHIN_S`."""
 
 WHOLE_WITHIN_S = 60
 
 SPENT = (
     "the gateway receives as many bytes as it may (QINFER_LIMITS__MAX_RECEIVING_BYTES); try again, or another gateway"
 )
-"""The text of refusals."""
 
 TOO_SLOW = "the body came too slowly: send 64 KiB a second, or all of it in a minute"
-"""The text of the error of a body that is given up."""
 
 ANSWER_BYTES = 3
-"""The memory that an answer takes for a byte of its outputs: that byte, and what it becomes in JSON."""
+"""Memory of an answer per byte of output: the byte, and its JSON."""
 
 TRIM_BYTES, TRIM_EVERY_S = 32 * 2**20, 5
-"""Allocators keep what large bodies needed: the system gets it when so many bytes were lent, and so seldom."""
+"""Allocators keep freed memory; it is trimmed after so many bytes were lent, at most this often."""
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
-_SHARE = 2  # an owner has at most so many times what is free
+_SHARE = 2  # the limit of an owner, as a multiple of the free bytes
 
 
 class Reservation:
-    """The memory of one body, or of one answer.
+    """The memory of one body, or of one answer (`is_answer`).
 
-    Attributes:
-        owner: Who is counted for it.
-        size: Bytes.
-        granted: Called when its turn comes, unless it came at once.
-        is_granted: The client may send the body, or the answer may be fetched.
-        is_answer: It is the memory of an answer.
+    `granted` is called when its turn comes, unless it was granted at once.
     """
 
     __slots__ = ("_arrived", "_budget", "_late", "_seconds", "granted", "is_answer", "is_granted", "owner", "size")
@@ -79,23 +71,18 @@ class Reservation:
         self.is_granted = self.is_answer = False
 
     def watch(self, arrived: Callable[[], int], late: Callable[[], None]) -> None:
-        """Has a body given up that comes too slowly once it may, or an answer that is read too slowly by its client.
-
-        Args:
-            arrived: Tells how many bytes have come, or were read.
-            late: Gives the body or the answer up.
-        """
+        """Calls `late` if a granted body arrives, or an answer is read, too slowly; `arrived` counts its bytes."""
         self._arrived, self._late = arrived, late
         self._budget.watched[self] = None
 
     def unwatch(self) -> None:
-        """Takes note that the body has come in whole."""
+        """Stops watching, as the body has arrived."""
         if self._late is not None:
             self._arrived = self._late = None
             del self._budget.watched[self]
 
     def second_passed(self) -> None:
-        """Gives the body up if it is late; an answer only while others wait for memory."""
+        """Gives the body up if it is late; an answer only while others wait."""
         if self._arrived is None or self._late is None or not self.is_granted or self.size <= SMALL_BYTES:
             return
         self._seconds += 1
@@ -108,7 +95,7 @@ class Reservation:
             late()
 
     def grow(self, size: int) -> None:
-        """Makes a granted reservation as large as a body whose size was not known before has become.
+        """Enlarges a granted reservation to the size of a body of unknown length.
 
         Raises:
             Overloaded: The budget is spent.
@@ -117,12 +104,12 @@ class Reservation:
             raise Overloaded(SPENT)
 
     def shrink(self, size: int) -> None:
-        """Gives back what is more than so many bytes, at least 1, of a granted reservation."""
+        """Shrinks a granted reservation to `size`, at least 1."""
         if size < self.size:
             self._budget.shrink(self, size)
 
     def become(self, size: int) -> None:
-        """Makes the granted reservation of an answer as large as that has become."""
+        """Resizes the granted reservation of an answer to its encoded size."""
         size = max(self._budget.counted(size), 1)
         if size < self.size:
             self._budget.shrink(self, size)
@@ -130,34 +117,27 @@ class Reservation:
             self._budget.enlarge(self, size)
 
     def withdraw(self) -> None:
-        """Stops waiting, as if its turn had not come in time; changes nothing once it is granted."""
+        """Stops waiting as if the time was over; does nothing once granted."""
         if not self.is_granted:
             self.release()
             self.granted()
 
     def release(self) -> None:
-        """Gives the memory back, or stops waiting for it; a second time changes nothing."""
+        """Releases the memory, or stops waiting for it; idempotent."""
         self.unwatch()
         if self.size:
             self._budget.released(self)
 
 
 def _needed(size: int, held: int) -> int:
-    """Returns the free bytes, times `_SHARE`, without which an owner that holds so much gets no more."""
+    """Returns the free bytes, times `_SHARE`, that an owner needs for `size` more."""
     return max(_SHARE * size, held + size)
 
 
 class _WaitingReservations:
-    """The bodies and answers that wait for their turn. There may be thousands, so no step looks at all of them.
+    """The waiting bodies and answers; no operation visits all of them, as there may be thousands.
 
-    A huge one waits until it is alone, and later ones wait behind it: else it would wait for ever.
-
-    Args:
-        huge_bytes: More is huge.
-        held: The bytes that each owner holds.
-
-    Attributes:
-        bodies: How many bodies of each owner wait.
+    A huge one waits until it is alone, and later ones wait behind it, so that it does not wait for ever.
     """
 
     def __init__(self, huge_bytes: int, held: Counter[Hashable]) -> None:
@@ -167,12 +147,12 @@ class _WaitingReservations:
         self.bodies: Counter[Hashable] = Counter()
         self._places: dict[Reservation, tuple[int, int, Reservation]] = {}
         self._own: dict[Hashable, list[tuple[int, int, Reservation]]] = {}
-        """The places of each owner's, by size and arrival."""
+        """Each owner's places, by size and arrival."""
         self._firsts: list[tuple[int, int, int, Reservation]] = []
-        """The first one of each owner, by what it needs, what the owner holds, and arrival."""
+        """Each owner's first, by the bytes needed, the bytes held, and arrival."""
         self._first: dict[Hashable, tuple[int, int, int, Reservation]] = {}
         self._behind: OrderedDict[Reservation, None] = OrderedDict()
-        """The first huge one, and all that have come after it."""
+        """The first huge one, and all later ones."""
 
     def __len__(self) -> int:
         return len(self._places) + len(self._behind)
@@ -183,7 +163,7 @@ class _WaitingReservations:
         return bool(self._behind)
 
     def enter(self, one: Reservation) -> None:
-        """Takes one that waits."""
+        """Adds a waiting reservation."""
         if not one.is_answer:
             self.bodies[one.owner] += 1
         if self._behind or one.size > self._huge_bytes:
@@ -192,7 +172,7 @@ class _WaitingReservations:
             self._put_in_order(one)
 
     def take_out(self, one: Reservation) -> None:
-        """Forgets one, which has its turn or waits no more."""
+        """Removes a reservation, which has its turn or stops waiting."""
         if not one.is_answer:
             self.bodies -= Counter((one.owner,))
         if place := self._places.pop(one, None):
@@ -206,11 +186,11 @@ class _WaitingReservations:
             self._put_in_order(first)
 
     def first(self) -> Reservation:
-        """Returns the one whose turn comes next; there must be one."""
+        """Returns the next reservation; there must be one."""
         return self._firsts[0][-1] if self._firsts else next(iter(self._behind))
 
     def holds(self, owner: Hashable) -> None:
-        """Finds the place of an owner, which holds more or less now, or of which another one is the first."""
+        """Updates the place of an owner whose held bytes or first reservation changed."""
         if first := self._first.pop(owner, None):
             del self._firsts[bisect_left(self._firsts, first)]
         if owner not in self._own:
@@ -230,15 +210,7 @@ class _WaitingReservations:
 
 
 class ReceivingBudget:
-    """Grants memory to bodies; the smaller ones of owners that hold less go first.
-
-    Args:
-        max_bytes: The memory of all bodies together. A larger body is let in alone.
-
-    Attributes:
-        held_bytes: Bytes that are granted.
-        watched: The reservations of bodies that may be given up.
-    """
+    """Grants memory, first to small bodies of owners that hold little; admits a body above the budget alone."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -249,25 +221,16 @@ class ReceivingBudget:
         self._held: Counter[Hashable] = Counter()
         self._waiting = _WaitingReservations(self._max_large_bytes, self._held)
         self._decoding = asyncio.Lock()
-        self._becoming = 0  # of what is held, what bodies become that are decoded
+        self._becoming = 0  # the part of `held_bytes` for a body being decoded
         self._untrimmed = self._seconds = 0
 
     @property
     def waiting(self) -> int:
-        """Number of bodies and answers that wait for their turn."""
+        """Number of waiting bodies and answers."""
         return len(self._waiting)
 
     def reserve(self, owner: Hashable, size: int, granted: Callable[[], None]) -> Reservation | None:
-        """Reserves memory for a body.
-
-        Args:
-            owner: Who is counted for it: a tenant, or a connection.
-            size: Bytes, more than 0.
-            granted: Called when its turn comes, if the reservation is not granted at once.
-
-        Returns:
-            The reservation; `None` = the budget is spent, and the body can't wait.
-        """
+        """Reserves memory for a body of a tenant or connection; `None` = it is refused."""
         one = Reservation(self, owner, size, granted)
         if self._fits(one) and (size <= SMALL_BYTES or not self._waiting.has_huge):
             self._grant(one)
@@ -278,7 +241,7 @@ class ReceivingBudget:
         return one
 
     def second_passed(self) -> None:
-        """Gives up the bodies that come too slowly, and returns to the system what bodies and answers have needed."""
+        """Gives up slow bodies, and returns unused memory to the system."""
         for one in tuple(self.watched):
             one.second_passed()
         self._seconds += 1
@@ -289,7 +252,7 @@ class ReceivingBudget:
 
     @staticmethod
     def _trim() -> None:
-        """Frees what is in cycles, and has the allocator return what it keeps, in a thread."""
+        """Collects cycles, and trims the allocator in a thread."""
         gc.collect()
         if _trim is not None:
             asyncio.get_running_loop().run_in_executor(None, _trim, 0)
@@ -298,16 +261,8 @@ class ReceivingBudget:
     async def reserved(
         self, owner: Hashable, size: int, within_s: float, waits: Callable[[Reservation], None] | None = None
     ) -> AsyncIterator[Reservation]:
-        """Holds memory for a body during the block, from its turn on.
-
-        Args:
-            owner: Who is counted for it.
-            size: Bytes, more than 0.
-            within_s: How long its turn may take.
-            waits: Gets the reservation if it has to wait, and may withdraw it.
-
-        Raises:
-            Overloaded: The budget is spent.
+        """Waits at most `within_s` for memory, and holds it during the block; `waits` gets a reservation that has to
+        wait.
         """
         one = await self.granted(owner, size, within_s, waits)
         try:
@@ -318,7 +273,7 @@ class ReceivingBudget:
     async def granted(
         self, owner: Hashable, size: int, within_s: float, waits: Callable[[Reservation], None] | None = None
     ) -> Reservation:
-        """Waits for the turn of a body: see `reserved`; the caller releases what it returns."""
+        """Waits for memory as `reserved` does; the caller releases it."""
         turn = asyncio.Event()
         one = self.reserve(owner, size, turn.set)
         if one is None:
@@ -339,12 +294,7 @@ class ReceivingBudget:
         return one
 
     async def lent(self, owner: Hashable, nbytes: int) -> Reservation:
-        """Waits for the memory of an answer, for as long as it takes; the caller releases what it returns.
-
-        Args:
-            owner: Who is counted for it.
-            nbytes: The bytes of its outputs, more than `SMALL_BYTES`.
-        """
+        """Waits without limit for the memory of an answer with `nbytes` of outputs; the caller releases it."""
         turn = asyncio.Event()
         one = Reservation(self, owner, self.counted(ANSWER_BYTES * nbytes), turn.set)
         one.is_answer = True
@@ -360,18 +310,15 @@ class ReceivingBudget:
         return one
 
     def counted(self, size: int) -> int:
-        """Returns what an answer of so many bytes counts: the largest one leaves a third to others."""
+        """Returns the bytes that an answer counts; the largest one leaves a third to others."""
         return min(size, 2 * self._max_large_bytes // 3)
 
     @asynccontextmanager
     async def decoding(self, size: int) -> AsyncIterator[None]:
-        """Has large bodies decoded one at a time, and counts what this one becomes during the block.
+        """Serialises the decoding of large bodies, and counts the decoded size during the block.
 
-        What it becomes counts beyond the limit, too, so that no body waits for memory that others hold who wait for
-        this turn; meanwhile, new large bodies wait, and small ones do not.
-
-        Args:
-            size: The most bytes that it becomes.
+        That size may exceed the limit, so that no body waits for memory held by others that wait for this turn.
+        Meanwhile new large bodies wait, and small ones do not.
         """
         async with self._decoding:
             self.held_bytes += size
@@ -385,7 +332,7 @@ class ReceivingBudget:
                 self._grant_next()
 
     def grow(self, one: Reservation, size: int) -> bool:
-        """Makes a granted reservation larger; `False` = the budget is spent, and the body can't wait."""
+        """Enlarges a granted reservation; returns `False` if the budget is spent."""
         more, was_large = size - one.size, one.size > SMALL_BYTES
         free = self._max_large_bytes - self.held_bytes
         is_alone = self._large == was_large
@@ -395,7 +342,7 @@ class ReceivingBudget:
         return True
 
     def enlarge(self, one: Reservation, size: int) -> None:
-        """Makes a granted reservation larger, whatever is free."""
+        """Enlarges a granted reservation without regard to the budget."""
         more, was_large = size - one.size, one.size > SMALL_BYTES
         self._large += (size > SMALL_BYTES) - was_large
         one.size = size
@@ -403,7 +350,7 @@ class ReceivingBudget:
         self._hold(one.owner, more)
 
     def shrink(self, one: Reservation, size: int) -> None:
-        """Makes a granted reservation smaller."""
+        """Shrinks a granted reservation."""
         self._large -= (one.size > SMALL_BYTES) - (size > SMALL_BYTES)
         less, one.size = one.size - size, size
         self._hold(one.owner, -less)
@@ -422,7 +369,6 @@ class ReceivingBudget:
         self._grant_next()
 
     def _hold(self, owner: Hashable, more: int) -> None:
-        """Counts what an owner holds more, or less."""
         self.held_bytes += more
         self._held[owner] += more
         if not self._held[owner]:
@@ -453,15 +399,7 @@ class ReceivingBudget:
 
 
 class AnswerMemory:
-    """The memory of an answer that no pending request has.
-
-    Args:
-        budget: Lends it.
-        owner: Who is counted for it.
-
-    Attributes:
-        memory: It; `None` = the answer is small, or is not to be read yet.
-    """
+    """The memory of an answer without a pending request; `None` if it is small or not read yet."""
 
     def __init__(self, budget: ReceivingBudget, owner: Hashable) -> None:
         self._budget = budget
@@ -469,10 +407,10 @@ class AnswerMemory:
         self.memory: Reservation | None = None
 
     async def room(self, nbytes: int) -> None:
-        """Waits for the memory of an answer that is to be read."""
+        """Waits for memory before an answer is read."""
         self.memory = self.memory or await self._budget.lent(self._owner, nbytes)
 
     def release(self) -> None:
-        """Gives the memory back."""
+        """Releases the memory."""
         if self.memory is not None:
             self.memory.release()

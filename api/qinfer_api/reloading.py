@@ -1,7 +1,7 @@
-"""Files that a gateway reads again while it serves: API keys when their content changes, certificates on SIGHUP.
+"""Files that a serving gateway reloads: API keys when their content changes, certificates on SIGHUP.
 
-A file that can't be used changes nothing: what was read before stays valid, and the log has an ERROR that names the
-file and the cause. Keys, hashes and private keys are in no message.
+An unusable file changes nothing: the previous content stays valid, and an ERROR names the file and the cause. Messages
+contain no keys, hashes or private keys.
 """
 
 import asyncio
@@ -16,17 +16,13 @@ from qinfer_api.auth import Auth
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-"""Seconds between two looks at the file of API keys."""
+"""Seconds between two checks of the file of API keys."""
 
 
 class KeyFile:
-    """Keeps the known keys the same as those of a file.
+    """Keeps the known keys equal to those of a file.
 
-    The file is found by its path at each look: Kubernetes replaces a link, and editors replace files.
-
-    Args:
-        path: The file.
-        auth: Where the keys are known.
+    The path is opened at each check, because Kubernetes and editors replace the file.
     """
 
     def __init__(self, path: Path, auth: Auth) -> None:
@@ -36,7 +32,7 @@ class KeyFile:
         self._problem = ""
 
     async def look(self) -> None:
-        """Reads the file, and takes its keys if its content has changed; logs each problem once."""
+        """Reloads the file if its content has changed; logs each problem once."""
         try:
             keys = await asyncio.to_thread(self._changed)
         except SettingsError as error:
@@ -61,12 +57,7 @@ class KeyFile:
 
 
 class Reloading:
-    """Looks at the file of API keys every second, and at all files when asked to.
-
-    Args:
-        keys: The file of API keys; `None` = none are required.
-        certificates: Show the certificates as they are in their files now; each may raise `SettingsError` or `OSError`.
-    """
+    """Checks the file of API keys every second, and reloads all files on request."""
 
     def __init__(self, keys: KeyFile | None, certificates: Sequence[Callable[[], Awaitable[None]]]) -> None:
         self._keys = keys
@@ -74,7 +65,7 @@ class Reloading:
         self._asked = asyncio.Event()
 
     def ask(self) -> None:
-        """Has all files read again soon; the handler of SIGHUP."""
+        """Requests a reload of all files; the handler of SIGHUP."""
         self._asked.set()
 
     async def run(self) -> None:

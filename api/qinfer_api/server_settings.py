@@ -1,7 +1,7 @@
 """Settings that clients change at run time: logging and tracing (reference §1.16, §1.17).
 
-They are kept in the control store, so that all gateways show the same and all processes follow. An update is checked
-whole before anything of it is stored.
+The control store holds them, so that all gateways show the same and all processes follow. An update is checked
+completely before any of it is stored.
 """
 
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ class LogChanges(msgspec.Struct, frozen=True):
     """Changes of the log settings; omitted and null fields do not change.
 
     Attributes:
-        log_file: Refused: where logs go is the operator's.
+        log_file: Refused, because the operator chooses where logs go.
 
     Example:
         {"log_verbose_level": 1}
@@ -73,8 +73,8 @@ class TraceValues(msgspec.Struct, frozen=True):
     """The trace settings.
 
     Attributes:
-        trace_count: Of traces that this process may still begin; -1 = any number.
-        trace_file: The name of the file, without where it is; empty: no traces are written here.
+        trace_count: Traces that this process may still begin; -1 = any number.
+        trace_file: The name of the file without its directory; empty: no traces are written here.
     """
 
     trace_level: list[Literal["OFF", "TIMESTAMPS", "TENSORS"]]
@@ -86,40 +86,24 @@ class TraceValues(msgspec.Struct, frozen=True):
 
 
 class LogSettings:
-    """The log settings, of all processes together.
-
-    Args:
-        store: Where they are kept.
-        start: What this process started with; it holds for what no client has set.
-    """
+    """The log settings of all processes; `start` holds for values that no client has set."""
 
     def __init__(self, store: ControlStore, start: LogStart) -> None:
         self._store = store
         self.first = Switches.of(start)
 
     async def read(self) -> LogValues:
-        """Returns them.
-
-        Raises:
-            BrokerUnavailable: The store can't be reached.
-        """
+        """Returns the settings."""
         return _shown(await self._switches())
 
     async def update(self, changes: Changes) -> LogValues:
-        """Changes some of them; in this process from now on, in the others within about two seconds.
+        """Applies changes here at once, in other processes within two seconds; returns all settings.
 
-        Args:
-            changes: `LogChanges`, as JSON has them; what is `None` or not known is left out.
-
-        Returns:
-            All of them, as they are now.
+        `None` and unknown names are ignored.
 
         Raises:
-            UnsupportedFeature: `log_file` is among them.
-            MalformedJson: A value is of the wrong type.
-            ValueRefused: `log_format` is none that is known.
-            InvalidRequest: `log_verbose_level` is too large.
-            BrokerUnavailable: The store can't be reached.
+            UnsupportedFeature: `log_file` is given.
+            ValueRefused: `log_format` is unknown.
         """
         await put_group(self._store, LOGGING, _log_values(changes))
         switches = await self._switches()
@@ -131,14 +115,7 @@ class LogSettings:
 
 
 class TraceSettings:
-    """The trace settings: the server's, and those that differ for a model.
-
-    Args:
-        store: Where they are kept.
-        catalog: Knows the models.
-        traces: Follows them, here; `None` = this process writes no traces.
-        start: The values at the start.
-    """
+    """The trace settings, of the server and of models with their own."""
 
     def __init__(
         self,
@@ -154,15 +131,7 @@ class TraceSettings:
         self._new_change = IdFactory().ulid
 
     async def read(self, model: str = "") -> TraceValues:
-        """Returns them.
-
-        Args:
-            model: A model; empty = the server's.
-
-        Raises:
-            InvalidRequest: The model is unknown, or not ready.
-            BrokerUnavailable: The store can't be reached.
-        """
+        """Returns the settings of a ready model, or with an empty name the server's."""
         self._check(model)
         traces = self._traces
         stored = await (self._store.settings() if traces is None else traces.refresh(self._store))
@@ -175,20 +144,10 @@ class TraceSettings:
         return msgspec.convert(shown | {"trace_mode": "triton"}, TraceValues)
 
     async def update(self, changes: Changes, model: str = "") -> TraceValues:
-        """Changes some of them; in this process from now on, in the other gateways within about two seconds.
-
-        Args:
-            changes: `TraceChanges`, as JSON has them; what is not known is left out.
-            model: A model; empty = the server's.
-
-        Returns:
-            All of them, as they are now.
+        """Applies changes here at once, in other gateways within two seconds; returns all settings.
 
         Raises:
-            UnsupportedFeature: `trace_file` is among them, or what is not traced here.
-            MalformedJson: A value is of the wrong type.
-            InvalidRequest: A value can't be used, or the model is unknown or not ready.
-            BrokerUnavailable: The store can't be reached.
+            UnsupportedFeature: `trace_file` is given, or a kind of trace that is not written here.
         """
         self._check(model)
         asked = convert_json(changes, TraceChanges)

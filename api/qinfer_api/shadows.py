@@ -1,10 +1,10 @@
-"""The shadows of a gateway: drawn from the requests of endpoints, executed elsewhere, compared in a thread, counted.
+"""The shadows of a gateway: copies of requests to endpoints, executed by another target and compared in a thread.
 
     request ─▶ stable target ─▶ reply to the caller, and then ─┐
        └─────▶ shadow's lane ─▶ ………………………………………………………………………─┴─▶ thread: compared ─▶ counts, samples
 
-No reply waits for a shadow, and no caller sees one. Nothing of it is durable: it is lost with its gateway, and dropped
-where too many are in flight. It is sent together with the request, whose memory may be its caller's.
+Replies do not wait for shadows, and callers do not see them. Shadows are lost with their gateway, and dropped if too
+many are in flight. One is sent together with its request, whose memory may be the caller's.
 """
 
 import asyncio
@@ -32,23 +32,15 @@ from qinfer.traffic.tally import Key, ShadowOutcome, TargetTally, witness_of
 logger = logging.getLogger(__name__)
 
 MOST_TARGETS = 64
-"""The differences of so many targets are kept, those that were compared last."""
+"""Targets whose differences are kept, by last comparison."""
 
 _NOT_EXECUTED = frozenset({ErrorCode.DEADLINE_EXCEEDED.value, ErrorCode.CANCELLED.value})
 
 
 class Shadows:
-    """See the module docstring; used on the event loop.
+    """Draws, submits and counts shadows; for one event loop.
 
-    Args:
-        submission: The way into the queue.
-        endpoints: The endpoints as the gateway knows them.
-        tally: Counts.
-        settings: What may be in flight, and what is kept.
-        max_in_flight: So many requests may be pending in this gateway; shadows leave half of that to callers.
-
-    Attributes:
-        waiting: Shadows that wait for their answers.
+    They leave half of `max_in_flight` to callers. `waiting` have no answer yet.
     """
 
     def __init__(
@@ -72,7 +64,7 @@ class Shadows:
         self._is_closed = False
 
     def drawn(self, request: InferRequest) -> "Sequence[Shadow]":
-        """Draws the shadows of a request whose target was chosen; each is to be started, or to be told `left`."""
+        """Draws the shadows of a request with a chosen target; call `start` or `left` on each."""
         targets = self._endpoints.shadows(request)
         return [shadow for target in targets if (shadow := self._shadow(target, request)) is not None]
 
@@ -84,7 +76,7 @@ class Shadows:
                 self._in_flight += 1
                 self._bytes += size
                 return Shadow(self, key, served, size, witness)
-        except Exception:  # the boundary of shadows: their request goes on, whatever it is
+        except Exception:  # the boundary of shadows: the request continues
             logger.exception("shadow not drawn", extra={"target": key[1]})
         self._tally.shadow(key, ShadowOutcome.DROPPED, witness)
         return None
@@ -98,11 +90,7 @@ class Shadows:
         )
 
     def submit(self, shadow: "Shadow", request: InferRequest) -> Pending:
-        """Submits a shadow of a request that is submitted.
-
-        Raises:
-            QinferError: It is refused.
-        """
+        """Submits a shadow of a submitted request."""
         copy = msgspec.structs.replace(
             request,
             model=shadow.served.spec.name,
@@ -117,21 +105,21 @@ class Shadows:
         return pending
 
     def took(self, size: int) -> bool:
-        """Counts bytes that a shadow has come to hold; returns whether it may."""
+        """Counts bytes of a shadow; returns whether they fit."""
         self._bytes += size
         return self._bytes <= self._settings.max_shadow_bytes
 
     def answered(self) -> None:
-        """Takes note that a shadow waits no longer."""
+        """Counts an answered shadow."""
         self.waiting -= 1
 
     def cancel(self, pending: Pending) -> None:
-        """Takes a shadow out of the queue that nobody needs any more."""
+        """Cancels a shadow."""
         self.waiting -= 1
         self._submission.pending.cancel(pending)
 
     def compare(self, shadow: "Shadow", stable: Sequence[Tensor], other: Sequence[Tensor]) -> None:
-        """Has both answers compared in the thread; `Shadow.compared` is called then."""
+        """Compares both answers in the thread, which then calls `Shadow.compared`."""
         if self._is_closed:
             shadow.left()
             return
@@ -141,11 +129,11 @@ class Shadows:
         found.add_done_callback(lambda each: self._told(shadow, each))
 
     def _told(self, shadow: "Shadow", found: "Future[bool]") -> None:
-        with suppress(RuntimeError):  # the loop has ended, and the gateway with it
+        with suppress(RuntimeError):  # the loop has ended with the gateway
             self._call_soon(shadow.compared, found)
 
     def _of(self, key: Key) -> Differences:
-        """Returns what is known of a target; begins anew where the rules are others now."""
+        """Returns the differences of a target, new ones if the rules have changed."""
         routed, known = self._endpoints.by_name.get(key[0]), self._differences.pop(key, None)
         rules = {} if routed is None else routed.endpoint.compare
         if known is None or known.rules != rules:
@@ -157,38 +145,27 @@ class Shadows:
         return known
 
     def ended(self, shadow: "Shadow", outcome: "ShadowOutcome", size: int) -> None:
-        """Counts a shadow that has ended, and frees what it held."""
+        """Counts an ended shadow, and releases its memory."""
         self._in_flight -= 1
         self._bytes -= size
         self._tally.shadow(shadow.key, outcome, shadow.witness)
 
     async def found(self, endpoint: str) -> dict[str, Found]:
-        """Returns what was found of the shadows of an endpoint, by their targets."""
+        """Returns the findings about an endpoint's shadows, by target."""
         loop = asyncio.get_running_loop()
         known = {target: one for (name, target), one in self._differences.items() if name == endpoint}
         return {target: await loop.run_in_executor(self._thread, one.found) for target, one in known.items()}
 
     def close(self) -> None:
-        """Compares nothing more; what would be compared is dropped."""
+        """Stops comparing."""
         self._is_closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class Shadow(Inner):
-    """One shadow, from the draw to its end: it takes the answers of both targets, in any order.
+    """One shadow; takes the answers of both targets in any order.
 
-    Args:
-        shadows: Those of the gateway.
-        key: Its endpoint and target.
-        served: The model version that executes it.
-        size: The bytes of its inputs.
-        witness: The tenant whose evidence it is; `None` = it is not evidence.
-
-    Attributes:
-        key: As given, like the next two.
-        served: The same.
-        witness: The same.
-        name: Names the request in samples: by its caller's id, else by the shadow's own.
+    `witness` is the tenant whose evidence it is, `None` if it is no evidence. `name` identifies the request in samples.
     """
 
     __slots__ = ("_has_ended", "_other", "_pending", "_shadows", "_size", "_stable", "key", "name", "served", "witness")
@@ -203,7 +180,7 @@ class Shadow(Inner):
         self._has_ended = False
 
     def start(self, request: InferRequest) -> None:
-        """Submits it, once its request is submitted; one that is refused is dropped."""
+        """Submits the shadow after its request; drops it if it is refused."""
         if self._has_ended:
             return
         try:
@@ -211,14 +188,14 @@ class Shadow(Inner):
         except QinferError as error:
             logger.debug("shadow refused", extra={"target": self.key[1], "reason": error.message})
             self._end(ShadowOutcome.DROPPED)
-        except Exception:  # as in `Shadows._shadow`
+        except Exception:  # the boundary of shadows: the request continues
             logger.exception("shadow not submitted", extra={"target": self.key[1]})
             self._end(ShadowOutcome.DROPPED)
         else:
             self.name = request.client_id or self._pending.request_id
 
     def stable_answered(self, response: Response) -> None:
-        """Takes the answer that the caller has got."""
+        """Stores the caller's answer."""
         if self._has_ended:
             return
         if response.failure is not None:
@@ -227,16 +204,16 @@ class Shadow(Inner):
         try:
             self._stable = self._kept(response)
             self._compare()
-        except Exception:  # as above: its caller has the answer already, and gets no other
+        except Exception:  # the boundary of shadows: the caller has its answer
             logger.exception("shadow not compared", extra={"target": self.key[1]})
             self._end(ShadowOutcome.DROPPED)
 
     def left(self) -> None:
-        """Takes note that the request has no answer."""
+        """Drops the shadow, as its request has no answer."""
         self._end(ShadowOutcome.DROPPED)
 
     def deliver(self, response: Response) -> None:
-        """Takes the shadow's own answer."""
+        """Stores the shadow's answer."""
         self._take_pending()
         if self._has_ended:
             return
@@ -247,12 +224,12 @@ class Shadow(Inner):
         self._compare()
 
     def fail(self, error: Exception) -> None:
-        """Takes the reason why it has no answer: the queue's, or the gateway's, for the model's is a response."""
+        """Handles a failure of the queue or the gateway; the model's is a response."""
         self._take_pending()
         self._fail(error.code.value if isinstance(error, DeadlineExceeded) else ErrorCode.CANCELLED.value)
 
     def compared(self, found: "Future[bool]") -> None:
-        """Takes the outcome of the comparison."""
+        """Handles the result of the comparison."""
         error = None if found.cancelled() else found.exception()
         if found.cancelled():
             self._end(ShadowOutcome.DROPPED)
@@ -267,7 +244,7 @@ class Shadow(Inner):
         self._end(ShadowOutcome.DROPPED if code in _NOT_EXECUTED else ShadowOutcome.FAILED)
 
     def _kept(self, response: Response) -> Sequence[Tensor]:
-        """Copies outputs, which would otherwise keep the answers of others in memory, too."""
+        """Copies outputs, which may share memory with other answers."""
         size = sum(len(tensor.data) for tensor in response.outputs)
         self._size += size
         if not self._shadows.took(size):

@@ -1,16 +1,12 @@
 """System shared memory: clients on this host pass tensors in it instead of in bodies (reference §1.15).
 
-The registry is this process's own: a client registers its regions at each gateway that it talks to. Each tenant has
-regions of its own, which others neither see nor unregister nor use. It is off unless the operator turns it on, for it
-lets every client name any shared memory object that this process may open, and so read and overwrite what is not its
-own.
-
-Regions are read and written through their descriptors and never mapped: a client that shortens a mapped object would
-have the kernel kill this process (SIGBUS). What is read is a copy, so that nothing changes under a request.
-
-A region that is unregistered while requests use it stays until the last of them has ended, as Triton has it. From its
-acceptance on, a request uses it for as long as there is its `Limited`, which its output plan has: so has whoever can
-still answer it.
+- A client registers its regions at each gateway that it uses. Tenants can't see, unregister or use those of others.
+- It is off by default, because a client may name any shared memory object that this process can open, and so read and
+  overwrite those of others.
+- Regions are read and written through descriptors, never mapped: a client that shortens a mapped object would kill this
+  process (SIGBUS). Reads are copies, so that nothing changes under a request.
+- As in Triton, an unregistered region stays open until the last request that uses it has ended. An accepted request
+  uses it while its `Limited`, which its output plan holds, is referenced.
 """
 
 import os
@@ -38,7 +34,7 @@ from qinfer.wire.outputs import no_shared_memory
 DIRECTORY = "/dev/shm"  # noqa: S108 - where `shm_open` of glibc and musl keeps its objects
 
 MAX_REGIONS = 10_000
-"""Regions that may be registered at once: each takes a descriptor. A tenant that has less than its share gets more."""
+"""Registered regions at a time: each takes a descriptor. A tenant below its share is admitted even if it is full."""
 
 _MAX_UINT64 = 2**64 - 1
 _RESERVED_PREFIX = "triton_python_backend_shm_region_"
@@ -49,9 +45,9 @@ class Region(msgspec.Struct, frozen=True):
     """A registered region of system shared memory.
 
     Attributes:
-        name: What requests call it.
+        name: Its name in requests.
         key: The name of the shared memory object, as `shm_open` takes it.
-        offset: Where the region begins in the object, in bytes.
+        offset: Start of the region in the object, in bytes.
         byte_size: Its size.
     """
 
@@ -62,7 +58,7 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class _Opened:
-    """An open region: its object's descriptor, how many requests use it, and whether it goes with the last of them."""
+    """An open region with its descriptor and users; if `is_leaving`, the last user closes it."""
 
     __slots__ = ("descriptor", "is_leaving", "region", "users")
 
@@ -74,11 +70,9 @@ class _Opened:
 
 
 class SharedMemory:
-    """The regions of one gateway's callers without a key; every method may be called from any thread.
+    """The regions of one tenant, or of callers without a key; thread-safe.
 
-    Args:
-        allowed: Whether clients may use shared memory; every method raises `UnsupportedFeature` where they may not.
-        tenants: The regions of all tenants, where these are one tenant's.
+    Methods raise `UnsupportedFeature` if shared memory is not allowed.
     """
 
     def __init__(self, *, allowed: bool, tenants: "dict[str, SharedMemory] | None" = None) -> None:
@@ -93,28 +87,17 @@ class SharedMemory:
         return known or self._tenants.setdefault(tenant, SharedMemory(allowed=self.allowed, tenants=self._tenants))
 
     def check_allowed(self) -> None:
-        """Makes sure that clients may use shared memory.
-
-        Raises:
-            UnsupportedFeature: They may not.
-        """
+        """Checks that clients may use shared memory."""
         if not self.allowed:
             raise no_shared_memory()
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Opens a region.
 
-        Args:
-            name: What requests will call it.
-            key: The shared memory object's name.
-            offset: Where it begins in the object, in bytes.
-            byte_size: Its size.
-
         Raises:
             AlreadyExists: The name is taken.
-            InvalidRequest: It has no name, the key is none, or the object ends before the region does.
-            RegionUnavailable: There is no such object.
-            UnsupportedFeature: Shared memory is off.
+            InvalidRequest: The name or the key is invalid, or the object ends before the region.
+            RegionUnavailable: The object does not exist.
         """
         self.check_allowed()
         if not name:
@@ -139,7 +122,7 @@ class SharedMemory:
             self._regions[name] = _Opened(Region(name, key, offset, byte_size), descriptor)
 
     def unregister(self, name: str) -> None:
-        """Closes a region, once no request uses it; does nothing if there is none of that name."""
+        """Closes a region once no request uses it; does nothing for an unknown name."""
         self.check_allowed()
         with self._lock:
             self._leave(name)
@@ -152,7 +135,7 @@ class SharedMemory:
                 self._leave(name)
 
     def hold(self, names: Iterable[str]) -> list[_Opened]:
-        """Counts one more user of each of the regions that are there; returns them, for `release`."""
+        """Adds a user to each existing region; returns them for `release`."""
         with self._lock:
             held = [self._regions[name] for name in names if name in self._regions]
             for opened in held:
@@ -160,7 +143,7 @@ class SharedMemory:
             return held
 
     def release(self, held: Iterable[_Opened]) -> None:
-        """Counts one user less of each of these regions."""
+        """Removes a user from each region."""
         with self._lock:
             for opened in held:
                 opened.users -= 1
@@ -168,10 +151,10 @@ class SharedMemory:
                     self._close(opened.region.name)
 
     def status(self, name: str = "") -> list[Region]:
-        """Returns the registered regions, or the one of that name; none are where shared memory is off.
+        """Returns the registered regions, or the one of that name.
 
         Raises:
-            RegionNotFound: There is none of that name.
+            RegionNotFound: There is no region of that name.
         """
         with self._lock:
             if not name:
@@ -181,13 +164,7 @@ class SharedMemory:
             return [self._regions[name].region]
 
     def check(self, name: str, offset: int, byte_size: int) -> None:
-        """Makes sure that a region has that part.
-
-        Raises:
-            RegionNotFound: No region has the name.
-            InvalidRequest: It ends before.
-            UnsupportedFeature: Shared memory is off.
-        """
+        """Checks that a region has that part."""
         with self._part(name, offset, byte_size):
             pass
 
@@ -195,9 +172,8 @@ class SharedMemory:
         """Returns a copy of a part of a region, which later writes of the client do not change.
 
         Raises:
-            RegionNotFound: No region has the name.
-            InvalidRequest: It ends before, or its object was made shorter.
-            UnsupportedFeature: Shared memory is off.
+            RegionNotFound: There is no region of that name.
+            InvalidRequest: It is shorter, or its object was shortened.
         """
         data = bytearray()
         with self._part(name, offset, byte_size) as (descriptor, position):
@@ -209,13 +185,7 @@ class SharedMemory:
         return memoryview(data)
 
     def write(self, name: str, offset: int, data: Bytes) -> None:
-        """Writes into a region.
-
-        Raises:
-            RegionNotFound: No region has the name.
-            InvalidRequest: It ends before, or its object was made shorter.
-            UnsupportedFeature: Shared memory is off.
-        """
+        """Writes into a region; raises as `view` does."""
         view = memoryview(data)
         with self._part(name, offset, len(view)) as (descriptor, position):
             if position + len(view) > os.fstat(descriptor).st_size:  # writing beyond the end would lengthen it again
@@ -225,29 +195,21 @@ class SharedMemory:
                 done += os.pwrite(descriptor, view[done:], position + done)
 
     def register_cuda(self) -> NoReturn:
-        """Refuses: CUDA's shared memory is never taken.
-
-        Raises:
-            UnsupportedFeature: Always.
-        """
+        """Refuses: CUDA shared memory is not supported."""
         self.check_allowed()
         raise UnsupportedFeature("CUDA shared memory is not supported; use system shared memory, or send the tensors")
 
     def check_cuda(self, name: str = "") -> None:
-        """Looks for a region of CUDA's memory, of which there are none; does nothing without a name.
-
-        Raises:
-            RegionNotFound: There is none of that name.
-        """
+        """Refuses any name, as there are no CUDA regions."""
         if name:
             raise RegionNotFound(f"Unable to find cuda shared memory region: '{name}'")
 
     def limited(self, max_bytes: int) -> "Limited":
-        """Returns the regions for the reading of one request, which may copy so many bytes from them."""
+        """Returns the regions for one request, which may copy `max_bytes` from them."""
         return Limited(self, max_bytes)
 
     def close(self) -> None:
-        """Closes all regions, of all tenants, also where shared memory is off."""
+        """Closes the regions of all tenants."""
         for memory in self._tenants.values():
             with memory._lock:
                 for name in list(memory._regions):
@@ -300,12 +262,7 @@ class SharedMemory:
 
 
 class Limited:
-    """The regions of one request: all its inputs in them together are no larger than a body may be.
-
-    Args:
-        memory: The regions.
-        max_bytes: What may be read.
-    """
+    """The regions of one request, whose inputs in them are together no larger than a body may be."""
 
     def __init__(self, memory: SharedMemory, max_bytes: int) -> None:
         self._memory = memory
@@ -318,15 +275,14 @@ class Limited:
         return bool(self._names)
 
     def hold(self) -> None:
-        """Keeps the regions of the request for as long as there is this object."""
+        """Keeps the request's regions open for the lifetime of this object."""
         weakref.finalize(self, self._memory.release, self._memory.hold(self._names)).atexit = False
 
     def view(self, name: str, offset: int, byte_size: int) -> memoryview:
-        """Returns a copy of a part of a region.
+        """Returns a copy of a part of a region, as `SharedMemory.view`.
 
         Raises:
             PayloadTooLarge: The request has read too much.
-            QinferError: As `SharedMemory.view`.
         """
         self._names.add(name)
         self._left_bytes -= byte_size
@@ -338,12 +294,12 @@ class Limited:
         return self._memory.view(name, offset, byte_size)
 
     def check(self, name: str, offset: int, byte_size: int) -> None:
-        """Makes sure that a region has that part: see `SharedMemory.check`."""
+        """Checks that a region has that part; see `SharedMemory.check`."""
         self._names.add(name)
         self._memory.check(name, offset, byte_size)
 
     def write(self, name: str, offset: int, data: Bytes) -> None:
-        """Writes into a region: see `SharedMemory.write`."""
+        """Writes into a region; see `SharedMemory.write`."""
         self._memory.write(name, offset, data)
 
 

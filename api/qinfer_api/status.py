@@ -1,6 +1,6 @@
-"""Errors → HTTP status and gRPC code, for the whole gateway, in one table (reference §1.2).
+"""The table of errors, HTTP statuses and gRPC codes (reference §1.2).
 
-The numbers are Triton's where Triton has the case: wrong JSON types are 500, a cancelled request is 400, overload 503.
+The numbers are Triton's, where Triton has the case: wrong JSON types are 500, a cancelled request is 400, overload 503.
 """
 
 import math
@@ -14,16 +14,11 @@ GRPC_CODES = (
     *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED"),
     *("INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED"),
 )
-"""The names of gRPC's statuses, by their numbers."""
+"""The names of gRPC's statuses, by number."""
 
 
 class Status(NamedTuple):
-    """The status of one kind of failure on each protocol.
-
-    Attributes:
-        http: The HTTP status.
-        grpc: The name of the `grpc.StatusCode`.
-    """
+    """The statuses of one kind of failure in HTTP and gRPC."""
 
     http: int
     grpc: str
@@ -82,10 +77,10 @@ STATUSES: dict[ErrorCode, Status] = {
 
 
 TOO_MANY = {ErrorCode.QUEUE_FULL, ErrorCode.QUOTA_EXCEEDED}
-"""Failures that `/v1` answers with 429; on `/v2` it is 503, as Triton's clients expect."""
+"""Failures that are 429 below `/v1`, and 503 below `/v2`, as Triton's clients expect."""
 
 MISTAKES = {ErrorCode.MALFORMED_JSON, ErrorCode.REGION_UNAVAILABLE}
-"""Mistakes of callers that `/v1` answers with 400; on `/v2` it is 500, as Triton does."""
+"""Callers' mistakes that are 400 below `/v1`, and 500 below `/v2`, as in Triton."""
 
 _OF_QUEUE = {*TOO_MANY, ErrorCode.DEADLINE_INFEASIBLE}
 """Refusals of queues, whose texts begin with the request's id, as Triton's."""
@@ -99,33 +94,28 @@ AGAIN = {
     ErrorCode.STORE_UNAVAILABLE,
     ErrorCode.UNREACHABLE,
 }
-"""Failures whose reply says when to try again (`Retry-After`)."""
+"""Failures whose reply has a `Retry-After`."""
 
 
 def of_request(client_id: str) -> str:
-    """Returns how the text of an error about one request begins (reference §1.2); the id is the client's, or empty."""
+    """Returns the prefix of an error about one request (reference §1.2)."""
     return f"[request id: {client_id or '<id_unknown>'}] "
 
 
 def has_id(error: QinferError) -> bool:
-    """Tells whether the text of an error about a request that is refused begins with the request's id, as in Triton."""
+    """Returns whether the text of a refusal begins with the request's id, as in Triton."""
     return isinstance(error, InvalidRequest | Overloaded) and not isinstance(error, InvalidStep)
 
 
 def told(failure: Failure, client_id: str) -> Failure:
-    """Returns a request's failure as its client is told it: only refusals of queues begin with an id, as in Triton."""
+    """Returns a failure as its client sees it: only refusals of queues begin with an id, as in Triton."""
     if failure.code not in _OF_QUEUE:
         return failure
     return Failure(failure.code, of_request(client_id) + failure.message, failure.retryable)
 
 
 def http_status(code: str, *, v1: bool = False) -> int:
-    """Returns the HTTP status of an error code; 500 for one this version does not know (a newer worker may send it).
-
-    Args:
-        code: The error code.
-        v1: For a route of `/v1`.
-    """
+    """Returns the HTTP status of an error code; 500 for an unknown one, such as a newer worker's."""
     try:
         known = ErrorCode(code)
     except ValueError:
@@ -136,7 +126,7 @@ def http_status(code: str, *, v1: bool = False) -> int:
 
 
 def grpc_status(code: str) -> str:
-    """Returns the name of the gRPC code of an error code; INTERNAL for one this version does not know."""
+    """Returns the gRPC code of an error code; INTERNAL for an unknown one."""
     try:
         return STATUSES[ErrorCode(code)].grpc
     except ValueError:
@@ -144,7 +134,7 @@ def grpc_status(code: str) -> str:
 
 
 def retry_after_s(code: str, error: BaseException | None = None) -> int:
-    """Returns the whole seconds after which to retry: at least 1, as an `Overloaded` says; 0 = unknown."""
+    """Returns the whole seconds to wait before a retry; 0 = unknown."""
     if isinstance(error, Overloaded):
         return max(math.ceil(error.retry_after_s), 1)
     return 1 if code in AGAIN else 0

@@ -112,9 +112,7 @@ class AsyncRequests:
         return self.delivery.clock.now_s()
 
     def resolve(self, model: str, version: int) -> Served:
-        """Returns the model version that accepts a request, of an endpoint its stable target; it need not be loaded
-        yet.
-        """
+        """Returns the model version, loaded or not, that accepts a request; of an endpoint, the stable target's."""
         return self.of_model(*self.dispatcher.endpoints.stable(model, version))
 
     def of_model(self, model: str, version: int) -> Served:
