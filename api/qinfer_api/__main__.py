@@ -35,9 +35,7 @@ def main() -> int:
         epilog="Configured by QINFER_… variables, such as QINFER_REDIS__URL and QINFER_HTTP__PORT; "
         "`qinfer.core.settings` documents all of them.",
     ).parse_args()
-    signal.signal(
-        signal.SIGHUP, signal.SIG_IGN
-    )  # until there is something to reload; child processes inherit it
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload; child processes inherit it
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its core logs to stderr, not as JSON
     try:
         settings = load_settings()

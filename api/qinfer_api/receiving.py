@@ -261,8 +261,9 @@ class ReceivingBudget:
     async def reserved(
         self, owner: Hashable, size: int, within_s: float, waits: Callable[[Reservation], None] | None = None
     ) -> AsyncIterator[Reservation]:
-        """Waits at most `within_s` for memory, and holds it during the block; `waits` gets a reservation that has to
-        wait.
+        """Waits at most `within_s` for memory, and holds it during the block.
+
+        `waits` gets a reservation that has to wait.
         """
         one = await self.granted(owner, size, within_s, waits)
         try:
