@@ -1,8 +1,6 @@
-"""Labeling: tasks → a model's inputs, its outputs → predictions of labeling tools, by a declared mapping. Pure.
+"""Labeling: tasks → a model's inputs, its outputs → predictions of labeling tools, by a declared mapping.
 
-`mapping` says what is declared, and is the way in; `inputs` and `results` do the work, `label_config` reads what
-Label Studio shows its users, `exports` writes files. Nothing here fetches anything: who has tasks with files fetches
-what `Mapping.files` names.
+`mapping` is the entry point. The package is pure: callers fetch the files that `Mapping.files` names.
 """
 
 from qinfer.labeling.exports import FORMATS, Format, Task

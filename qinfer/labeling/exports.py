@@ -1,8 +1,8 @@
-"""Files of pre-annotations: what each tool reads, made of a task and its prediction. Pure.
+"""Files of pre-annotations for labeling tools, made from tasks and their predictions.
 
-`FORMATS` has the tools: how a task becomes items of each, and why a mapping may not fit. Items of Label Studio are
-tasks with `predictions`, for import (labelstud.io/guide/predictions): a file import of a project takes a JSON array,
-its cloud storages JSON lines too.
+`FORMATS` has the tools: how a task becomes items of each, and why a mapping may not fit. Label Studio imports tasks
+with `predictions` (labelstud.io/guide/predictions): a file import of a project takes a JSON array, its cloud storages
+JSON lines too.
 """
 
 import re
@@ -22,12 +22,12 @@ Layout = Literal["lines", "array", "labels"]
 
 
 class Task(NamedTuple):
-    """A task and its prediction, as writers get it.
+    """A task and its prediction, for formats.
 
     Attributes:
-        number: Its place among all, from 1 on.
-        key: What tells it apart: the value of its key column, or else the number.
-        data: Its fields, as JSON has them.
+        number: Its place among all, from 1.
+        key: The value of its key column, or else the number.
+        data: Its fields as JSON.
         prediction: The model's prediction.
     """
 
@@ -43,7 +43,7 @@ class Format(NamedTuple):
     Attributes:
         name: Its name.
         items: Makes a task's items: JSON values, or for the layout `labels` pairs of key and value.
-        problems: Yields the reasons why a mapping's results can't be written in it.
+        problems: Yields the reasons why a mapping's results do not fit it.
         layout: How items become a file.
     """
 
@@ -53,10 +53,10 @@ class Format(NamedTuple):
     layout: Layout
 
     def encode(self, mapping: Mapping, task: Task) -> bytes:
-        """Returns a task's items as the file has them, with separators between them; empty = it has none.
+        """Returns a task's items as in the file, with separators between them; empty without items.
 
         Raises:
-            InvalidRequest: The format can't hold the task.
+            InvalidRequest: The format can't represent the task.
         """
         made = self.items(mapping, task)
         if self.layout == "labels":
@@ -81,12 +81,11 @@ class Format(NamedTuple):
 
 
 def _boxes_of(mapping: Mapping) -> Sequence[RectanglesRule]:
-    """Returns the rules of a mapping that find boxes."""
     return [rule for rule in mapping.results if isinstance(rule, RectanglesRule)]
 
 
 def _missing_sizes(mapping: Mapping, name: str) -> Iterator[str]:
-    """Yields the results whose boxes can't be written in pixels."""
+    """Yields the rules that lack the image size, which boxes in pixels need."""
     for rule in _boxes_of(mapping):
         if rule.size is None:
             yield f"{name} has boxes in pixels: '{rule.from_name}' needs size, the image's width and height"
@@ -99,8 +98,8 @@ def _encode(value: object) -> bytes:
 def _argilla_items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
     """Yields a record of Argilla 2 with suggestions, as `rg.Record.from_dict` and `dataset.records.from_json` read it.
 
-    Its fields are what the model saw, or all texts if that is none; the rest is metadata. Controls are questions:
-    choices a label question (several: a multi-label question), texts a text question.
+    Fields are the texts of the model's inputs, or else all texts; the rest is metadata. Controls are questions: label
+    (several: multi-label) questions for choices, text questions for texts.
     """
     seen = {each.field for each in mapping.inputs.values()}
     texts = {name: value for name, value in task.data.items() if isinstance(value, str)}
@@ -141,13 +140,10 @@ def _suggestions(task: Task) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _coco_items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
-    """Yields the detection results of COCO, one object for each box (cocodataset.org/#format-results).
+    """Yields COCO detection results, one for each box (cocodataset.org/#format-results).
 
-    `image_id` is the task's key; `bbox` is x, y, width and height in pixels. `model_version` is more than COCO asks
-    for; FiftyOne keeps it as an attribute, and pycocotools leaves it alone.
-
-    Raises:
-        InvalidRequest: A box's label is none of the mapping's labels, so that it has no category id.
+    `image_id` is the task's key; `bbox` is x, y, width and height in pixels. `model_version` is an extension that
+    FiftyOne keeps as an attribute and pycocotools ignores.
     """
     for finding in task.prediction.findings:
         if not isinstance(finding, Box):
@@ -178,7 +174,7 @@ def _coco_problems(mapping: Mapping) -> Iterator[str]:
 
 
 def _pixels(box: Box) -> list[float]:
-    """Returns x, y, width and height of a box in pixels of its image."""
+    """Returns x, y, width and height of a box in pixels."""
     assert box.size is not None
     width, height = box.size
     return [round(part, 2) for part in (box.x * width, box.y * height, box.width * width, box.height * height)]
@@ -190,11 +186,8 @@ _FILE_NAME = re.compile(r"\S+\.[A-Za-z0-9]{2,5}")
 def _fiftyone_items(mapping: Mapping, task: Task) -> Iterator[tuple[str, Any]]:
     """Yields an image's entry in `labels.json` of a FiftyOneImageDetectionDataset, or a …ClassificationDataset.
 
-    The key is the image's name without its extension, the value its boxes or its class; `None` = no class. FiftyOne
-    sorts by keys, whatever the order in the file.
-
-    Raises:
-        InvalidRequest: No field of the task is the name of an image.
+    The key is the image's name without extension, the value its boxes or its class (`None` = no class). FiftyOne sorts
+    by keys.
     """
     attributes = {"model_version": task.prediction.model_version}
     found = task.prediction.findings
@@ -218,7 +211,7 @@ def _fiftyone_items(mapping: Mapping, task: Task) -> Iterator[tuple[str, Any]]:
 
 
 def _fiftyone_problems(mapping: Mapping) -> Iterator[str]:
-    """Yields the results that FiftyOne's dataset files can't have together."""
+    """Yields the results that one FiftyOne dataset file can't combine."""
     choices = [rule for rule in mapping.results if isinstance(rule, ChoicesRule)]
     if not _boxes_of(mapping) and not choices:
         yield "fiftyone has boxes or classes: the mapping has neither rectanglelabels nor choices"
@@ -237,7 +230,7 @@ def _image(mapping: Mapping, task: Task) -> str:
     if isinstance(task.key, str):
         return task.key
     files = [each.field for each in mapping.inputs.values() if each.kind == "file"]
-    for field in [*files, *(name for name in task.data if not name.startswith("_"))]:  # _file is the job's input
+    for field in [*files, *(name for name in task.data if not name.startswith("_"))]:  # `_file` is the job's input
         value = task.data.get(field)
         if isinstance(value, str) and _FILE_NAME.fullmatch(path := value.partition("?")[0]):
             return PurePosixPath(path).stem
@@ -251,8 +244,8 @@ _SHOWN_AS = {"text": "text", "file": "image"}
 def _prodigy_items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
     """Yields a task of Prodigy (prodi.gy/docs/api-interfaces) for the interfaces choice, image_manual and text_input.
 
-    The task has its own fields. Choices are `options` with the model's as `accept`, boxes are `spans` in pixels, a text
-    is the value of `field_id`.
+    It keeps the task's fields. Choices are `options` with the model's as `accept`, boxes `spans` in pixels, a text the
+    value of `field_id`.
     """
     prediction = task.prediction
     made: dict[str, Any] = dict(task.data)
@@ -283,7 +276,7 @@ def _prodigy_items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
 
 
 def _prodigy_problems(mapping: Mapping) -> Iterator[str]:
-    """Yields the results of which Prodigy's interfaces have one only, and those that lack sizes."""
+    """Yields results that exceed one per kind, or lack sizes."""
     for name, kind in (("choice", ChoicesRule), ("text", TextRule)):
         if sum(isinstance(rule, kind) for rule in mapping.results) > 1:
             yield f"prodigy has one {name} in a task: leave one in the mapping"
@@ -316,6 +309,6 @@ FORMATS: dict[str, Format] = {
     "coco": Format("coco", _coco_items, _coco_problems, "array"),
     "fiftyone": Format("fiftyone", _fiftyone_items, _fiftyone_problems, "labels"),
 }
-"""Name, as `qinfer label --format` takes it → the format."""
+"""Format by the name that `qinfer label --format` takes."""
 
 __all__ = ["FORMATS", "Format", "Layout", "Task"]

@@ -1,4 +1,4 @@
-"""The label config of a Label Studio project: XML → its controls. Written by users: no DTD, no entities, bounded."""
+"""Parses the label config of a Label Studio project, XML written by users: without DTD and entities, and bounded."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -7,7 +7,7 @@ from xml.parsers import expat
 from qinfer.errors import InvalidRequest
 
 MAX_CHARACTERS = 2**20
-"""The longest label config that is read."""
+"""The longest label config that is parsed."""
 
 _MAX_DEPTH = 100
 _MAX_ELEMENTS = 50_000
@@ -18,15 +18,10 @@ _NOT_CONTROLS = frozenset({"Filter"})
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """A control of a label config: what labels are made with.
+    """A control of a label config, with which labels are made.
 
-    Attributes:
-        name: Its `name`, the `from_name` of results.
-        type: Its tag in lower case, such as `choices`: the `type` of results.
-        to_names: The objects that it labels.
-        labels: The labels that it offers, in order: each one's alias, or else its value.
-        is_dynamic: Whether the labels are in the tasks, so that any may be right.
-        is_multiple: Whether more than one may be chosen.
+    `name` is the `from_name` of results, and `type`, its tag in lower case, their `type`. `labels` are aliases or
+    values in order; if `is_dynamic`, tasks define them, and any is valid.
     """
 
     name: str
@@ -39,12 +34,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class LabelConfig:
-    """A label config; made by `parse_label_config`.
-
-    Attributes:
-        controls: Name → control.
-        objects: Name of an object, such as an image → the field of a task's data that it shows.
-    """
+    """A label config; `objects` maps the name of an object, such as an image, to the field of a task that it shows."""
 
     controls: dict[str, Control]
     objects: dict[str, str]
@@ -52,14 +42,7 @@ class LabelConfig:
 
 @lru_cache(maxsize=_REMEMBERED)
 def parse_label_config(xml: str) -> LabelConfig:
-    """Reads a label config; the last ones read are remembered, as Label Studio sends it with every call.
-
-    Args:
-        xml: The text; empty = no controls.
-
-    Raises:
-        InvalidRequest: It is no XML, too long or too deep, or has a DTD or entities.
-    """
+    """Parses a label config; caches the last ones, because Label Studio sends it with every call."""
     if len(xml) > MAX_CHARACTERS:
         raise InvalidRequest(f"the label config has {len(xml)} characters; at most {MAX_CHARACTERS} are read")
     if not xml.strip():
@@ -82,17 +65,17 @@ def _refuse_dtd(*_: object) -> None:
 
 
 class _Reader:
-    """Gathers the controls and objects of one label config."""
+    """Collects the controls and objects of one label config."""
 
     def __init__(self) -> None:
-        self._open: list[str] = []  # for each open element the control that its labels are of; empty = none
+        self._open: list[str] = []  # for each open element, the control that its labels belong to, or empty
         self._elements = 0
         self._controls: dict[str, Control] = {}
         self._labels: dict[str, list[str]] = {}
         self._objects: dict[str, str] = {}
 
     def start(self, tag: str, attributes: dict[str, str]) -> None:
-        """Takes the start of an element."""
+        """Handles the start of an element."""
         self._elements += 1
         if self._elements > _MAX_ELEMENTS or len(self._open) >= _MAX_DEPTH:
             raise InvalidRequest(
@@ -112,11 +95,11 @@ class _Reader:
         self._open.append(inside)
 
     def end(self, tag: str) -> None:
-        """Takes the end of an element."""
+        """Handles the end of an element."""
         self._open.pop()
 
     def config(self) -> LabelConfig:
-        """Returns what there is."""
+        """Returns the label config read so far."""
         controls = {name: replace(each, labels=tuple(self._labels[name])) for name, each in self._controls.items()}
         return LabelConfig(controls, self._objects)
 

@@ -1,8 +1,8 @@
 """A mapping: which fields of a task are which inputs of a model, and which of its outputs are which labels.
 
-One file is one mapping: YAML (`.yaml`, `.yml`) or TOML. docs/reference/labeling-mappings.md has every field. In YAML
-every value is text, which the fields of a mapping make numbers of: labels such as `no`, `007` and `2026-01-31` stay as
-they are. Files of tasks are fetched by the caller, who knows from where it may.
+A mapping is one YAML (`.yaml`, `.yml`) or TOML file; docs/reference/labeling-mappings.md has every field. YAML values
+are read as text and converted by the fields' types, so that labels such as `no`, `007` and `2026-01-31` stay unchanged.
+The caller fetches the files of tasks.
 """
 
 import base64
@@ -37,10 +37,11 @@ class InputField(BaseModel):
     """The field of a task that an input is made of.
 
     Attributes:
-        field: Its name in the task's data; dots lead into objects. A `$` before it is left out.
+        field: Its name in the task's data, without a leading `$`; dots lead into objects.
         kind: `text`: text for a BYTES input. `bytes`: base64, or a data: URI. `tensor`: a number, or lists of them.
-            `file`: a URL or path, whose content is fetched. Content becomes an element of a BYTES input, or the
-            vector of a UINT8 input.
+            `file`: a URL or path, whose content is fetched. Content becomes an element of a BYTES input, or the vector
+            of
+            a UINT8 input.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -50,11 +51,7 @@ class InputField(BaseModel):
 
 
 def file_references(inputs: AnyMapping[str, InputField], task: Task) -> tuple[str, ...]:
-    """Returns the references of the files that a task's inputs are; each once.
-
-    Raises:
-        InvalidRequest: A field of kind `file` holds no text.
-    """
+    """Returns the references of the files in a task's inputs, each once."""
     found = [_text(task, each.field) for each in inputs.values() if each.kind == "file" and _has(task, each.field)]
     return tuple(dict.fromkeys(found))
 
@@ -62,17 +59,7 @@ def file_references(inputs: AnyMapping[str, InputField], task: Task) -> tuple[st
 def make_request(
     inputs: AnyMapping[str, InputField], task: Task, spec: ModelSpec, files: AnyMapping[str, bytes]
 ) -> tuple[Tensor, ...]:
-    """Makes a task's input tensors, in the model's order.
-
-    Args:
-        inputs: Input → its field.
-        task: The task.
-        spec: The model's configuration.
-        files: Reference → content, of all that `file_references` returned.
-
-    Raises:
-        InvalidRequest: A field is missing, or does not fit its input; the message names both.
-    """
+    """Makes a task's input tensors, in the model's order; `files` has the content of each reference."""
     if unknown := next((name for name in inputs if all(name != each.name for each in spec.inputs)), ""):
         raise InvalidRequest(f"model '{spec.name}' has no input '{unknown}', which the mapping names")
     return tuple(
@@ -122,7 +109,7 @@ def _tensor(
 
 def _encoded(value: object) -> bytes:
     if isinstance(value, str):
-        return value.encode(errors="replace")  # a lone surrogate of JSON is no text
+        return value.encode(errors="replace")  # a lone surrogate of JSON can't be encoded
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value).encode()
     raise InvalidRequest(f"its field holds {shown(value)}, not text")
@@ -140,7 +127,7 @@ def _content(source: InputField, task: Task, files: AnyMapping[str, bytes]) -> b
             raise InvalidRequest(f"field '{source.field}' is a data: URI that is not base64")
     try:
         return base64.b64decode(text, validate=True)
-    except ValueError as error:  # it has other characters, or a length that can't be
+    except ValueError as error:  # other characters, or an impossible length
         raise InvalidRequest(f"field '{source.field}' is no base64: {error}") from None
 
 
@@ -169,14 +156,14 @@ def _array_tensor(spec: TensorSpec, value: Any, *, is_batched: bool) -> Tensor:
 
 
 def _array_shape(spec: TensorSpec, shape: tuple[int, ...], count: int, *, is_batched: bool) -> tuple[int, ...]:
-    """Returns the shape of an array that has the input's own, or as many elements in other lists."""
+    """Returns the shape of an array with the input's dimensions, or with as many elements in other lists."""
     if len(shape) == len(spec.dims) and all(dim in (-1, size) for dim, size in zip(spec.dims, shape, strict=True)):
         return (1, *shape) if is_batched else shape
     return _shape(spec, count, is_batched=is_batched)
 
 
 def _shape(spec: TensorSpec, count: int, *, is_batched: bool) -> tuple[int, ...]:
-    """Returns the input's shape with so many elements: its last variable dimension takes them, others are 1."""
+    """Returns the input's shape for `count` elements: the last variable dimension takes them, others are 1."""
     dims = list(spec.dims)
     for i in range(len(dims)):
         if dims[i] == -1:
@@ -204,7 +191,7 @@ def _text(task: Task, field: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Returns what an error shows of a value."""
+    """Returns a value, shortened for an error text."""
     text = repr(value)
     return text if len(text) <= 60 else text[:60] + "…"
 
@@ -215,11 +202,7 @@ _SHOWN = 60
 
 
 def _read_fields(path: Path) -> dict[str, Any]:
-    """Reads the fields of one file, which are not checked yet.
-
-    Raises:
-        SettingsError: It can't be read, is too large, or has no fields.
-    """
+    """Reads the unchecked fields of a file."""
     try:
         fields = parse(read_limited(path, _MAX_FILE_BYTES), path.suffix, is_typed=False)
     except OSError as error:
@@ -232,7 +215,7 @@ def _read_fields(path: Path) -> dict[str, Any]:
 
 
 def _explained(error: ValidationError) -> str:
-    """Returns pydantic's findings as one line: field by field, with the value that is wrong, without links."""
+    """Returns pydantic's findings in one line: field by field, with the wrong value, without links."""
     return "; ".join(
         f"field '{'.'.join(map(str, item['loc']))}': {_said(text, item['type'], item['input'])}"
         for text, item in problems_of(error)
@@ -258,20 +241,21 @@ def _listed(value: object) -> object:
 
 
 class Mapping(BaseModel):
-    """A mapping of labeling tasks to one model; made by `load_mapping` and `load_mappings`.
+    """A mapping of labeling tasks to one model, read by `load_mapping`.
 
     Attributes:
         name: Its name, unique among the mappings of a gateway.
         model: The model that is asked.
         version: The model's version; 0 = the highest that is ready.
-        project: The Label Studio projects that it is for; empty = any that asks for the model.
+        project: The Label Studio projects that use it; empty = any project of the model.
         tenant: The tenants that may use it; empty = all.
-        mode: `predict`: predictions are answered at once; `push`: tasks are queued, and predictions sent when there
-            are some, for models that take longer than Label Studio waits.
+        mode: `predict`: predictions are answered at once; `push`: tasks are queued and predictions sent later, for
+        models
+            that take longer than Label Studio waits.
         priority: The priority of its requests; 0 = the model's default.
         inputs: The model's input → the field of a task that it is made of.
-        results: What is made of the outputs: one rule for each control of the label config that gets predictions.
-        score: A task's confidence, of those of its results: their `mean`, `min` or `max`.
+        results: One rule for each control of the label config that gets predictions.
+        score: A task's confidence: the `mean`, `min` or `max` of its results'.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -295,11 +279,11 @@ class Mapping(BaseModel):
         return self
 
     def check(self, spec: ModelSpec | None = None, label_config: LabelConfig | None = None) -> None:
-        """Checks the mapping against a model, a label config, or both; for set-up, before there are tasks.
+        """Checks the mapping against a model, a label config, or both, before there are tasks.
 
         Args:
             spec: The model's configuration.
-            label_config: What `parse_label_config` returns.
+            label_config: The result of `parse_label_config`.
 
         Raises:
             InvalidRequest: They do not fit; the message names every problem, one a line.
@@ -308,22 +292,22 @@ class Mapping(BaseModel):
             raise InvalidRequest(f"mapping '{self.name}' does not fit: " + "\n".join(found))
 
     def files(self, task: Task) -> tuple[str, ...]:
-        """Returns the references of the files that `request` needs, as the task has them: URLs or paths.
+        """Returns the references of the files that `request` needs: URLs or paths, as in the task.
 
         Raises:
-            InvalidRequest: The task lacks a field, or it holds no text.
+            InvalidRequest: The task lacks a field, or the field is not text.
         """
         return file_references(self.inputs, task)
 
     def request(self, task: Task, spec: ModelSpec, files: AnyMapping[str, bytes] = _NO_FILES) -> InferRequest:
-        """Makes the request for one task; tasks are batched on the model's queue, not here.
+        """Makes the request for one task, with only the outputs that the mapping uses.
 
-        Only the outputs that the mapping uses are asked for.
+        Tasks are batched on the model's queue, not here.
 
         Args:
             task: `{"id": …, "data": {…}}`, as Label Studio sends it.
             spec: The model's configuration.
-            files: Reference, as `files` returns it → the file's content.
+            files: The content of each reference that `files` returns.
 
         Raises:
             InvalidRequest: The task lacks a field, or its value does not fit the input; the message names both.
@@ -335,15 +319,15 @@ class Mapping(BaseModel):
         )
 
     def prediction(self, task: Task, response: Response, label_config: LabelConfig | None = None) -> Prediction:
-        """Makes a task's prediction of the model's response.
+        """Makes a task's prediction from the model's response.
 
         Args:
-            task: The task of the request: it may hold the image's size, and its id makes those of the results.
+            task: The task of the request, with the ids of results and perhaps the image's size.
             response: The response to `request`, with its outputs.
-            label_config: What the results have to fit; `None` = that is not checked.
+            label_config: The label config that results have to fit; `None` = that is not checked.
 
         Raises:
-            OutputMismatch: An output is missing, or its values can't be what the mapping says.
+            OutputMismatch: An output is missing, or its values do not fit the mapping.
             InferenceFailed: The response is a failure.
             InvalidRequest: The results do not fit the label config, or the task lacks the image's size.
         """
@@ -355,12 +339,12 @@ class Mapping(BaseModel):
     def prediction_of(
         self, task: Task, outputs: Outputs, version: str, label_config: LabelConfig | None = None
     ) -> Prediction:
-        """Makes a task's prediction of outputs that are arrays already, such as those of a row of a bulk job's output.
+        """Makes a task's prediction from arrays, such as a row of a bulk job's output.
 
         Args:
             task: See `prediction`.
             outputs: Output → its values; a leading batch dimension of 1 makes no difference.
-            version: What `Prediction.model_version` says.
+            version: The value of `Prediction.model_version`.
             label_config: See `prediction`.
 
         Raises:
@@ -379,13 +363,10 @@ class Mapping(BaseModel):
 
 
 class Mappings:
-    """The mappings that a gateway has; made by `load_mappings`.
-
-    Args:
-        mappings: Each with its own name, and no two for one model and project.
+    """The mappings of a gateway, with unique names, and at most one for a model and project.
 
     Raises:
-        SettingsError: Two are for the same.
+        SettingsError: Two have the same name, or model and project.
     """
 
     def __init__(self, mappings: Sequence[Mapping] = ()) -> None:
@@ -411,15 +392,7 @@ class Mappings:
         return iter(self._mappings)
 
     def of(self, model: str, project: int | None = None) -> Mapping:
-        """Returns the mapping for a model and a project: the project's own, else the one for any project.
-
-        Args:
-            model: The model's name.
-            project: The project's id; `None` = it is not known.
-
-        Raises:
-            InvalidRequest: There is none.
-        """
+        """Returns the mapping for a model and a project: the project's own, else the one for any project."""
         found = self._found.get((model, project)) or self._found.get((model, None))
         if found is None:
             known = ", ".join(sorted({mapping.model for mapping in self._mappings})) or "none"
@@ -431,19 +404,15 @@ class Mappings:
 
 
 def model_version(model: str, version: int) -> str:
-    """Returns what predictions call the model that made them: `<model>:<version>`."""
+    """Returns the name that predictions give to their model: `<model>:<version>`."""
     return f"{model}:{version}" if version else model
 
 
 def load_mappings(directory: str | Path) -> Mappings:
-    """Reads every mapping file of a directory, by name; other files are left alone.
-
-    Args:
-        directory: Where the files are; not searched deeper.
+    """Reads the mapping files of a directory, without its subdirectories and other files.
 
     Raises:
-        SettingsError: It can't be read, a file is no mapping (the message names file and field), or two are for the
-            same.
+        SettingsError: A file can't be read or is invalid (the message names file and field), or two mappings collide.
     """
     try:
         paths = sorted(path for path in Path(directory).iterdir() if path.suffix in SUFFIXES)
@@ -456,7 +425,7 @@ def load_mapping(path: str | Path) -> Mapping:
     """Reads one mapping file.
 
     Raises:
-        SettingsError: It can't be read, or is no mapping; the message names file and field.
+        SettingsError: It can't be read or is invalid; the message names file and field.
     """
     path = Path(path)
     fields = _read_fields(path)

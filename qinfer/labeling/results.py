@@ -1,4 +1,4 @@
-"""Predictions of labeling tools, made of a model's outputs by the rules of a mapping: choices, texts and boxes."""
+"""Turns a model's outputs into predictions of labeling tools (choices, texts and boxes) by the rules of a mapping."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -24,15 +24,7 @@ from qinfer.labeling.values import Outputs, Task, field_of, numbers, output, tex
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """The labels that a task has of one control, the best first.
-
-    Attributes:
-        from_name: The control.
-        to_name: What it labels.
-        labels: The labels.
-        scores: The score of each; empty = there are none.
-        is_single: Whether there can be one only.
-    """
+    """The labels of a task for one control, best first; `scores` may be empty."""
 
     from_name: str
     to_name: str
@@ -42,19 +34,9 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Box(msgspec.Struct, frozen=True):
-    """A rectangle on an image; its place is in 0 … 1 of the image's width and height.
+    """A rectangle on an image, in 0 … 1 of its width and height.
 
-    Attributes:
-        from_name: The control.
-        to_name: The image.
-        label: Its label.
-        score: Its score; `None` = there is none.
-        x: The left edge.
-        y: The upper edge.
-        width: Its width.
-        height: Its height.
-        size: Width and height of the image in pixels; `None` = not known.
-        category: Its label's id in COCO files; 0 = it has none.
+    `size` is the image's in pixels, if known. `category` is the label's id in COCO files; 0 = it has none.
     """
 
     from_name: str
@@ -70,14 +52,7 @@ class Box(msgspec.Struct, frozen=True):
 
 
 class Text(msgspec.Struct, frozen=True):
-    """Texts that a model wrote.
-
-    Attributes:
-        from_name: The control.
-        to_name: What they are about.
-        texts: The texts, none empty.
-        score: Their score; `None` = there is none.
-    """
+    """Texts that a model wrote, none of them empty."""
 
     from_name: str
     to_name: str
@@ -91,20 +66,11 @@ Finding = Choice | Box | Text
 Numbers = npt.NDArray[np.float64]
 
 _TOLERANCE = 1e-3
-"""The distance beyond 0 … 1 to which rounding may lead a score."""
+"""How far rounding may move a score beyond 0 … 1."""
 
 
 def probabilities(values: Numbers, name: str, activation: Activation) -> Numbers:
-    """Returns scores, 0 … 1.
-
-    Args:
-        values: An output's values.
-        name: The output, for messages.
-        activation: What makes scores of them.
-
-    Raises:
-        OutputMismatch: They are beyond 0 … 1, or no numbers.
-    """
+    """Returns an output's values as scores 0 … 1; `name` is for messages."""
     scores = activated(values, activation)
     check_scores(scores, name)
     return np.clip(scores, 0.0, 1.0)
@@ -114,7 +80,7 @@ def activated(values: Numbers, activation: Activation) -> Numbers:
     """Applies an activation; softmax along the last dimension."""
     if activation == "none":
         return values
-    with np.errstate(all="ignore"):  # what is no number stays none, and is refused
+    with np.errstate(all="ignore"):  # NaN stays NaN, and is refused later
         if activation == "sigmoid":
             return np.asarray(0.5 * (1.0 + np.tanh(0.5 * values)), np.float64)
         if values.size:
@@ -124,11 +90,7 @@ def activated(values: Numbers, activation: Activation) -> Numbers:
 
 
 def check_scores(scores: Numbers, name: str) -> None:
-    """Checks that scores are 0 … 1.
-
-    Raises:
-        OutputMismatch: One is not.
-    """
+    """Checks that scores are 0 … 1."""
     wrong = scores[~((scores >= -_TOLERANCE) & (scores <= 1 + _TOLERANCE))]
     if wrong.size:
         raise OutputMismatch(
@@ -137,15 +99,9 @@ def check_scores(scores: Numbers, name: str) -> None:
 
 
 def allowed_name(rule: ChoicesRule | RectanglesRule, name: str, allowed: frozenset[str] | None) -> str:
-    """Returns what the label config calls a label; empty = it is dropped.
+    """Returns the label config's name of a label; empty if the rule drops it.
 
-    Args:
-        rule: The rule that gives it.
-        name: What the model calls it.
-        allowed: The labels that there may be; `None` = any.
-
-    Raises:
-        InvalidRequest: It is not allowed, and the rule does not drop it.
+    `allowed` is `None` if all labels are. A label that is not allowed is an error, unless the rule drops it.
     """
     name = rule.rename.get(name, name)
     if not name or allowed is None or name in allowed:
@@ -159,11 +115,7 @@ def allowed_name(rule: ChoicesRule | RectanglesRule, name: str, allowed: frozens
 
 
 def class_number(rule: ChoicesRule | RectanglesRule, value: float) -> int:
-    """Returns a class that a model says by its number.
-
-    Raises:
-        OutputMismatch: The rule has no label of that number.
-    """
+    """Returns the class of a number that the model gives."""
     if 0 <= value < len(rule.labels) and value == int(value):
         return int(value)
     if not rule.labels:
@@ -176,17 +128,7 @@ def class_number(rule: ChoicesRule | RectanglesRule, value: float) -> int:
 def find_choices(
     rule: ChoicesRule, outputs: Outputs, allowed: frozenset[str] | None
 ) -> tuple[Sequence[Finding], Sequence[float]]:
-    """Returns the choice, and how sure it is; below its threshold there is none, and how sure the model was is known.
-
-    Args:
-        rule: What the outputs are.
-        outputs: The model's outputs for the task.
-        allowed: The labels that there may be; `None` = any.
-
-    Raises:
-        OutputMismatch: An output is missing, or has other values than the rule says.
-        InvalidRequest: A label is not allowed.
-    """
+    """Returns the choice and its confidence; below the threshold, no choice and the best score."""
     names, scores = _scored(rule, outputs)
     named: dict[str, int] = {}  # two classes may have one name
     for i, name in enumerate(names):
@@ -202,7 +144,7 @@ def find_choices(
 
 
 def _scored(rule: ChoicesRule, outputs: Outputs) -> tuple[list[str], list[float]]:
-    """Returns the best candidates, as many as may be, and their scores; no scores = there are none."""
+    """Returns the best candidates, at most `top`, and their scores, if there are any."""
     names = rule.labels if rule.scores else _names(rule, outputs)
     scored = rule.scores or rule.score
     if not scored:
@@ -216,11 +158,7 @@ def _scored(rule: ChoicesRule, outputs: Outputs) -> tuple[list[str], list[float]
 
 
 def find_text(rule: TextRule, outputs: Outputs) -> tuple[Sequence[Finding], Sequence[float]]:
-    """Returns the texts, and how sure they are.
-
-    Raises:
-        OutputMismatch: An output is missing, or has other values than the rule says.
-    """
+    """Returns the texts and their confidence."""
     written = tuple(text for text in texts(outputs, rule.text) if text)
     score: float | None = None
     if rule.score:
@@ -233,35 +171,26 @@ def find_text(rule: TextRule, outputs: Outputs) -> tuple[Sequence[Finding], Sequ
 
 
 def _names(rule: ChoicesRule, outputs: Outputs) -> list[str]:
-    """Returns the labels that the output `label` says, as the model calls them."""
     if output(outputs, rule.label).dtype.kind in "OSU":
         return texts(outputs, rule.label)
     return [rule.labels[class_number(rule, value)] for value in numbers(outputs, rule.label)]
 
 
 Class = tuple[str, int]
-"""A box's label as the model calls it, and its number among the rule's labels; -1 = it is not among them."""
+"""A box's label as the model names it, and its place among the rule's labels; -1 = not among them."""
 
 _SMALLEST = 1e-6
-"""The width and height, as a share of the image's, that a box has at least."""
+"""The least width and height of a box, as a share of the image's."""
 
 
 _PADDING = (-1.0, -np.inf)
-"""Besides NaN, the scores of boxes that are none."""
+"""Scores of padding, besides NaN."""
 
 
 def find_boxes(rule: RectanglesRule, task: Task, outputs: Outputs, allowed: frozenset[str] | None) -> list[Box]:
-    """Returns the boxes that are sure enough and within the image, the best first.
+    """Returns the boxes above the threshold and within the image, best first.
 
-    Args:
-        rule: What the outputs are.
-        task: May hold the image's size.
-        outputs: The model's outputs for the task. Boxes without an area or a score, as models pad them, are left out.
-        allowed: The labels that there may be; `None` = any.
-
-    Raises:
-        OutputMismatch: An output is missing, or has other values than the rule says.
-        InvalidRequest: A label is not allowed, or the task lacks the image's size.
+    Boxes without an area or a score, as models pad them, are left out.
     """
     raw = numbers(outputs, rule.boxes)
     if len(raw) % 4:
@@ -271,7 +200,7 @@ def find_boxes(rule: RectanglesRule, task: Task, outputs: Outputs, allowed: froz
     order = np.arange(len(raw)) if scores is None else np.argsort(-scores, kind="stable")
     if scores is not None:
         check_scores(scores[~(np.isnan(scores) | np.isin(scores, _PADDING))], rule.scores)
-        order = order[scores[order] >= rule.threshold]  # NaN is not
+        order = order[scores[order] >= rule.threshold]  # false for NaN
     size = _size(rule.size, task, outputs) if rule.size and len(order) else None
     edges = _edges(raw, rule, size)
     order = order[((edges[order, 2:] - edges[order, :2]) > _SMALLEST).all(axis=1)]
@@ -291,7 +220,7 @@ def find_boxes(rule: RectanglesRule, task: Task, outputs: Outputs, allowed: froz
 def _classes_and_scores(
     rule: RectanglesRule, outputs: Outputs, count: int
 ) -> tuple[Callable[[int], Class], Numbers | None]:
-    """Returns the function that gives a box's class, and the boxes' scores."""
+    """Returns a function from a box to its class, and the boxes' scores."""
     scores = numbers(outputs, rule.scores) if rule.scores else None
     if scores is not None and not rule.label and len(rule.labels) > 1:
         _check_count(rule.scores, len(scores), count * len(rule.labels), count)
@@ -323,7 +252,7 @@ def _category(rule: RectanglesRule, number: int) -> int:
 
 
 def _edges(boxes: Numbers, rule: RectanglesRule, size: tuple[float, float] | None) -> Numbers:
-    """Returns left, upper, right and lower edges in 0 … 1 of the image, cut at its edges; 0 where one is no number."""
+    """Returns left, upper, right and lower edges in 0 … 1 of the image, cut at its edges; 0 for a box with a NaN."""
     if rule.units == "pixel":
         whole = rule.resized_to or size or (1.0, 1.0)  # without both there are no boxes
     else:
@@ -365,7 +294,7 @@ def _length(task: Task, field: str) -> float:
 
 
 Scoring = Literal["mean", "min", "max"]
-"""The way in which a task's confidence is made of those of its results."""
+"""How a task's confidence follows from its results'."""
 
 _DIGITS = 6
 _ID_CHARACTERS = 10
@@ -374,13 +303,11 @@ _ID_CHARACTERS = 10
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """A model's prediction for one task.
 
-    `{"result": …, "score": …, "model_version": …}` is what Label Studio takes: `as_json` returns it.
-
     Attributes:
-        result: The result items, as Label Studio has them; empty = the model found nothing.
-        score: The confidence, 0 … 1; 0 when there is none.
+        result: The result items in Label Studio's format; empty = the model found nothing.
+        score: The confidence, 0 … 1; 0 = unknown.
         model_version: The model that made it, `<model>:<version>`.
-        findings: The same, for writers of other formats.
+        findings: The same results, for writers of other formats.
     """
 
     result: list[dict[str, Any]]
@@ -389,7 +316,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what Label Studio's `predictions` and an ML backend's `results` hold."""
+        """Returns the JSON of Label Studio's `predictions` and of an ML backend's `results`."""
         return {"result": self.result, "score": self.score, "model_version": self.model_version}
 
 
@@ -401,20 +328,7 @@ def make_prediction(
     version: str,
     label_config: LabelConfig | None,
 ) -> Prediction:
-    """Makes a task's prediction; see `Mapping.prediction`.
-
-    Args:
-        rules: What is made of the outputs.
-        scoring: How the confidence is made of those of the results.
-        task: The task.
-        outputs: The model's outputs for it.
-        version: What the prediction says of its model.
-        label_config: What the results have to fit; `None` = that is not checked.
-
-    Raises:
-        OutputMismatch: An output is missing, or its values can't be what the rules say.
-        InvalidRequest: The results do not fit the label config, or the task lacks the image's size.
-    """
+    """Makes a task's prediction by the rules of a mapping; see `Mapping.prediction`."""
     findings: list[Finding] = []
     scores: list[float] = []
     for rule in rules:
@@ -446,7 +360,7 @@ def _overall(scores: Sequence[float], scoring: Scoring) -> float:
 
 
 def _item(finding: Finding, item_id: str) -> dict[str, Any]:
-    """Returns a finding as Label Studio has it."""
+    """Returns a finding in Label Studio's format."""
     item: dict[str, Any] = {"id": item_id, "from_name": finding.from_name, "to_name": finding.to_name}
     if isinstance(finding, Choice):
         value: dict[str, Any] = {"choices": list(finding.labels)}
@@ -468,10 +382,10 @@ def _item(finding: Finding, item_id: str) -> dict[str, Any]:
 
 
 def _item_id(origin: str, from_name: str, number: int) -> str:
-    """Returns the same id for the same result of the same task, so that a repeated prediction is the same."""
+    """Returns an id that is the same for the same result of a task, so that repeated predictions are equal."""
     return hashlib.sha256(f"{origin}\0{from_name}\0{number}".encode()).hexdigest()[:_ID_CHARACTERS]
 
 
 def rounded(value: float) -> float:
-    """Returns a number as files have it: what a float32 knows of it."""
+    """Rounds a number to the precision of a float32, for files."""
     return round(value, _DIGITS)

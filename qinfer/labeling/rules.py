@@ -1,6 +1,6 @@
-"""The rules of a mapping, one for each control: which outputs of the model become which labels.
+"""The rules of a mapping: for each control, which outputs of the model become which labels.
 
-They are checked against models and label configs here; `results` applies them.
+This module checks rules against models and label configs; `results` applies them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,15 +20,15 @@ _SHOWN = 10
 
 
 class ImageSize(BaseModel):
-    """The size of a task's image: an output of the model, numbers, or fields of the task. One way of the three.
+    """The size of a task's image: by an output of the model, by numbers, or by fields of the task.
 
     Attributes:
         output: An output of two numbers.
-        order: Which of them is which: `hw` is height, width.
-        width: Pixels, the same for all images; and so `height`.
+        order: Their order: `hw` is height, width.
+        width: Pixels, the same for all images.
         height: See `width`.
-        width_field: The field of a task's data that holds it; and so `height_field`.
-        height_field: See `width_field`.
+        width_field: The field of a task's data with the width.
+        height_field: The field with the height.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -71,10 +71,10 @@ class _LabelRule(_Rule):
 
     Attributes:
         labels: The model's classes in its order.
-        label: An output that says which: text, or numbers that count `labels` from 0.
-        threshold: What has a lower score is left out.
-        activation: What makes scores of the output's values; `none` = they are 0 … 1 already.
-        rename: What the model says → what the label config says.
+        label: An output with the class: text, or numbers that count `labels` from 0.
+        threshold: Results with a lower score are left out.
+        activation: Turns the output's values into scores; `none` = they are 0 … 1 already.
+        rename: Label of the model → label of the label config.
         unknown: A label that the label config does not have: `fail` the task, or `drop` the label.
     """
 
@@ -87,12 +87,12 @@ class _LabelRule(_Rule):
 
 
 class ChoicesRule(_LabelRule):
-    """Choices: what a text, an image, a task is.
+    """Choices: the classes of a text, an image or a task.
 
     Attributes:
         scores: An output with one score for each of `labels`.
         score: With `label`: an output with the score of each label that it names.
-        top: At most so many labels, the best first.
+        top: The most labels, best first.
     """
 
     type: Literal["choices"]
@@ -117,16 +117,16 @@ class ChoicesRule(_LabelRule):
 
 
 class RectanglesRule(_LabelRule):
-    """Rectangles with a label each, on an image.
+    """Labeled rectangles on an image.
 
     Attributes:
         boxes: An output of four numbers for each box.
-        format: What they are: corners, corner and size, or centre and size.
-        units: What they count: pixels, 0 … 1 of the image, or 0 … 100.
+        format: Their meaning: corners, corner and size, or centre and size.
+        units: Their unit: pixels, 0 … 1 of the image, or 0 … 100.
         size: The image's size in pixels.
-        resized_to: Width and height that every image had when the model saw it, when pixels count in that.
+        resized_to: Width and height to which images were resized for the model, if pixels refer to that.
         scores: An output with one score for each box, or without `label` one for each box and label.
-        top: At most so many boxes, the best first.
+        top: The most boxes, best first.
         category_ids: The ids that the labels have in COCO files; by default 1, 2, ….
     """
 
@@ -188,7 +188,7 @@ def wanted_outputs(rules: Sequence[Rule]) -> tuple[str, ...]:
 
 
 def allowed_labels(rule: Rule, label_config: LabelConfig | None) -> frozenset[str] | None:
-    """Returns the labels that the rule's control has; `None` = any may be right."""
+    """Returns the labels of the rule's control; `None` = any may be valid."""
     control = label_config.controls.get(rule.from_name) if label_config else None
     return frozenset(control.labels) if control and control.labels and not control.is_dynamic else None
 

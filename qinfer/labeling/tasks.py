@@ -1,16 +1,16 @@
-"""Tasks of labeling projects whose predictions are pushed: kept until they are sent, and looked at for a while after.
+"""The board: tasks of labeling projects whose predictions are pushed, kept until they are sent and for a while after.
 
     put ──▶ waiting ──claim, move──▶ open ──move──▶ done | failed            sending = scored, and not taken yet
 
-A task has one entry in the *board* of its project, about the latest request that was made for it. The promises, each a
-test in `tests/contract/`:
+A task has one entry on the *board* of its project, about its latest request. The promises, each a test in
+`tests/contract/`:
 
-1. What `put` stored is there until `ttl_s` after it ended; to put it again, for the same request, changes nothing.
-2. `claim` gives a waiting task to one caller at a time, again after `lease_s` until it is moved on.
-3. `move` of a task whose entry is about another request by now changes nothing; nor does one that comes late, to
-   `waiting` or `open`, of a task that has come further.
-4. What boards a model has is known as long as one of its tasks is.
-5. No more tasks wait on a board than `put` allows, however many put at once; the caller learns what was not stored.
+1. `put` stores a task until `ttl_s` after its end; a second `put` for the same request changes nothing.
+2. `claim` gives a waiting task to one caller at a time, and again after `lease_s` until it is moved on.
+3. `move` changes nothing if the entry is about another request, nor if it comes late: a move to `waiting` or `open` of
+a task that has advanced.
+4. A model's boards are known while one of its tasks is.
+5. No more tasks wait on a board than `put` allows, even with concurrent calls; the caller learns which were not stored.
 """
 
 import asyncio
@@ -27,19 +27,19 @@ from qinfer.queue.lanes import Queue
 from qinfer.queue.router import Call, load_script, run_script
 
 MAX_BOARD_PAGE = 1000
-"""The most tasks that `page` returns."""
+"""The largest page."""
 
 MAX_DATA_BYTES = 64 * 1024
-"""The largest data of a task that is kept here; larger ones are asked for again."""
+"""The largest data of a task that is stored; larger data is fetched again."""
 
-_STEP = 500  # tasks stored by one script: others wait while it runs
-_WORDS = 5  # of a task in that script
-_STEP_BYTES = 2**20  # and so many bytes of theirs, but for a single one
+_STEP = 500  # tasks per script, which blocks others while it runs
+_WORDS = 5  # arguments per task in that script
+_STEP_BYTES = 2**20  # data per script, except for a single larger task
 _STEP_SCRIPT = load_script("step", "now_ms", "deliveries", package="qinfer.labeling")
 
 
 class LabelState(StrEnum):
-    """The state of a task as far as its board knows: of an `open` one its request knows more."""
+    """The state of a task on its board; the request of an `open` task knows more."""
 
     WAITING = "waiting"
     OPEN = "open"
@@ -49,7 +49,7 @@ class LabelState(StrEnum):
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is done for the task."""
+        """Whether the task is finished."""
         return self in (LabelState.DONE, LabelState.FAILED)
 
 
@@ -57,7 +57,7 @@ _STATES = tuple(LabelState)
 
 
 class Placed(IntEnum):
-    """The outcome of putting a task: it is as it was | it waits | it was not stored, because too many wait."""
+    """The outcome of `put`: unchanged | stored | refused, because too many wait."""
 
     KNOWN = 0
     STORED = 1
@@ -65,7 +65,7 @@ class Placed(IntEnum):
 
 
 class Board(msgspec.Struct, frozen=True):
-    """The board of a project: its tasks that one tenant has a model predict."""
+    """The board of a project: the tasks that one tenant sends to a model."""
 
     model: str
     tenant: str
@@ -75,18 +75,9 @@ class Board(msgspec.Struct, frozen=True):
 class LabelTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The entry of a task.
 
-    Attributes:
-        task: Its id.
-        request_id: Its request, as `records.chosen_address` takes it; another one for other data or another version.
-        version: The model version that it is for; of an endpoint, the stable target's until its request is made.
-        state: Where it is.
-        attempt: How often it was asked for again after it had ended, 1 for the first time.
-        error: Why it failed, or why it is not sent yet.
-        score: The prediction's confidence, once it is done.
-        created_at: When this was asked for, in seconds of the broker's time.
-        updated_at: When this was written, in seconds of the broker's time.
-        model: The model that its request went to, where the board is an endpoint's; empty = the board's.
-        data: The task's data as JSON; empty once it is over, or where it is larger than `MAX_DATA_BYTES`.
+    `request_id` differs for other data or another version. `version` is, for an endpoint, the stable target's until the
+    request is made; `model` is then its target, otherwise empty. `attempt` counts requests for the task, from 1. Times
+    are the broker's. `data` is JSON, empty once finished or above `MAX_DATA_BYTES`.
     """
 
     task: int
@@ -103,11 +94,7 @@ class LabelTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LabelTasks:
-    """The tasks of all boards; every coroutine raises `BrokerUnavailable` when the broker can't be reached.
-
-    Args:
-        queue: The connected queue, of which the requests are entries.
-    """
+    """The tasks of all boards; every coroutine raises `BrokerUnavailable` if the broker can't be reached."""
 
     def __init__(self, queue: Queue) -> None:
         self._router = queue.router
@@ -115,21 +102,14 @@ class LabelTasks:
         self._deliveries = queue.deliveries
 
     async def put(self, board: Board, tasks: Sequence[LabelTask], *, ttl_s: float, limit: int) -> list[Placed]:
-        """Stores tasks that wait, the first of them first, as many as may; entries about other requests are replaced.
+        """Stores waiting tasks in order, replacing entries about other requests, until `limit` of the board wait.
 
-        Args:
-            board: Which project's.
-            tasks: The tasks.
-            ttl_s: How long those that are over can be looked at.
-            limit: How many of the board may wait. One that takes the place of one that waits needs no room.
-
-        Returns:
-            For each, what became of it; known = its entry is about this request already, wherever that is.
+        A task that replaces a waiting one needs no room. Finished tasks are kept for `ttl_s`.
         """
         return [Placed(each) for each in await self._step("put", board, tasks, ttl_s, limit=limit)]
 
     async def claim(self, board: Board, count: int, *, lease_s: float) -> list[LabelTask]:
-        """Takes up to `count` tasks that wait, those first that have waited longest; nobody else does for `lease_s`."""
+        """Claims up to `count` waiting tasks, oldest first, for `lease_s`."""
         kind = Kind(_kind_name(board), lease_s, lease_s)
         items = await self._deliveries.take(board.model, 0, kind, count)
         tasks = await self.get(board, [int(item.text) for item in items], with_data=True)
@@ -138,21 +118,14 @@ class LabelTasks:
         return [task for task in tasks if task is not None]
 
     async def move(self, board: Board, tasks: Sequence[LabelTask], *, ttl_s: float, wait_s: float = 0.0) -> list[bool]:
-        """Stores tasks as they are now, in one step, where their entries are about the same requests, or are gone.
+        """Stores the state of tasks whose entries are about the same request or gone; returns which were stored.
 
-        Args:
-            board: Which project's.
-            tasks: The tasks.
-            ttl_s: How long those that are over can be looked at.
-            wait_s: Those that wait are not claimed for so long.
-
-        Returns:
-            For each, whether it was stored.
+        Waiting tasks are not claimed for `wait_s`.
         """
         return [bool(each) for each in await self._step("move", board, tasks, ttl_s, wait_s)]
 
     async def get(self, board: Board, ids: Sequence[int], *, with_data: bool = False) -> list[LabelTask | None]:
-        """Returns the entries of tasks, with their data only if it is asked for; `None` where there is none."""
+        """Returns the entries of tasks, with their data only on request; `None` without an entry."""
         call, tasks = self._call(board), list[LabelTask | None]()
         for start in range(0, len(ids), _STEP):
             part = ids[start : start + _STEP]
@@ -162,7 +135,7 @@ class LabelTasks:
         return tasks
 
     async def page(self, board: Board, state: LabelState | None, after: int, count: int) -> list[LabelTask]:
-        """Returns up to `count` tasks with ids above `after`, by id, without data; those of one state, or all."""
+        """Returns up to `count` tasks of one state, or all, with ids above `after`, by id and without data."""
         count = min(count, MAX_BOARD_PAGE)
         states = _STATES if state is None else (state,)
         above = f"({after}"
@@ -174,16 +147,16 @@ class LabelTasks:
         return [task for task in await self.get(board, sorted(ids)[:count]) if task is not None]
 
     async def counts(self, board: Board) -> Mapping[LabelState, int]:
-        """Returns how many tasks of a project are in each state."""
+        """Counts the tasks of a project by state."""
         return {state: await self._count(board, state) for state in _STATES}
 
     async def unfinished(self, model: str) -> int:
-        """Returns how many tasks of a model, of all its boards, are neither done nor failed."""
+        """Counts the unfinished tasks of a model, over all its boards."""
         boards, states = await self.boards(model), [state for state in _STATES if not state.is_over]
         return sum(await asyncio.gather(*(self._count(board, state) for board in boards for state in states)))
 
     async def boards(self, model: str) -> list[Board]:
-        """Returns the boards of a model that have tasks, or had some lately."""
+        """Returns the boards of a model that have or recently had tasks."""
         name = keys.label_boards(model).encode()
         found = await partial(self._router.call, keys.slot(name))(b"ZRANGE", name, 0, -1)
         named = (member.decode().partition(":") for member in found)
@@ -224,7 +197,7 @@ def _key(board: Board, part: str) -> bytes:
 
 
 def _steps(tasks: Sequence[LabelTask]) -> Iterator[list[str | int | bytes]]:
-    """Cuts tasks into the words of one script each."""
+    """Splits tasks into the arguments of one script each."""
     words: list[str | int | bytes] = []
     size = 0
     for task in tasks:
@@ -239,6 +212,6 @@ def _steps(tasks: Sequence[LabelTask]) -> Iterator[list[str | int | bytes]]:
 
 
 def _task_of(entry: bytes, data: bytes | None) -> LabelTask:
-    """Reads an entry: the request's id and the item in the queue in lines of their own, then all of it but its data."""
+    """Decodes an entry: lines with the request's id and the queue's item, then the task without its data."""
     task = msgspec.msgpack.decode(entry.split(b"\n", 2)[2], type=LabelTask)
     return msgspec.structs.replace(task, data=data) if data else task

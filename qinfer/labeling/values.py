@@ -1,4 +1,4 @@
-"""Values in and out of a mapping: the fields of tasks, and a model's outputs as arrays."""
+"""Values of a mapping: fields of tasks, and a model's outputs as arrays."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -23,11 +23,7 @@ def outputs_of(tensors: Iterable[Tensor]) -> dict[str, Array]:
 
 
 def field_of(task: Task, field: str) -> Any:
-    """Returns a field of a task's data; dots lead into objects, unless a field has the whole name.
-
-    Raises:
-        InvalidRequest: The task has no such field, or it is null.
-    """
+    """Returns a field of a task's data; dots lead into objects, unless a field has the whole name."""
     data = task.get("data")
     if not isinstance(data, Mapping):
         raise InvalidRequest("the task has no object 'data'")
@@ -44,11 +40,7 @@ def field_of(task: Task, field: str) -> Any:
 
 
 def numbers(outputs: Outputs, name: str) -> npt.NDArray[np.float64]:
-    """Returns an output's values in one row.
-
-    Raises:
-        OutputMismatch: There is no such output, or it has no numbers.
-    """
+    """Returns an output's numbers in one dimension."""
     array = output(outputs, name)
     if array.dtype.kind not in "biuf":
         raise OutputMismatch(f"output '{name}' has {_kind(array)}, not numbers")
@@ -56,11 +48,7 @@ def numbers(outputs: Outputs, name: str) -> npt.NDArray[np.float64]:
 
 
 def texts(outputs: Outputs, name: str) -> list[str]:
-    """Returns an output's values as text, in one row; bytes that are not UTF-8 become replacement characters.
-
-    Raises:
-        OutputMismatch: There is no such output, or it has numbers.
-    """
+    """Returns an output's texts in one dimension; invalid UTF-8 becomes replacement characters."""
     array = output(outputs, name)
     if array.dtype.kind not in "OSU":
         raise OutputMismatch(f"output '{name}' has {_kind(array)}, not text")
@@ -68,11 +56,7 @@ def texts(outputs: Outputs, name: str) -> list[str]:
 
 
 def output(outputs: Outputs, name: str) -> Array:
-    """Returns an output.
-
-    Raises:
-        OutputMismatch: There is none of that name.
-    """
+    """Returns an output."""
     try:
         return outputs[name]
     except KeyError:

@@ -1,16 +1,16 @@
--- Stores tasks of a labeling project, and removes what has been over for too long.
--- KEYS: entries, data, queue of those that wait, ended, boards, then the index of each state, of those that wait first.
--- ARGV: what (put: only for other requests | move: only for the same), this board's name, milliseconds: until those that
---   wait may be claimed again, time to live; how many may wait, for put; the number of the states; their names; then by
---   fives: task, request, state, entry, data.
--- Returns what became of each: 1 stored, 0 left as it was, 2 not stored: as many wait as may.
--- An entry is stored behind its request and, in the next line, its item in the queue ('' = it does not wait).
+-- Stores tasks of a labeling project, and removes those that ended too long ago.
+-- KEYS: entries, data, queue of waiting tasks, ended, boards, then the index of each state, `waiting` first.
+-- ARGV: what (put: replaces other requests | move: changes the same request), the board's name, milliseconds until
+--   waiting tasks may be claimed again, milliseconds to live, the most waiting tasks (for put), the number of states,
+--   their names; then for each task: task, request, state, entry, data.
+-- Returns for each task: 1 stored, 0 unchanged, 2 refused because too many wait.
+-- An entry has three parts: its request, a line with its item in the queue ('' = not waiting), and the task.
 local entries, data, queue, ended, boards, waiting = unpack(KEYS, 1, 6)
 local what, board, wait, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local room, count = tonumber(ARGV[5]) - redis.call('ZCARD', waiting), tonumber(ARGV[6])
 local now, placed, kept = now_ms(), {}, math.max(2 * ttl, 60000)
 
--- Has a task wait, or wait no more; returns its item.
+-- Adds a task to the queue or removes it; returns its item.
 local function queued(task, state, item)
   if state ~= 'waiting' then
     if item ~= '' then done(queue, item) end
@@ -36,14 +36,14 @@ local function index(task, state)
   end
 end
 
-if what == 'move' then redis.call('HDEL', data, '') end -- after a write full memory stops no script: tasks end
+if what == 'move' then redis.call('HDEL', data, '') end -- a first write lets the script finish even if memory is full
 for i = 7 + count, #ARGV, 5 do
   local task, request, state = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local of, item = string.match(redis.call('HGET', entries, task) or '\n', '^([^\n]*)\n([^\n]*)')
   local is_same, is_known = of == request, of ~= ''
   local is_wanted = not is_known or (what == 'put') == not is_same
   if what == 'move' and (state == 'open' or state == 'waiting') then
-    is_wanted = is_same and item ~= '' -- else it has come further
+    is_wanted = is_same and item ~= '' -- otherwise the task has advanced
   end
   local adds = is_wanted and what == 'put' and item == ''
   if adds and room < 1 then
