@@ -1,7 +1,7 @@
 """The Python client: `qinfer.Client` and `qinfer.AsyncClient`, numpy in and out, tensors as binary on the wire.
 
-The steps of each call are written once, in `flows`, as generators that yield requests and pauses; the two clients
-execute them. The client knows the protocol and nothing of queues, brokers or workers.
+`flows` has the steps of each call as generators that yield requests and pauses; both clients execute them. The client
+knows only the protocol, no queues, brokers or workers.
 """
 
 from qinfer.client.asynchronous import AsyncClient

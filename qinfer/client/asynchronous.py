@@ -1,4 +1,4 @@
-"""`qinfer.AsyncClient`: the client for asyncio, with the calls of `qinfer.Client`, where they are described."""
+"""`qinfer.AsyncClient`: the client for asyncio; `qinfer.Client` describes the calls."""
 
 import asyncio
 import os
@@ -34,19 +34,7 @@ T = TypeVar("T")
 class AsyncClient(AsyncModelCalls):
     """The client of a gateway for one event loop; a cancelled `infer` cancels its request on the server.
 
-    Args:
-        url: As for `Client`, and so the rest.
-        api_key: See there.
-        headers: See there.
-        ca_file: See there.
-        timeout_s: See there.
-        max_retries: See there.
-        resend: See there.
-        retry_share: See there.
-        hedge_after: See there.
-        transport: See there; an asynchronous one.
-        clock: See there.
-        sleep: See there; a coroutine function.
+    The arguments are those of `Client`; `transport` is an asynchronous one, and `sleep` a coroutine function.
 
     Raises:
         InvalidRequest: An argument is wrong.
@@ -146,7 +134,7 @@ class AsyncClient(AsyncModelCalls):
         timeout_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Sends free-form JSON to a model and returns that of its answer; see `Client.generate`."""
+        """Sends free-form JSON to a model and returns its answer's JSON; see `Client.generate`."""
         ask = Ask(model, inputs, version, None, parameters, 0, id, timeout_s, headers)
         return await self._run(flows.generate(self._policy, ask))
 
@@ -161,7 +149,7 @@ class AsyncClient(AsyncModelCalls):
         timeout_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[dict[str, Any]]:
-        """Sends free-form JSON to a model, and yields that of its responses; see `Client.generate_stream`.
+        """Sends free-form JSON to a model, and yields the JSON of its responses; see `Client.generate_stream`.
 
         After a `break`, close the iterator (`contextlib.aclosing`), which cancels the request.
         """
@@ -226,7 +214,7 @@ class AsyncClient(AsyncModelCalls):
         """Sends many requests to a model, several at a time, in constant memory; see `Client.stream`.
 
         When the iteration ends early, the running calls are cancelled. After a `break`, close the iterator
-        (`contextlib.aclosing`); otherwise that happens only when Python collects it.
+        (`contextlib.aclosing`); otherwise they run until Python collects it.
         """
 
         async def ask_one(index: int, item: Inputs) -> InferResult:
@@ -263,7 +251,7 @@ class AsyncClient(AsyncModelCalls):
     async def validate_job(
         self, model: str, inputs: Location | Sequence[Location], output: Location, **options: Unpack[JobOptions]
     ) -> JobEstimate:
-        """Has a bulk job checked and estimated; see `Client.validate_job`."""
+        """Checks and estimates a bulk job; see `Client.validate_job`."""
         return await self._run(job_flows.validate_job(self._policy, job_body(model, inputs, output, options)))
 
     def job(self, job_id: str) -> AsyncJob:
@@ -282,9 +270,9 @@ class AsyncClient(AsyncModelCalls):
         *,
         resumes: bool = False,
     ) -> AsyncIterator[T]:
-        """Yields what `take` makes of the events of a reply while it comes, over a connection of its own.
+        """Yields the results that `take` makes of a reply's events, over a connection of its own.
 
-        Where the caller `resumes` with another reply, a connection that breaks ends this one, and is no error.
+        If the caller `resumes` with another reply, a broken connection ends this one without an error.
         """
         http, reader = self._pool.take(), EventReader()
         try:

@@ -1,4 +1,4 @@
-"""`qinfer.Client`: the client for code without an event loop. One client may be used by many threads."""
+"""`qinfer.Client`: the client for code without an event loop. Threads may share a client."""
 
 import os
 import time
@@ -37,27 +37,30 @@ T = TypeVar("T")
 class Client(ModelCalls):
     """The client of a gateway, or of several that share a queue.
 
-    A call is repeated until its time is over when the server is overloaded (429, 503; after `Retry-After`, or else
-    after a growing pause) or can't be reached. Of several gateways all calls use one until it can't be reached.
-    Inference may be executed twice, as it may be in the server; `resend=False` keeps the client from causing that.
+    If the server is overloaded (429, 503) or can't be reached, a call is repeated until its time is over, after
+    `Retry-After` or a growing pause. All calls use one gateway until it can't be reached, then the next. Inference may
+    be executed twice, as it may be in the server; `resend=False` keeps the client from causing that.
 
     Args:
         url: The gateway's URL, or several, the preferred one first.
-        api_key: Sent as `Authorization: Bearer`; `None` = the value of `QINFER_API_KEY`, if any, and empty = none.
+        api_key: Sent as `Authorization: Bearer`; `None` = the value of `QINFER_API_KEY`, if any, and empty = no key.
         headers: Headers of every request.
-        ca_file: A PEM file of the certificate authorities that the gateway's certificate is checked with; `None` =
-            those that the variables `SSL_CERT_FILE` and `SSL_CERT_DIR` name, or httpx's own.
-        timeout_s: How long a call may take, its repetitions included.
+        ca_file: A PEM file of certificate authorities for the gateway's certificate; `None` = those that the variables
+            `SSL_CERT_FILE` and `SSL_CERT_DIR` name, or httpx's own.
+        timeout_s: How long a call may take, including its repetitions.
         max_retries: The most repetitions of a call; `None` = as many as its time allows.
-        resend: Repeat inference whose connection broke after it was sent; without it such a call fails with
-            `Unreachable`. What has an idempotency key, an id or a step number is repeated in any case.
-        retry_share: The budget of repetitions: the most of all calls together for each call, beside a reserve of 10 a
-            second. Where it is used up, repetitions come later; `None` = there is no budget.
+        resend: Repeat inference whose connection broke after it was sent; otherwise such a call fails with
+        `Unreachable`.
+            Calls with an idempotency key, an id or a step number are always repeated.
+        retry_share: The budget of repetitions per call, over all calls, beside a reserve of 10 a second. When it is
+        used
+            up, repetitions come later; `None` = no limit.
         hedge_after: Seconds after which `submit`, `result` and `status` send an unanswered request a second time, to
-            another gateway if there are several; the first answer counts. `p95` = after as many as 19 of 20 of them
-            take; `None` = never. `infer` is never sent a second time so, for it may be executed twice.
-        transport: Replaces httpx's own: for other TLS settings, proxies, tests. Without it the proxies of the
-            environment are used.
+            another gateway if there are several; the first answer counts. `p95` = the time in which 19 of 20 of them
+            are answered; `None` = never. `infer` is never hedged, because it could be executed twice.
+        transport: Replaces httpx's own: for other TLS settings, proxies, tests. By default the proxies of the
+        environment
+            are used.
         clock: Measures time; for tests.
         sleep: Waits for a number of seconds; for tests.
 
@@ -105,7 +108,7 @@ class Client(ModelCalls):
         self.close()
 
     def close(self) -> None:
-        """Closes the connections, and ends the use of the client."""
+        """Closes the connections; the client can't be used any longer."""
         for http in self._pool.close():
             http.close()
 
@@ -132,16 +135,17 @@ class Client(ModelCalls):
             version: The version; `None` = the highest ready one.
             outputs: The outputs to return; `None` = all.
             parameters: Custom parameters for the backend, and Triton's own, such as `timeout` in microseconds. A step
-                of a sequence (`sequence_id`) is repeated only if it has a number, `qinfer_step`: see `sequence`.
+            of a
+                sequence (`sequence_id`) is repeated only if it has a number, `qinfer_step`: see `sequence`.
             priority: The priority level, 1 the most urgent; 0 = the model's default.
             id: An id that the result echoes.
-            timeout_s: How long the call may take; `None` = as long as the client's `timeout_s`.
+            timeout_s: How long the call may take; `None` = the client's `timeout_s`.
             headers: Headers of this request, besides the client's.
 
         Raises:
             InvalidRequest: The inputs do not fit the model.
             ModelNotFound: The model or version does not exist.
-            Overloaded: The server refused the request, also after the repetitions.
+            Overloaded: The server still refused the request after the repetitions.
             DeadlineExceeded: No answer came within `timeout_s`.
             InferenceFailed: The model raised an error.
             Unreachable: No gateway answers.
@@ -165,23 +169,13 @@ class Client(ModelCalls):
     ) -> Iterator[InferResult]:
         """Sends a request to a model, and yields its responses as they come: any number of a decoupled model, else one.
 
-        It is sent at the first step. What the caller does not take makes the model wait; leaving the iteration cancels
-        the request. The call is repeated as `infer` is until the first response has come, and never after it.
-
-        Args:
-            model: As in `infer`, and so the rest.
-            inputs: See there.
-            version: See there.
-            outputs: See there.
-            parameters: See there.
-            priority: See there.
-            id: See there.
-            timeout_s: How long the first response may take, and each further one; `None` = the client's `timeout_s`.
-            headers: See there.
+        The request is sent when the iteration starts. The model waits while the caller does not read, and leaving the
+        iteration cancels the request. The call is repeated like `infer`, but only before the first response. The
+        arguments are those of `infer`, except that `timeout_s` limits the wait for each response.
 
         Raises:
-            StreamBroken: The worker ended after some responses; sending the request again begins anew.
-            QinferError: As `infer`, before the first response or after any.
+            StreamBroken: The worker ended after some responses; a new request starts from the beginning.
+            QinferError: As `infer`, before or after any response.
         """
         ask = Ask(model, inputs, version, outputs, parameters, priority, id, timeout_s, headers)
         return self._results(flows.infer_stream(self._policy, ask), result_of, timeout_s)
@@ -197,16 +191,16 @@ class Client(ModelCalls):
         timeout_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Sends free-form JSON to a model and returns that of its answer, as Triton's generate extension has it.
+        """Sends free-form JSON to a model and returns its answer's JSON, as in Triton's generate extension.
 
         Args:
-            model: The model's name; it gives a request one response.
+            model: The model's name; it gives one response per request.
             inputs: The inputs by name, without the batch dimension: `{"text_input": "…"}`. Numbers, texts, lists and
-                arrays; a name that is no input is a parameter.
+                arrays; a name that is not an input is a parameter.
             version: The version; `None` = the highest ready one.
             parameters: Custom parameters for the backend.
             id: An id that the answer echoes.
-            timeout_s: How long the call may take; `None` = as long as the client's `timeout_s`.
+            timeout_s: How long the call may take; `None` = the client's `timeout_s`.
             headers: Headers of this request, besides the client's.
 
         Returns:
@@ -229,19 +223,13 @@ class Client(ModelCalls):
         timeout_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Iterator[dict[str, Any]]:
-        """Sends free-form JSON to a model, and yields that of its responses as they come; leaving it cancels.
+        """Sends free-form JSON to a model, and yields the JSON of its responses as they come.
 
-        Args:
-            model: As in `generate`, and so the rest; it gives a request any number of responses.
-            inputs: See there.
-            version: See there.
-            parameters: See there.
-            id: See there.
-            timeout_s: How long the first response may take, and each further one; `None` = the client's `timeout_s`.
-            headers: See there.
+        Leaving the iteration cancels the request. The arguments are those of `generate`, except that `timeout_s` limits
+        the wait for each response.
 
         Raises:
-            QinferError: As `infer`, before the first response or after any.
+            QinferError: As `infer`, before or after any response.
         """
         ask = Ask(model, inputs, version, None, parameters, 0, id, timeout_s, headers)
         return self._results(flows.generate_stream(self._policy, ask), object_of, timeout_s)
@@ -265,15 +253,16 @@ class Client(ModelCalls):
         """Submits a request, to fetch its result later; on return the request is stored durably.
 
         Args:
-            model: As in `infer`, and so the next six.
-            inputs: See there.
-            version: See there.
-            outputs: See there.
-            parameters: See there.
-            priority: See there.
-            id: See there.
+            model: As in `infer`.
+            inputs: As in `infer`.
+            version: As in `infer`.
+            outputs: As in `infer`.
+            parameters: As in `infer`.
+            priority: As in `infer`.
+            id: As in `infer`.
             idempotency_key: Two submissions with the same key and content are one request. By default each call has a
-                key of its own, which makes its repetitions safe.
+            key of
+                its own, which makes its repetitions safe.
             request_id: An id of your own for the request, unique within the model; by default the server makes one.
             timeout_s: Seconds until the request expires; `None` = the model's default.
             webhook: A URL to notify when the request ends; the server has to allow it.
@@ -308,14 +297,14 @@ class Client(ModelCalls):
     def responses(self, request: RequestHandle | str) -> Iterator[InferResult]:
         """Yields the responses of a stored request as they come, until it has ended: any number of a decoupled model.
 
-        They can be read repeatedly until their retention is over. A connection that breaks is replaced, and none comes
-        twice.
+        They can be read repeatedly until their retention is over. A broken connection is replaced, without repeating
+        responses.
 
         Args:
             request: As in `result`.
 
         Raises:
-            QinferError: As `result`; where the request failed, after the responses that were stored before.
+            QinferError: As `result`; if the request failed, after the responses stored before.
         """
         handle, follower, tries = handle_of(request), Follower(), 0
         while not follower.has_ended:
@@ -335,7 +324,7 @@ class Client(ModelCalls):
     def cancel(self, request: RequestHandle | str) -> str:
         """Cancels a request; an execution that has begun may still run to its end.
 
-        The result of a request that has ended is removed.
+        The result of an ended request is removed.
 
         Returns:
             The request's state: `cancelled`, or its earlier end.
@@ -367,14 +356,15 @@ class Client(ModelCalls):
         Args:
             model: The model's name.
             inputs: The inputs; may be endless.
-            concurrency: The most requests that are unanswered, or answered and not handed out, at a time.
-            ordered: Hand the answers out in the inputs' order; else in the order of their arrival.
-            keys: Makes an idempotency key for each input. The inputs are then submitted as asynchronous requests, and
-                a later stream with the same keys reads their results instead of executing them again.
-            version: As in `infer`, and so the rest.
-            outputs: See there.
-            parameters: See there.
-            priority: See there.
+            concurrency: The most requests at a time that are unanswered, or answered and not handed out.
+            ordered: Hand the answers out in the inputs' order; otherwise as they arrive.
+            keys: Makes an idempotency key for each input. The inputs are then submitted as asynchronous requests, and a
+            later
+                stream with the same keys reads their results instead of executing them again.
+            version: As in `infer`.
+            outputs: As in `infer`.
+            parameters: As in `infer`.
+            priority: As in `infer`.
 
         Yields:
             The index of an input, and its result or error.
@@ -393,11 +383,11 @@ class Client(ModelCalls):
     def sequence(
         self, model: str, *, correlation_id: int | str | None = None, version: int | None = None
     ) -> ModelSequence:
-        """Begins a sequence of requests to a stateful model, which share a state; nothing is sent before its first.
+        """Begins a sequence of requests to a stateful model, which share a state; the first request opens it.
 
         Args:
             model: The model's name.
-            correlation_id: The sequence's id; one that is open is begun anew. `None` = a random number.
+            correlation_id: The sequence's id; an open one is begun anew. `None` = a random number.
             version: The version, on which the sequence stays; `None` = the highest ready one.
 
         Raises:
@@ -421,23 +411,28 @@ class Client(ModelCalls):
         Args:
             model: The model's name.
             inputs: Files and patterns, as URLs such as `s3://bucket/in/*.parquet`, or as paths, which have to be the
-                same for the gateway and the workers.
-            output: The folder of the output; it must be empty, but for `overwrite`.
+            same for
+                the gateway and the workers.
+            output: The folder of the output; it must be empty, unless `overwrite` is set.
             resume: Resume the job of the same `id` if it has failed, has expired or was cancelled, with the
-                `error_threshold`, `max_parallel` and `deadline_s` of this call; with `overwrite`, run it anew if it is
-                completed; any other job of that `id` is returned as it is.
+            `error_threshold`,
+                `max_parallel` and `deadline_s` of this call; with `overwrite`, run a completed one anew. Any other job
+                of that
+                `id` is returned unchanged.
             wait_for_inputs_s: Seconds to wait until each input exists, and each pattern matches a file.
-            on_missing: Called at each look that has found an input missing, with the reason and the seconds left.
+            on_missing: Called at each check that finds an input missing, with the reason and the seconds left.
             options: See `JobOptions`.
 
         Raises:
             InvalidRequest: The files do not fit the model, an option is wrong, or the output is not empty; the text
-                names column or URL.
+            names
+                column or URL.
             InputMissing: An input does not exist, or a pattern matches no file, after `wait_for_inputs_s`.
             ModelNotFound: The model or version does not exist.
             Forbidden: The server does not allow that store.
             Conflict: The id belongs to another job, and the text has the fields that differ; or another job writes to
-                the output that is to be overwritten.
+            the
+                output to be overwritten.
             QinferError: As `infer`.
         """
         body = job_body(model, inputs, output, options)
@@ -447,13 +442,9 @@ class Client(ModelCalls):
     def validate_job(
         self, model: str, inputs: Location | Sequence[Location], output: Location, **options: Unpack[JobOptions]
     ) -> JobEstimate:
-        """Has a bulk job checked and estimated, and all its input files looked at; nothing is created.
+        """Checks and estimates a bulk job, including all its input files; creates nothing.
 
-        Args:
-            model: As in `submit_job`, and so the rest.
-            inputs: See there.
-            output: See there.
-            options: See there.
+        The arguments are those of `submit_job`.
 
         Raises:
             QinferError: As `submit_job`.
@@ -481,9 +472,9 @@ class Client(ModelCalls):
         *,
         resumes: bool = False,
     ) -> Iterator[T]:
-        """Yields what `take` makes of the events of a reply while it comes, over a connection of its own.
+        """Yields the results that `take` makes of a reply's events, over a connection of its own.
 
-        Where the caller `resumes` with another reply, a connection that breaks ends this one, and is no error.
+        If the caller `resumes` with another reply, a broken connection ends this one without an error.
         """
         http, reader = self._pool.take(), EventReader()
         try:

@@ -1,9 +1,9 @@
 """The budget of a client's repetitions: a share of its calls, so that many clients do not keep a failing server down.
 
-A token bucket with two parts, after Finagle's `RetryBudget` (https://finagle.github.io/blog/2016/02/08/retry-budgets):
-each call adds a share of a token, which is forgotten within seconds, and a reserve fills with time, for clients that
-make few calls. A repetition takes a token. Where there is none, it waits for one of the reserve: calls go on until
-their time is over, and all of them together are no storm.
+It is a token bucket with two parts, after Finagle's `RetryBudget`
+(https://finagle.github.io/blog/2016/02/08/retry-budgets): each call adds a share of a token, which decays within
+seconds, and a reserve fills with time, for clients with few calls. A repetition takes a token, or waits for one of the
+reserve, so that calls continue until their time is over without a storm.
 """
 
 import math
@@ -16,18 +16,11 @@ RETRY_SHARE = 0.2
 RESERVE_PER_S = 10.0
 """Repetitions a second that need no calls."""
 WINDOW_S = 10.0
-"""Seconds in which the reserve is filled, and what calls have added is forgotten, but for a third."""
+"""Seconds in which the reserve fills, and the calls' tokens decay to a third."""
 
 
 class RetryBudget:
-    """The budget that all calls of a client share; may be used by many threads.
-
-    Args:
-        share: Tokens that a call adds; `None` = repetitions have no budget.
-
-    Raises:
-        InvalidRequest: The share is no number from 0 on.
-    """
+    """The budget that all calls of a client share; thread-safe. A call adds `share` tokens; `None` = unlimited."""
 
     def __init__(self, share: float | None = RETRY_SHARE) -> None:
         if share is not None and (not isinstance(share, int | float) or not 0 <= share < math.inf):
@@ -46,14 +39,9 @@ class RetryBudget:
                 self._added += self._share
 
     def take(self, now_s: float, longest_s: float) -> float | None:
-        """Takes a token for a repetition.
+        """Takes a token for a repetition; returns the seconds until it is available.
 
-        Args:
-            now_s: The monotonic time.
-            longest_s: The repetition can wait this long.
-
-        Returns:
-            Seconds until the token is there; `None` = it would take longer, and none is taken.
+        If that is longer than `longest_s`, it takes no token and returns `None`.
         """
         if self._share is None:
             return 0.0
@@ -65,7 +53,7 @@ class RetryBudget:
             wait_s = max(0.0, (1.0 - self._reserve) / RESERVE_PER_S)
             if wait_s > longest_s:
                 return None
-            # Below 0 are tokens that others wait for.
+            # Tokens below 0 are promised to waiting repetitions.
             self._reserve -= 1.0
             return wait_s
 

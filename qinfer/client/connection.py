@@ -1,4 +1,4 @@
-"""The constructor arguments of both clients, checked and turned into httpx's, and their pool of connections."""
+"""The constructor arguments of both clients, and their pool of connections."""
 
 import math
 import os
@@ -17,7 +17,7 @@ from qinfer.core.clock import Clock, SystemClock
 DEFAULT_TIMEOUT_S = 60.0
 
 API_KEY_VARIABLE = "QINFER_API_KEY"
-"""The variable with the API key of clients that are given none, and of commands, whose options others can see."""
+"""The variable with the default API key; unlike command options, others on the machine can't see it."""
 
 KEEPALIVE_S = 30.0
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=1, keepalive_expiry=KEEPALIVE_S)
@@ -26,13 +26,10 @@ C = TypeVar("C", httpx.Client, httpx.AsyncClient)
 
 
 class Pool(Generic[C]):
-    """A pool of HTTP clients of one connection each; the one used last is used next.
+    """A pool of HTTP clients of one connection each, last in first out.
 
-    httpx's own pool looks at each pair of its connections for each request: with 64 of them that takes longer than the
-    request. The callers bound the number of connections, and no call waits for another's.
-
-    Args:
-        make: Makes a client.
+    httpx's own pool compares each pair of its connections for each request: with 64 of them that takes longer than the
+    request. The callers bound the number of connections, and calls do not wait for others'.
     """
 
     def __init__(self, make: Callable[[], C]) -> None:
@@ -42,11 +39,7 @@ class Pool(Generic[C]):
         self._closed = False
 
     def take(self) -> C:
-        """Returns an idle client, for the caller alone until `give`; may be called from any thread.
-
-        Raises:
-            InvalidRequest: The pool is closed.
-        """
+        """Returns an idle client, for the caller alone until `give`; thread-safe."""
         if self._closed:
             raise errors.InvalidRequest("the client is closed; make a new one")
         try:
@@ -61,7 +54,7 @@ class Pool(Generic[C]):
         self._idle.append(client)
 
     def close(self) -> list[C]:
-        """Hands out no more clients; returns all of them, to be closed."""
+        """Closes the pool; returns all clients, for the caller to close."""
         self._closed = True
         return self._all
 
@@ -78,22 +71,7 @@ def options(
     retry_share: float | None,
     clock: Clock | None,
 ) -> tuple[dict[str, Any], Policy]:
-    """Checks a client's arguments; returns those of each HTTP client, and the policy of all flows.
-
-    Args:
-        url: The gateway's URL, or several.
-        api_key: The key sent as `Authorization: Bearer`; `None` = that of the environment, empty = none.
-        headers: Headers of every request.
-        ca_file: A PEM file of certificate authorities; `None` = the environment's, or httpx's own.
-        timeout_s: How long a call may take, its repetitions included.
-        max_retries: How often a call is repeated; `None` = as often as its time allows.
-        resend: Whether inference without a key is repeated after a connection that broke.
-        retry_share: Repetitions for each call, beside a reserve; `None` = no limit for all calls together.
-        clock: Measures time; the system's by default.
-
-    Raises:
-        InvalidRequest: An argument is wrong.
-    """
+    """Checks a client's arguments; returns those of each HTTP client, and the policy of all flows."""
     gateways = Gateways(_gateways(url))
     is_typed = isinstance(timeout_s, int | float) and isinstance(max_retries, int | None)
     if not is_typed or not 0 < timeout_s < math.inf or (max_retries or 0) < 0:
@@ -101,7 +79,7 @@ def options(
             f"timeout_s is {timeout_s!r} and max_retries {max_retries!r}; expected a finite time > 0, and a number "
             ">= 0 or None"
         )
-    # Compressed tensors cost both sides more time than they save, and take the gateway's slower way.
+    # Compressed tensors cost both sides more time than they save, and take the gateway's slower path.
     sent = {"Accept-Encoding": "identity", "User-Agent": "qinfer-python"}
     name = "api_key" if api_key is not None else API_KEY_VARIABLE
     key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key

@@ -1,4 +1,4 @@
-"""The calls of the client as flows: the steps of each, without any I/O (`qinfer.client.steps`)."""
+"""The client's calls as flows (`qinfer.client.steps`), without I/O."""
 
 import math
 import re
@@ -31,10 +31,10 @@ from qinfer.tensors import Tensor, from_numpy
 from qinfer.wire.kserve_client import JSON_LENGTH_HEADER, decode_response, encode_request
 
 Keys = Callable[[int, Inputs], str]
-"""Makes the idempotency key of an input of a stream, from its index and itself."""
+"""Makes the idempotency key of a stream's input, from its index and the input."""
 
 POLL_S = 20.0
-"""The longest time for which a gateway is asked to hold a result back: proxies cut connections that are idle longer."""
+"""The longest time for which a gateway holds a result back, because proxies cut idle connections."""
 EARLY_PAUSE_S = 0.5
 """Pause after a poll that the gateway answered early without a result."""
 
@@ -58,12 +58,7 @@ class Ask:
     headers: Mapping[str, str] | None = None
 
     def send(self, path: str, headers: dict[str, str]) -> Send:
-        """Encodes the request for one of the model's routes.
-
-        Raises:
-            InvalidRequest: An input is no array, or another argument is not of its type.
-            UnsupportedDatatype: No wire datatype holds an array's dtype.
-        """
+        """Encodes the request for one of the model's routes."""
         self._check()
         parameters = dict(self.parameters or {})
         if self.priority:
@@ -78,7 +73,7 @@ class Ask:
         return Send("POST", path, checked_headers(self.headers) | own, body)
 
     def _check(self) -> None:
-        """Checks the types of all arguments but the arrays: an error of the gateway would be about its own format."""
+        """Checks the types of all arguments but the arrays; the gateway's errors would be about its own format."""
         if not isinstance(self.inputs, Mapping):
             raise InvalidRequest(f"inputs are of type {type(self.inputs).__name__}; make them a dict of arrays by name")
         if not all(isinstance(name, str) for name in self.inputs):
@@ -106,11 +101,7 @@ class Submission:
     webhook: str | None = None
 
     def headers(self) -> dict[str, str]:
-        """Returns the headers; a submission that names neither id nor key gets a key of its own.
-
-        Raises:
-            InvalidRequest: A value can't be sent as a header.
-        """
+        """Returns the headers; a submission without id and key gets a key of its own."""
         is_named = self.idempotency_key is not None or self.request_id is not None
         found = {
             "Idempotency-Key": self.idempotency_key if is_named else str(uuid4()),
@@ -122,11 +113,7 @@ class Submission:
 
 
 def header_value(name: str, value: str) -> str:
-    """Checks and returns a header's value; the message does not show it, for it may be secret.
-
-    Raises:
-        InvalidRequest: The value is no text, has other than printable ASCII characters, or is empty.
-    """
+    """Checks and returns a header's value; the error does not show it, because it may be secret."""
     if not isinstance(value, str):
         raise InvalidRequest(f"the value for {name} is of type {type(value).__name__}; make it a text")
     if not (value.isascii() and value.isprintable() and value.strip() == value and value):
@@ -135,11 +122,7 @@ def header_value(name: str, value: str) -> str:
 
 
 def checked_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
-    """Checks and returns headers of the caller's.
-
-    Raises:
-        InvalidRequest: A name is no header's, or a value can't be sent.
-    """
+    """Checks and returns the caller's headers."""
     if headers is None:
         return {}
     if not isinstance(headers, Mapping):
@@ -164,7 +147,7 @@ def infer(policy: Policy, ask: Ask) -> Flow[InferResult]:
 
 
 def infer_request(ask: Ask) -> Send:
-    """Encodes a request to a model that is answered once; raises as `Ask.send`."""
+    """Encodes a request with one answer."""
     return ask.send(f"{model_path(ask.model, ask.version)}/infer", {})
 
 
@@ -174,7 +157,7 @@ def answer(policy: Policy, send: Send) -> Flow[InferResult]:
 
 
 def infer_stream(policy: Policy, ask: Ask) -> Flow[httpx.Response]:
-    """Sends a request to a model, and returns the reply that its responses come in."""
+    """Sends a request to a model, and returns the reply with its stream of responses."""
     policy = policy.within(ask.timeout_s)
     ask = yield from _typed(policy, ask)
     send = ask.send(f"{model_path(ask.model, ask.version, 'v1')}/infer_stream", {})
@@ -189,7 +172,7 @@ def generate(policy: Policy, ask: Ask) -> Flow[dict[str, Any]]:
 
 
 def generate_stream(policy: Policy, ask: Ask) -> Flow[httpx.Response]:
-    """Sends a request in free-form JSON to a model, and returns the reply that its responses come in."""
+    """Sends a request in free-form JSON to a model, and returns the reply with its stream of responses."""
     policy = policy.within(ask.timeout_s)
     return (yield from call(policy, _generate_request(policy, ask, "generate_stream")._replace(streams=True)))
 
@@ -234,13 +217,9 @@ def result(policy: Policy, handle: RequestHandle, wait_s: float) -> Flow[InferRe
 
 
 def follow(policy: Policy, handle: RequestHandle, follower: Follower, tries: int) -> Flow[httpx.Response]:
-    """Returns the reply that the events of a request come in, after those that were seen.
+    """Returns the reply with the events of a request after those that `follower` has seen.
 
-    Args:
-        policy: The limits of time and repetitions.
-        handle: The request.
-        follower: What was seen; a request that ended since then has no more events.
-        tries: How often its events were asked for before.
+    A repeated try (`tries` > 0) pauses first.
     """
     if tries:
         yield Pause(EARLY_PAUSE_S)
@@ -252,7 +231,7 @@ def follow(policy: Policy, handle: RequestHandle, follower: Follower, tries: int
 
 
 def infer_or_resume(policy: Policy, ask: Ask, key: str | None) -> Flow[InferResult]:
-    """Sends a request; with a key as an asynchronous one, whose result may exist from an earlier submission."""
+    """Sends a request; with a key it is asynchronous, and its result may exist from an earlier submission."""
     if key is None:
         return (yield from infer(policy, ask))
     handle = yield from submit(policy, ask, Submission(key))
@@ -274,13 +253,13 @@ def status(policy: Policy, handle: RequestHandle) -> Flow[RequestStatus]:
 
 
 def cancel(policy: Policy, handle: RequestHandle) -> Flow[str]:
-    """Cancels a request, and returns its state: `cancelled`, or how it had ended before."""
+    """Cancels a request, and returns its state: `cancelled`, or its earlier end."""
     reply = yield from call(policy, Send("DELETE", handle.url, {}), not_found=RequestNotFound)
     return str(json_object(policy, reply).get("state", ""))
 
 
 def _ending(policy: Policy, handle: RequestHandle, problem: Problem) -> Flow[Problem]:
-    """Distinguishes the failure of a request from a failure to read its result: one status may mean both."""
+    """Distinguishes the failure of a request from a failure to read its result, which may share a status."""
     try:
         found = yield from status(policy, handle)
     except QinferError:
@@ -294,7 +273,7 @@ def _ending(policy: Policy, handle: RequestHandle, problem: Problem) -> Flow[Pro
 
 
 def _final(error_class: type[QinferError], message: str) -> QinferError:
-    """Makes the error of an ended request; a retryable one would only have its result read again."""
+    """Makes the error of an ended request, never retryable: a repetition would only read the result again."""
     return InferenceFailed(message) if error_class.retryable else make(error_class, message)
 
 
@@ -304,7 +283,7 @@ def _typed(policy: Policy, ask: Ask) -> Flow[Ask]:
 
 
 def _refreshing(policy: Policy, ask: Ask, flow: Flow[T]) -> Flow[T]:
-    """Runs a call; one that the server refuses has the datatypes of the model's inputs read again by the next."""
+    """Runs a call; if the server refuses it, the next call reads the model's datatypes again."""
     try:
         return (yield from flow)
     except InvalidRequest:
@@ -329,7 +308,7 @@ def _generate_request(policy: Policy, ask: Ask, route: str) -> Send:
 
 
 def _plain(value: Any) -> Any:
-    """Returns arrays and numbers of numpy as JSON has them."""
+    """Converts numpy's arrays and numbers for JSON."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise TypeError(f"a value is of type {type(value).__name__}")

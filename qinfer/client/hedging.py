@@ -1,9 +1,9 @@
-"""Hedging: a request that is late is sent a second time, and the answer that comes first counts.
+"""Hedging: a late request is sent a second time, and the first answer counts.
 
-It helps against the slowest answers, such as those of a gateway that hangs (Dean & Barroso, "The Tail at Scale", 2013).
-Only what the server executes once at most is hedged: reading, and submissions, which have an id or a key. The second
-request goes to another gateway, if there are several. It takes a token of the retry budget, and is not sent where there
-is none. The request whose answer is not needed is cancelled.
+It shortens the slowest answers, such as those of a gateway that hangs (Dean & Barroso, "The Tail at Scale", 2013). Only
+requests that the server executes at most once are hedged: reads, and submissions, which have an id or a key. The second
+request goes to another gateway, if there are several, and needs a token of the retry budget. The slower request is
+cancelled.
 """
 
 import asyncio
@@ -22,24 +22,16 @@ from qinfer.client.steps import Outcome, Policy, Send
 from qinfer.errors import InvalidRequest
 
 HedgeAfter = float | Literal["p95"] | None
-"""Seconds after which a request is late; `p95` = as long as the client's 19 of 20 latest ones took; `None` = never."""
+"""Seconds after which a request is late; `p95` = the client's recent 95th percentile; `None` = never."""
 
 LEAST_LATENCIES = 20
-"""Latencies that `p95` needs; there is no second request before."""
+"""Latencies that `p95` needs before it hedges."""
 _LATEST = 200
 _CONNECTED = ("connection.connect_tcp.complete", "connection.start_tls.complete")
 
 
 class Hedging:
-    """Decides when a request is sent a second time, and where to; may be used by many threads.
-
-    Args:
-        after: When a request is late.
-        policy: The client's gateways, its budget and its clock.
-
-    Raises:
-        InvalidRequest: `after` is neither a positive number nor `p95`.
-    """
+    """Decides when and where a request is sent a second time; thread-safe."""
 
     def __init__(self, after: float | Literal["p95"], policy: Policy) -> None:
         is_number = isinstance(after, int | float) and not isinstance(after, bool)
@@ -54,53 +46,49 @@ class Hedging:
         return self._policy.clock.monotonic_s()
 
     def after_s(self, send: Send) -> float | None:
-        """Returns the seconds after which a request is sent a second time; `None` = it is not."""
+        """Returns the seconds after which a request is sent a second time, if it is."""
         after_s = self._p95(send.method) if self._after == "p95" else self._after
         if not send.hedges or after_s is None or after_s + send.hold_s >= send.timeout_s:
             return None
         return after_s + send.hold_s
 
     def second(self, send: Send) -> Send | None:
-        """Returns the second request; `None` = the retry budget has no token for it."""
+        """Returns the second request; `None` without a token of the retry budget."""
         if self._policy.budget.take(self.now_s(), 0.0) is None:
             return None
         return send._replace(base=self._policy.gateways.after(send.base).base)
 
     def answered(self, send: Send, outcome: Outcome, began_s: float) -> None:
-        """Takes the time of an answer; of requests that the gateway holds back it says nothing."""
+        """Records the latency of an answer, unless the gateway was asked to hold it back."""
         if send.hedges and not send.hold_s and is_answer(outcome):
             self._latencies.setdefault(send.method, deque(maxlen=_LATEST)).append(self.now_s() - began_s)
 
     def _p95(self, method: str) -> float | None:
-        # Another thread may add to it.
+        # another thread may add to it
         latest = sorted(self._latencies.get(method, deque()).copy())
         return latest[math.ceil(0.95 * len(latest)) - 1] if len(latest) >= LEAST_LATENCIES else None
 
 
 def is_answer(outcome: Outcome | BaseException) -> bool:
-    """Tells whether an outcome ends the race: no failure that another gateway may not have."""
+    """Returns whether an outcome ends the race: another gateway would not answer better."""
     return isinstance(outcome, httpx.Response) and outcome.status_code < 500 and outcome.status_code != 429
 
 
 class HedgedTasks:
-    """Sends the requests of an asynchronous client.
-
-    Args:
-        hedging: When they are sent a second time.
-    """
+    """Sends the requests of an asynchronous client."""
 
     def __init__(self, hedging: Hedging) -> None:
         self._hedging = hedging
 
     async def exchange(self, send: Send, transmit: Callable[[Send], Awaitable[Outcome]]) -> Outcome:
-        """Returns the first answer, or where there is none the outcome of the first request."""
+        """Returns the first answer, or without one the first request's outcome."""
         began_s, after_s = self._hedging.now_s(), self._hedging.after_s(send)
         outcome = await (transmit(send) if after_s is None else self._race(send, transmit, after_s))
         self._hedging.answered(send, outcome, began_s)
         return outcome
 
     async def _race(self, send: Send, transmit: Callable[[Send], Awaitable[Outcome]], after_s: float) -> Outcome:
-        # Not a task group: an error would come out of it as an exception group.
+        # a task group would wrap an error in an exception group
         tasks = [asyncio.ensure_future(transmit(send))]
         try:
             done, running = await asyncio.wait(tasks, timeout=after_s)
@@ -119,18 +107,14 @@ class HedgedTasks:
 
 
 class HedgedThreads:
-    """Sends the requests of a blocking client.
-
-    Args:
-        hedging: When they are sent a second time.
-    """
+    """Sends the requests of a blocking client."""
 
     def __init__(self, hedging: Hedging) -> None:
         self._hedging = hedging
         self._connections: dict[httpx.Client, Any] = {}
 
     def exchange(self, send: Send, transmit: Callable[[Send, "Attempt"], Outcome]) -> Outcome:
-        """Returns the first answer, or where there is none the outcome of the first request."""
+        """Returns the first answer, or without one the first request's outcome."""
         began_s, after_s = self._hedging.now_s(), self._hedging.after_s(send)
         first = Attempt(self._connections)
         outcome = transmit(send, first) if after_s is None else self._race(send, transmit, after_s)
@@ -168,10 +152,9 @@ class HedgedThreads:
 
 
 class Attempt:
-    """A request of a blocking client, which another thread can cancel: its connection is shut down.
+    """A request of a blocking client, which another thread can cancel by shutting its connection down.
 
-    Args:
-        connections: HTTP client → its connection as it was last opened.
+    `connections` maps HTTP clients to their last opened connection.
     """
 
     def __init__(self, connections: dict[httpx.Client, Any]) -> None:
@@ -182,7 +165,7 @@ class Attempt:
 
     @contextmanager
     def using(self, http: httpx.Client) -> Iterator[dict[str, Any]]:
-        """Gives the extensions of a request by an HTTP client; until the end it can be cancelled."""
+        """Provides the extensions for a request of an HTTP client; it can be cancelled during the block."""
 
         def trace(event: str, info: Mapping[str, Any]) -> None:
             if event in _CONNECTED:
@@ -199,7 +182,7 @@ class Attempt:
                 self._http = None
 
     def cancel(self) -> None:
-        """Cancels the request, unless it has ended: its connection belongs to another one then."""
+        """Cancels the request, unless it has ended and its connection serves another."""
         with self._lock:
             self._is_cancelled = True
             connection = self._connections.get(self._http) if self._http else None
@@ -209,7 +192,7 @@ class Attempt:
 
 
 def _raised(outcome: Outcome | BaseException) -> Outcome:
-    """Returns an outcome, or raises the error that it is; an error of httpx is the outcome of a request."""
+    """Returns an outcome, or raises an error that is not httpx's."""
     if isinstance(outcome, BaseException) and not isinstance(outcome, httpx.RequestError):
         raise outcome
     return outcome

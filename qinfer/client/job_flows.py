@@ -1,4 +1,4 @@
-"""The client's calls about bulk jobs as flows: the steps of each, without any I/O (`qinfer.client.steps`)."""
+"""The client's calls about bulk jobs as flows (`qinfer.client.steps`), without I/O."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -27,21 +27,21 @@ Location = str | os.PathLike[str]
 """A URL such as `s3://bucket/in/*.parquet`, or a path, which has to be the same for the gateway and the workers."""
 
 OnStatus = Callable[["JobStatus"], object]
-"""Takes a job's status after each poll."""
+"""Receives a job's status after each poll."""
 
 OnMissing = Callable[[str, float], object]
-"""Takes what is said of the missing input, and the seconds that are left to wait for it."""
+"""Receives the reason for a missing input, and the seconds left to wait for it."""
 
 INPUT_POLLS_S = (1.0, 5.0)
-"""Seconds between two looks for inputs that are waited for."""
+"""Seconds between two checks for missing inputs: from the first to the last."""
 POLLS_S = (0.1, 2.0)
 """Seconds between two polls of a job: they grow from the first to the last."""
 PAGE = 500
-"""The most jobs of one page of the list."""
+"""The largest page of the list."""
 LEAST_POLL_S = 1.0
 """A poll of a job may take this long, even if less is left to wait."""
 WAIT_RETRIES = 8
-"""The least number of times that a failed poll is repeated."""
+"""The least number of repetitions of a failed poll."""
 
 _ENDED = ("completed", "failed", "cancelled", "expired")
 
@@ -62,27 +62,28 @@ class JobOptions(TypedDict, total=False):
         tensors: The output tensors to ask for and to write; by default all.
         output_columns: Output tensor → the name of its column; by default the tensor's.
         top_k: Output tensor → the number of its greatest elements to write instead of all, with indices and labels.
-        key: The column that identifies rows, copied to the output; by default file, row group and row number are.
+        key: The column that identifies rows, copied to the output; by default file, row group and row number.
         passthrough: Columns to copy to the output; `["*"]` = all.
         exclude: With `["*"]`: columns to leave out.
         merge_schema: Let columns be missing in some files: they are null there.
         types: Column of CSV, field of JSON lines, or partition column → the type of its values, such as `int64`; by
             default copied columns are text as written.
         partitioning: `hive` = folders such as `country=de` in the files' URLs are columns.
-        partition_by: Such columns, whose folders the output has, too.
-        bad_files: `fail` or `skip`: what input files do that can't be read.
+        partition_by: Partition columns that are also folders of the output.
+        bad_files: `fail` or `skip`: the handling of input files that can't be read.
         failed_rows: `inline` in the parts, or `separate` in files of their own.
         compression: Compression of the output, such as `zstd`, `snappy`, `none`.
         compression_level: The level of the compression; 0 = its default.
         rows_per_part: Maximum rows of one part.
         priority: `high`, `normal` or `low`.
-        on_version_change: `wait` or `fail`: what the job does when its model version can't be kept as it was.
+        on_version_change: `wait` for the model version, or `fail`, if it is changed or gone.
         error_threshold: Failed rows that fail the job when exceeded: a number, a fraction below 1, or -1 = no limit.
         max_parallel: Maximum workers that score the job at a time.
         deadline_s: Seconds after which the job expires.
-        limit: Only the first rows of the inputs, so many.
-        overwrite: Remove the files of an ended job from the output folder, and no others; with `resume`, a job that is
-            completed is run anew.
+        limit: Score only this many rows, the first of the inputs.
+        overwrite: Remove the files of an ended job from the output folder, and no others; with `resume`, a completed
+        job
+            is run anew.
         metadata: Metadata of your own, kept with the job.
         webhook: A URL to notify when the job ends.
     """
@@ -143,16 +144,16 @@ class JobStatus:
         version: The model's version.
         state: `planning`, `running`, `finalizing`, `completed`, `failed`, `cancelling`, `cancelled` or `expired`.
         rows: Rows of the inputs; 0 before they are counted.
-        rows_done: Rows that have outputs.
-        rows_failed: Rows that have an error instead.
-        rows_scored: Rows that are scored in shards which are being executed, and not written yet.
+        rows_done: Rows with outputs.
+        rows_failed: Rows with an error instead.
+        rows_scored: Rows of unfinished shards that are scored but not written.
         shards: Shards of the job, each of which becomes a file; 0 before the job is planned.
         shards_done: Finished shards.
         shards_failed: Failed shards.
-        skipped_files: Input files that were left out because they can't be read.
+        skipped_files: Unreadable input files that were left out.
         progress: The share of the rows that are done, failed or scored, 0 … 1.
         rows_per_s: Rows per second so far; 0 before the first.
-        eta_s: Estimated seconds until the end; `None` = not known.
+        eta_s: Estimated seconds until the end; `None` = unknown.
         error: The error of a failed job; empty otherwise.
         output_url: The folder of the output.
         fields: All fields of the gateway's answer.
@@ -184,7 +185,7 @@ class JobStatus:
 
     @property
     def has_ended(self) -> bool:
-        """True if the state is final, but for `resume`."""
+        """True if the state is final, unless the job is resumed."""
         return self.state in _ENDED
 
 
@@ -222,7 +223,7 @@ class JobLogLine:
 
 
 def as_url(location: Location) -> str:
-    """Returns a URL as it is, and a path on this machine as an absolute file:// URL; patterns stay patterns."""
+    """Returns a URL unchanged, and a local path or pattern as an absolute file:// URL."""
     text = os.fspath(location)
     return text if "://" in text or not text else f"file://{os.path.abspath(text)}"
 
@@ -230,11 +231,7 @@ def as_url(location: Location) -> str:
 def job_body(
     model: str, inputs: Location | Sequence[Location], output: Location, options: JobOptions
 ) -> dict[str, Any]:
-    """Returns what is sent to create a job.
-
-    Raises:
-        InvalidRequest: An option has a name that jobs do not have, or an argument is not of its type.
-    """
+    """Returns the body that creates a job; refuses unknown options and wrong types."""
     if unknown := sorted(options.keys() - JobOptions.__annotations__.keys()):
         raise InvalidRequest(f"jobs have no option '{unknown[0]}'; they have {', '.join(JobOptions.__annotations__)}")
     given: dict[str, Any] = {name: value for name, value in options.items() if value not in (None, "", [], {})}
@@ -258,14 +255,9 @@ def submit_job(
     wait_s: float = 0.0,
     on_missing: OnMissing | None = None,
 ) -> Flow[JobStatus]:
-    """Creates a job; one without an id of its own gets a key, which makes repetitions safe.
+    """Creates a job; one without an id gets a key, which makes repetitions safe.
 
-    Args:
-        policy: The limits of time and repetitions.
-        body: What `job_body` returns.
-        resume: Resume the job of that id if it has ended early; one that is being cancelled is waited for first.
-        wait_s: Seconds to wait until all inputs exist.
-        on_missing: Called at each look that has found one missing.
+    With `resume`, a job that is being cancelled is waited for. `wait_s` is the time for all inputs to appear.
     """
     headers = {"Content-Type": "application/json"}
     if resume and not body.get("id"):
@@ -287,7 +279,7 @@ def submit_job(
 
 
 def _with_inputs(policy: Policy, send: Send, wait_s: float, on_missing: OnMissing) -> Flow[httpx.Response]:
-    """Sends a job until its inputs exist, for so many seconds; looks that the gateway can't do now count as others."""
+    """Sends a job until its inputs exist or `wait_s` is over; passing errors count as a missing input."""
     ends_s, pauses = policy.clock.monotonic_s() + wait_s, Backoff(*INPUT_POLLS_S, factor=1.5)
     why = ""
     while True:
@@ -306,7 +298,7 @@ def _with_inputs(policy: Policy, send: Send, wait_s: float, on_missing: OnMissin
 
 
 def validate_job(policy: Policy, body: Mapping[str, Any]) -> Flow[JobEstimate]:
-    """Has a job checked and estimated; nothing is created."""
+    """Checks and estimates a job; creates nothing."""
     headers = {"Content-Type": "application/json"}
     reply = yield from call(policy, Send("POST", "/v1/jobs/validate", headers, _encoded(body)))
     try:
@@ -322,13 +314,13 @@ def job(policy: Policy, job_id: str) -> Flow[JobStatus]:
 
 
 class JobFilters(TypedDict, total=False):
-    """The jobs that a listing is asked for.
+    """The filters of a list of jobs.
 
     Attributes:
         state: The state, such as `running`.
         model: The model or endpoint.
-        output: The folder that jobs write to; folders below count as well.
-        metadata: Texts that a job's metadata has, all of them.
+        output: The folder that jobs write to, including folders below it.
+        metadata: Entries that a job's metadata must have.
     """
 
     state: str
@@ -338,11 +330,7 @@ class JobFilters(TypedDict, total=False):
 
 
 def newest_jobs(policy: Policy, limit: int, filters: JobFilters) -> Flow[list[JobStatus]]:
-    """Returns the newest jobs, page by page.
-
-    Raises:
-        InvalidRequest: There is no such filter.
-    """
+    """Returns the newest jobs, page by page."""
     if unknown := sorted(filters.keys() - JobFilters.__annotations__.keys()):
         raise InvalidRequest(f"jobs can't be listed by '{unknown[0]}'; by {', '.join(JobFilters.__annotations__)}")
     wanted = [(name, filters.get(name, "")) for name in ("state", "model")]
@@ -411,11 +399,7 @@ def wait_for_job(policy: Policy, job_id: str, timeout_s: float, observe: OnStatu
 
 
 def completed(status: JobStatus) -> JobStatus:
-    """Returns the last status of a job that is completed.
-
-    Raises:
-        JobFailed: The job has ended otherwise.
-    """
+    """Returns the last status of a completed job, or raises `JobFailed`."""
     if status.state != "completed":
         reason = f": {status.error}" if status.error else ""
         raise JobFailed(f"job '{status.id}' is {status.state}{reason}", status.state)
@@ -423,11 +407,7 @@ def completed(status: JobStatus) -> JobStatus:
 
 
 def job_path(job_id: str) -> str:
-    """Returns the path of a job.
-
-    Raises:
-        InvalidRequest: The id is empty, or not printable ASCII.
-    """
+    """Returns the path of a job."""
     return f"/v1/jobs/{quote(header_value('the job id', job_id), safe='')}"
 
 

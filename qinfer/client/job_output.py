@@ -1,7 +1,7 @@
 """Reads the output of a bulk job by its manifest: the parts in order, several at a time.
 
-CSV and JSON lines are read by the types that the manifest has: numbers, booleans, texts, and lists of them, and bytes;
-a column of another type is text, as it is in the file.
+CSV and JSON lines are read with the manifest's types: numbers, booleans, texts, lists of them, and bytes. Columns of
+other types are read as text.
 """
 
 import re
@@ -29,7 +29,7 @@ MANIFEST, PARTIAL = "_manifest.json", "_manifest.partial.json"
 """The names of the list of parts: of a complete output, and of an incomplete one."""
 
 LISTED_S = 10.0
-"""Seconds to wait for the list of an incomplete output: it is written after the job's end."""
+"""Seconds to wait for the list of an incomplete output, which is written after the job's end."""
 
 _THREADS = 8
 _CODECS = {"gz": "gzip", "zst": "zstd"}
@@ -66,8 +66,7 @@ def read_output(
     """Reads a job's output; see `Job.to_arrow`.
 
     Raises:
-        InvalidRequest: `columns` is empty.
-        ResultNotFound: The job has not ended, or its output does not exist, or does not have the rows of its manifest.
+        ResultNotFound: The job has not ended, or its output does not exist, or lacks rows of its manifest.
         UnsupportedFeature: A library is missing.
         StoreError: The store can't be read.
     """
@@ -81,7 +80,7 @@ def read_output(
         manifest = _manifest(files, f"{folder}/{name}") if name == MANIFEST else _listed(files, folder, status)
         _check_own(manifest, status)
         table = _read(files, folder, manifest, columns)
-        if name == MANIFEST:  # else its parts may be those of two jobs
+        if name == MANIFEST:  # otherwise its parts may be those of two jobs
             _check_own(_manifest(files, f"{folder}/{name}"), status)
     rows = manifest.ok if manifest.failed_rows == "separate" else manifest.rows
     if table.num_rows != rows:
@@ -91,10 +90,7 @@ def read_output(
 
 @contextmanager
 def store_errors(url: str) -> Iterator[None]:
-    """Turns the errors of a store's driver, each of which has its own, into qinfer's.
-
-    Args:
-        url: The folder of the output.
+    """Converts the errors of a store's driver to qinfer's.
 
     Raises:
         ResultNotFound: A file is missing.
@@ -111,11 +107,7 @@ def store_errors(url: str) -> Iterator[None]:
 
 
 def as_pandas(table: "pyarrow.Table") -> "pandas.DataFrame":
-    """Returns a table as a data frame.
-
-    Raises:
-        UnsupportedFeature: pandas is not installed.
-    """
+    """Returns a table as a data frame."""
     try:
         return table.to_pandas()
     except ImportError:
@@ -127,11 +119,7 @@ def _manifest(files: Any, path: str) -> _Manifest:
 
 
 def _listed(files: Any, folder: str, status: JobStatus) -> _Manifest:
-    """Returns the list of the parts of a job that ended early; waits for it, since it is written after the end.
-
-    Raises:
-        ResultNotFound: The list does not exist.
-    """
+    """Returns the list of the parts of a job that ended early; waits for it, because it is written after the end."""
     ends_s, pauses = monotonic() + LISTED_S, polls()
     while True:
         try:
@@ -152,14 +140,14 @@ def _listed(files: Any, folder: str, status: JobStatus) -> _Manifest:
 
 
 def _check_own(manifest: _Manifest, status: JobStatus) -> None:
-    """Raises `ResultNotFound` if an output is not that of a job any more; ids of tenants have `@<tenant>` behind."""
+    """Raises `ResultNotFound` if another job has overwritten the output; stored ids may end with `@<tenant>`."""
     writer = manifest.job.partition("@")[0]
     if writer != status.id:
         raise ResultNotFound(f"the output of job '{status.id}' was overwritten by job '{writer}'")
 
 
 def _is_of_end(manifest: _Manifest, status: JobStatus) -> bool:
-    """Tells whether a list was written after the job's last end, and not before the job was resumed."""
+    """Returns whether a list was written for the job's last end."""
     ended_at = status.fields.get("ended_at")
     return not ended_at or abs(datetime.fromisoformat(ended_at).timestamp() - manifest.ended_at) < _SAME_END_S
 
@@ -206,7 +194,7 @@ def _read(files: Any, folder: str, manifest: _Manifest, columns: Sequence[str] |
 
 
 def _beside(table: "pyarrow.Table", values: Values, numbers: Collection[str]) -> "pyarrow.Table":
-    """Returns the rows of a part with the columns of its folders behind."""
+    """Returns the rows of a part with the columns of its folders."""
     import pyarrow as pa
 
     for name, value in values.items():
@@ -238,11 +226,7 @@ def _read_text(schema: "pyarrow.Schema", files: Any, path: str, columns: Sequenc
 
 
 def text_schema(text: str) -> "pyarrow.Schema":
-    """Returns the columns of parts that are text.
-
-    Args:
-        text: The schema of the manifest: one `name: type` a line.
-    """
+    """Returns the schema of text parts, from the manifest's lines of `name: type`."""
     import pyarrow as pa
 
     pairs = (line.partition(": ") for line in text.split("\n") if line)
@@ -260,13 +244,7 @@ def _type_of(text: str) -> "pyarrow.DataType":
 
 
 def read_text(files: Any, path: str, schema: "pyarrow.Schema") -> "pyarrow.Table":
-    """Reads a part that is CSV or JSON lines, compressed or not, by the extensions of its name.
-
-    Args:
-        files: The file system.
-        path: The part.
-        schema: The columns (`text_schema`).
-    """
+    """Reads a part in CSV or JSON lines, compressed or not, by the extensions of its name."""
     import pyarrow as pa
 
     extension = path.rpartition("part-")[2].split(".")[1:]
@@ -281,7 +259,7 @@ def _csv_table(data: bytes, schema: "pyarrow.Schema") -> "pyarrow.Table":
     import pyarrow as pa
     from pyarrow import csv
 
-    # As CSV's reader knows them: neither lists, which are texts, nor bytes as base64, nor half floats.
+    # The types for the CSV reader, which knows neither lists, nor base64, nor half floats.
     types = {field.name: field.type for field in schema}
     read_as = {
         name: pa.float32() if pa.types.is_float16(kind) else pa.string() if _is_coded(kind) else kind
@@ -332,7 +310,7 @@ def _decoded(texts: Sequence[str | None]) -> "pyarrow.Array":
 
 
 def _text_of(value: object) -> str | None:
-    """Returns a value of JSON that is read as text: an object or a list of a type that is not known, as it was."""
+    """Returns a JSON value as text; an object or a list stays JSON."""
     return value if value is None or isinstance(value, str) else msgspec.json.encode(value).decode()
 
 

@@ -9,32 +9,23 @@ from datetime import timedelta
 from qinfer.client.job_flows import JobStatus, OnStatus
 
 EVERY_S = 5.0
-"""Seconds between two lines about a job whose state has not changed."""
+"""Seconds between two lines while a job's state does not change."""
 
 PATIENCE_S = 10.0
-"""Seconds of planning after which a hint is shown: perhaps no bulk worker is running."""
+"""Seconds of planning before the hint that no bulk worker may be running."""
 
 _BAR_WIDTH = 10
 _HINT = "waits for the bulk worker, or for its inputs to be read; see its log"
 
 
 def progress_observer(on_status: OnStatus | None, *, progress: bool) -> AbstractContextManager[OnStatus]:
-    """Returns a context whose value observes the statuses of a job: the display on stderr, or the caller's own.
-
-    Args:
-        on_status: The caller's own observer, if any.
-        progress: Show the progress on stderr.
-    """
+    """Returns a context with the observer of a job's statuses: the display on stderr, or the caller's own."""
     return shown_progress() if progress else nullcontext(on_status or (lambda _: None))
 
 
 @contextmanager
 def shown_progress(*, on_terminal: bool | None = None) -> Iterator[OnStatus]:
-    """Shows the progress of a job on stderr until the block ends; its value takes the statuses.
-
-    Args:
-        on_terminal: Draw a bar; `None` = if stderr is a terminal.
-    """
+    """Shows a job's progress on stderr until the block ends; `on_terminal` `None` detects a terminal."""
     if sys.stderr.isatty() if on_terminal is None else on_terminal:
         with _bar() as show:
             yield show
@@ -43,12 +34,7 @@ def shown_progress(*, on_terminal: bool | None = None) -> Iterator[OnStatus]:
 
 
 class Lines:
-    """Writes a line when the state changes, and every `EVERY_S` seconds while there is progress.
-
-    Args:
-        write: Writes a line.
-        now_s: The monotonic time.
-    """
+    """Writes a line when the state changes, and every `EVERY_S` seconds while there is progress."""
 
     def __init__(self, write: Callable[[str], object], now_s: Callable[[], float] = time.monotonic) -> None:
         self._write = write
@@ -56,7 +42,7 @@ class Lines:
         self._state, self._text, self._said_s, self._since_s = "", "", 0.0, 0.0
 
     def __call__(self, status: JobStatus) -> None:
-        """Takes a status."""
+        """Handles a status."""
         text, now_s = progress_line(status), self._now_s()
         if status.state != self._state:
             self._since_s = now_s
@@ -77,14 +63,14 @@ def progress_line(status: JobStatus) -> str:
 
 
 def beside_bar(status: JobStatus) -> str:
-    """Returns the progress of a job as it fits beside a bar on a terminal of 80 columns."""
+    """Returns the progress of a job, short enough for a bar on a terminal of 80 columns."""
     processed, failed = f"{status.rows_processed:,}", f"{status.rows_failed:,} failed"
     progress = [f"{processed}/{status.rows:,} rows", f"{status.shards_done}/{status.shards} shards"]
     return ", ".join(_figures(status, progress, failed, "{}/s", "{}"))
 
 
 def _figures(status: JobStatus, progress: list[str], failed: str, speed: str, left: str) -> list[str]:
-    """Returns the figures that are known: none before the job is planned."""
+    """Returns the known figures; empty before the job is planned."""
     if not status.shards:
         return []
     found = [*progress, *([failed] if status.rows_failed else [])]
@@ -98,17 +84,17 @@ def _figures(status: JobStatus, progress: list[str], failed: str, speed: str, le
 
 
 def planning_hint(status: JobStatus, seconds: float) -> str:
-    """Returns a hint for a job that has been planned for too many seconds; else empty."""
+    """Returns a hint for a job that is planned for too long; else empty."""
     return _HINT if status.state == "planning" and not status.shards and seconds >= PATIENCE_S else ""
 
 
 def rate(rows_per_s: float) -> str:
-    """Returns a rate in words: whole numbers from 10 on, two digits below, such as 0.3."""
+    """Formats a rate: whole numbers from 10, two digits below, such as 0.3."""
     return f"{rows_per_s:,.0f}" if rows_per_s >= 10 else f"{rows_per_s:.2g}"
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration such as 0:01:30."""
+    """Formats a duration, such as 0:01:30."""
     return str(timedelta(seconds=round(seconds)))
 
 

@@ -1,4 +1,4 @@
-"""A bulk job as both clients hand it out: observe, wait, cancel, resume, read the output."""
+"""Bulk jobs of both clients: status, waiting, cancellation, resumption and output."""
 
 import asyncio
 import math
@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 class Job:
     """A bulk job on a gateway; made by `Client.submit_job` and `Client.job`.
 
-    Every method raises `JobNotFound` when the job was deleted or has ended too long ago, and else as `Client.infer`.
-
-    Args:
-        run: Executes flows.
-        policy: How long calls may take.
-        job_id: The job's id.
+    Every method raises `JobNotFound` if the job was deleted or ended too long ago, and otherwise as `Client.infer`.
 
     Attributes:
         id: The job's id.
@@ -111,8 +106,9 @@ class Job:
 
         Args:
             columns: The columns to read; `None` = all.
-            partial: Read the existing parts of a job that failed, expired or was cancelled; the list of them, which is
-                written after the end, is waited for, but not for long.
+            partial: Read the existing parts of a job that failed, expired or was cancelled; waits briefly for the list
+            of
+                parts, which is written after the end.
             storage_options: Options of fsspec for the store, besides those in the environment.
 
         Raises:
@@ -140,11 +136,6 @@ class Job:
 
 class AsyncJob:
     """A bulk job on a gateway: the calls of `Job` as coroutines.
-
-    Args:
-        run: Executes flows.
-        policy: How long calls may take.
-        job_id: The job's id.
 
     Attributes:
         id: The job's id.

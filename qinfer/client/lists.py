@@ -1,6 +1,6 @@
-"""Lists and numbers as arrays of a wire datatype, which the model's metadata names: a list has none of its own.
+"""Converts lists and numbers to arrays of a wire datatype, which the model's metadata names.
 
-Pure. A value that would change is refused, but for the usual rounding of floats.
+Values that would change are refused, except by the usual rounding of floats.
 """
 
 import json
@@ -21,11 +21,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def as_array(name: str, wire: str, value: object) -> Array:
-    """Converts nested lists, or an array, to a wire datatype.
-
-    Raises:
-        InvalidRequest: The lists are ragged, or an element does not fit the datatype.
-    """
+    """Converts nested lists, or an array, to a wire datatype; refuses ragged lists and elements that do not fit."""
     try:
         if wire == "BYTES":
             elements: Array = np.vectorize(_to_bytes, otypes=[object])(np.array(value, dtype=object))
@@ -36,15 +32,15 @@ def as_array(name: str, wire: str, value: object) -> Array:
 
 
 def _numbers(wanted: np.dtype[Any], value: object) -> Array:
-    """Converts numbers; refuses values that would change, but for the usual rounding of floats."""
-    # numpy would convert [1, 2**63] to floats.
+    """Converts numbers; refuses values that would change, except by the usual rounding of floats."""
+    # numpy would convert [1, 2**63] to floats
     if wanted.kind in "iu" and not isinstance(value, np.ndarray):
         integers: Array = np.vectorize(_to_int, otypes=[object])(np.array(value, dtype=object))
         return integers.astype(wanted)
     natural = np.asarray(value)
     if natural.dtype.kind not in "biuf":
         raise ValueError("its elements are not numbers")
-    # The comparisons find values that do not fit.
+    # the comparisons find values that do not fit
     with np.errstate(invalid="ignore", over="ignore"):
         array = natural.astype(wanted)
         if wanted.kind == "f":

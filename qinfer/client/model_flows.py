@@ -1,4 +1,4 @@
-"""The client's calls about models as flows: the steps of each, without any I/O (`qinfer.client.steps`)."""
+"""The client's calls about models as flows (`qinfer.client.steps`), without I/O."""
 
 from base64 import b64encode
 from collections.abc import Mapping
@@ -14,14 +14,15 @@ from qinfer.errors import InvalidRequest, Unreachable
 from qinfer.tensors import Tensor, from_numpy
 
 Inputs = Mapping[str, Array | Tensor | list[Any] | tuple[Any, ...] | float | str | bytes]
-"""A request's inputs by name: arrays; lists and single values, whose datatypes the model's metadata has; or a `Tensor`
-where the array's own datatype is not the one to send, as for BF16."""
+"""A request's inputs by name: arrays; lists and single values, with datatypes from the model's metadata; or a `Tensor`
+for a datatype other than the array's, such as BF16.
+"""
 
 LISTS = (list, tuple, bool, int, float, str, bytes)
-"""The types of inputs whose datatype is that of the model."""
+"""The types of inputs that take their datatype from the model."""
 
 LIVE_TIMEOUT_S = 1.0
-"""A gateway that takes longer to report its liveness counts as dead."""
+"""A gateway that reports its liveness later counts as dead."""
 
 JSON = {"Content-Type": "application/json"}
 
@@ -36,11 +37,7 @@ def metadata(policy: Policy, model: str, version: int | None) -> Flow[ModelMetad
 
 
 def with_datatypes(policy: Policy, model: str, version: int | None, inputs: Inputs) -> Flow[Inputs]:
-    """Returns the inputs with tensors in place of lists; the datatypes are read once, and again after a wrong one.
-
-    Raises:
-        InvalidRequest: The model has no such input, or a value does not fit its datatype.
-    """
+    """Returns the inputs with tensors in place of lists; caches the datatypes until one does not fit."""
     if not isinstance(inputs, Mapping) or not any(isinstance(value, LISTS) for value in inputs.values()):
         return inputs
     key = (model, version or 0)
@@ -59,12 +56,12 @@ def with_datatypes(policy: Policy, model: str, version: int | None, inputs: Inpu
 
 
 def forget_datatypes(policy: Policy, model: str, version: int | None) -> None:
-    """Forgets a model's datatypes: it may have been loaded with others."""
+    """Forgets a model's datatypes, because it may have been loaded with others."""
     policy.datatypes.pop((model, version or 0), None)
 
 
 def is_ready(policy: Policy, model: str | None, version: int | None) -> Flow[bool]:
-    """Tells whether a model, or the whole server, can answer now; Triton's 404 means no ready version too."""
+    """Returns whether a model, or the whole server, can answer now; Triton's 404 also means no ready version."""
     path = "/v2/health/ready" if model is None else f"{model_path(model, version)}/ready"
     send = Send("GET", path, {}, timeout_s=policy.timeout_s)
     outcome = yield send._replace(base=policy.gateways.current.base)
@@ -75,7 +72,7 @@ def is_ready(policy: Policy, model: str | None, version: int | None) -> Flow[boo
 
 
 def is_live(policy: Policy) -> Flow[bool]:
-    """Tells whether a gateway answers; those that do not are left."""
+    """Returns whether a gateway answers; leaves those that do not."""
     for _ in range(len(policy.gateways)):
         gateway = policy.gateways.current
         outcome = yield Send("GET", "/v2/health/live", {}, timeout_s=LIVE_TIMEOUT_S, base=gateway.base)
@@ -106,7 +103,7 @@ def statistics(policy: Policy, model: str | None, version: int | None) -> Flow[l
 
 
 def config(policy: Policy, model: str, version: int | None) -> Flow[dict[str, Any]]:
-    """Returns a model's configuration, in Triton's JSON."""
+    """Returns a model's configuration in Triton's JSON."""
     return json_object(policy, (yield from call(policy, Send("GET", f"{model_path(model, version)}/config", {}))))
 
 
@@ -132,11 +129,7 @@ def unload(policy: Policy, model: str, *, unload_dependents: bool) -> Flow[None]
 
 
 def model_path(model: str, version: int | None = None, api: str = "v2") -> str:
-    """Returns the path of a model, or of one version of it; no version, or 0, is the highest ready one.
-
-    Raises:
-        InvalidRequest: The name can't be part of a path.
-    """
+    """Returns the path of a model, or of one version of it; no version, or 0, is the highest ready one."""
     path = f"/{api}/models/{path_part('the model', model)}"
     return f"{path}/versions/{version}" if version else path
 

@@ -30,7 +30,7 @@ class ModelCalls(ABC):
         return self._run(model_flows.metadata(self._policy, model, version))
 
     def config(self, model: str, version: int | None = None) -> dict[str, Any]:
-        """Returns a model's configuration, as Triton has it in JSON.
+        """Returns a model's configuration in Triton's JSON.
 
         Raises:
             ModelNotFound: The model or version does not exist.
@@ -39,7 +39,7 @@ class ModelCalls(ABC):
         return self._run(model_flows.config(self._policy, model, version))
 
     def index(self, *, ready: bool = False) -> list[ModelIndexEntry]:
-        """Returns the models of the repositories: an entry for each version that was ever loaded, else one without.
+        """Returns the models of the repositories: an entry per version that was ever loaded, or one for the model.
 
         Args:
             ready: Only versions that are ready.
@@ -67,13 +67,13 @@ class ModelCalls(ABC):
         files: Mapping[str, bytes] | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Loads a model, or its changes, and waits until it is ready; the server has to be in control mode explicit.
+        """Loads a model, or its changes, and waits until it is ready; needs the server's control mode explicit.
 
         Args:
             model: The model's name.
             config: A configuration in Triton's JSON, which replaces the model's `config.pbtxt`.
-            files: Files that replace all of the model in the repository, by `version/name`; they need `config`.
-            timeout_s: How long it may take; `None` = as the client's other calls.
+            files: Files that replace the model's files in the repository, by `version/name`; they need `config`.
+            timeout_s: How long it may take; `None` = the client's `timeout_s`.
 
         Raises:
             ControlDisabled: The server's control mode is none or poll.
@@ -95,7 +95,7 @@ class ModelCalls(ABC):
         self._run(model_flows.unload(self._policy, model, unload_dependents=unload_dependents))
 
     def is_ready(self, model: str | None = None, version: int | None = None) -> bool:
-        """Tells whether a model can answer now; without a model: whether all models of the server can.
+        """Returns whether a model can answer now; without a model, whether all models of the server can.
 
         A model unknown to the server is not ready.
 
@@ -106,7 +106,7 @@ class ModelCalls(ABC):
         return self._run(model_flows.is_ready(self._policy, model, version))
 
     def is_live(self) -> bool:
-        """Tells whether a gateway answers."""
+        """Returns whether a gateway answers."""
         return self._run(model_flows.is_live(self._policy))
 
 
@@ -151,9 +151,9 @@ class AsyncModelCalls(ABC):
         await self._run(model_flows.unload(self._policy, model, unload_dependents=unload_dependents))
 
     async def is_ready(self, model: str | None = None, version: int | None = None) -> bool:
-        """Tells whether a model, or the whole server, can answer now; see `Client.is_ready`."""
+        """Returns whether a model, or the whole server, can answer now; see `Client.is_ready`."""
         return await self._run(model_flows.is_ready(self._policy, model, version))
 
     async def is_live(self) -> bool:
-        """Tells whether a gateway answers; see `Client.is_live`."""
+        """Returns whether a gateway answers; see `Client.is_live`."""
         return await self._run(model_flows.is_live(self._policy))

@@ -1,4 +1,4 @@
-"""The responses of a stream: server-sent events as they arrive, piece by piece, and the results that they carry.
+"""The responses of a stream: server-sent events read piece by piece, and their results.
 
 Pure, so that both clients share it. Gateways send the events `response` and `error`, and `state` of a stored request;
 others are skipped (docs/reference/http-api.md, "Streams with exact tensors").
@@ -20,7 +20,7 @@ _END = b"\n\n"
 
 
 class Event(NamedTuple):
-    """A server-sent event: its name, the lines of its data, and its id, empty where it has none."""
+    """A server-sent event: its name, the lines of its data, and its id, which may be empty."""
 
     name: str
     data: list[bytes]
@@ -34,7 +34,7 @@ class EventReader:
         self._text = bytearray()
 
     def feed(self, piece: bytes) -> Iterator[Event]:
-        """Yields the events that are complete with this piece; comments are none."""
+        """Yields the events that this piece completes, without comments."""
         searched = max(len(self._text) - 1, 0)
         self._text += piece
         begin = 0
@@ -47,11 +47,9 @@ class EventReader:
 
 
 class Follower:
-    """Follows a stored request by its events, over several connections where one ends early.
+    """Follows a stored request by its events, over several connections if one ends early.
 
-    Attributes:
-        seen: The id of the last event, to go on after it.
-        has_ended: Whether the request has ended, so that no response comes any more.
+    `seen` is the id of the last event, after which the next connection continues.
     """
 
     def __init__(self) -> None:
@@ -59,11 +57,7 @@ class Follower:
         self.has_ended = False
 
     def take(self, event: Event) -> InferResult | None:
-        """Returns the result that an event carries; `None` = it carries none.
-
-        Raises:
-            QinferError: As `result_of`; or the request has ended, and not well.
-        """
+        """Returns the result in an event, if there is one; raises the error of a request that ended badly."""
         result = result_of(event)
         self.seen = event.id or self.seen
         if event.name == "state":
@@ -81,12 +75,7 @@ class Follower:
 
 
 def result_of(event: Event) -> InferResult | None:
-    """Returns the result that an event carries; `None` = it carries none.
-
-    Raises:
-        QinferError: It tells that the stream failed, with the error's code.
-        OutputMismatch: It can't be read.
-    """
+    """Returns the result in an event, if there is one; raises the error of a failed stream."""
     if event.name == "error":
         raise error_of(b"\n".join(event.data))
     if event.name != "response" or not event.data:
@@ -101,30 +90,26 @@ def result_of(event: Event) -> InferResult | None:
 
 
 def object_of(event: Event) -> dict[str, Any] | None:
-    """Returns the JSON object of an event of generate_stream; `None` = it carries none.
-
-    Raises:
-        InferenceFailed: It tells that the stream failed.
-    """
+    """Returns the JSON object in an event of generate_stream, if there is one; raises the error of a failed stream."""
     if event.name != "message" or not event.data:
         return None
     data = b"\n".join(event.data)
     found = _object(data)
-    # A response has the model's name beside an output of that name.
+    # In a response, `model_name` accompanies an output named `error`.
     if "error" in found and "model_name" not in found:
         raise error_of(data)
     return found
 
 
 def error_of(data: bytes) -> QinferError:
-    """Returns the error that the data of an event names by its code."""
+    """Returns the error in an event's data, by its code."""
     problem = _object(data)
     message = str(problem.get("error", "the stream failed, and what came does not tell why"))
     return make(BY_CODE.get(str(problem.get("code")), InferenceFailed), message)
 
 
 def _object(text: bytes) -> dict[str, Any]:
-    """Reads a JSON object; what is none is an empty one."""
+    """Parses a JSON object; anything else is an empty one."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError):

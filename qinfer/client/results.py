@@ -18,18 +18,14 @@ MAX_NAME_CHARACTERS = 4096
 """The longest name in a path that the client sends; gateways accept fewer characters."""
 
 ENDED = ("succeeded", "failed", "expired", "cancelled")
-"""The states in which a stored request stays."""
+"""The final states of a stored request."""
 
 
 class InferResult(Mapping[str, Array]):
     """A model's outputs by name, as arrays: BYTES are arrays of `bytes`, BF16 is float32.
 
-    An array is read-only: it shares memory with the reply. Copy it to write to it. BYTES and BF16 are converted anew
-    at each access.
-
-    Args:
-        response: The decoded reply.
-        client_id: The `id` that the reply echoes.
+    Arrays are read-only, because they share memory with the reply; copy one to write to it. BYTES and BF16 are
+    converted at each access.
 
     Attributes:
         model: The model that answered.
@@ -65,7 +61,7 @@ class InferResult(Mapping[str, Array]):
         return len(self._by_name)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Returns what `pickle` and `copy` keep: names, numbers and bytes, no view of a reply."""
+        """Returns the data for `pickle` and `copy`: names, numbers and bytes, without views of a reply."""
         tensors = tuple((one.name, one.datatype, one.shape, bytes(one.data)) for one in self.tensors)
         return _restored, (self.model, self.version, self.id, tensors)
 
@@ -104,16 +100,12 @@ class RequestHandle:
 
 
 def handle_of(request: RequestHandle | str) -> RequestHandle:
-    """Returns a handle as it is, or the handle of an id that the server made."""
+    """Returns a handle unchanged, or the handle of a server-made id."""
     return request if isinstance(request, RequestHandle) else RequestHandle.of(request)
 
 
 def path_part(what: str, name: str) -> str:
-    """Quotes a name that becomes part of a path.
-
-    Raises:
-        InvalidRequest: The name is no text, too long for a path, or can't be written as UTF-8.
-    """
+    """Quotes a name for a path."""
     if not isinstance(name, str):
         raise InvalidRequest(f"{what} is of type {type(name).__name__}; make it a text")
     if len(name) > MAX_NAME_CHARACTERS:
@@ -193,7 +185,7 @@ class ModelStatistics:
         version: The version.
         inference_count: Rows that were executed.
         execution_count: Executions; rows per execution are the mean batch.
-        last_inference: Milliseconds since 1970 of the last request; 0 = none.
+        last_inference: Milliseconds since 1970 of the last request; 0 = there was no request.
         fields: All fields of the gateway's answer, as Triton has them: `inference_stats`, `batch_stats` and others.
     """
 

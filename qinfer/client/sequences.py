@@ -1,12 +1,12 @@
-"""Sequences as both clients hand them out: the steps of a caller to a stateful model, one after the other.
+"""Sequences of both clients: consecutive requests (steps) to a stateful model.
 
     with client.sequence("counter") as sequence:
         sequence.infer({"x": x})             START, step 1
         sequence.infer({"x": x})             step 2
         sequence.infer({"x": x}, end=True)   step 3, END
 
-Each step has a number, so that it can be sent again when a connection breaks: the server executes it once, and answers
-a repeated one with the stored response.
+Each step has a number, so that it can be sent again after a broken connection: the server executes it once, and answers
+a repetition with the stored response.
 """
 
 import asyncio
@@ -35,17 +35,7 @@ _OWN = frozenset({"sequence_id", "sequence_start", "sequence_end", "qinfer_step"
 
 
 class Steps:
-    """The flags and numbers of a sequence's steps; pure, so that both clients share it.
-
-    Args:
-        policy: The limits of time and repetitions of each step.
-        model: The model's name.
-        version: Its version; `None` = the highest ready one.
-        correlation_id: The sequence's id; `None` = a random number.
-
-    Raises:
-        InvalidRequest: The id is neither a positive integer below 2**64 nor a text.
-    """
+    """The flags and numbers of a sequence's steps; pure, so that both clients share it."""
 
     def __init__(self, policy: Policy, model: str, version: int | None, correlation_id: int | str | None) -> None:
         self._policy, self._model, self._version = policy, model, version
@@ -64,7 +54,7 @@ class Steps:
         try:
             result = yield from answer(self._policy, send)
         except (InferenceFailed, OutputMismatch):
-            # The failure is the step's answer, and the state is that before it.
+            # The failure is the step's answer; the state is the one before the step.
             self._answered(end=end)
             raise
         except (RequestError, SequenceEnded) as error:
@@ -104,11 +94,7 @@ class Steps:
 class Sequence:
     """A sequence of requests to a stateful model; made by `Client.sequence`.
 
-    Its first step is sent with START. Where no step has `end=True`, the sequence ends by its model's idle time.
-
-    Args:
-        run: Executes flows.
-        steps: Its steps.
+    Its first step is sent with START. Without a step with `end=True`, the sequence ends after its model's idle time.
     """
 
     def __init__(self, run: Run, steps: Steps) -> None:
@@ -123,7 +109,7 @@ class Sequence:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Sends nothing: END travels with a step only."""
+        """Sends nothing: only a step can carry END."""
 
     @property
     def correlation_id(self) -> int | str:
@@ -138,22 +124,22 @@ class Sequence:
         outputs: Items[str] | None = None,
         parameters: Mapping[str, Scalar] | None = None,
     ) -> InferResult:
-        """Sends the next step and waits for its answer; steps that several threads send go one after the other.
+        """Sends the next step and waits for its answer; concurrent steps are sent one after the other.
 
-        The call is repeated as `Client.infer` is. If it fails all the same without an answer (`Unreachable`,
-        `Overloaded`), it may be made again with the same inputs: the server executes the step once. After
-        `InferenceFailed` the sequence goes on, from the state before that step.
+        The call is repeated like `Client.infer`. If it still fails without an answer (`Unreachable`, `Overloaded`),
+        repeat it with the same inputs: the server executes the step once. After `InferenceFailed` the sequence
+        continues from the state before that step.
 
         Args:
             inputs: As in `Client.infer`, with a batch dimension of 1 if the model has one.
-            end: It is the last step.
+            end: Whether it is the last step.
             outputs: As in `Client.infer`.
-            parameters: See there.
+            parameters: As in `Client.infer`.
 
         Raises:
             SequenceLost: The state is lost with its worker, or with Redis; begin another sequence.
             SequenceEnded: The sequence has ended, by an error at an earlier step, or by its idle time.
-            InvalidRequest: Also: the sequence has had its last step, or one without an answer is not repeated.
+            InvalidRequest: Also: the last step was sent, or an unanswered step was not repeated.
             QinferError: As `Client.infer`.
         """
         with self._lock:
@@ -161,12 +147,7 @@ class Sequence:
 
 
 class AsyncSequence:
-    """A sequence of requests to a stateful model, for one event loop; made by `AsyncClient.sequence`.
-
-    Args:
-        run: Executes flows.
-        steps: Its steps.
-    """
+    """A sequence of requests to a stateful model, for one event loop; made by `AsyncClient.sequence`."""
 
     def __init__(self, run: AsyncRun, steps: Steps) -> None:
         self._run, self._steps = run, steps
@@ -199,7 +180,7 @@ class AsyncSequence:
     ) -> InferResult:
         """Sends the next step and waits for its answer; see `Sequence.infer`.
 
-        A call that is cancelled may be made again with the same inputs: its step goes on.
+        A cancelled call may be repeated with the same inputs: its step continues.
         """
         async with self._lock:
             return await self._run(self._steps.infer(inputs, outputs, parameters, end=end))

@@ -1,11 +1,10 @@
-"""The steps of a call, its failures and its repetitions: pure, so that both clients share them.
+"""The steps of a call, with its failures and repetitions: pure, so that both clients share them.
 
-A *flow* is a generator. It yields a `Send` and gets the reply, or the error that httpx raised instead; it yields a
-`Pause` and is resumed after it. Its return value is that of the call.
+A *flow* is a generator that returns the value of a call. It yields a `Send` and gets the reply or httpx's error; it
+yields a `Pause` and is resumed after it.
 
-HTTP replies and broken connections become the errors of `qinfer.errors`. A reply that names its error code is exact.
-The replies of Triton have a text and a status only, and one status stands for several causes: then `BY_STATUS` has the
-nearest common class.
+HTTP replies and broken connections become errors of `qinfer.errors`: exactly if the reply has an error code. Triton's
+replies have only a text and a status with several possible causes; `BY_STATUS` has the nearest common class.
 """
 
 import math
@@ -26,7 +25,7 @@ from qinfer.errors import ErrorCode, ModelNotFound, Overloaded, QinferError, Seq
 T = TypeVar("T")
 
 _GROUPS = (errors.RequestError, errors.Overloaded, errors.ModelError, errors.DeliveryError, errors.ResultError)
-"""Classes that lend their code to others, and that no reply names."""
+"""Classes whose code belongs to others, so that replies do not name them."""
 
 BY_CODE: dict[str, type[QinferError]] = {ErrorCode.INTERNAL: QinferError}
 for _class in vars(errors).values():
@@ -62,21 +61,17 @@ _BY_TEXT: tuple[tuple[int, str, type[QinferError]], ...] = (
     (400, "load failed for model '", errors.VersionsFailed),
     (503, "explicit model load / unload is not allowed", errors.ControlDisabled),
 )
-"""Status and part of Triton's texts for failures that have not reached a model (reference §1.2, §1.14)."""
+"""Status and part of Triton's text, for failures before a model is reached (reference §1.2, §1.14)."""
 
 _REFUSALS = (errors.Overloaded, errors.ModelNotReady)
-"""Errors by which a gateway refuses a request before it enters the queue."""
+"""Errors by which a gateway refuses a request before it is queued."""
 
 
 class Problem(NamedTuple):
     """The failure of one attempt.
 
-    Attributes:
-        error: The error to raise if there is no further attempt.
-        retry_after_s: Seconds that the server asks to wait; `None` = it does not.
-        is_exact: Whether the server named the error's code.
-        is_refused: Whether the request was not accepted for certain, so that to repeat it can't execute it twice.
-        is_final: Whether no repetition can help.
+    `is_exact`: the server named the error's code. `is_refused`: the request was certainly not accepted, so that a
+    repetition can't execute it twice. `is_final`: repetitions can't help.
     """
 
     error: QinferError
@@ -87,17 +82,12 @@ class Problem(NamedTuple):
 
 
 def problem_of_reply(reply: httpx.Response, not_found: type[QinferError]) -> Problem:
-    """Returns the error of a reply whose status is neither 2xx nor expected.
-
-    Args:
-        reply: The reply.
-        not_found: The class for 404 in this call.
-    """
+    """Returns the problem of a reply with an unexpected status; `not_found` is the class for 404."""
     text, code = _body(reply)
     retry_after_s = _retry_after_s(reply)
     named = BY_CODE.get(code)
     if named is None and reply.status_code == 503 and retry_after_s is None and text.endswith(_TOO_LATE):
-        # Only the text distinguishes this case; a repetition would have the request executed again.
+        # Only the text distinguishes this case; a repetition would execute the request again.
         named = errors.DeadlineExceeded
     if named is None and text.endswith(errors.BEGIN_AGAIN):
         named = errors.SequenceLost if reply.status_code == 503 else errors.SequenceEnded
@@ -109,13 +99,7 @@ def problem_of_reply(reply: httpx.Response, not_found: type[QinferError]) -> Pro
 
 
 def problem_of_connection(error: httpx.RequestError, url: str, timeout_s: float) -> Problem:
-    """Returns the error of an attempt without a reply.
-
-    Args:
-        error: The error that httpx raised.
-        url: The gateway's URL, without user and password.
-        timeout_s: How long the whole call may take.
-    """
+    """Returns the problem of an attempt without a reply; `url` has no password."""
     if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
         return Problem(
             errors.DeadlineExceeded(
@@ -146,7 +130,7 @@ def problem_of_connection(error: httpx.RequestError, url: str, timeout_s: float)
 
 
 def _is_tls(error: BaseException | None) -> bool:
-    """Tells whether TLS failed: httpx has no class of its own for that."""
+    """Returns whether TLS failed, for which httpx has no class."""
     while error is not None:
         if isinstance(error, ssl.SSLError):
             return True
@@ -184,7 +168,7 @@ def _body(reply: httpx.Response) -> tuple[str, str]:
 
 
 def _retry_after_s(reply: httpx.Response) -> float | None:
-    """Reads `Retry-After` in seconds; the form with a date is ignored."""
+    """Parses `Retry-After` in seconds; ignores dates."""
     text = reply.headers.get("Retry-After", "").strip()
     return float(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
 
@@ -193,23 +177,19 @@ FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 5.0
 CONNECT_S = 5.0
 """The time limit of one attempt to connect."""
 AMBIGUOUS = frozenset({400, 500, 503})
-"""Statuses that, in a reply about another request, may mean a failure of either: of this call, or of that request."""
+"""Statuses that may be a failure of this call, or of the request that it asks about."""
 
 
 class Send(NamedTuple):
     """An HTTP request to be sent.
 
     Attributes:
-        method: The method.
-        path: The path, and query, below the gateway's URL.
-        headers: Headers besides those of every request.
-        content: The body.
-        hold_s: How long the gateway is asked to hold the answer back, which comes on top of the call's timeout.
+        hold_s: How long the gateway is asked to hold the answer back, in addition to the call's timeout.
         timeout_s: How long to wait for the reply; set for each attempt.
         base: The URL of the gateway; set for each attempt.
-        repeats: Whether it may be sent again although it may have been executed.
-        hedges: Whether it may be sent a second time while it is not answered: the server executes it once at most.
-        streams: Whether a reply of success is left unread, for the caller of its flow to read and close.
+        repeats: It may be sent again although it may have been executed.
+        hedges: It may be sent twice at a time: the server executes it at most once.
+        streams: A successful reply is left unread, for the caller of the flow to read and close.
     """
 
     method: str
@@ -235,13 +215,13 @@ class Send(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """A step that does nothing for some seconds."""
+    """A step that waits for some seconds."""
 
     seconds: float
 
 
 Outcome = httpx.Response | httpx.RequestError | None
-"""The value that a flow is resumed with: a reply or an error after a `Send`, `None` after a `Pause`."""
+"""The value that resumes a flow: a reply or an error after a `Send`, `None` after a `Pause`."""
 
 Flow = Generator[Send | Pause, Outcome, T]
 """A call that returns a `T`."""
@@ -251,7 +231,7 @@ class Run(Protocol):
     """Executes flows for `Client`."""
 
     def __call__(self, flow: Flow[T]) -> T:
-        """Returns the value that the flow returns."""
+        """Returns the flow's result."""
         ...
 
 
@@ -259,23 +239,19 @@ class AsyncRun(Protocol):
     """Executes flows for `AsyncClient`."""
 
     async def __call__(self, flow: Flow[T]) -> T:
-        """Returns the value that the flow returns."""
+        """Returns the flow's result."""
         ...
 
 
 class Gateway(NamedTuple):
-    """A gateway: the URL before the paths of requests, and how messages show it, without user and password."""
+    """A gateway: its base URL, and the form for messages, without user and password."""
 
     base: str
     shown: str
 
 
 class Gateways:
-    """The gateways of a client, of which all calls use one until it can't be reached.
-
-    Args:
-        gateways: The gateways, the preferred one first.
-    """
+    """The gateways of a client, preferred first; all calls use one until it can't be reached."""
 
     def __init__(self, gateways: Sequence[Gateway]) -> None:
         self._all = tuple(gateways)
@@ -287,31 +263,25 @@ class Gateways:
 
     @property
     def current(self) -> Gateway:
-        """The gateway to use."""
+        """The gateway in use."""
         return self._all[self._index]
 
     def after(self, base: str) -> Gateway:
-        """Returns the gateway behind that of a URL; the same where there is no other."""
+        """Returns the gateway after that of a URL; the same if it is the only one."""
         index = next((number for number, one in enumerate(self._all) if one.base == base), 0)
         return self._all[(index + 1) % len(self._all)]
 
     def leave(self, gateway: Gateway) -> None:
-        """Goes on to the next gateway, unless another call has left this one already."""
+        """Moves to the next gateway, unless another call has done so."""
         if self.current is gateway:
             self._index = (self._index + 1) % len(self._all)
 
 
 class Policy(NamedTuple):
-    """The limits that all calls of a client share.
+    """The limits and state that all calls of a client share.
 
-    Attributes:
-        gateways: Where requests are sent.
-        timeout_s: How long a call may take, its repetitions included.
-        max_retries: How often a call is repeated; `None` = as often as its time allows.
-        clock: Measures time.
-        resend: Whether inference without a key is repeated after a connection that broke.
-        budget: The budget of the repetitions of all calls.
-        datatypes: The datatypes of inputs by model and version, as they were last read, for inputs that are lists.
+    `resend` allows repetitions of inference without a key after a broken connection. `datatypes` caches those of inputs
+    by model and version, for inputs that are lists.
     """
 
     gateways: Gateways
@@ -324,15 +294,11 @@ class Policy(NamedTuple):
 
     @property
     def url(self) -> str:
-        """The URL of the gateway in use, as messages show it."""
+        """The URL of the gateway in use, for messages."""
         return self.gateways.current.shown
 
     def within(self, timeout_s: float | None) -> "Policy":
-        """Returns the policy of a call with a timeout of its own; `None` = that of the client.
-
-        Raises:
-            InvalidRequest: The timeout is no positive, finite number.
-        """
+        """Returns the policy of a call with its own timeout; `None` keeps the client's."""
         if timeout_s is None:
             return self
         if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
@@ -341,15 +307,10 @@ class Policy(NamedTuple):
 
 
 def backoff_s(retries: int, retry_after_s: float | None, jitter: float) -> float:
-    """Decides how long to wait before a repetition.
+    """Returns the wait before a repetition; `jitter` is a random number in [0, 1).
 
-    A wait that the server asks for is kept, and up to a tenth more, so that refused callers do not all come back at
-    once. Otherwise the wait doubles from 0.1 s up to 5 s, and up to a random half of it is left out.
-
-    Args:
-        retries: Repetitions so far.
-        retry_after_s: The wait that the server asks for; `None` or 0 = none.
-        jitter: A random number in [0, 1).
+    A wait that the server asks for is kept, plus up to a tenth, so that refused callers spread. Otherwise the wait
+    doubles from 0.1 s to 5 s, less a random part of up to half.
     """
     if retry_after_s:
         return retry_after_s * (1 + jitter / 10)
@@ -363,18 +324,12 @@ def call(
     not_found: type[QinferError] = ModelNotFound,
     explain: Callable[[Problem, float], Flow[Problem]] | None = None,
 ) -> Flow[httpx.Response]:
-    """Sends a request until it succeeds, fails for good, or there is no time left; to another gateway if one is gone.
+    """Sends a request until it succeeds, fails for good, or runs out of time; uses another gateway if one is gone.
 
-    Reading and cancelling change nothing twice, a submission has an id or a key by which the gateways know it, and a
-    step of a sequence has a number. What has none of these (`Send.repeats`) is repeated only if it was not accepted.
-    A lost sequence is for its caller to begin again; its step alone would be refused again. Repetitions of all calls
-    together have a budget: where it is used up, they come later, or not at all.
-
-    Args:
-        policy: The limits of time and repetitions.
-        send: The request.
-        not_found: The error for 404.
-        explain: Asks the gateway for the cause of an error reply, within the given seconds, before a repetition.
+    Reading and cancelling are idempotent, a submission has an id or a key, and a step of a sequence a number. Requests
+    without any of these (`Send.repeats`) are repeated only if they were not accepted. A lost sequence is not repeated,
+    because its caller has to begin it again. The repetitions of all calls share a budget, which may delay or prevent
+    them. `explain` asks the gateway for the cause of an ambiguous error, within the given seconds.
 
     Returns:
         A reply with a status of 2xx.
@@ -410,19 +365,15 @@ class _Attempts:
         self._ends_s = now_s + policy.timeout_s + send.hold_s
         policy.budget.add(now_s)
         self._retries = 0
-        # Gateways that were not asked since the last pause.
+        # Gateways not tried since the last pause.
         self._fresh = len(policy.gateways) - 1
 
     def left_s(self) -> float:
-        """Returns the seconds that are left, never 0."""
+        """Returns the remaining seconds, never 0."""
         return max(0.001, self._ends_s - self._policy.clock.monotonic_s())
 
     def pause_s(self, problem: Problem, gateway: Gateway) -> float:
-        """Returns the pause before the next attempt; 0 where another gateway can be asked at once.
-
-        Raises:
-            QinferError: The problem's error: there is no further attempt.
-        """
+        """Returns the pause before the next attempt (0 = another gateway can be asked at once), or raises the error."""
         error, most = problem.error, self._policy.max_retries
         if isinstance(error, Unreachable):
             self._policy.gateways.leave(gateway)
@@ -430,7 +381,7 @@ class _Attempts:
         if is_final or not (self._repeats or problem.is_refused):
             raise error
         moves = isinstance(error, Unreachable) and self._fresh > 0
-        # To ask another gateway what the first never got is no repetition.
+        # Asking another gateway after a refused connection is no repetition.
         counts = not (moves and problem.is_refused)
         wait_s = 0.0 if moves else backoff_s(self._retries, problem.retry_after_s, random.random())  # noqa: S311  # spreads load
         now_s = self._policy.clock.monotonic_s()
@@ -451,11 +402,7 @@ class _Attempts:
 
 
 def json_object(policy: Policy, reply: httpx.Response) -> dict[str, Any]:
-    """Returns a reply's JSON object.
-
-    Raises:
-        Unreachable: The body is something else.
-    """
+    """Returns a reply's JSON object, or raises `Unreachable`."""
     try:
         return msgspec.json.decode(reply.content, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError):

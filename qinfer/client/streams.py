@@ -1,4 +1,4 @@
-"""Many calls at a time, bounded: `stream` of the blocking client in threads, of the asynchronous one in tasks."""
+"""Many concurrent calls within a bound: the `stream` of the blocking client in threads, of the other in tasks."""
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator
@@ -15,23 +15,14 @@ R = TypeVar("R")
 def stream_in_threads(
     items: Iterable[T], call: Callable[[int, T], R], stop: Event, *, concurrency: int, ordered: bool
 ) -> Iterator[tuple[int, R | QinferError]]:
-    """Calls `call(index, item)` for each item, at most `concurrency` at a time.
+    """Calls `call(index, item)` for each item in threads, at most `concurrency` at a time.
 
-    An error of the items' iterator is raised here, after the answers to all earlier items. Any error of `call` but a
-    `QinferError` ends the iteration.
-
-    Args:
-        items: The items; read in the caller's thread, and only when there is room for another call.
-        call: The call; runs in a thread of its own.
-        stop: Set when the iteration ends, so that running calls end too; the program's exit does not wait for them.
-        concurrency: The most items that are taken and whose answers are not handed out.
-        ordered: Hand the answers out in the items' order.
+    Items are read in the caller's thread, when there is room for a call. An error of their iterator is raised after the
+    answers to earlier items; an error of `call` other than a `QinferError` ends the iteration. `stop` is set at the
+    end, so that running calls end too; the program's exit does not wait for them.
 
     Yields:
-        The index of an item, and what the call returned, or the `QinferError` that it raised.
-
-    Raises:
-        InvalidRequest: `concurrency` is not positive.
+        The index of an item, and the call's result or `QinferError`.
     """
     _check_concurrency(concurrency)
     return _answers_of_threads(items, call, stop, concurrency, _Reorder(ordered=ordered))
@@ -46,7 +37,7 @@ def stream_in_tasks(
 ) -> AsyncIterator[tuple[int, R | QinferError]]:
     """Awaits `call(index, item)` for each item, at most `concurrency` at a time; otherwise as `stream_in_threads`.
 
-    Each call runs in a task of its own, which is cancelled when the iteration ends early.
+    Each call runs in a task, which is cancelled when the iteration ends early.
     """
     _check_concurrency(concurrency)
     return _answers_of_tasks(_TaskCalls(items, call, concurrency), _Reorder(ordered=ordered))
@@ -71,7 +62,7 @@ class _Reorder(Generic[T]):
         return len(self._held)
 
     def take(self, index: int, value: T) -> Iterator[tuple[int, T]]:
-        """Takes an answer; yields all that can be handed out now. Each index, from 0 on, comes once."""
+        """Adds an answer; yields all that can be handed out now. Each index, from 0, comes once."""
         if not self._ordered:
             yield index, value
             return
@@ -112,13 +103,13 @@ def _answers_of_threads(
 
 
 class _Raised(NamedTuple):
-    """An error of a call that is no answer."""
+    """An unexpected error of a call."""
 
     error: BaseException
 
 
 class _ThreadCalls(Generic[T, R]):
-    """Calls in threads: daemons, unlike those of `concurrent.futures`, so that Ctrl-C need not wait for an answer."""
+    """Calls in daemon threads, unlike those of `concurrent.futures`, so that Ctrl-C need not wait for an answer."""
 
     def __init__(self, call: Callable[[int, T], R]) -> None:
         self._call = call
@@ -134,7 +125,7 @@ class _ThreadCalls(Generic[T, R]):
         return not self._done.empty()
 
     def start(self, index: int, item: T) -> None:
-        """Makes a call, in a new thread where each of the others may be busy."""
+        """Starts a call, in a new thread if all others may be busy."""
         self.running += 1
         if self.running > self._threads:
             self._threads += 1
@@ -150,7 +141,7 @@ class _ThreadCalls(Generic[T, R]):
         return index, outcome
 
     def close(self) -> None:
-        """Lets the threads end, each after its present call."""
+        """Ends the threads, each after its present call."""
         for _ in range(self._threads):
             self._todo.put(None)
 
@@ -171,8 +162,8 @@ class _ThreadCalls(Generic[T, R]):
 async def _answers_of_tasks(
     calls: "_TaskCalls[T, R]", order: _Reorder[R | QinferError]
 ) -> AsyncIterator[tuple[int, R | QinferError]]:
-    # A task group can't be open across a `yield`: leaving the iteration would come out of it as an exception group.
-    # So it lives in one task, which ends with the iteration.
+    # A task group can't be open across a `yield`: leaving the iteration would raise an exception group. So it lives in
+    # a task, which ends with the iteration.
     running = asyncio.create_task(calls.run())
     try:
         while (found := await calls.done.get()) is not None:
