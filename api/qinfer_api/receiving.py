@@ -36,9 +36,7 @@ LEAST_BYTES_PER_S = 64 * 1024
 
 WHOLE_WITHIN_S = 60
 
-SPENT = (
-    "the gateway receives as many bytes as it may (QINFER_LIMITS__MAX_RECEIVING_BYTES); try again, or another gateway"
-)
+SPENT = "the gateway has no memory left for bodies (QINFER_LIMITS__MAX_RECEIVING_BYTES); try again, or another gateway"
 
 TOO_SLOW = "the body came too slowly: send 64 KiB a second, or all of it in a minute"
 

@@ -37,7 +37,7 @@ class KeyFile:
             keys = await asyncio.to_thread(self._changed)
         except SettingsError as error:
             if error.message != self._problem:
-                logger.error("API keys can't be read; those before stay valid", extra={"reason": error.message})
+                logger.error("API keys can't be read; the previous ones stay valid", extra={"reason": error.message})
             self._problem = error.message
             return
         if self._problem:
@@ -87,7 +87,7 @@ class Reloading:
         try:
             await show()
         except SettingsError as error:
-            logger.error("certificate can't be read; the one before is shown", extra={"reason": error.message})
+            logger.error("certificate can't be read; the previous one stays in use", extra={"reason": error.message})
         except OSError as error:
             reason = error.strerror or str(error)
-            logger.error("certificate can't be shown; the one before is", extra={"reason": reason})
+            logger.error("certificate can't be used; the previous one stays in use", extra={"reason": reason})

@@ -109,7 +109,7 @@ def _gateway(url: str) -> Gateway:
         ) from None
     shown = str(parsed.copy_with(userinfo=b"")).rstrip("/")
     if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.fragment:
-        raise errors.InvalidRequest(f"'{shown}' is no URL of a gateway; expected something like http://127.0.0.1:8000")
+        raise errors.InvalidRequest(f"'{shown}' is not a gateway's URL; expected something like http://127.0.0.1:8000")
     # httpx's text of a URL hides the password.
     user = f"{parsed.userinfo.decode()}@" if parsed.userinfo else ""
     return Gateway(shown.replace("://", f"://{user}", 1), shown)

@@ -129,7 +129,7 @@ def checked_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
         raise InvalidRequest(f"headers are of type {type(headers).__name__}; make them a dict by name")
     for name in headers:
         if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
-            raise InvalidRequest(f"{name!r} is no name of a header; it has letters, digits and hyphens")
+            raise InvalidRequest(f"{name!r} is not a header name; use letters, digits and hyphens")
     return {name: header_value(name, value) for name, value in headers.items()}
 
 
@@ -187,7 +187,7 @@ def submit(policy: Policy, ask: Ask, submission: Submission) -> Flow[RequestHand
     request_id = str(json_object(policy, reply).get("id", ""))
     location = urlsplit(reply.headers.get("Location", "")).path
     if not request_id:
-        raise Unreachable(f"what answers at {policy.url} accepted the request without an id; is it a gateway?")
+        raise Unreachable(f"the server at {policy.url} accepted the request without an id; is it a gateway?")
     handle = RequestHandle.of(request_id)
     return replace(handle, url=location) if location.startswith("/v1/") else handle
 

@@ -304,7 +304,7 @@ def validate_job(policy: Policy, body: Mapping[str, Any]) -> Flow[JobEstimate]:
     try:
         return msgspec.convert(json_object(policy, reply), JobEstimate)
     except msgspec.ValidationError as error:
-        raise Unreachable(f"what answers at {policy.url} sent no estimate ({error}); is it a gateway?") from None
+        raise Unreachable(f"the server at {policy.url} sent no estimate ({error}); is it a gateway?") from None
 
 
 def job(policy: Policy, job_id: str) -> Flow[JobStatus]:
@@ -440,7 +440,7 @@ def _status_of(policy: Policy, fields: Mapping[str, Any]) -> JobStatus:
         known = {name: value for name, value in {**fields, **counts}.items() if value is not None}
         return msgspec.convert({**known, "fields": fields}, JobStatus)
     except msgspec.ValidationError as error:
-        raise Unreachable(f"what answers at {policy.url} sent no job ({error}); is it a gateway?") from None
+        raise Unreachable(f"the server at {policy.url} sent no job ({error}); is it a gateway?") from None
 
 
 class _Counts(msgspec.Struct, frozen=True):

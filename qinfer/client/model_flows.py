@@ -33,7 +33,7 @@ def metadata(policy: Policy, model: str, version: int | None) -> Flow[ModelMetad
     try:
         return msgspec.convert(json_object(policy, reply), ModelMetadata)
     except msgspec.ValidationError as error:
-        raise Unreachable(f"what answers at {policy.url} sent no model metadata ({error}); is it a gateway?") from None
+        raise Unreachable(f"the server at {policy.url} sent no model metadata ({error}); is it a gateway?") from None
 
 
 def with_datatypes(policy: Policy, model: str, version: int | None, inputs: Inputs) -> Flow[Inputs]:
@@ -88,7 +88,7 @@ def index(policy: Policy, *, ready: bool) -> Flow[list[ModelIndexEntry]]:
     try:
         return msgspec.json.decode(reply.content, type=list[ModelIndexEntry])
     except (msgspec.DecodeError, UnicodeDecodeError):
-        raise Unreachable(f"what answers at {policy.url} sent no index of models; is it a gateway?") from None
+        raise Unreachable(f"the server at {policy.url} sent no index of models; is it a gateway?") from None
 
 
 def statistics(policy: Policy, model: str | None, version: int | None) -> Flow[list[ModelStatistics]]:
@@ -99,7 +99,7 @@ def statistics(policy: Policy, model: str | None, version: int | None) -> Flow[l
         entries = msgspec.convert(fields.get("model_stats"), list[dict[str, Any]])
         return [msgspec.convert({**entry, "fields": entry}, ModelStatistics, strict=False) for entry in entries]
     except msgspec.ValidationError as error:
-        raise Unreachable(f"what answers at {policy.url} sent no statistics ({error}); is it a gateway?") from None
+        raise Unreachable(f"the server at {policy.url} sent no statistics ({error}); is it a gateway?") from None
 
 
 def config(policy: Policy, model: str, version: int | None) -> Flow[dict[str, Any]]:

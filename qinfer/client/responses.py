@@ -104,7 +104,7 @@ def object_of(event: Event) -> dict[str, Any] | None:
 def error_of(data: bytes) -> QinferError:
     """Returns the error in an event's data, by its code."""
     problem = _object(data)
-    message = str(problem.get("error", "the stream failed, and what came does not tell why"))
+    message = str(problem.get("error", "the stream failed without a reason"))
     return make(BY_CODE.get(str(problem.get("code")), InferenceFailed), message)
 
 

@@ -406,4 +406,4 @@ def json_object(policy: Policy, reply: httpx.Response) -> dict[str, Any]:
     try:
         return msgspec.json.decode(reply.content, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError):
-        raise Unreachable(f"what answers at {policy.url} sent no JSON object; is it a gateway?") from None
+        raise Unreachable(f"the server at {policy.url} sent no JSON object; is it a gateway?") from None

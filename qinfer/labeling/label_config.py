@@ -56,7 +56,7 @@ def parse_label_config(xml: str) -> LabelConfig:
     try:
         parser.Parse(xml.encode(errors="replace"), True)
     except expat.ExpatError as error:
-        raise InvalidRequest(f"the label config is no XML: {error}") from None
+        raise InvalidRequest(f"the label config is not XML: {error}") from None
     return reader.config()
 
 

@@ -128,7 +128,7 @@ def _content(source: InputField, task: Task, files: AnyMapping[str, bytes]) -> b
     try:
         return base64.b64decode(text, validate=True)
     except ValueError as error:  # other characters, or an impossible length
-        raise InvalidRequest(f"field '{source.field}' is no base64: {error}") from None
+        raise InvalidRequest(f"field '{source.field}' is not base64: {error}") from None
 
 
 def _array_tensor(spec: TensorSpec, value: Any, *, is_batched: bool) -> Tensor:

@@ -119,9 +119,7 @@ def class_number(rule: ChoicesRule | RectanglesRule, value: float) -> int:
     if 0 <= value < len(rule.labels) and value == int(value):
         return int(value)
     if not rule.labels:
-        raise OutputMismatch(
-            f"output '{rule.label}' has the number {value:g}, and '{rule.from_name}' no labels that it counts"
-        )
+        raise OutputMismatch(f"output '{rule.label}' has the number {value:g}, but '{rule.from_name}' has no labels")
     raise OutputMismatch(f"output '{rule.label}' has {value:g}; it should be 0 … {len(rule.labels) - 1}")
 
 
@@ -194,7 +192,7 @@ def find_boxes(rule: RectanglesRule, task: Task, outputs: Outputs, allowed: froz
     """
     raw = numbers(outputs, rule.boxes)
     if len(raw) % 4:
-        raise OutputMismatch(f"output '{rule.boxes}' has {len(raw)} numbers, which are no boxes of 4")
+        raise OutputMismatch(f"output '{rule.boxes}' has {len(raw)} numbers, not a multiple of 4")
     raw = raw.reshape(-1, 4)
     class_of, scores = _classes_and_scores(rule, outputs, len(raw))
     order = np.arange(len(raw)) if scores is None else np.argsort(-scores, kind="stable")

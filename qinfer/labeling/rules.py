@@ -107,7 +107,7 @@ class ChoicesRule(_LabelRule):
         if self.scores and not self.labels:
             raise ValueError("scores need labels: the model's classes in its order")
         if self.score and not self.label:
-            raise ValueError("score goes with label; without it there is scores")
+            raise ValueError("score needs label; without label use scores")
         return self
 
     @property
@@ -217,12 +217,12 @@ def _output_problem(rule: Rule, name: str, output: TensorSpec) -> str:
     if isinstance(rule, TextRule) and name == rule.text and not is_text:
         return f"output '{name}' has {output.datatype}, where '{rule.from_name}' needs text (BYTES)"
     if not is_text and not isinstance(rule, TextRule) and name == rule.label and not rule.labels:
-        return f"output '{name}' has numbers: '{rule.from_name}' needs labels, which they count"
+        return f"output '{name}' has numbers: '{rule.from_name}' needs labels that they index"
     count = -1 if -1 in output.dims else prod(output.dims)
     if isinstance(rule, ChoicesRule) and name == rule.scores and count not in {-1, len(rule.labels)}:
         return f"output '{name}' has {count} scores, and '{rule.from_name}' {len(rule.labels)} labels"
     if isinstance(rule, RectanglesRule) and name == rule.boxes and count % 4 and count != -1:
-        return f"output '{name}' has {count} numbers, which are no boxes of 4"
+        return f"output '{name}' has {count} numbers, not a multiple of 4"
     return ""
 
 

@@ -19,15 +19,15 @@ from qinfer_api.http.infer import Reply
 from qinfer_api.rest.openapi import answer, body, errors, operation, query
 from qinfer_api.rest.services import Services, guarded, read_json, send, send_json
 
-_STATE = answer("The endpoint, its targets as they are now, and what is wrong with them.", EndpointState)
-_REVISION = query("revision", "Only if this is the revision that is there.", type="integer", minimum=1, examples=[7])
+_STATE = answer("The endpoint, its present targets, and their problems.", EndpointState)
+_REVISION = query("revision", "Only if this is the present revision.", type="integer", minimum=1, examples=[7])
 _LIST = operation(
     "List the endpoints", {200: answer("The endpoints, by name.", list[EndpointState]), **errors(401, 403, 503)}
 )
 _SHOW = operation("Look at an endpoint", {200: _STATE, **errors(401, 403, 404, 503)})
 _DIFFERENCES = operation(
     "Look at the differences of shadows",
-    {200: answer("What this gateway has found.", EndpointDifferences), **errors(401, 403, 404, 503)},
+    {200: answer("The differences that this gateway has found.", EndpointDifferences), **errors(401, 403, 404, 503)},
 )
 _PUT = operation("Declare an endpoint", {200: _STATE, **errors(400, 401, 403, 404, 409, 503)}, takes=body(Endpoint))
 _DELETE = operation("Remove an endpoint", {200: answer("Done."), **errors(400, 401, 403, 404, 409, 503)}, _REVISION)

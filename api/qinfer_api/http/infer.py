@@ -93,7 +93,7 @@ def wants_strict(header: str) -> bool:
     values = [value.strip(' \t"').lower() for value in _STRICT.findall(header)]
     for value in values:
         if value not in ("true", "false"):
-            raise InvalidRequest(f"'{value[:40]}' is no value of strict in Accept: it is true or false")
+            raise InvalidRequest(f"'{value[:40]}' is not a value of strict in Accept: use true or false")
     return "true" in values
 
 

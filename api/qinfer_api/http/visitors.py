@@ -62,7 +62,7 @@ class Visitors:
         if self._hosts is None:
             return ""
         strange = next((host for host in hosts if not self._is_ours(_name_of(host))), None)
-        return "" if strange is None else f"'{strange[:200]}' is no name of this server: QINFER_HTTP__ALLOW_HOSTS"
+        return "" if strange is None else f"'{strange[:200]}' is not a name of this server: QINFER_HTTP__ALLOW_HOSTS"
 
     def _is_ours(self, name: str) -> bool:
         assert self._hosts is not None

@@ -293,7 +293,9 @@ def chosen_id(job_id: str, tenant: str) -> str:
             f"'{job_id[:_SHOWN]}' can't be a job id; use 1 to 128 letters, digits, '.', '_', '~' and '-'"
         )
     if _MADE.fullmatch(job_id) or job_id in (".", ".."):
-        raise InvalidRequest(f"'{job_id}' can't be a job id: the server makes such ids itself, or paths mean others")
+        raise InvalidRequest(
+            f"'{job_id}' can't be a job id: it has the server's form, or a meaning in paths"
+        )
     return f"{job_id}@{tenant}" if tenant else job_id
 
 
@@ -427,7 +429,7 @@ def decode_changes(body: bytes) -> Changes:
         return msgspec.json.decode(body, type=Changes) if body else Changes()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(
-            f"what is to be changed can't be read: {error}; there are {', '.join(Changes.__struct_fields__)}"
+            f"the changes can't be read: {error}; a job has {', '.join(Changes.__struct_fields__)}"
         ) from None
 
 
@@ -456,7 +458,7 @@ def check_same(tenant: str, known: JobRecord, asked: JobSpec, *, any_limits: boo
         raise Conflict(
             "the id or Idempotency-Key belongs to another job"
             + (f", which differs in {'; '.join(fields)}{more}" if known.tenant == tenant else "")
-            + "; repeat that one's body, or choose another id or key"
+            + "; repeat the body of that job, or choose another id or key"
         )
 
 
@@ -468,8 +470,8 @@ def check_unshared(tenant: str, asked: JobSpec, unfinished: Sequence[JobRecord])
         if spec.output.url == asked.output.url and (asked.overwrite or spec.overwrite):
             name = f"job '{shown_job_id(record)}'" if record.tenant == tenant else "a job of another tenant"
             raise Conflict(
-                f"{name}, which is {record.state}, writes to output '{spec.output.url}', and one of the two overwrites "
-                "what is there; cancel that job, wait for its end, or name another folder"
+                f"{name}, which is {record.state}, writes to output '{spec.output.url}', and one of the two "
+                "overwrites it; cancel that job, wait for its end, or name another folder"
             )
 
 

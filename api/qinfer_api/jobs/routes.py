@@ -90,23 +90,23 @@ _LIST = operation(
     query("state", "Only jobs in this state.", enum=list(JobState)),
     query("model", "Only jobs of this model or endpoint.", type="string"),
     query("output", "Only jobs that write to this folder, or below it.", type="string"),
-    query("metadata", "`NAME=TEXT`: only jobs with that metadata; several times = all of them.", type="string"),
+    query("metadata", "`NAME=TEXT`: only jobs with that metadata; repeat it to require several.", type="string"),
     query("after", "`next` of the page before.", type="string"),
     query("limit", "How many at most.", type="integer", minimum=1, maximum=MAX_LIMIT, default=_DEFAULT_LIMIT),
 )
 _SHOW = operation("Look at a job", {200: answer("The job.", JobBody), **_refusals(401, 403, 404, 503)})
-_DELETE = operation("Forget a job", {204: answer("Forgotten; its output stays."), **_refusals(401, 403, 404, 409, 503)})
+_DELETE = operation("Delete a job", {204: answer("Deleted; its output stays."), **_refusals(401, 403, 404, 409, 503)})
 _CANCEL = operation(
     "Cancel a job",
     {
-        200: answer("The job: cancelling, cancelled, or as it had ended before.", JobBody),
+        200: answer("The job: cancelling, cancelled, or ended before.", JobBody),
         **_refusals(401, 403, 404, 503),
     },
 )
 _RESUME = operation(
     "Resume a job",
     {
-        200: answer("The job, which is planned again or at work.", JobBody),
+        200: answer("The job, planned again or active.", JobBody),
         **_refusals(400, 401, 403, 404, 409, 429, 501, 503),
     },
     takes=body(Changes, required=False),

@@ -178,7 +178,7 @@ class BulkJobs:
     ) -> tuple[Sequence[JobRecord], str]:
         """Returns a tenant's matching jobs, newest first, and the start of the next page; empty = none follows."""
         if state and state not in _STATES:
-            raise InvalidRequest(f"there is no state '{state[:40]}'; jobs are {', '.join(_STATES)}")
+            raise InvalidRequest(f"'{state[:40]}' is not a state of a job; use one of {', '.join(_STATES)}")
         page = await self.jobs.list(context.tenant, state or None, after, limit, wanted.fits)
         return page.records, page.after
 
@@ -294,7 +294,7 @@ class BulkJobs:
 
     def _check_enabled(self) -> None:
         if not self.settings.bulk.enabled:
-            raise UnsupportedFeature("this server takes no bulk jobs; QINFER_BULK__ENABLED=true makes it")
+            raise UnsupportedFeature("this server takes no bulk jobs; set QINFER_BULK__ENABLED=true to enable them")
 
     def _check_tasks(self) -> None:
         try:

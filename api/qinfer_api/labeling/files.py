@@ -183,7 +183,7 @@ class Files:
         try:
             return base64.b64decode(uri[found.end() :], validate=True)
         except (binascii.Error, ValueError):
-            raise InvalidRequest("what a data: URI of the task holds is not base64") from None
+            raise InvalidRequest("the content of a data: URI of the task is not base64") from None
 
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(

@@ -78,7 +78,7 @@ class MappingBook:
         try:
             self._mappings = load_mappings(directory)
         except SettingsError as error:
-            logger.error("mappings stay as they were", extra={"error": error.message})
+            logger.error("mappings can't be read; the previous ones stay in use", extra={"error": error.message})
         else:
             logger.info("mappings read", extra={"count": len(self._mappings)})
 

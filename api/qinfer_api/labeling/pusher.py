@@ -40,7 +40,7 @@ _QUEUE_PAUSE_S = 5.0
 _FEED_PAUSES = 4  # of rounds: new tasks here are fed at once, those of other gateways can wait
 _REMEMBERED = 10_000
 _PARTITION = 0  # the only one, until models are spread
-_GONE = "its result was kept for as long as results are, and Label Studio did not take it in that time"
+_GONE = "its result expired before Label Studio took it"
 _DELETED = "the outputs are gone; have the task scored again"
 _NOT_TAKEN = "Label Studio left the prediction out: it does not fit the project's label config"
 
@@ -149,7 +149,7 @@ class Pusher:
             try:
                 notes = msgspec.msgpack.decode(ending.notes, type=Notes)
             except (msgspec.DecodeError, msgspec.ValidationError):
-                logger.error("an ending without notes is dropped", extra={"request_id": ending.request_id})
+                logger.error("ending without notes dropped", extra={"request_id": ending.request_id})
                 unread.append(ending.id)
                 continue
             board = Board(notes.endpoint or model, notes.tenant, notes.project)

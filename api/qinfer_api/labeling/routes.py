@@ -50,30 +50,30 @@ def _about(summary: str, schema: type, description: str, *parameters: Json, take
     return operation(summary, {200: answer(description, schema), **_REFUSALS}, *parameters, takes=takes, basic=True)
 
 
-_HEALTH = _about("Is the model up?", LabelHealth, "It takes tasks.")
+_HEALTH = _about("Check the model", LabelHealth, "It takes tasks.")
 _SETUP = _about("Connect a project", LabelSetup, "Mapping, label config and model fit.", takes=body(SetupCall))
 _VERSIONS = _about("List the versions", LabelVersions, "The versions.")
 _PREDICT = _about("Predict tasks", LabelPredictions, "The predictions.", takes=body(PredictCall))
 _EVENT = operation(
-    "Tell of an event",
-    {201: answer("What it says is safe.", LabelEvent), **_REFUSALS},
+    "Report an event",
+    {201: answer("The event's tasks are stored.", LabelEvent), **_REFUSALS},
     takes=body(EventCall),
     basic=True,
 )
 _TASKS = _about(
-    "Where are the tasks of a project?",
+    "List the tasks of a project",
     LabelTasksBody,
     "A page of them, by id.",
     query("state", "Only tasks in this state; a page may have fewer then.", enum=list(STATES)),
     query("after", "`next` of the page before.", type="integer", minimum=0),
     query("limit", "How many at most.", type="integer", minimum=1, maximum=MAX_LIMIT, default=_DEFAULT_LIMIT),
 )
-_TASK = _about("Where is a task?", LabelTaskBody, "The task.")
+_TASK = _about("Look at a task", LabelTaskBody, "The task.")
 _ORDER = operation(
     "Queue the tasks of a project",
     {202: answer("They are queued.", LabelOrder), **_REFUSALS, **errors(429)},
     query("page", "`next` of the call before.", type="integer", minimum=1),
-    query("all", "Those too that have predictions of others.", type="boolean", default=False),
+    query("all", "Also tasks with predictions, unless this version made them.", type="boolean", default=False),
     basic=True,
 )
 
@@ -127,7 +127,7 @@ def _add_tasks(router: APIRouter, services: Services, labeling: Labeling) -> Non
         context, query = _context(services, request), request.query_params
         state = query.get("state", "")
         if state and state not in STATES:
-            raise InvalidRequest(f"'{state[:40]}' is no state of a task; use one of {', '.join(STATES)}")
+            raise InvalidRequest(f"'{state[:40]}' is not a state of a task; use one of {', '.join(STATES)}")
         after = _number("after", query.get("after", "0"), least=0)
         limit = _number("limit", query.get("limit", str(_DEFAULT_LIMIT)), most=MAX_LIMIT)
         found = await labeling.page(context, model, _number("project", project), state, after, limit)

@@ -218,14 +218,12 @@ class Labeling:
 
     def _check_studio(self, model: str) -> None:
         if self._studio is None:
-            raise UnsupportedFeature(
-                f"predictions of model '{model}' are pushed, and QINFER_LABELING__URL does not say to where"
-            )
+            raise UnsupportedFeature(f"predictions of model '{model}' are pushed, but QINFER_LABELING__URL is not set")
 
     def _board(self, context: Context, model: str, project: int | None) -> Board:
         self._check_studio(model)
         if project is None:
-            raise InvalidRequest("predictions are pushed to a project, and the call does not say to which")
+            raise InvalidRequest("predictions are pushed to a project, but the call does not name it")
         self._requests.check_up(model)
         return Board(model, context.tenant, project)
 

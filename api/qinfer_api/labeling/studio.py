@@ -81,7 +81,7 @@ class LabelStudio:
         """Returns a task."""
         read = await self._json("GET", f"/api/tasks/{task}/", {"resolve_uri": "false"})
         if not isinstance(read, dict):
-            raise StudioFailed("Label Studio's reply is no task")
+            raise StudioFailed("Label Studio's reply is not a task")
         return read
 
     async def tasks(self, project: int, page: int) -> tuple[list[dict[str, Any]], bool]:
@@ -95,7 +95,7 @@ class LabelStudio:
             raise
         found = read.get("tasks", []) if isinstance(read, dict) else read
         if not isinstance(found, list) or not all(isinstance(task, dict) for task in found):
-            raise StudioFailed("Label Studio's reply is no list of tasks")
+            raise StudioFailed("Label Studio's reply is not a list of tasks")
         total = read.get("total") if isinstance(read, dict) else None
         return found, page * PAGE < total if isinstance(total, int) else len(found) == PAGE
 
@@ -133,7 +133,7 @@ class LabelStudio:
         try:
             return msgspec.json.decode(text)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            raise StudioAway(f"what answers at {_URL} is not Label Studio: it sends no JSON") from None
+            raise StudioAway(f"the server at {_URL} is not Label Studio: it sends no JSON") from None
 
     async def _authorized(
         self, method: str, path: str, words: dict[str, str | int] | None, body: bytes | None, max_bytes: int
@@ -172,7 +172,7 @@ class LabelStudio:
                 async for chunk in reply.aiter_bytes():
                     found += chunk
                     if len(found) > max_bytes:
-                        raise PayloadTooLarge(f"what Label Studio sends is larger than {max_bytes} bytes")
+                        raise PayloadTooLarge(f"Label Studio's reply is larger than {max_bytes} bytes")
                 return reply.status_code, bytes(found)
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             raise StudioAway(f"Label Studio can't be reached: {type(error).__name__}") from None
@@ -212,7 +212,7 @@ def _access_of(text: bytes) -> tuple[str, float]:
         about = msgspec.json.decode(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
         left_s = float(about["exp"]) - float(about.get("iat", time.time()))
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
-        raise StudioAway(f"what answers at {_URL} is not Label Studio: it gives no access token") from None
+        raise StudioAway(f"the server at {_URL} is not Label Studio: it gives no access token") from None
     except (IndexError, ValueError, binascii.Error):
         left_s = _ACCESS_S
     return access, time.monotonic() + max(0.8 * left_s, 1.0)
@@ -243,7 +243,7 @@ def check_address(settings: LabelingSettings) -> tuple[str, str]:
         parsed = httpx.URL("")
     wrong = parsed.scheme not in ("http", "https") or not parsed.raw_host or parsed.query or parsed.fragment
     if wrong or parsed.userinfo:
-        raise SettingsError(f"{_URL} is no URL such as https://label.example.org, without a password and a query")
+        raise SettingsError(f"{_URL} has to be a URL such as https://label.example.org, without a password and a query")
     if not token or not (token.isascii() and token.isprintable()):
         raise SettingsError(f"{_TOKEN} is not set, or has other than ASCII characters; Label Studio asks for it")
     return str(parsed).rstrip("/"), token

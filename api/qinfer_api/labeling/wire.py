@@ -186,7 +186,7 @@ def read_call(body: Bytes, max_depth: int, kind: type[Call]) -> Call:
     except msgspec.ValidationError as error:
         raise InvalidRequest(_explained(str(error))) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is no JSON: {error}") from None
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
     _ = call.project  # raises if the project is invalid
     return call
 

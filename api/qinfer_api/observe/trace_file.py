@@ -272,7 +272,7 @@ class TraceFile:
     def __init__(self, path: Path, start: Mapping[str, Value] = START) -> None:
         if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
             raise SettingsError(
-                f"QINFER_TRACE__FILE={path} can't be written; name a file in a directory that is there and is ours"
+                f"QINFER_TRACE__FILE={path} can't be written; name a file in a writable directory"
             )
         self._path = path
         self._start = start

@@ -99,7 +99,7 @@ class Targets:
             async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
                 addresses = await self._resolve(host, port)
         except UnicodeError:
-            raise InvalidRequest(f"{self._words.name} host '{host}' is no name of a host; check it") from None
+            raise InvalidRequest(f"{self._words.name} host '{host}' is not a valid host name; check it") from None
         except (OSError, TimeoutError):
             addresses = []
         if not addresses:
@@ -149,7 +149,7 @@ def _parse(entry: str, words: Words) -> _Allowed:
     host = host.removeprefix("[").removesuffix("]")
     wrong = not host or any(c in host for c in "/@ ") or "*" in host.removeprefix("*.") or int(port) > 65535
     if wrong:
-        raise SettingsError(f"{words.allow}: '{entry}' is no host; write example.org, *.example.org or host:port")
+        raise SettingsError(f"{words.allow}: '{entry}' is not a host; write example.org, *.example.org or host:port")
     return _Allowed(host, int(port))
 
 

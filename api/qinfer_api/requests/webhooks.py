@@ -185,7 +185,7 @@ def read_secret(settings: WebhookSettings) -> bytes:
     try:
         return base64.b64decode(secret.removeprefix(_ENCODED), validate=True)
     except binascii.Error:
-        raise SettingsError(f"{_SECRET}: what follows '{_ENCODED}' is not base64") from None
+        raise SettingsError(f"{_SECRET}: the text after '{_ENCODED}' is not base64") from None
 
 
 def sign(secret: bytes, own_id: str, timestamp: int, body: bytes) -> str:

@@ -91,7 +91,7 @@ _FREE: Json = {
     "type": "object",
     "properties": {
         "id": {"type": "string", "description": "Echoed in the reply."},
-        "parameters": {"type": "object", "description": "More members, taken as those beside it."},
+        "parameters": {"type": "object", "description": "More members, handled like those beside it."},
     },
     "additionalProperties": {
         "description": "The elements of the input of that name, a scalar or a flat list; or else a parameter, a scalar."

@@ -309,7 +309,7 @@ def _decoded(name: str, text: str) -> bytes:
     try:
         return base64.b64decode(text.replace("\n", "").replace("\r", ""), validate=True)
     except (binascii.Error, ValueError):
-        raise InvalidRequest(f"load parameter '{name[:100]}' is no base64; encode the file's bytes with it") from None
+        raise InvalidRequest(f"load parameter '{name[:100]}' is not base64; encode the file's bytes with it") from None
 
 
 _SYSTEM, _CUDA = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
@@ -352,7 +352,7 @@ _STATUS = operation(
     "Look at shared memory regions",
     {200: answer("The regions; none where client memory is off.", list[Region]), **errors(400, 401, 403, 404)},
 )
-_ACTION = operation("Forget shared memory regions", {**_OK, **errors(400, 401, 403, 501)})
+_ACTION = operation("Unregister shared memory regions", {**_OK, **errors(400, 401, 403, 501)})
 _REGISTER = operation("Register a system shared memory region", {**_OK, **_REFUSED}, takes=body(RegionCall))
 _REGISTER_CUDA = operation(
     "Register a CUDA shared memory region (always refused)", {**_OK, **_REFUSED}, takes=body(CudaRegionCall)

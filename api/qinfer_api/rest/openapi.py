@@ -24,7 +24,7 @@ _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 _VERSION: Json = {"type": "integer", "minimum": 1, "maximum": 2**63 - 1}
 _MEANING = {
     400: "The request is wrong, or too large.",
-    401: "No API key, or one that is not known.",
+    401: "The API key is missing or unknown.",
     403: "The API key does not allow it.",
     404: "No such model, version or request.",
     409: "The id or the idempotency key belongs to a request with another body.",
@@ -112,7 +112,7 @@ def query(name: str, description: str, **schema: Any) -> Json:
     return {"name": name, "in": "query", "required": False, "schema": schema, "description": description}
 
 
-LAST_EVENT = header("Last-Event-ID", "The last event that was seen.")
+LAST_EVENT = header("Last-Event-ID", "The id of the last event received.")
 
 
 def document_of(app: FastAPI, routers: Sequence[APIRouter]) -> Callable[[], Json]:

@@ -419,7 +419,7 @@ class Connection(asyncio.Protocol):
             self._allowance = min(self._allowance, self.service.limits.idle_frames)
             self.output.progress = 0
         if self._allowance < 0:
-            raise ConnectionFault(frames.ENHANCE_YOUR_CALM, f"too many frames that bring no request further: {what}")
+            raise ConnectionFault(frames.ENHANCE_YOUR_CALM, f"too many frames that advance no request: {what}")
 
     # -- ends of streams -----------------------------------------------------------------------------------------------
 

@@ -271,7 +271,7 @@ class Call(Stream):
             message.reservation.unwatch()
         self._check_single(len(self._messages) - 1)
         if message.is_compressed and self.head.encoding is None:
-            raise Abort("INTERNAL", "a message is compressed, and grpc-encoding does not say how")
+            raise Abort("INTERNAL", "a message is compressed, but there is no grpc-encoding")
         if self._change is not None:
             self._change.set()
 

@@ -58,7 +58,7 @@ def _tls(rpc: GrpcSettings) -> ssl.SSLContext | None:
             context.load_verify_locations(cadata=roots.decode())
         except (OSError, ValueError):
             raise SettingsError(
-                f"QINFER_GRPC__TLS_CLIENT_CA_FILE={rpc.tls_client_ca_file}: these are no PEM certificates"
+                f"QINFER_GRPC__TLS_CLIENT_CA_FILE={rpc.tls_client_ca_file}: it does not contain PEM certificates"
             ) from None
         context.verify_mode = ssl.CERT_REQUIRED
     return context

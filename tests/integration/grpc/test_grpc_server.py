@@ -448,7 +448,7 @@ async def test_certificates_that_cannot_be_read_change_nothing(
         ({"tls_certfile": "server.pem", "tls_keyfile": "client.key"}, "QINFER_GRPC__TLS_KEYFILE=.*client.key: not a"),
         (
             {"tls_certfile": "server.pem", "tls_keyfile": "server.key", "tls_client_ca_file": "ca.key"},
-            "QINFER_GRPC__TLS_CLIENT_CA_FILE=.*these are no PEM certificates",
+            "QINFER_GRPC__TLS_CLIENT_CA_FILE=.*it does not contain PEM certificates",
         ),
     ],
 )

@@ -83,7 +83,7 @@ async def test_the_index_of_ready_models(client: httpx.AsyncClient) -> None:
             "models/echo/load",
             b'{"parameters":{"file:1/m.onnx":"a"}}',
             400,
-            "load parameter 'file:1/m.onnx' is no base64",
+            "load parameter 'file:1/m.onnx' is not base64",
         ),
         ("models/echo/load", b'{"parameters":{"other":"a"}}', 400, "unrecognized load parameter 'other'"),
         (

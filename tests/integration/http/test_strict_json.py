@@ -138,7 +138,7 @@ async def test_other_values_of_the_header_are_refused(client: httpx.AsyncClient,
     reply = await client.post(path, content=body % b"", headers={"accept": "application/json;strict=maybe"})
 
     assert reply.status_code == 400
-    assert reply.json()["error"].endswith("'maybe' is no value of strict in Accept: it is true or false")
+    assert reply.json()["error"].endswith("'maybe' is not a value of strict in Accept: use true or false")
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")

@@ -377,11 +377,11 @@ async def test_without_mappings_nothing_is_served() -> None:
     ("changes", "words"),
     [
         ({"url": "http://label"}, "TOKEN is not set"),
-        ({"url": "label.example.org", "token": "t"}, "is no URL"),
-        ({"url": "http://user:secret@label", "token": "t"}, "is no URL"),
+        ({"url": "label.example.org", "token": "t"}, "has to be a URL"),
+        ({"url": "http://user:secret@label", "token": "t"}, "has to be a URL"),
         ({"mappings": "", "url": "http://label", "token": "t"}, "MAPPINGS, which it needs"),
         ({"mappings": "/nowhere"}, "can't be read"),
-        ({"file_hosts": ["a/b"]}, "FILE_HOSTS: 'a/b' is no host"),
+        ({"file_hosts": ["a/b"]}, "FILE_HOSTS: 'a/b' is not a host"),
     ],
 )
 async def test_wrong_settings_are_said_at_the_start(mappings: str, changes: Mapping[str, Any], words: str) -> None:

@@ -44,7 +44,7 @@ def test_every_command_that_prints_data_has_json() -> None:
         (["infer", "--json"], 64, "usage", "Missing argument 'MODEL'"),
         (["infer", "m", "--json", "--inpt", "x"], 64, "usage", "No such option"),
         (["nothing", "--json"], 64, "usage", "No such command 'nothing'"),
-        (["infer", "m", "--json", "--url", "gateway"], 64, "invalid_request", "is no URL of a gateway"),
+        (["infer", "m", "--json", "--url", "gateway"], 64, "invalid_request", "is not a gateway's URL"),
         (["infer", "m", "--json", "--url", "http://127.0.0.1:1"], 69, "unreachable", "no server answers"),
         (["models", "list", "--json", "--redis", "redis://127.0.0.1:1/0"], 69, "broker_unavailable", "can't connect"),
         (["dlq", "list", "--json", "--after", "1-0"], 64, "usage", "it needs a MODEL"),

@@ -145,7 +145,7 @@ def test_files() -> None:
         ({"kind": "tensor"}, "INT64", (1,), 0.5, "which INT64 can't"),
         ({"kind": "tensor"}, "INT64", (3,), [1, 2], r"shape \[3\] can't have the 2 elements"),
         ({"kind": "tensor"}, "BYTES", (1,), 1, "not text in even lists"),
-        ({"kind": "bytes"}, "BYTES", (1,), "%%%", "no base64"),
+        ({"kind": "bytes"}, "BYTES", (1,), "%%%", "not base64"),
         ({"kind": "bytes"}, "BYTES", (1,), "data:text/plain,abc", "not base64"),
         ({"kind": "bytes"}, "FP32", (1,), "AAAA", "kind bytes can't make it"),
         ({"kind": "bytes"}, "UINT8", (2,), "AAAA", "can't have the 3 elements"),

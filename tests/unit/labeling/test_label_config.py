@@ -50,15 +50,15 @@ BOMB = '<!DOCTYPE a [<!ENTITY x "{}"><!ENTITY y "&x;&x;">]><View>&y;</View>'
 @pytest.mark.parametrize(
     ("xml", "said"),
     [
-        ("<View>", "no XML: no element found"),
-        ("{}", "no XML"),
+        ("<View>", "not XML: no element found"),
+        ("{}", "not XML"),
         (BOMB.format("x" * 1000), "has a DTD"),
         ('<!DOCTYPE a SYSTEM "file:///etc/passwd"><a/>', "has a DTD"),
         ("<a>&x;</a>", "undefined entity"),
         ("<a>" * 200, "too large"),
         ("<a>" + "<b/>" * 60_000 + "</a>", "too large"),
         (" " * (MAX_CHARACTERS + 1), f"{MAX_CHARACTERS + 1} characters"),
-        ("<a>\ud800</a><b/>", "no XML: junk after document element"),
+        ("<a>\ud800</a><b/>", "not XML: junk after document element"),
     ],
 )
 def test_what_is_refused(xml: str, said: str) -> None:

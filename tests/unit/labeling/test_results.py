@@ -258,12 +258,12 @@ def test_no_boxes() -> None:
 @pytest.mark.parametrize(
     ("more", "outputs", "said"),
     [
-        ({"scores": "S", "label": "C"}, {"B": f32(1, 2, 3), "S": f32(1), "C": f32(1)}, "3 numbers, which are no boxes"),
+        ({"scores": "S", "label": "C"}, {"B": f32(1, 2, 3), "S": f32(1), "C": f32(1)}, "3 numbers, not a multiple"),
         ({"scores": "S", "label": "C"}, {"S": f32(1, 1), "C": f32(1)}, "'S' has 2 elements for 1 boxes"),
         ({"scores": "S", "label": "C"}, {"S": f32(1), "C": f32(1, 1)}, "'C' has 2 elements for 1 boxes"),
         ({"scores": "S"}, {"S": f32(1)}, "'S' has 1 elements for 1 boxes; it should have 2"),
         ({"scores": "S", "label": "C"}, {"S": f32(1), "C": f32(2)}, "'C' has 2; it should be 0 … 1"),
-        ({"label": "C", "labels": []}, {"C": f32(2)}, "'C' has the number 2, and 'box' no labels that it counts"),
+        ({"label": "C", "labels": []}, {"C": f32(2)}, "'C' has the number 2, but 'box' has no labels"),
         ({"scores": "S", "labels": ["cat"]}, {"S": f32(-3.5)}, "'S' has the score -3.5; scores are 0 … 1"),
         ({"scores": "S", "label": "C"}, {"S": f32(1), "C": f32(0.5)}, "'C' has 0.5"),
         ({"scores": "S", "label": "C"}, {"S": f32(3), "C": f32(0)}, "'S' has the score 3"),

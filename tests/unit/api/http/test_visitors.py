@@ -42,7 +42,7 @@ def test_a_server_on_loopback_answers_to_names_of_this_machine(host: str) -> Non
 @pytest.mark.parametrize("name", [b"host", b"Host", b":authority"])
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.nip.io"])
 def test_a_name_that_was_pointed_here_is_refused(name: bytes, host: str) -> None:
-    assert problem([(name, host.encode())]) == f"'{host}' is no name of this server: QINFER_HTTP__ALLOW_HOSTS"
+    assert problem([(name, host.encode())]) == f"'{host}' is not a name of this server: QINFER_HTTP__ALLOW_HOSTS"
 
 
 def test_one_of_several_names_is_enough() -> None:

@@ -133,7 +133,7 @@ async def test_a_host_that_is_no_name() -> None:
     async def resolve(host: str, port: int) -> Sequence[str]:
         raise UnicodeError("label too long")
 
-    with pytest.raises(InvalidRequest, match=r"webhook host 'example\.org' is no name of a host"):
+    with pytest.raises(InvalidRequest, match=r"webhook host 'example\.org' is not a valid host name"):
         await Targets(settings("example.org"), resolve).check("https://example.org/")
 
 
