@@ -70,7 +70,7 @@ async def _run(settings: Settings) -> None:
 
 
 def _tune_allocator() -> None:
-    """Makes glibc return large blocks, of which each thread's arena would keep up to 64 MiB."""
+    """Makes glibc return large blocks, which each thread's arena would keep."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(_MMAP_THRESHOLD, 8 * 2**20)
         mallopt(_TRIM_THRESHOLD, 16 * 2**20)
@@ -78,10 +78,7 @@ def _tune_allocator() -> None:
 
 
 def _tune_garbage_collector() -> None:
-    """Makes collections rare and short.
-
-    Requests leave no reference cycles. At the default threshold the collector would scan FastAPI's objects in vain.
-    """
+    """Makes collections rare and short: requests leave no reference cycles, and FastAPI has many objects to scan."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)

@@ -30,10 +30,7 @@ EXTENSIONS = (
     "trace",
     "logging",
 )
-"""Triton's list in its order, on which perf_analyzer and others rely.
-
-As with Triton, a listed extension may be off: shared memory then answers 501.
-"""
+"""Triton's list in its order, on which clients such as perf_analyzer rely; a listed extension may be off."""
 
 
 class ServerMetadata(msgspec.Struct, frozen=True):
@@ -45,7 +42,7 @@ class ServerMetadata(msgspec.Struct, frozen=True):
 
 
 class TensorMetadata(msgspec.Struct, frozen=True):
-    """An input or output of a model; -1 in the shape is variable, including the batch dimension."""
+    """An input or output of a model; -1 in the shape is variable."""
 
     name: str
     datatype: str
@@ -72,7 +69,7 @@ def server_metadata(settings: Settings) -> ServerMetadata:
 
 
 def model_metadata(endpoints: Endpoints, name: str, version: int) -> ModelMetadata:
-    """Returns the metadata of a model; version 0 describes the highest ready one and lists all ready ones."""
+    """Returns the metadata of a model; version 0 lists all ready ones."""
     catalog, (model, version) = endpoints.catalog, endpoints.stable(name, version)
     spec = catalog.resolve(model, version).spec
     return ModelMetadata(
@@ -87,8 +84,7 @@ def model_metadata(endpoints: Endpoints, name: str, version: int) -> ModelMetada
 def is_server_ready(settings: Settings, catalog: Catalog, *, draining: bool) -> bool:
     """Returns whether the server has started, or with `repository.strict_readiness`, whether every model is ready.
 
-    It has started when it can answer for one model, or every model has failed to load, so that a caller that waits for
-    it finds a model.
+    It has started when it can answer for one model, or every model has failed to load.
     """
     if draining:
         return False
@@ -104,7 +100,7 @@ def model_config(endpoints: Endpoints, name: str, version: int) -> str:
 
 
 def endpoint_entries(endpoints: Endpoints, *, ready: bool) -> Iterator[IndexEntry]:
-    """Yields the endpoints for the model index, by name; one that hides a model replaces it there."""
+    """Yields the endpoints for the model index; one that hides a model replaces it."""
     for name, routed in sorted(endpoints.by_name.items()):
         model, version = routed.stable.place
         is_ready = endpoints.catalog.find(model, version) is not None
@@ -117,10 +113,6 @@ def is_model_ready(endpoints: Endpoints, name: str, version: int) -> bool:
     """Returns whether a model, or one version of it (0 = any), can be asked.
 
     A model with loadable versions that no live worker has, or whose own `is_ready` refuses, is not ready.
-
-    Raises:
-        ModelNotFound: The model or version does not exist, or no version can be loaded.
-        ModelNotReady: The version exists and is not ready.
     """
     catalog, (model, version) = endpoints.catalog, endpoints.stable(name, version)
     if not version:

@@ -21,12 +21,12 @@ from qinfer_api.target_sink import TargetSink
 logger = logging.getLogger(ACCESS)
 
 OK, ACCEPTED = "ok", "accepted"
-"""The outcomes without failure: the response was delivered, or the request was stored."""
+"""The outcomes without failure: delivered, or stored."""
 _MOST_TEXT = 256  # characters of a client's text
 
 
 class AccessLog:
-    """Writes the lines of one gateway, for a share of the requests without failure."""
+    """Writes the lines of one gateway; `share` samples the requests without failure."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -63,10 +63,7 @@ class AccessLog:
 
 
 class LoggedSink:
-    """Wraps the sink of a request and counts its responses.
-
-    `began_s` is on the monotonic clock; `nbytes` and `responses` count outputs so far.
-    """
+    """Wraps the sink of a request and counts its responses."""
 
     __slots__ = ("_log", "about", "began_s", "frontend", "inner", "nbytes", "no_stream", "responses")
 

@@ -106,9 +106,6 @@ async def build(settings: Settings) -> "Gateway":
     """Connects to Redis, synchronises a local model repository, and creates the gateway.
 
     While Redis is unreachable it waits, live and not ready.
-
-    Raises:
-        SettingsError: A setting, or a file that it names, can't be used.
     """
     load_auth(settings.auth, settings.http.host)  # reports errors before anything is opened
     read_secret(settings.webhooks)
@@ -144,11 +141,7 @@ async def build(settings: Settings) -> "Gateway":
 
 
 def bind(http: HttpSettings) -> socket.socket:
-    """Opens the HTTP socket.
-
-    Raises:
-        SettingsError: The address is taken or not ours, or a TLS file can't be used.
-    """
+    """Opens the HTTP socket."""
     read_certificate("HTTP", http.tls_certfile, http.tls_keyfile)  # reports errors now; the server reads them again
     listener = bound_socket("HTTP", http.host, http.port, "choose another, 0 is any")
     # Its connections inherit it. asyncio sets it only for sockets with a named protocol; without it the body of a
@@ -266,7 +259,6 @@ class Gateway:
         return Reloading(keys, certificates)
 
     def _watch_of(self, source: Repositories | None, repository: RepositorySettings) -> "RepositoryWatch | None":
-        """Creates the poller of the repositories, if the mode is `poll`."""
         if source is None or repository.control_mode != "poll":
             return None
         return RepositoryWatch(source, self._store, self._delivery, repository.poll_s, repository.min_workers)
@@ -378,7 +370,6 @@ class Gateway:
             await self._store.close()
 
     async def _look(self) -> None:
-        """Reads models and endpoints for the first time."""
         await self.catalog.refresh()
         await self._endpoints.look()
         await self._files.write()
@@ -416,7 +407,7 @@ class Gateway:
         self._reloading.ask()
 
     def stop(self) -> None:
-        """Drains once gRPC's clients know, after up to a second; ends at once before it serves."""
+        """Drains once gRPC's clients know, after up to a second; before it serves, ends at once."""
         if not self._stopping.is_set():
             self._stopping.set()
             self._listening.set()
@@ -450,7 +441,7 @@ class Gateway:
 
 
 def open_here(settings: RepositorySettings) -> Repositories | None:
-    """Opens the repositories, if there are any: other gateways may write the desired state."""
+    """Opens the repositories, if there are any."""
     places = [place.strip() for place in settings.path.split(",")]
     if settings.overlay or any("://" in place or Path(place).is_dir() for place in places):
         return open_repositories(settings)

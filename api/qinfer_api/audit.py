@@ -16,7 +16,7 @@ from qinfer_api.auth import Context
 logger = logging.getLogger(AUDIT)
 
 MOST_A_SECOND = 10
-"""Lines a second about refused keys per reason; a last line counts the others."""
+"""Lines a second about refused keys per reason; the rest is counted."""
 
 
 @contextmanager
@@ -57,7 +57,6 @@ class RefusedKeys:
             self._timer = asyncio.get_running_loop().call_later(self._second_s, self._tell)
 
     def _tell(self) -> None:
-        """Logs the number of unlogged refusals, and resets the counts."""
         self._timer = None
         for reason, count in self._seen.items():
             if count > MOST_A_SECOND:

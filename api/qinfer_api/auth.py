@@ -22,10 +22,7 @@ from qinfer_api.quotas import Quota, QuotaLeases
 
 
 class Principal(NamedTuple):
-    """An authenticated caller.
-
-    `quota` is shared by all keys of the tenant. The key is refused from `expires_at_s`, in seconds since the epoch.
-    """
+    """An authenticated caller; its tenant's keys share `quota`."""
 
     key_id: str
     tenant: str
@@ -42,7 +39,7 @@ class Principal(NamedTuple):
 class Context(msgspec.Struct, frozen=True, gc=False):
     """The caller of a request, as the transport knows it.
 
-    `trace` is W3C `traceparent`, then a blank and `tracestate`. `authorize` sets `tenant`, `principal` and `scope`.
+    `trace` is `traceparent`, a blank and `tracestate`. `authorize` sets `tenant`, `principal` and `scope`.
     """
 
     tenant: str = ""
@@ -56,10 +53,7 @@ ANONYMOUS = Context()
 
 
 class Auth:
-    """The known keys; `epoch_s` is the time of day by which they expire.
-
-    `refused` is called with the reason, key id and peer of each refusal.
-    """
+    """The known keys; `refused` is called with the reason, key id and peer of each refusal."""
 
     def __init__(
         self, keys: Iterable[ApiKey], clock: Clock | None = None, epoch_s: Callable[[], float] = time.time
@@ -74,7 +68,7 @@ class Auth:
         self.use(keys)
 
     def use(self, keys: Iterable[ApiKey]) -> None:
-        """Replaces the known keys; remaining tenants keep their use, under their new quotas."""
+        """Replaces the known keys; remaining tenants keep their use of quotas."""
         quotas: dict[str, Quota] = {}
         known: dict[str, Principal] = {}
         for key in keys:
@@ -98,16 +92,11 @@ class Auth:
 
     @property
     def tenants(self) -> frozenset[str]:
-        """The tenants that have or had a key since the start: their files do not become those of others."""
+        """The tenants that have or had a key: their files do not become those of others."""
         return frozenset(self._tenants)
 
     def authorize(self, context: Context, scope: Scope, peer: str = "") -> Context:
-        """Authorizes the caller; returns its context with tenant and principal, and without the key.
-
-        Raises:
-            Unauthorized: The key is missing, unknown or expired.
-            Forbidden: It lacks the scope.
-        """
+        """Authorizes the caller; returns its context with tenant and principal."""
         if not context.key:
             self.refused("missing", "", peer)
             raise Unauthorized(
@@ -121,17 +110,12 @@ class Auth:
         return Context(found.tenant, context.trace, "", found, scope)
 
     def identify(self, context: Context) -> Context:
-        """Returns the context with the owner of its key, if that is known, regardless of scopes."""
+        """Returns the context with the owner of its key, if known, regardless of scopes."""
         found = self._find(context.key) if context.key else None
         return context if found is None else Context(found.tenant, context.trace, "", found, context.scope)
 
     def recheck(self, context: Context) -> None:
-        """Checks that an authorized caller still is, because connections and streams outlast keys.
-
-        Raises:
-            Unauthorized: The key was revoked or has expired.
-            Forbidden: It lost the scope.
-        """
+        """Checks that an authorized caller still is, because connections and streams outlast keys."""
         before = context.principal
         if before is None:
             return
@@ -175,7 +159,7 @@ class Auth:
         principal.quota.charge(self._now_s())
 
     def charge_tenant(self, tenant: str) -> None:
-        """Charges a request that the server makes for a tenant; without a key there is no rate."""
+        """Charges a request that the server makes for a tenant."""
         if tenant in self._quotas:
             self._quotas[tenant].charge(self._now_s())
 
@@ -201,11 +185,7 @@ class Auth:
 
 
 def load_auth(settings: AuthSettings, host: str) -> Auth | None:
-    """Loads the keys; `None` if none are required.
-
-    Raises:
-        SettingsError: The keys can't be read, or others could call without any and no setting allows it.
-    """
+    """Loads the keys; `None` if none are required."""
     if settings.mode == "keys":
         if not settings.keys_file:
             raise SettingsError("QINFER_AUTH__KEYS_FILE is not set; name the file that `qinfer keys new` writes")
@@ -247,11 +227,7 @@ GRPC_PREFIX = "triton-grpc-protocol-"
 
 
 class Restrictions:
-    """The groups of calls that need a header, from entries `group,group:name=value`.
-
-    Raises:
-        SettingsError: An entry is malformed, or a group is unknown or restricted twice.
-    """
+    """The groups of calls that need a header, from entries `group,group:name=value`."""
 
     def __init__(self, entries: Iterable[str], variable: str, what: str, prefix: str = "") -> None:
         self._what = what
@@ -266,20 +242,12 @@ class Restrictions:
 
     @classmethod
     def for_http(cls, entries: Iterable[str]) -> "Restrictions":
-        """Makes those of HTTP; the header has the name that the entry gives it.
-
-        Raises:
-            SettingsError: As the class.
-        """
+        """Creates HTTP's restrictions; the header has the entry's name."""
         return cls(entries, "QINFER_HTTP__RESTRICTED", "API")
 
     @classmethod
     def for_grpc(cls, entries: Iterable[str]) -> "Restrictions":
-        """Makes those of gRPC; the metadata key is `triton-grpc-protocol-<name>`.
-
-        Raises:
-            SettingsError: As the class.
-        """
+        """Creates gRPC's restrictions; the metadata key is `triton-grpc-protocol-<name>`."""
         return cls(entries, "QINFER_GRPC__RESTRICTED", "protocol", GRPC_PREFIX)
 
     def covers(self, group: str) -> bool:

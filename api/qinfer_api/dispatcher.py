@@ -49,14 +49,13 @@ from qinfer_api.target_sink import TargetSink
 _SHORTEST_S = 0.001  # a timeout of 0 would mean none
 
 Ending = Callable[[], AbstractAsyncContextManager[tuple[RequestRecord | None, Response | None]]]
-"""Waits for the end of a stored request; provides its record and, while it may be in memory, its last response."""
+"""Waits for the end of a stored request; provides its record and perhaps its last response."""
 
 
 class Dispatcher:
     """Submits requests and routes responses; one per gateway.
 
-    `auth`, `access`, `tenants` and `shadows` are `None` if they are off. `draining` is set while the gateway shuts
-    down.
+    `auth`, `access`, `tenants` and `shadows` are `None` if they are off.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Dispatcher:
         return self._auth is not None and len(self._auth.tenants) > 1
 
     def sharing(self, context: Context) -> str:
-        """Returns the tenant that shares a limit with others (`SharedLimit`); empty if there is only one."""
+        """Returns the tenant for a `SharedLimit`; empty if there is only one."""
         return context.tenant if self.has_tenants else ""
 
     def authorize(self, context: Context, scope: Scope, peer: str = "") -> Context:
@@ -113,11 +112,7 @@ class Dispatcher:
     def admit(
         self, served: Served, priority: int, timeout_s: float, asked_s: float = 0.0, *, tenant: str = ""
     ) -> Route:
-        """Admits a request that the caller enqueues itself, and returns its lane's route; `submit` does so itself.
-
-        Raises:
-            Overloaded: It is refused, or the gateway is shutting down.
-        """
+        """Admits a request that the caller enqueues itself; `submit` does so itself."""
         if self.draining:
             raise Overloaded("Server exiting")
         route = served.routes.of(priority)
@@ -125,7 +120,7 @@ class Dispatcher:
         return route
 
     def trace_of(self, context: Context, served: Served, name: Attributes) -> str:
-        """Returns the `traceparent` for the frame of a stored request, or the record of a job."""
+        """Returns the `traceparent` of a stored request or a job."""
         return context.trace
 
     def trace_stored(
@@ -134,27 +129,19 @@ class Dispatcher:
         began_s: float,
         ending: Ending,
     ) -> None:
-        """Traces a request that was stored just now, in a gateway with a trace file."""
+        """Traces a stored request, in a gateway with a trace file."""
 
     def resolve(self, model: str, version: int, *, is_taken: bool = False) -> Served:
         """Returns where a model version, or an endpoint's stable target, is or soon will be served.
 
         Version 0 is the highest ready one. `is_taken` accepts a promised request during a shutdown.
-
-        Raises:
-            Overloaded: The gateway is shutting down.
-            ModelNotFound: The model or version does not exist.
-            ModelNotReady: It can't be served soon.
         """
         if self.draining and not is_taken:
             raise Overloaded("Server exiting")
         return self._catalog.asked(*self.endpoints.stable(model, version))
 
     def choose(self, context: Context, request: InferRequest, header: Header = no_header) -> bool:
-        """Chooses the target of a request to an endpoint; returns whether it is one.
-
-        Call it before `submit`, which knows only models. `header` takes lower-case names.
-        """
+        """Chooses the target of a request to an endpoint, before `submit`; returns whether it names one."""
         return self.endpoints.choose(request, context.tenant, header)
 
     def of_model(self, model: str, version: int) -> Served:
@@ -174,14 +161,8 @@ class Dispatcher:
         """Submits a request; its responses or its failure go to the sink, on the event loop.
 
         The request is stamped in place. `within_s` is how long the caller waits, and only shortens the model's timeout;
-        `asked_s` is the timeout that the caller requests.
-
-        Raises:
-            QinferError: The caller is not allowed or over its quota, the model is unknown or not ready, or decoupled
-            for a sink
-                with one response, or the request is invalid, too large, or one too many. The texts of the last three
-                begin with
-                `[request id: …] `, except about sequences (reference §1.2).
+        `asked_s` is the timeout that the caller requests. The texts of some errors begin with `[request id: …] `
+        (reference §1.2).
         """
         quota = None
         if self._auth is not None:
@@ -217,7 +198,7 @@ class Dispatcher:
         return pending
 
     def _refused(self, request: InferRequest, error: QinferError, shadows: Sequence[Shadow], given_s: float) -> None:
-        """Ends the shadows of a refused request, and counts it if the fault is the caller's or an overload."""
+        """Ends the shadows of a refused request, and counts caller errors and overload."""
         for shadow in shadows:
             shadow.left()
         if isinstance(error, InvalidRequest | Overloaded):
@@ -226,14 +207,14 @@ class Dispatcher:
             self._name(request, error)
 
     def _name(self, request: InferRequest, error: QinferError) -> None:
-        """Adds the id of a refused request to the error's text; creates one for the reply if there is none."""
+        """Adds the id of a refused request to the error's text; creates one if there is none."""
         if not request.client_id and not request.id:
             request.id = self._new_id()
         if has_id(error):
             error.args = (of_request(request.client_id or request.id) + error.message,)
 
     def check(self, request: InferRequest, served: Served) -> None:
-        """Checks a request against its model, as `submit` does; large requests are checked in a thread before."""
+        """Checks a request against its model, as `submit` does; for large requests in a thread."""
         try:
             check(request, served)
         except InvalidRequest as error:

@@ -19,10 +19,7 @@ from qinfer.submission.submit import Submission
 
 
 class Ordering:
-    """Submits requests of models that preserve their order; one per gateway.
-
-    `max_in_flight` limits the requests of one model version without a delivered answer.
-    """
+    """Submits requests of models that preserve their order; one per gateway."""
 
     def __init__(self, submission: Submission, max_in_flight: int) -> None:
         self._submission = submission
@@ -54,7 +51,6 @@ class _Order(deque["OrderedSink"]):
     """The waiting requests of one model version, in the order of submission."""
 
     def advance(self) -> None:
-        """Gives the first request its turn, and the next ones that are answered."""
         while self and self[0].is_ready:
             self.popleft().take_turn()
         if self and (first := self[0].pending) is not None:

@@ -30,10 +30,9 @@ _KEPT_DEMAND = 0.5  # the share of the demand before the last exchange that stil
 
 
 class Quota:
-    """The quota of one tenant at this gateway; its keys all have the same limits.
+    """The quota of one tenant at this gateway; its keys have the same limits.
 
-    `weight` is its share of a model that others use too. `wake` is called when a lease is needed: by a first request,
-    or a refusal.
+    `wake` is called when a lease is needed: by a first request, or a refusal.
     """
 
     def __init__(self, key: ApiKey, now_s: float) -> None:
@@ -62,11 +61,7 @@ class Quota:
         return Limits(self._rate, self._burst, self._max_in_flight)
 
     def charge(self, now_s: float) -> None:
-        """Charges a request to the rate.
-
-        Raises:
-            QuotaExceeded: The rate is used up.
-        """
+        """Charges a request to the rate."""
         if not self._rate:
             return
         self._ask(now_s)
@@ -94,11 +89,7 @@ class Quota:
         return max(min(self._tokens, self._tokens + others - self._burst // 2), 0.0)
 
     def check_in_flight(self, now_s: float) -> None:
-        """Checks that one more request may be in flight.
-
-        Raises:
-            QuotaExceeded: The limit is reached.
-        """
+        """Checks that one more request may be in flight."""
         most = self._max_in_flight
         if not most:
             return

@@ -23,7 +23,7 @@ from itertools import count
 from qinfer.errors import Overloaded
 
 SMALL_BYTES = 64 * 1024
-"""Bodies up to this size are admitted or refused at once; flow control lets clients send as much unasked."""
+"""Bodies up to this size are admitted or refused at once."""
 
 MAX_WAITING = 256
 """Large bodies that may wait; each may have sent `SMALL_BYTES`."""
@@ -44,17 +44,14 @@ ANSWER_BYTES = 3
 """Memory of an answer per byte of output: the byte, and its JSON."""
 
 TRIM_BYTES, TRIM_EVERY_S = 32 * 2**20, 5
-"""Allocators keep freed memory; it is trimmed after so many bytes were lent, at most this often."""
+"""Freed memory is trimmed after so many bytes were lent, at most this often."""
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
 _SHARE = 2  # the limit of an owner, as a multiple of the free bytes
 
 
 class Reservation:
-    """The memory of one body, or of one answer (`is_answer`).
-
-    `granted` is called when its turn comes, unless it was granted at once.
-    """
+    """The memory of one body or answer; `granted` is called when its turn comes."""
 
     __slots__ = ("_arrived", "_budget", "_late", "_seconds", "granted", "is_answer", "is_granted", "owner", "size")
 
@@ -69,7 +66,7 @@ class Reservation:
         self.is_granted = self.is_answer = False
 
     def watch(self, arrived: Callable[[], int], late: Callable[[], None]) -> None:
-        """Calls `late` if a granted body arrives, or an answer is read, too slowly; `arrived` counts its bytes."""
+        """Calls `late` if a body arrives, or an answer is read, too slowly."""
         self._arrived, self._late = arrived, late
         self._budget.watched[self] = None
 
@@ -93,11 +90,7 @@ class Reservation:
             late()
 
     def grow(self, size: int) -> None:
-        """Enlarges a granted reservation to the size of a body of unknown length.
-
-        Raises:
-            Overloaded: The budget is spent.
-        """
+        """Enlarges a granted reservation to the size of a body of unknown length."""
         if size > self.size and not self._budget.grow(self, size):
             raise Overloaded(SPENT)
 
@@ -133,7 +126,7 @@ def _needed(size: int, held: int) -> int:
 
 
 class _WaitingReservations:
-    """The waiting bodies and answers; no operation visits all of them, as there may be thousands.
+    """The waiting bodies and answers; no operation visits all of them.
 
     A huge one waits until it is alone, and later ones wait behind it, so that it does not wait for ever.
     """
@@ -157,11 +150,9 @@ class _WaitingReservations:
 
     @property
     def has_huge(self) -> bool:
-        """Whether a huge one waits."""
         return bool(self._behind)
 
     def enter(self, one: Reservation) -> None:
-        """Adds a waiting reservation."""
         if not one.is_answer:
             self.bodies[one.owner] += 1
         if self._behind or one.size > self._huge_bytes:
@@ -250,7 +241,6 @@ class ReceivingBudget:
 
     @staticmethod
     def _trim() -> None:
-        """Collects cycles, and trims the allocator in a thread."""
         gc.collect()
         if _trim is not None:
             asyncio.get_running_loop().run_in_executor(None, _trim, 0)
@@ -316,8 +306,7 @@ class ReceivingBudget:
     async def decoding(self, size: int) -> AsyncIterator[None]:
         """Serialises the decoding of large bodies, and counts the decoded size during the block.
 
-        That size may exceed the limit, so that no body waits for memory held by others that wait for this turn.
-        Meanwhile new large bodies wait, and small ones do not.
+        That size may exceed the limit, so that no body waits for memory of others that wait for this turn.
         """
         async with self._decoding:
             self.held_bytes += size

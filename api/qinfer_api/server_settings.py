@@ -100,10 +100,6 @@ class LogSettings:
         """Applies changes here at once, in other processes within two seconds; returns all settings.
 
         `None` and unknown names are ignored.
-
-        Raises:
-            UnsupportedFeature: `log_file` is given.
-            ValueRefused: `log_format` is unknown.
         """
         await put_group(self._store, LOGGING, _log_values(changes))
         switches = await self._switches()
@@ -144,11 +140,7 @@ class TraceSettings:
         return msgspec.convert(shown | {"trace_mode": "triton"}, TraceValues)
 
     async def update(self, changes: Changes, model: str = "") -> TraceValues:
-        """Applies changes here at once, in other gateways within two seconds; returns all settings.
-
-        Raises:
-            UnsupportedFeature: `trace_file` is given, or a kind of trace that is not written here.
-        """
+        """Applies changes here at once, in other gateways within two seconds; returns all settings."""
         self._check(model)
         asked = convert_json(changes, TraceChanges)
         values = checked(asked, is_written=self._traces is not None)

@@ -92,13 +92,7 @@ class SharedMemory:
             raise no_shared_memory()
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Opens a region.
-
-        Raises:
-            AlreadyExists: The name is taken.
-            InvalidRequest: The name or the key is invalid, or the object ends before the region.
-            RegionUnavailable: The object does not exist.
-        """
+        """Opens a region."""
         self.check_allowed()
         if not name:
             raise InvalidRequest("'region name' is necessary to register system shared memory region")
@@ -151,11 +145,7 @@ class SharedMemory:
                     self._close(opened.region.name)
 
     def status(self, name: str = "") -> list[Region]:
-        """Returns the registered regions, or the one of that name.
-
-        Raises:
-            RegionNotFound: There is no region of that name.
-        """
+        """Returns the registered regions, or the one of that name."""
         with self._lock:
             if not name:
                 return [opened.region for opened in list(self._regions.values())]
@@ -169,12 +159,7 @@ class SharedMemory:
             pass
 
     def view(self, name: str, offset: int, byte_size: int) -> memoryview:
-        """Returns a copy of a part of a region, which later writes of the client do not change.
-
-        Raises:
-            RegionNotFound: There is no region of that name.
-            InvalidRequest: It is shorter, or its object was shortened.
-        """
+        """Returns a copy of a part of a region, which later writes of the client do not change."""
         data = bytearray()
         with self._part(name, offset, byte_size) as (descriptor, position):
             while len(data) < byte_size:
@@ -279,11 +264,7 @@ class Limited:
         weakref.finalize(self, self._memory.release, self._memory.hold(self._names)).atexit = False
 
     def view(self, name: str, offset: int, byte_size: int) -> memoryview:
-        """Returns a copy of a part of a region, as `SharedMemory.view`.
-
-        Raises:
-            PayloadTooLarge: The request has read too much.
-        """
+        """Returns a copy of a part of a region, as `SharedMemory.view`."""
         self._names.add(name)
         self._left_bytes -= byte_size
         if self._left_bytes < 0:

@@ -42,7 +42,7 @@ class EndpointFiles:
                 await self.write()
 
     async def write(self) -> None:
-        """Writes the declarations whose models exist, except those written from the same file before."""
+        """Writes the declarations whose models exist, once for each file."""
         for name, endpoint in list(self._left.items()):
             reason = "; ".join(self._watch.view.refusals(endpoint))
             if not reason and await self._write(endpoint):
@@ -53,7 +53,6 @@ class EndpointFiles:
         await self._watch.look()
 
     async def _write(self, endpoint: Endpoint) -> bool:
-        """Writes a declaration unless its file was written; returns `False` after a concurrent change."""
         before = (await self._watch.store.read()).endpoints.get(endpoint.name)
         if before is not None and before.file == endpoint.file:
             return True

@@ -159,7 +159,7 @@ class EndpointService:
         return self._state(endpoint, None if stored is None else stored.trial, await self._trials.events(name))
 
     async def decide(self, name: str, action: Action, reason: str) -> EndpointState:
-        """Promotes, rolls back, pauses or resumes the canary on trial; `RESUME` also repeats a rolled back trial."""
+        """Promotes, rolls back, pauses or resumes the canary on trial."""
         for _ in range(_TRIES):
             stored = await self._trials.find(name)
             endpoint = _of((await self._store.read()).endpoints, name)
@@ -172,7 +172,7 @@ class EndpointService:
         raise Conflict(f"endpoint '{name}' is being changed by others; try again")
 
     async def differences(self, name: str) -> EndpointDifferences:
-        """Returns how the answers of an endpoint's shadows differ from those of its stable target."""
+        """Returns how the answers of an endpoint's shadows differ from the stable target's."""
         endpoint = _of((await self._store.read()).endpoints, name)
         found = {} if self._shadows is None else await self._shadows.found(name)
         declared = [self._label(target) for target in endpoint.targets if target.role is Role.SHADOW]
@@ -191,7 +191,7 @@ class EndpointService:
         return f"{target.model}:{self._view.resolved(target)}"
 
     async def put(self, endpoint: Endpoint) -> EndpointState:
-        """Writes a valid declaration; it replaces its revision, or without one the present declaration."""
+        """Writes a valid declaration over its revision, or without one over the present declaration."""
         self._check(endpoint)
         if endpoint.webhook:
             await self._check_url(endpoint.webhook)

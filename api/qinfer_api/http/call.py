@@ -38,10 +38,7 @@ class Connection(Protocol):
 
 
 class Call:
-    """One request on the fast path, and the sink of its response.
-
-    `request` has no id until the body is decoded. The connection releases `memory`.
-    """
+    """One request on the fast path, and the sink of its response; the connection releases `memory`."""
 
     frontend = "HTTP"
     no_stream = DECOUPLED

@@ -52,7 +52,7 @@ MAX_FRAMING_BYTES = 64 * 1024
 
 _NOTHING = memoryview(b"")
 _INVALID = "Invalid HTTP request received."
-_CHUNK_BYTES = 16  # size line and two line ends of a chunk, with room to spare
+_CHUNK_BYTES = 16  # size line and two line ends, with room to spare
 _LINGER_S = 2.0  # a refused client that is silent for this long is disconnected
 _LONGEST_LINGER_S = 30.0
 
@@ -104,7 +104,7 @@ class _Refused:
 
 
 class HttpPort:
-    """State shared by all connections of a server; `tasks` are those of running applications."""
+    """State shared by all connections of a server."""
 
     app: ASGIApp
 
@@ -362,7 +362,6 @@ class HttpConnection(asyncio.Protocol):
             self.go_on()
 
     def _write_pieces(self, pieces: Iterable[bytes]) -> None:
-        """Writes a large reply, or one that follows an unread reply."""
         unread = self.transport.get_write_buffer_size()
         for piece in pieces:
             self.transport.write(piece)
@@ -370,7 +369,6 @@ class HttpConnection(asyncio.Protocol):
             self._later_bytes += self.transport.get_write_buffer_size() - unread
 
     def _lend(self, memory: Memory) -> None:
-        """Releases the memory of a reply when its client has read it."""
         if self.writable.is_set():
             memory.release()
             return
@@ -399,8 +397,8 @@ class HttpConnection(asyncio.Protocol):
     def _close(self) -> None:
         """Closes after the last reply.
 
-        Closing over unread bytes would reset the connection before the client reads the reply, so bytes of a client
-        that still sends are dropped until it closes (RFC 9112 §9.6).
+        Closing over unread bytes would reset the connection before the client reads the reply, so further bytes are
+        dropped until the client closes (RFC 9112 §9.6).
         """
         if (self._refused or self._receiving) and self.transport.can_write_eof():
             self._refused = self._lingers = True

@@ -43,7 +43,7 @@ class Cors:
         return cls(settings) if settings.allow_origins else None
 
     def writer(self, head: Head | None, read: Headers) -> Writer:
-        """Returns the writer of a reply; without a head, `read` has the headers read so far."""
+        """Returns the writer of a reply; without a head, from the headers read so far."""
         if self._is_open:
             return self._others
         return self._writers.get(origin_in(read) if head is None else head.origin(), self._others)

@@ -48,10 +48,7 @@ class Borrower(Protocol):
 
 
 class Cycle:
-    """One request; its application starts when the request is first in the queue.
-
-    `reply` is `WRITTEN`, or an error if the application failed before it sent anything.
-    """
+    """One request; its application starts when the request is first in the queue."""
 
     head = None
 
@@ -82,7 +79,7 @@ class Cycle:
 
     @property
     def stalls(self) -> bool:
-        """Whether reading pauses until its turn, or until the application takes the received body."""
+        """Whether reading pauses until its turn, or until its application reads."""
         return not self._is_started or len(self._body) > _MOST_UNTAKEN_BYTES
 
     def start(self) -> None:

@@ -23,7 +23,7 @@ from qinfer_api.http.visitors import Visitors
 from qinfer_api.receiving import SPENT, ReceivingBudget, Reservation
 
 UNCOUNTED_BYTES = 16 * 1024
-"""Bodies up to this size, about a connection's buffers, are not counted as received."""
+"""Larger bodies are counted as received."""
 
 
 class FastPath(HttpPort):

@@ -202,9 +202,9 @@ _ANY_LINE = re.compile(rb"\r\n(%b): *+((?:%b)?)" % (_NAME, _VALUE))
 class HeadReader:
     """Reads small requests that arrive in one packet, without the connection's parser.
 
-    A regular expression reads the head, because proxies vary ids, traces and lengths; any other form goes to the
-    parser. The last head of each packet length is cached, because clients without a proxy repeat it. A negative
-    `max_bytes` switches the fast path off.
+    A regular expression reads the head, because proxies vary ids, traces and lengths; other forms go to the parser. The
+    last head of each packet length is cached, because clients without a proxy repeat it. A negative `max_bytes`
+    switches the fast path off.
     """
 
     def __init__(

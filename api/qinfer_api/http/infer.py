@@ -106,7 +106,7 @@ def compress(body: bytes, encoding: Encoding, level: int = 1) -> bytes:
 def decompress(body: Bytes, encoding: Encoding, max_bytes: int) -> bytes:
     """Decompresses a body, holding at most one step more than `max_bytes`.
 
-    The first bytes tell gzip from deflate, as in Triton, because clients confuse the names.
+    As in Triton, the first bytes tell gzip from deflate.
     """
     out = bytearray()
     view, position = memoryview(body), 0

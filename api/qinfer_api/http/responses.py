@@ -52,6 +52,5 @@ def event_text(name: bytes, data: bytes, event_id: bytes = b"") -> bytes:
 
 
 def _parts(reply: Reply) -> tuple[bytes, bytes]:
-    """Splits a reply into its JSON and its binary outputs."""
     length = reply.json_length
     return (reply.body, b"") if length is None else (reply.body[:length], reply.body[length:])

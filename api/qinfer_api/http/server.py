@@ -28,7 +28,7 @@ BACKLOG = 2048
 def bound_socket(section: str, host: str, port: int, advice: str) -> socket.socket:
     """Binds a socket that does not listen yet; `section` names the variables in errors.
 
-    A connection accepted by the kernel would be reset if the server ends before it serves.
+    Connections would be reset if the server ended before it serves.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     opened = socket.socket(family)

@@ -22,9 +22,9 @@ _PAGE = re.compile(rb"\r\n(?i:origin|sec-fetch-[a-z]+):")
 
 
 class Visitors:
-    """Decides by the headers whether a request may come from a stranger's page.
+    """Decides by the headers whether a request may come from a stranger's page; `None` allows all.
 
-    `None` allows all origins or hosts. Addresses are always accepted, because a browser sends one only to that address.
+    Addresses are always allowed as hosts, because a browser sends one only to that address.
     """
 
     def __init__(self, origins: Iterable[str] | None, hosts: Iterable[str] | None) -> None:
@@ -88,7 +88,6 @@ def _is_visit(sent: Mapping[bytes, list[bytes]]) -> bool:
 
 
 def _is_local(settings: Settings) -> bool:
-    """Returns whether all ports are bound to loopback addresses."""
     http, grpc, metrics = settings.http, settings.grpc, settings.metrics
     hosts = [http.host]
     if grpc.enabled:
@@ -99,7 +98,6 @@ def _is_local(settings: Settings) -> bool:
 
 
 def _name_of(host: str) -> str:
-    """Returns the host without its port and without the brackets of IPv6."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].removesuffix(".")

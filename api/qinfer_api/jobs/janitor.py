@@ -36,7 +36,7 @@ _SENDING = 2  # tasks sent at once, so that a hanging broker does not occupy all
 
 
 class JobJanitor:
-    """Looks after bulk jobs; one per gateway. `finalise` sends Celery's task, blocks, and may be called twice."""
+    """Looks after bulk jobs; one per gateway. `finalise` blocks, and may be called twice."""
 
     def __init__(self, delivery: Queue, catalog: Catalog, finalise: Callable[[str], None]) -> None:
         self._jobs = Jobs(delivery)
@@ -50,7 +50,7 @@ class JobJanitor:
         self._look_at_s = 0.0
 
     async def round(self) -> None:
-        """Handles the notices of jobs, and every `LOOK_EVERY_S` all running jobs; failed notices come again."""
+        """Handles notices, and every `LOOK_EVERY_S` all running jobs."""
         now_s = asyncio.get_running_loop().time()
         await self.attend()
         if now_s >= self._look_at_s:
@@ -58,7 +58,7 @@ class JobJanitor:
             await self.look()
 
     async def attend(self) -> int:
-        """Handles the present notices; returns how many. Failed ones come again, and the first error is raised."""
+        """Handles the present notices; returns how many. Failed ones come again."""
         outcomes: list[BaseException | None] = []
         for model, partition in await self._known():
             notices = await self._deliveries.take(model, partition, JOBS, _NOTICES)
@@ -69,7 +69,7 @@ class JobJanitor:
         return len(outcomes)
 
     async def look(self) -> None:
-        """Fills the lanes of all running jobs by priority, as there may be more workers now."""
+        """Fills the lanes of all running jobs, highest priority first."""
         for record in await self._jobs.unfinished():
             if record.state == JobState.RUNNING:
                 await self._fill(record)
@@ -95,7 +95,6 @@ class JobJanitor:
             await self._deliveries.done(notice.model, notice.partition, JOBS, [notice.id])
 
     async def _fill(self, record: JobRecord) -> Standing | None:
-        """Fills a job's lane; returns its standing, `None` if the job is gone."""
         workers = self._catalog.capacity(record.model, record.version).workers
         while True:
             standing = await self._jobs.advance(record.id, workers=workers)

@@ -263,8 +263,7 @@ class Progress(NamedTuple):
 def progress_of(record: JobRecord, now_s: float) -> Progress:
     """Computes the progress of a job.
 
-    Its rate ends at the last change, because workers report only every two seconds. After a longer silence the rate
-    falls, and the estimated end moves away.
+    The rate ends at the last change, as workers report every two seconds; after a longer silence it falls.
     """
     settled = record.rows_done + record.rows_failed + _rows_scored(record)
     share = min(settled / record.rows, 1.0) if record.rows else float(record.state == JobState.COMPLETED)
@@ -282,20 +281,18 @@ def progress_of(record: JobRecord, now_s: float) -> Progress:
 
 
 def _rows_scored(record: JobRecord) -> int:
-    """Returns the rows that are scored but not written; 0 for a stopped job, which never writes them."""
+    """Returns the rows that are scored but not written; a stopped job never writes them."""
     return record.rows_scored if record.state == JobState.RUNNING else 0
 
 
 def chosen_id(job_id: str, tenant: str) -> str:
-    """Returns the stored form of a client's id; refuses invalid ids and those that look server-made."""
+    """Returns the stored form of a client's id; refuses invalid and server-made ones."""
     if not _CHOSEN.fullmatch(job_id):
         raise InvalidRequest(
             f"'{job_id[:_SHOWN]}' can't be a job id; use 1 to 128 letters, digits, '.', '_', '~' and '-'"
         )
     if _MADE.fullmatch(job_id) or job_id in (".", ".."):
-        raise InvalidRequest(
-            f"'{job_id}' can't be a job id: it has the server's form, or a meaning in paths"
-        )
+        raise InvalidRequest(f"'{job_id}' can't be a job id: it has the server's form, or a meaning in paths")
     return f"{job_id}@{tenant}" if tenant else job_id
 
 
@@ -306,7 +303,7 @@ def keyed_id(key: str, tenant: str) -> str:
 
 
 def inner_id(job_id: str, tenant: str) -> str:
-    """Returns the stored id of the job that a path names, which need not exist, or raises `JobNotFound`."""
+    """Returns the stored id of the job that a path names, which need not exist."""
     if _MADE.fullmatch(job_id):
         return job_id
     try:
@@ -442,9 +439,9 @@ def changed(spec: JobSpec, changes: Changes) -> JobSpec:
 
 
 def check_same(tenant: str, known: JobRecord, asked: JobSpec, *, any_limits: bool) -> None:
-    """Checks that a repeated creation asks for the existing job; `any_limits` ignores the fields that `resume` changes.
+    """Checks that a repeated creation asks for the existing job; `any_limits` ignores what `resume` changes.
 
-    `overwrite` may differ, because it concerns only the start of a job.
+    `overwrite` may differ, because it concerns only the start.
     """
     there, here = (_flat(spec) for spec in (spec_of(known), asked))
     here["version"] = asked.version or known.version
@@ -463,7 +460,7 @@ def check_same(tenant: str, known: JobRecord, asked: JobSpec, *, any_limits: boo
 
 
 def check_unshared(tenant: str, asked: JobSpec, unfinished: Sequence[JobRecord]) -> None:
-    """Raises `Conflict` if an unfinished job shares the output folder and either of the two overwrites it."""
+    """Raises `Conflict` if an unfinished job shares the output and either overwrites it."""
     for record in unfinished:
         with damage_told(record.id):
             spec = msgspec.json.decode(record.spec, type=_ShownSpec)
@@ -476,7 +473,6 @@ def check_unshared(tenant: str, asked: JobSpec, unfinished: Sequence[JobRecord])
 
 
 def _flat(spec: JobSpec) -> dict[str, object]:
-    """Returns the fields of a job by their paths."""
     fields = msgspec.structs.asdict(spec)
     output = msgspec.structs.asdict(fields.pop("output"))
     return fields | {f"output.{name}": value for name, value in output.items()}
@@ -487,8 +483,6 @@ def _json(value: object) -> str:
 
 
 class _ShownHead(msgspec.Struct, frozen=True):
-    """The shown part of a plan's head."""
-
     skipped: SkippedFiles = SkippedFiles()
 
 

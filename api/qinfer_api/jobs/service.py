@@ -89,8 +89,7 @@ class Ticket(msgspec.Struct, frozen=True):
 class BulkJobs:
     """Handles bulk jobs; one per gateway.
 
-    `check` refuses a job whose inputs or output do not fit; `estimate` also returns its size. `turns` checks one job of
-    each tenant at a time, so that slow files of one leave processes to the others.
+    `turns` checks one job of each tenant at a time, so that slow files leave processes to others.
     """
 
     jobs: Jobs
@@ -110,8 +109,7 @@ class BulkJobs:
     async def create(self, context: Context, body: bytes, key: str, *, resume: bool = False) -> Ticket:
         """Checks a job and has it planned, or finds an earlier one with the same id or key.
 
-        With `resume`, an earlier job that ended early is resumed with the limits of this body, and a completed one is
-        created anew if the body has `overwrite`.
+        With `resume`, a job that ended early is resumed, and a completed one with `overwrite` runs anew.
         """
         self._check_enabled()
         grant = self._grant_of(context)
@@ -153,7 +151,7 @@ class BulkJobs:
         return Ticket(await self._known(record.id), is_new=True)
 
     async def validate(self, context: Context, body: bytes) -> EstimateBody:
-        """Checks a job as `create` does, reads the footers of all its inputs, and estimates it; creates nothing."""
+        """Checks and estimates a job, with the footers of all inputs; creates nothing."""
         self._check_enabled()
         grant = self._grant_of(context)
         spec, _ = await asyncio.to_thread(decode_job, body, grant)
@@ -190,7 +188,7 @@ class BulkJobs:
         return await self.get(context, job_id)
 
     async def resume(self, context: Context, job_id: str, changes: Changes) -> JobRecord:
-        """Resumes a failed, expired or cancelled job, keeping finished work; does not change an active job."""
+        """Resumes a failed, expired or cancelled job, keeping finished work."""
         self._check_enabled()
         record = await self.get(context, job_id)
         if record.state == JobState.COMPLETED:
@@ -235,10 +233,7 @@ class BulkJobs:
         return await self.jobs.log(record.id)
 
     async def changes(self, context: Context, record: JobRecord, heartbeat_s: float) -> AsyncIterator[JobRecord | None]:
-        """Yields a job now and at each change, and `None` after `heartbeat_s` seconds without one.
-
-        It stops after the job's end, when the job is gone, and when the gateway shuts down.
-        """
+        """Yields a job now and at each change, and `None` after `heartbeat_s` seconds without one, until its end."""
         with self.watchers.place(self.dispatcher.sharing(context)):
             yield record
             quiet_s = 0.0
@@ -257,17 +252,17 @@ class BulkJobs:
                 record = found
 
     def check_watchers(self, context: Context) -> None:
-        """Raises `Overloaded` if a caller may not follow one more job, or the gateway shuts down."""
+        """Raises `Overloaded` if a caller may not follow one more job."""
         if self.dispatcher.draining:
             raise Overloaded("Server exiting")
         if not self.watchers.has_room(MAX_WATCHERS, self.dispatcher.sharing(context)):
             raise Overloaded("too many clients follow jobs at this server; ask now and then, or try again later")
 
     def _pinned(self, spec: JobSpec) -> tuple[JobSpec, Served, str]:
-        """Returns a job pinned to the version that scores all of it, where that is served, and the endpoint it named.
+        """Pins a job to the version that scores all of it; returns job, version and the endpoint it named.
 
-        An endpoint stands for its present stable target, so that the output can be reproduced. A named version of a
-        hidden model is that version even if it is not a target: versions are compared before they get requests.
+        An endpoint stands for its stable target, so that the output can be reproduced. A named version of a hidden
+        model need not be a target: versions are compared before they get requests.
         """
         endpoints = self.dispatcher.endpoints
         routed = endpoints.by_name.get(spec.model)
@@ -306,7 +301,6 @@ class BulkJobs:
         return self.settings.stores.grant_of(context.tenant, is_shared=self.dispatcher.has_tenants)
 
     async def _check_count(self, context: Context, spec: JobSpec) -> None:
-        """Checks that a tenant may have one more unfinished job, and that the output is free."""
         unfinished = await self.jobs.unfinished()
         check_unshared(context.tenant, spec, unfinished)
         count = sum(record.tenant == context.tenant for record in unfinished)

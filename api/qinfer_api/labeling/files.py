@@ -40,10 +40,7 @@ _threads = ThreadPoolExecutor(8, "label-files")  # apart from other threads, bec
 
 
 class Files:
-    """Fetches the files of tasks; one per gateway.
-
-    `is_shared` tells whether several tenants have keys.
-    """
+    """Fetches the files of tasks; one per gateway."""
 
     def __init__(
         self,
@@ -97,7 +94,6 @@ class Files:
         return await asyncio.get_running_loop().run_in_executor(_threads, self._from_store, url, grant)
 
     def _path_at_studio(self, reference: str) -> str:
-        """Returns path and query of a file in Label Studio; empty for other files."""
         if reference.startswith("/"):
             return reference
         origin = self._studio.origin if self._studio is not None else ""
@@ -106,7 +102,6 @@ class Files:
         return ""
 
     def _check_project(self, path: str, projects: Sequence[int]) -> None:
-        """Checks that an uploaded file belongs to one of the mapping's projects."""
         uploaded = _UPLOADED.match(unquote(path)) if projects and self._is_shared() else None
         if uploaded and int(uploaded[1]) not in projects:
             raise Forbidden(

@@ -54,8 +54,7 @@ LOOK_AGAIN_S = 0.25
 class Pace:
     """Paces the requests for tasks by the tenant's rate; interactive calls go first.
 
-    A webhook brings a thousand tasks at once. They are stored regardless of the rate, and counted when they become
-    requests, in the gateway that makes them. Until then they wait on their board; the rate refuses no task.
+    Tasks are stored regardless of the rate, and counted when they become requests, in the gateway that makes them.
     """
 
     def __init__(self, auth: Auth | None, look_again: Callable[[], object]) -> None:
@@ -65,7 +64,7 @@ class Pace:
         self._timer: asyncio.TimerHandle | None = None
 
     def room(self, board: Board, most: int) -> int:
-        """Returns how many tasks of a board, at most `most`, may become requests now; 0 without a valid key."""
+        """Returns how many tasks of a board, at most `most`, may become requests now."""
         if self._auth is None:
             return most
         if not self._auth.has_key(board.tenant):
@@ -118,7 +117,7 @@ _COUNTED = {LabelState.DONE: LABEL_PUSHED, LabelState.SENDING: LABEL_RETRIES}
 
 
 class Notes(msgspec.Struct, frozen=True, array_like=True):
-    """A request's notes for the pusher; `endpoint` is set if the board is an endpoint's."""
+    """A request's notes for the pusher."""
 
     tenant: str
     project: int
@@ -127,10 +126,10 @@ class Notes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reason(Enum):
-    """Why tasks are requested, which decides about repetition.
+    """Why tasks are requested.
 
-    `CREATED`: the tasks are new. `ASKED`: Label Studio requests predictions; a task whose prediction was sent a while
-    ago is scored again. `ORDERED`: a person asks; failed tasks are scored again too.
+    `CREATED`: they are new. `ASKED`: Label Studio asks; a task whose prediction was sent a while ago is scored again.
+    `ORDERED`: a person asks; failed tasks are scored again too.
     """
 
     CREATED = "created"
@@ -210,7 +209,6 @@ class Intake:
         known: Sequence[LabelTask | None],
         reason: Reason,
     ) -> list[LabelTask]:
-        """Returns the entries of the tasks to be scored."""
         now_s, entries = self._requests.now_s(), []
         about = hashlib.sha256(mapping.model_dump_json(exclude={"project", "name", "mode", "priority"}).encode())
         for task, entry in zip(tasks, known, strict=True):
@@ -299,7 +297,7 @@ class Intake:
         return msgspec.structs.replace(entry, model=model, version=request.version)
 
     def outboxes(self, model: str) -> set[str]:
-        """Returns the models in whose outboxes a mapping's requests may end; an endpoint has its targets'."""
+        """Returns the models in whose outboxes a mapping's requests may end."""
         routed = self._requests.dispatcher.endpoints.by_name.get(model)
         return {model} | ({target.model for target in routed.endpoint.answering} if routed is not None else set())
 
@@ -350,7 +348,6 @@ class Intake:
         return min(max(self._requests.now_s() - entry.created_at, _LATER_S), _MUCH_LATER_S)
 
     async def _wait(self, board: Board, entry: LabelTask, error: str, wait_s: float) -> None:
-        """Postpones a task, or fails it after `task_timeout_s`."""
         if self._requests.now_s() - entry.created_at > self._settings.task_timeout_s:
             await self.fail(board, entry, f"it was not queued in time: {error}")
         else:

@@ -57,8 +57,8 @@ class MappingBook:
     async def for_tenant(self, model: str, project: int | None, tenant: str, *, is_shared: bool) -> Mapping:
         """Returns the mapping for a model and project, if the tenant may use it.
 
-        If several tenants have keys (`is_shared`), a mapping that names no tenants is refused, because it leads to
-        everything that Label Studio shows to the server.
+        If several tenants have keys, a mapping without tenants is refused: it leads to all that Label Studio shows to
+        the server.
         """
         mapping = await self.of(model, project)
         if mapping.tenant and tenant not in mapping.tenant:
@@ -84,7 +84,6 @@ class MappingBook:
 
 
 def _signature(directory: Path) -> _Signature:
-    """Returns a value that changes whenever a mapping file does."""
     found = []
     try:
         for path in directory.iterdir():

@@ -79,8 +79,6 @@ class Predictor:
 
 
 class _Run:
-    """The tasks of one call."""
-
     def __init__(
         self, dispatcher: Dispatcher, files: Files, call: Call, tasks: Sequence[Mapping[str, Any]], timeout_s: float
     ) -> None:
@@ -119,7 +117,6 @@ class _Run:
                 self._answers[place] = Failed(InferenceFailed(Failure.of(error).message))
 
     async def _one(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the prediction of one task."""
         sink = FutureSink()
         async with self._making:
             await asyncio.sleep(0)  # otherwise tasks that fail at once would block the loop
@@ -201,7 +198,6 @@ class Unanswered(QinferError):
 
 
 def _is_long(task: Mapping[str, Any]) -> bool:
-    """Returns whether a field of the task is large."""
     data = task.get("data")
     return isinstance(data, dict) and any(
         isinstance(value, str | list) and len(value) > LARGE_BYTES // 16 for value in data.values()

@@ -112,7 +112,6 @@ class Pusher:
         return count
 
     async def _again(self, what: str, work: Callable[[], Awaitable[int]], usual_s: float, news: asyncio.Event) -> None:
-        """Repeats a step every round and on news, with growing pauses during an outage."""
         failures, away_s = 0, 0.0
         outage = OutageLog(logger, "predictions can't be pushed now", "predictions are pushed again", step=what)
         while True:
@@ -183,7 +182,6 @@ class Pusher:
         return pairs
 
     async def _made(self, board: Board, pairs: Sequence[tuple[Ending, LabelTask]], ends_s: float) -> list[Made]:
-        """Creates predictions until `ends_s`."""
         made = []
         for ending, entry in pairs:
             if time.monotonic() > ends_s:
@@ -208,7 +206,6 @@ class Pusher:
         return None
 
     async def _item(self, board: Board, ending: Ending, entry: LabelTask) -> dict[str, Any]:
-        """Creates the JSON of a prediction."""
         record = ending.record
         if record is None:
             raise InferenceFailed(_GONE)
@@ -226,10 +223,7 @@ class Pusher:
         return {"task": entry.task, **await prediction_of(mapping, task, response, label_config)}
 
     async def _push_all(self, board: Board, made: Sequence[Made], ends_s: float) -> None:
-        """Pushes a project's predictions in one call, and one by one if Label Studio refuses some.
-
-        After `ends_s` the rest is left for another gateway.
-        """
+        """Pushes predictions in one call, or one by one if some are refused, until `ends_s`."""
         fresh = await self._fresh(board, made, ends_s - self._step_s / 4)
         if not fresh or time.monotonic() > ends_s:
             return
@@ -254,7 +248,7 @@ class Pusher:
                 await self._push_one(board, each)
 
     async def _fresh(self, board: Board, made: Sequence[Made], ends_s: float) -> list[Made]:
-        """Returns the predictions that Label Studio does not have, and confirms the others, until `ends_s`."""
+        """Returns the predictions that Label Studio lacks, and confirms the others."""
         there: list[Made] = []
         fresh: list[Made] = []
         for each in made:
@@ -266,7 +260,6 @@ class Pusher:
         return fresh
 
     async def _push_one(self, board: Board, made: Made) -> None:
-        """Pushes one prediction and stores its task's state."""
         try:
             if await self._studio.push(board.project, [made.item]):
                 await self._done(board, [made])
@@ -278,7 +271,6 @@ class Pusher:
             await self._try_later(board, made.ending, made.entry, error)
 
     async def _has(self, board: Board, made: Made) -> bool:
-        """Returns whether Label Studio has the prediction."""
         wanted = msgspec.json.decode(msgspec.json.encode(made.item))
         try:
             found = await self._studio.predictions(made.entry.task)

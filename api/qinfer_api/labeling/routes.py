@@ -175,7 +175,6 @@ async def _read(services: Services, request: Request, kind: type[Call]) -> Call:
 
 
 def _context(services: Services, request: Request) -> Context:
-    """Returns the authorized caller, also by Basic authentication."""
     context = context_of(request)
     scheme, _, credentials = request.headers.get("authorization", "").strip().partition(" ")
     if scheme.lower() == "basic":

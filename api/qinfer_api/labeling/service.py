@@ -47,10 +47,7 @@ _ORDER_S = 20.0  # time of one call of `order`; the next call continues
 
 
 class Labeling:
-    """Serves Label Studio; one per gateway.
-
-    `pusher` is `None` if no URL of Label Studio is set.
-    """
+    """Serves Label Studio; one per gateway."""
 
     def __init__(
         self,
@@ -130,7 +127,7 @@ class Labeling:
         return LabelPredictions([each.as_json() if isinstance(each, Failed) else each for each in answers], version)
 
     async def event(self, context: Context, model: str, event: EventCall) -> LabelEvent:
-        """Handles a webhook: queues new tasks of a project in push mode, durably before it returns."""
+        """Handles a webhook: queues new tasks in push mode, durably."""
         if event.action != TASKS_CREATED:
             await self._book.current()
             return LabelEvent(event.action, 0)
@@ -192,21 +189,18 @@ class Labeling:
     async def _take(
         self, board: Board, mapping: TaskMapping, served: Served, tasks: Sequence[Mapping[str, Any]], reason: Reason
     ) -> int:
-        """Queues tasks; returns how many are new."""
         taken = await self.intake.put(board, mapping, served, tasks, reason)
         if taken.refused:
             raise self._requests.refuse(board.model, served.version, self.intake.full(board, taken))
         return taken.queued
 
     async def _known(self, name: str) -> str:
-        """Returns the model of that name, or the stable target of that endpoint."""
         await self._book.current()
         model, _ = self._dispatcher.endpoints.stable(name, 0)
         self._requests.catalog.status(model)
         return model
 
     async def _found(self, context: Context, model: str, project: int | None) -> tuple[TaskMapping, Served]:
-        """Returns the mapping of a model and project, and the version that it asks."""
         await self._known(model)
         is_shared = self._dispatcher.has_tenants
         mapping = await self._book.for_tenant(model, project, context.tenant, is_shared=is_shared)

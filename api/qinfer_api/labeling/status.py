@@ -27,7 +27,7 @@ MAX_LIMIT = 1000
 """The largest page."""
 
 COUNTED_OPEN = 500
-"""Open tasks that are read to count those in processing: the lowest ids, as lanes keep order."""
+"""Open tasks that are read to count those in processing."""
 
 _BOARD_STATES: Mapping[str, Sequence[LabelState]] = {
     "queued": (LabelState.WAITING, LabelState.OPEN),
@@ -165,7 +165,6 @@ class Statuses:
 
 
 def _state_of(record: RequestRecord | None) -> tuple[TaskState, str]:
-    """Returns the state of an open task and the reason for a failure."""
     if record is None:
         return "failed", _LOST
     if record.state.is_terminal:

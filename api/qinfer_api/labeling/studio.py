@@ -29,7 +29,7 @@ _URL, _TOKEN = "QINFER_LABELING__URL", "QINFER_LABELING__TOKEN"
 
 
 class StudioAway(Unreachable):
-    """Label Studio can't be reached, is overloaded, or rejects the token; a later call may succeed."""
+    """Label Studio can't be reached, is overloaded, or rejects the token."""
 
 
 class StudioFailed(Unreachable):
@@ -191,7 +191,6 @@ class LabelStudio:
 
 
 def _checked(status: int, text: bytes) -> bytes:
-    """Returns the body of a successful reply."""
     if 200 <= status < 300:
         return text
     reason = _reason(text)
@@ -219,7 +218,6 @@ def _access_of(text: bytes) -> tuple[str, float]:
 
 
 def _reason(text: bytes) -> str:
-    """Returns the text of an error reply in one short line."""
     said: object = None
     try:
         said = msgspec.json.decode(text)

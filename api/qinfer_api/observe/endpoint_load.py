@@ -80,15 +80,11 @@ class EndpointLoad:
 
 
 def _gauges_in(records: Iterable[bytes | None]) -> list[ModelSeries]:
-    """Returns the gauges of key-value caches in the workers' records."""
     return merged(one for one in series_of(records) if (one.name, one.kind) == (FAMILY, GAUGE))
 
 
 def load_of(gauges: Iterable[ModelSeries], model: str) -> CacheLoad | None:
-    """Returns the load in a model's own gauges, or, as for an ensemble, in any model's.
-
-    It is `None` if one of the three types is missing or not a valid number.
-    """
+    """Returns the load in a model's own gauges, or, as for an ensemble, in any model's."""
     known = [(dict(one.labels), one.values[0]) for one in gauges]
     own = [(labels, value) for labels, value in known if labels.get("model") == model]
     blocks = {labels[_TYPE]: value for labels, value in own or known if _TYPE in labels}

@@ -27,10 +27,7 @@ WITHIN_S = 0.25
 
 
 class FreshCounts:
-    """Asks the workers for their counts; one per gateway.
-
-    `underway` has the work in flight of each worker that answered the last question.
-    """
+    """Asks the workers for their counts; one per gateway."""
 
     def __init__(self, catalog: Catalog, store: ControlStore) -> None:
         self._catalog = catalog
@@ -43,7 +40,7 @@ class FreshCounts:
         self._even_at_s = 0.0  # when the questions so far average one in EVERY_S
 
     async def added(self, model: str = ALL) -> None:
-        """Waits until the workers have added their counts of a model before this call, or a time limit."""
+        """Waits until the workers have added their counts of a model, or a time limit."""
         if not self._hosts({model}):
             return
         self._reads += 1
@@ -70,5 +67,4 @@ class FreshCounts:
             logger.debug("workers not asked for their counts")
 
     def _hosts(self, models: set[str]) -> set[str]:
-        """Returns the ids of the live workers that have one of these models."""
         return {worker.id for worker in self._catalog.workers() if concerns(models, worker.models)}

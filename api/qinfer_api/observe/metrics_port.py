@@ -28,10 +28,7 @@ def open_metrics_port(settings: Settings) -> socket.socket | None:
 
 
 class MetricsPort:
-    """Serves the metrics on an open socket.
-
-    `render` maps a scope (empty = all) and an `Accept` to a text and its content type (empty = Triton's).
-    """
+    """Serves the metrics on an open socket."""
 
     def __init__(self, listener: socket.socket, render: Render, visitors: Visitors | None = None) -> None:
         self.url = f"http://{netloc(*listener.getsockname()[:2])}/metrics"

@@ -116,10 +116,7 @@ async def take_snapshot(
     letters: DeadLetterCounts,
     underway: Mapping[str, Underway] = MappingProxyType({}),
 ) -> Snapshot:
-    """Reads statistics, depths and counts in a few round trips; without the store, only the catalog's data.
-
-    `underway` is more recent than the workers' records.
-    """
+    """Reads statistics, depths and counts in a few round trips; without the store, only the catalog's data."""
     known, ready, jobs = _known(catalog, underway), catalog.readiness(), Jobs(delivery)
     try:
         async with asyncio.timeout(ANSWERS_WITHIN_S):
@@ -159,7 +156,6 @@ async def take_snapshot(
 
 
 def _known(catalog: Catalog, underway: Mapping[str, Underway]) -> Snapshot:
-    """Returns the data that needs no store."""
     ready, records = catalog.readiness(), catalog.workers()
     now = [underway.get(record.id) or Underway(record.busy, record.direct) for record in records]
     return Snapshot(
@@ -187,7 +183,7 @@ async def _unfinished(tasks: LabelTasks, counted: Mapping[tuple[str, int], Mappi
 
 
 def _by_lane(work: Iterable[VersionWork]) -> tuple[Counter[_LaneKey], Counter[_LaneKey], dict[_LaneKey, float]]:
-    """Returns the depths and ages of online and bulk lanes; the partitions of a lane count as one."""
+    """Returns the depths and ages of lanes; partitions count as one."""
     depth: Counter[_LaneKey] = Counter()
     shards: Counter[_LaneKey] = Counter()
     ages_s: dict[_LaneKey, float] = {}
@@ -200,7 +196,6 @@ def _by_lane(work: Iterable[VersionWork]) -> tuple[Counter[_LaneKey], Counter[_L
 
 
 def _loads(records: Iterable[WorkerRecord]) -> dict[str, WorkerLoad]:
-    """Returns the metrics of each worker."""
     return {
         record.id: WorkerLoad(
             device=record.device,
@@ -216,7 +211,6 @@ def _loads(records: Iterable[WorkerRecord]) -> dict[str, WorkerLoad]:
 
 
 def _added(counts: Iterable[Mapping[str, Mapping[int, int]]]) -> Counter[tuple[str, int]]:
-    """Adds up the workers' requests of each model version."""
     total: Counter[tuple[str, int]] = Counter()
     for of_worker in counts:
         for model, versions in of_worker.items():
@@ -238,7 +232,6 @@ def _load_times(records: Iterable[WorkerRecord], shown: Container[tuple[str, int
 
 
 def _longest(records: Iterable[WorkerRecord]) -> dict[tuple[str, int], float]:
-    """Returns the age of the longest running execution of each model version."""
     longest: dict[tuple[str, int], float] = {}
     for one in (one for record in records for one in record.long):
         key = one.model, one.version
@@ -289,8 +282,7 @@ class Reporting:
     async def metrics(self, scope: str = "", accept: str = "") -> tuple[bytes, str]:
         """Returns the text of `/metrics` and its content type; empty = Prometheus' text format, as Triton's.
 
-        `scope` is `cluster`, `process`, or empty for both. A client that accepts OpenMetrics gets it if requests are
-        traced, because it has exemplars.
+        A client that accepts OpenMetrics gets it if requests are traced, because it has exemplars.
         """
         openmetrics = OPENMETRICS in accept and self._tally.has_exemplars
         scopes = scopes_of(scope)
@@ -315,7 +307,6 @@ class Reporting:
         return text, OPENMETRICS_TYPE if openmetrics else ""
 
     async def _shares_of_tenants(self, snapshot: Snapshot) -> Sequence[Family]:
-        """Returns the metrics of the tenants' shares of lanes, if tenants are counted."""
         if self.tenants is None or not snapshot.store_up:
             return ()
         lanes = [Lane(*key) for key in (*snapshot.depth, *snapshot.shards)]
@@ -340,7 +331,6 @@ class Reporting:
         return next(iter(await read_sequences(self._delivery, await self._store.models([model]))), None)
 
     def _wanted(self, snapshot: Snapshot) -> Wanted:
-        """Returns the selection of Triton's metrics."""
         settings, quantiles, specs = self._settings, self._settings.quantiles, self._catalog.specs()
         return Wanted(
             counters=settings.counter_latencies,

@@ -97,7 +97,7 @@ class ModelStats(msgspec.Struct, frozen=True):
 class Statistics:
     """Returns statistics; an endpoint has those of its stable target.
 
-    `added` is awaited before a read, with the model (empty = all), and adds outstanding counts.
+    `added` is awaited before a read, and adds outstanding counts.
     """
 
     def __init__(
@@ -123,7 +123,6 @@ class Statistics:
         ]
 
     def _memory(self, model: str, version: int) -> tuple[MemoryUse, ...]:
-        """Returns the memory of a version in all live workers, as last measured."""
         workers = self._catalog.workers()
         return added_up(use for worker in workers for use in worker.memory.get(model, {}).get(version, ()))
 

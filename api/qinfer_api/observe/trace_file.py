@@ -100,7 +100,7 @@ def groups_of(stored: Mapping[str, str], start: Mapping[str, Value]) -> dict[str
 
 
 def checked(changes: TraceChanges, *, is_written: bool) -> dict[str, Value]:
-    """Returns the values of an update to store; refuses unsupported ones, and traces if no file is written."""
+    """Returns the values of an update to store; refuses unsupported ones."""
     if changes.trace_file is not UNSET:
         raise UnsupportedFeature("trace file location can not be updated through network protocol")
     if changes.trace_mode not in (None, _MODE):
@@ -142,7 +142,7 @@ def _number(name: str, text: str, least: int, most: int) -> str:
 logger = logging.getLogger(__name__)
 
 MOST_HELD = 10_000
-"""Traces in memory at which they are written regardless of `log_frequency`; tensors count by their memory."""
+"""Traces in memory at which they are written regardless of `log_frequency`."""
 
 MOST_UNWRITTEN = 20_000
 """Unwritten traces, on a slow disk, at which new ones are dropped."""
@@ -184,8 +184,6 @@ class Rule(NamedTuple):
 
 
 class _Trace(NamedTuple):
-    """A trace to be written."""
-
     number: int
     about: About
     stamps: Stamps | None
@@ -198,7 +196,6 @@ class _Trace(NamedTuple):
         return 1 + weight_of(self.tensors) + sum([call.weight for call in self.calls])
 
     def parts(self) -> list[dict[str, object]]:
-        """Returns its objects in the file."""
         number = self.number
         parts: list[dict[str, object]] = [{"id": number, **self.about}]
         if self.stamps is not None:
@@ -233,10 +230,7 @@ class Sampling:
         return True
 
     def add(self, about: About, stamps: Stamps, tensors: Taken | None = None, calls: Sequence[CallTrace] = ()) -> None:
-        """Adds a trace with its activities in order, its tensors, and the traces of requests made for it.
-
-        `about` has `model_name`, `model_version` and `request_id`.
-        """
+        """Adds a trace, with the traces of requests made for it."""
         self._open -= 1
         trace = self._trace(about, stamps, tensors or [], calls)
         self._held.append(trace)
@@ -263,17 +257,11 @@ class Sampling:
 
 
 class TraceFile:
-    """All traces of this gateway; `path` is the file, and the prefix of numbered ones.
-
-    Raises:
-        SettingsError: The directory is not writable.
-    """
+    """All traces of this gateway; `path` is the file, and the prefix of numbered ones."""
 
     def __init__(self, path: Path, start: Mapping[str, Value] = START) -> None:
         if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-            raise SettingsError(
-                f"QINFER_TRACE__FILE={path} can't be written; name a file in a writable directory"
-            )
+            raise SettingsError(f"QINFER_TRACE__FILE={path} can't be written; name a file in a writable directory")
         self._path = path
         self._start = start
         self.name = path.name
@@ -329,10 +317,7 @@ class TraceFile:
         return next(self._ids)
 
     def write(self, traces: "list[_Trace]", *, numbered: bool) -> None:
-        """Writes a file in the background, or drops its traces if too many wait.
-
-        `numbered` forces a number into its name.
-        """
+        """Writes a file in the background, or drops its traces if too many wait."""
         if self._unwritten >= MOST_UNWRITTEN:
             if not self._is_behind:
                 logger.error("traces lost", extra={"reason": "they come faster than they can be written"})

@@ -50,7 +50,6 @@ def written(number: int, activity: str, tensor: Tensor) -> dict[str, Any]:
 
 
 def _elements(tensor: Tensor) -> list[str]:
-    """Returns the elements that are not cut off."""
     if tensor.datatype == "BYTES":
         found: list[str] = []
         with suppress(InvalidRequest):  # the last one is cut off

@@ -62,10 +62,7 @@ _ROUNDING_S = 1e-6  # a float holds seconds since 1970 to a quarter of a microse
 
 
 class Tracing:
-    """The tracing of a gateway: its tracer and its trace file, each `None` if it is off.
-
-    `following` has a task for each stored request that is traced.
-    """
+    """The tracing of a gateway: its tracer and its trace file, each `None` if it is off."""
 
     def __init__(self, trace: TraceSettings, tracer: Tracer | None = None) -> None:
         self.tracer = tracer
@@ -100,7 +97,7 @@ class Tracing:
 
 
 class TracedCall(Call):
-    """A call that knows when its head and its body were received, on the monotonic clock."""
+    """A call that knows when its head and its body were received."""
 
     __slots__ = ("read_s", "received_s")
 
@@ -285,7 +282,7 @@ class TracedSink:
             self.end(response.failure, response, end_s)
 
     def end(self, failure: Failure | None, response: Response | None = None, end_s: float = 0.0) -> None:
-        """Ends the traces once and logs lost ones; `end_s` is the broker's time of the last response, 0 = now."""
+        """Ends the traces once; logs lost ones."""
         request, self._request = self._request, None
         if request is None:
             return
@@ -315,7 +312,6 @@ class TracedSink:
             span.end(now_s, about, None if failure is None else (failure.code, failure.message))
 
     def _of_server(self, code: str) -> dict[str, str | int]:
-        """Returns OpenTelemetry's attributes of a server's span, by protocol."""
         if self.frontend == "HTTP":
             return {HTTP_METHOD: "POST", HTTP_STATUS: http_status(code) if code else 200}
         if self.frontend == "GRPC":
@@ -342,7 +338,7 @@ class TracedSink:
         sampling.add(_about(request), self._stamps(timing, end_s, now_s), self._tensors, calls)
 
     def _stamps(self, timing: Timing | None, end_s: float, sent_s: float) -> Stamps:
-        """Returns the times of all activities, corrected to ascend although two clocks differ by milliseconds."""
+        """Returns the times of all activities, made to ascend although two clocks differ."""
         begin_s, sink = self._begin_s, self._sink
         frontend = self.frontend
         received_s = read_s = begin_s
@@ -381,7 +377,6 @@ def _about(request: InferRequest) -> dict[str, str | int]:
 
 
 def _computed(timing: Timing | None, queued_s: float) -> list[tuple[str, float]]:
-    """Returns the times of queueing and execution that the worker reports."""
     stamps = [("QUEUE_START", queued_s)]
     if timing is None:
         return stamps

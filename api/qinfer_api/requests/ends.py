@@ -27,7 +27,7 @@ MOST = 128
 """
 
 SHADOW_WAIT_S = 60.0
-"""The longest wait of a shadow, whose answer stays in memory, for the request's own answer."""
+"""The longest wait of a shadow for the request's own answer."""
 
 
 class StoredEnds:
@@ -39,7 +39,7 @@ class StoredEnds:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def accepted(self, request: InferRequest, ending: Ending, tenant: str, given_s: float = math.inf) -> None:
-        """Watches a request that was stored just now, while its memory is there for a shadow.
+        """Watches a request that was stored just now.
 
         `given_s` is the caller's timeout, infinite if the model's configuration set it.
         """

@@ -50,7 +50,7 @@ _ORPHANS_EVERY_S = 5.0
 
 
 class Janitor:
-    """Runs the janitor's rounds; one per gateway. `advance_jobs` runs a round of bulk jobs."""
+    """Runs the janitor's rounds; one per gateway."""
 
     def __init__(
         self,
@@ -86,7 +86,6 @@ class Janitor:
             await self._again(partial(self._round, group), *words)
 
     async def _again(self, work: Callable[[], Awaitable[None]], broken: str, mended: str) -> None:
-        """Repeats a round, and logs the begin and end of an outage."""
         outage = OutageLog(logger, broken, mended)
         while True:
             await asyncio.sleep(self._sweep_every_s * random.uniform(0.75, 1.25))  # noqa: S311 - rounds drift apart
@@ -100,7 +99,7 @@ class Janitor:
                 outage.over()
 
     async def _round(self, group: asyncio.TaskGroup) -> None:
-        """Ends expired requests, and delivers webhooks in tasks of `group`; raises if some models can't be reached."""
+        """Ends expired requests, and delivers webhooks in tasks of `group`."""
         now_s = asyncio.get_running_loop().time()
         await self.expire()
         if now_s >= self._orphans_at_s:
@@ -127,10 +126,7 @@ class Janitor:
         return count
 
     async def finish_orphans(self) -> int:
-        """Finishes expired synchronous entries in lanes without a worker; returns how many.
-
-        This includes unloaded models, whose entries autoscalers would take for work.
-        """
+        """Finishes expired synchronous entries in lanes without a worker, also of unloaded models; returns how many."""
         count = 0
         for (model, version), is_ready in self._catalog.readiness().items():
             if model in self._away or (is_ready and self._catalog.capacity(model, version).workers):
@@ -159,7 +155,6 @@ class Janitor:
         return taken
 
     async def _sweep(self) -> None:
-        """Deletes expired objects, sooner again if there may be more."""
         outage = OutageLog(logger, "expired objects can't be deleted now", "expired objects are deleted again")
         while True:
             found = 0
@@ -191,7 +186,7 @@ class Janitor:
             count += len(ended)
 
     async def _finish_orphans(self, lane: Lane) -> int:
-        """Finishes expired entries of a lane page by page, while whole pages are expired."""
+        """Finishes expired entries of a lane, page by page."""
         age_s = self._shortest_s(lane) + ORPHAN_GRACE_S
         count = 0
         while True:

@@ -107,11 +107,7 @@ def chosen_address(model: str, request_id: str, tenant: str) -> Address:
 
 
 def address_of(request_id: str, tenant: str, model: str | None = None) -> Address:
-    """Returns the address of the request that a path names, which need not exist.
-
-    Raises:
-        RequestNotFound: No request can have that id here.
-    """
+    """Returns the address of the request that a path names, which need not exist."""
     made = made_by_server(request_id)
     name = model if made is None else made.model
     if name is not None and not is_model_name(name):

@@ -325,7 +325,7 @@ async def _events(services: Services, request: Request) -> HttpResponse:
 async def _told_events(
     services: Services, changes: AsyncIterator[RequestRecord | None], told: str, taken: int, room: Room, *, strict: bool
 ) -> AsyncIterator[Event | None]:
-    """Yields the events of a request: states and responses as they come, the last state after all responses.
+    """Yields the events of a request, its last state after all responses.
 
     `told` and `taken` are the state and the number of responses that the client has seen.
     """
@@ -377,7 +377,6 @@ def _event_id(told: str, taken: int) -> str:
 
 
 def _seen(event_id: str) -> tuple[str, int]:
-    """Parses an event's id: the last state, and the number of responses."""
     told, _, taken = event_id.partition(".")
     return told, int(taken) if taken.isascii() and taken.isdecimal() and len(taken) < 10 else 0
 

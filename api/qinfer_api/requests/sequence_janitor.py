@@ -23,7 +23,7 @@ _COUNTED = {Cancelled.code, DeadlineExceeded.code}  # counted by the gateway of 
 
 
 class SequenceJanitor:
-    """Looks after sequences; one per gateway. `tally` counts the ends that no worker counts."""
+    """Looks after sequences; one per gateway."""
 
     def __init__(self, queue: Queue, catalog: Catalog, tally: GatewayTally) -> None:
         self._queue = queue

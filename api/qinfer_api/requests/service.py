@@ -90,8 +90,7 @@ class Ticket(msgspec.Struct, frozen=True):
 class AsyncRequests:
     """Handles asynchronous requests; one per gateway.
 
-    `kept` remembers the targets of repeatable requests to endpoints; `ends` watches requests that are evidence for a
-    trial.
+    `kept` remembers the targets of repeatable requests to endpoints; `ends` watches evidence for trials.
     """
 
     delivery: Queue
@@ -203,7 +202,7 @@ class AsyncRequests:
         return own_record(context.tenant, address, await self.delivery.requests.record(address))
 
     async def wait(self, context: Context, address: Address, wait_s: float) -> RequestRecord:
-        """Returns the record at the request's end or after `wait_s`, at once if the tenant has too many waiters."""
+        """Returns the record at the request's end or after `wait_s`; at once if too many wait."""
         record = await self.record(context, address)
         tenant = self.dispatcher.sharing(context)
         if record.state.is_terminal or wait_s <= 0 or self.waits.is_full(tenant):
@@ -217,7 +216,7 @@ class AsyncRequests:
         return msgspec.msgpack.decode(record.plan, type=OutputPlan) if record.plan else OutputPlan()
 
     async def result(self, record: RequestRecord, room: Room | None = None) -> tuple[Response, OutputPlan]:
-        """Returns the response of an ended request as a synchronous call would; awaits `room` before a large read."""
+        """Returns the response of an ended request, as a synchronous call would."""
         plan = self.plan(record)
         if record.state is not RequestState.SUCCEEDED:
             if record.expires_at <= self.now_s():
@@ -383,6 +382,5 @@ class AsyncRequests:
 
 
 def _check_repetition(address: Address, accepted: Accepted, options: SubmitOptions) -> None:
-    """Raises `Conflict` if the id or key belongs to another body."""
     if accepted.body_hash != options.body_hash:
         raise conflict(options.request_id if accepted.id == address.id else "")

@@ -92,7 +92,6 @@ class Targets:
         return Target(parsed, host, addresses[0])
 
     async def _addresses(self, host: str, port: int) -> Sequence[str]:
-        """Returns the addresses of a host name or literal address."""
         with suppress(ValueError):
             return [str(ipaddress.ip_address(host))]
         try:

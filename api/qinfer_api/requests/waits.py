@@ -49,10 +49,7 @@ class Waits:
     async def ended(
         self, address: Address, wait_s: float, check: Callable[[], None], tenant: str
     ) -> RequestRecord | None:
-        """Returns a request's record at its end or after `wait_s`; `None` if it is gone.
-
-        `check` may raise after a read.
-        """
+        """Returns a request's record at its end or after `wait_s`; `None` if it is gone."""
         ends_s = time.monotonic() + wait_s
         with self._waiting(address.id, tenant) as event:
             record = await self._requests.watch(address, self._reply_to)
@@ -70,8 +67,7 @@ class Waits:
     ) -> AsyncIterator[RequestRecord | None]:
         """Yields a request's record now, at each change and after new responses; `None` after a silent `heartbeat_s`.
 
-        It stops after the terminal state, when the request is gone, and when the gateway shuts down. `check` may raise
-        after a read.
+        It stops after the terminal state, when the request is gone, and when the gateway shuts down.
         """
         with self._waiting(address.id, tenant) as event:
             last: tuple[str, int, int] | None = None
@@ -107,7 +103,6 @@ class Waits:
 
 
 async def _news(event: asyncio.Event, seconds: float) -> None:
-    """Waits for a hint, or until the next read is due."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(min(REREAD_S, seconds)):
             await event.wait()

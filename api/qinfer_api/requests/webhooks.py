@@ -76,7 +76,7 @@ class Webhooks:
 
     @property
     def free(self) -> int:
-        """Number of webhooks that `deliver` can take now; 0 if they are off here, as other gateways may allow them."""
+        """Number of webhooks that `deliver` can take now; 0 if they are off here."""
         return MAX_DELIVERIES - self._under_way if self._settings.allow else 0
 
     async def __aenter__(self) -> "Webhooks":
@@ -138,7 +138,6 @@ class Webhooks:
             logger.info("webhook not delivered", extra=extra)
 
     async def _message(self, item: DeliveryItem) -> Message | None:
-        """Renders a webhook; `None` if there is nothing to report."""
         if item.text.startswith(_ENDPOINT):
             return message_of_canary(item.notes)
         if item.text.startswith(_JOB):
@@ -148,7 +147,6 @@ class Webhooks:
         return Message(record.webhook, partial(body_of, record)) if record is not None and is_due else None
 
     async def _post(self, target: Target, item: DeliveryItem, message: Message) -> int:
-        """Sends a webhook; returns the reply's status."""
         assert self._http is not None  # otherwise the target's check has failed
         now_s = self._delivery.clock.now_s()
         body, own_id, timestamp = message.body_at(now_s), webhook_id(item), int(now_s)
@@ -195,13 +193,12 @@ def sign(secret: bytes, own_id: str, timestamp: int, body: bytes) -> str:
 
 
 def webhook_id(item: DeliveryItem) -> str:
-    """Returns an id that is unique over all models, by which receivers recognise repetitions."""
+    """Returns an id by which receivers recognise repetitions, unique over all models."""
     whole = f"{item.model}#{item.partition}:{item.id}"
     return f"msg_{hashlib.sha256(whole.encode()).hexdigest()[:32]}"
 
 
 def _about(item: DeliveryItem) -> Address:
-    """Returns the address of the webhook's request or job."""
     return Address(item.model, item.partition, item.text.partition(":")[2])
 
 
@@ -220,8 +217,5 @@ def message_of_canary(notes: bytes) -> Message:
 
 
 def envelope(event: str, at: str | None, tenant: str, data: object) -> bytes:
-    """Returns the body of a webhook.
-
-    All tenants share one signature and may share receivers, which tell them apart by `tenant`.
-    """
+    """Returns the body of a webhook; receivers shared by tenants tell them apart by `tenant`."""
     return msgspec.json.encode({"type": event, "timestamp": at, **({"tenant": tenant} if tenant else {}), "data": data})

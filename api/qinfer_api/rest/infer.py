@@ -172,7 +172,6 @@ def infer_routes(services: Services) -> APIRouter:
 
 
 async def _infer(services: Services, target: Target, request: Request) -> HttpResponse:
-    """Reads, submits, waits and answers."""
     preferences = read_preferences(request.headers.getlist("prefer"))
     if preferences.is_async:
         return await submit(services, target, request, preferences)
@@ -207,7 +206,6 @@ class _InTurn:
     """Holds the memory of ASGI replies, whose requests begin in their turn."""
 
     def is_behind(self) -> bool:
-        """Returns False."""
         return False
 
 
@@ -215,7 +213,6 @@ _IN_TURN = _InTurn()
 
 
 def _kept(request: Request, pending: Pending) -> Pending:
-    """Keeps the memory of a reply until it is sent."""
     pending.holder = _IN_TURN
     request.scope["state"][BORROWER] = pending
     return pending
@@ -230,7 +227,7 @@ _NOT_ONE = (
 class StreamSink:
     """The sink of any number of responses, which a coroutine reads.
 
-    It holds a window of them; the worker of a decoupled model sends no more until they are read.
+    The worker of a decoupled model sends a window of them, and waits until they are read.
     """
 
     frontend = "HTTP"
@@ -283,7 +280,6 @@ class _Events(StreamingResponse):
 
 
 async def _submit(services: Services, target: Target, request: Request, sink: StreamSink) -> tuple[Pending, "_Asked"]:
-    """Submits a generate request; returns it pending and decoded."""
     dispatcher = services.dispatcher
     try:
         context, asked_s = authorize(services, request), timeout_of(request)
@@ -326,7 +322,6 @@ async def _generate(services: Services, target: Target, request: Request) -> Htt
 
 
 async def _load(services: Services, request: Request) -> dict[str, str]:
-    """Returns the requested header with load metrics."""
     form = request.headers.get(FORMAT_HEADER)
     if form is None:
         return {}
@@ -367,13 +362,11 @@ async def _stream(
 
 
 async def _generated(asked: "_Asked", response: Response) -> Reply:
-    """Encodes an event of generate_stream."""
     reply = await _encoded(response, asked)
     return msgspec.structs.replace(reply, body=b"data: %b\n\n" % reply.body)
 
 
 async def _inferred(services: Services, client_id: str, plan: OutputPlan, response: Response) -> Reply:
-    """Encodes an event of infer_stream."""
     if response.failure is None:
         reply = await off_loop(response.nbytes, encode_event, services.codec, response, client_id, plan)
     else:
@@ -383,7 +376,6 @@ async def _inferred(services: Services, client_id: str, plan: OutputPlan, respon
 
 
 async def _all(responses: AsyncIterator[Response]) -> list[Response]:
-    """Reads all responses, or the first two."""
     read = []
     async for response in responses:
         read.append(response)
@@ -393,7 +385,6 @@ async def _all(responses: AsyncIterator[Response]) -> list[Response]:
 
 
 async def _first(responses: AsyncIterator[Response], event: _Event) -> list[Reply]:
-    """Returns the event of the first response, if there is one."""
     async for response in responses:
         return [await event(response)]
     return []
@@ -414,7 +405,6 @@ async def _events(
 
 
 async def _encoded(response: Response, asked: "_Asked") -> Reply:
-    """Encodes a response, or its failure as an error reply."""
     decoded = asked.request
     target = answered_by(response, decoded.endpoint)
     if response.failure is not None:
@@ -440,8 +430,6 @@ _ID = "id"
 
 
 class _Asked(NamedTuple):
-    """A generate request, and whether its answers are strict JSON."""
-
     request: InferRequest
     strict: bool
 
@@ -486,8 +474,7 @@ def read_generate(text: Bytes, model: str, version: int, spec: ModelSpec, bounds
 def encode_generate(response: Response, client_id: str, *, strict: bool = False) -> bytes:
     """Encodes a response with outputs; an output of one element becomes a scalar.
 
-    The server's own members precede the response's parameters, and these precede outputs of the same name. Strict JSON
-    has null for NaN and infinities.
+    For equal names, the server's members take precedence over the response's parameters, and these over outputs.
     """
     rendered: dict[str, Any] = {_ID: client_id} if client_id else {}
     rendered |= {"model_name": response.model, "model_version": str(response.version)}
@@ -501,7 +488,6 @@ def encode_generate(response: Response, client_id: str, *, strict: bool = False)
 
 
 def _checked(document: Any) -> dict[str, Any]:
-    """Returns a parsed body after checking the types of its own members."""
     if not isinstance(document, dict):
         raise MalformedJson("attempt to get members for non-object")
     if not isinstance(document.get(_ID, ""), str):

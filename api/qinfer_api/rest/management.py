@@ -290,7 +290,6 @@ def repository_routes(services: Services) -> APIRouter:
 
 
 def _overrides(parameters: dict[str, Any]) -> tuple[str | None, dict[str, bytes]]:
-    """Returns the configuration and files of a load request."""
     config: str | None = None
     files: dict[str, bytes] = {}
     for name, value in parameters.items():

@@ -57,10 +57,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 def operation(
     summary: str, responses: dict[int, Json], *parameters: Json, takes: Json | None = None, basic: bool = False
 ) -> Json:
-    """Returns the arguments that describe a route to its decorator.
-
-    An empty summary is the route's name. `basic` says that an API key may be the password of Basic authentication.
-    """
+    """Returns the arguments that describe a route to its decorator."""
     extra: Json = {"responses": responses, "parameters": parameters, _BASIC: basic}
     if takes is not None:
         extra["requestBody"] = takes
@@ -158,7 +155,7 @@ def _operation(route: APIRoute) -> Json:
 
 
 def _scope_of(route: APIRoute, statuses: Iterable[int]) -> Scope | None:
-    """Returns the scope that a route needs: its dependencies', or `infer` if the route checks the key itself."""
+    """Returns the scope that a route needs; `infer` if the route checks the key itself."""
     for check in route.dependencies:
         if isinstance(check, Security) and check.scopes:
             return Scope(check.scopes[0])
@@ -166,7 +163,6 @@ def _scope_of(route: APIRoute, statuses: Iterable[int]) -> Scope | None:
 
 
 def _components(paths: Json) -> Json:
-    """Replaces types by references, and returns the referenced schemas."""
     media = [one for one in _media(paths) if not isinstance(one["schema"], dict)]
     schemas, components = msgspec.json.schema_components(
         [one["schema"] for one in media], ref_template="#/components/schemas/{name}"

@@ -69,7 +69,7 @@ from qinfer_api.rest.openapi import Json, errors, header
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """The use cases behind the routes; `forward` matches the headers that become parameters of infer requests."""
+    """The use cases behind the routes; `forward` matches headers that become parameters."""
 
     settings: Settings
     dispatcher: Dispatcher
@@ -139,10 +139,7 @@ def answers(request: Request, asked: InferRequest | Address) -> None:
 
 
 def guarded(services: Services, group: str, scope: Scope | None = None) -> list[Any]:
-    """Returns the dependencies of the routes of a group that the operator may restrict.
-
-    With a `scope` of `None` the route checks the key itself, or needs no key.
-    """
+    """Returns the dependencies of a group's routes; without a `scope` the route checks the key itself."""
 
     async def check_header(request: Request) -> None:
         services.restrictions.check(group, request.headers.get)
@@ -176,7 +173,6 @@ def send(reply: Reply) -> HttpResponse:
 
 
 async def _on_qinfer_error(request: Request, error: Exception) -> HttpResponse:
-    """Answers a `QinferError` of a route."""
     response = send(failure_reply(error, v1=request.url.path.startswith("/v1/")))
     if isinstance(error, QinferError) and "content-encoding" in request.headers and response.status_code == 501:
         response.headers["accept-encoding"] = "gzip, deflate"  # tells which encodings would work (reference §1.11)
@@ -193,7 +189,6 @@ async def _on_unknown_route(request: Request, error: Exception) -> HttpResponse:
 
 
 async def _on_left(request: Request, error: Exception) -> HttpResponse:
-    """Answers a client that has left."""
     return HttpResponse()
 
 
@@ -334,11 +329,6 @@ async def received(
     """Reads and decompresses the body, up to `max_bytes`, and reserves its memory during the block.
 
     Triton has its own error for large bodies of inferences.
-
-    Raises:
-        Unauthorized: The key was revoked or has expired meanwhile.
-        Overloaded: There is no memory for it.
-        PayloadTooLarge: It is larger, as sent or decompressed.
     """
     encoding = request_encoding(request.headers.get("content-encoding"))
     declared = request.headers.get("content-length", "")

@@ -112,7 +112,6 @@ def _integer(block: bytes, position: int, byte: int, mask: int) -> tuple[int, in
 
 
 def _long_integer(block: bytes, position: int, value: int) -> tuple[int, int]:
-    """Parses an integer that exceeds its prefix."""
     if block[position] < 0x80:
         return value + block[position], position + 1
     for shift in range(0, 7 * _MAX_INTEGER_BYTES, 7):
@@ -242,7 +241,6 @@ class _Huffman:
         self._branches[number][code & 1] = ~symbol
 
     def decode(self, text: bytes) -> bytes:
-        """Decodes a string."""
         node: Any = self._nodes[0]
         pieces: list[bytes] = []
         append = pieces.append
@@ -258,7 +256,6 @@ class _Huffman:
         return b"".join(pieces)
 
     def _walk(self, text: bytes) -> None:
-        """Computes the steps of a string."""
         node = self._nodes[0]
         for byte in text:
             node = (node[byte] or self._step(node, byte))[1]

@@ -113,7 +113,6 @@ class Connection(asyncio.Protocol):
             self._rest = data[position:]
 
     def _read_in_turns(self, data: bytes, position: int) -> int:
-        """Reads frames until the turn is over."""
         turns, before, last = self.service.turns, -1, len(data) - frames.HEAD_BYTES
         while before < position <= last and not self._awaits_turn:
             if not turns.may_read():

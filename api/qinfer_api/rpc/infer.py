@@ -68,8 +68,6 @@ class InferSink:
 
 
 class _Answer(InferSink):
-    """A call of ModelInfer, with one response."""
-
     no_stream = _DECOUPLED
     __slots__ = ("call", "infer", "pending")
 
@@ -88,18 +86,15 @@ class _Answer(InferSink):
             self.call.on_cancel = self.cancel
 
     def is_behind(self) -> bool:
-        """Returns False: a call has one answer."""
         return False
 
     def cancel(self) -> None:
-        """Cancels the request."""
         pending, self.pending, self.plan = self.pending, None, _NO_PLAN
         if pending is not None:
             self.infer.dispatcher.cancel(pending)
             pending.forget_memory()
 
     def deliver(self, response: Response) -> None:
-        """Answers the call."""
         call = self.call
         if not response.final:
             call.fail(UnsupportedFeature(_DECOUPLED))  # also cancels the request
@@ -158,7 +153,6 @@ class Infer:
         }
 
     def _start_infer(self, call: Call, blob: Bytes) -> None:
-        """Submits the request, at once if it is small."""
         sink = _Answer(self, call)
         if self.is_slow(blob):
             call.run(self._infer_slowly(call, blob, sink))
@@ -172,7 +166,6 @@ class Infer:
         call.run(self._stream(call))
 
     async def _stream(self, call: Call) -> None:
-        """Serves ModelStreamInfer until its client ends it."""
         stream = _Stream(self, call)
         self.streams.add(stream)
         try:
@@ -256,7 +249,6 @@ class Infer:
         return decoded if plan is decoded.plan else decoded._replace(plan=plan)
 
     def _completed(self, decoded: Decoded, call: Call) -> Decoded:
-        """Adds the version and the forwarded metadata."""
         request = decoded.request
         if decoded.version:
             request.version = parse_version(decoded.version)
@@ -272,7 +264,6 @@ class Infer:
         return decoded
 
     def _routed(self, decoded: Decoded, call: Call) -> Decoded:
-        """Chooses the target of a request to an endpoint."""
         if self.dispatcher.choose(call.context, decoded.request, call.head.first):
             return decoded._replace(plan=msgspec.structs.replace(decoded.plan, endpoint=decoded.request.endpoint))
         return decoded
@@ -294,7 +285,6 @@ class Infer:
         return pending
 
     def _refused(self, model: str, asked: str, error: QinferError, call: Call) -> QinferError:
-        """Counts a refused request and returns its error."""
         version = 0
         with contextlib.suppress(QinferError):
             version = parse_version(asked) if asked else 0
@@ -324,11 +314,9 @@ class _Slot(InferSink):
         self.is_ordered = True
 
     def is_behind(self) -> bool:
-        """Returns whether earlier responses come first."""
         return self.is_ordered and self.stream.is_behind(self)
 
     def deliver(self, response: Response) -> None:
-        """Passes a response to the stream."""
         self.stream.deliver(self, response)
 
 
@@ -349,7 +337,6 @@ class _Stream:
         self._reader: asyncio.Task[None] | None = None
 
     async def serve(self) -> None:
-        """Reads requests and writes responses until both have ended."""
         self._reader = asyncio.create_task(self._read())
         try:
             await self._write()
@@ -405,7 +392,6 @@ class _Stream:
         self._change.set()
 
     def is_behind(self, slot: _Slot) -> bool:
-        """Returns whether earlier responses come first."""
         return self._is_writing or (bool(self._order) and self._order[0] is not slot)
 
     @property

@@ -89,7 +89,6 @@ def _is_ready(endpoints: Endpoints, model: str, version: int) -> bool:
 
 
 def _message(kind: Any, body: msgspec.Struct) -> Any:
-    """Creates a message from a body of the REST API with equal fields."""
     return kind(**msgspec.to_builtins(body))
 
 
@@ -182,7 +181,6 @@ def _check_repository(request: Any) -> None:
 
 
 def _overrides(parameters: Mapping[str, Any]) -> tuple[str | None, dict[str, bytes]]:
-    """Returns the configuration and files of a load request."""
     config: str | None = None
     files: dict[str, bytes] = {}
     for name, parameter in parameters.items():

@@ -178,7 +178,6 @@ class Call(Stream):
             self.fail(abort)
 
     def _collect(self, data: Bytes) -> None:
-        """Reads messages that arrive in pieces, or several at once."""
         self._moved_s = 0.0
         if self._unread is not None:
             self._unread += data
@@ -223,7 +222,6 @@ class Call(Stream):
         return view
 
     def _let_in(self) -> None:
-        """Continues with a message whose memory was granted."""
         data, self._unread = self._unread or b"", None
         self._make_room(len(data))
         try:
@@ -377,7 +375,6 @@ class Call(Stream):
         self._server.closed(self.head)
 
     def _forget_messages(self) -> None:
-        """Drops unread messages and releases their memory."""
         if not self._messages and self._reservation is None and self._opened_memory is None:
             self._body = None
             return

@@ -57,7 +57,6 @@ class _Reflection:
         }
 
     async def serve(self, call: Call) -> None:
-        """Answers the requests of one call in order."""
         while (blob := await call.read()) is not None:
             reply = self._reply(parse(pb.ServerReflectionRequest, blob))
             await call.write((reply.SerializeToString(),))
@@ -78,7 +77,6 @@ class _Reflection:
         return pb.ServerReflectionResponse(valid_host=request.host, original_request=request, **answer)
 
     def _file(self, file: Any) -> dict[str, Any]:
-        """Returns a file with all its imports."""
         return {"file_descriptor_response": {"file_descriptor_proto": self._with_imports(file.name)}}
 
     def _file_of_symbol(self, name: str) -> dict[str, Any]:
@@ -101,7 +99,6 @@ class _Reflection:
 
 
 def _files(first: Any) -> Iterator[bytes]:
-    """Yields an encoded file and each direct or indirect import once."""
     found = {first.name: first}
     waiting = [first]
     while waiting:
