@@ -186,7 +186,7 @@ class HttpConnection(asyncio.Protocol):
                     self.port.turns.wait(self._take_turn, is_fresh=is_fresh)
                     break
                 taken, is_fresh = self._parse(self._unparsed[: max(SLICE_BYTES, self._body_left)]), False
-                self._unparsed = self._unparsed[taken:] or _NOTHING  # not the end of a read, which would keep that
+                self._unparsed = self._unparsed[taken:] or _NOTHING  # a slice would keep the whole read
         finally:
             self._is_parsing = False
         stalls = self._stalls()

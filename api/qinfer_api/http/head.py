@@ -216,7 +216,7 @@ class HeadReader:
         self._max_bytes = max_bytes
         self._forward = forward
         self._visitors = visitors
-        self._known: list[tuple[bytes, int, Head] | None] = [None] * _MAX_KNOWN  # a head, its packet's length
+        self._known: list[tuple[bytes, int, Head] | None] = [None] * _MAX_KNOWN  # head, packet length
 
     def read(self, url: bytes, headers: Headers) -> Head | None:
         """Calls `read_head` for a POST that the parser has read."""

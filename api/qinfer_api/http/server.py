@@ -75,7 +75,7 @@ def read_certificate(section: str, certificate: str, key: str) -> tuple[bytes, b
     chain = read_tls_file(f"QINFER_{section}__TLS_CERTFILE", certificate)
     private = read_tls_file(f"QINFER_{section}__TLS_KEYFILE", key)
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")  # never asks for one
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")  # no prompt
     except (OSError, ValueError):
         raise SettingsError(
             f"QINFER_{section}__TLS_CERTFILE={certificate} QINFER_{section}__TLS_KEYFILE={key}: not a PEM certificate "

@@ -137,7 +137,7 @@ class Files:
             async with self._client().stream("GET", at, headers=headers, extensions=named) as reply:
                 if reply.status_code != 200:
                     raise _refused(target.host, reply.status_code)
-                if reply.headers.get("content-encoding", "identity") != "identity":  # a few bytes may become gigabytes
+                if reply.headers.get("content-encoding", "identity") != "identity":  # bytes may expand to gigabytes
                     raise InvalidRequest(f"file host '{target.host}' sends the file encoded; have it sent as it is")
                 async for chunk in reply.aiter_raw():
                     found += chunk

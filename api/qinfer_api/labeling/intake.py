@@ -150,7 +150,7 @@ class Intake:
     `arrived` is set when there may be work for `feed`.
     """
 
-    def __init__(  # noqa: PLR0913 - keywords: what a task passes through
+    def __init__(  # noqa: PLR0913 - keywords
         self,
         settings: Settings,
         *,

@@ -73,7 +73,7 @@ class Pusher:
         self._studio = studio
         self._pause_s = settings.requests.sweep_every_s
         self._kind = outbox(OUTBOX, 2 * settings.labeling.call_timeout_s + 10.0)
-        self._step_s = self._kind.pause_s / 2  # no push begins later: others may take over by the time that it is over
+        self._step_s = self._kind.pause_s / 2  # no push begins later, as others may take over
         self._models: dict[str, None] = {}  # all mapped so far: a removed mapping may have tasks left
         self._outboxes: dict[str, None] = {}  # models with possible endings, an endpoint's targets too
         self._outbox = ""  # of the present step

@@ -154,7 +154,7 @@ class Labeling:
         following: int | None = page
         while following is not None:
             tasks, has_more = await self._studio.tasks(project, following)
-            for each in (False, True):  # tasks with predictions may have lost them
+            for each in (False, True):  # a task without predictions may have lost them
                 wanted = [task for task in tasks if bool(task.get("total_predictions")) is each]
                 if wanted and (every or not each):
                     found += len(wanted)

@@ -306,7 +306,7 @@ class TracedSink:
             if response.timing is not None:
                 about[BATCH_SIZE] = response.timing.batch_size
                 now_s = max(now_s, self._executed_s(response.timing))  # clocks differ a bit
-        if failure is not None and http_status(failure.code) < 500:  # a client's error is none of the server's span
+        if failure is not None and http_status(failure.code) < 500:  # a client's error is not the server's
             span.end(now_s, {**about, ERROR: failure.code})
         else:
             span.end(now_s, about, None if failure is None else (failure.code, failure.message))

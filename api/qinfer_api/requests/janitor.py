@@ -69,7 +69,7 @@ class Janitor:
         self._advance_jobs = advance_jobs
         self._sequences = SequenceJanitor(delivery, catalog, tally)
         self._models: dict[str, None] = {}  # all seen so far: a removed model may have requests left
-        self._away: dict[str, QinferError] = {}  # models that this round could not sweep, and why: a node may be down
+        self._away: dict[str, QinferError] = {}  # models out of reach in this round, with the reason
         self._places: dict[Lane, str] = {}  # where the search for orphans continues
         self._orphans_at_s = 0.0
 

@@ -73,7 +73,7 @@ class Connection(asyncio.Protocol):
         self._last_taken = frames.LAST_STREAM
         self._window = service.limits.connection_window_bytes
         self._allowance = service.limits.idle_frames
-        self._age_s = service.limits.age_s * random.uniform(0.9, 1.1)  # noqa: S311 - else all would reconnect at once
+        self._age_s = service.limits.age_s * random.uniform(0.9, 1.1)  # noqa: S311 - spreads reconnections
         self._made_s = self._busy_s = self._heard_s = 0.0
         self._pinged_s = self._goes_s = self._stuck_s = 0.0  # 0 = not the case
         self._is_heard = False  # since the last check
@@ -377,7 +377,7 @@ class Connection(asyncio.Protocol):
             frames.check_setting(key, value)
             if key == frames.HEADER_TABLE_SIZE and value < MAX_TABLE_BYTES:
                 self.output.shrink_table()
-        settings = dict(frames.SETTING.iter_unpack(payload))  # applied once each: a frame may have thousands
+        settings = dict(frames.SETTING.iter_unpack(payload))  # applied once each: a frame may repeat it
         self.output.max_frame = settings.get(frames.MAX_FRAME_SIZE, self.output.max_frame)
         if frames.INITIAL_WINDOW_SIZE in settings:
             self._count_idle("SETTINGS of windows", len(self._streams) // _STREAMS_PER_FRAME)

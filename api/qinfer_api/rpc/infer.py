@@ -113,7 +113,7 @@ class _Answer(InferSink):
                 return
             else:
                 call.finish(self.infer.encode(response, self))
-        except Exception as error:  # noqa: BLE001 - the boundary of a call: `fail` says what it was
+        except Exception as error:  # noqa: BLE001 - the boundary of a call: `fail` reports it
             call.fail(error)
         self.plan = _NO_PLAN  # the plan may hold shared memory
 

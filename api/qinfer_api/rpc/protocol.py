@@ -149,7 +149,7 @@ class Call(Stream):
                 self._begin(b"")
             if self.is_ended:
                 self._ended()
-        except Exception as error:  # noqa: BLE001 - the boundary of a call: `fail` says what it was
+        except Exception as error:  # noqa: BLE001 - the boundary of a call: `fail` reports it
             if head.method.takes_stream and not self.is_ended:
                 # A client about to write its first message, such as grpc.aio, would miss the status.
                 self._refusal = error
@@ -339,7 +339,7 @@ class Call(Stream):
         self._has_begun = True
         try:
             self.head.method.start(self, message)
-        except Exception as error:  # noqa: BLE001 - the boundary of a call: `fail` says what it was
+        except Exception as error:  # noqa: BLE001 - the boundary of a call: `fail` reports it
             self.fail(error)
 
     def withdraw(self) -> None:
