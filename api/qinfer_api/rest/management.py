@@ -69,7 +69,7 @@ def server_routes(services: Services) -> APIRouter:
 
     @router.get("/v2/health/ready", dependencies=health, **_READY)
     async def ready() -> HttpResponse:
-        """Returns 200 once a model is ready, or in strict mode while all are; 400 otherwise, 503 while shutting down."""
+        """Returns 200 once a model is ready, in strict mode while all are; 400 otherwise, 503 while shutting down."""
         if services.dispatcher.draining:
             return _exiting()
         is_ready = about.is_server_ready(services.settings, services.catalog, draining=False)
