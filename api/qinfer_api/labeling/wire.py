@@ -146,7 +146,7 @@ class LabelPredictions(msgspec.Struct, frozen=True):
         {"results": [{"result": [{"id": "q7-0", "type": "choices", "from_name": "label", "to_name": "text",
                                   "value": {"choices": ["pos"]}}],
                       "score": 0.97, "model_version": "sentiment:1"}],
-         "model_version": "m:1"}
+         "model_version": "sentiment:1"}
     """
 
     results: list[dict[str, Any] | list[Any]]
