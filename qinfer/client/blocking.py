@@ -417,8 +417,7 @@ class Client(ModelCalls):
             resume: Resume the job of the same `id` if it has failed, has expired or was cancelled, with the
             `error_threshold`,
                 `max_parallel` and `deadline_s` of this call; with `overwrite`, run a completed one anew. Any other job
-                of that
-                `id` is returned unchanged.
+                of that `id` is returned unchanged.
             wait_for_inputs_s: Seconds to wait until each input exists, and each pattern matches a file.
             on_missing: Called at each check that finds an input missing, with the reason and the seconds left.
             options: See `JobOptions`.

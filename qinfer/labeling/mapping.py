@@ -40,8 +40,7 @@ class InputField(BaseModel):
         field: Its name in the task's data, without a leading `$`; dots lead into objects.
         kind: `text`: text for a BYTES input. `bytes`: base64, or a data: URI. `tensor`: a number, or lists of them.
             `file`: a URL or path, whose content is fetched. Content becomes an element of a BYTES input, or the vector
-            of
-            a UINT8 input.
+            of a UINT8 input.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
