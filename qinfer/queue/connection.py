@@ -2,12 +2,12 @@
 
     Link ──holds──▶ Connection ──▶ socket        a Link outlives its Connections: it reconnects by itself
 
-`send` hands over packed bytes and a callback: no task, no future, no timer per command. `call` is its coroutine form,
-for commands that are not one per request. Several nodes are `router.Router`'s affair. Error replies are mapped here,
-once: whoever sends a command sees qinfer's errors only.
+`send` takes a packed command and a callback, and needs no task, future or timer per command. `call` is the coroutine
+form for commands that are not sent once per request. `router.Router` handles several nodes. Error replies are mapped
+here, so that callers see only qinfer's errors.
 
-RESP2 is spoken on purpose: stream replies have the same shape (lists of pairs) on every server from 6.2 on, and there
-are no push messages to tell from replies.
+The protocol is RESP2 on purpose: stream replies have the same shape (lists of pairs) on every server from 6.2 on, and
+there are no push messages to separate from replies.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 Argument = str | int | float | bytes | memoryview
 
 pack: Callable[[tuple[Argument, ...]], bytes] = pack_command  # type: ignore[assignment]  # its stub says tuples of one
-"""Encodes a command; its buffer grows bit by bit, which is slow where a word is large."""
+"""Encodes a command; slow for large words, because its buffer grows bit by bit."""
 
 _LARGE_BYTES = 256 * 1024
 _DATA = (bytes, memoryview)
 
 
 def pack_large(words: tuple[Argument, ...]) -> list[bytes]:
-    """Encodes a command as `pack` does, in parts: large words are no copies, unless they are views."""
+    """Encodes a command as `pack` does, in parts, without copying large `bytes`; large views are copied once."""
     parts, small = list[bytes](), [b"*%d\r\n" % len(words)]
     for word in words:
         data = word if isinstance(word, bytes) else bytes(word) if isinstance(word, memoryview) else str(word).encode()
@@ -54,7 +54,6 @@ def pack_large(words: tuple[Argument, ...]) -> list[bytes]:
 
 
 def _is_large(command: Sequence[Argument]) -> bool:
-    """Returns whether a word is so large that `pack` would be slow."""
     for word in command:  # noqa: SIM110 - twice as fast as `any`, and scripts have many words
         if type(word) in _DATA and len(word) > _LARGE_BYTES:  # type: ignore[arg-type]  # it is bytes or a view
             return True
@@ -62,17 +61,12 @@ def _is_large(command: Sequence[Argument]) -> bool:
 
 
 class Template:
-    """A command of which one word varies: all others are encoded once.
-
-    Args:
-        words: The words before it.
-        after: The words after it.
-    """
+    """A command with one variable word; `words` before it and `after` behind it are encoded once."""
 
     def __init__(self, *words: Argument, after: Sequence[Argument] = ()) -> None:
-        end = pack(tuple(after)).partition(b"\r\n")[2] if after else b""  # all but the number of words
+        end = pack(tuple(after)).partition(b"\r\n")[2] if after else b""  # without the number of words
         begin = pack((*words, b"", *after)).removesuffix(end)
-        self._begin = begin.removesuffix(b"0\r\n\r\n")  # all but the empty word's length
+        self._begin = begin.removesuffix(b"0\r\n\r\n")  # without the empty word's length
         self._end = b"\r\n" + end
 
     def pack(self, word: Bytes) -> bytes:
@@ -90,7 +84,7 @@ _FULL = "too much is waiting to be written to the queue; try again"
 _TOO_FEW_REPLICAS = "the queue has too few replicas; try again"
 _NO_DISK = "the queue can't write to its disk; try again"
 _LEAVE = {_FAILING_OVER, _TOO_FEW_REPLICAS}
-"""Replies of a node that may be a primary no longer: look its address up again."""
+"""Replies of a node that may no longer be a primary: the connection looks the address up again."""
 _LOST = "the connection to the queue broke before it answered; try again"
 
 _REFUSALS: dict[str, Callable[[], QinferError]] = {
@@ -111,11 +105,7 @@ _IN_SCRIPT = re.compile(r"user_script: ?\d+: -?([A-Z]+) ")
 
 
 class Refused(DeliveryError):
-    """An error reply that says something about the command, not about the server's state.
-
-    Attributes:
-        kind: Its first word, such as `MOVED` or `NOGROUP`.
-    """
+    """An error reply about the command rather than the server's state; `kind` is its first word, such as `MOVED`."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -123,7 +113,7 @@ class Refused(DeliveryError):
 
 
 def mapped(error: Exception) -> QinferError:
-    """Returns what an error reply means; in a script's error of Redis 6.2, that of the command that failed in it."""
+    """Returns the error for an error reply; for a script's error of Redis 6.2 that of the command that failed in it."""
     text = str(error)
     kind = text.partition(" ")[0]
     if text.startswith("ERR Error running script") and (inner := _IN_SCRIPT.search(text)):
@@ -136,10 +126,10 @@ def mapped(error: Exception) -> QinferError:
 
 
 async def open_connection(address: Address, settings: RedisSettings, timeout_s: float) -> "Connection":
-    """Connects to a node, without greeting it; see `Connection` for `timeout_s`.
+    """Connects to a node without greeting it; see `Connection` for `timeout_s`.
 
     Raises:
-        OSError: It can't be reached.
+        OSError: The node can't be reached.
     """
     loop = asyncio.get_running_loop()
     connection = Connection(settings, timeout_s)
@@ -153,11 +143,11 @@ async def open_connection(address: Address, settings: RedisSettings, timeout_s: 
 
 
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""Seconds of silence until the kernel asks the peer, seconds between its questions, and how many it asks."""
+"""Seconds of silence until the kernel probes the peer, seconds between probes, and the number of probes."""
 
 
 def _keep_alive(sock: socket.socket | None) -> None:
-    """Has the kernel notice that a peer is gone: a long blocking read sends nothing by itself."""
+    """Lets the kernel detect a dead peer, because a long blocking read sends nothing."""
     if sock is None:
         return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -167,12 +157,10 @@ def _keep_alive(sock: socket.socket | None) -> None:
 
 
 class Connection(asyncio.Protocol):
-    """One connection: a first-in first-out line of callbacks beside a socket.
+    """One connection: a first-in first-out queue of callbacks beside a socket.
 
-    Args:
-        settings: For the bounds.
-        timeout_s: Seconds without any reply, while one is owed, after which the connection counts as broken. A server
-            that answers slowly but steadily is never cut off: that would add to its load.
+    It counts as broken after `timeout_s` seconds without any reply while one is pending. A server that replies slowly
+    but steadily is never cut off, because reconnecting would add to its load.
     """
 
     def __init__(self, settings: RedisSettings, timeout_s: float) -> None:
@@ -191,7 +179,7 @@ class Connection(asyncio.Protocol):
         self._watchdog: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keeps the transport; its high-water mark is what `send` refuses at."""
+        """Keeps the transport, and sets the high-water mark at which `send` refuses commands."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=self._max_bytes)
         self._watchdog = self._loop.call_later(self._timeout_s, self._watch)
@@ -215,7 +203,7 @@ class Connection(asyncio.Protocol):
         self._owed.append(reply)
 
     def send_large(self, command: tuple[Argument, ...], reply: Reply) -> None:
-        """Sends a command with large words, as `send` does; they are not copied."""
+        """Sends a command as `send` does, without copying its large words."""
         begin, *parts = pack_large(command)
         self.send(begin, reply)
         self._out += parts
@@ -225,9 +213,7 @@ class Connection(asyncio.Protocol):
     async def call(self, *command: Any, late: Reply | None = None) -> Any:
         """Sends a command and returns its reply.
 
-        Args:
-            command: Its words.
-            late: Gets the reply that comes after the caller was cancelled; without it such a reply is dropped.
+        A reply that arrives after the caller was cancelled goes to `late`; without `late` it is dropped.
 
         Raises:
             Refused: The command is wrong, or wrong at this node.
@@ -252,14 +238,14 @@ class Connection(asyncio.Protocol):
             return await future
         except asyncio.CancelledError:
             if late is not None and future.done() and not future.cancelled() and future.exception() is None:
-                late(future.result())  # it came in the very tick of the cancellation
+                late(future.result())  # it came in the same tick as the cancellation
             raise
         except QinferError:
-            del future  # the error leads to this frame: a cycle would keep the command until the collector comes
+            del future  # the error refers to this frame: the cycle would keep the command until it is collected
             raise
 
     def data_received(self, data: bytes) -> None:
-        """Hands each reply to the callback that waits longest."""
+        """Hands each reply to the oldest callback."""
         self._progress_at = self._loop.time()
         try:
             self._reader.feed(data)
@@ -274,11 +260,11 @@ class Connection(asyncio.Protocol):
         self._is_paused = True
 
     def resume_writing(self) -> None:
-        """The buffer has drained."""
+        """Accepts commands again, because the buffer has drained."""
         self._is_paused = False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fails every command that was not answered."""
+        """Fails every command without a reply."""
         self._transport = None
         self._out.clear()
         if self._watchdog is not None:
@@ -289,21 +275,21 @@ class Connection(asyncio.Protocol):
         self.lost.set()
 
     def expect(self, timeout_s: float) -> None:
-        """Changes after how many seconds without a reply that is owed the connection counts as broken."""
+        """Changes the seconds without a pending reply after which the connection counts as broken."""
         self._timeout_s = timeout_s
         if self._watchdog is not None and self._transport is not None:
             self._watchdog.cancel()
             self._watchdog = self._loop.call_later(timeout_s, self._watch)
 
     def abort(self) -> None:
-        """Drops the connection at once."""
+        """Drops the connection immediately."""
         if self._transport is not None:
             self._transport.abort()
 
     def _answer(self, reply: Any) -> None:
         try:
             callback = self._owed.popleft()
-        except IndexError:  # why it closes, before it was asked anything
+        except IndexError:  # an unsolicited reply says why the server closes the connection
             self._farewell = mapped(reply) if type(reply) is ReplyError else BrokerUnavailable(_LOST)
             self.abort()
             return
@@ -342,13 +328,13 @@ _UNREACHABLE = "redis can't be reached"
 
 
 class Link:
-    """One node's connection, for as long as the process lives: reconnects with jittered exponential backoff.
+    """A node's connection for the life of the process: reconnects with jittered exponential backoff.
 
     Args:
-        resolve: Says where the node is; asked before each attempt to connect.
+        resolve: Returns the node's address; awaited before each attempt to connect.
         settings: Timeouts and bounds.
         name: The connection's name in `CLIENT LIST`.
-        block_s: Longest blocking read that this link is used for; its replies may take that much longer.
+        block_s: The longest blocking read on this link, by which replies may take longer.
         on_trouble: Called whenever the connection broke or could not be made.
     """
 
@@ -378,18 +364,18 @@ class Link:
         return self._connection is not None and not self._connection.lost.is_set()
 
     async def open(self) -> None:
-        """Connects, trying for `connect_timeout_s`, and keeps connected from then on.
+        """Connects, trying for `connect_timeout_s`, and stays connected from then on.
 
         Raises:
-            BrokerUnavailable: It can't be reached.
-            SettingsError: It refuses the credentials, is too old, or is (no) cluster against the settings.
+            BrokerUnavailable: Redis can't be reached.
+            SettingsError: Redis refuses the credentials, is too old, or contradicts the setting `cluster`.
         """
         deadline_s = asyncio.get_running_loop().time() + self._settings.connect_timeout_s
         self._take(await self._dial(deadline_s))
         self.start()
 
     def start(self) -> None:
-        """Keeps connected from now on, without waiting for it."""
+        """Connects in the background, and stays connected."""
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep(), name=f"redis link {self._name}")
 
@@ -397,7 +383,7 @@ class Link:
         """Sends a packed command with the others of this event-loop tick; `reply` gets its reply or its error.
 
         Raises:
-            BrokerUnavailable: At once, when the connection is down or its buffer full.
+            BrokerUnavailable: Immediately, when the connection is down or its buffer full.
         """
         connection = self._connection
         if connection is None:
@@ -405,23 +391,23 @@ class Link:
         connection.send(packed, reply)
 
     async def call(self, *command: Any, late: Reply | None = None) -> Any:
-        """Sends a command, waiting for a connection where there is none; see `Connection.call`."""
+        """Sends a command (`Connection.call`), waiting first for a connection if the link is down."""
         connection = self._connection
         if connection is None or connection.lost.is_set():
             connection = await self._wait_up()
         return await connection.call(*command, late=late)
 
     async def connected(self) -> Connection:
-        """Returns the connection, waiting where there is none; for commands that must not be parted by a reconnect.
+        """Returns the connection, waiting if there is none, for commands that must go over the same one.
 
         Raises:
-            BrokerUnavailable: There is none in time.
+            BrokerUnavailable: No connection was made in time.
         """
         connection = self._connection
         return connection if connection is not None and not connection.lost.is_set() else await self._wait_up()
 
     def expect(self, block_s: float) -> None:
-        """Changes how long the longest blocking read is that this link is used for."""
+        """Changes the length of the longest blocking read on this link."""
         timeout_s = self._settings.command_timeout_s + block_s
         if timeout_s != self._timeout_s:
             self._timeout_s = timeout_s
@@ -429,13 +415,13 @@ class Link:
                 self._connection.expect(timeout_s)
 
     def reset(self) -> None:
-        """Reconnects, to wherever `resolve` says then."""
+        """Reconnects, to the address that `resolve` returns then."""
         if self._connection is not None:
             self._connection.abort()
             self._drop()
 
     async def close(self) -> None:
-        """Closes the connection and stays closed; unanswered commands fail."""
+        """Closes the connection for good; unanswered commands fail."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])
@@ -462,11 +448,11 @@ class Link:
                 self._told = None
                 self._tell("redis connection lost")
                 continue
-            self._tell("redis connection lost as soon as it was made")  # by a primary that is none any more
+            self._tell("redis connection lost as soon as it was made")  # by a node that is no longer a primary
             await asyncio.sleep(backoff.next_s())
 
     def _tell(self, event: str, reason: str = "") -> None:
-        """Logs a problem once, until there is another one."""
+        """Logs a problem once, until a different one occurs."""
         if self._told != (event, reason):
             self._told = (event, reason)
             logger.warning(event, extra={"link": self._name, "reason": reason} if reason else {"link": self._name})
@@ -493,7 +479,7 @@ class Link:
         return self._connection
 
     async def _dial(self, deadline_s: float | None) -> Connection:
-        """Connects; tries again until `deadline_s` (for ever without), which is when errors are raised."""
+        """Connects, retrying until `deadline_s` and then raising the error; without a deadline it retries forever."""
         backoff = Backoff(*_BACKOFF_S, jitter=0.5)
         loop = asyncio.get_running_loop()
         while True:
@@ -505,7 +491,7 @@ class Link:
             pause_s = backoff.next_s()
             if deadline_s is not None and (isinstance(problem, SettingsError) or loop.time() + pause_s > deadline_s):
                 raise _dial_error(problem)
-            if deadline_s is None:  # else the caller tells, who gets the error
+            if deadline_s is None:  # with a deadline the caller gets the error and logs it
                 self._tell(_UNREACHABLE, _reason(problem))
             if self._on_trouble is not None:
                 self._on_trouble()
@@ -541,7 +527,7 @@ class Link:
         if not is_cluster:
             await _check_role(connection)
         try:
-            await connection.call(b"PING")  # refused while it loads its data, which HELLO and ROLE are not
+            await connection.call(b"PING")  # refused while the server loads its data, unlike HELLO and ROLE
         except BrokerUnavailable as error:
             if error.message != _NO_DISK:  # it still answers reads, such as those of `qinfer dlq list`
                 raise
@@ -551,7 +537,7 @@ class Link:
 async def _check_role(connection: Connection) -> None:
     try:
         role, *_ = await connection.call(b"ROLE")
-    except (Refused, SettingsError):  # managed services may forbid it; a replica shows at the first write
+    except (Refused, SettingsError):  # managed services may forbid it; the first write then reveals a replica
         return
     if role != b"master":
         raise BrokerUnavailable("it is a replica, which takes no writes")
@@ -568,19 +554,17 @@ def _reason(problem: Exception) -> str:
 
 
 def packable(data: Bytes) -> bytes | memoryview:
-    """Returns `data` as one of the two types that are packed without a copy before."""
+    """Returns `data` as a type that is packed without an extra copy."""
     return memoryview(data) if isinstance(data, bytearray) else data
 
 
 class SentinelResolver:
-    """Asks Sentinels where the primary is now; `resolve` is a `Link`'s.
+    """Asks Sentinels for the primary's address; `resolve` is a `Link`'s.
 
-    Each question begins at another Sentinel: one that is cut off from the others may name a primary that is none any
-    more. Whether the node that was named is a primary, `Link` asks the node itself.
+    Each query starts at another Sentinel, because one that is cut off from the others may name an old primary. `Link`
+    checks at the node itself that it is a primary.
 
-    Args:
-        sentinels: Whom to ask.
-        settings: Their password, and how long a primary's connection may take: they share it.
+    All queries together take at most half of the settings' `connect_timeout_s`.
     """
 
     def __init__(self, sentinels: Sentinels, settings: RedisSettings) -> None:
@@ -594,7 +578,7 @@ class SentinelResolver:
 
         Raises:
             BrokerUnavailable: No Sentinel answers.
-            SettingsError: Those that answer know no service of this name, or refuse the password.
+            SettingsError: The Sentinels that answer do not know the service name, or refuse the password.
         """
         places = self._sentinels.places
         self._first += 1

@@ -1,4 +1,4 @@
-"""Records of the queue: where an entry is and who holds it, and the records and limits of asynchronous requests."""
+"""Records of the queue: addresses of entries, leases, and the records and limits of asynchronous requests."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import StrEnum
@@ -14,25 +14,25 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 DELAYED = ".delayed"
-"""Ends the name of the lane for what waited too long in the lane whose name comes before it."""
+"""The suffix of the lane for entries that waited too long in the lane of the name before it."""
 
 FULL = "Exceeds maximum queue size"
-"""Why `submit` refuses what is beyond its limit; Triton's text (reference §3.3)."""
+"""The error of a `submit` beyond its limit; Triton's text (reference §3.3)."""
 
 CHUNK_BYTES = 2**20
-"""Outputs of one response above this travel beside the reply stream."""
+"""Outputs of one response above this size travel beside the reply stream."""
 
 STORED_TTL_S = 120.0
-"""How long such outputs wait for the process that was told of them: it takes them at once, unless it is cut off."""
+"""Seconds that such outputs are kept for their reader, which normally takes them immediately."""
 
 BULK_LANES = ("bulk1", "bulk2", "bulk3")
-"""The lanes of shards in the order in which they are read: jobs of high, normal and low priority."""
+"""The lanes of shards for jobs of high, normal and low priority, in read order."""
 
 SHADOW_LANE = "shadow"
-"""The lane of shadows, which are executed while the device has nothing else to do."""
+"""The lane of shadow requests, which are executed while the device is otherwise idle."""
 
 _SHARE = "~"
-"""Goes before the number of a share in the name of its stream."""
+"""Separates the lane's name from the number of the share in a stream's name."""
 
 
 class Lane(msgspec.Struct, frozen=True, cache_hash=True):
@@ -40,10 +40,10 @@ class Lane(msgspec.Struct, frozen=True, cache_hash=True):
 
     Attributes:
         model: The model's name.
-        version: Its version, > 0; 0 = the steps of a sequence, of whichever version.
-        name: An opaque lane name: `p1` … `p32`, `p2.delayed`, `bulk1` … `bulk3`, `shadow`, `seq`, `seq@<worker>`; of a
-            share of one, the stream of some of its tenants, such as `p1~3`.
-        partition: The queue partition; the lanes of one partition share a cluster slot.
+        version: The version, > 0; 0 = steps of a sequence, for any version.
+        name: The lane's name: `p1` … `p32`, `p2.delayed`, `bulk1` … `bulk3`, `shadow`, `seq`, `seq@<worker>`; with a
+            share number the stream of some tenants, such as `p1~3`.
+        partition: The queue partition; its lanes share a cluster slot.
     """
 
     model: str
@@ -53,13 +53,12 @@ class Lane(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """The address of one request in the queue: its lane, and the id that the broker gave it.
+    """The address of one request in the queue.
 
     Attributes:
-        lane: The lane it is in.
-        entry_id: Its id there; begins with the broker's milliseconds.
-        origin: The id it had in its first lane, if it was moved; empty otherwise.
-        payload_id: The id of the request whose payload is stored with it; empty without one.
+        entry_id: The stream id that Redis gave it; begins with Redis' milliseconds.
+        origin: Its id in its first lane if it was moved; else empty.
+        payload_id: The id of the request whose payload is stored beside it; empty without one.
     """
 
     lane: Lane
@@ -69,7 +68,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     @property
     def enqueued_s(self) -> float:
-        """When it was enqueued first, in the broker's time."""
+        """The instant of the first enqueue, in Redis' time."""
         return int((self.origin or self.entry_id).partition("-")[0]) / 1000
 
 
@@ -77,11 +76,8 @@ class Lease(msgspec.Struct, frozen=True):
     """A fetched entry that one consumer owns until it finishes, releases or loses it.
 
     Attributes:
-        entry: Which entry.
-        consumer: Who owns it.
-        frame: The bytes that were submitted.
         deliveries: How often it has been handed out, this time included.
-        suspect: It was reclaimed from an owner that died with it: run it alone.
+        suspect: It was reclaimed from an owner that may have died executing it: run it alone.
     """
 
     entry: Entry
@@ -92,26 +88,21 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class LaneSize(msgspec.Struct, frozen=True):
-    """How much a lane holds, waiting and in flight.
-
-    Attributes:
-        entries: How many entries.
-        oldest_age_s: How long ago its oldest one was enqueued first; 0 when it is empty.
-    """
+    """The size of a lane, waiting and in flight; the age counts from the first enqueue, and is 0 for an empty lane."""
 
     entries: int = 0
     oldest_age_s: float = 0.0
 
 
 class Share(msgspec.Struct, frozen=True):
-    """A stream of a lane, with what it holds.
+    """A stream of a lane with its size.
 
     Attributes:
-        lane: The stream; the first one of a lane is the lane itself.
-        entries: How many entries it holds, waiting and in flight.
-        weight: That of its tenants together.
-        tenants: Whose it is, as far as was asked for, in order.
-        waiting: How many of the entries no consumer holds, where that was asked for.
+        lane: The stream; the first share of a lane is the lane itself.
+        entries: The entries that it holds, waiting and in flight.
+        weight: The sum of its tenants' weights.
+        tenants: Its tenants in order, if they were asked for.
+        waiting: The entries that no consumer holds, if they were asked for.
     """
 
     lane: Lane
@@ -122,7 +113,7 @@ class Share(msgspec.Struct, frozen=True):
 
 
 class Payload(msgspec.Struct, frozen=True):
-    """Tensors beside the stream (claim check): stored under the request's id, for `ttl_s` seconds."""
+    """Tensors beside the stream (claim check): stored under the request's id for `ttl_s` seconds."""
 
     request_id: str
     data: Bytes
@@ -135,39 +126,39 @@ def reply_address(owner: str) -> str:
 
 
 def bulk_lanes(model: str, version: int, partition: int = 0) -> tuple[Lane, ...]:
-    """Returns the bulk lanes of a model version in the order in which they are read."""
+    """Returns the bulk lanes of a model version in read order."""
     return tuple(Lane(model, version, name, partition) for name in BULK_LANES)
 
 
 def shadow_lane(model: str, version: int, partition: int = 0) -> Lane:
-    """Returns the lane of the shadows of a model version."""
+    """Returns the lane of a model version's shadow requests."""
     return Lane(model, version, SHADOW_LANE, partition)
 
 
 @lru_cache(maxsize=65536)  # one call per request
 def share_of(lane: Lane, number: int) -> Lane:
-    """Returns the stream of a share of a lane; share 0 is the lane itself."""
+    """Returns the stream of a lane's share; share 0 is the lane itself."""
     return Lane(lane.model, lane.version, f"{lane.name}{_SHARE}{number}", lane.partition) if number else lane
 
 
 def undivided(name: str) -> str:
-    """Returns the name of the lane that a stream of this name is a share of, or is."""
+    """Returns the name of the lane to which a stream of this name belongs."""
     return name.partition(_SHARE)[0]
 
 
 def divided_of(stream: Lane) -> tuple[Lane, int]:
-    """Returns the lane that a stream is a share of, or is, and the number of the share."""
+    """Returns the lane of a stream, and the number of the share."""
     name, _, number = stream.name.partition(_SHARE)
     return (Lane(stream.model, stream.version, name, stream.partition), int(number)) if number else (stream, 0)
 
 
 def delayed_name(name: str) -> str:
-    """Returns the name of the lane for what waited too long in a lane or a share of it."""
+    """Returns the name of the lane for entries that waited too long in a lane or a share of it."""
     return undivided(name) + DELAYED
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> Iterable[tuple[K, list[T]]]:
-    """Returns the items with the same key together."""
+    """Groups items by key."""
     groups: dict[K, list[T]] = {}
     for item in items:
         its_key = key(item)
@@ -180,12 +171,12 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> Iterable[tuple[K, list
 
 
 def owner_of(lease: Lease) -> tuple[Lane, str, bool]:
-    """Returns what the leases of one script call have in common: lane, consumer, whether they are suspects."""
+    """Returns the lane, the consumer and the suspect flag, which all leases of one script call share."""
     return lease.entry.lane, lease.consumer, lease.suspect
 
 
 def by_lane(entries: Sequence[Entry]) -> Iterable[tuple[Lane, list[Entry]]]:
-    """Returns the entries of each lane together; mostly all are of one."""
+    """Groups entries by lane; usually all have the same lane."""
     lane = entries[0].lane if entries else None
     if lane is not None and not [True for entry in entries if entry.lane is not lane]:
         return ((lane, list(entries)),)
@@ -193,20 +184,20 @@ def by_lane(entries: Sequence[Entry]) -> Iterable[tuple[Lane, list[Entry]]]:
 
 
 MARGIN_S = 86400.0
-"""A request is known so much longer than its times need: nobody may be there to sweep at its deadline."""
+"""Seconds that a record outlives the request's own times, because it may be swept long after its deadline."""
 
 MAX_WATCHERS = 64
-"""Maximum number of processes that are notified of one request's end: the latest that asked."""
+"""The most processes that are notified of one request's end: the latest that asked."""
 
 MAX_NOTES_BYTES = 8192
-"""The longest `notes` of a request: they are kept in Redis as long as its record."""
+"""The longest `notes` of a request; Redis keeps them as long as its record."""
 
 MAX_OUTBOX_NAME = 200
 """The longest name of an outbox, in characters."""
 
 
 class RequestState(StrEnum):
-    """Where an asynchronous request is; succeeded, failed, expired and cancelled are terminal."""
+    """The state of an asynchronous request; succeeded, failed, expired and cancelled are terminal."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -217,12 +208,12 @@ class RequestState(StrEnum):
 
     @property
     def is_terminal(self) -> bool:
-        """Whether it will never change again."""
+        """Whether the state is final."""
         return self not in (RequestState.QUEUED, RequestState.RUNNING)
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a request's keys are: its model, partition and id. The id is unique within the partition."""
+    """The address of a request's keys; the id is unique within the partition."""
 
     model: str
     partition: int
@@ -230,32 +221,28 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of a request that is being accepted.
+    """A request to be accepted.
 
     Attributes:
-        address: Its id and where it lives.
-        lane: The lane it goes to.
         frame: The encoded request; its `reply_to` is empty.
-        payload: Its tensors, where they do not travel in the frame; empty otherwise.
-        body_hash: Identifies the request's content, to tell a repetition from another request.
-        timeout_s: From now, in the broker's time, to its deadline.
-        result_ttl_s: How long its result can be read once it has ended.
-        tombstone_ttl_s: How long after that it is known that there was one.
-        tenant: Whose request it is.
+        payload: Its tensors if they do not travel in the frame; else empty.
+        body_hash: Identifies the content, to tell a repetition from another request.
+        timeout_s: Seconds from now, in Redis' time, to its deadline.
+        result_ttl_s: How long the result can be read after the end.
+        tombstone_ttl_s: How long after that the request is still known.
         client_id: The `id` of the body, echoed in the result.
-        plan: How the result is to be encoded: the encoded `OutputPlan`.
-        decoupled: Whether it is for a decoupled model: its result is a list of responses.
+        plan: The encoded `OutputPlan` of the result.
+        decoupled: The model is decoupled: the result is a list of responses.
         idempotency_key: The hash of the caller's key; empty without one.
-        idempotency_ttl_s: How long the key is remembered.
-        webhook: Where to tell its end; empty = nowhere. Not together with an outbox.
-        outbox: Which outbox its end goes to, in its partition, for whoever asks for its `endings`; empty = none, or
-            that of the webhooks. All requests of an outbox should be kept equally long: it is trimmed by that.
-        notes: For whoever reads the outbox: opaque, at most `MAX_NOTES_BYTES`.
-        watcher: A reply address that is notified of its end, so that its reader reads the outbox. Empty = none.
-        limit: The lane takes no more when so many entries wait in it; 0 = no limit.
-        is_told: The model's workers say which entries execute: those that they hold besides wait, too.
+        webhook: The URL that is notified of its end; empty = no notification. Excludes an outbox.
+        outbox: The outbox of its partition that its end is appended to, for a reader of `endings`; empty = none, or the
+            one for webhooks. All requests of an outbox should have the same times, because it is trimmed by age.
+        notes: Opaque bytes for the reader of the outbox, at most `MAX_NOTES_BYTES`.
+        watcher: The reply address that is notified of its end, so that its reader reads the outbox; empty = no watcher.
+        limit: The lane refuses the request when this many entries wait in it; 0 = no limit.
+        is_told: The model's workers report executing entries: other entries that they hold count as waiting.
         endpoint: The endpoint that it came by, if `Moves` may move it while it waits.
-        share: The tenant whose stored results may take as much memory as is free; empty = no other shares it.
+        share: The tenant whose stored results may take as much memory as is free; empty = memory is not shared.
     """
 
     address: Address
@@ -283,12 +270,12 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """Outcome of an `accept`.
+    """The outcome of an `accept`.
 
     Attributes:
-        id: The request's id: the one given, or of the request that was there before.
+        id: The id of the new request, or of the earlier one.
         is_new: Whether it was enqueued now.
-        body_hash: That of the request with this id: another one than was given is a conflict.
+        body_hash: The hash of the request that has this id: a hash other than the given one is a conflict.
     """
 
     id: str
@@ -297,13 +284,13 @@ class Accepted(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request ended.
+    """The end of a request.
 
     Attributes:
-        state: One of the terminal states.
+        state: A terminal state.
         blob: Its encoded final response (`codec.frame.encode_responses`), outputs or failure.
-        code: The failure's error code; empty after success.
-        message: The failure's text; empty after success.
+        code: The error code of a failure; else empty.
+        message: The text of a failure; else empty.
         attempt: The execution that ended it; 0 = it was not executed.
     """
 
@@ -315,7 +302,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
-    """One request to be settled; `entry` is where it is in the queue, `None` = where its record says."""
+    """A request to be settled; without `entry` its record says where it is in the queue."""
 
     address: Address
     outcome: Outcome
@@ -324,25 +311,18 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of a request; instants in seconds of the broker's time, 0 = not yet.
+    """The record of a request; instants are seconds in Redis' time, 0 = not yet.
 
     Attributes:
-        address: Its id and where it lives.
-        state: Where it is; RUNNING while a worker holds it.
-        version: The model version it was accepted for.
-        tenant: Whose request it is.
+        state: RUNNING while a worker holds it.
         client_id: The `id` of its body.
         attempts: How often a worker has taken it.
-        created_at: When it was accepted.
         deadline_at: When it expires.
-        finished_at: When it ended.
-        expires_at: When its result will be gone.
-        code: The failure's error code.
-        message: The failure's text.
-        plan: How its result is to be encoded.
-        decoupled: Whether its result is a list of responses.
-        responses: How many of them are stored before the final one.
-        stored_bytes: How many bytes they are together.
+        expires_at: When its result expires.
+        plan: The encoded `OutputPlan` of its result.
+        decoupled: Its result is a list of responses.
+        responses: The number of responses stored before the final one.
+        stored_bytes: Their total size.
         has_result: Whether its result can still be read.
         webhook: The URL that is notified of its end.
         webhook_state: `` | pending | delivered | failed.
@@ -370,15 +350,14 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """A delivery through an outbox that a program named: a request that ended.
+    """A request that ended, as a delivery of a named outbox.
 
     Attributes:
         id: The delivery's own id, for `Deliveries.done`.
-        request_id: The request's id.
-        record: What is known of the request; `None` when its time is over, so that there is nothing to tell any more.
-        notes: What was given with it. Where it was accepted again after its end, those of that time.
-        blob: Its `Outcome.blob`; `None` when it is gone, or was never there.
-        attempts: How often it was handed out, this time included.
+        record: The request's record; `None` after it expired: the delivery is then void.
+        notes: The request's notes; if it was accepted again after its end, the later ones.
+        blob: Its `Outcome.blob`; `None` when it is gone or never existed.
+        attempts: How often the delivery was handed out, this time included.
     """
 
     id: str
@@ -390,10 +369,8 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_outbox(acceptance: Acceptance) -> None:
-    """Checks the outbox of a request.
-
-    Raises:
-        InvalidRequest: It has a webhook too, its name or its notes are too long, or there are notes and no outbox.
+    """Raises `InvalidRequest` for an outbox with a webhook, a name or notes that are too long, or notes without an
+    outbox.
     """
     outbox, size = acceptance.outbox, len(acceptance.notes)
     if acceptance.webhook and outbox:

@@ -1,32 +1,32 @@
-"""The queue on Redis Streams: one stream per lane, one consumer group, Lua where two steps must be one.
+"""The queue on Redis Streams: a stream per lane, one consumer group, and Lua scripts for steps that must be atomic.
 
     submit ──▶ lane ──fetch──▶ lease ──▶ publish ──▶ finish          finish is the only terminal transition
                  ▲                │
                  └── release, reclaim (a dead owner's)
 
-The promises, each a test in `tests/contract/`:
+The guarantees, each with a test in `tests/contract/`:
 
 1. An entry whose `submit` was confirmed is fetched at least once, unless it is finished first.
-2. Between two `fetch`es by different consumers an entry has one owner; `renew` keeps it, raises no delivery count, and
-   never takes an entry back from a new owner.
-3. `release` gives an entry to the `fetch` of any consumer within half a second, or after the rest that is asked for,
-   its delivery count as it was before.
-4. `reclaim` takes entries whose owner has not renewed for the lease time, and marks them `suspect`.
-5. `finish` removes an entry, delivered or not, whoever owns it; to finish it again is no error. So does `cancel`, and
-   tells of those that a consumer held.
-6. So `depth` is always waiting + in flight.
-7. `publish` to a reply stream that no longer exists does not create it, and says so.
-8. `listen` delivers what was published while the connection was down; consumers drop what they saw before.
-9. `submit` with a limit enqueues nothing beyond it: so many entries wait in a lane, those not counted that execute:
-   consumers say so, of lanes with limits only, by `marks.begin`.
-10. `withdraw` removes an entry that waits, and leaves one alone that a consumer holds.
-11. `delay` moves an entry to another lane of its partition in one step; when it was enqueued stays known.
-12. `bury` moves an entry to the dead letters in one step, frame and payload, with why and how often it was tried.
-13. `oldest` shows what has been in a lane for so long, and changes nothing.
-14. Tenants of a lane have shares of it, by weight: `fetch` takes of each in turn, and what one does not use the others
-    have. A tenant waits for no more entries of others than its share allows, however many these have submitted.
-15. `moves.move` moves what waits, and came by an endpoint, to the lanes of another version, each entry in one step: it
-    is executed once, and found there by whoever cancels or withdraws it.
+2. Between two `fetch`es by different consumers an entry has one owner. `renew` keeps it without raising the delivery
+   count, and never takes an entry back from a new owner.
+3. `release` makes an entry available to any consumer within half a second, or after the requested rest, and restores
+   its delivery count.
+4. `reclaim` takes entries whose owner has not renewed them for the lease time, and marks them as suspects.
+5. `finish` removes an entry, delivered or not, whichever consumer owns it; repeating it is no error. `cancel` does the
+   same, and notifies the workers that hold the entries.
+6. `depth` is therefore always waiting + in flight.
+7. `publish` to a deleted reply stream returns False and does not create the stream.
+8. `listen` delivers replies that were published while the connection was down; callers drop duplicates.
+9. `submit` with a limit enqueues nothing beyond it. The limit counts the waiting entries of a lane, without those that
+   execute: consumers of a lane with a limit report those by `marks.begin`.
+10. `withdraw` removes a waiting entry, and leaves an entry that a consumer holds.
+11. `delay` moves an entry to another lane of its partition atomically; the entry keeps its first enqueue time.
+12. `bury` moves an entry to the dead letters atomically, with its frame, payload, reason and delivery count.
+13. `oldest` lists the entries above an age, and changes nothing.
+14. Tenants share a lane by weight: `fetch` takes from each in turn, and a tenant may use the share that others leave
+    idle. A tenant waits only for as many entries of others as the weights allow, however many those submit.
+15. `moves.move` moves the waiting entries of an endpoint to the lanes of another version, each atomically. An entry is
+    executed once, and `cancel` and `withdraw` find it at its new place.
 
 Asynchronous requests, whose terminal step does more, are in `requests`; dead letters in `dead_letters`.
 
@@ -34,9 +34,9 @@ submit   XADD (`submitter`)                          fetch    fetch.lua, else a 
 renew    renew.lua, run by a worker's renewer             release, reclaim, finish, …    a script per lane and owner
 publish  XADD NOMKSTREAM                              listen   `readers`
 
-An entry is a stream entry with the field `f`, the frame, and where they apply `p`, the id of the request whose payload
-is stored with it, `o`, the id that the entry had in its first lane, `d`, which says that the lane has just got
-another share, and those of `moves`. Readers skip fields that they do not know.
+The fields of a stream entry: `f`, the frame; `p`, the id of the request whose payload is stored beside it; `o`, the id
+that it had in its first lane; `d`, which marks that the lane has just got another share; and the fields of `moves`. All
+but `f` are optional. Readers skip unknown fields.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MAX_IDS = 1000  # of one script call: Lua's stack holds about 8000 values
+_MAX_IDS = 1000  # per script call: Lua's stack holds about 8000 values
 _CLOCK_EVERY_S = 5.0
 _CONSUMER_GONE_MS = 3_600_000
 _ONLINE = "online"
@@ -105,27 +105,19 @@ _PUBLISH = load_script("lanes/publish")
 _COUNT_RESULT = load_script("lanes/count_result", "now_ms", "requests/stored")
 
 RENEW = load_script("lanes/renew", "holder")
-"""Renews leases; its text is run by the renewer of a worker."""
+"""A worker's renewer runs the text of this script."""
 
 
 class Queue:
     """The queue, on Redis 6.2 or newer, single or cluster; made by `connect`.
 
-    Lanes passed to one call must be of one model version and partition. Every coroutine raises `BrokerUnavailable` when
-    Redis can't be reached in time.
+    All lanes in one call must belong to one model version and partition. Every coroutine raises `BrokerUnavailable`
+    when Redis can't be reached in time.
 
     Attributes:
-        clock: Redis' time, kept current.
-        router: The way to Redis, for features with keys of their own.
-        doorbell: Wakes readers of idle lanes.
-        durability: Makes a write as durable as the settings ask.
-        places: The shares of lanes that tenants have, as far as is known here.
-        requests: Asynchronous requests in the same queue.
-        dead_letters: What `bury` has put away.
-        deliveries: The queue of deliveries beside the lanes.
-        marks: What workers tell one another of entries.
-        moves: Moves what waits for a version to another one.
-        sequences: Makes the `Sequences` of a model and partition; the same one each time.
+        places: The shares of lanes that this process knows its tenants to have.
+        marks: Notes that workers leave for one another about entries.
+        sequences: Returns the `Sequences` of a model and partition, always the same object.
     """
 
     def __init__(self, settings: RedisSettings, router: Router, clock: Clock) -> None:
@@ -151,17 +143,17 @@ class Queue:
     async def connect(
         cls, settings: RedisSettings, limits: LimitSettings | None = None, *, clock: Clock | None = None
     ) -> Self:
-        """Connects, takes the server's time, and tries the payload store if there is one.
+        """Connects, reads the server's time, and tries the payload store if there is one.
 
         Args:
             settings: Where Redis is.
-            limits: Where large payloads are; `None` = in Redis, and what is in a store can't be read.
+            limits: Where large payloads are stored; with `None` they go to Redis, and objects in a store can't be read.
             clock: This machine's.
 
         Raises:
             BrokerUnavailable: Redis can't be reached in `connect_timeout_s`.
-            SettingsError: It refuses the credentials, is older than 6.2, is (no) cluster against the settings, may
-                evict what is queued, or can't be as durable as the settings ask; or the payload store does not work.
+            SettingsError: Redis refuses the credentials, is older than 6.2, may evict queued data, is less durable than
+                the settings ask, or contradicts `cluster`; or the payload store does not work.
         """
         queue = cls(settings, await Router.connect(settings), clock or SystemClock())
         try:
@@ -189,33 +181,35 @@ class Queue:
         tenant: str = "",
         endpoint: str = "",
     ) -> None:
-        """Appends an entry; never blocks. All submits of one event-loop tick leave in one write.
+        """Appends an entry without blocking; all submits of one event-loop tick leave in one write.
 
         Args:
-            lane: Where to.
+            lane: The lane that gets the entry.
             frame: The encoded request.
-            done: Called once, on the event loop, with the entry, or with why it may not have been enqueued (it may: a
-                caller that submits again must tell its answers apart by request id). `QueueFull` = it was not.
+            done: Called once, on the event loop, with the entry or an error. `QueueFull` means that nothing was
+                enqueued; after any other error the entry may be in the queue, so a caller that submits again matches
+                replies by request id.
             payload: Tensors that do not travel in the frame; stored first, removed with the entry.
-            limit: Refuse it when so many entries wait in the lane and its `.delayed` lane; 0 = no limit.
-            tenant: Whose it is: it goes to that tenant's share of the lane. Empty = nobody's.
-            endpoint: The endpoint that it came by, if `moves` may move it while it waits.
+            limit: Refuse the entry when this many wait in the lane and its `.delayed` lane; 0 = no limit.
+            tenant: The tenant whose share of the lane gets the entry; empty = the lane itself.
+            endpoint: The endpoint that the request came by, if `moves` may move it while it waits.
 
         Raises:
-            BrokerUnavailable: At once, when the connection is down or its buffer full.
+            BrokerUnavailable: Immediately, when the connection is down or its buffer full.
         """
         self._submitter.submit(lane, frame, done, payload, limit, tenant, endpoint)
 
     async def ensure(self, lanes: Sequence[Lane]) -> None:
-        """Creates the lanes and their consumer group where they do not exist, starting at their first entry."""
+        """Creates missing lanes with their consumer group, which starts at the first entry."""
         await asyncio.gather(*(self._ensure(lane) for lane in lanes))
 
     async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
-        """Takes up to `count` entries, lanes in the order given; of each lane, its tenants' shares in turn.
+        """Takes up to `count` entries, lane by lane in the given order, and within a lane from its tenants' shares in
+        turn.
 
-        Waits up to `wait_s` seconds for the first when there is none, and then may return fewer than there are. Reads
-        of one model version share a connection; those of its bulk lanes have another one, and those of its shadows a
-        third: call it for each one at a time.
+        If there is no entry it waits up to `wait_s` seconds for the first, and may then return fewer than exist. A
+        model version has one connection for its online lanes, one for its bulk lanes and one for its shadow lane: run
+        at most one fetch on each.
         """
         if count <= 0:
             return []
@@ -228,17 +222,19 @@ class Queue:
         return await reader.fetch(lanes, consumer, count, wait_s)
 
     def sources(self, lanes: Sequence[Lane]) -> list[Lane]:
-        """Returns the lanes and those of their shares that the last `fetch` knew of: what it may take entries from."""
+        """Returns the lanes with the shares that the last `fetch` found, which are all the streams that it reads."""
         reader = self._readers.get(_reading(lanes))
         return [*lanes, *(reader.shares if reader is not None else ())]
 
     def is_stirred(self, lanes: Sequence[Lane]) -> bool:
-        """Tells whether something has happened lately after which leases may be left that nobody renews."""
+        """Tells whether a recent event may have left leases that no consumer renews."""
         reader = self._readers.get(_reading(lanes))
         return reader is None or self.doorbell.is_stirred(reader.stirred_at_s)
 
     async def leave(self, lanes: Sequence[Lane]) -> None:
-        """Frees the state that `fetch` keeps for these lanes, if none is in progress; a later fetch is allowed."""
+        """Frees the state that `fetch` keeps for these lanes, unless one is in progress; they can be fetched again
+        later.
+        """
         reader = self._readers.pop(_reading(lanes), None)
         if reader is not None:
             await reader.close()
@@ -246,8 +242,8 @@ class Queue:
     async def reclaim(self, lanes: Sequence[Lane], consumer: str, idle_s: float, count: int) -> list[Lease]:
         """Takes up to `count` entries whose owner has not renewed them for `idle_s` seconds, as suspects.
 
-        They may have been `consumer`'s own: its connection broke while a fetch's reply was on the way. A consumer that
-        still holds one, because its renewals failed for so long, drops the second lease.
+        The owner may be `consumer` itself, if its connection broke before a fetch's reply arrived. A consumer whose
+        renewals failed for that long, and that still holds the entry, drops the second lease.
         """
         names = [keys.lane(lane) for lane in lanes]
         arguments = (consumer, keys.RELEASED, keys.SUSPECTS, count, int(idle_s * 1000), _CONSUMER_GONE_MS)
@@ -257,11 +253,11 @@ class Queue:
     async def release(self, leases: Sequence[Lease], *, rest_s: float = 0.0) -> None:
         """Returns entries that did not begin to execute to the queue; entries of another owner are not changed.
 
-        Suspects stay suspects: `reclaim` returns them, at once, and `fetch` does not.
+        Suspects stay suspects: `reclaim` returns them immediately, and `fetch` never does.
 
         Args:
-            leases: The leases on them.
-            rest_s: Nobody gets them before so long, less than an hour; their place in the lane is as before.
+            leases: The leases to give up.
+            rest_s: Seconds until a consumer may take the entries, below an hour; they keep their place in the lane.
         """
         await _all(
             [
@@ -283,7 +279,7 @@ class Queue:
     async def withdraw(self, entries: Sequence[Entry]) -> list[bool]:
         """Removes the waiting entries, undelivered or released, with their payloads; returns which were removed.
 
-        Like `cancel`, it finds those that `moves` has moved.
+        Like `cancel`, it finds entries that `moves` has moved.
         """
         removed: set[Entry] = set()
 
@@ -302,18 +298,17 @@ class Queue:
     async def delay(self, leases: Sequence[Lease], name: str) -> None:
         """Moves leased entries to the end of the lane called `name` in their partition, as never delivered.
 
-        They have new addresses then, which the records of asynchronous requests know and submitters do not: to `finish`
-        the old one removes the payload, if any, and leaves the rest to the entry's deadline.
+        Records of asynchronous requests get the new address, but submitters do not: `finish` with the old one only
+        removes the payload, and the entry stays until its deadline.
         """
         await _all(
             [self._delay(lane, consumer, group, name) for (lane, consumer, _), group in grouped(leases, owner_of)]
         )
 
     async def bury(self, lease: Lease, request_id: str, code: str, reason: str) -> bool:
-        """Moves an entry to the dead letters; `request_id` is empty where the frame can't be decoded.
+        """Moves an entry to the dead letters; `request_id` is empty if the frame can't be decoded.
 
-        Returns:
-            False when the entry was gone or owned by another: nothing was done.
+        Returns False, and does nothing, when the entry is gone or has another owner.
         """
         entry, lane = lease.entry, lease.entry.lane
         names = [keys.lane(lane), keys.dead_letters(lane.model, lane.partition).encode(), *_payloads([entry])]
@@ -329,7 +324,7 @@ class Queue:
         return True
 
     async def payload(self, entry: Entry, request_id: str, tenant: str = "") -> bytes | None:
-        """Returns the payload stored with an entry; `None` when it is gone, as the entry is then."""
+        """Returns the payload stored with an entry; `None` when it is gone, and with it the entry."""
         lane = entry.lane
         key = keys.payload(lane.model, lane.partition, request_id)
         return await self._values.get(keys.lane_slot(lane), key, tenant)
@@ -338,7 +333,7 @@ class Queue:
         """Stores outputs too large for a reply stream, for `take_result`.
 
         Raises:
-            QuotaExceeded: The tenant has as many bytes of results stored as it may.
+            QuotaExceeded: The tenant's stored results take all the memory that it may use.
             QinferError: As `Values.set`.
         """
         key, size = keys.result(lane.model, lane.partition, request_id), len(blob)
@@ -350,16 +345,16 @@ class Queue:
     async def take_result(
         self, lane: Lane, request_id: str, tenant: str = "", room: Room | None = None
     ) -> bytes | None:
-        """Returns the value of `store_result`, and removes it once it has been read; `None` if it no longer exists.
+        """Reads the value of `store_result`, then removes it; returns `None` if it no longer exists.
 
         Args:
             lane: The lane of its request.
             request_id: The request.
-            tenant: The tenant that the value counts for, and that takes turns with others where it is large.
-            room: Awaited before it is read.
+            tenant: The tenant that the bytes count for, and whose turn it is to read a large value.
+            room: Awaited before a large value is read.
 
         Raises:
-            BrokerUnavailable: It can't be read now; it is still there.
+            BrokerUnavailable: The value can't be read now; it is still there.
         """
         key = keys.result(lane.model, lane.partition, request_id)
         value = await self._values.take(keys.lane_slot(lane), key, tenant, room)
@@ -376,7 +371,7 @@ class Queue:
     async def _count_result(
         self, lane: Lane, request_id: str, tenant: str, nbytes: int = 0, ttl_s: float = 0.0
     ) -> bool:
-        """Counts the bytes of a result as its tenant's from now on, 0 = none; `False` = they are too many."""
+        """Records how many bytes the tenant's result takes (0 = removed); returns False when they exceed its share."""
         if not tenant:
             return True
         key = keys.result(lane.model, lane.partition, request_id)
@@ -388,15 +383,12 @@ class Queue:
         await _all([self._run(lane, _FINISH, (), group) for lane, group in by_lane(entries)])
 
     async def publish(self, reply_to: str, blob: Bytes) -> bool:
-        """Appends encoded responses to a reply stream.
-
-        Returns:
-            False when that stream is gone: nobody waits for the responses.
+        """Appends encoded responses to a reply stream; returns False when the stream is gone, so that no process waits.
         """
         slot, key = keys.reply_stream(reply_to)
         try:
             added = await self.router.call(slot, b"XADD", key, b"NOMKSTREAM", b"*", b"r", packable(blob))
-        except QueueFull:  # full of what is to be answered: only answers make room
+        except QueueFull:  # memory is full of work, which only replies can release
             added = await self.router.run(slot, _PUBLISH, [key], REPLY_TTL_MS, packable(blob))
         return added is not None
 
@@ -409,13 +401,13 @@ class Queue:
     ) -> None:
         """Reads the reply stream of `owner` until cancelled: creates it, calls `deliver` with each blob, trims it.
 
-        Survives reconnects: reads again from the start, so that blobs may come twice.
+        After a reconnect it reads from the start again, so that blobs may come twice.
 
         Args:
-            owner: Whose replies; `reply_address(owner)` is where to send them.
+            owner: The process whose replies are read; `reply_address(owner)` is their address.
             deliver: Called with each blob, on the event loop.
-            ready: Called once the stream exists: no reply to what is submitted from then on is lost.
-            lost: Called when the stream was gone and is made anew: replies to what was submitted before may be lost.
+            ready: Called once the stream exists: replies to later submits are not lost.
+            lost: Called when a vanished stream was created again: replies to earlier submits may be lost.
         """
         reader = ReplyReader(self.router, owner, deliver, self._monotonic_s, lost)
         try:
@@ -424,16 +416,15 @@ class Queue:
             await reader.close()
 
     async def cancel(self, entries: Sequence[Entry]) -> None:
-        """Removes entries as `finish` does, and has workers that hold them told: see `StreamMarks.cancelled`."""
+        """Removes entries as `finish` does, and notifies the workers that hold them (`StreamMarks.cancelled`)."""
         lanes = by_lane(entries)
         await _all([self._run(lane, _CANCEL, (f"{lane.version}:{lane.name}",), group) for lane, group in lanes])
 
     async def shares(self, lanes: Sequence[Lane], *, named: bool = False) -> list[list[Share]]:
-        """Returns the shares of each lane, the lane itself first, with what they hold; in one round trip.
+        """Returns the shares of each lane with their sizes, the lane itself first, in one round trip; lanes may mix
+        models.
 
-        Args:
-            lanes: Of any models.
-            named: Say whose they are, too, and how many wait: of each lane the latest 1000 tenants.
+        `named` adds the number of waiting entries and the names of the latest 1000 tenants of each lane.
         """
         found: dict[Lane, list[Share]] = {}
 
@@ -448,17 +439,17 @@ class Queue:
         return [found[lane] for lane in lanes]
 
     async def depth(self, lanes: Sequence[Lane]) -> list[int]:
-        """Returns how many entries each lane holds with all its shares, waiting and in flight."""
+        """Returns how many entries each lane holds in all its shares, waiting and in flight."""
         return [sum(share.entries for share in shares) for shares in await self.shares(lanes)]
 
     async def in_flight(self, lanes: Sequence[Lane]) -> list[int]:
-        """Returns the number of entries of each lane that a consumer holds; all others are waiting."""
+        """Returns how many entries of each lane a consumer holds; all others are waiting."""
         shares = await self.shares(lanes)
         held = iter(await asyncio.gather(*(self._in_flight(share.lane) for each in shares for share in each)))
         return [sum(next(held) for _ in each) for each in shares]
 
     async def sizes(self, lanes: Sequence[Lane]) -> list[LaneSize]:
-        """Returns how many entries each lane holds, with its shares, and how old its first is; in one round trip."""
+        """Returns how many entries each lane holds in all its shares, and the age of its first, in one round trip."""
         found: dict[Lane, LaneSize] = {}
         now_s = self.clock.now_s()
 
@@ -474,15 +465,10 @@ class Queue:
         return [found[lane] for lane in lanes]
 
     async def oldest(self, lane: Lane, age_s: float, count: int, after: str = "") -> list[tuple[Entry, bytes]]:
-        """Returns up to `count` entries with their frames that came into a stream more than `age_s` ago, oldest first.
+        """Lists up to `count` entries that entered the stream more than `age_s` ago, oldest first, with their frames.
 
-        Waiting or in flight; nothing about them changes.
-
-        Args:
-            lane: A lane, or a share of one, as `shares` returns them.
-            age_s: How old they are at least.
-            count: How many at most.
-            after: The `entry_id` to begin behind.
+        Includes waiting entries and those in flight, and changes neither. `lane` is a lane or a share from `shares`;
+        the list begins behind the entry id `after`.
         """
         end = max(int((self.clock.now_s() - age_s) * 1000), 0)
         words = (b"XRANGE", keys.lane(lane), f"({after}" if after else b"-", end, b"COUNT", count)
@@ -491,12 +477,9 @@ class Queue:
         return [(lease.entry, lease.frame) for lease in leases]
 
     async def sweep(self) -> int:
-        """Deletes expired objects that dead processes left in an object store; a bounded number per call.
+        """Deletes a bounded number of expired objects that dead processes left in an object store; returns how many.
 
-        Several may do so at once.
-
-        Returns:
-            How many objects were deleted.
+        Processes may call it concurrently.
         """
         return await self._values.sweep()
 
@@ -523,7 +506,6 @@ class Queue:
                 logger.warning("entries could not be given back", extra={"count": len(ids)})
 
     async def _in_flight(self, lane: Lane) -> int:
-        """Returns how many entries of a lane a consumer holds."""
         try:
             pending = await self.router.call(keys.lane_slot(lane), b"XPENDING", keys.lane(lane), keys.GROUP)
         except Refused as error:
@@ -534,7 +516,9 @@ class Queue:
         return sum(int(count) for consumer, count in pending[3] or () if consumer not in idle)
 
     async def _delay(self, lane: Lane, consumer: str, leases: Sequence[Lease], name: str) -> None:
-        """Moves entries of one lane; those whose frame tells their request first: they may have a record."""
+        """Moves entries of one lane; entries whose frame names an asynchronous request go first, because of their
+        records.
+        """
         other = Lane(lane.model, lane.version, name, lane.partition)
         heads = [(lease.entry, head_of(lease.frame)) for lease in leases]
         known = [(entry, head.id) for entry, head in heads if head is not None and head.id and not head.reply_to]
@@ -548,7 +532,6 @@ class Queue:
             await self._script(lane, _DELAY, names, (consumer, name), [entry for entry, _ in part])
 
     async def _run(self, lane: Lane, script: Script, arguments: Sequence[Argument], entries: Sequence[Entry]) -> None:
-        """Runs a script on entries of one lane."""
         for part in (entries,) if len(entries) <= _MAX_IDS else _parts(entries):
             is_end = script in (_FINISH, _CANCEL)
             names = [keys.lane(lane), *(_payloads(part) if is_end else ())]
@@ -567,7 +550,7 @@ class Queue:
         arguments: Sequence[Argument],
         entries: Sequence[Entry],
     ) -> Any:
-        """Runs a script of a lane's partition; returns `None`, and nothing is done, where the lane was deleted."""
+        """Runs a script of a lane's partition; returns `None` and does nothing when the lane was deleted."""
         call = partial(self.router.call, keys.lane_slot(lane))
         ids = [entry.entry_id for entry in entries]
         try:
@@ -600,7 +583,7 @@ class Queue:
 
 
 def _reading(lanes: Sequence[Lane]) -> tuple[str, int, int, str]:
-    """Returns the identity of a reader of lanes."""
+    """Returns the key of the reader that serves these lanes."""
     first = lanes[0]
     kind = "bulk" if first.name in BULK_LANES else SHADOW_LANE if first.name == SHADOW_LANE else _ONLINE
     return first.model, first.version, first.partition, kind
@@ -609,17 +592,14 @@ def _reading(lanes: Sequence[Lane]) -> tuple[str, int, int, str]:
 def _share(
     lane: Lane, number: int, entries: int, weight: int, tenants: Sequence[bytes] = (), waiting: int = 0
 ) -> Share:
-    """Reads a share as scripts return it."""
     return Share(share_of(lane, number), entries, weight, tuple(sorted(name.decode() for name in tenants)), waiting)
 
 
 def _moved(lane: Lane) -> bytes:
-    """Returns the key of the notes of what was moved from the lanes of a partition."""
     return keys.moved(lane.model, lane.partition).encode()
 
 
 def _payloads(entries: Sequence[Entry]) -> list[bytes]:
-    """Returns the keys of the payloads of those entries that have one."""
     return [
         keys.payload(entry.lane.model, entry.lane.partition, entry.payload_id).encode()
         for entry in entries
@@ -632,7 +612,7 @@ def _parts(items: Sequence[T]) -> Iterable[Sequence[T]]:
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Awaits all; one, which is the common case, without a task of its own."""
+    """Awaits all calls; a single one, the common case, needs no task."""
     if len(calls) == 1:
         await calls[0]
     else:

@@ -1,24 +1,23 @@
-"""Asynchronous requests: accepted now, ended once, read until their time is over.
+"""Asynchronous requests: accepted now, ended once, readable until their result expires.
 
     accept ──▶ queued ──settle──▶ succeeded | failed | expired | cancelled        `settle` is their `finish`
 
-The promises, each a test in `tests/contract/`:
+The guarantees, each with a test in `tests/contract/`:
 
-1. What `accept` confirmed ends in exactly one terminal state, whoever calls `settle`, and however often.
-2. `settle` stores the result, sets the times to live, appends to the outbox, and removes the entry with its payload, in
-   one step; of several callers one is first, and only its outcome is ever visible.
-3. `accept` and `find` with an id or an idempotency key that is known already change nothing and say which request it
-   was; where that has ended and has an outbox of its own, its end is told there again.
-4. A result can be read again and again until its time to live is over, or `forget` removes it; afterwards a tombstone
-   tells so for a while, and ids and idempotency keys are known as before.
-5. `due` knows every request whose deadline passed, with zero workers too.
-6. Of several tenants none fills the memory with results: one whose results take as much as is free has further requests
-   refused, and results of those that execute end as failures.
-7. An end that is to be told, by a webhook or through an outbox that a program named, is a delivery: see `deliveries`.
+1. A request that `accept` confirmed ends in exactly one terminal state, however many callers `settle` it.
+2. `settle` atomically stores the result, sets the times to live, appends to the outbox, and removes the entry with its
+   payload. Of several callers one is first, and only its outcome is ever visible.
+3. `accept` and `find` with a known id or idempotency key change nothing and return the earlier request; if that has
+   ended and has an outbox of its own, its end is appended there again.
+4. A result can be read repeatedly until it expires or `forget` removes it. Afterwards a tombstone remains for a while,
+   and the id and the idempotency key stay known.
+5. `due` finds every request whose deadline passed, even without workers.
+6. No tenant fills the memory with results. When its results take as much as is free, its new requests are refused, and
+   the results of its executing ones are replaced by failures.
+7. An end that goes to a webhook or to a named outbox is a delivery: see `deliveries`.
 
 A payload or result too large for the common connection is *staged* first: stored over a connection of its own, or in
-the object store, under a name that nobody knows. The script then renames it, or removes it. Where the script never
-came, it expires.
+the object store, under a random name. The script then renames or removes it; if the script never runs, it expires.
 """
 
 import asyncio
@@ -64,19 +63,19 @@ _STORED_AGAIN_S = 10.0
 _NOT_IN_TIME = "the data of the request did not arrive in time; try again"
 
 AT_ONCE = 32
-"""So many requests one script takes at most: a millisecond of Redis, for which all others wait."""
+"""The most requests per script: one takes about a millisecond, during which Redis serves no other client."""
 
 STAGED_BYTES = 16 * 2**20
-"""Bytes of large results that are stored before the requests end that they are of."""
+"""The most bytes of large results that are stored before their requests end."""
 
 AT_ONCE_BYTES = 2**20
-"""Their values have so many bytes at most, but for a single one."""
+"""The most bytes of values per script, unless a single value is larger."""
 
 _RECORD_FIELDS = (
     *(b"state", b"version", b"attempts", b"webhook", b"webhook_state", b"accepted", b"failure"),
     *(b"created_at", b"deadline_at", b"finished_at", b"expires_at", b"stored_bytes"),
 )
-"""The fields that `_record_of` reads, in its order; the state is the first."""
+"""The fields that `_record_of` reads, in its order."""
 
 _ACCEPT = load_script(
     "each", *PLACING, "origin", "drop", "deliveries", "requests/stored", "requests/known", "requests/accept"
@@ -92,7 +91,7 @@ _ENDINGS = load_script("requests/endings", "now_ms", "deliveries")
 
 
 class _Accepted(msgspec.Struct, array_like=True, frozen=True):
-    """Fields of a record that are written at acceptance and read by no script."""
+    """The fields of a record that are written at acceptance and read by no script."""
 
     tenant: str
     client_id: str
@@ -101,14 +100,14 @@ class _Accepted(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Failure(msgspec.Struct, array_like=True, frozen=True):
-    """Why a request failed; a request that succeeded has none."""
+    """The failure of a request that did not succeed."""
 
     code: str
     message: str
 
 
 _LAST_MS = 253402300799999
-"""The end of the year 9999, which is the last that a date can have."""
+"""The end of the year 9999, the last that a date can have."""
 _ACCEPTED = Record(_Accepted, "the record of a request")
 _FAILURE = Record(_Failure, "the failure of a request")
 _NO_FAILURE = _Failure("", "")
@@ -117,14 +116,8 @@ _NO_FAILURE = _Failure("", "")
 class Requests:
     """Asynchronous requests; every coroutine raises `BrokerUnavailable` when Redis can't be reached.
 
-    Args:
-        router: The way to Redis.
-        values: The way for large payloads and results.
-        durability: Makes what was accepted as safe as the settings ask.
-        places: Knows the weights of tenants.
-
     Attributes:
-        responses: The responses that decoupled models gave before the final one.
+        responses: The responses of decoupled models before the final one.
     """
 
     def __init__(self, router: Router, values: Values, durability: Durability, places: Places) -> None:
@@ -135,13 +128,13 @@ class Requests:
         self._places = places
 
     async def accept(self, acceptance: Acceptance) -> Accepted:
-        """Stores and enqueues a request, in one step, as durably as the settings ask.
+        """Stores and enqueues a request atomically, as durably as the settings ask.
 
         Raises:
-            InvalidRequest: Its outbox or notes can't be.
-            QueueFull: The lane is at `limit`, or the broker has no memory left.
+            InvalidRequest: Its outbox or notes are not allowed.
+            QueueFull: The lane is at `limit`, or Redis has no memory left.
             QuotaExceeded: The tenant's stored results take as much memory as is free.
-            PayloadTooLarge: The payload is larger than the broker can store.
+            PayloadTooLarge: The payload is larger than Redis can store.
             BrokerUnavailable: It may have been accepted: repeat it with the same id.
         """
         if acceptance.outbox or acceptance.notes:
@@ -157,10 +150,10 @@ class Requests:
         return accepted
 
     async def accept_all(self, acceptances: Sequence[Acceptance]) -> list[Accepted | QinferError]:
-        """Accepts many requests, at less cost than `accept`; returns the outcome of each, an error as a value."""
+        """Accepts many requests at less cost than `accept`; returns the outcome of each, an error as a value."""
         sizes = [
             AT_ONCE_BYTES + 1 if self._values.is_apart(len(each.payload)) else len(each.frame) + len(each.payload)
-            for each in acceptances  # what is stored first goes alone
+            for each in acceptances  # a staged payload goes alone
         ]
         parts = _parts_of([acceptance.address for acceptance in acceptances], sizes)
         answers = await asyncio.gather(*(self._accept_part([acceptances[i] for i in part]) for part in parts))
@@ -179,19 +172,16 @@ class Requests:
         idempotency_key: str = "",
         notes: bytes | None = None,
     ) -> Accepted | None:
-        """Finds a request that was accepted before, as `accept` does, and accepts none; `None` = there is none.
+        """Looks up a request as `accept` does, without accepting one; returns `None` if there is none.
 
-        What is returned is as durable as the settings ask: the acceptance may not have been confirmed yet.
+        Makes the request as durable as the settings ask, because its acceptance may not be confirmed yet.
 
         Args:
-            address: Where it is, by its id.
-            body_hash: Identifies the request's content; if it is the same, the end is published again.
-            tenant: Whose request it is.
-            idempotency_key: The hash of the caller's key, which goes before the id; empty without one.
-            notes: For whoever reads its outbox; `None` = those that it has.
-
-        Raises:
-            BrokerUnavailable: It can't be asked, or what was accepted is not safe yet.
+            address: The request's id and partition.
+            body_hash: If it equals the request's own hash, its end is published again.
+            tenant: The request's tenant.
+            idempotency_key: The hash of the caller's key, looked up before the id; empty without one.
+            notes: New notes for the reader of the outbox; `None` keeps the old ones.
         """
         names = [_record_key(address)]
         if idempotency_key:
@@ -204,17 +194,17 @@ class Requests:
         return await self._durability.write(address.model, address.partition, look)
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
-        """Ends requests; all leave in one write, one atomic step each.
+        """Ends requests, all in one write, each atomically; returns whether each was ended by this call.
 
-        Watchers of those that ended now are notified (`watch`). Of large results only some MiB are stored before the
-        requests end that they are of, and so before they count as stored.
+        Notifies the watchers of those that it ended (`watch`). It stores at most `STAGED_BYTES` of large results ahead
+        of the requests' ends, because they count as stored only then.
 
         Returns:
-            For each, whether this was the first terminal state: False = it had ended before, or is unknown.
+            False for a request that had ended before, or is unknown.
 
         Raises:
-            PayloadTooLarge: A blob is larger than the broker can store; others may have ended.
-            BrokerUnavailable: Some may have ended; repeat it: those are then not the first.
+            PayloadTooLarge: A blob is larger than Redis can store; others may have ended.
+            BrokerUnavailable: Some may have ended; a repeated call returns False for these.
         """
         first = self._first_of(settlements)
         if first < len(settlements):
@@ -226,7 +216,7 @@ class Requests:
             return_exceptions=True,
         )
         if len(parts) < len(settlements) and any(isinstance(answers, Refused) for answers in ended):
-            return await self._settle_apart(settlements)  # one that can't be written ends no other
+            return await self._settle_apart(settlements)  # a result that can't be written must not stop the others
         waiters: dict[str, list[Address]] = {}
         firsts = [False] * len(settlements)
         for part, answers in zip(parts, ended, strict=True):
@@ -242,20 +232,20 @@ class Requests:
         return firsts
 
     def ends_at_once(self, settlement: Settlement) -> bool:
-        """Tells whether ending a request is one write to Redis: its result is stored nowhere else before."""
+        """Tells whether the end is a single write to Redis: the result is not staged."""
         return not self._values.is_apart(len(settlement.outcome.blob))
 
     async def record(self, address: Address) -> RequestRecord | None:
-        """Returns the record of a request; `None` = there is none, or no longer."""
+        """Returns the record of a request; `None` if it does not exist or has expired."""
         return await self._record(address)
 
     async def result(self, address: Address, tenant: str = "", room: Room | None = None) -> bytes | None:
-        """Returns the `Outcome.blob` of a request that ended; `None` when it has not, or its time is over.
+        """Returns the `Outcome.blob` of a request; `None` before it ends and after the result expires.
 
         Args:
             address: The request.
-            tenant: Whose turn a large one takes.
-            room: Awaited before a large one is read.
+            tenant: The tenant whose turn a large result takes.
+            room: Awaited before a large result is read.
         """
         name = keys.result(address.model, address.partition, address.id)
         return await self._values.get(keys.slot(name), name, tenant, room)
@@ -268,29 +258,24 @@ class Requests:
         self._values.forget(await self._router.run(keys.slot(names[0]), _FORGET, names, prefix, address.id))
 
     async def watch(self, address: Address, reply_to: str) -> RequestRecord | None:
-        """Returns the record, and has a hint sent to `reply_to` when the request ends.
+        """Returns the record, and registers `reply_to` for a hint when the request ends.
 
-        The hint is a response with the request's id and no outputs: a reason to read, nothing more; it may be missed.
+        The hint is a response with the request's id and no outputs. It may be lost: it only says that reading is
+        worthwhile.
         """
         return await self._record(address, reply_to)
 
     async def due(self, model: str, partition: int, count: int) -> list[Address]:
-        """Returns up to `count` requests whose deadline has passed and which have not ended, the oldest first."""
+        """Returns up to `count` unfinished requests whose deadline has passed, the oldest first."""
         key = keys.due(model, partition).encode()
         found = await self._router.run(keys.slot(key), _DUE, [key], count)
         return [Address(model, partition, request_id.decode()) for request_id in found]
 
     async def endings(self, model: str, partition: int, kind: Kind, count: int) -> list[Ending]:
-        """Takes up to `count` requests that ended, with their results, from an outbox that a program named.
+        """Takes up to `count` ended requests, with their results, from the outbox `kind` (`deliveries.outbox`).
 
-        They are deliveries, and done by `Deliveries.done`. Fewer may come though there are more, where results are
-        large: call it until none comes.
-
-        Args:
-            model: The model, and
-            partition: its partition.
-            kind: The outbox, as `deliveries.outbox` returns it.
-            count: How many at most.
+        They are deliveries: `Deliveries.done` removes them. Large results can make it return fewer than exist, so
+        callers repeat it until it returns an empty list.
         """
         name, prefix = keys.deliveries(model, partition, kind.name).encode(), keys.prefix(model, partition)
         arguments = (count, int(kind.pause_s * 1000), prefix, LARGE_BYTES, *_RECORD_FIELDS)
@@ -302,7 +287,7 @@ class Requests:
         return [whole.get(number, ending) for number, (ending, _) in enumerate(found)]
 
     async def _record(self, address: Address, watcher: str = "") -> RequestRecord | None:
-        """Reads the record of a request, and registers a watcher of its end; `None` = there is none."""
+        """Reads the record of a request, and registers a watcher of its end."""
         responses = keys.responses(address.model, address.partition, address.id).encode()
         names = (_record_key(address), _result_name(address).encode(), responses)
         prefix = keys.prefix(address.model, address.partition)
@@ -315,7 +300,6 @@ class Requests:
         return msgspec.structs.replace(record, responses=stored) if stored else record
 
     async def _accept_part(self, acceptances: Sequence[Acceptance]) -> Sequence[Accepted | QinferError]:
-        """Accepts requests of one partition in one step; returns the outcome of each."""
         first = acceptances[0].address
         try:
             if len(acceptances) == 1:
@@ -325,7 +309,7 @@ class Requests:
             requests = [self._words(each, given(_payload_name(each.address), each.payload)) for each in acceptances]
             write = partial(_accept, requests=requests)
             replies = await self._durability.write(first.model, first.partition, write)
-        except (InvalidRequest, Refused) as error:  # of one of them
+        except (InvalidRequest, Refused) as error:  # caused by one of them
             if len(acceptances) == 1:
                 return [error]
             return [answer for each in acceptances for answer in await self._accept_part([each])]
@@ -334,11 +318,9 @@ class Requests:
         return [self._accepted(reply) for reply in replies]
 
     def _words(self, acceptance: Acceptance, payload: StagedValue) -> Words:
-        """Returns the words of accept.lua for one request."""
         return _acceptance(acceptance, payload, self._places.weigh(acceptance.tenant))
 
     def _accepted(self, reply: Sequence[Any]) -> Accepted | QinferError:
-        """Reads a reply of accept.lua."""
         what, request_id, body_hash, objects = reply
         self._values.forget(objects)
         if what == b"full":
@@ -360,7 +342,7 @@ class Requests:
         return msgspec.structs.replace(ending, blob=blob, record=record)
 
     def _first_of(self, settlements: Sequence[Settlement]) -> int:
-        """Returns how many of the first ones end together: their large results have `STAGED_BYTES`, or it is one."""
+        """Returns how many of the first ones end together: up to `STAGED_BYTES` of large results, but at least one."""
         size = 0
         for number, each in enumerate(settlements):
             nbytes = 0 if self.ends_at_once(each) else len(each.outcome.blob)
@@ -370,7 +352,7 @@ class Requests:
         return len(settlements)
 
     async def _staged_results(self, settlements: Sequence[Settlement]) -> list[StagedValue]:
-        """Returns the results as the script takes them; large ones are stored first."""
+        """Returns the results in the form that the script takes; large ones are stored first."""
         values = [given(_result_name(each.address), each.outcome.blob) for each in settlements]
         large = [number for number, value in enumerate(values) if self._values.is_apart(len(value.data))]
         if large:
@@ -389,10 +371,10 @@ class Requests:
     async def _settle(
         self, settlements: Sequence[Settlement], results: Sequence[StagedValue]
     ) -> list[Sequence[str] | None]:
-        """Ends requests of one partition in one step; returns for each who waits for it, `None` = it had ended before.
+        """Ends requests of one partition in one step; returns the watchers of each, `None` if it had ended before.
 
         Raises:
-            BrokerUnavailable: A result that was stored first is gone; the other requests have ended.
+            BrokerUnavailable: A staged result expired; the other requests have ended.
         """
         call = partial(self._router.call, keys.slot(_record_key(settlements[0].address)))
         replies = await run_each(call, _SETTLE, list(map(_settlement, settlements, results)))
@@ -409,7 +391,7 @@ class Requests:
         return ended
 
     async def _settle_apart(self, settlements: Sequence[Settlement]) -> list[bool]:
-        """Ends requests one by one; after all were tried, raises the first error."""
+        """Ends requests one by one; raises the first error after all were tried."""
         ended = await asyncio.gather(*(self.settle([each]) for each in settlements), return_exceptions=True)
         firsts: list[bool] = []
         for answers in ended:
@@ -419,7 +401,7 @@ class Requests:
         return firsts
 
     def _tell(self, reply_to: str, addresses: Sequence[Address]) -> None:
-        """Sends hints without waiting; one that is lost costs its reader some time."""
+        """Sends hints without waiting; after a lost hint the reader only learns of the end later."""
         key = keys.reply(reply_to).encode()
         packed = pack((b"XADD", key, b"NOMKSTREAM", b"*", b"r", hint(addresses)))
         try:
@@ -429,7 +411,7 @@ class Requests:
 
 
 def _without_result(settlement: Settlement) -> Settlement:
-    """Returns the end of a request whose result can't be stored: it fails."""
+    """Returns a failed end for a request whose result can't be stored."""
     failure, outcome = Failure.of(QuotaExceeded(TOO_MUCH_STORED)), settlement.outcome
     blob = encode_responses([Response(request_id=settlement.address.id, failure=failure, attempt=outcome.attempt or 1)])
     failed = {"state": RequestState.FAILED, "blob": blob, "code": failure.code, "message": failure.message}
@@ -437,24 +419,16 @@ def _without_result(settlement: Settlement) -> Settlement:
 
 
 def hint(addresses: Sequence[Address]) -> bytes:
-    """Returns the notices for watchers of ended requests: their ids, without outputs."""
+    """Returns the notice for watchers of ended requests: their ids, without outputs."""
     return encode_responses([Response(request_id=address.id) for address in addresses])
 
 
 async def _accept(call: Call, requests: Sequence[Words]) -> Sequence[Any]:
-    """Stores and enqueues requests of one partition, unless they are known or their lane is full."""
     return await run_each(call, _ACCEPT, requests)  # type: ignore[no-any-return]  # a list
 
 
 def _parts_of(addresses: Sequence[Address], sizes: Sequence[int]) -> list[list[int]]:
-    """Cuts requests into parts for one script each.
-
-    Args:
-        addresses: Of the requests.
-        sizes: Of their values, in bytes.
-
-    Returns:
-        The numbers of the requests of each part, which are of one partition.
+    """Divides requests into parts for one script each: one partition, bounded count and bytes; returns their indexes.
     """
     parts: list[list[int]] = []
     open_parts: dict[tuple[str, int], tuple[list[int], int]] = {}
@@ -470,35 +444,23 @@ def _parts_of(addresses: Sequence[Address], sizes: Sequence[int]) -> list[list[i
 
 
 def _record_key(address: Address) -> bytes:
-    """Returns the key of a request's record."""
     return keys.request(address.model, address.partition, address.id).encode()
 
 
 def _payload_name(address: Address) -> str:
-    """Returns the name of a request's payload."""
     return keys.payload(address.model, address.partition, address.id)
 
 
 def _result_name(address: Address) -> str:
-    """Returns the name of a request's result."""
     return keys.result(address.model, address.partition, address.id)
 
 
 def _record_of(
     address: Address, values: Sequence[bytes | None], *, has_result: bool, is_held: bool = False, deliveries: int = 0
 ) -> RequestRecord:
-    """Reads a record.
+    """Reads a record from the values of `_RECORD_FIELDS`; `None` stands for a missing field.
 
-    Args:
-        address: Whose it is.
-        values: Those of `_RECORD_FIELDS`; `None` = it was not set.
-        has_result: Whether there is a result beside it.
-        is_held: Whether a consumer holds its entry.
-        deliveries: How often its entry was handed out; of one that ended the record tells it.
-
-    Raises:
-        NewerVersion: A newer qinfer wrote it.
-        CorruptEntry: It is damaged.
+    `deliveries` counts the attempts of an unfinished request; after its end the record has the number.
     """
     state, version, attempts, webhook, webhook_state, accepted, failure = (value or b"" for value in values[:7])
     about = _ACCEPTED.decode(accepted)
@@ -531,11 +493,7 @@ def _record_of(
 
 
 def _instant_s(value: bytes | None) -> float:
-    """Reads an instant that a record has in ms; 0 = it was not set.
-
-    Raises:
-        ValueError: It is no number, or none that a date has.
-    """
+    """Reads an instant in ms (0 = unset); raises `ValueError` if it is not a number or not a valid date."""
     ms = int(value or 0)
     if not 0 <= ms <= _LAST_MS:
         raise ValueError(f"{ms} ms is no date")
@@ -543,7 +501,6 @@ def _instant_s(value: bytes | None) -> float:
 
 
 def _ending(model: str, partition: int, reply: Sequence[Any]) -> tuple[Ending, bool]:
-    """Reads one of the replies of endings.lua."""
     item_id, attempts, request_id, notes, values, place, inline = reply
     address = Address(model, partition, request_id.decode())
     blob = inline if place == b"given" else None
@@ -582,7 +539,6 @@ def _acceptance(acceptance: Acceptance, payload: StagedValue, weight: int) -> Wo
 
 
 def _settlement(settlement: Settlement, result: StagedValue) -> Words:
-    """Returns the arguments of settle.lua."""
     address, entry, outcome = settlement.address, settlement.entry, settlement.outcome
     model, partition = address.model, address.partition
     names = (
@@ -604,5 +560,5 @@ def _settlement(settlement: Settlement, result: StagedValue) -> Words:
 
 @lru_cache(maxsize=1024)
 def _lane_keys(lane: Lane) -> tuple[bytes, bytes]:
-    """Returns the keys of a lane, and of its lane for the delayed."""
+    """Returns the keys of a lane and of its `.delayed` lane."""
     return keys.lane(lane), keys.lane(Lane(lane.model, lane.version, delayed_name(lane.name), lane.partition))

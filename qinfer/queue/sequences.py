@@ -1,27 +1,28 @@
-"""Sequences in the queue: who owns one, which steps of it are committed, and what becomes of it when its owner dies.
+"""Sequences in the queue: ownership, committed steps, and hand-over when an owner dies.
 
     submit ──▶ steps ──ticket──▶ own ──▶ take ──▶ execute ──▶ commit ──▶ publish ──▶ finish
                                   ▲
                                   └── give_back (a drain), reap (a dead owner's)
 
-A *sequence* is a tenant's correlation id at a model. Its *life* begins with START and ends with END, by its idle time,
-or by an error; a START while it runs begins the next life behind it. The promises, each a test in `tests/contract/`:
+A *sequence* is a tenant's correlation id at a model. Its *life* begins with START and ends with END, by idle time, or
+by an error; a START while it runs begins the next life behind it. The guarantees, each with a test in
+`tests/contract/`:
 
-1. Steps execute in the order in which `submit` took them. They stay in one stream from `submit` to `finish`: what goes
-   from lane to lane are *tickets*, so that a hand-over moves no tensors.
-2. An open sequence has one owner at most. Each new owner has a higher *token*; `commit` with an old one does nothing.
-3. `commit` stores state, response and number of a step together, in order, as durably as the settings ask. A step that
-   is committed is never executed again: whoever has its entry then publishes the stored response.
-4. The sequences of a worker whose lease has ended go on at others, from the state last committed. Those whose state was
-   in its memory (`explicit`) end with a retryable error.
-5. What ends a life by an error answers all its steps (`unanswered`), and tells later ones why for five minutes.
-6. A step with a number is accepted once: `submit` returns the stored response of the last committed one, has a repeated
-   one wait for that of its first, and refuses a gap.
-7. Where Redis may lose what it has confirmed, a sequence does not outlive its restart or failover.
-8. A sequence that nobody owns ends, too: at its steps' deadline, or when nothing of it waits for a minute.
+1. Steps execute in the order in which `submit` took them. They stay in one stream from `submit` to `finish`; only
+   *tickets* move from lane to lane, so that a hand-over moves no tensors.
+2. An open sequence has at most one owner. Each new owner has a higher *token*; `commit` with an old token does nothing.
+3. `commit` stores the state, response and number of a step together, in order, as durably as the settings ask. A
+   committed step is never executed again: a worker that gets its entry later publishes the stored response.
+4. When a worker's lease ends, its sequences continue at other workers from the last committed state. Sequences whose
+   state was in its memory (`explicit`) end with a retryable error.
+5. An error that ends a life answers all its steps (`unanswered`), and is returned to later steps for five minutes.
+6. A numbered step is accepted once: `submit` returns the stored response of the last committed step, lets a repeated
+   step wait for the response of the first, and refuses a gap.
+7. Where Redis may lose confirmed writes, a sequence does not survive its restart or failover.
+8. A sequence without an owner ends at its steps' deadline, or after a minute without waiting steps.
 
-The protocol is checked in a model of every interleaving (`tests/property/test_sequence_protocol.py`), which drives the
-scripts, too (`tests/contract/queue/test_sequences_stateful.py`).
+A model test covers every interleaving of the protocol (`tests/property/test_sequence_protocol.py`) and also drives the
+scripts (`tests/contract/queue/test_sequences_stateful.py`).
 """
 
 import asyncio
@@ -79,13 +80,13 @@ from qinfer.queue.sequence_records import (
 from qinfer.queue.values import StagedValue, Values
 
 AT_ONCE = 32
-"""So many steps or sequences one script takes at most: a few milliseconds of Redis, for which all others wait."""
+"""The most steps or sequences per script: one takes a few milliseconds, during which Redis serves no other client."""
 
 _WAITING = ("seq.handed", "seq")
-"""The lanes of a model version in which sequences wait for an owner; those that were handed over go first."""
+"""The lanes in which sequences of a version wait for an owner; handed-over ones go first."""
 
 _KEPT_S = 7 * 86400.0
-"""So long a state or a response in an object store is kept at least: longer than any step may wait."""
+"""The shortest time that states and responses stay in an object store: longer than any step may wait."""
 
 _STAGED_LATE = "the state or the response of a step did not arrive in time; try again"
 
@@ -107,7 +108,7 @@ _SIZES = load_script("sequences/sizes")
 _BACKLOG = load_script("sequences/backlog", *_SHARED)
 
 RENEW_OWNER = load_script("sequences/renew", "now_ms")
-"""Renews the lease of an owner; its text is run by the renewer of a worker."""
+"""A worker's renewer runs the text of this script."""
 
 
 class Sequences:
@@ -115,11 +116,11 @@ class Sequences:
 
     Args:
         router: The way to Redis.
-        values: The way for large states and responses.
+        values: Stores large states and responses.
         durability: Makes commits as safe as the settings ask.
-        model: The model, and
-        partition: its partition.
-        is_fragile: Redis may lose what it has confirmed (`may_lose`).
+        model: The model's name.
+        partition: The model's partition.
+        is_fragile: Redis may lose confirmed writes (`may_lose`).
     """
 
     def __init__(
@@ -146,11 +147,11 @@ class Sequences:
         self._locks: WeakValueDictionary[SequenceId, asyncio.Lock] = WeakValueDictionary()
 
     async def submit(self, sequence: SequenceId, step: Step, limits: Limits = NO_LIMITS) -> Submitted:
-        """Appends a step. Steps of one sequence are appended in the order of the calls, large payloads or not.
+        """Appends a step; steps of one sequence are appended in the order of the calls, even with large payloads.
 
         Raises:
-            InvalidRequest: There is no such sequence, a number leaves a gap, or its response is no longer kept.
-            SequenceEnded: The sequence was ended by an error; the text names the step.
+            InvalidRequest: The sequence does not exist, a number leaves a gap, or its response is no longer kept.
+            SequenceEnded: An error ended the sequence; the text names the step.
             SequenceLost: Its state is lost.
             QueueFull: A limit is reached.
             BrokerUnavailable: It may have been submitted.
@@ -164,22 +165,20 @@ class Sequences:
         return outcome
 
     def check_up(self) -> None:
-        """Raises `BrokerUnavailable` without a connection to the partition's node, which `submit` would wait for."""
+        """Raises `BrokerUnavailable` if the partition's node is not connected; `submit` would wait for it."""
         self._router.check_up(self._slot)
 
     def is_free(self, sequence: SequenceId) -> bool:
-        """Tells whether no step of a sequence is being appended: then the next one may be submitted at once."""
+        """Tells whether the next step may be submitted at once: no other step of the sequence is being appended."""
         return sequence not in self._locks
 
     async def submit_together(
         self, steps: Items[tuple[SequenceId, Step]], limits: Limits = NO_LIMITS
     ) -> list[Submitted | QinferError]:
-        """Appends steps without payloads of sequences that are free, in their order, as `submit` does.
+        """Appends steps without payloads of free sequences (`is_free`), in their order, as `submit` does.
 
-        A sequence is free again once the last of its steps is appended.
-
-        Returns:
-            What became of each: where it is, or what `submit` would raise.
+        Returns for each its place or the error that `submit` would raise. A sequence is free again once its last step
+        is appended.
 
         Raises:
             BrokerUnavailable: They may have been submitted.
@@ -207,18 +206,14 @@ class Sequences:
         return outcomes
 
     async def join(self, worker_id: str, versions: Items[int], lease_s: float) -> None:
-        """Begins a worker's lease; what a worker of that id owned before is handed over first.
-
-        Args:
-            worker_id: The worker.
-            versions: The model versions that it serves.
-            lease_s: The lease ends after so long without `renew`.
+        """Begins a worker's lease of `lease_s` seconds, after handing over the sequences of an earlier worker of that
+        id.
         """
         while not await self._renew(worker_id, versions, lease_s, is_new=True):
             await self.reap()
 
     async def renew(self, worker_id: str, versions: Items[int], lease_s: float) -> bool:
-        """Renews a worker's lease; False where it has ended: the worker drops all its sequences, and joins again."""
+        """Renews a worker's lease; False if it has ended: the worker drops all its sequences and joins again."""
         return await self._renew(worker_id, versions, lease_s, is_new=False)
 
     def lease_keys(self, worker_id: str, versions: Items[int]) -> list[bytes]:
@@ -226,7 +221,7 @@ class Sequences:
         return [self._owners, self._orphans, *(self._own_lane(version, worker_id) for version in versions)]
 
     async def leave(self, worker_id: str, versions: Items[int]) -> bool:
-        """Ends the lease of a worker that owns nothing any more; False where it does own sequences."""
+        """Ends the lease of a worker without sequences; False if it still owns some."""
         owned = keys.sequence_owned(self._model, self._partition, worker_id).encode()
         names = [self._owners, owned, *(self._own_lane(version, worker_id) for version in versions)]
         return bool(await self._router.run(self._slot, _LEAVE, names, worker_id))
@@ -234,18 +229,13 @@ class Sequences:
     async def own(
         self, worker_id: str, version: int, count: int, *, told_bits: int | None = None
     ) -> list[Owned] | None:
-        """Makes a worker the owner of up to `count` sequences that wait for one, `AT_ONCE` at most.
+        """Makes a worker the owner of up to `count` waiting sequences, `AT_ONCE` at most.
 
-        Each is of the tenant of which workers have the fewest, by weight.
-
-        Args:
-            worker_id: The worker.
-            version: The model version.
-            count: How many at most.
-            told_bits: As of `tell`; `None` = the model is told no ids.
+        Each sequence belongs to the tenant with the fewest owned ones by weight. `told_bits` is the `bits` of `tell`,
+        or `None` if the model gets no ids.
 
         Returns:
-            Those that it owns now; `None` where its lease has ended.
+            The sequences that the worker now owns; `None` if its lease has ended.
         """
         if count <= 0:
             return []
@@ -255,7 +245,7 @@ class Sequences:
         return list(map(_owned, found)) if is_alive else None
 
     async def shares(self, version: int) -> list[SlotShare]:
-        """Tells of which tenants sequences are open, and wait for a slot of a version."""
+        """Returns the tenants with open or waiting sequences of a version."""
         found = await self._run(_SHARES, self._waiting(version))
         return [
             SlotShare(read_tenant(tenant.decode(errors="replace")), weight, held, waited_ms / 1000)
@@ -263,17 +253,15 @@ class Sequences:
         ]
 
     async def claim(self, tenant: str, turn_s: float) -> bool:
-        """Claims to give a slot up for a tenant; False where another worker has within this time."""
+        """Claims the right to give up a slot for a tenant; False if another worker has claimed it within `turn_s`."""
         key = keys.sequence_turn(self._model, self._partition, spell_tenant(tenant))
         words = (b"SET", key.encode(), b"1", b"NX", b"PX", ttl_ms(turn_s))
         return await self._router.call(self._slot, *words) is not None
 
     async def tell(self, sequence: SequenceId, bits: int) -> Renaming:
-        """Decides by which id a model without sequences is told of a request that names one.
+        """Chooses the id under which a model without sequences sees the sequence that a request names.
 
-        Args:
-            sequence: The sequence that the request names.
-            bits: Of the numbers that the model takes, 32 or 64; 0 = it takes text.
+        `bits` is the width of the ids that the model takes, 32 or 64; 0 = it takes text.
         """
         key = keys.sequence_told(self._model, self._partition, sequence.name).encode()
         is_other, number = await self._run(_TELL, [key], sequence.name, bits)
@@ -282,19 +270,19 @@ class Sequences:
     async def take(
         self, worker_id: str, version: int, after: str = "", count: int = 100, max_bytes: int = 2**20
     ) -> News | None:
-        """Returns the steps of a worker's sequences, in order, and the lives that have ended.
+        """Returns the steps of a worker's sequences in order, and the lives that have ended.
 
-        A step may come again after a connection broke; its number tells.
+        A step may come again after a connection broke; its number identifies it.
 
         Args:
             worker_id: The worker.
             version: The model version.
-            after: The `News.ticket` of the call before: what it brought is not told again.
-            count: How many at most.
-            max_bytes: Frames of so many bytes at most, but for a single one.
+            after: The `News.ticket` of the previous call, whose contents are not returned again.
+            count: The most steps to return.
+            max_bytes: The most bytes of frames to return, unless a single frame is larger.
 
         Returns:
-            What is new; `None` where the worker's lease has ended.
+            The news; `None` if the worker's lease has ended.
         """
         names = [self._own_lane(version, worker_id)]
         is_alive, ticket, told = await self._run(_TAKE, names, worker_id, after, count, max_bytes)
@@ -303,7 +291,7 @@ class Sequences:
         return News(ticket.decode(), [self._taken(worker_id, each) for each in told])
 
     def reader(self, worker_id: str, version: int, bell: Doorbell) -> TicketReader:
-        """Returns the reader that waits for what `take` and `own` bring; to be closed."""
+        """Returns a reader that waits until `take` or `own` has something; the caller closes it."""
         link = self._router.blocking(self._slot, "qinfer-sequences", MAX_BLOCK_S)
         place = place_of(Lane(self._model, version, _WAITING[0], self._partition))
         return TicketReader(link, bell, self._own_lane(version, worker_id), self._waiting(version), place)
@@ -336,16 +324,16 @@ class Sequences:
         return [what != b"lost" for what, _ in replies]
 
     async def state(self, sequence: SequenceId) -> bytes | None:
-        """Returns the state that was committed last; `None` = there is none yet."""
+        """Returns the last committed state; `None` before the first commit."""
         name = keys.sequence_state(self._model, self._partition, sequence.name)
         return await self._value(sequence, b"state", name)
 
     async def response(self, place: Place) -> bytes | None:
-        """Returns the stored response to a committed step; `None` = it is no longer kept."""
+        """Returns the stored response to a committed step; `None` if it is no longer kept."""
         return await self._value(place.sequence, b"answer:%d.%d" % (place.life, place.number), self._answer(place))
 
     async def finish(self, answered: Iterable[tuple[Place, Entry]]) -> None:
-        """Removes steps whose response was published; to finish one again is no error."""
+        """Removes steps whose response was published; repeating it is no error."""
         words = [self._finish_words(place, entry) for place, entry in answered]
         call = partial(self._router.call, self._slot)
         for start in range(0, len(words), AT_ONCE):
@@ -353,27 +341,29 @@ class Sequences:
                 self._values.forget(gone)
 
     async def fail(self, place: Place, failure: Failure, token: int | None = None) -> bool:
-        """Ends a life by the failure of a step, or has it end when it begins; `unanswered` tells its steps.
+        """Ends a life with the failure of a step, or marks it to end when it begins; `unanswered` returns its steps.
 
-        If a caller cancels a step of a life that a worker owns, that worker is told, which knows what executes.
+        If a caller cancels a step of a life that a worker owns, that worker is notified instead, because it knows which
+        steps execute.
 
         Args:
             place: The step that expired, was cancelled, or became a dead letter.
-            failure: Its own failure, which the steps behind it will name.
-            token: The owner's; `None` = anybody's, such as a caller that cancels; `NOBODYS` = no worker owns the life.
+            failure: The step's failure, which the errors of later steps quote.
+            token: The owner's token; `None` = any caller, such as one that cancels; `NOBODYS` = no worker owns the
+                life.
 
         Returns:
-            False when it had ended before, the step is committed, another worker owns the sequence, or its owner is
-            told.
+            False when the life had ended, the step is committed, another worker owns the sequence, or its owner was
+            notified.
         """
         return await self._fail(place, failure.code, failure.message, "" if token is None else token)
 
     async def end_idle(self, place: Place, token: int) -> bool:
-        """Ends a life that was idle for its time; False where that is not so by Redis' clock."""
+        """Ends a life whose idle time is over; False if it is not, by Redis' clock."""
         return await self._fail(place, "", "", token)
 
     async def give_back(self, worker_id: str, sequences: Iterable[SequenceId]) -> int:
-        """Gives sequences of a worker that drains, of which nothing executes, to others; explicit ones are lost."""
+        """Hands over the sequences of a draining worker of which no step executes; `explicit` ones are lost."""
         names = [sequence.name for sequence in sequences]
         owned = keys.sequence_owned(self._model, self._partition, worker_id).encode()
         given = 0
@@ -384,20 +374,20 @@ class Sequences:
         return given
 
     async def reap(self, count: int = AT_ONCE) -> int:
-        """Hands over up to `count` sequences of workers whose lease has ended; returns how many it was."""
+        """Hands over up to `count` sequences of workers whose lease has ended; returns how many."""
         return await self._counted(_REAP, [self._owners, self._orphans], count)
 
     async def sweep(self, count: int = AT_ONCE) -> int:
-        """Ends sequences that nobody owns, and whose time is over; looks at `count`, returns how many ended."""
+        """Looks at `count` sequences without an owner and ends those whose time is over; returns how many it ended."""
         return await self._counted(_SWEEP, [self._open], count)
 
     async def unanswered(self, count: int = AT_ONCE, max_bytes: int = 2**20) -> list[Unanswered]:
-        """Returns steps of lives that have ended, for the caller to answer and finish; else they come again in 10 s."""
+        """Returns steps of ended lives for the caller to answer and finish; unfinished ones come again after 10 s."""
         name = keys.sequence_endings(self._model, self._partition).encode()
         return [self._left(each) for each in await self._run(_UNANSWERED, [name], count, max_bytes)]
 
     async def sizes(self, versions: Items[int]) -> Sizes:
-        """Counts the partition's sequences; those that wait for an owner are of these versions."""
+        """Counts the partition's sequences, and those of these versions that wait for an owner."""
         counts = keys.sequence_counts(self._model, self._partition).encode()
         lanes = [lane for version in versions for lane in self._waiting(version)]
         return Sizes(*await self._router.run(self._slot, _SIZES, [self._open, counts, *lanes]))
@@ -407,7 +397,7 @@ class Sequences:
         return int(await self._run(_BACKLOG, [self._open, *self._waiting(version)]))
 
     async def _submit(self, sequence: SequenceId, step: Step, limits: Limits) -> Items[Any]:
-        """Stores the payload, and runs the script; a payload that nothing refers to is removed."""
+        """Stores the payload and runs the script; an unused payload is removed."""
         payload = step.payload
         key = keys.payload(self._model, self._partition, payload.request_id) if payload else ""
         if payload is not None:
@@ -421,12 +411,11 @@ class Sequences:
         return reply  # type: ignore[no-any-return]  # a list
 
     async def _value(self, sequence: SequenceId, field: bytes, name: str) -> bytes | None:
-        """Reads a value from the record, or where it has a key of its own."""
+        """Reads a value from the record, or from its own key."""
         kept = await self._router.call(self._slot, b"HGET", self._record(sequence), field)
         return kept if isinstance(kept, bytes) else await self._values.get(self._slot, name, sequence.tenant)
 
     def _submit_words(self, sequence: SequenceId, step: Step, limits: Limits) -> Words:
-        """Returns the arguments of submit.lua for one step."""
         pin = step.start
         about = ""
         if pin is not None:
@@ -439,7 +428,6 @@ class Sequences:
         return Words((self._record(sequence),), (*self._begin, *of, *numbers, about))
 
     def _outcome(self, sequence: SequenceId, step: Step, reply: Items[Any]) -> Submitted | QinferError:
-        """Reads the reply of submit.lua."""
         what = reply[0]
         if what not in (b"new", b"stored"):
             return self._refusal(sequence, step, what, reply[1:])
@@ -449,7 +437,7 @@ class Sequences:
         return Submitted(place, Entry(self._steps(sequence), reply[3].decode(), "", payload_id) if is_new else None)
 
     def _refusal(self, sequence: SequenceId, step: Step, what: bytes, about: Items[Any]) -> QinferError:
-        """Returns the error for a step that the script refused; the first text is Triton's (reference §3.4)."""
+        """Returns the error for a refused step; the first text is Triton's (reference §3.4)."""
         of = f"sequence {sequence.correlation_id} to model '{self._model}'"
         if what == b"full":
             return QueueFull(f"too many steps or sequences wait at model '{self._model}'; try again later")
@@ -472,7 +460,7 @@ class Sequences:
         return bool(await self._counted(_FAIL, [self._record(place.sequence)], *about))
 
     async def _counted(self, script: Script, names: Items[bytes], *arguments: Any) -> int:
-        """Runs a script that returns a number, and the names of objects that nothing refers to now."""
+        """Runs a script that returns a number and the names of unreferenced objects."""
         count, gone = await self._run(script, names, *arguments)
         self._values.forget(gone)
         return int(count)
@@ -481,7 +469,7 @@ class Sequences:
         return self._router.run(self._slot, script, names, *self._begin, *arguments)
 
     async def _stage(self, step: Committed) -> Items[Any]:
-        """Stores what is large of a step; returns state and response as commit.lua takes them."""
+        """Stages large values of a step; returns state and response in the form that commit.lua takes."""
         sequence = step.place.sequence
         name = keys.sequence_state(self._model, self._partition, sequence.name)
         state = await self._values.stage(name, step.state or b"", step.idle_s + _KEPT_S, sequence.tenant)
@@ -489,19 +477,16 @@ class Sequences:
         return [*_words(state), *_words(response)]
 
     def _commit_words(self, step: Committed, values: Items[Any]) -> Words:
-        """Returns the arguments of commit.lua for one step."""
         place = step.place
         about = (place.sequence.name, step.token, place.life, place.number)
         return Words((self._record(place.sequence),), (*self._begin, *about, *values))
 
     def _finish_words(self, place: Place, entry: Entry) -> Words:
-        """Returns the arguments of finish.lua for one step."""
         payload = keys.payload(self._model, self._partition, entry.payload_id) if entry.payload_id else ""
         about = (place.sequence.name, place.life, place.number, entry.entry_id, payload)
         return Words((self._record(place.sequence),), (*self._begin, *about))
 
     def _taken(self, worker_id: str, told: Items[Any]) -> Taken:
-        """Reads one of the replies of take.lua."""
         name, life, number, token, entry_id, fields, deliveries = told
         place = Place(SequenceId.of(name.decode(errors="replace")), life, number)
         if not fields:
@@ -510,7 +495,6 @@ class Sequences:
         return Taken(place, token, Lease(entry, worker_id, frame, deliveries, suspect=deliveries > 1))
 
     def _left(self, told: Items[Any]) -> Unanswered:
-        """Reads one of the replies of unanswered.lua."""
         name, life, number, entry_id, fields, is_stored, code, text, failed = told
         place = Place(SequenceId.of(name.decode(errors="replace")), life, number)
         entry, frame = self._read(place.sequence, entry_id, fields)
@@ -523,12 +507,11 @@ class Sequences:
             failure = Failure.of(DeadlineExceeded(BACKLOG_TIMED_OUT))
         elif not is_stored:
             ended = self._ended(place.sequence, code, text, failed)
-            # All steps that wait are cancelled with one of them, as in Triton.
+            # As in Triton, cancelling one step cancels all waiting steps.
             failure = Failure.of(Cancelled(ended.message) if code == Cancelled.code.encode() else ended)
         return Unanswered(place, entry, frame, failure)
 
     def _read(self, sequence: SequenceId, entry_id: bytes, fields: Items[bytes]) -> tuple[Entry, bytes]:
-        """Reads an entry of a sequence's steps, and its frame."""
         of = dict(zip(fields[::2], fields[1::2], strict=True))
         return Entry(
             self._steps(sequence), entry_id.decode(), payload_id=of.get(b"p", b"").decode(errors="replace")
@@ -540,7 +523,6 @@ class Sequences:
         return error(ended_text(self._model, sequence.correlation_id, number, text.decode(errors="replace")))
 
     def _steps(self, sequence: SequenceId) -> Lane:
-        """Returns the lane of a sequence's steps, of whichever version."""
         return Lane(self._model, 0, f"steps:{sequence.name}", self._partition)
 
     def _record(self, sequence: SequenceId) -> bytes:
@@ -558,7 +540,7 @@ class Sequences:
 
 
 def may_lose(settings: RedisSettings) -> bool:
-    """Tells whether Redis may lose what it has confirmed: it is not written at once, or only where it may fail over."""
+    """Tells whether Redis may lose confirmed writes: it does not sync each write, or may fail over without replicas."""
     fails_over = settings.cluster or isinstance(parse_place(settings.url.get_secret_value()), Sentinels)
     return settings.durability != "always" or (fails_over and not settings.min_replicas)
 
@@ -568,12 +550,11 @@ def _words(value: StagedValue) -> Items[Any]:
 
 
 def _given(step: Committed) -> Items[Any]:
-    """Returns state and response of a step as commit.lua takes them: both are small."""
+    """Returns the small state and response of a step in the form that commit.lua takes."""
     return (b"given" if step.state else b"none", packable(step.state or b""), b"given", packable(step.response))
 
 
 def _owned(found: Items[Any]) -> Owned:
-    """Reads one of the replies of own.lua."""
     name, life, token, committed, generation, kind, idle_ms, is_other, number = found
     return Owned(
         sequence=SequenceId.of(name.decode(errors="replace")),
