@@ -2,12 +2,11 @@
 
     Link ──holds──▶ Connection ──▶ socket        a Link outlives its Connections: it reconnects by itself
 
-`send` takes a packed command and a callback, and needs no task, future or timer per command. `call` is the coroutine
-form for commands that are not sent once per request. `router.Router` handles several nodes. Error replies are mapped
-here, so that callers see only qinfer's errors.
+`send` needs no task, future or timer per command; `call` is its coroutine form for rarer commands. Error replies are
+mapped here, so that callers see only qinfer's errors.
 
-The protocol is RESP2 on purpose: stream replies have the same shape (lists of pairs) on every server from 6.2 on, and
-there are no push messages to separate from replies.
+RESP2 is used on purpose: stream replies have the same shape on every server from 6.2 on, and there are no push
+messages.
 """
 
 import asyncio
@@ -40,7 +39,7 @@ _DATA = (bytes, memoryview)
 
 
 def pack_large(words: tuple[Argument, ...]) -> list[bytes]:
-    """Encodes a command as `pack` does, in parts, without copying large `bytes`; large views are copied once."""
+    """Encodes a command as `pack` does, in parts, without copying large `bytes`."""
     parts, small = list[bytes](), [b"*%d\r\n" % len(words)]
     for word in words:
         data = word if isinstance(word, bytes) else bytes(word) if isinstance(word, memoryview) else str(word).encode()
@@ -84,7 +83,7 @@ _FULL = "too much is waiting to be written to the queue; try again"
 _TOO_FEW_REPLICAS = "the queue has too few replicas; try again"
 _NO_DISK = "the queue can't write to its disk; try again"
 _LEAVE = {_FAILING_OVER, _TOO_FEW_REPLICAS}
-"""Replies of a node that may no longer be a primary: the connection looks the address up again."""
+"""Replies of a node that may no longer be a primary: the address is looked up again."""
 _LOST = "the connection to the queue broke before it answered; try again"
 
 _REFUSALS: dict[str, Callable[[], QinferError]] = {
@@ -105,7 +104,7 @@ _IN_SCRIPT = re.compile(r"user_script: ?\d+: -?([A-Z]+) ")
 
 
 class Refused(DeliveryError):
-    """An error reply about the command rather than the server's state; `kind` is its first word, such as `MOVED`."""
+    """An error reply about the command, not the server's state; `kind` is its first word, such as `MOVED`."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -113,7 +112,7 @@ class Refused(DeliveryError):
 
 
 def mapped(error: Exception) -> QinferError:
-    """Returns the error for an error reply; for a script's error of Redis 6.2 that of the command that failed in it."""
+    """Returns the error for an error reply; for a script's error of Redis 6.2, that of the command inside."""
     text = str(error)
     kind = text.partition(" ")[0]
     if text.startswith("ERR Error running script") and (inner := _IN_SCRIPT.search(text)):
@@ -126,11 +125,7 @@ def mapped(error: Exception) -> QinferError:
 
 
 async def open_connection(address: Address, settings: RedisSettings, timeout_s: float) -> "Connection":
-    """Connects to a node without greeting it; see `Connection` for `timeout_s`.
-
-    Raises:
-        OSError: The node can't be reached.
-    """
+    """Connects to a node without greeting it."""
     loop = asyncio.get_running_loop()
     connection = Connection(settings, timeout_s)
     if address.path:
@@ -143,7 +138,7 @@ async def open_connection(address: Address, settings: RedisSettings, timeout_s: 
 
 
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""Seconds of silence until the kernel probes the peer, seconds between probes, and the number of probes."""
+"""Seconds of silence until the kernel probes the peer, seconds between probes, number of probes."""
 
 
 def _keep_alive(sock: socket.socket | None) -> None:
@@ -157,10 +152,10 @@ def _keep_alive(sock: socket.socket | None) -> None:
 
 
 class Connection(asyncio.Protocol):
-    """One connection: a first-in first-out queue of callbacks beside a socket.
+    """One connection: a queue of callbacks beside a socket.
 
-    It counts as broken after `timeout_s` seconds without any reply while one is pending. A server that replies slowly
-    but steadily is never cut off, because reconnecting would add to its load.
+    It counts as broken after `timeout_s` without any reply while one is pending. A slow but steady server is never cut
+    off, because reconnecting would add to its load.
     """
 
     def __init__(self, settings: RedisSettings, timeout_s: float) -> None:
@@ -179,16 +174,14 @@ class Connection(asyncio.Protocol):
         self._watchdog: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keeps the transport, and sets the high-water mark at which `send` refuses commands."""
+        """Sets the high-water mark at which `send` refuses commands."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=self._max_bytes)
         self._watchdog = self._loop.call_later(self._timeout_s, self._watch)
 
     def send(self, packed: bytes, reply: Reply) -> None:
-        """Sends a packed command with the other commands of this event-loop tick.
-
-        Raises:
-            BrokerUnavailable: The connection is down, or its buffer full.
+        """Sends a command with the others of this event-loop tick; `BrokerUnavailable` if the link is down or its
+        buffer full.
         """
         if self._transport is None:
             raise self._farewell or BrokerUnavailable(DOWN)
@@ -211,13 +204,9 @@ class Connection(asyncio.Protocol):
         self._has_large = True
 
     async def call(self, *command: Any, late: Reply | None = None) -> Any:
-        """Sends a command and returns its reply.
+        """Sends a command and returns its reply; a reply after the caller's cancellation goes to `late`.
 
-        A reply that arrives after the caller was cancelled goes to `late`; without `late` it is dropped.
-
-        Raises:
-            Refused: The command is wrong, or wrong at this node.
-            QinferError: As `send`; or the connection broke; or the server can't serve now.
+        Raises `Refused` if the command is wrong, or wrong at this node.
         """
         future: asyncio.Future[Any] = self._loop.create_future()
 
@@ -260,7 +249,7 @@ class Connection(asyncio.Protocol):
         self._is_paused = True
 
     def resume_writing(self) -> None:
-        """Accepts commands again, because the buffer has drained."""
+        """Accepts commands again."""
         self._is_paused = False
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -275,7 +264,7 @@ class Connection(asyncio.Protocol):
         self.lost.set()
 
     def expect(self, timeout_s: float) -> None:
-        """Changes the seconds without a pending reply after which the connection counts as broken."""
+        """Changes the seconds of silence after which the connection counts as broken."""
         self._timeout_s = timeout_s
         if self._watchdog is not None and self._transport is not None:
             self._watchdog.cancel()
@@ -330,12 +319,7 @@ _UNREACHABLE = "redis can't be reached"
 class Link:
     """A node's connection for the life of the process: reconnects with jittered exponential backoff.
 
-    Args:
-        resolve: Returns the node's address; awaited before each attempt to connect.
-        settings: Timeouts and bounds.
-        name: The connection's name in `CLIENT LIST`.
-        block_s: The longest blocking read on this link, by which replies may take longer.
-        on_trouble: Called whenever the connection broke or could not be made.
+    `resolve` returns the address before each attempt. Replies may take `block_s` longer than a command.
     """
 
     def __init__(
@@ -364,12 +348,7 @@ class Link:
         return self._connection is not None and not self._connection.lost.is_set()
 
     async def open(self) -> None:
-        """Connects, trying for `connect_timeout_s`, and stays connected from then on.
-
-        Raises:
-            BrokerUnavailable: Redis can't be reached.
-            SettingsError: Redis refuses the credentials, is too old, or contradicts the setting `cluster`.
-        """
+        """Connects within `connect_timeout_s`, and stays connected from then on."""
         deadline_s = asyncio.get_running_loop().time() + self._settings.connect_timeout_s
         self._take(await self._dial(deadline_s))
         self.start()
@@ -380,10 +359,8 @@ class Link:
             self._keeper = asyncio.create_task(self._keep(), name=f"redis link {self._name}")
 
     def send(self, packed: bytes, reply: Reply) -> None:
-        """Sends a packed command with the others of this event-loop tick; `reply` gets its reply or its error.
-
-        Raises:
-            BrokerUnavailable: Immediately, when the connection is down or its buffer full.
+        """Sends a command with the others of this event-loop tick; `BrokerUnavailable` if the link is down or its
+        buffer full.
         """
         connection = self._connection
         if connection is None:
@@ -391,18 +368,14 @@ class Link:
         connection.send(packed, reply)
 
     async def call(self, *command: Any, late: Reply | None = None) -> Any:
-        """Sends a command (`Connection.call`), waiting first for a connection if the link is down."""
+        """Sends a command as `Connection.call` does, waiting first until the link is up."""
         connection = self._connection
         if connection is None or connection.lost.is_set():
             connection = await self._wait_up()
         return await connection.call(*command, late=late)
 
     async def connected(self) -> Connection:
-        """Returns the connection, waiting if there is none, for commands that must go over the same one.
-
-        Raises:
-            BrokerUnavailable: No connection was made in time.
-        """
+        """Returns the connection, waiting until there is one, for commands that must share it."""
         connection = self._connection
         return connection if connection is not None and not connection.lost.is_set() else await self._wait_up()
 
@@ -479,7 +452,7 @@ class Link:
         return self._connection
 
     async def _dial(self, deadline_s: float | None) -> Connection:
-        """Connects, retrying until `deadline_s` and then raising the error; without a deadline it retries forever."""
+        """Connects, retrying until `deadline_s` or forever."""
         backoff = Backoff(*_BACKOFF_S, jitter=0.5)
         loop = asyncio.get_running_loop()
         while True:
@@ -491,7 +464,7 @@ class Link:
             pause_s = backoff.next_s()
             if deadline_s is not None and (isinstance(problem, SettingsError) or loop.time() + pause_s > deadline_s):
                 raise _dial_error(problem)
-            if deadline_s is None:  # with a deadline the caller gets the error and logs it
+            if deadline_s is None:  # with a deadline the caller reports the error
                 self._tell(_UNREACHABLE, _reason(problem))
             if self._on_trouble is not None:
                 self._on_trouble()
@@ -561,10 +534,8 @@ def packable(data: Bytes) -> bytes | memoryview:
 class SentinelResolver:
     """Asks Sentinels for the primary's address; `resolve` is a `Link`'s.
 
-    Each query starts at another Sentinel, because one that is cut off from the others may name an old primary. `Link`
-    checks at the node itself that it is a primary.
-
-    All queries together take at most half of the settings' `connect_timeout_s`.
+    Each query starts at another Sentinel, because one that is cut off may name an old primary. `Link` asks the node
+    itself. A round of queries takes at most half of `connect_timeout_s`.
     """
 
     def __init__(self, sentinels: Sentinels, settings: RedisSettings) -> None:
@@ -574,11 +545,8 @@ class SentinelResolver:
         self._first = 0
 
     async def resolve(self) -> Address:
-        """Returns the primary's address.
-
-        Raises:
-            BrokerUnavailable: No Sentinel answers.
-            SettingsError: The Sentinels that answer do not know the service name, or refuse the password.
+        """Returns the primary's address; `SettingsError` if the Sentinels do not know the service, or refuse the
+        password.
         """
         places = self._sentinels.places
         self._first += 1

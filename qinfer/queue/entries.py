@@ -1,4 +1,4 @@
-"""Records of the queue: addresses of entries, leases, and the records and limits of asynchronous requests."""
+"""Records of the queue: addresses, leases, and the records and limits of asynchronous requests."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import StrEnum
@@ -14,35 +14,32 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 DELAYED = ".delayed"
-"""The suffix of the lane for entries that waited too long in the lane of the name before it."""
+"""The suffix of the lane for entries that waited too long in a lane."""
 
 FULL = "Exceeds maximum queue size"
 """The error of a `submit` beyond its limit; Triton's text (reference §3.3)."""
 
 CHUNK_BYTES = 2**20
-"""Outputs of one response above this size travel beside the reply stream."""
+"""Larger outputs of one response travel beside the reply stream."""
 
 STORED_TTL_S = 120.0
-"""Seconds that such outputs are kept for their reader, which normally takes them immediately."""
+"""Seconds that such outputs are kept; their reader normally takes them immediately."""
 
 BULK_LANES = ("bulk1", "bulk2", "bulk3")
-"""The lanes of shards for jobs of high, normal and low priority, in read order."""
+"""The lanes of shards of high, normal and low priority, in read order."""
 
 SHADOW_LANE = "shadow"
-"""The lane of shadow requests, which are executed while the device is otherwise idle."""
+"""The lane of shadow requests, which run while the device is otherwise idle."""
 
 _SHARE = "~"
-"""Separates the lane's name from the number of the share in a stream's name."""
 
 
 class Lane(msgspec.Struct, frozen=True, cache_hash=True):
     """One stream of a model version's queue.
 
     Attributes:
-        model: The model's name.
         version: The version, > 0; 0 = steps of a sequence, for any version.
-        name: The lane's name: `p1` … `p32`, `p2.delayed`, `bulk1` … `bulk3`, `shadow`, `seq`, `seq@<worker>`; with a
-            share number the stream of some tenants, such as `p1~3`.
+        name: `p1` … `p32`, `p2.delayed`, `bulk1` … `bulk3`, `shadow`, `seq`, `seq@<worker>`; a share's is like `p1~3`.
         partition: The queue partition; its lanes share a cluster slot.
     """
 
@@ -56,9 +53,9 @@ class Entry(msgspec.Struct, frozen=True):
     """The address of one request in the queue.
 
     Attributes:
-        entry_id: The stream id that Redis gave it; begins with Redis' milliseconds.
-        origin: Its id in its first lane if it was moved; else empty.
-        payload_id: The id of the request whose payload is stored beside it; empty without one.
+        entry_id: The stream id; begins with Redis' milliseconds.
+        origin: The id in its first lane, if it was moved.
+        payload_id: The id of the request whose payload is stored beside it.
     """
 
     lane: Lane
@@ -75,9 +72,7 @@ class Entry(msgspec.Struct, frozen=True):
 class Lease(msgspec.Struct, frozen=True):
     """A fetched entry that one consumer owns until it finishes, releases or loses it.
 
-    Attributes:
-        deliveries: How often it has been handed out, this time included.
-        suspect: It was reclaimed from an owner that may have died executing it: run it alone.
+    `deliveries` includes this one. A `suspect` was reclaimed from an owner that may have died of it: run it alone.
     """
 
     entry: Entry
@@ -88,22 +83,14 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class LaneSize(msgspec.Struct, frozen=True):
-    """The size of a lane, waiting and in flight; the age counts from the first enqueue, and is 0 for an empty lane."""
+    """The size of a lane, waiting and in flight; the age counts from the first enqueue."""
 
     entries: int = 0
     oldest_age_s: float = 0.0
 
 
 class Share(msgspec.Struct, frozen=True):
-    """A stream of a lane with its size.
-
-    Attributes:
-        lane: The stream; the first share of a lane is the lane itself.
-        entries: The entries that it holds, waiting and in flight.
-        weight: The sum of its tenants' weights.
-        tenants: Its tenants in order, if they were asked for.
-        waiting: The entries that no consumer holds, if they were asked for.
-    """
+    """A stream of a lane, the lane itself first, with its entries; `tenants` and `waiting` are set only on request."""
 
     lane: Lane
     entries: int
@@ -113,7 +100,7 @@ class Share(msgspec.Struct, frozen=True):
 
 
 class Payload(msgspec.Struct, frozen=True):
-    """Tensors beside the stream (claim check): stored under the request's id for `ttl_s` seconds."""
+    """Tensors beside the stream (claim check), stored under the request's id."""
 
     request_id: str
     data: Bytes
@@ -142,18 +129,18 @@ def share_of(lane: Lane, number: int) -> Lane:
 
 
 def undivided(name: str) -> str:
-    """Returns the name of the lane to which a stream of this name belongs."""
+    """Returns the name of a stream's lane."""
     return name.partition(_SHARE)[0]
 
 
 def divided_of(stream: Lane) -> tuple[Lane, int]:
-    """Returns the lane of a stream, and the number of the share."""
+    """Returns a stream's lane, and the number of the share."""
     name, _, number = stream.name.partition(_SHARE)
     return (Lane(stream.model, stream.version, name, stream.partition), int(number)) if number else (stream, 0)
 
 
 def delayed_name(name: str) -> str:
-    """Returns the name of the lane for entries that waited too long in a lane or a share of it."""
+    """Returns the name of a lane's `.delayed` lane, given the lane or a share of it."""
     return undivided(name) + DELAYED
 
 
@@ -171,12 +158,12 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> Iterable[tuple[K, list
 
 
 def owner_of(lease: Lease) -> tuple[Lane, str, bool]:
-    """Returns the lane, the consumer and the suspect flag, which all leases of one script call share."""
+    """Returns lane, consumer and suspect flag, which all leases of one script call share."""
     return lease.entry.lane, lease.consumer, lease.suspect
 
 
 def by_lane(entries: Sequence[Entry]) -> Iterable[tuple[Lane, list[Entry]]]:
-    """Groups entries by lane; usually all have the same lane."""
+    """Groups entries by lane."""
     lane = entries[0].lane if entries else None
     if lane is not None and not [True for entry in entries if entry.lane is not lane]:
         return ((lane, list(entries)),)
@@ -184,20 +171,19 @@ def by_lane(entries: Sequence[Entry]) -> Iterable[tuple[Lane, list[Entry]]]:
 
 
 MARGIN_S = 86400.0
-"""Seconds that a record outlives the request's own times, because it may be swept long after its deadline."""
+"""Seconds that a record outlives the request's own times, because a sweep may come late."""
 
 MAX_WATCHERS = 64
-"""The most processes that are notified of one request's end: the latest that asked."""
+"""The most processes notified of one request's end: the latest that asked."""
 
 MAX_NOTES_BYTES = 8192
 """The longest `notes` of a request; Redis keeps them as long as its record."""
 
 MAX_OUTBOX_NAME = 200
-"""The longest name of an outbox, in characters."""
 
 
 class RequestState(StrEnum):
-    """The state of an asynchronous request; succeeded, failed, expired and cancelled are terminal."""
+    """The state of an asynchronous request."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -225,24 +211,24 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         frame: The encoded request; its `reply_to` is empty.
-        payload: Its tensors if they do not travel in the frame; else empty.
+        payload: Tensors beside the frame.
         body_hash: Identifies the content, to tell a repetition from another request.
-        timeout_s: Seconds from now, in Redis' time, to its deadline.
+        timeout_s: Seconds from now to the deadline, in Redis' time.
         result_ttl_s: How long the result can be read after the end.
-        tombstone_ttl_s: How long after that the request is still known.
+        tombstone_ttl_s: How long the request stays known after that.
         client_id: The `id` of the body, echoed in the result.
         plan: The encoded `OutputPlan` of the result.
-        decoupled: The model is decoupled: the result is a list of responses.
-        idempotency_key: The hash of the caller's key; empty without one.
-        webhook: The URL that is notified of its end; empty = no notification. Excludes an outbox.
-        outbox: The outbox of its partition that its end is appended to, for a reader of `endings`; empty = none, or the
-            one for webhooks. All requests of an outbox should have the same times, because it is trimmed by age.
+        decoupled: The result is a list of responses.
+        idempotency_key: The hash of the caller's key.
+        webhook: The URL that is notified of the end; excludes an outbox.
+        outbox: The outbox for the end, read by `endings`. It is trimmed by age, so all its requests should have equal
+            times.
         notes: Opaque bytes for the reader of the outbox, at most `MAX_NOTES_BYTES`.
-        watcher: The reply address that is notified of its end, so that its reader reads the outbox; empty = no watcher.
-        limit: The lane refuses the request when this many entries wait in it; 0 = no limit.
-        is_told: The model's workers report executing entries: other entries that they hold count as waiting.
-        endpoint: The endpoint that it came by, if `Moves` may move it while it waits.
-        share: The tenant whose stored results may take as much memory as is free; empty = memory is not shared.
+        watcher: The reply address that is notified of the end, so that its reader reads the outbox.
+        limit: The lane refuses the request when this many entries wait; 0 = no limit.
+        is_told: Workers report executing entries; others that they hold count as waiting.
+        endpoint: The request's endpoint, if `Moves` may move it.
+        share: The tenant whose stored results may take all free memory; empty = no limit.
     """
 
     address: Address
@@ -270,12 +256,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """The outcome of an `accept`.
-
-    Attributes:
-        id: The id of the new request, or of the earlier one.
-        is_new: Whether it was enqueued now.
-        body_hash: The hash of the request that has this id: a hash other than the given one is a conflict.
+    """The outcome of an `accept`, with the id and hash of the new or the earlier request; another hash is a conflict.
     """
 
     id: str
@@ -284,14 +265,8 @@ class Accepted(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a request.
-
-    Attributes:
-        state: A terminal state.
-        blob: Its encoded final response (`codec.frame.encode_responses`), outputs or failure.
-        code: The error code of a failure; else empty.
-        message: The text of a failure; else empty.
-        attempt: The execution that ended it; 0 = it was not executed.
+    """The end of a request; `blob` is its encoded final response (`codec.frame.encode_responses`), `attempt` 0 = not
+    executed.
     """
 
     state: RequestState
@@ -302,7 +277,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to be settled; without `entry` its record says where it is in the queue."""
+    """A request to be settled; without `entry` its record has the place."""
 
     address: Address
     outcome: Outcome
@@ -315,16 +290,9 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         state: RUNNING while a worker holds it.
-        client_id: The `id` of its body.
         attempts: How often a worker has taken it.
-        deadline_at: When it expires.
         expires_at: When its result expires.
-        plan: The encoded `OutputPlan` of its result.
-        decoupled: Its result is a list of responses.
-        responses: The number of responses stored before the final one.
-        stored_bytes: Their total size.
-        has_result: Whether its result can still be read.
-        webhook: The URL that is notified of its end.
+        responses: The responses stored before the final one; `stored_bytes` is their size.
         webhook_state: `` | pending | delivered | failed.
     """
 
@@ -354,10 +322,10 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         id: The delivery's own id, for `Deliveries.done`.
-        record: The request's record; `None` after it expired: the delivery is then void.
-        notes: The request's notes; if it was accepted again after its end, the later ones.
+        record: `None` after the request expired: the delivery is void.
+        notes: The request's notes; the latest, if it was accepted again after its end.
         blob: Its `Outcome.blob`; `None` when it is gone or never existed.
-        attempts: How often the delivery was handed out, this time included.
+        attempts: How often it was handed out, this time included.
     """
 
     id: str
@@ -369,9 +337,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_outbox(acceptance: Acceptance) -> None:
-    """Raises `InvalidRequest` for an outbox with a webhook, a name or notes that are too long, or notes without an
-    outbox.
-    """
+    """Raises `InvalidRequest` for an outbox or notes that are not allowed."""
     outbox, size = acceptance.outbox, len(acceptance.notes)
     if acceptance.webhook and outbox:
         raise InvalidRequest(f"a request of outbox '{outbox}' can have no webhook; choose one of the two")

@@ -7,36 +7,26 @@
 The guarantees, each with a test in `tests/contract/`:
 
 1. An entry whose `submit` was confirmed is fetched at least once, unless it is finished first.
-2. Between two `fetch`es by different consumers an entry has one owner. `renew` keeps it without raising the delivery
-   count, and never takes an entry back from a new owner.
-3. `release` makes an entry available to any consumer within half a second, or after the requested rest, and restores
-   its delivery count.
-4. `reclaim` takes entries whose owner has not renewed them for the lease time, and marks them as suspects.
-5. `finish` removes an entry, delivered or not, whichever consumer owns it; repeating it is no error. `cancel` does the
-   same, and notifies the workers that hold the entries.
+2. Between two `fetch`es an entry has one owner. `renew` keeps it, raises no delivery count, and takes it from no other.
+3. `release` makes an entry available within half a second, or after the given rest, and restores its delivery count.
+4. `reclaim` takes entries that were not renewed for the lease time, and marks them as suspects.
+5. `finish` removes any entry; repeating it is no error. `cancel` also notifies the worker that holds the entry.
 6. `depth` is therefore always waiting + in flight.
-7. `publish` to a deleted reply stream returns False and does not create the stream.
+7. `publish` to a deleted reply stream does not create it, and returns False.
 8. `listen` delivers replies that were published while the connection was down; callers drop duplicates.
-9. `submit` with a limit enqueues nothing beyond it. The limit counts the waiting entries of a lane, without those that
-   execute: consumers of a lane with a limit report those by `marks.begin`.
+9. `submit` with a limit enqueues nothing beyond it. Executing entries do not count: consumers report them by
+   `marks.begin`.
 10. `withdraw` removes a waiting entry, and leaves an entry that a consumer holds.
-11. `delay` moves an entry to another lane of its partition atomically; the entry keeps its first enqueue time.
-12. `bury` moves an entry to the dead letters atomically, with its frame, payload, reason and delivery count.
+11. `delay` moves an entry to another lane of its partition atomically; the first enqueue time stays.
+12. `bury` moves an entry to the dead letters atomically, with payload, reason and delivery count.
 13. `oldest` lists the entries above an age, and changes nothing.
-14. Tenants share a lane by weight: `fetch` takes from each in turn, and a tenant may use the share that others leave
-    idle. A tenant waits only for as many entries of others as the weights allow, however many those submit.
-15. `moves.move` moves the waiting entries of an endpoint to the lanes of another version, each atomically. An entry is
-    executed once, and `cancel` and `withdraw` find it at its new place.
+14. Tenants share a lane by weight: `fetch` takes from each in turn, and others use the share that one leaves idle.
+15. `moves.move` moves waiting entries to another version, each atomically; `cancel` and `withdraw` find them there.
 
 Asynchronous requests, whose terminal step does more, are in `requests`; dead letters in `dead_letters`.
 
-submit   XADD (`submitter`)                          fetch    fetch.lua, else a blocking XREADGROUP (`readers`)
-renew    renew.lua, run by a worker's renewer             release, reclaim, finish, …    a script per lane and owner
-publish  XADD NOMKSTREAM                              listen   `readers`
-
-The fields of a stream entry: `f`, the frame; `p`, the id of the request whose payload is stored beside it; `o`, the id
-that it had in its first lane; `d`, which marks that the lane has just got another share; and the fields of `moves`. All
-but `f` are optional. Readers skip unknown fields.
+The fields of a stream entry: `f`, the frame; `p`, the id of the request whose payload is stored; `o`, the id in its
+first lane; `d`, a mark that the lane has a new share; and those of `moves`. Readers skip unknown fields.
 """
 
 import asyncio
@@ -143,17 +133,11 @@ class Queue:
     async def connect(
         cls, settings: RedisSettings, limits: LimitSettings | None = None, *, clock: Clock | None = None
     ) -> Self:
-        """Connects, reads the server's time, and tries the payload store if there is one.
+        """Connects, reads the server's time, and tries the payload store; without `limits` stored payloads can't be
+        read.
 
-        Args:
-            settings: Where Redis is.
-            limits: Where large payloads are stored; with `None` they go to Redis, and objects in a store can't be read.
-            clock: This machine's.
-
-        Raises:
-            BrokerUnavailable: Redis can't be reached in `connect_timeout_s`.
-            SettingsError: Redis refuses the credentials, is older than 6.2, may evict queued data, is less durable than
-                the settings ask, or contradicts `cluster`; or the payload store does not work.
+        Raises `BrokerUnavailable` after `connect_timeout_s`, and `SettingsError` for a Redis or a store that can't
+        be used.
         """
         queue = cls(settings, await Router.connect(settings), clock or SystemClock())
         try:
@@ -184,32 +168,25 @@ class Queue:
         """Appends an entry without blocking; all submits of one event-loop tick leave in one write.
 
         Args:
-            lane: The lane that gets the entry.
+            lane: The lane.
             frame: The encoded request.
-            done: Called once, on the event loop, with the entry or an error. `QueueFull` means that nothing was
-                enqueued; after any other error the entry may be in the queue, so a caller that submits again matches
-                replies by request id.
-            payload: Tensors that do not travel in the frame; stored first, removed with the entry.
+            done: Called once, on the event loop, with the entry or an error. After an error other than `QueueFull` the
+                entry may be in the queue all the same.
+            payload: Tensors beside the frame; stored first, removed with the entry.
             limit: Refuse the entry when this many wait in the lane and its `.delayed` lane; 0 = no limit.
-            tenant: The tenant whose share of the lane gets the entry; empty = the lane itself.
-            endpoint: The endpoint that the request came by, if `moves` may move it while it waits.
-
-        Raises:
-            BrokerUnavailable: Immediately, when the connection is down or its buffer full.
+            tenant: The tenant whose share gets the entry; empty = the lane itself.
+            endpoint: The request's endpoint, if `moves` may move it.
         """
         self._submitter.submit(lane, frame, done, payload, limit, tenant, endpoint)
 
     async def ensure(self, lanes: Sequence[Lane]) -> None:
-        """Creates missing lanes with their consumer group, which starts at the first entry."""
+        """Creates missing lanes and their consumer group."""
         await asyncio.gather(*(self._ensure(lane) for lane in lanes))
 
     async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
-        """Takes up to `count` entries, lane by lane in the given order, and within a lane from its tenants' shares in
-        turn.
+        """Takes up to `count` entries, lanes in the given order, a lane's shares in turn; waits `wait_s` for the first.
 
-        If there is no entry it waits up to `wait_s` seconds for the first, and may then return fewer than exist. A
-        model version has one connection for its online lanes, one for its bulk lanes and one for its shadow lane: run
-        at most one fetch on each.
+        Run one at a time per model version for online lanes, and one each for its bulk and shadow lanes.
         """
         if count <= 0:
             return []
@@ -222,7 +199,7 @@ class Queue:
         return await reader.fetch(lanes, consumer, count, wait_s)
 
     def sources(self, lanes: Sequence[Lane]) -> list[Lane]:
-        """Returns the lanes with the shares that the last `fetch` found, which are all the streams that it reads."""
+        """Returns all streams that `fetch` reads: the lanes, and the shares that it found last."""
         reader = self._readers.get(_reading(lanes))
         return [*lanes, *(reader.shares if reader is not None else ())]
 
@@ -232,9 +209,7 @@ class Queue:
         return reader is None or self.doorbell.is_stirred(reader.stirred_at_s)
 
     async def leave(self, lanes: Sequence[Lane]) -> None:
-        """Frees the state that `fetch` keeps for these lanes, unless one is in progress; they can be fetched again
-        later.
-        """
+        """Frees the state that `fetch` keeps for these lanes."""
         reader = self._readers.pop(_reading(lanes), None)
         if reader is not None:
             await reader.close()
@@ -242,8 +217,8 @@ class Queue:
     async def reclaim(self, lanes: Sequence[Lane], consumer: str, idle_s: float, count: int) -> list[Lease]:
         """Takes up to `count` entries whose owner has not renewed them for `idle_s` seconds, as suspects.
 
-        The owner may be `consumer` itself, if its connection broke before a fetch's reply arrived. A consumer whose
-        renewals failed for that long, and that still holds the entry, drops the second lease.
+        The owner may be `consumer` itself, if a fetch's reply was lost. If it still holds the entry, it drops the
+        second lease.
         """
         names = [keys.lane(lane) for lane in lanes]
         arguments = (consumer, keys.RELEASED, keys.SUSPECTS, count, int(idle_s * 1000), _CONSUMER_GONE_MS)
@@ -251,13 +226,9 @@ class Queue:
         return leases_of(lanes, consumer, found or (), suspect=True)
 
     async def release(self, leases: Sequence[Lease], *, rest_s: float = 0.0) -> None:
-        """Returns entries that did not begin to execute to the queue; entries of another owner are not changed.
+        """Returns unexecuted entries to the queue, where `fetch` finds them after `rest_s` seconds, below an hour.
 
-        Suspects stay suspects: `reclaim` returns them immediately, and `fetch` never does.
-
-        Args:
-            leases: The leases to give up.
-            rest_s: Seconds until a consumer may take the entries, below an hour; they keep their place in the lane.
+        Suspects stay suspects, for `reclaim`. Entries of another owner are not changed.
         """
         await _all(
             [
@@ -277,10 +248,7 @@ class Queue:
                 self.doorbell.ring(lane)
 
     async def withdraw(self, entries: Sequence[Entry]) -> list[bool]:
-        """Removes the waiting entries, undelivered or released, with their payloads; returns which were removed.
-
-        Like `cancel`, it finds entries that `moves` has moved.
-        """
+        """Removes waiting entries and their payloads, moved ones included; returns which were removed."""
         removed: set[Entry] = set()
 
         async def run(lane: Lane, group: list[Entry]) -> None:
@@ -298,17 +266,16 @@ class Queue:
     async def delay(self, leases: Sequence[Lease], name: str) -> None:
         """Moves leased entries to the end of the lane called `name` in their partition, as never delivered.
 
-        Records of asynchronous requests get the new address, but submitters do not: `finish` with the old one only
-        removes the payload, and the entry stays until its deadline.
+        Submitters do not learn the new address: their `finish` removes the payload, and the entry stays until its
+        deadline.
         """
         await _all(
             [self._delay(lane, consumer, group, name) for (lane, consumer, _), group in grouped(leases, owner_of)]
         )
 
     async def bury(self, lease: Lease, request_id: str, code: str, reason: str) -> bool:
-        """Moves an entry to the dead letters; `request_id` is empty if the frame can't be decoded.
-
-        Returns False, and does nothing, when the entry is gone or has another owner.
+        """Moves an entry to the dead letters; False if it is gone or has another owner. Undecodable frames have no
+        `request_id`.
         """
         entry, lane = lease.entry, lease.entry.lane
         names = [keys.lane(lane), keys.dead_letters(lane.model, lane.partition).encode(), *_payloads([entry])]
@@ -324,17 +291,14 @@ class Queue:
         return True
 
     async def payload(self, entry: Entry, request_id: str, tenant: str = "") -> bytes | None:
-        """Returns the payload stored with an entry; `None` when it is gone, and with it the entry."""
+        """Returns the payload of an entry; `None` when both are gone."""
         lane = entry.lane
         key = keys.payload(lane.model, lane.partition, request_id)
         return await self._values.get(keys.lane_slot(lane), key, tenant)
 
     async def store_result(self, lane: Lane, request_id: str, blob: Bytes, ttl_s: float, tenant: str = "") -> None:
-        """Stores outputs too large for a reply stream, for `take_result`.
-
-        Raises:
-            QuotaExceeded: The tenant's stored results take all the memory that it may use.
-            QinferError: As `Values.set`.
+        """Stores outputs too large for a reply stream, for `take_result`; `QuotaExceeded` if the tenant has stored too
+        much.
         """
         key, size = keys.result(lane.model, lane.partition, request_id), len(blob)
         is_here = not self._values.is_object(size)
@@ -345,16 +309,7 @@ class Queue:
     async def take_result(
         self, lane: Lane, request_id: str, tenant: str = "", room: Room | None = None
     ) -> bytes | None:
-        """Reads the value of `store_result`, then removes it; returns `None` if it no longer exists.
-
-        Args:
-            lane: The lane of its request.
-            request_id: The request.
-            tenant: The tenant that the bytes count for, and whose turn it is to read a large value.
-            room: Awaited before a large value is read.
-
-        Raises:
-            BrokerUnavailable: The value can't be read now; it is still there.
+        """Reads the value of `store_result`, awaiting `room` before a large one, then removes it; `None` if it is gone.
         """
         key = keys.result(lane.model, lane.partition, request_id)
         value = await self._values.take(keys.lane_slot(lane), key, tenant, room)
@@ -364,14 +319,14 @@ class Queue:
         return value
 
     async def drop_result(self, lane: Lane, request_id: str, tenant: str = "") -> None:
-        """Removes the value of `store_result`, unread."""
+        """Removes the value of `store_result` unread."""
         await self._values.remove(keys.lane_slot(lane), keys.result(lane.model, lane.partition, request_id))
         await self._count_result(lane, request_id, tenant)
 
     async def _count_result(
         self, lane: Lane, request_id: str, tenant: str, nbytes: int = 0, ttl_s: float = 0.0
     ) -> bool:
-        """Records how many bytes the tenant's result takes (0 = removed); returns False when they exceed its share."""
+        """Records a result's bytes for its tenant (0 = removed); False if they exceed the tenant's share."""
         if not tenant:
             return True
         key = keys.result(lane.model, lane.partition, request_id)
@@ -379,12 +334,11 @@ class Queue:
         return bool(await self.router.run(keys.lane_slot(lane), _COUNT_RESULT, [key.encode()], *arguments))
 
     async def finish(self, entries: Sequence[Entry]) -> None:
-        """Removes entries from their lanes, with their payloads."""
+        """Removes entries with their payloads."""
         await _all([self._run(lane, _FINISH, (), group) for lane, group in by_lane(entries)])
 
     async def publish(self, reply_to: str, blob: Bytes) -> bool:
-        """Appends encoded responses to a reply stream; returns False when the stream is gone, so that no process waits.
-        """
+        """Appends encoded responses to a reply stream; False if it is gone, so that no process waits."""
         slot, key = keys.reply_stream(reply_to)
         try:
             added = await self.router.call(slot, b"XADD", key, b"NOMKSTREAM", b"*", b"r", packable(blob))
@@ -401,13 +355,11 @@ class Queue:
     ) -> None:
         """Reads the reply stream of `owner` until cancelled: creates it, calls `deliver` with each blob, trims it.
 
-        After a reconnect it reads from the start again, so that blobs may come twice.
-
         Args:
-            owner: The process whose replies are read; `reply_address(owner)` is their address.
-            deliver: Called with each blob, on the event loop.
-            ready: Called once the stream exists: replies to later submits are not lost.
-            lost: Called when a vanished stream was created again: replies to earlier submits may be lost.
+            owner: The process, of address `reply_address(owner)`.
+            deliver: Called with each blob; after a reconnect blobs may come twice.
+            ready: Called once the stream exists.
+            lost: Called when the stream had vanished: replies to earlier submits may be lost.
         """
         reader = ReplyReader(self.router, owner, deliver, self._monotonic_s, lost)
         try:
@@ -416,15 +368,13 @@ class Queue:
             await reader.close()
 
     async def cancel(self, entries: Sequence[Entry]) -> None:
-        """Removes entries as `finish` does, and notifies the workers that hold them (`StreamMarks.cancelled`)."""
+        """Removes entries as `finish` does, and notifies the workers that hold them."""
         lanes = by_lane(entries)
         await _all([self._run(lane, _CANCEL, (f"{lane.version}:{lane.name}",), group) for lane, group in lanes])
 
     async def shares(self, lanes: Sequence[Lane], *, named: bool = False) -> list[list[Share]]:
-        """Returns the shares of each lane with their sizes, the lane itself first, in one round trip; lanes may mix
-        models.
-
-        `named` adds the number of waiting entries and the names of the latest 1000 tenants of each lane.
+        """Returns the shares of each lane with their sizes, the lane itself first; `named` adds waiting entries and
+        tenants.
         """
         found: dict[Lane, list[Share]] = {}
 
@@ -439,17 +389,17 @@ class Queue:
         return [found[lane] for lane in lanes]
 
     async def depth(self, lanes: Sequence[Lane]) -> list[int]:
-        """Returns how many entries each lane holds in all its shares, waiting and in flight."""
+        """Returns the entries of each lane with its shares, waiting and in flight."""
         return [sum(share.entries for share in shares) for shares in await self.shares(lanes)]
 
     async def in_flight(self, lanes: Sequence[Lane]) -> list[int]:
-        """Returns how many entries of each lane a consumer holds; all others are waiting."""
+        """Returns the entries of each lane that a consumer holds."""
         shares = await self.shares(lanes)
         held = iter(await asyncio.gather(*(self._in_flight(share.lane) for each in shares for share in each)))
         return [sum(next(held) for _ in each) for each in shares]
 
     async def sizes(self, lanes: Sequence[Lane]) -> list[LaneSize]:
-        """Returns how many entries each lane holds in all its shares, and the age of its first, in one round trip."""
+        """Returns size and age of each lane, with its shares, in one round trip."""
         found: dict[Lane, LaneSize] = {}
         now_s = self.clock.now_s()
 
@@ -465,11 +415,7 @@ class Queue:
         return [found[lane] for lane in lanes]
 
     async def oldest(self, lane: Lane, age_s: float, count: int, after: str = "") -> list[tuple[Entry, bytes]]:
-        """Lists up to `count` entries that entered the stream more than `age_s` ago, oldest first, with their frames.
-
-        Includes waiting entries and those in flight, and changes neither. `lane` is a lane or a share from `shares`;
-        the list begins behind the entry id `after`.
-        """
+        """Lists up to `count` entries older than `age_s`, oldest first, behind the id `after`, with their frames."""
         end = max(int((self.clock.now_s() - age_s) * 1000), 0)
         words = (b"XRANGE", keys.lane(lane), f"({after}" if after else b"-", end, b"COUNT", count)
         found = await self.router.call(keys.lane_slot(lane), *words)
@@ -477,10 +423,7 @@ class Queue:
         return [(lease.entry, lease.frame) for lease in leases]
 
     async def sweep(self) -> int:
-        """Deletes a bounded number of expired objects that dead processes left in an object store; returns how many.
-
-        Processes may call it concurrently.
-        """
+        """Deletes a bounded number of expired objects of dead processes; returns how many. Safe to run concurrently."""
         return await self._values.sweep()
 
     async def close(self) -> None:
@@ -516,9 +459,7 @@ class Queue:
         return sum(int(count) for consumer, count in pending[3] or () if consumer not in idle)
 
     async def _delay(self, lane: Lane, consumer: str, leases: Sequence[Lease], name: str) -> None:
-        """Moves entries of one lane; entries whose frame names an asynchronous request go first, because of their
-        records.
-        """
+        """Moves entries of one lane, first those of asynchronous requests, which have records."""
         other = Lane(lane.model, lane.version, name, lane.partition)
         heads = [(lease.entry, head_of(lease.frame)) for lease in leases]
         known = [(entry, head.id) for entry, head in heads if head is not None and head.id and not head.reply_to]
@@ -550,7 +491,7 @@ class Queue:
         arguments: Sequence[Argument],
         entries: Sequence[Entry],
     ) -> Any:
-        """Runs a script of a lane's partition; returns `None` and does nothing when the lane was deleted."""
+        """Runs a script of a lane's partition; returns `None` if the lane was deleted."""
         call = partial(self.router.call, keys.lane_slot(lane))
         ids = [entry.entry_id for entry in entries]
         try:
@@ -612,7 +553,6 @@ def _parts(items: Sequence[T]) -> Iterable[Sequence[T]]:
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Awaits all calls; a single one, the common case, needs no task."""
     if len(calls) == 1:
         await calls[0]
     else:

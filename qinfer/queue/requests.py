@@ -6,18 +6,16 @@ The guarantees, each with a test in `tests/contract/`:
 
 1. A request that `accept` confirmed ends in exactly one terminal state, however many callers `settle` it.
 2. `settle` atomically stores the result, sets the times to live, appends to the outbox, and removes the entry with its
-   payload. Of several callers one is first, and only its outcome is ever visible.
-3. `accept` and `find` with a known id or idempotency key change nothing and return the earlier request; if that has
-   ended and has an outbox of its own, its end is appended there again.
-4. A result can be read repeatedly until it expires or `forget` removes it. Afterwards a tombstone remains for a while,
-   and the id and the idempotency key stay known.
+   payload. Only the outcome of the first caller is ever visible.
+3. `accept` and `find` with a known id or idempotency key return the earlier request. If it has ended, its end is
+   appended to its own outbox again.
+4. A result can be read until it expires or `forget` removes it. A tombstone then remains, and id and key stay known.
 5. `due` finds every request whose deadline passed, even without workers.
-6. No tenant fills the memory with results. When its results take as much as is free, its new requests are refused, and
-   the results of its executing ones are replaced by failures.
-7. An end that goes to a webhook or to a named outbox is a delivery: see `deliveries`.
+6. A tenant whose results take all the free memory has new requests refused, and executing ones end as failures.
+7. An end for a webhook or a named outbox is a delivery: see `deliveries`.
 
-A payload or result too large for the common connection is *staged* first: stored over a connection of its own, or in
-the object store, under a random name. The script then renames or removes it; if the script never runs, it expires.
+A large payload or result is *staged* first: stored over a connection of its own, or in the object store, under a random
+name. The script then renames or removes it; without the script it expires.
 """
 
 import asyncio
@@ -63,13 +61,13 @@ _STORED_AGAIN_S = 10.0
 _NOT_IN_TIME = "the data of the request did not arrive in time; try again"
 
 AT_ONCE = 32
-"""The most requests per script: one takes about a millisecond, during which Redis serves no other client."""
+"""The most requests per script: about a millisecond, during which Redis serves no other client."""
 
 STAGED_BYTES = 16 * 2**20
-"""The most bytes of large results that are stored before their requests end."""
+"""The most bytes of large results that are stored ahead of their requests' ends."""
 
 AT_ONCE_BYTES = 2**20
-"""The most bytes of values per script, unless a single value is larger."""
+"""The most bytes of values per script, except for a single one."""
 
 _RECORD_FIELDS = (
     *(b"state", b"version", b"attempts", b"webhook", b"webhook_state", b"accepted", b"failure"),
@@ -91,7 +89,7 @@ _ENDINGS = load_script("requests/endings", "now_ms", "deliveries")
 
 
 class _Accepted(msgspec.Struct, array_like=True, frozen=True):
-    """The fields of a record that are written at acceptance and read by no script."""
+    """The fields of a record that no script reads."""
 
     tenant: str
     client_id: str
@@ -100,25 +98,21 @@ class _Accepted(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Failure(msgspec.Struct, array_like=True, frozen=True):
-    """The failure of a request that did not succeed."""
+    """The failure of a request."""
 
     code: str
     message: str
 
 
 _LAST_MS = 253402300799999
-"""The end of the year 9999, the last that a date can have."""
+"""The end of the year 9999."""
 _ACCEPTED = Record(_Accepted, "the record of a request")
 _FAILURE = Record(_Failure, "the failure of a request")
 _NO_FAILURE = _Failure("", "")
 
 
 class Requests:
-    """Asynchronous requests; every coroutine raises `BrokerUnavailable` when Redis can't be reached.
-
-    Attributes:
-        responses: The responses of decoupled models before the final one.
-    """
+    """Asynchronous requests; every coroutine raises `BrokerUnavailable` when Redis can't be reached."""
 
     def __init__(self, router: Router, values: Values, durability: Durability, places: Places) -> None:
         self.responses = StoredResponses(router, values, self._tell)
@@ -130,12 +124,8 @@ class Requests:
     async def accept(self, acceptance: Acceptance) -> Accepted:
         """Stores and enqueues a request atomically, as durably as the settings ask.
 
-        Raises:
-            InvalidRequest: Its outbox or notes are not allowed.
-            QueueFull: The lane is at `limit`, or Redis has no memory left.
-            QuotaExceeded: The tenant's stored results take as much memory as is free.
-            PayloadTooLarge: The payload is larger than Redis can store.
-            BrokerUnavailable: It may have been accepted: repeat it with the same id.
+        After `BrokerUnavailable` it may have been accepted: the caller repeats it with the same id. `QuotaExceeded`
+        means that the tenant's stored results take all the free memory.
         """
         if acceptance.outbox or acceptance.notes:
             check_outbox(acceptance)
@@ -150,7 +140,7 @@ class Requests:
         return accepted
 
     async def accept_all(self, acceptances: Sequence[Acceptance]) -> list[Accepted | QinferError]:
-        """Accepts many requests at less cost than `accept`; returns the outcome of each, an error as a value."""
+        """Accepts many requests at less cost than `accept`; returns the outcome or error of each."""
         sizes = [
             AT_ONCE_BYTES + 1 if self._values.is_apart(len(each.payload)) else len(each.frame) + len(each.payload)
             for each in acceptances  # a staged payload goes alone
@@ -172,16 +162,9 @@ class Requests:
         idempotency_key: str = "",
         notes: bytes | None = None,
     ) -> Accepted | None:
-        """Looks up a request as `accept` does, without accepting one; returns `None` if there is none.
+        """Looks up a request by idempotency key or id as `accept` does, without accepting one, and makes it durable.
 
-        Makes the request as durable as the settings ask, because its acceptance may not be confirmed yet.
-
-        Args:
-            address: The request's id and partition.
-            body_hash: If it equals the request's own hash, its end is published again.
-            tenant: The request's tenant.
-            idempotency_key: The hash of the caller's key, looked up before the id; empty without one.
-            notes: New notes for the reader of the outbox; `None` keeps the old ones.
+        If `body_hash` is the request's own, its end is published again, with `notes` instead of the old ones.
         """
         names = [_record_key(address)]
         if idempotency_key:
@@ -194,17 +177,11 @@ class Requests:
         return await self._durability.write(address.model, address.partition, look)
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
-        """Ends requests, all in one write, each atomically; returns whether each was ended by this call.
+        """Ends requests in one write, each atomically, and notifies their watchers; False = it had ended, or is
+        unknown.
 
-        Notifies the watchers of those that it ended (`watch`). It stores at most `STAGED_BYTES` of large results ahead
-        of the requests' ends, because they count as stored only then.
-
-        Returns:
-            False for a request that had ended before, or is unknown.
-
-        Raises:
-            PayloadTooLarge: A blob is larger than Redis can store; others may have ended.
-            BrokerUnavailable: Some may have ended; a repeated call returns False for these.
+        Only `STAGED_BYTES` of large results are stored ahead, because they count as stored only at the end. After an
+        error some requests may have ended; a repeated call returns False for these.
         """
         first = self._first_of(settlements)
         if first < len(settlements):
@@ -216,7 +193,7 @@ class Requests:
             return_exceptions=True,
         )
         if len(parts) < len(settlements) and any(isinstance(answers, Refused) for answers in ended):
-            return await self._settle_apart(settlements)  # a result that can't be written must not stop the others
+            return await self._settle_apart(settlements)  # an unwritable result must not stop the others
         waiters: dict[str, list[Address]] = {}
         firsts = [False] * len(settlements)
         for part, answers in zip(parts, ended, strict=True):
@@ -232,50 +209,42 @@ class Requests:
         return firsts
 
     def ends_at_once(self, settlement: Settlement) -> bool:
-        """Tells whether the end is a single write to Redis: the result is not staged."""
+        """Tells whether the end is a single write to Redis, without a staged result."""
         return not self._values.is_apart(len(settlement.outcome.blob))
 
     async def record(self, address: Address) -> RequestRecord | None:
-        """Returns the record of a request; `None` if it does not exist or has expired."""
+        """Returns the record of a request; `None` if it is unknown or expired."""
         return await self._record(address)
 
     async def result(self, address: Address, tenant: str = "", room: Room | None = None) -> bytes | None:
-        """Returns the `Outcome.blob` of a request; `None` before it ends and after the result expires.
-
-        Args:
-            address: The request.
-            tenant: The tenant whose turn a large result takes.
-            room: Awaited before a large result is read.
+        """Returns the `Outcome.blob` of a request, awaiting `room` before a large one; `None` before its end and after its expiry.
         """
         name = keys.result(address.model, address.partition, address.id)
         return await self._values.get(keys.slot(name), name, tenant, room)
 
     async def forget(self, address: Address) -> None:
-        """Removes the result of a request that has ended, unless its end goes to an outbox; its record stays."""
+        """Removes the result of an ended request, unless its end goes to an outbox; its record stays."""
         names = [_record_key(address), _result_name(address).encode()]
         names.append(keys.responses(address.model, address.partition, address.id).encode())
         prefix = keys.prefix(address.model, address.partition)
         self._values.forget(await self._router.run(keys.slot(names[0]), _FORGET, names, prefix, address.id))
 
     async def watch(self, address: Address, reply_to: str) -> RequestRecord | None:
-        """Returns the record, and registers `reply_to` for a hint when the request ends.
-
-        The hint is a response with the request's id and no outputs. It may be lost: it only says that reading is
-        worthwhile.
+        """Returns the record, and sends `reply_to` a hint at the request's end: its id, without outputs. Hints may be
+        lost.
         """
         return await self._record(address, reply_to)
 
     async def due(self, model: str, partition: int, count: int) -> list[Address]:
-        """Returns up to `count` unfinished requests whose deadline has passed, the oldest first."""
+        """Returns up to `count` unfinished requests past their deadline, the oldest first."""
         key = keys.due(model, partition).encode()
         found = await self._router.run(keys.slot(key), _DUE, [key], count)
         return [Address(model, partition, request_id.decode()) for request_id in found]
 
     async def endings(self, model: str, partition: int, kind: Kind, count: int) -> list[Ending]:
-        """Takes up to `count` ended requests, with their results, from the outbox `kind` (`deliveries.outbox`).
+        """Takes up to `count` ended requests with their results from an outbox; `Deliveries.done` removes them.
 
-        They are deliveries: `Deliveries.done` removes them. Large results can make it return fewer than exist, so
-        callers repeat it until it returns an empty list.
+        Large results make it return fewer than exist: repeat it until the list is empty.
         """
         name, prefix = keys.deliveries(model, partition, kind.name).encode(), keys.prefix(model, partition)
         arguments = (count, int(kind.pause_s * 1000), prefix, LARGE_BYTES, *_RECORD_FIELDS)
@@ -287,7 +256,6 @@ class Requests:
         return [whole.get(number, ending) for number, (ending, _) in enumerate(found)]
 
     async def _record(self, address: Address, watcher: str = "") -> RequestRecord | None:
-        """Reads the record of a request, and registers a watcher of its end."""
         responses = keys.responses(address.model, address.partition, address.id).encode()
         names = (_record_key(address), _result_name(address).encode(), responses)
         prefix = keys.prefix(address.model, address.partition)
@@ -342,7 +310,7 @@ class Requests:
         return msgspec.structs.replace(ending, blob=blob, record=record)
 
     def _first_of(self, settlements: Sequence[Settlement]) -> int:
-        """Returns how many of the first ones end together: up to `STAGED_BYTES` of large results, but at least one."""
+        """Returns how many settlements fit into `STAGED_BYTES`, at least one."""
         size = 0
         for number, each in enumerate(settlements):
             nbytes = 0 if self.ends_at_once(each) else len(each.outcome.blob)
@@ -352,7 +320,6 @@ class Requests:
         return len(settlements)
 
     async def _staged_results(self, settlements: Sequence[Settlement]) -> list[StagedValue]:
-        """Returns the results in the form that the script takes; large ones are stored first."""
         values = [given(_result_name(each.address), each.outcome.blob) for each in settlements]
         large = [number for number, value in enumerate(values) if self._values.is_apart(len(value.data))]
         if large:
@@ -371,11 +338,7 @@ class Requests:
     async def _settle(
         self, settlements: Sequence[Settlement], results: Sequence[StagedValue]
     ) -> list[Sequence[str] | None]:
-        """Ends requests of one partition in one step; returns the watchers of each, `None` if it had ended before.
-
-        Raises:
-            BrokerUnavailable: A staged result expired; the other requests have ended.
-        """
+        """Ends requests of one partition; returns the watchers of each, `None` if it had ended before."""
         call = partial(self._router.call, keys.slot(_record_key(settlements[0].address)))
         replies = await run_each(call, _SETTLE, list(map(_settlement, settlements, results)))
         for _, _, objects in replies:
@@ -401,7 +364,7 @@ class Requests:
         return firsts
 
     def _tell(self, reply_to: str, addresses: Sequence[Address]) -> None:
-        """Sends hints without waiting; after a lost hint the reader only learns of the end later."""
+        """Sends hints without waiting; a lost one costs its reader only time."""
         key = keys.reply(reply_to).encode()
         packed = pack((b"XADD", key, b"NOMKSTREAM", b"*", b"r", hint(addresses)))
         try:
@@ -411,7 +374,6 @@ class Requests:
 
 
 def _without_result(settlement: Settlement) -> Settlement:
-    """Returns a failed end for a request whose result can't be stored."""
     failure, outcome = Failure.of(QuotaExceeded(TOO_MUCH_STORED)), settlement.outcome
     blob = encode_responses([Response(request_id=settlement.address.id, failure=failure, attempt=outcome.attempt or 1)])
     failed = {"state": RequestState.FAILED, "blob": blob, "code": failure.code, "message": failure.message}
@@ -419,7 +381,7 @@ def _without_result(settlement: Settlement) -> Settlement:
 
 
 def hint(addresses: Sequence[Address]) -> bytes:
-    """Returns the notice for watchers of ended requests: their ids, without outputs."""
+    """Returns the notice for watchers: the ids of ended requests."""
     return encode_responses([Response(request_id=address.id) for address in addresses])
 
 
@@ -428,8 +390,7 @@ async def _accept(call: Call, requests: Sequence[Words]) -> Sequence[Any]:
 
 
 def _parts_of(addresses: Sequence[Address], sizes: Sequence[int]) -> list[list[int]]:
-    """Divides requests into parts for one script each: one partition, bounded count and bytes; returns their indexes.
-    """
+    """Divides requests into parts for one script each; returns their indexes."""
     parts: list[list[int]] = []
     open_parts: dict[tuple[str, int], tuple[list[int], int]] = {}
     for number, (address, size) in enumerate(zip(addresses, sizes, strict=True)):
@@ -458,10 +419,7 @@ def _result_name(address: Address) -> str:
 def _record_of(
     address: Address, values: Sequence[bytes | None], *, has_result: bool, is_held: bool = False, deliveries: int = 0
 ) -> RequestRecord:
-    """Reads a record from the values of `_RECORD_FIELDS`; `None` stands for a missing field.
-
-    `deliveries` counts the attempts of an unfinished request; after its end the record has the number.
-    """
+    """Reads a record from the values of `_RECORD_FIELDS`; `deliveries` are the attempts of an unfinished request."""
     state, version, attempts, webhook, webhook_state, accepted, failure = (value or b"" for value in values[:7])
     about = _ACCEPTED.decode(accepted)
     ended = _FAILURE.decode(failure) if failure else _NO_FAILURE
@@ -493,7 +451,6 @@ def _record_of(
 
 
 def _instant_s(value: bytes | None) -> float:
-    """Reads an instant in ms (0 = unset); raises `ValueError` if it is not a number or not a valid date."""
     ms = int(value or 0)
     if not 0 <= ms <= _LAST_MS:
         raise ValueError(f"{ms} ms is no date")
@@ -512,7 +469,6 @@ def _ending(model: str, partition: int, reply: Sequence[Any]) -> tuple[Ending, b
 
 
 def _acceptance(acceptance: Acceptance, payload: StagedValue, weight: int) -> Words:
-    """Returns the arguments of accept.lua; `weight` is the tenant's."""
     address = acceptance.address
     model, partition = address.model, address.partition
     names = (
@@ -560,5 +516,4 @@ def _settlement(settlement: Settlement, result: StagedValue) -> Words:
 
 @lru_cache(maxsize=1024)
 def _lane_keys(lane: Lane) -> tuple[bytes, bytes]:
-    """Returns the keys of a lane and of its `.delayed` lane."""
     return keys.lane(lane), keys.lane(Lane(lane.model, lane.version, delayed_name(lane.name), lane.partition))

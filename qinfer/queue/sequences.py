@@ -8,21 +8,21 @@ A *sequence* is a tenant's correlation id at a model. Its *life* begins with STA
 by an error; a START while it runs begins the next life behind it. The guarantees, each with a test in
 `tests/contract/`:
 
-1. Steps execute in the order in which `submit` took them. They stay in one stream from `submit` to `finish`; only
-   *tickets* move from lane to lane, so that a hand-over moves no tensors.
-2. An open sequence has at most one owner. Each new owner has a higher *token*; `commit` with an old token does nothing.
-3. `commit` stores the state, response and number of a step together, in order, as durably as the settings ask. A
-   committed step is never executed again: a worker that gets its entry later publishes the stored response.
-4. When a worker's lease ends, its sequences continue at other workers from the last committed state. Sequences whose
-   state was in its memory (`explicit`) end with a retryable error.
-5. An error that ends a life answers all its steps (`unanswered`), and is returned to later steps for five minutes.
+1. Steps execute in the order of `submit`, in one stream until `finish`. Only *tickets* move from lane to lane, so that
+   a hand-over moves no tensors.
+2. An open sequence has at most one owner. Each new owner has a higher *token*; `commit` with an old one does nothing.
+3. `commit` stores state, response and number of a step together, as durably as the settings ask. A committed step is
+   never executed again: the next owner of its entry publishes the stored response.
+4. When a worker's lease ends, its sequences go on elsewhere from the last committed state; `explicit` ones, whose state
+   was in its memory, end with a retryable error.
+5. An error that ends a life answers all its steps (`unanswered`), and later steps for five minutes.
 6. A numbered step is accepted once: `submit` returns the stored response of the last committed step, lets a repeated
-   step wait for the response of the first, and refuses a gap.
+   one wait for its first, and refuses a gap.
 7. Where Redis may lose confirmed writes, a sequence does not survive its restart or failover.
 8. A sequence without an owner ends at its steps' deadline, or after a minute without waiting steps.
 
-A model test covers every interleaving of the protocol (`tests/property/test_sequence_protocol.py`) and also drives the
-scripts (`tests/contract/queue/test_sequences_stateful.py`).
+A model test covers every interleaving (`tests/property/test_sequence_protocol.py`), and drives the scripts
+(`tests/contract/queue/test_sequences_stateful.py`).
 """
 
 import asyncio
@@ -80,13 +80,13 @@ from qinfer.queue.sequence_records import (
 from qinfer.queue.values import StagedValue, Values
 
 AT_ONCE = 32
-"""The most steps or sequences per script: one takes a few milliseconds, during which Redis serves no other client."""
+"""The most steps or sequences per script: a few milliseconds, during which Redis serves no other client."""
 
 _WAITING = ("seq.handed", "seq")
-"""The lanes in which sequences of a version wait for an owner; handed-over ones go first."""
+"""The lanes of sequences without an owner; handed-over ones go first."""
 
 _KEPT_S = 7 * 86400.0
-"""The shortest time that states and responses stay in an object store: longer than any step may wait."""
+"""The least time that an object store keeps states and responses: longer than any step may wait."""
 
 _STAGED_LATE = "the state or the response of a step did not arrive in time; try again"
 
@@ -114,13 +114,7 @@ RENEW_OWNER = load_script("sequences/renew", "now_ms")
 class Sequences:
     """The sequences of one partition of a model; every coroutine raises `BrokerUnavailable` without Redis.
 
-    Args:
-        router: The way to Redis.
-        values: Stores large states and responses.
-        durability: Makes commits as safe as the settings ask.
-        model: The model's name.
-        partition: The model's partition.
-        is_fragile: Redis may lose confirmed writes (`may_lose`).
+    `is_fragile` says that Redis may lose confirmed writes (`may_lose`).
     """
 
     def __init__(
@@ -147,15 +141,7 @@ class Sequences:
         self._locks: WeakValueDictionary[SequenceId, asyncio.Lock] = WeakValueDictionary()
 
     async def submit(self, sequence: SequenceId, step: Step, limits: Limits = NO_LIMITS) -> Submitted:
-        """Appends a step; steps of one sequence are appended in the order of the calls, even with large payloads.
-
-        Raises:
-            InvalidRequest: The sequence does not exist, a number leaves a gap, or its response is no longer kept.
-            SequenceEnded: An error ended the sequence; the text names the step.
-            SequenceLost: Its state is lost.
-            QueueFull: A limit is reached.
-            BrokerUnavailable: It may have been submitted.
-        """
+        """Appends a step, in the order of the calls; after `BrokerUnavailable` it may have been submitted."""
         lock = self._locks.setdefault(sequence, asyncio.Lock())
         async with lock:
             reply = await self._submit(sequence, step, limits)
@@ -169,19 +155,16 @@ class Sequences:
         self._router.check_up(self._slot)
 
     def is_free(self, sequence: SequenceId) -> bool:
-        """Tells whether the next step may be submitted at once: no other step of the sequence is being appended."""
+        """Tells whether no step of the sequence is being appended, so that the next may be submitted at once."""
         return sequence not in self._locks
 
     async def submit_together(
         self, steps: Items[tuple[SequenceId, Step]], limits: Limits = NO_LIMITS
     ) -> list[Submitted | QinferError]:
-        """Appends steps without payloads of free sequences (`is_free`), in their order, as `submit` does.
+        """Appends steps without payloads of free sequences, in order; returns for each its place or the error of
+        `submit`.
 
-        Returns for each its place or the error that `submit` would raise. A sequence is free again once its last step
-        is appended.
-
-        Raises:
-            BrokerUnavailable: They may have been submitted.
+        A sequence is free again once its last step is appended.
         """
         call = partial(self._router.call, self._slot)
         words = [self._submit_words(sequence, step, limits) for sequence, step in steps]
@@ -206,14 +189,12 @@ class Sequences:
         return outcomes
 
     async def join(self, worker_id: str, versions: Items[int], lease_s: float) -> None:
-        """Begins a worker's lease of `lease_s` seconds, after handing over the sequences of an earlier worker of that
-        id.
-        """
+        """Begins a worker's lease, after handing over the sequences of an earlier worker of that id."""
         while not await self._renew(worker_id, versions, lease_s, is_new=True):
             await self.reap()
 
     async def renew(self, worker_id: str, versions: Items[int], lease_s: float) -> bool:
-        """Renews a worker's lease; False if it has ended: the worker drops all its sequences and joins again."""
+        """Renews a worker's lease; False if it has ended: the worker drops its sequences and joins again."""
         return await self._renew(worker_id, versions, lease_s, is_new=False)
 
     def lease_keys(self, worker_id: str, versions: Items[int]) -> list[bytes]:
@@ -221,7 +202,7 @@ class Sequences:
         return [self._owners, self._orphans, *(self._own_lane(version, worker_id) for version in versions)]
 
     async def leave(self, worker_id: str, versions: Items[int]) -> bool:
-        """Ends the lease of a worker without sequences; False if it still owns some."""
+        """Ends the lease of a worker without sequences; False if it owns some."""
         owned = keys.sequence_owned(self._model, self._partition, worker_id).encode()
         names = [self._owners, owned, *(self._own_lane(version, worker_id) for version in versions)]
         return bool(await self._router.run(self._slot, _LEAVE, names, worker_id))
@@ -229,13 +210,10 @@ class Sequences:
     async def own(
         self, worker_id: str, version: int, count: int, *, told_bits: int | None = None
     ) -> list[Owned] | None:
-        """Makes a worker the owner of up to `count` waiting sequences, `AT_ONCE` at most.
+        """Gives a worker up to `count` waiting sequences, tenants with the fewest by weight first; `None` = its lease
+        has ended.
 
-        Each sequence belongs to the tenant with the fewest owned ones by weight. `told_bits` is the `bits` of `tell`,
-        or `None` if the model gets no ids.
-
-        Returns:
-            The sequences that the worker now owns; `None` if its lease has ended.
+        `told_bits` is the `bits` of `tell`; `None` if the model gets no ids.
         """
         if count <= 0:
             return []
@@ -253,15 +231,13 @@ class Sequences:
         ]
 
     async def claim(self, tenant: str, turn_s: float) -> bool:
-        """Claims the right to give up a slot for a tenant; False if another worker has claimed it within `turn_s`."""
+        """Claims the right to give up a slot for a tenant; False if another worker did within `turn_s`."""
         key = keys.sequence_turn(self._model, self._partition, spell_tenant(tenant))
         words = (b"SET", key.encode(), b"1", b"NX", b"PX", ttl_ms(turn_s))
         return await self._router.call(self._slot, *words) is not None
 
     async def tell(self, sequence: SequenceId, bits: int) -> Renaming:
-        """Chooses the id under which a model without sequences sees the sequence that a request names.
-
-        `bits` is the width of the ids that the model takes, 32 or 64; 0 = it takes text.
+        """Chooses the id of a sequence for a model without sequences, whose ids have 32 or 64 `bits`, or are text (0).
         """
         key = keys.sequence_told(self._model, self._partition, sequence.name).encode()
         is_other, number = await self._run(_TELL, [key], sequence.name, bits)
@@ -270,19 +246,10 @@ class Sequences:
     async def take(
         self, worker_id: str, version: int, after: str = "", count: int = 100, max_bytes: int = 2**20
     ) -> News | None:
-        """Returns the steps of a worker's sequences in order, and the lives that have ended.
+        """Returns new steps of a worker's sequences in order, and ended lives; `None` if its lease has ended.
 
-        A step may come again after a connection broke; its number identifies it.
-
-        Args:
-            worker_id: The worker.
-            version: The model version.
-            after: The `News.ticket` of the previous call, whose contents are not returned again.
-            count: The most steps to return.
-            max_bytes: The most bytes of frames to return, unless a single frame is larger.
-
-        Returns:
-            The news; `None` if the worker's lease has ended.
+        `after` is the `News.ticket` of the previous call. After a reconnect a step may come again; its number
+        identifies it.
         """
         names = [self._own_lane(version, worker_id)]
         is_alive, ticket, told = await self._run(_TAKE, names, worker_id, after, count, max_bytes)
@@ -291,20 +258,16 @@ class Sequences:
         return News(ticket.decode(), [self._taken(worker_id, each) for each in told])
 
     def reader(self, worker_id: str, version: int, bell: Doorbell) -> TicketReader:
-        """Returns a reader that waits until `take` or `own` has something; the caller closes it."""
+        """Returns a reader that waits for `take` or `own`; the caller closes it."""
         link = self._router.blocking(self._slot, "qinfer-sequences", MAX_BLOCK_S)
         place = place_of(Lane(self._model, version, _WAITING[0], self._partition))
         return TicketReader(link, bell, self._own_lane(version, worker_id), self._waiting(version), place)
 
     async def commit(self, steps: Items[Committed]) -> list[bool]:
-        """Commits steps of different sequences, as durably as the settings ask.
+        """Commits steps of different sequences, as durably as the settings ask; False = another worker owns the
+        sequence.
 
-        Returns:
-            For each, whether it is committed; False = another worker owns the sequence: drop it.
-
-        Raises:
-            PayloadTooLarge: A state is larger than `MAX_STATE_BYTES`, or than Redis can store; none is committed.
-            BrokerUnavailable: Some may be committed: repeat it.
+        After `BrokerUnavailable` some may be committed: the caller repeats it. A too large state refuses all.
         """
         for step in steps:
             if step.state is not None and len(step.state) > MAX_STATE_BYTES:
@@ -324,7 +287,7 @@ class Sequences:
         return [what != b"lost" for what, _ in replies]
 
     async def state(self, sequence: SequenceId) -> bytes | None:
-        """Returns the last committed state; `None` before the first commit."""
+        """Returns the last committed state."""
         name = keys.sequence_state(self._model, self._partition, sequence.name)
         return await self._value(sequence, b"state", name)
 
@@ -341,29 +304,29 @@ class Sequences:
                 self._values.forget(gone)
 
     async def fail(self, place: Place, failure: Failure, token: int | None = None) -> bool:
-        """Ends a life with the failure of a step, or marks it to end when it begins; `unanswered` returns its steps.
+        """Ends a life with the failure of a step that expired, was cancelled or was buried; `unanswered` returns its
+        steps.
 
-        If a caller cancels a step of a life that a worker owns, that worker is notified instead, because it knows which
-        steps execute.
+        A life that has not begun ends when it begins. A worker that owns the life of a cancelled step is notified
+        instead, because it knows which steps execute.
 
         Args:
-            place: The step that expired, was cancelled, or became a dead letter.
-            failure: The step's failure, which the errors of later steps quote.
-            token: The owner's token; `None` = any caller, such as one that cancels; `NOBODYS` = no worker owns the
-                life.
+            place: The step.
+            failure: The step's failure, quoted in the errors of later steps.
+            token: The owner's token; `None` = any caller; `NOBODYS` = no worker owns the life.
 
         Returns:
-            False when the life had ended, the step is committed, another worker owns the sequence, or its owner was
+            False when the life had ended, the step is committed, another worker owns the life, or its owner was
             notified.
         """
         return await self._fail(place, failure.code, failure.message, "" if token is None else token)
 
     async def end_idle(self, place: Place, token: int) -> bool:
-        """Ends a life whose idle time is over; False if it is not, by Redis' clock."""
+        """Ends a life whose idle time is over by Redis' clock."""
         return await self._fail(place, "", "", token)
 
     async def give_back(self, worker_id: str, sequences: Iterable[SequenceId]) -> int:
-        """Hands over the sequences of a draining worker of which no step executes; `explicit` ones are lost."""
+        """Hands over a draining worker's sequences without executing steps; `explicit` ones are lost."""
         names = [sequence.name for sequence in sequences]
         owned = keys.sequence_owned(self._model, self._partition, worker_id).encode()
         given = 0
@@ -378,7 +341,7 @@ class Sequences:
         return await self._counted(_REAP, [self._owners, self._orphans], count)
 
     async def sweep(self, count: int = AT_ONCE) -> int:
-        """Looks at `count` sequences without an owner and ends those whose time is over; returns how many it ended."""
+        """Ends expired sequences among `count` without an owner; returns how many."""
         return await self._counted(_SWEEP, [self._open], count)
 
     async def unanswered(self, count: int = AT_ONCE, max_bytes: int = 2**20) -> list[Unanswered]:
@@ -387,17 +350,16 @@ class Sequences:
         return [self._left(each) for each in await self._run(_UNANSWERED, [name], count, max_bytes)]
 
     async def sizes(self, versions: Items[int]) -> Sizes:
-        """Counts the partition's sequences, and those of these versions that wait for an owner."""
+        """Counts the partition's sequences, and those of these versions without an owner."""
         counts = keys.sequence_counts(self._model, self._partition).encode()
         lanes = [lane for version in versions for lane in self._waiting(version)]
         return Sizes(*await self._router.run(self._slot, _SIZES, [self._open, counts, *lanes]))
 
     async def backlog(self, version: int) -> int:
-        """Counts the steps of sequences that wait for an owner of a version."""
+        """Counts the steps of a version's sequences without an owner."""
         return int(await self._run(_BACKLOG, [self._open, *self._waiting(version)]))
 
     async def _submit(self, sequence: SequenceId, step: Step, limits: Limits) -> Items[Any]:
-        """Stores the payload and runs the script; an unused payload is removed."""
         payload = step.payload
         key = keys.payload(self._model, self._partition, payload.request_id) if payload else ""
         if payload is not None:
@@ -411,7 +373,6 @@ class Sequences:
         return reply  # type: ignore[no-any-return]  # a list
 
     async def _value(self, sequence: SequenceId, field: bytes, name: str) -> bytes | None:
-        """Reads a value from the record, or from its own key."""
         kept = await self._router.call(self._slot, b"HGET", self._record(sequence), field)
         return kept if isinstance(kept, bytes) else await self._values.get(self._slot, name, sequence.tenant)
 
@@ -469,7 +430,6 @@ class Sequences:
         return self._router.run(self._slot, script, names, *self._begin, *arguments)
 
     async def _stage(self, step: Committed) -> Items[Any]:
-        """Stages large values of a step; returns state and response in the form that commit.lua takes."""
         sequence = step.place.sequence
         name = keys.sequence_state(self._model, self._partition, sequence.name)
         state = await self._values.stage(name, step.state or b"", step.idle_s + _KEPT_S, sequence.tenant)
@@ -518,7 +478,6 @@ class Sequences:
         ), of[b"f"]
 
     def _ended(self, sequence: SequenceId, code: bytes, text: bytes, number: int) -> SequenceEnded:
-        """Returns the error for a step behind the one that ended its sequence."""
         error = SequenceLost if code == SequenceLost.code.encode() else SequenceEnded
         return error(ended_text(self._model, sequence.correlation_id, number, text.decode(errors="replace")))
 
@@ -540,7 +499,7 @@ class Sequences:
 
 
 def may_lose(settings: RedisSettings) -> bool:
-    """Tells whether Redis may lose confirmed writes: it does not sync each write, or may fail over without replicas."""
+    """Tells whether Redis may lose confirmed writes: it does not sync each one, or may fail over without replicas."""
     fails_over = settings.cluster or isinstance(parse_place(settings.url.get_secret_value()), Sentinels)
     return settings.durability != "always" or (fails_over and not settings.min_replicas)
 
@@ -550,7 +509,6 @@ def _words(value: StagedValue) -> Items[Any]:
 
 
 def _given(step: Committed) -> Items[Any]:
-    """Returns the small state and response of a step in the form that commit.lua takes."""
     return (b"given" if step.state else b"none", packable(step.state or b""), b"given", packable(step.response))
 
 
