@@ -180,8 +180,9 @@ class Connection(asyncio.Protocol):
         self._watchdog = self._loop.call_later(self._timeout_s, self._watch)
 
     def send(self, packed: bytes, reply: Reply) -> None:
-        """Sends a command with the others of this event-loop tick; `BrokerUnavailable` if the link is down or its
-        buffer full.
+        """Sends a command with the others of this event-loop tick.
+
+        Raises `BrokerUnavailable` if the link is down or its buffer full.
         """
         if self._transport is None:
             raise self._farewell or BrokerUnavailable(DOWN)
@@ -359,8 +360,9 @@ class Link:
             self._keeper = asyncio.create_task(self._keep(), name=f"redis link {self._name}")
 
     def send(self, packed: bytes, reply: Reply) -> None:
-        """Sends a command with the others of this event-loop tick; `BrokerUnavailable` if the link is down or its
-        buffer full.
+        """Sends a command with the others of this event-loop tick.
+
+        Raises `BrokerUnavailable` if the link is down or its buffer full.
         """
         connection = self._connection
         if connection is None:
@@ -545,8 +547,9 @@ class SentinelResolver:
         self._first = 0
 
     async def resolve(self) -> Address:
-        """Returns the primary's address; `SettingsError` if the Sentinels do not know the service, or refuse the
-        password.
+        """Returns the primary's address.
+
+        Raises `SettingsError` if the Sentinels do not know the service, or refuse the password.
         """
         places = self._sentinels.places
         self._first += 1

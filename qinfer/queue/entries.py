@@ -256,8 +256,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """The outcome of an `accept`, with the id and hash of the new or the earlier request; another hash is a conflict.
-    """
+    """The outcome of an `accept`, with id and hash of the new or the earlier request; another hash is a conflict."""
 
     id: str
     is_new: bool
@@ -265,8 +264,9 @@ class Accepted(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a request; `blob` is its encoded final response (`codec.frame.encode_responses`), `attempt` 0 = not
-    executed.
+    """The end of a request.
+
+    `blob` is its encoded final response (`codec.frame.encode_responses`); `attempt` is 0 if it was not executed.
     """
 
     state: RequestState

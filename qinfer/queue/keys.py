@@ -1,7 +1,7 @@
 """Redis keys: the only place that spells them.
 
-The keys of one queue partition share the hash tag `{<model>#<partition>}`, hence a cluster slot, so that one script may
-touch several of them. Configuration and statistics are per model and live with partition 0.
+The keys of a queue partition share the hash tag `{<model>#<partition>}`, hence a cluster slot, so that one script may
+touch several. Configuration and statistics of a model live with its partition 0.
 """
 
 from functools import lru_cache
@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING
 
 from redis.crc import key_slot
 
-if TYPE_CHECKING:  # the renewer of a worker's leases imports this module, and must stay small
+if TYPE_CHECKING:  # a worker's renewer imports this module, which must stay small
     from qinfer.queue.entries import Lane
 
 GROUP = b"workers"
 """The consumer group of every lane."""
 
 RELEASED = b"released"
-"""The consumer that owns what was released; `fetch` takes from it first in each lane. No worker may have this name."""
+"""The consumer that owns released entries, from which `fetch` takes first. No worker may have this name."""
 
 SUSPECTS = b"suspects"
-"""The consumer that owns what was reclaimed and then released; `reclaim` takes it at once, `fetch` never."""
+"""The consumer that owns released suspects; only `reclaim` takes them."""
 
 _BRIDGES = "qinfer:{bridges}:"
 _RESOURCES = "qinfer:{resources}:"
 _COUNTS = "qinfer:{counts}:"
 
 ENDPOINTS = ".endpoints"
-"""Stands for a model where endpoints have deliveries of their own; no model has such a name."""
+"""Replaces the model where endpoints have deliveries of their own; no model has such a name."""
 
 _ENDPOINTS = f"qinfer:{{{ENDPOINTS}#0}}:"
 
@@ -39,7 +39,7 @@ def lane(of: "Lane") -> bytes:
 
 @lru_cache(maxsize=65536)  # one call per request
 def lane_slot(of: "Lane") -> int:
-    """Returns the cluster slot of a lane, and so of everything in its partition."""
+    """Returns the cluster slot of a lane and its partition."""
     return slot(lane(of))
 
 
@@ -59,24 +59,24 @@ def dead_letters(model: str, partition: int = 0) -> str:
 
 
 def payload(model: str, partition: int, request_id: str) -> str:
-    """Returns the string that holds a request's large body."""
+    """Returns the string of a request's large body."""
     return f"{_partition(model, partition)}payload:{request_id}"
 
 
 def result(model: str, partition: int, request_id: str) -> str:
-    """Returns the string that holds an asynchronous request's outcome, or a synchronous one's large outputs."""
+    """Returns the string of an asynchronous request's outcome, or of a synchronous one's large outputs."""
     return f"{_partition(model, partition)}result:{request_id}"
 
 
 def responses(model: str, partition: int, request_id: str) -> str:
-    """Returns the list of the stored responses of an asynchronous request to a decoupled model, but the final one."""
+    """Returns the list of a decoupled model's stored responses to a request before the final one."""
     return f"{_partition(model, partition)}responses:{request_id}"
 
 
 def stored(model: str, partition: int, tenant: str) -> str:
-    """Returns the hash of how many bytes of results a tenant has stored, which shares the memory with others.
+    """Returns the hash of the bytes of results that a tenant has stored.
 
-    When they expire is in a sorted set, `stored-until` in place of `stored`.
+    The sorted set `stored-until` has their expiry.
     """
     return f"{_partition(model, partition)}stored:{tenant}"
 
@@ -87,30 +87,27 @@ def request(model: str, partition: int, request_id: str) -> str:
 
 
 def staged(key: str, nonce: str) -> str:
-    """Returns the string that holds a large value until the script that renames it to `key` runs.
-
-    No id of a request has a `|`: an id may be another one with something behind it.
-    """
+    """Returns the string of a staged value, until a script renames it to `key`; no request id contains a `|`."""
     return f"{key}|{nonce}"
 
 
 def idempotency(model: str, partition: int, tenant: str, key_hash: str) -> str:
-    """Returns the string that maps an idempotency key to a request id and the hash of its body, a line each."""
+    """Returns the string that maps an idempotency key to a request id and, on a second line, its body's hash."""
     return f"{_partition(model, partition)}idem:{tenant}:{key_hash}"
 
 
 def sent(of: "Lane", entry_id: str) -> str:
-    """Returns the string that marks an entry of whose stream a response has left: it is not executed again."""
+    """Returns the string that marks an entry with a sent response, which must not be executed again."""
     return f"{_partition(of.model, of.partition)}sent:{of.version}:{of.name}:{entry_id}"
 
 
 def cancels(model: str, partition: int = 0) -> str:
-    """Returns the stream of the entries of a partition that were cancelled while a worker held them."""
+    """Returns the stream of a partition's entries that were cancelled while a worker held them."""
     return f"{_partition(model, partition)}cancels"
 
 
 def moved(model: str, partition: int = 0) -> str:
-    """Returns the hash of where entries of a partition are now that were moved to the lane of another version."""
+    """Returns the hash of the new places of entries that were moved to another version."""
     return f"{_partition(model, partition)}moved"
 
 
@@ -125,7 +122,7 @@ def deliveries(model: str, partition: int, kind: str) -> str:
 
 
 def confirm(model: str, partition: int = 0) -> str:
-    """Returns the string that is written before the wait for replicas or the disk; see `durability`."""
+    """Returns the string that is written before a wait for replicas or the disk; see `durability`."""
     return f"{_partition(model, partition)}confirm"
 
 
@@ -135,27 +132,27 @@ def sequence(model: str, partition: int, name: str) -> str:
 
 
 def sequence_state(model: str, partition: int, name: str) -> str:
-    """Returns the key of the committed state of a sequence, if it is not in the sequence's hash."""
+    """Returns the key of a sequence's large state."""
     return f"{_partition(model, partition)}sequence-state:{name}"
 
 
 def sequence_answer(model: str, partition: int, name: str, step: str) -> str:
-    """Returns the key of the response to a committed step, `<life>.<number>`, if it is not in the sequence's hash."""
+    """Returns the key of the large response to the committed step `<life>.<number>`."""
     return f"{_partition(model, partition)}sequence-answer:{step}:{name}"
 
 
 def sequences(model: str, partition: int) -> str:
-    """Returns the sorted set of the open sequences, by the time at which the janitor looks at them next."""
+    """Returns the sorted set of open sequences, by the time of the janitor's next look."""
     return f"{_partition(model, partition)}sequences"
 
 
 def sequence_endings(model: str, partition: int) -> str:
-    """Returns the sorted set of the sequences with unanswered steps of an ended life, by when to answer these."""
+    """Returns the sorted set of sequences with unanswered steps of an ended life, by when to answer them."""
     return f"{_partition(model, partition)}sequence-endings"
 
 
 def sequence_owners(model: str, partition: int) -> str:
-    """Returns the sorted set of the workers that own sequences, by the ends of their leases."""
+    """Returns the sorted set of workers that own sequences, by the ends of their leases."""
     return f"{_partition(model, partition)}sequence-owners"
 
 
@@ -165,32 +162,32 @@ def sequence_owned(model: str, partition: int, worker_id: str) -> str:
 
 
 def sequence_counts(model: str, partition: int) -> str:
-    """Returns the hash of the counts of sequences that were handed over and lost."""
+    """Returns the hash of the counts of handed-over and lost sequences."""
     return f"{_partition(model, partition)}sequence-counts"
 
 
 def sequences_of(model: str, partition: int, tenant: str) -> str:
-    """Returns the set of a tenant's open sequences; without one the hash of the weights of tenants that have any."""
+    """Returns the set of a tenant's open sequences; with an empty tenant the hash of the tenants' weights."""
     return f"{sequences(model, partition)}~{tenant}"
 
 
 def sequence_turn(model: str, partition: int, tenant: str) -> str:
-    """Returns the string that says that a worker has just given up a slot for a tenant."""
+    """Returns the string that marks a slot that a worker has just given up for a tenant."""
     return f"{_partition(model, partition)}sequence-turn:{tenant}"
 
 
 def sequence_numbers(model: str, partition: int) -> str:
-    """Returns the hash of a model's first tenant, and of how many numbers were allotted to sequences of others."""
+    """Returns the hash of a model's first tenant and of the number of ids allotted to other tenants' sequences."""
     return f"{_partition(model, partition)}sequence-numbers"
 
 
 def sequence_number(model: str, partition: int, number: int) -> str:
-    """Returns the string with the name of the sequence that has a number."""
+    """Returns the string with the name of the sequence to which a number is allotted."""
     return f"{_partition(model, partition)}sequence-number:{number}"
 
 
 def sequence_told(model: str, partition: int, name: str) -> str:
-    """Returns the string with the number by which a model without sequences is told of requests that name one."""
+    """Returns the string with the number of a sequence for a model without sequences."""
     return f"{_partition(model, partition)}sequence-told:{name}"
 
 
@@ -210,12 +207,12 @@ def desired() -> str:
 
 
 def doorbell() -> str:
-    """Returns the stream of rings, each for the lanes of a model version; see `qinfer.queue.doorbell`."""
+    """Returns the stream of rings; see `qinfer.queue.doorbell`."""
     return "qinfer:doorbell"
 
 
 def installation() -> str:
-    """Returns the string that holds the random id of the data in this Redis."""
+    """Returns the string of the random id of the data in this Redis."""
     return "qinfer:installation"
 
 
@@ -225,7 +222,7 @@ def control() -> str:
 
 
 def completions() -> str:
-    """Returns the hash of the configurations that a runtime completed, by the hash of the model's files."""
+    """Returns the hash of runtime-completed configurations, by the hash of the model's files."""
     return "qinfer:completions"
 
 
@@ -240,17 +237,17 @@ def worker(worker_id: str) -> str:
 
 
 def workers() -> str:
-    """Returns the sorted set of worker ids by the time of their last heartbeat: an index that avoids scans."""
+    """Returns the sorted set of worker ids by last heartbeat."""
     return "qinfer:workers"
 
 
 def pins() -> str:
-    """Returns the hash of the pins of model versions: the expiry of each (ms of Redis' time), and its record."""
+    """Returns the hash of the pins of model versions, with their expiry (ms of Redis' time)."""
     return "qinfer:pins"
 
 
 def scalers() -> str:
-    """Returns the hash of the live autoscalers: the expiry of each (ms of Redis' time), and its record."""
+    """Returns the hash of the live autoscalers, with their expiry (ms of Redis' time)."""
     return "qinfer:scalers"
 
 
@@ -260,20 +257,20 @@ def scaler_counts() -> str:
 
 
 def liveness(program: str) -> str:
-    """Returns the sorted set of the live processes of a program, by the time until which they count as live."""
+    """Returns the sorted set of a program's live processes, by the ends of their liveness."""
     return f"qinfer:signs:{program}"
 
 
 def bridges() -> str:
-    """Returns the hash of bridges: the expiry of each (ms of Redis' time), its last report, its gauges.
+    """Returns the hash of bridges: expiry (ms of Redis' time), last report, gauges.
 
-    It, `routes` and `route_counts` share a hash tag, so that one script may touch them.
+    It shares a hash tag with the keys of routes.
     """
     return f"{_BRIDGES}live"
 
 
 def routes() -> str:
-    """Returns the sorted set of the routes of bridges by the time of their last report."""
+    """Returns the sorted set of the bridges' routes, by last report."""
     return f"{_BRIDGES}routes"
 
 
@@ -283,45 +280,45 @@ def route_counts(route: str) -> str:
 
 
 def endpoints() -> str:
-    """Returns the hash of the declarations of endpoints by name, and of their latest revision under no name.
+    """Returns the hash of endpoint declarations by name; the empty name has their latest revision.
 
-    It and the keys of the trials of their canaries share a hash tag, so that one script may touch them.
+    It shares a hash tag with the keys of canary trials.
     """
     return f"{_ENDPOINTS}declared"
 
 
 def trials() -> str:
-    """Returns the hash of the trials of canaries by endpoint: the revision that each belongs to, and its record."""
+    """Returns the hash of canary trials by endpoint: the revision of each, and its record."""
     return f"{_ENDPOINTS}trials"
 
 
 def trial_counts(endpoint: str, revision: int) -> str:
-    """Returns the hash of what gateways have counted of a trial while the endpoint had a revision."""
+    """Returns the hash of the gateways' counts of a trial at one revision of the endpoint."""
     return f"{_ENDPOINTS}counts:{revision}:{endpoint}"
 
 
 def trial_latencies(endpoint: str, revision: int) -> str:
-    """Returns the list of the latest latencies of the stable target, for limits that are missing yet."""
+    """Returns the list of the stable target's latest latencies, from which missing limits are derived."""
     return f"{_ENDPOINTS}latencies:{revision}:{endpoint}"
 
 
 def trial_events(endpoint: str) -> str:
-    """Returns the list of the latest events of an endpoint's canaries, the newest first."""
+    """Returns the list of the latest events of an endpoint's canaries, newest first."""
     return f"{_ENDPOINTS}events:{endpoint}"
 
 
 def trial_lease() -> str:
-    """Returns the string that names the gateway that decides about canaries, for as long as its lease lasts."""
+    """Returns the string that names the gateway whose lease lets it decide about canaries."""
     return f"{_ENDPOINTS}lease"
 
 
 def heard_revisions() -> str:
-    """Returns the hash of the revisions of endpoints that gateways go by: the expiry of each, and the revision."""
+    """Returns the hash of the endpoint revisions that gateways apply, with their expiry."""
     return f"{_ENDPOINTS}heard"
 
 
 def kept_target(endpoint: str, tenant: str, name: str) -> str:
-    """Returns the string that holds the target of a request that may be repeated; those of an endpoint are together."""
+    """Returns the string with the target of a repeatable request; the targets of an endpoint share a slot."""
     return f"qinfer:{{{endpoint}|targets}}:{tenant}:{name}"
 
 
@@ -338,58 +335,58 @@ def reply_stream(reply_to: str) -> tuple[int, bytes]:
 
 
 def cached_response(key: str) -> str:
-    """Returns the string that holds the cached response to a request of some hash."""
+    """Returns the string of the cached response to a request of some hash."""
     return f"qinfer:cache:{key}"
 
 
 def cached_bytes(span: int) -> str:
-    """Returns the count of the bytes that were cached in a span of time."""
+    """Returns the count of bytes that were cached in a span of time."""
     return f"qinfer:cache-bytes:{span}"
 
 
 def counts_asked() -> str:
-    """Returns the stream by which reads of statistics ask workers to add their counts.
+    """Returns the stream by which readers of statistics ask workers to add their counts.
 
-    It and the stream of the answers share a hash tag, so that their ids are times of one clock.
+    It shares a hash tag with the answers, so that their ids come from one clock.
     """
     return f"{_COUNTS}asked"
 
 
 def counts_added() -> str:
-    """Returns the stream by which workers answer that they have added their counts."""
+    """Returns the stream of the workers' answers to `counts_asked`."""
     return f"{_COUNTS}added"
 
 
 def resource_leases() -> str:
-    """Returns the sorted set of the workers that use global resources of the rate limiter, by the ends of their leases.
+    """Returns the sorted set of the workers that use global resources, by the ends of their leases.
 
-    It and the other keys of resources share a hash tag, so that one script may touch them.
+    All keys of resources share a hash tag.
     """
     return f"{_RESOURCES}leases"
 
 
 def resource_units() -> str:
-    """Returns the hash of the units of global resources that each worker holds."""
+    """Returns the hash of the resource units that each worker holds."""
     return f"{_RESOURCES}units"
 
 
 def resource_maxima() -> str:
-    """Returns the hash of how many units there are, as each worker names it."""
+    """Returns the hash of the total units, as each worker configures them."""
     return f"{_RESOURCES}maxima"
 
 
 def resource_line() -> str:
-    """Returns the sorted set of what workers wait for, by since when."""
+    """Returns the sorted set of waiting requests for resources, by since when."""
     return f"{_RESOURCES}line"
 
 
 def resource_news() -> str:
-    """Returns the stream that tells workers of units that were freed, or that others wait for."""
+    """Returns the stream that tells workers of freed units and of waiting workers."""
     return f"{_RESOURCES}news"
 
 
 def quota(tenant: str) -> str:
-    """Returns the hash of what is left of a tenant's quota, and of what gateways hold of it."""
+    """Returns the hash of a tenant's remaining quota and of the parts that gateways hold."""
     return f"qinfer:quota:{tenant}"
 
 
@@ -404,7 +401,7 @@ def job_part(model: str, partition: int, job_id: str, part: str) -> str:
 
 
 def jobs() -> str:
-    """Returns the sorted set of all bulk jobs by the time of their creation."""
+    """Returns the sorted set of all bulk jobs by creation time."""
     return "qinfer:jobs"
 
 
@@ -414,7 +411,7 @@ def job_places() -> str:
 
 
 def open_jobs() -> str:
-    """Returns the sorted set of the bulk jobs that may not have ended, by their deadlines."""
+    """Returns the sorted set of bulk jobs that may not have ended, by deadline."""
     return "qinfer:jobs:open"
 
 
@@ -424,7 +421,7 @@ def label_board(model: str, tenant: str, project: int, part: str) -> str:
 
 
 def label_boards(model: str) -> str:
-    """Returns the sorted set of the labeling projects that a model has tasks of, by when that is forgotten."""
+    """Returns the sorted set of the labeling projects of a model, by expiry."""
     return f"{_partition(model, 0)}label-boards"
 
 

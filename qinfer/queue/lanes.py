@@ -133,11 +133,10 @@ class Queue:
     async def connect(
         cls, settings: RedisSettings, limits: LimitSettings | None = None, *, clock: Clock | None = None
     ) -> Self:
-        """Connects, reads the server's time, and tries the payload store; without `limits` stored payloads can't be
-        read.
+        """Connects, reads the server's time, and tries the payload store.
 
-        Raises `BrokerUnavailable` after `connect_timeout_s`, and `SettingsError` for a Redis or a store that can't
-        be used.
+        Without `limits` stored payloads can't be read. Raises `BrokerUnavailable` after `connect_timeout_s`, and
+        `SettingsError` for a Redis or a store that can't be used.
         """
         queue = cls(settings, await Router.connect(settings), clock or SystemClock())
         try:
@@ -274,8 +273,9 @@ class Queue:
         )
 
     async def bury(self, lease: Lease, request_id: str, code: str, reason: str) -> bool:
-        """Moves an entry to the dead letters; False if it is gone or has another owner. Undecodable frames have no
-        `request_id`.
+        """Moves an entry to the dead letters; False if it is gone or has another owner.
+
+        Undecodable frames have no `request_id`.
         """
         entry, lane = lease.entry, lease.entry.lane
         names = [keys.lane(lane), keys.dead_letters(lane.model, lane.partition).encode(), *_payloads([entry])]
@@ -297,8 +297,9 @@ class Queue:
         return await self._values.get(keys.lane_slot(lane), key, tenant)
 
     async def store_result(self, lane: Lane, request_id: str, blob: Bytes, ttl_s: float, tenant: str = "") -> None:
-        """Stores outputs too large for a reply stream, for `take_result`; `QuotaExceeded` if the tenant has stored too
-        much.
+        """Stores outputs too large for a reply stream, for `take_result`.
+
+        Raises `QuotaExceeded` if the tenant has stored too much.
         """
         key, size = keys.result(lane.model, lane.partition, request_id), len(blob)
         is_here = not self._values.is_object(size)
@@ -309,8 +310,7 @@ class Queue:
     async def take_result(
         self, lane: Lane, request_id: str, tenant: str = "", room: Room | None = None
     ) -> bytes | None:
-        """Reads the value of `store_result`, awaiting `room` before a large one, then removes it; `None` if it is gone.
-        """
+        """Reads and then removes the value of `store_result`, awaiting `room` before a large one; `None` if it is gone."""
         key = keys.result(lane.model, lane.partition, request_id)
         value = await self._values.take(keys.lane_slot(lane), key, tenant, room)
         if value is not None:
@@ -373,8 +373,9 @@ class Queue:
         await _all([self._run(lane, _CANCEL, (f"{lane.version}:{lane.name}",), group) for lane, group in lanes])
 
     async def shares(self, lanes: Sequence[Lane], *, named: bool = False) -> list[list[Share]]:
-        """Returns the shares of each lane with their sizes, the lane itself first; `named` adds waiting entries and
-        tenants.
+        """Returns the shares of each lane with their sizes, the lane itself first.
+
+        `named` adds waiting entries and tenants.
         """
         found: dict[Lane, list[Share]] = {}
 

@@ -1,17 +1,16 @@
 """Blocking reads of streams: lanes (`LaneReader`), tickets of sequences (`TicketReader`), replies (`ReplyReader`).
 
-A lane reader has the lanes of one partition of a model version, and a connection of its own, for its reads block. A
-cancelled `fetch` loses nothing: the reply that comes too late goes back to the lane as a release. A lane that several
-tenants use has streams besides itself, of which the script tells; the reader waits for all of them.
+A lane reader serves one partition of a model version over a connection of its own, because its reads block. When a
+`fetch` is cancelled, the late reply is released to the lane. The reader waits for a lane and for the streams of its
+shares, which the script returns.
 
-A reader of idle lanes sleeps: its blocking read lasts for longer than a `fetch`, and the next one waits for it, too.
-An entry that comes while no `fetch` waits goes back after a moment. `doorbell` says what wakes it.
+On idle lanes the reader sleeps: its blocking read outlives the `fetch`, and the next `fetch` waits for it. An entry
+that arrives between fetches is released after a moment. `doorbell` wakes sleepers.
 
-A ticket reader takes nothing: scripts do, and every ticket that is not taken ends the next read at once.
+A ticket reader takes nothing: scripts do, and every ticket left ends the next read at once.
 
-A reply reader creates its stream, keeps it alive, delivers, trims, and survives every reconnect. The stream lives a
-minute longer than its reader. A reader that finds it gone, because it was away for longer or somebody flushed, makes a
-new one.
+A reply reader creates its stream, keeps it alive, delivers, trims, and survives reconnects. The stream outlives it by a
+minute; a reader that finds it gone creates a new one.
 """
 
 import asyncio
@@ -35,20 +34,20 @@ _KEEP = load_script("lanes/keep")
 
 
 _DIVIDED = b"d"
-"""The field of an entry whose tenant has just got a stream of its own."""
+"""The field of an entry that marks a new share of its lane."""
 
 MAX_BLOCK_S = 0.5
-"""The longest blocking read, and so how late a release may be seen: it does not wake a blocked reader."""
+"""The longest blocking read, and thus the delay of a release, which does not wake a blocked reader."""
 
 
 RELEASED_EVERY_S = 0.1
-"""A busy reader of one lane looks this often for released entries: for new ones alone it needs no script."""
+"""How often a busy reader of a single lane runs the script, which alone returns released entries."""
 
 AWAKE_S = 5.0
-"""A reader sleeps when it has got nothing for so long."""
+"""Seconds without entries after which a reader sleeps."""
 
 _LIMBO_S = 0.05
-"""For so long what a sleeping read got waits for the next fetch."""
+"""Seconds that the result of a sleeping read waits for the next fetch."""
 
 
 class _Sleep(NamedTuple):
@@ -60,18 +59,9 @@ class _Sleep(NamedTuple):
 
 
 class LaneReader:
-    """The fetching half of `Queue`, one for each (model, version, partition), one for its bulk lanes, one for shadows.
+    """The fetching half of `Queue`; a (model, version, partition) has one for online, bulk and shadow lanes each.
 
-    Args:
-        router: The way to Redis.
-        slot: The partition's cluster slot.
-        ensure: Creates lanes and group, where they were deleted.
-        give_back: Releases leases without waiting.
-        monotonic_s: The clock.
-        bell: Rings; `None` = this reader never sleeps.
-
-    Attributes:
-        shares: The streams of the lanes besides these, as the last look found them.
+    Without a `bell` it never sleeps. `shares` has the further streams of the lanes, as the script returned them last.
     """
 
     def __init__(
@@ -90,7 +80,7 @@ class LaneReader:
         self._got_at_s = self._stirred_at_s = monotonic_s()
         self._rings = 0
         self._looked = -1
-        """The number of rings before the last look, if that has found nothing."""
+        """The number of rings before the last look, if that found nothing."""
         self._router = router
         self._slot = slot
         self._ensure = ensure
@@ -104,7 +94,7 @@ class LaneReader:
 
     @property
     def stirred_at_s(self) -> float:
-        """When something happened last after which these lanes may hold leases that no worker renews."""
+        """The instant of the last event that may have left leases without a renewing worker."""
         return max(self._got_at_s, self._stirred_at_s)
 
     async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
@@ -144,7 +134,7 @@ class LaneReader:
             with suppress(BrokerUnavailable, TimeoutError):
                 async with asyncio.timeout(MAX_BLOCK_S):
                     await self._link.call(b"PING")  # answered after the cancelled read
-                    await self._router.call(self._slot, b"PING")  # answered after the release that this caused
+                    await self._router.call(self._slot, b"PING")  # answered after the release that followed
 
     async def close(self) -> None:
         """Settles, and closes the connection."""
@@ -152,7 +142,6 @@ class LaneReader:
         await self._link.close()
 
     async def _fetch_again(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
-        """Creates lanes that were deleted, and fetches."""
         await self._ensure(lanes)
         self._look_again()
         try:
@@ -186,13 +175,13 @@ class LaneReader:
                 return leases if len(leases) <= count else self._at_most(leases, count)
 
     def _at_most(self, leases: list[Lease], count: int) -> list[Lease]:
-        """Gives back what is too much: COUNT is per stream, several lanes may have got their first entry at once."""
+        """Releases the surplus: COUNT is per stream, so several lanes may each have returned an entry."""
         if len(leases) > count:
             self._give_back(leases[count:])
         return leases[:count]
 
     def _distrust(self) -> None:
-        """Has the next fetch look, and leases be looked for: a reply may be lost, and entries with it."""
+        """Makes the next fetch run the script, and leases be reclaimed, because a lost reply may have had entries."""
         self._looked, self._took_at_s = -1, float("-inf")
         self._stir()
 
@@ -200,11 +189,10 @@ class LaneReader:
         self._stirred_at_s = self._monotonic_s()
 
     def _may_sleep(self) -> bool:
-        """Tells whether the last look has found nothing, and every ring since would have been heard."""
+        """Tells whether the last look found nothing, and every ring since would have been heard."""
         return self._bell is not None and self._bell.is_armed and self._looked == self._rings
 
     def _fall_asleep(self, lanes: Sequence[Lane], consumer: str, count: int) -> _Sleep:
-        """Begins a read that outlives this fetch."""
         assert self._bell is not None
         block_s = self._bell.sleep_s()
         self._link.expect(block_s)
@@ -215,10 +203,7 @@ class LaneReader:
         return self._sleep
 
     async def _sleep_on(self, sleep: _Sleep, lanes: Sequence[Lane], consumer: str, until_s: float) -> list[Lease]:
-        """Waits for a read that was begun for an earlier fetch; ends it where this one asks for something else.
-
-        While it goes on afterwards, it is `_sleep` still.
-        """
+        """Waits for the sleeping read until `until_s`; ends it if this fetch has other lanes or another consumer."""
         is_same, left_s = (sleep.lanes, sleep.consumer) == (tuple(lanes), consumer), until_s - self._monotonic_s()
         is_over = not is_same or left_s <= 0
         if is_over:
@@ -237,7 +222,7 @@ class LaneReader:
         self._link.expect(MAX_BLOCK_S)
         try:
             leases = sleep.task.result()
-        except BrokerUnavailable:  # the look that follows says so, where it still is
+        except BrokerUnavailable:  # the script that runs next reports a lasting failure
             self._distrust()
             return []
         if leases and not is_same:
@@ -246,10 +231,10 @@ class LaneReader:
         return leases
 
     def _slept(self, task: asyncio.Task[list[Lease]]) -> None:
-        """Has what came while no fetch waits given back, unless one comes at once."""
+        """Schedules the release of entries that arrived between fetches."""
         if task.cancelled():
             return
-        task.exception()  # the loop may end before the next fetch asks, and would print it
+        task.exception()  # retrieved here, because a closing loop would print it
         if not self._is_awaited:
             asyncio.get_running_loop().call_later(_LIMBO_S, self._bounce, task)
 
@@ -261,7 +246,7 @@ class LaneReader:
                 self._give_back(task.result())
 
     def _end_sleep(self) -> None:
-        """Ends the read of which nobody wants to know any more; what it gets goes back."""
+        """Ends the sleeping read, and releases its entries."""
         sleep, self._sleep = self._sleep, None
         if sleep is None:
             return
@@ -273,11 +258,11 @@ class LaneReader:
         self._link.expect(MAX_BLOCK_S)
 
     def _look_again(self) -> None:
-        """Has the next fetch look for shares before it waits."""
+        """Makes the next fetch look for shares before it waits."""
         self.shares, self._took_at_s = [], float("-inf")
 
     async def _take(self, lanes: Sequence[Lane], consumer: str, count: int) -> list[Lease]:
-        """Fetches the available entries without waiting, and looks which shares there are."""
+        """Fetches available entries without waiting, and learns the shares."""
         names, rings = [keys.lane(lane) for lane in lanes], self._rings
         call = partial(self._call, lambda reply: leases_of(lanes, consumer, reply[0]))
         taken, divided = await run_script(call, _FETCH, names, keys.GROUP, consumer, keys.RELEASED, count)
@@ -290,8 +275,8 @@ class LaneReader:
         """Waits for the first new entry, and fetches up to `count`.
 
         Redis wakes a blocked reader at the first of many entries that arrive in one write. On a busy lane a second read
-        rides along: it is executed when all of them are there, and both replies come together. With several streams it
-        always does, and is the script, for COUNT is per stream: one from each could be too many already.
+        is therefore pipelined: it runs when all of them are there. With several streams the second read is always sent,
+        as the script, because COUNT is per stream.
         """
         streams = [*lanes, *self.shares]
         to_leases = partial(self._leases_of_read, streams, consumer)
@@ -305,7 +290,7 @@ class LaneReader:
         def answered(reply: Any) -> None:
             if is_late:
                 self._give_back(to_leases(reply))
-            elif not isinstance(reply, Exception):  # what is wrong with this read is wrong with the next
+            elif not isinstance(reply, Exception):  # the next read meets the same error
                 first.extend(to_leases(reply))
 
         with suppress(BrokerUnavailable):  # `_call` waits for the connection
@@ -317,7 +302,7 @@ class LaneReader:
         except QinferError:
             if not first:
                 raise
-            return first  # what is wrong shows again at the next read
+            return first  # the error shows again at the next read
         except asyncio.CancelledError:
             is_late = True
             self._give_back(first)
@@ -340,7 +325,6 @@ class LaneReader:
             raise
 
     def _leases_of_read(self, streams: Sequence[Lane], consumer: str, reply: Any) -> list[Lease]:
-        """Makes leases of the reply to XREADGROUP; none of an error, or of nothing."""
         if not isinstance(reply, list):
             return []
         by_key = {keys.lane(lane): lane for lane in streams}
@@ -354,7 +338,7 @@ class LaneReader:
         return leases
 
     def _tell(self, lane: Lane, entries: Iterable[Sequence[bytes]]) -> bool:
-        """Tells whether an entry says that its lane has another share; then others, who may sleep, hear of it, too."""
+        """Tells whether an entry marks a new share of its lane, and then rings for sleeping readers."""
         is_news = any(len(fields) > 2 and _DIVIDED in fields[2::2] for fields in entries)
         if is_news and self._bell is not None:
             self._bell.ring(lane)
@@ -368,7 +352,7 @@ def _read(lanes: Sequence[Lane], consumer: str, count: int, *block: Any) -> tupl
 
 
 def leases_of(lanes: Sequence[Lane], consumer: str, found: Any, *, suspect: bool = False) -> list[Lease]:
-    """Converts the result of a script to leases: (lane's number from 1, id, fields, deliveries, share) per entry."""
+    """Converts a script's result to leases; per entry (lane's number from 1, id, fields, deliveries, share)."""
     leases: list[Lease] = []
     for number, entry_id, fields, deliveries, share in found:
         lane = share_of(lanes[number - 1], share) if share else lanes[number - 1]
@@ -386,17 +370,8 @@ def _entry(lane: Lane, entry_id: bytes, fields: Sequence[bytes]) -> Entry:
 class TicketReader:
     """The waiting half of `Sequences`, for one worker and model version; made by `Sequences.reader`.
 
-    The bell rings for it where a connection broke; each ticket ends its read without a ring.
-
-    Args:
-        link: Its connection.
-        bell: Rings, and says how long it may sleep.
-        own: The key of the worker's own lane.
-        waiting: The keys of the lanes in which sequences wait for an owner.
-        place: See `Sleeper`.
-
-    Attributes:
-        is_asleep: A read is under way that lasts for longer than `MAX_BLOCK_S`.
+    The bell rings only when a connection broke, since tickets end the read. `is_asleep` = the read lasts longer than
+    `MAX_BLOCK_S`.
     """
 
     def __init__(self, link: BlockingLink, bell: Doorbell, own: bytes, waiting: Sequence[bytes], place: bytes) -> None:
@@ -409,11 +384,11 @@ class TicketReader:
         self.is_asleep = False
 
     async def wait(self, after: str, wait_s: float, *, has_slots: bool) -> bool:
-        """Waits until `take` has something new, or, with free slots, `own`; False = not within `wait_s` seconds."""
+        """Waits up to `wait_s` until `take` or, with free slots, `own` has something; returns whether it has."""
         return await self._read(after, min(wait_s, MAX_BLOCK_S), has_slots=has_slots)
 
     async def sleep(self, after: str, *, has_slots: bool) -> bool:
-        """Waits as `wait` does, until the bell rings, or for so long that all sleepers together ask seldom."""
+        """Waits as `wait` does, until the bell rings or for the doorbell's long sleep."""
         self._bell.join(self)
         block_s = self._bell.sleep_s() if self._bell.is_armed else MAX_BLOCK_S
         return await self._read(after, block_s, has_slots=has_slots)
@@ -455,15 +430,7 @@ _TRIM_EVERY_S = 0.1
 
 
 class ReplyReader:
-    """The loop behind `Queue.listen`.
-
-    Args:
-        router: The way to Redis.
-        owner: Whose replies.
-        deliver: Called with each blob.
-        monotonic_s: The clock.
-        lost: Called when the stream was gone.
-    """
+    """The loop behind `Queue.listen`."""
 
     def __init__(
         self,
@@ -500,14 +467,14 @@ class ReplyReader:
             except QinferError as error:
                 self._outage.failed(error.message)
                 self._last, self._untrimmed, self._is_idle = _START, 0, True
-                await asyncio.sleep(_PAUSE_S)  # `call` waits for a connection, but a refusal comes at once
+                await asyncio.sleep(_PAUSE_S)  # a refusal comes at once, unlike a lost connection
 
     async def close(self) -> None:
         """Closes the connection; the stream stays for its time to live."""
         await self._link.close()
 
     async def _keep_alive(self) -> None:
-        """Puts off the stream's end; makes a new one where it is gone, which an idle reader notices at once."""
+        """Extends the stream's life, or creates a new one; an idle reader does so before each read."""
         now_s = self._monotonic_s()
         if self._is_idle or now_s - self._kept_at >= _KEEP_EVERY_S:
             self._kept_at = now_s
@@ -541,7 +508,7 @@ class ReplyReader:
             logger.exception("a reply could not be delivered")
 
     def _trim(self) -> None:
-        """Deletes entries that were read, in one write with the next read."""
+        """Deletes read entries, in one write with the next read."""
         milliseconds, _, sequence = self._last.partition(b"-")
         first_kept = b"%b-%d" % (milliseconds, int(sequence) + 1)
         self._link.send(pack((b"XTRIM", self._key, b"MINID", first_kept)), lambda _: None)

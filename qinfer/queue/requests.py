@@ -177,11 +177,10 @@ class Requests:
         return await self._durability.write(address.model, address.partition, look)
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
-        """Ends requests in one write, each atomically, and notifies their watchers; False = it had ended, or is
-        unknown.
+        """Ends requests in one write, each atomically, and notifies their watchers.
 
-        Only `STAGED_BYTES` of large results are stored ahead, because they count as stored only at the end. After an
-        error some requests may have ended; a repeated call returns False for these.
+        Returns False for a request that had ended or is unknown. Only `STAGED_BYTES` of large results are stored ahead,
+        because they count as stored only at the end. After an error some may have ended; a repeated call returns False.
         """
         first = self._first_of(settlements)
         if first < len(settlements):
@@ -217,8 +216,7 @@ class Requests:
         return await self._record(address)
 
     async def result(self, address: Address, tenant: str = "", room: Room | None = None) -> bytes | None:
-        """Returns the `Outcome.blob` of a request, awaiting `room` before a large one; `None` before its end and after its expiry.
-        """
+        """Returns the `Outcome.blob` of a request that ended, awaiting `room` before a large one; else `None`."""
         name = keys.result(address.model, address.partition, address.id)
         return await self._values.get(keys.slot(name), name, tenant, room)
 
@@ -230,8 +228,9 @@ class Requests:
         self._values.forget(await self._router.run(keys.slot(names[0]), _FORGET, names, prefix, address.id))
 
     async def watch(self, address: Address, reply_to: str) -> RequestRecord | None:
-        """Returns the record, and sends `reply_to` a hint at the request's end: its id, without outputs. Hints may be
-        lost.
+        """Returns the record, and sends `reply_to` a hint at the request's end: its id, without outputs.
+
+        Hints may be lost.
         """
         return await self._record(address, reply_to)
 

@@ -1,23 +1,19 @@
 """Routes keys to nodes: slot → Link, learned from the cluster; a single node is the one-entry case.
 
-A cluster's map is asked for at the start, after every MOVED, and while a node can't be reached (its replica may have
-taken over); commands follow MOVED and ASK meanwhile. With Sentinels there is one Link, and they say where its node is.
+The cluster's map is read at the start, after every MOVED, and while a node can't be reached; meanwhile commands follow
+MOVED and ASK. With Sentinels there is one Link, whose address they resolve.
 
-The Lua scripts of `lua/` are run by their hash, and by their text where the node does not know them yet.
-A script is called as a Python function. To add one:
+The Lua scripts of `lua/` run by their hash, or by their text on a node that does not know them. To add one:
 
-1. Write `lua/<subject>/<name>.lua`, or `lua/<name>.lua` in the package of the feature that alone runs it. Its header
-   says what it does, and names KEYS, ARGV and the reply in order. Functions that several scripts need are files of
-   their own: beside those scripts, or in `lua/common/`.
-2. In the module of the class that alone runs it, load it with the files that it needs:
-   `_DUE = load_script("requests/due", "now_ms")`.
-3. Write the function beneath: `async def due(call: Call, model: str, …, count: int) -> list[Address]`. Its parameters
-   are what the script takes, in the types of the subject; its return type is what the reply is read as. Its body spells
-   keys (by `keys`) and arguments in the order of the header, and calls `run_script`. Durations are float seconds until
-   `ttl_ms` makes milliseconds of them.
+1. Write `lua/<subject>/<name>.lua`, or `lua/<name>.lua` in the package of the feature that runs it. Its header says
+   what it does, and lists KEYS, ARGV and the reply in order. Functions that several scripts share are files beside them
+   or in `lua/common/`.
+2. In the class that alone runs it, load it with the shared files: `_DUE = load_script("requests/due", "now_ms")`.
+3. Write a function that spells keys (by `keys`) and arguments in the order of the header, and calls `run_script`. Its
+   signature has the subject's types; durations are float seconds until `ttl_ms`.
 
-Nobody else runs that script, or knows the order of its arguments. `each.lua` runs a script, written as the function
-`one`, for several requests of one partition: load `each` with that file, and call `run_each`.
+`each.lua` runs a script, written as the function `one`, for several requests of one partition: load `each` with it, and
+call `run_each`.
 """
 
 import asyncio
@@ -43,18 +39,17 @@ SLOTS = 16384
 _ASKING = pack((b"ASKING",))
 _CHANGING = "the queue's cluster is changing; try again"
 _MAX_REDIRECTS = 5
-_PAUSE_S = 0.5  # between two questions for the map
+_PAUSE_S = 0.5  # between two reads of the map
 
 _ROUSE_EVERY_S = 0.02
 _ROUSES = 100
-"""So often a read is unblocked that does not end; then its connection is given up."""
+"""Attempts to unblock a read, after which its connection is reset."""
 
 
 class Router:
     """The nodes of one Redis, single or cluster; made by `connect`.
 
-    Attributes:
-        troubles: How often a connection to a node broke or could not be made, those for blocking reads left out.
+    `troubles` counts the failures of non-blocking connections.
     """
 
     def __init__(self, settings: RedisSettings) -> None:
@@ -75,12 +70,7 @@ class Router:
 
     @classmethod
     async def connect(cls, settings: RedisSettings) -> "Router":
-        """Connects to the node, or to every node of its cluster.
-
-        Raises:
-            BrokerUnavailable: It can't be reached, or its cluster does not cover all slots.
-            SettingsError: See `Link.open`.
-        """
+        """Connects to the node, or to every node of its cluster, which must cover all slots."""
         router = cls(settings)
         try:
             await router._table[0].open()
@@ -95,18 +85,18 @@ class Router:
         return router
 
     def send(self, slot: int, packed: bytes, reply: Reply) -> None:
-        """Sends a packed command to the owner of `slot`, with the others of this event-loop tick; see `Link.send`."""
+        """Sends a packed command to the owner of `slot`, as `Link.send` does."""
         if self._settings.cluster:
             reply = self._following(packed, reply, _MAX_REDIRECTS)
         self._table[slot].send(packed, reply)
 
     def check_up(self, slot: int) -> None:
-        """Raises `BrokerUnavailable` at once without a connection to the owner of `slot`; `call` waits for one."""
+        """Raises `BrokerUnavailable` without a connection to the owner of `slot`; `call` would wait for one."""
         if not self._table[slot].is_up:
             raise BrokerUnavailable(DOWN)
 
     async def call(self, slot: int, *command: Any) -> Any:
-        """Sends a command to the owner of `slot` and returns its reply; see `Link.call`."""
+        """Sends a command to the owner of `slot` and returns its reply, as `Link.call` does."""
         link = self._table[slot]
         for _ in range(_MAX_REDIRECTS):
             try:
@@ -117,16 +107,16 @@ class Router:
                     raise
                 link, is_asking = target
             if is_asking:
-                await link.call(b"PING")  # waits until it is up, for ASKING must come right before its command
+                await link.call(b"PING")  # waits for the link, because ASKING must directly precede its command
                 link.send(_ASKING, _ignore)
         raise BrokerUnavailable(_CHANGING)
 
     def run(self, slot: int, script: "Script", names: Sequence[bytes], *arguments: Argument) -> Awaitable[Any]:
-        """Runs a script at the owner of `slot`; see `run_script`."""
+        """Runs a script at the owner of `slot`."""
         return run_script(partial(self.call, slot), script, names, *arguments)
 
     def blocking(self, slot: int, name: str, block_s: float) -> "BlockingLink":
-        """Returns a connection of its own to the owner of `slot`, for reads that block up to `block_s` seconds."""
+        """Opens a connection to the owner of `slot` for reads that block up to `block_s` seconds."""
 
         async def resolve() -> Address:
             return await self._table[slot].resolve()
@@ -137,11 +127,11 @@ class Router:
         return BlockingLink(link, self._target, partial(self.send, slot), partial(self._blocking.discard, link))
 
     def nodes(self) -> list[Link]:
-        """Returns the links to the nodes that are known now."""
+        """Returns the links to all known nodes."""
         return list(self._links.values())
 
     def owners(self) -> dict[str, Link]:
-        """Returns the links to the nodes that own slots, by how they are shown to others."""
+        """Returns the links to the nodes that own slots, by their public label."""
         owners = set(self._table)
         return {label: link for label, link in self._links.items() if link in owners}
 
@@ -171,7 +161,7 @@ class Router:
         self._in_doubt.set()
 
     def _target(self, error: Refused) -> tuple[Link, bool] | None:
-        """Reads MOVED and ASK: (where to send the command, whether after ASKING); `None` for any other error."""
+        """Reads MOVED and ASK as (link, whether ASKING goes first); `None` for any other error."""
         if error.kind not in {"MOVED", "ASK"}:
             return None
         _, slot, place = error.message.split(" ")
@@ -184,7 +174,7 @@ class Router:
         return link, error.kind == "ASK"
 
     def _following(self, packed: bytes, reply: Reply, left: int) -> Reply:
-        """Wraps a reply callback so that it sees no MOVED and no ASK."""
+        """Wraps a reply callback so that it sees neither MOVED nor ASK."""
 
         def follow(answer: Any) -> None:
             target = self._target(answer) if type(answer) is Refused and left else None
@@ -209,10 +199,10 @@ class Router:
                 await self._learn()
             except QinferError:
                 self._in_doubt.set()
-            await asyncio.sleep(_PAUSE_S)  # a node that stays away is asked about twice a second, not in a tight loop
+            await asyncio.sleep(_PAUSE_S)  # asks twice a second about a node that stays away, not in a tight loop
 
     async def _learn(self) -> None:
-        """Asks a reachable node for the cluster's map and follows it."""
+        """Reads the cluster's map from a reachable node."""
         up = [link for link in self._links.values() if link.is_up] or [self._link(self._seed)]
         asked = random.choice(up)  # noqa: S311 - the next question goes to another: one node's view may be stale
         table = list(self._table)
@@ -235,11 +225,7 @@ class Router:
 class BlockingLink:
     """A connection for the blocking reads of one slot; follows the slot when it moves.
 
-    Args:
-        link: The connection.
-        target: Reads MOVED and ASK; see `Router`.
-        beside: Sends a packed command to the same node by another connection.
-        on_close: Called when it is closed.
+    `beside` sends a packed command to the same node over another connection.
     """
 
     def __init__(
@@ -260,24 +246,24 @@ class BlockingLink:
         return self._link.client_id
 
     def expect(self, block_s: float) -> None:
-        """Has the next reads block for up to `block_s` seconds."""
+        """Lets the next reads block for up to `block_s` seconds."""
         self._link.expect(block_s)
 
     def rouse(self, is_over: Callable[[], bool], tries: int = _ROUSES) -> None:
-        """Unblocks a blocking read, again and again until it has ended: it may not have come to Redis yet."""
+        """Unblocks a blocking read, repeatedly because it may not have reached Redis yet."""
         if tries and not is_over():
             with suppress(BrokerUnavailable):
                 self._beside(pack((b"CLIENT", b"UNBLOCK", self.client_id)), _ignore)
             asyncio.get_running_loop().call_later(_ROUSE_EVERY_S, self.rouse, is_over, tries - 1)
         elif not is_over():
-            self._link.reset()  # it listens to nobody
+            self._link.reset()  # the connection does not react
 
     def send(self, packed: bytes, reply: Reply) -> None:
-        """See `Link.send`."""
+        """Sends a command as `Link.send` does."""
         self._link.send(packed, reply)
 
     async def call(self, *command: Any, late: Reply | None = None) -> Any:
-        """Sends a command and returns its reply; see `Link.call`."""
+        """Sends a command and returns its reply, following a moved slot."""
         for _ in range(_MAX_REDIRECTS):
             try:
                 return await self._link.call(*command, late=late)
@@ -286,10 +272,7 @@ class BlockingLink:
         raise BrokerUnavailable(_CHANGING)
 
     async def run(self, operation: Callable[[Callable[..., Awaitable[Any]]], Awaitable[T]]) -> tuple[Connection, T]:
-        """Runs `operation` with the `call` of one connection; returns which it was, and the result.
-
-        It is run again, elsewhere, when the slot turns out to have moved.
-        """
+        """Runs `operation` with one connection's `call`, again if the slot moved; returns connection and result."""
         for _ in range(_MAX_REDIRECTS):
             connection = await self._link.connected()
             try:
@@ -304,11 +287,11 @@ class BlockingLink:
         await self._link.close()
 
     def _move(self, error: Refused) -> None:
-        """Goes to where MOVED says; raises `error` when it says something else."""
+        """Follows MOVED; raises any other error."""
         target = self._target(error)
         if target is None:
             raise error
-        if target[1]:  # the slot is on its way: its keys have two homes until it has arrived
+        if target[1]:  # while the slot migrates, its keys are on two nodes
             raise BrokerUnavailable(_CHANGING)
         self._link.reset()
 
@@ -322,14 +305,14 @@ Call = Callable[..., Awaitable[Any]]
 
 
 class Script(msgspec.Struct, frozen=True):
-    """A Lua script: its text, and the SHA-1 by which Redis knows it."""
+    """A Lua script with its SHA-1."""
 
     text: bytes
     sha: bytes
 
 
 def load_script(name: str, *parts: str, package: str = "qinfer.queue") -> Script:
-    """Reads a script from a package's `lua/`; `parts` are files of functions there, or in the queue's `lua/common/`."""
+    """Reads a script from a package's `lua/`; `parts` are shared files there or in the queue's `lua/common/`."""
     own, common = files(package).joinpath("lua"), files("qinfer.queue").joinpath("lua", "common")
     places = ((own.joinpath(f"{file}.lua"), common.joinpath(f"{file}.lua")) for file in (*parts, name))
     text = b"\n".join((place if place.is_file() else shared).read_bytes() for place, shared in places)
@@ -337,17 +320,7 @@ def load_script(name: str, *parts: str, package: str = "qinfer.queue") -> Script
 
 
 async def run_script(call: Call, script: Script, keys: Sequence[bytes], *arguments: Argument) -> Any:
-    """Runs a script.
-
-    Args:
-        call: Sends a command to the node of its keys.
-        script: Which.
-        keys: Its KEYS, all in one cluster slot.
-        arguments: Its ARGV.
-
-    Raises:
-        QinferError: What the script or `call` raises.
-    """
+    """Runs a script on KEYS of one cluster slot; `call` sends to their node."""
     try:
         return await call(b"EVALSHA", script.sha, len(keys), *keys, *arguments)
     except Refused as error:
@@ -357,7 +330,7 @@ async def run_script(call: Call, script: Script, keys: Sequence[bytes], *argumen
 
 
 def ttl_ms(seconds: float) -> int:
-    """Returns a time to live in milliseconds; Redis takes none of 0."""
+    """Returns a time to live in milliseconds, at least 1 because Redis refuses 0."""
     return max(1, int(seconds * 1000))
 
 
@@ -369,13 +342,7 @@ class Words(NamedTuple):
 
 
 async def run_each(call: Call, script: Script, requests: Sequence[Words]) -> Any:
-    """Runs a script of `each.lua`; returns what it returns for each request.
-
-    Args:
-        call: As for `run_script`.
-        script: Which.
-        requests: KEYS and ARGV for each; all keys in one cluster slot, as many for each.
-    """
+    """Runs a script of `each.lua` for requests of one slot with equally many keys; returns a reply for each."""
     keys: list[bytes] = []
     arguments: list[Argument] = [len(requests), len(requests[0].keys)]
     for words in requests:

@@ -161,10 +161,9 @@ class Sequences:
     async def submit_together(
         self, steps: Items[tuple[SequenceId, Step]], limits: Limits = NO_LIMITS
     ) -> list[Submitted | QinferError]:
-        """Appends steps without payloads of free sequences, in order; returns for each its place or the error of
-        `submit`.
+        """Appends steps without payloads of free sequences, in order.
 
-        A sequence is free again once its last step is appended.
+        Returns for each its place or the error of `submit`. A sequence is free again once its last step is appended.
         """
         call = partial(self._router.call, self._slot)
         words = [self._submit_words(sequence, step, limits) for sequence, step in steps]
@@ -210,10 +209,9 @@ class Sequences:
     async def own(
         self, worker_id: str, version: int, count: int, *, told_bits: int | None = None
     ) -> list[Owned] | None:
-        """Gives a worker up to `count` waiting sequences, tenants with the fewest by weight first; `None` = its lease
-        has ended.
+        """Gives a worker up to `count` waiting sequences, tenants with the fewest by weight first.
 
-        `told_bits` is the `bits` of `tell`; `None` if the model gets no ids.
+        Returns `None` if its lease has ended. `told_bits` is the `bits` of `tell`; `None` if the model gets no ids.
         """
         if count <= 0:
             return []
@@ -237,8 +235,7 @@ class Sequences:
         return await self._router.call(self._slot, *words) is not None
 
     async def tell(self, sequence: SequenceId, bits: int) -> Renaming:
-        """Chooses the id of a sequence for a model without sequences, whose ids have 32 or 64 `bits`, or are text (0).
-        """
+        """Chooses the id of a sequence for a model without sequences, whose ids have 32 or 64 `bits` or are text (0)."""
         key = keys.sequence_told(self._model, self._partition, sequence.name).encode()
         is_other, number = await self._run(_TELL, [key], sequence.name, bits)
         return Renaming(bool(is_other), number)
@@ -264,10 +261,10 @@ class Sequences:
         return TicketReader(link, bell, self._own_lane(version, worker_id), self._waiting(version), place)
 
     async def commit(self, steps: Items[Committed]) -> list[bool]:
-        """Commits steps of different sequences, as durably as the settings ask; False = another worker owns the
-        sequence.
+        """Commits steps of different sequences, as durably as the settings ask.
 
-        After `BrokerUnavailable` some may be committed: the caller repeats it. A too large state refuses all.
+        Returns False for a sequence that another worker owns. After `BrokerUnavailable` some may be committed: the caller
+        repeats it. If one state is too large, none is committed.
         """
         for step in steps:
             if step.state is not None and len(step.state) > MAX_STATE_BYTES:
@@ -304,11 +301,10 @@ class Sequences:
                 self._values.forget(gone)
 
     async def fail(self, place: Place, failure: Failure, token: int | None = None) -> bool:
-        """Ends a life with the failure of a step that expired, was cancelled or was buried; `unanswered` returns its
-        steps.
+        """Ends a life with the failure of a step that expired, was cancelled or was buried.
 
-        A life that has not begun ends when it begins. A worker that owns the life of a cancelled step is notified
-        instead, because it knows which steps execute.
+        `unanswered` returns its steps. A life that has not begun ends when it begins. A worker that owns the life of a
+        cancelled step is notified instead, because it knows which steps execute.
 
         Args:
             place: The step.
