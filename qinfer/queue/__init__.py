@@ -1,4 +1,4 @@
 """The queue on Redis, and the wire it uses."""
 
 MINIMUM_VERSION = (6, 2)
-"""The oldest Redis that has the commands of the queue."""
+"""The oldest Redis with all commands of the queue."""

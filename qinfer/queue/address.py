@@ -1,7 +1,7 @@
-"""Where a Redis node is and how to greet it: the parsed form of a `redis://`, `rediss://` or `unix://` URL.
+"""Addresses of Redis nodes: the parsed form of a `redis://`, `rediss://` or `unix://` URL.
 
-`redis+sentinel://` and `rediss+sentinel://` name Sentinels instead, which know where the primary is. redis-py's own
-parser reads the URL, so that `wire` and the clients of redis-py understand the same one.
+`redis+sentinel://` and `rediss+sentinel://` name Sentinels, which know the primary. redis-py's parser reads the URL, so
+that `Router` and redis-py's clients agree.
 """
 
 import logging
@@ -26,17 +26,7 @@ _TLS = _FILES | {"ssl_check_hostname", "ssl_cert_reqs"}
 
 
 class Address(msgspec.Struct, frozen=True):
-    """One node.
-
-    Attributes:
-        host: Its name or IP; unused with `path`.
-        port: Its TCP port.
-        path: Its unix socket; empty for TCP.
-        db: The database number.
-        username: The ACL user; empty for `default`.
-        password: Empty when there is none.
-        tls: How to encrypt; `None` in the clear.
-    """
+    """One node: TCP, or a unix socket if `path` is set; an empty `username` is `default`."""
 
     host: str = "127.0.0.1"
     port: int = 6379
@@ -47,18 +37,17 @@ class Address(msgspec.Struct, frozen=True):
     tls: "Tls | None" = None
 
     def __repr__(self) -> str:
-        """Names the place without the credentials; for logs."""
         return self.path or f"{self.host}:{self.port}"
 
     __str__ = __repr__
 
     @property
     def label(self) -> str:
-        """The place as everyone may see it: no path."""
+        """The public name: without the path."""
         return "socket" if self.path else f"{self.host}:{self.port}"
 
     def at(self, host: str, port: int) -> "Address":
-        """Returns another node of the same cluster, greeted alike."""
+        """Returns another node of the same cluster with the same credentials."""
         return msgspec.structs.replace(self, host=host, port=port)
 
 
@@ -67,9 +56,8 @@ class Sentinels(msgspec.Struct, frozen=True):
 
     Attributes:
         places: (host, port) of each.
-        service: The name of what they watch.
-        node: How to greet the primary; its host and port are what the Sentinels say.
-        options: The node's part of the URL, as redis-py names it: `db`, `username`, `password`, `ssl_…`.
+        node: The primary's credentials and options; the Sentinels have its host and port.
+        options: The node's options in redis-py's names: `db`, `username`, `password`, `ssl_…`.
     """
 
     places: tuple[tuple[str, int], ...]
@@ -78,7 +66,6 @@ class Sentinels(msgspec.Struct, frozen=True):
     options: dict[str, Any]
 
     def __repr__(self) -> str:
-        """Names the places without the credentials; for logs."""
         return f"{self.service} of {', '.join(f'{host}:{port}' for host, port in self.places)}"
 
     __str__ = __repr__
@@ -90,26 +77,18 @@ class Sentinels(msgspec.Struct, frozen=True):
 
 
 def parse_place(url: str) -> Address | Sentinels:
-    """Reads a URL of a node, or of Sentinels.
-
-    Raises:
-        SettingsError: See `parse`.
-    """
+    """Reads a URL of a node, or of Sentinels."""
     parts = _split(url)
     return _sentinels(parts) if parts.scheme.endswith(_SENTINEL) else parse(url)
 
 
 def parse(url: str) -> Address:
-    """Reads a Redis URL.
-
-    Raises:
-        SettingsError: It is none, or has an option that is not known.
-    """
+    """Reads a Redis URL; `SettingsError` if it is malformed or has an unknown option."""
     return _address(_fields(url))
 
 
 def _split(url: str) -> SplitResult:
-    """Splits a URL; refuses one in which a part of a password would be taken for something else, and be shown."""
+    """Splits a URL; refuses one in which part of a password would be parsed, and shown, as something else."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -127,7 +106,7 @@ def _sentinels(parts: SplitResult) -> Sentinels:
     try:
         named = [urlsplit(f"//{host}") for host in hosts.split(",")]
         places = tuple((place.hostname or "", place.port or SENTINEL_PORT) for place in named)
-    except ValueError:  # its text has what it took for a port, which may be half of a password
+    except ValueError:  # the error quotes the supposed port, which may be half of a password
         _refuse("a Sentinel's host or port can't be read")
     if not all(host for host, _ in places):
         _refuse("a Sentinel's host is empty")
@@ -144,7 +123,7 @@ def _fields(url: str) -> dict[str, Any]:
     _split(url)
     try:
         fields: dict[str, Any] = dict(parse_url(url))
-    # Its text has what it took for a port, which may be half of a password.
+    # The error quotes the supposed port, which may be half of a password.
     except ValueError:
         _refuse(_UNREADABLE)
     encrypted = fields.get("connection_class") is SSLConnection
@@ -167,14 +146,7 @@ def _address(fields: dict[str, Any]) -> Address:
 
 
 class Tls:
-    """The encryption of connections to a node, with its files as they are when a connection is made.
-
-    Args:
-        fields: The options of the URL, as redis-py names them.
-
-    Raises:
-        OSError: A file can't be read.
-    """
+    """The encryption of connections to a node; files are read again for each connection."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self._fields = fields
@@ -182,7 +154,7 @@ class Tls:
         self._context = _context(fields)
 
     def context(self) -> ssl.SSLContext:
-        """Returns the context of a new connection: the last one, with an ERROR, where a file can't be read now."""
+        """Returns the context of a new connection; if a file is unreadable, logs an ERROR and returns the last one."""
         if self._has_files:
             try:
                 self._context = _context(self._fields)
@@ -192,7 +164,7 @@ class Tls:
 
 
 def log_unreadable(error: OSError) -> None:
-    """Logs that a file of TLS can't be read any more."""
+    """Logs that a TLS file has become unreadable."""
     reason = error.strerror or str(error)
     logger.error("a TLS file of Redis can't be read; the one before is used", extra={"reason": reason})
 

@@ -1,8 +1,8 @@
-"""The response cache in Redis, shared by all gateways and workers: a string for each response, with a time to live.
+"""The response cache in Redis, shared by all gateways and workers: a string per response, with a time to live.
 
-The queue's Redis is durable and evicts nothing, so that the cache bounds itself. Time is cut into spans of an eighth of
-the time to live, so that entries of nine spans exist at a time. Each span has a ninth of the bytes, counted by a key
-that outlives it; a response that would be more is not stored.
+The queue's Redis evicts nothing, so the cache bounds itself. Time is divided into spans of an eighth of the time to
+live, so that at most nine spans have live entries. Each span has a ninth of the bytes, counted by a key that outlives
+it; responses beyond that are not stored.
 """
 
 import asyncio
@@ -14,21 +14,14 @@ from qinfer.queue.router import Router
 from qinfer.tensors import Bytes
 
 MAX_BYTES = 2**20
-"""The largest entry: a command waits for those before it on its connection."""
+"""The largest entry, because commands behind it wait."""
 
 _SPANS = 8
-_ENTRY_BYTES = 128  # about what Redis needs for a key
+_ENTRY_BYTES = 128  # about the size of a key in Redis
 
 
 class CachedResponses:
-    """See the module docstring.
-
-    Args:
-        router: The way to Redis.
-        clock: Redis' time.
-        size_bytes: The most that all entries take.
-        ttl_s: How long an entry is kept.
-    """
+    """The response cache in Redis, of `size_bytes` for all entries."""
 
     def __init__(self, router: Router, clock: ServerClock, size_bytes: int, ttl_s: float) -> None:
         self._router = router
@@ -38,31 +31,22 @@ class CachedResponses:
         self._span_ms = max(self._ttl_ms // _SPANS, 1)
 
     def takes(self, size: int) -> bool:
-        """Tells whether an entry of so many bytes may be stored at all."""
+        """Tells whether an entry of this size may be stored."""
         return size <= MAX_BYTES and size + _ENTRY_BYTES <= self._share_bytes
 
     async def find(self, key: bytes) -> bytes | None:
-        """Returns an entry; `None` where there is none.
-
-        Raises:
-            BrokerUnavailable: Redis can't be reached, at once.
-        """
+        """Returns an entry, if there is one; raises `BrokerUnavailable` immediately if the link is down."""
         name = keys.cached_response(key.hex())
         self._router.check_up(keys.slot(name))
         found: bytes | None = await self._router.call(keys.slot(name), b"GET", name)
         return found
 
     async def put(self, key: bytes, entry: Bytes) -> bool:
-        """Stores an entry, and returns whether there was room.
-
-        Raises:
-            QueueFull: Redis has no memory left.
-            BrokerUnavailable: It may have been stored.
-        """
+        """Stores an entry; returns whether there was room."""
         size = len(entry) + _ENTRY_BYTES
         count = keys.cached_bytes(int(self._now_s() * 1000) // self._span_ms)
         slot, call = keys.slot(count), self._router.call
-        # They are sent in this order, on one connection.
+        # Both go over one connection, in this order.
         _, used = await asyncio.gather(
             call(slot, b"SET", count, 0, b"NX", b"PX", 2 * self._span_ms), call(slot, b"INCRBY", count, size)
         )

@@ -1,7 +1,4 @@
-"""Clients of redis-py, for calls that are not made per request: set-up, control, and the renewal of leases.
-
-They read the same URL as `Router`: one node, a cluster, or Sentinels that know where the primary is.
-"""
+"""Clients of redis-py, for set-up, control, and the renewal of leases; they read the same URL as `Router`."""
 
 import asyncio
 import ssl
@@ -17,14 +14,14 @@ from redis.retry import Retry
 
 from qinfer.queue.address import Sentinels, log_unreadable, parse_place
 
-if TYPE_CHECKING:  # the renewer of a worker's leases imports this module, and must stay small
+if TYPE_CHECKING:  # a worker's renewer imports this module, which must stay small
     from qinfer.core.settings import RedisSettings
 
 _LONGEST_ADMIN_BLOCK_S = 2.0
 
 
 class Login(msgspec.Struct, array_like=True, frozen=True):
-    """The part of `RedisSettings` that a client needs; its URL and password are secrets, and are never shown."""
+    """The part of `RedisSettings` that a client needs; URL and password are secret."""
 
     url: str
     sentinel_password: str
@@ -34,7 +31,7 @@ class Login(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, settings: "RedisSettings") -> Self:
-        """Returns that part of some settings."""
+        """Returns that part of the settings."""
         return cls(
             settings.url.get_secret_value(),
             settings.sentinel_password.get_secret_value(),
@@ -45,11 +42,7 @@ class Login(msgspec.Struct, array_like=True, frozen=True):
 
 
 def admin_client(settings: "RedisSettings") -> "redis.asyncio.Redis | redis.asyncio.RedisCluster":
-    """Returns a client for set-up and control: replies are bytes, blocking reads may last 2 s.
-
-    Raises:
-        SettingsError: The URL can't be read.
-    """
+    """Returns a client for set-up and control: replies are bytes, blocking reads may last 2 s."""
     longest_s = settings.command_timeout_s + _LONGEST_ADMIN_BLOCK_S  # redis-py 8 would cut reads off after 5 s
     client: redis.asyncio.Redis = _client(redis.asyncio, _AsyncPrimary, Login.of(settings), longest_s)
     _have_files_read(client)
@@ -57,23 +50,16 @@ def admin_client(settings: "RedisSettings") -> "redis.asyncio.Redis | redis.asyn
 
 
 def blocking_client(login: Login) -> "redis.Redis | redis.RedisCluster":
-    """Returns a client for a thread of its own.
-
-    Raises:
-        SettingsError: The URL can't be read.
-    """
+    """Returns a client for a thread."""
     retry = Retry(NoBackoff(), 1)  # a pooled connection may have died since the last renewal
     client: redis.Redis = _client(redis, _Primary, login, login.command_timeout_s, retry=retry)
     return client
 
 
 class _ReadsFiles:
-    """A TLS connection of redis-py's asynchronous family that reads its files each time it connects.
+    """A TLS connection of redis-py's asynchronous clients that reads its files at each connect, not only at the first.
 
-    redis-py would keep them as they were the first time; its other family does not.
-
-    Attributes:
-        last: The context of the client's newest connection; each client has a class of its own.
+    `last` is the context of the client's newest connection; each client has its own class.
     """
 
     last: ClassVar[ssl.SSLContext | None] = None
@@ -95,7 +81,7 @@ class _ReadsFiles:
 
 
 def _have_files_read(client: Any) -> None:
-    """Replaces the class of a client's connections, where they are encrypted."""
+    """Replaces the class of a client's encrypted connections."""
     if isinstance(client, redis.asyncio.RedisCluster):
         client.connection_kwargs["connection_class"] = _reading(client.connection_kwargs["connection_class"])
         places: list[Any] = list(client.nodes_manager.startup_nodes.values())
@@ -111,7 +97,7 @@ def _reading(kind: type) -> type:
 
 
 class _AsyncPrimary(redis.asyncio.Redis):
-    """Closes its connections to the Sentinels too, which redis-py leaves open."""
+    """Also closes its connections to the Sentinels, which redis-py leaves open."""
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:  # noqa: FBT001 - redis-py's signature
         await super().aclose(close_connection_pool)
@@ -120,7 +106,7 @@ class _AsyncPrimary(redis.asyncio.Redis):
 
 
 class _Primary(redis.Redis):
-    """Closes its connections to the Sentinels too, which redis-py leaves open."""
+    """Also closes its connections to the Sentinels, which redis-py leaves open."""
 
     def close(self) -> None:
         super().close()
@@ -129,11 +115,11 @@ class _Primary(redis.Redis):
 
 
 def _client(clients: Any, primary: type, login: Login, timeout_s: float, **more: Any) -> Any:
-    """Makes a client of one of redis-py's two families; `primary` is its class of a node that Sentinels name."""
+    """Makes a client of one of redis-py's two families; `primary` is its class for a node behind Sentinels."""
     options = _options(login, timeout_s) | more
     place = parse_place(login.url)
     if isinstance(place, Sentinels):
-        # The Sentinels are talked to encrypted as the node is, and with their own password.
+        # Connections to Sentinels are encrypted like the node's, with a password of their own.
         encryption = {name: value for name, value in place.options.items() if name.startswith("ssl")}
         theirs = (
             _options(login, login.connect_timeout_s / 2) | encryption | {"password": login.sentinel_password or None}

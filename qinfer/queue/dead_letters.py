@@ -1,4 +1,4 @@
-"""Dead letters: entries that were given up, kept with their bytes for a person to look at."""
+"""Dead letters: entries that were given up, kept with their bytes for inspection and replay."""
 
 import logging
 import re
@@ -18,13 +18,12 @@ from qinfer.wire.frame import PayloadApart, decode_request
 logger = logging.getLogger(__name__)
 
 MAX_AGE_S = 7 * 86400.0
-"""How long a dead letter is kept."""
 
 LETTER_OBJECT_S = 2 * MAX_AGE_S
-"""The tensors of a dead letter stay so long in an object store: it may go only when another one comes."""
+"""Lifetime of a dead letter's object: the letter may be trimmed only when the next one arrives."""
 
 MAX_BYTES = 256 * 2**20
-"""How much the dead letters of a partition may take together; the newest is kept whatever its size."""
+"""The most bytes of a partition's dead letters; the newest is kept whatever its size."""
 
 _LETTERS = load_script("lanes/letters")
 _REPLAY = load_script("lanes/replay", "now_ms", "drop")
@@ -42,15 +41,12 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         id: Its id among the dead letters of its partition.
-        lane: The lane it was in.
-        request_id: The request's id; empty where the frame can't be decoded.
-        code: The error code.
-        reason: Why it was given up.
+        request_id: Empty if the frame can't be decoded.
         deliveries: How often it had been handed out.
-        buried_at: When, in seconds of the broker's time.
+        buried_at: Seconds of Redis' time.
         size: Bytes of frame and payload.
-        frame: The frame; empty in listings.
-        payload: Its payload; empty in listings, and where it had none.
+        frame: Empty in listings.
+        payload: Empty in listings.
     """
 
     id: str
@@ -66,21 +62,16 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Found(NamedTuple):
-    """A dead letter, and where its payload is if that is an object."""
+    """A dead letter, with the reference of its payload if that is an object."""
 
     letter: DeadLetter
     payload: Reference | None
 
 
 class DeadLetters:
-    """Dead letters, per model; bounded by age and bytes, the oldest go first.
+    """The dead letters of models, bounded by age and bytes; the oldest go first.
 
-    Each partition has a stream of them, which `bury.lua` writes. A payload that is an object stays one: the dead letter
-    refers to a copy of it, which is kept longer.
-
-    Args:
-        router: The way to Redis.
-        values: The way to payloads that are objects.
+    Each partition has a stream, which `bury.lua` writes. A payload that is an object is copied, to be kept longer.
     """
 
     def __init__(self, router: Router, values: Values) -> None:
@@ -88,9 +79,9 @@ class DeadLetters:
         self._values = values
 
     async def keep_payload(self, entry: Entry) -> Reference | None:
-        """Copies an entry's payload to be kept as long as a dead letter is, where it is an object.
+        """Copies an entry's payload for its dead letter, if it is an object.
 
-        While the store is away there is no copy, and the dead letter has the payload as long as the request would have.
+        Without the store there is no copy, and the payload expires as the request's would.
         """
         lane = entry.lane
         key = keys.payload(lane.model, lane.partition, entry.payload_id)
@@ -105,21 +96,17 @@ class DeadLetters:
             return None
 
     async def list(self, model: str, *, after: str = "", count: int = 100) -> "list[DeadLetter]":
-        """Returns dead letters in the order they were buried, from behind the id `after`, without their bytes.
-
-        Raises:
-            InvalidRequest: `after` is no id.
-        """
+        """Lists dead letters behind the id `after` in the order of burial, without their bytes."""
         millisecond, number = place_after(after)
         return [found.letter for found in await self._read(model, f"({millisecond}-{number}", count, _BYTES)]
 
     async def count(self, model: str) -> int:
-        """Returns how many there are."""
+        """Returns the number of dead letters."""
         key = _key(model)
         return int(await self._router.call(keys.slot(key), b"XLEN", key))
 
     async def show(self, model: str, letter_id: str) -> DeadLetter | None:
-        """Returns one with its bytes."""
+        """Returns a dead letter with its bytes."""
         found = await self._one(model, letter_id, ())
         if found is None or found.payload is None:
             return found and found.letter
@@ -127,10 +114,10 @@ class DeadLetters:
         return msgspec.structs.replace(found.letter, payload=payload or b"")
 
     async def replay(self, model: str, letter_id: str) -> bool:
-        """Puts one back at the end of its lane, as never delivered, in one step; False when it is gone.
+        """Moves a dead letter to the end of its lane atomically, as never delivered; False if it is gone.
 
-        Nobody waits for its answer any more: an asynchronous request becomes `queued` again, with its old timeout from
-        now on.
+        A synchronous caller no longer waits. An asynchronous request becomes `queued`, with its timeout counted from
+        now.
         """
         found = await self._one(model, letter_id, (b"payload",))
         if found is None:
@@ -161,7 +148,7 @@ class DeadLetters:
         return True
 
     async def purge(self, model: str, letter_ids: "Sequence[str] | None" = None) -> int:
-        """Removes the named ones, or all; returns how many there were."""
+        """Removes the named dead letters, or all; returns how many."""
         key = _key(model)
         ids = None if letter_ids is None else [each for each in letter_ids if id_of(each) is not None]
         objects = await self._objects(model, ids) if self._values.objects is not None else []
@@ -174,7 +161,6 @@ class DeadLetters:
         return int(count)
 
     async def _objects(self, model: str, ids: "Sequence[str] | None") -> Sequence[bytes]:
-        """Returns the names of the objects that some dead letters, or all, refer to now."""
         if ids is not None:
             chosen = [await self._one(model, letter_id, _BYTES) for letter_id in ids]
             return [found.payload.name.encode() for found in chosen if found and found.payload]
@@ -186,7 +172,7 @@ class DeadLetters:
         return names
 
     async def _known_s(self, record: bytes) -> float:
-        """Returns how long a request will be known once it is `queued` again, and its payload kept; 0 = it is not."""
+        """Returns how long a replayed request stays known, and its payload kept; 0 = it is unknown."""
         words = (b"HMGET", record, b"timeout_ms", b"result_ttl_ms", b"tombstone_ttl_ms")
         times = await self._router.call(keys.slot(record), *words)
         return sum(map(int, times)) / 1000 + MARGIN_S if times[0] else 0.0
@@ -228,17 +214,13 @@ def _found(model: str, letter_id: bytes, fields: Sequence[bytes]) -> _Found:
 
 
 def id_of(text: str) -> tuple[int, int] | None:
-    """Returns a dead letter's id as numbers, to compare; `None` where it is none."""
+    """Returns a dead letter's id as comparable numbers; `None` if it is malformed."""
     found = _ID.fullmatch(text)
     return (int(found[1]), int(found[2])) if found else None
 
 
 def place_after(text: str) -> tuple[int, int]:
-    """Returns behind which id a listing begins.
-
-    Raises:
-        InvalidRequest: It is no id.
-    """
+    """Returns the id behind which a listing begins."""
     place = id_of(text or "0-0")
     if place is None:
         raise InvalidRequest(f"'{text[:60]}' is no dead letter's id; expected such as 1700000000123-0")
@@ -246,7 +228,7 @@ def place_after(text: str) -> tuple[int, int]:
 
 
 def head_of(frame: bytes) -> InferRequest | None:
-    """Returns a frame's request, without the tensors that are stored beside it; `None` when it can't be decoded."""
+    """Returns a frame's request without tensors stored elsewhere; `None` if it can't be decoded."""
     try:
         return decode_request(frame)
     except PayloadApart as apart:
@@ -256,6 +238,6 @@ def head_of(frame: bytes) -> InferRequest | None:
 
 
 def payload_ttl_s(frame: bytes) -> float:
-    """Returns how long the payload of a request is needed that is put back into its lane now."""
+    """Returns how long a replayed request needs its payload."""
     request = head_of(frame)
     return ((request.timeout_s if request else 0.0) or _LONGEST_TIMEOUT_S) + _PAYLOAD_MARGIN_S

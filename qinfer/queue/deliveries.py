@@ -3,16 +3,16 @@
     put ──▶ ready ──take──▶ later ──done──▶ gone
                               └── due again ──take …
 
-Each *kind* of delivery has a queue in each partition of a model: webhooks, bulk jobs to look after, the ended requests
-of each outbox, the tasks of each labeling project. `put` is a function of `lua/common/deliveries.lua`, called by the
-scripts that end a record or store one: both happen, or neither. The promises, each a test in `tests/contract/`:
+Each *kind* (webhooks, bulk jobs, outboxes, labeling tasks) has a queue in each partition. The scripts that store or end
+a record call `put` (`lua/common/deliveries.lua`), so that both happen or neither. The guarantees, each with a test in
+`tests/contract/`:
 
-1. An item is handed out until it is done, to one caller at a time: it is due again when its kind's patience is over,
-   which doubles with each attempt. It keeps its id, and its attempts are counted.
-2. However many items rest, or are due again, new ones are handed out too.
-3. An item that nobody takes is there as long as `put` said, and the queue no longer than its last item.
-4. All this works while Redis's memory is full: what is delivered makes room.
-5. No item counts as work that waits for a model.
+1. An item goes to one caller at a time until it is done. It is due again after the kind's pause, which doubles with
+   each attempt. Its id stays, and its attempts are counted.
+2. New items are handed out however many others are due again.
+3. An untaken item stays as long as `put` said, and the queue no longer than its last item.
+4. All this works with full memory, because deliveries free it.
+5. Items do not count as work that waits for a model.
 """
 
 from collections.abc import Sequence
@@ -22,20 +22,16 @@ import msgspec
 from qinfer.queue import keys
 from qinfer.queue.router import Router, load_script
 
-_MAX_IDS = 1000  # of one script call: Lua's stack holds about 8000 values
+_MAX_IDS = 1000  # per script call: Lua's stack holds about 8000 values
 
 _TAKE = load_script("deliveries/take", "now_ms", "deliveries")
 _DONE = load_script("deliveries/done", "now_ms", "deliveries")
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """A kind of delivery.
+    """A kind of delivery, by the name in its keys.
 
-    Attributes:
-        name: What its keys are named after.
-        pause_s: How long an item that was taken rests before it is handed out again. It should not be less than one
-            delivery may take.
-        longest_pause_s: That pause doubles with each attempt, up to this.
+    A taken item rests for `pause_s`, at least the time of one delivery, doubling up to `longest_pause_s`.
     """
 
     name: str
@@ -44,32 +40,24 @@ class Kind(msgspec.Struct, frozen=True):
 
 
 WEBHOOKS = "webhooks"
-"""The kind of webhooks; an item is `request:<id>`, `job:<id>` or `endpoint:<name>`. Settings say how patient it is."""
+"""The kind of webhooks, `request:<id>`, `job:<id>` or `endpoint:<name>`; settings have its pauses."""
 
 JOBS = Kind("jobs", 2.0, 60.0)
-"""Bulk jobs to be looked at: planned, settled, stopped, or with too many failed rows; an item is a job's id."""
+"""Ids of bulk jobs to be planned, settled or stopped."""
 
 
 def outbox(name: str, pause_s: float) -> Kind:
-    """Returns the kind of the ended requests that named an outbox, for the program that reads it.
+    """Returns the kind of an outbox's ended requests, which `Requests.endings` takes.
 
-    Args:
-        name: The outbox's name.
-        pause_s: An end that was taken comes again after so long; `Requests.endings` takes them, with their results.
+    They come again after `pause_s`.
     """
     return Kind(f"outbox:{name}", pause_s, pause_s)
 
 
 class DeliveryItem(msgspec.Struct, frozen=True):
-    """Something that is to be delivered.
+    """An item to be delivered.
 
-    Attributes:
-        model: The model that it is of, and
-        partition: its partition.
-        id: Its own id, the same at each attempt; unique within its queue.
-        text: What it is about, such as a request's id.
-        notes: What was given with it.
-        attempts: How often it was handed out, this time included; 1023 = as often or more.
+    `id` is the same at each attempt. `text` is the subject, such as a request's id. `attempts` stops at 1023.
     """
 
     model: str
@@ -81,17 +69,13 @@ class DeliveryItem(msgspec.Struct, frozen=True):
 
 
 class Deliveries:
-    """The deliveries of all models; every coroutine raises `BrokerUnavailable` when the broker can't be reached.
-
-    Args:
-        router: The way to Redis.
-    """
+    """The deliveries of all models; every coroutine raises `BrokerUnavailable` without Redis."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
     async def take(self, model: str, partition: int, kind: Kind, count: int) -> list[DeliveryItem]:
-        """Takes up to `count` items of a kind, due again or new; no other caller gets them for a while."""
+        """Takes up to `count` items, due again or new; other callers do not get them for a while."""
         name = keys.deliveries(model, partition, kind.name).encode()
         times = (int(kind.pause_s * 1000), int(kind.longest_pause_s * 1000))
         return [
@@ -108,14 +92,9 @@ class Deliveries:
         *,
         note: tuple[bytes, str, str] | None = None,
     ) -> None:
-        """Removes items, even if another caller took them; may be repeated.
+        """Removes items, even those that another caller took; may be repeated.
 
-        Args:
-            model: The model, and
-            partition: its partition.
-            kind: The kind.
-            ids: Those of the items.
-            note: A record's key, and a field and value to be set in it where it is still there, in the same step.
+        `note` is the key of a record with a field and a value that are set in it, if it still exists, in the same step.
         """
         name = keys.deliveries(model, partition, kind.name).encode()
         record, field, value = note or (b"", "", "")

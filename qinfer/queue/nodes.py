@@ -1,8 +1,7 @@
-"""Nodes of Redis and their metrics: memory, files, replicas and connections, as INFO tells them.
+"""Nodes of Redis and their metrics: memory, files, replicas and connections, from INFO.
 
-INFO is the only command that is sent. It costs a node about a tenth of a millisecond, programs need the right to it
-anyway, and a node that refuses it nevertheless has `qinfer_redis_up` and nothing else. However often `/metrics` is
-scraped, a gateway asks each node once in `KEPT_S` seconds.
+INFO is the only command: it costs a node about 0.1 ms, and programs need the right to it anyway. A node that refuses it
+has only `qinfer_redis_up`. A gateway asks each node at most once in `KEPT_S` seconds.
 """
 
 import asyncio
@@ -19,8 +18,7 @@ from qinfer.queue.connection import Link, Refused, open_connection
 from qinfer.queue.router import Router
 
 KEPT_S = 5.0
-"""Seconds for which an answer is kept."""
-_ANSWERS_WITHIN_S = 2.0  # less than a scrape may take
+_ANSWERS_WITHIN_S = 2.0  # below a scrape's timeout
 
 Fields = Mapping[str, Any]
 """The fields of INFO, as text or as redis-py reads them."""
@@ -29,9 +27,7 @@ Fields = Mapping[str, Any]
 class Node(NamedTuple):
     """A node that owns keys.
 
-    Attributes:
-        label: Its host and port, `socket`, or the service that Sentinels watch.
-        info: What INFO said; empty where it is forbidden, `None` where the node did not answer.
+    `label` is host and port, `socket`, or the Sentinels' service. `info` is empty if forbidden, `None` without a reply.
     """
 
     label: str
@@ -39,13 +35,9 @@ class Node(NamedTuple):
 
 
 class Replica(NamedTuple):
-    """A replica of a node, as the node sees it.
+    """A replica as its primary sees it; offline while it receives the data.
 
-    Attributes:
-        place: Its host and port.
-        is_online: It follows; otherwise it is being sent the data.
-        lag_bytes: How much of what was written it has not confirmed.
-        lag_s: Seconds since it confirmed anything; each replica does so every second.
+    `lag_bytes` are unconfirmed. `lag_s` counts from its last confirmation, which is due every second.
     """
 
     place: str
@@ -55,12 +47,7 @@ class Replica(NamedTuple):
 
 
 class Nodes:
-    """The nodes of one Redis; see the module docstring.
-
-    Args:
-        router: The way to them.
-        settings: Their timeouts.
-    """
+    """The nodes of one Redis."""
 
     def __init__(self, router: Router, settings: RedisSettings) -> None:
         self._router = router
@@ -70,7 +57,7 @@ class Nodes:
         self._read_at = float("-inf")
 
     async def read(self) -> Sequence[Node]:
-        """Returns all nodes that own keys, as they were at most `KEPT_S` seconds ago; never fails."""
+        """Returns all nodes that own keys, at most `KEPT_S` seconds old; never fails."""
         async with self._reading:
             if time.monotonic() - self._read_at >= KEPT_S:
                 self._read = await asyncio.gather(*(self._ask(*each) for each in self._router.owners().items()))
@@ -89,7 +76,7 @@ class Nodes:
         return Node(label, info)
 
     async def _ask_anew(self, link: Link) -> bytes:
-        """Asks on a connection of its own: a node that loads its data takes no others, and answers INFO."""
+        """Asks over a new connection: a node that loads its data answers INFO, but `Link` refuses it."""
         address = await link.resolve()
         connection = await open_connection(address, self._settings, _ANSWERS_WITHIN_S)
         try:
@@ -102,16 +89,13 @@ class Nodes:
 
 
 def parse_info(text: bytes) -> dict[str, str]:
-    """Reads the answer to INFO."""
+    """Parses the reply to INFO."""
     lines = text.decode(errors="replace").splitlines()
     return {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}
 
 
 def memory_share(info: Fields) -> float | None:
-    """Returns the used share of a node's memory, as Redis computes it before it refuses a write.
-
-    The share is that of `maxmemory`, or of the machine's memory where there is no `maxmemory`; `None` = not known.
-    """
+    """Returns the used share of `maxmemory`, or of the machine's memory, as Redis computes it; `None` = unknown."""
     used, most = _number(info, "used_memory"), _number(info, "maxmemory") or _number(info, "total_system_memory")
     if used is None or not most:
         return None
@@ -119,12 +103,12 @@ def memory_share(info: Fields) -> float | None:
 
 
 def failed_files(info: Fields) -> dict[str, bool]:
-    """Returns for each kind of file that a node writes whether the last attempt failed."""
+    """Returns for each kind of file whether the last write failed."""
     return {file: info[name] != "ok" for file, name in _FILES if name in info}
 
 
 def replicas_of(info: Fields) -> list[Replica]:
-    """Returns the replicas that are connected to a node."""
+    """Returns the connected replicas of a node."""
     written = _number(info, "master_repl_offset") or 0
     found = []
     for number in range(int(_number(info, "connected_slaves") or 0)):
@@ -153,7 +137,7 @@ def families(nodes: Iterable[Node]) -> Iterator[Family]:
     yield failed
     refused = Family(catalogue.REDIS_REFUSED)
     for label, fields in known:
-        for error in _REFUSALS if "total_error_replies" in fields else ():  # the server counts errors by their kinds
+        for error in _REFUSALS if "total_error_replies" in fields else ():  # the server counts errors by kind
             refused.add(_refusals(fields, error), error=error, node=label)
     yield refused
 
@@ -172,7 +156,7 @@ def _number(info: Fields, name: str) -> float | None:
 
 
 def _refusals(info: Fields, error: str) -> float:
-    """Returns how many commands a node has answered with an error; errors that it has not had are not in INFO."""
+    """Returns how often a node has answered with an error; INFO omits errors that never occurred."""
     about = info.get(f"errorstat_{error}", "count=0")
     return float(about["count"] if isinstance(about, dict) else about.rpartition("=")[2])
 

@@ -1,15 +1,14 @@
-"""Large tensors in an object store: their names, their lifetime, and their deletion.
+"""Large tensors in an object store: their names, lifetime and deletion.
 
     <url>/<expiry>/<hash of the model>-<random>          expiry: seconds of the broker's time, a multiple of a minute
 
-An object is written before anything refers to it, under a name that nobody else knows, and never changed. What refers
-to it (`values`, dead letters) is in Redis and has a time to live that ends before the object's expiry. It is deleted
-when its reference is; what is left, because a process died in between or a reference expired, `sweep` deletes: it looks
-at folders whose expiry is over, and there at names that have this form, and at nothing else.
+An object is written before its reference, under a random name, and never changed. The references (`values`, dead
+letters) are in Redis, and expire before the object. An object is deleted with its reference. `sweep` deletes what dead
+processes and expired references leave behind: only names of this form in expired folders.
 
-The store blocks, and is used in threads; nobody waits for it longer than a timeout, not the end of the process either.
-A store that failed is left alone: everything fails at once, so that nobody who needs it not waits behind who does,
-until it has been tried in the background and works again.
+The blocking store runs in threads, and each call has a timeout, so that it delays neither callers nor the end of the
+process. After a failure all calls fail immediately, until a background probe succeeds: requests that need no store must
+not queue behind those that do.
 """
 
 import asyncio
@@ -51,21 +50,21 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 VARIABLE = "QINFER_LIMITS__PAYLOAD_URL"
-"""The setting that the messages name."""
+"""The setting that messages name."""
 
 UNREACHABLE = "the payload store can't be reached; try again"
-"""The message to clients about a store that fails, whatever the store said."""
+"""The message to clients about a failing store, without the store's own text."""
 
 SWEEP_MARGIN_S = 3600.0
-"""Objects are swept so long after their expiry: a transfer takes time, and so may clocks differ after a failover."""
+"""Seconds between expiry and sweep, for slow transfers and for clocks that differ after a failover."""
 
 _EXPIRY_STEP_S = 60
 _FOLDER = re.compile(r"[0-9]{12}")
 _NAME = re.compile(r"[0-9]{12}/[0-9a-f]{16}-[0-9a-f]{32}")
 _SLOWEST_BYTES_PER_S = 2 * 2**20  # of a transfer, beyond the time of a command
 _TRY_AGAIN_S = 1.0
-_CLOSE_S = 1.0  # in which what is to be deleted still is
-_SWEPT_FOLDERS, _SWEPT_OBJECTS = 100, 1000  # of one round
+_CLOSE_S = 1.0  # for pending deletions
+_SWEPT_FOLDERS, _SWEPT_OBJECTS = 100, 1000  # per round
 _MOST_TO_DELETE = 10_000
 _AT_ONCE = 64
 _THREADS = 16
@@ -74,12 +73,8 @@ _THREADS = 16
 class ObjectStore:
     """The objects of one deployment; gateways and workers have the same.
 
-    Args:
-        store: Where they are.
-        folder: The folder there that has them; no name but those that are made here is ever put after it.
-        limits: Values above its threshold belong here.
-        redis: How long a small operation may take, and whether what is written must be on the disk.
-        now_s: The broker's time.
+    Only names made here are ever appended to `folder`. `redis` sets the timeout of small operations, and whether writes
+    are synced.
     """
 
     def __init__(
@@ -99,10 +94,9 @@ class ObjectStore:
 
     @classmethod
     async def open(cls, limits: LimitSettings, redis: RedisSettings, now_s: Callable[[], float]) -> Self:
-        """Opens the store of `limits.payload_url`, and tries it: an object is written, read and deleted.
+        """Opens the store of `limits.payload_url`, and tries it by writing, reading and deleting an object.
 
-        Raises:
-            SettingsError: The URL is wrong, its driver is missing, or the store does not take an object.
+        Raises `SettingsError` if the URL is wrong, its driver is missing, or the trial fails.
         """
         store, folder = await asyncio.to_thread(_opened, limits.payload_url)
         one = cls(store, folder, limits, redis, now_s)
@@ -116,25 +110,19 @@ class ObjectStore:
         return one
 
     async def write(self, owner: str, data: Bytes, kept_s: float) -> Reference:
-        """Writes an object.
+        """Writes an object for `kept_s` seconds; its name has the hash of `owner`, for people who search it.
 
-        Args:
-            owner: Whose it is; its hash is in the name, for people who look for one.
-            data: The bytes.
-            kept_s: How long it is referred to, at most.
-
-        Raises:
-            BrokerUnavailable: The store can't be reached; what it may have is swept.
+        After `BrokerUnavailable` a partial object may exist, which is swept.
         """
         reference = Reference(self._new_name(owner, kept_s), len(data))
         await self._used(partial(self._write, reference.name, bytes(data)), self._transfer_s(reference))
         return reference
 
     async def read(self, reference: Reference) -> bytes | None:
-        """Returns an object's bytes; `None` when it is gone.
+        """Returns an object's bytes; `None` if it is gone.
 
         Raises:
-            CorruptEntry: It is not what the reference says.
+            CorruptEntry: The object is not the one of the reference.
             BrokerUnavailable: The store can't be reached, or the reference is a newer qinfer's.
         """
         data = await self._used(partial(self._read, _checked(reference), reference.size), self._transfer_s(reference))
@@ -143,13 +131,13 @@ class ObjectStore:
         return data
 
     async def copy(self, reference: Reference, owner: str, kept_s: float) -> Reference | None:
-        """Copies an object, to be kept longer; `None` when it is gone. Raises as `read`."""
+        """Copies an object, to be kept for `kept_s` seconds; `None` if it is gone. Raises as `read` does."""
         copied = Reference(self._new_name(owner, kept_s), reference.size)
         work = partial(self._copy, _checked(reference), copied.name)
         return copied if await self._used(work, self._transfer_s(reference)) else None
 
     def delete(self, names: Iterable[str]) -> None:
-        """Schedules the deletion of objects that nothing refers to; if the store is away, the sweep deletes them."""
+        """Schedules the deletion of unreferenced objects; if the store is away, the sweep deletes them."""
         self._to_delete.extend(name for name in names if _NAME.fullmatch(name))
         if self._to_delete and self._deleting is None:
             self._deleting = asyncio.create_task(self._delete(), name="delete objects")
@@ -160,11 +148,7 @@ class ObjectStore:
             await asyncio.wait([self._deleting])
 
     async def sweep(self) -> int:
-        """Deletes a bounded number of objects that expired long ago; returns their number.
-
-        Raises:
-            BrokerUnavailable: The store can't be reached.
-        """
+        """Deletes a bounded number of long-expired objects; returns how many."""
         before_s = self._now_s() - SWEEP_MARGIN_S
         found = await self._used(partial(self._names, ""), self._small_s)
         folders = sorted(name for name in found if _FOLDER.fullmatch(name) and int(name) < before_s)
@@ -183,7 +167,7 @@ class ObjectStore:
         return count
 
     async def close(self) -> None:
-        """Spends a moment on scheduled deletions, and closes the store."""
+        """Waits briefly for scheduled deletions, and closes the store."""
         if self._recovering is not None:
             self._recovering.cancel()
         if self._deleting is not None:
@@ -213,11 +197,7 @@ class ObjectStore:
             await asyncio.gather(*(self._used(partial(self._remove, name), self._small_s) for name in some))
 
     async def _used(self, work: Callable[[], T], timeout_s: float) -> T:
-        """Runs a call of the store in a thread.
-
-        Raises:
-            BrokerUnavailable: It failed, or did before and was not found to work since.
-        """
+        """Runs a call of the store in a thread, unless the store counts as away."""
         if self._recovering is not None:
             raise BrokerUnavailable(UNREACHABLE)
         try:
@@ -228,11 +208,7 @@ class ObjectStore:
             raise
 
     async def _in_thread(self, work: Callable[[], T], timeout_s: float) -> T:
-        """Runs a call of the store in a thread, even while the store counts as away.
-
-        Raises:
-            BrokerUnavailable: It failed, or not in time.
-        """
+        """Runs a call of the store in a thread, even while it counts as away; a failure is `BrokerUnavailable`."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.wrap_future(self._threads.submit(work))
@@ -251,12 +227,7 @@ class ObjectStore:
         logger.info("the payload store works again")
 
     async def _try(self) -> None:
-        """Writes, reads and deletes an object.
-
-        Raises:
-            BrokerUnavailable: One of these failed.
-            CorruptEntry: It gave back something else.
-        """
+        """Writes, reads and deletes an object."""
         data = secrets.token_bytes(16)
         name = self._new_name("", 0.0)
         await self._in_thread(partial(self._write, name, data), self._small_s)
@@ -290,12 +261,11 @@ class ObjectStore:
         return [child.name for child in self._store.children(f"{self._folder}/{folder}" if folder else self._folder)]
 
     def _transfer_s(self, reference: Reference) -> float:
-        """Returns how long the transfer of an object may take."""
         return self._small_s + reference.size / _SLOWEST_BYTES_PER_S
 
 
 def _checked(reference: Reference) -> str:
-    """Returns a reference's name, which only this module makes."""
+    """Returns a reference's name after checking that it was made here."""
     if reference.version > REFERENCE_VERSION:
         raise BrokerUnavailable("the tensors were stored by a newer qinfer, which can read them")
     if not _NAME.fullmatch(reference.name):
@@ -304,11 +274,7 @@ def _checked(reference: Reference) -> str:
 
 
 def _opened(url: str) -> tuple[Store, str]:
-    """Opens the store of a URL, and returns the folder in it.
-
-    Raises:
-        SettingsError: The URL is none, its driver is not installed, or its directory does not exist.
-    """
+    """Opens the store of a URL; returns it with the folder."""
     scheme = url.partition("://")[0]
     try:
         store, folder = open_store(normalised(url))
@@ -328,12 +294,12 @@ def _opened(url: str) -> tuple[Store, str]:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    with suppress(OSError):  # it is not, or another was first
+    with suppress(OSError):  # not empty, or another was first
         folder.rmdir()
 
 
 class _Threads:
-    """Daemon threads: unlike those of an executor, which are joined, they do not keep the process from ending."""
+    """Daemon threads: unlike an executor's, which are joined, they do not delay the end of the process."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
@@ -355,7 +321,7 @@ class _Threads:
     def _run(self) -> None:
         while (job := self._work.get()) is not None:
             _fulfil(*job)
-            del job  # or it would hold a payload until the next one comes
+            del job  # or it would hold a payload until the next job
 
 
 def _fulfil(work: Callable[[], Any], future: "Future[Any]") -> None:

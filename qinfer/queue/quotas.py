@@ -1,13 +1,13 @@
-"""Quotas of tenants, which hold over all gateways: each gateway leases a part of what is left, ahead of use.
+"""Quotas of tenants, shared by all gateways: each gateway leases a part ahead of use.
 
     exchange ──▶ tokens and places that this gateway holds: it decides by them, without asking ──▶ exchange …
 
-The promises, each a test in `tests/contract/queue/test_quotas.py`:
+The guarantees, each with a test in `tests/contract/queue/test_quotas.py`:
 
-1. Gateways never hold more tokens together than the bucket has, nor more places than there are.
-2. What a gateway has used beyond what it held is a debt of the tenant: it is paid before anything else is granted.
-3. A gateway that alone is asked holds all; of several, each holds a part by what it is asked for.
-4. What a gateway holds that is gone is free again when its lease ends.
+1. Gateways together never hold more tokens than the bucket has, nor more places than the quota.
+2. Use beyond a gateway's part becomes the tenant's debt, which is paid before further grants.
+3. A single active gateway holds all; several divide it by demand.
+4. The part of a dead gateway is free again when its lease ends.
 """
 
 from typing import NamedTuple
@@ -22,9 +22,9 @@ class Limits(NamedTuple):
     """The quota of a tenant.
 
     Attributes:
-        rate: Tokens that come a second; 0 = there is no rate.
-        burst: Tokens that there are at most.
-        places: Requests that may be in flight.
+        rate: Tokens per second; 0 = unlimited.
+        burst: The most tokens at a time.
+        places: The most requests in flight.
     """
 
     rate: float
@@ -33,11 +33,11 @@ class Limits(NamedTuple):
 
 
 class Use(NamedTuple):
-    """The use of a tenant's quota at one gateway, as it tells it in an exchange.
+    """The use of a tenant's quota at one gateway.
 
     Attributes:
         used: Tokens used since the last exchange.
-        demand: How much is asked for, in tokens; what counts is how it compares to other gateways'.
+        demand: Requested tokens, to compare gateways.
         in_flight: Requests in flight.
     """
 
@@ -47,13 +47,13 @@ class Use(NamedTuple):
 
 
 class Leased(NamedTuple):
-    """The part of a tenant's quota that one gateway holds after an exchange.
+    """The part of a tenant's quota that one gateway holds.
 
     Attributes:
-        tokens: That it may use.
-        level: All that there are over all gateways; below 0 = a debt.
-        part: Its part of those that come from now on.
-        places: Requests that it may have in flight.
+        tokens: Its tokens.
+        level: The tokens of all gateways; negative = a debt.
+        part: Its part of future tokens.
+        places: Its requests in flight.
     """
 
     tokens: float
@@ -63,26 +63,14 @@ class Leased(NamedTuple):
 
 
 class Quotas:
-    """The quotas as one gateway leases them; every coroutine raises `BrokerUnavailable` without Redis.
-
-    Args:
-        router: The way to Redis.
-        gateway: The gateway.
-    """
+    """The quotas as one gateway leases them; every coroutine raises `BrokerUnavailable` without Redis."""
 
     def __init__(self, router: Router, gateway: str) -> None:
         self._router = router
         self._gateway = gateway
 
     async def exchange(self, tenant: str, limits: Limits, use: Use, lease_s: float) -> Leased:
-        """Tells what was used, and leases anew.
-
-        Args:
-            tenant: Whose quota.
-            limits: What it is.
-            use: What this gateway has used, and is asked for.
-            lease_s: What it holds is free again after so long without an exchange; 0 = it gives back all now.
-        """
+        """Reports use, and renews the lease for `lease_s` seconds; 0 gives everything back."""
         key = keys.quota(tenant).encode()
         words = (*limits, *use, ttl_ms(lease_s) if lease_s else 0)
         tokens, level, part, places = await self._router.run(keys.slot(key), _EXCHANGE, [key], self._gateway, *words)

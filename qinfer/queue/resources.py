@@ -1,19 +1,18 @@
-"""Units of global resources, which hold over all workers: who has how many, and who waits for some.
+"""Units of global resources, shared by all workers: how many each holds, and which workers wait.
 
     exchange ──▶ got: executions use them, until others wait ──▶ exchange, which gives them back
         └──▶ not got: the worker is in line ──news: some were freed──▶ exchange …
 
-The promises, each a test in `tests/contract/queue/test_resources.py`:
+The guarantees, each with a test in `tests/contract/queue/test_resources.py`:
 
-1. Workers never hold more units of a resource together than its maximum: the largest that a live worker names.
-2. All units of an execution are taken by one script, or none; a worker that waits for some holds none of those.
-3. A worker holds units by a lease, which every exchange renews. When it ends, they are free, and it is out of line.
-4. Those that wait get units in the order in which they came, but callees before all others; who needs nothing of what
-   others wait for waits for nobody.
-5. `wait` tells those in line that units were freed, and those that hold units that others wait for them.
+1. Workers together never hold more units than the maximum, the largest that a live worker names.
+2. A script takes all units of an execution or none; a waiting worker holds none of them.
+3. Every exchange renews the lease on a worker's units. When it ends they are free, and the worker leaves the line.
+4. Workers in line get units in order, callees first. A worker that needs no contended resource does not wait.
+5. `wait` tells workers in line of freed units, and holders of contended ones that others wait.
 
-A worker whose lease has ended while it was stopped does not know that, and ends what it executes: more units are in use
-then than there are. Where Redis loses its last second, in a failover, leases may be lost with it.
+A worker that was stopped past its lease finishes its executions, so that more units are in use than exist. A failover
+that loses the last second may lose leases.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,17 +28,17 @@ _LEAVE = load_script("resources/leave")
 _BLOCK_S = 0.5
 
 Units = Mapping[str, int]
-"""Resource → how many units of it, each at least 1."""
+"""Units by resource, each at least 1."""
 
 
 class Exchanged(NamedTuple):
     """The outcome of an exchange.
 
     Attributes:
-        has_got: Whether the worker got what it wanted.
+        has_got: The worker got its wish.
         held: All units that it holds now.
         wanted: The resources that others wait for.
-        retry_s: Seconds until another worker's lease ends, unless that is renewed; infinite = there is none.
+        retry_s: Seconds until another worker's lease ends; infinite without one.
     """
 
     has_got: bool
@@ -49,20 +48,14 @@ class Exchanged(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """The units of an execution that a worker waits for, or did, and whether those that hold others wait for it."""
+    """The units that an execution needs; those that hold others wait for a callee."""
 
     units: Units
     is_callee: bool = False
 
 
 class News(NamedTuple):
-    """The events of a span of time.
-
-    Attributes:
-        last: The place of the last of the news.
-        has_freed: Units, or places in line, were freed.
-        wanted: Resources that workers have begun to wait for.
-    """
+    """The events up to `last`: whether units or places in line were freed, and newly wanted resources."""
 
     last: str
     has_freed: bool
@@ -70,13 +63,7 @@ class News(NamedTuple):
 
 
 class Resources:
-    """The units of one worker; every coroutine raises `BrokerUnavailable` without Redis.
-
-    Args:
-        router: The way to Redis.
-        worker_id: The worker.
-        lease_s: The lease ends after so long without an exchange.
-    """
+    """The units of one worker; every coroutine raises `BrokerUnavailable` without Redis."""
 
     def __init__(self, router: Router, worker_id: str, lease_s: float) -> None:
         self.owner = f"{worker_id}/resources"
@@ -97,19 +84,19 @@ class Resources:
 
     @property
     def lease_keys(self) -> list[bytes]:
-        """The KEYS of `sequences.RENEW_OWNER`, which renews the lease of `owner`, and keeps what it needs."""
+        """The KEYS with which `sequences.RENEW_OWNER` renews the lease."""
         return [*self._names[:2], *self._names]
 
     async def exchange(
         self, maxima: Units, back: Units, wish: Wish | None = None, given_up: Sequence[Wish] = ()
     ) -> Exchanged:
-        """Gives units back, takes those of a wish if they can be had, and renews the lease.
+        """Gives units back, takes those of a wish if they are free, and renews the lease.
 
         Args:
-            maxima: The units that there are, as far as this worker's models and settings tell.
-            back: Units that it gives back.
-            wish: What it waits for, from now on if it does not get it.
-            given_up: What it waits for no longer.
+            maxima: The total units that this worker's models and settings name.
+            back: The units to give back.
+            wish: The units to take, or else to wait for.
+            given_up: Wishes to withdraw.
         """
         line = "" if wish is None else self._in_line(wish)
         withdrawn = msgspec.json.encode([self._in_line(one).decode() for one in given_up])
@@ -123,7 +110,7 @@ class Resources:
         return Exchanged(bool(has_got), units, names, retry_s if retry_s >= 0 else float("inf"))
 
     async def wait(self, after: str) -> News | None:
-        """Waits for news after those of a place, `0` at first; `None` = there was none for half a second."""
+        """Waits half a second for news behind the place `after`, which is `0` at first."""
         if self._link is None:
             self._link = self._router.blocking(self._slot, "qinfer-resources", _BLOCK_S)
         block = (b"BLOCK", int(_BLOCK_S * 1000))

@@ -1,7 +1,7 @@
-"""Answers to steps of sequences that are not executed: their stored response, or why there is none.
+"""Answers to unexecuted steps of sequences, with the stored response or a failure.
 
-A step that was sent again gets the stored response of the first of its number; one that a life leaves behind when it
-ends gets its stored response too, or the failure that ended it. Then it is removed.
+A repeated step gets the stored response of the first. A step left by an ended life gets its stored response, or the
+failure that ended the life, and is removed.
 """
 
 import msgspec
@@ -17,18 +17,14 @@ from qinfer.wire.frame import decode_responses, encode_responses
 
 
 def is_callers(failure: Failure) -> bool:
-    """Tells whether the gateway whose request a step was counts its failure, and not the program that answers it."""
+    """Tells whether the failure counts at the gateway that sent the step, not at the program that answers it."""
     return (failure.code == Cancelled.code and LEFT in failure.message) or failure.message == BACKLOG_TIMED_OUT
 
 
 async def answer_rest(queue: Queue, sequences: Sequences) -> list[tuple[InferRequest, Failure]]:
-    """Answers what is left of lives that have ended; several may do it at once.
+    """Answers the steps of ended lives; returns the failed requests. Safe to run concurrently.
 
-    Returns:
-        The requests that failed, and why.
-
-    Raises:
-        BrokerUnavailable: What was not answered comes again.
+    After `BrokerUnavailable` the others come again.
     """
     failed: list[tuple[InferRequest, Failure]] = []
     while left := await sequences.unanswered():
@@ -40,11 +36,7 @@ async def answer_rest(queue: Queue, sequences: Sequences) -> list[tuple[InferReq
 
 
 async def answer_step(queue: Queue, sequences: Sequences, step: Unanswered) -> InferRequest | None:
-    """Answers a step with its failure, or else with the stored response, and removes it.
-
-    Returns:
-        Its request; `None` where the frame can't be read.
-    """
+    """Answers a step with its failure or stored response, and removes it; returns its request, if readable."""
     request = head_of(step.frame)
     if request is not None and request.reply_to:
         response = await _response(sequences, step.place, request, step.failure)
@@ -54,13 +46,7 @@ async def answer_step(queue: Queue, sequences: Sequences, step: Unanswered) -> I
 
 
 async def stored_response(sequences: Sequences, place: Place, request_id: str) -> Response:
-    """Returns the stored response of a step, as the one to a request that was sent again.
-
-    Raises:
-        SequenceEnded: It is no longer kept.
-        CorruptEntry: It is damaged.
-        BrokerUnavailable: It can't be read now.
-    """
+    """Returns the stored response of a step for a repeated request; `SequenceEnded` if it is no longer kept."""
     blob = await sequences.response(place)
     if blob is None:
         raise SequenceEnded(NOT_KEPT)
@@ -71,7 +57,7 @@ async def stored_response(sequences: Sequences, place: Place, request_id: str) -
 
 
 async def _response(sequences: Sequences, place: Place, request: InferRequest, failure: Failure | None) -> Response:
-    """Makes the response to one of the requests of a step, which may have been sent several times."""
+    """Makes the response to one of a step's requests, which may have been sent several times."""
     if failure is None:
         try:
             return await stored_response(sequences, place, request.id)

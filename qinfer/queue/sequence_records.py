@@ -1,4 +1,4 @@
-"""Records of sequences in the queue: what is submitted, owned, taken, committed, and left unanswered."""
+"""Records of sequences in the queue."""
 
 from collections.abc import Sequence as Items
 from functools import lru_cache
@@ -12,30 +12,30 @@ from qinfer.queue.entries import Entry, Lease, Payload
 from qinfer.tensors import Bytes
 
 MAX_STATE_BYTES = 64 * 2**20
-"""The largest state of a sequence; where it has several, of all together."""
+"""The largest state of a sequence, all its parts together."""
 
 
 NOBODYS = 0
-"""Stands for the token of a life that nobody owns; those of owners begin with 1."""
+"""The token of a life without an owner; owners' tokens begin with 1."""
 
 
 _MAX_NUMBER = 21  # characters of `n` and a number of 64 bits
 
 
 class SequenceId(msgspec.Struct, frozen=True):
-    """A sequence within a model's partition: its tenant, and the correlation id, a number or a text."""
+    """A sequence within a model's partition: a tenant and a correlation id."""
 
     tenant: str
     correlation_id: int | str
 
     @property
     def name(self) -> str:
-        """Spells it in keys, so that no two sequences share one."""
+        """The spelling in keys, unique per sequence."""
         return _spell(self.tenant, self.correlation_id)
 
     @classmethod
     def of(cls, name: str) -> "SequenceId":
-        """Reads a name; one that is damaged is that of no sequence."""
+        """Reads a name; a damaged one matches no sequence."""
         tenant, _, rest = name.partition(":")
         is_number = rest[:1] == "n" and rest[1:].isdecimal() and len(rest) <= _MAX_NUMBER
         value = int(rest[1:]) if is_number else rest[1:]
@@ -59,13 +59,9 @@ def read_tenant(spelled: str) -> str:
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that a life of a sequence stays on from START to END.
+    """The model that a life of a sequence keeps from START to END.
 
-    Attributes:
-        version: The model's version, > 0.
-        generation: Its generation.
-        is_explicit: The state is in the model's own memory, and ends with its worker.
-        idle_s: The life ends after so long without a step.
+    An `explicit` state is in the worker's memory. The life ends after `idle_s` without a step.
     """
 
     version: int
@@ -78,14 +74,12 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One request of a sequence, to be submitted.
 
     Attributes:
-        frame: The encoded request.
-        timeout_s: Until its deadline.
-        start: What its life stays on, where it is the first; `None` otherwise.
-        end: It is the last one.
-        number: The caller's `qinfer_step`, from 1; 0 = the step is not numbered.
-        digest: Identifies the content of a START with a number: the same one sent again begins no new life.
-        payload: Tensors that do not travel in the frame.
-        weight: Its tenant's weight, where it is the first; 0 = not known.
+        timeout_s: Seconds to its deadline.
+        start: The life's model, in its first step only.
+        number: The caller's `qinfer_step`, from 1; 0 = not numbered.
+        digest: Identifies a numbered START: the same one sent again begins no new life.
+        payload: Tensors beside the frame.
+        weight: The tenant's weight, in the first step; 0 = unknown.
     """
 
     frame: Bytes
@@ -107,12 +101,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Limits(NamedTuple):
-    """The limits of `submit`; 0 = none.
-
-    Attributes:
-        steps: So many steps of one sequence wait at most.
-        open: So many sequences of the partition are open at most.
-    """
+    """The limits of `submit`: waiting steps per sequence, and open sequences of the partition; 0 = unlimited."""
 
     steps: int = 0
     open: int = 0
@@ -122,19 +111,14 @@ NO_LIMITS = Limits()
 
 
 class Submitted(msgspec.Struct, frozen=True):
-    """The outcome of `submit`: where the step is; `entry` is `None` where its response is stored already."""
+    """The place of a submitted step; `entry` is `None` if its response is already stored."""
 
     place: Place
     entry: Entry | None
 
 
 class Renaming(NamedTuple):
-    """Says whether a model is told another id of a sequence than its own: of tenants that are not its first one.
-
-    Attributes:
-        is_other: The tenant is another one than the model's first.
-        number: The number that was allotted, or reserved; 0 = none.
-    """
+    """Tells whether a model sees a different id, because the tenant is not its first; `number` 0 = none allotted."""
 
     is_other: bool = False
     number: int = 0
@@ -144,7 +128,7 @@ UNCHANGED = Renaming()
 
 
 class Owned(msgspec.Struct, frozen=True, kw_only=True):
-    """A life of a sequence that a worker has become the owner of; it has a `state` where steps are committed."""
+    """A life of a sequence that a worker now owns; it has a `state` if steps are committed."""
 
     sequence: SequenceId
     life: int
@@ -157,13 +141,10 @@ class Owned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotShare(NamedTuple):
-    """A tenant with open sequences: its weight, and how many workers have.
+    """A tenant with open sequences.
 
-    Attributes:
-        tenant: The tenant.
-        weight: Its weight.
-        held: How many sequences of it have a slot, at all workers.
-        waited_s: How long the first one has waited for a slot; below 0 = none does.
+    `held` counts its slots at all workers. `waited_s` is the wait of its first sequence without a slot; negative = no
+    wait.
     """
 
     tenant: str
@@ -173,7 +154,7 @@ class SlotShare(NamedTuple):
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """A step for its sequence's owner; without a `lease` its life has ended, or only the step's caller has left."""
+    """A step for its sequence's owner; without `lease` the life has ended, or only the step's caller has left."""
 
     place: Place
     token: int
@@ -182,21 +163,16 @@ class Taken(msgspec.Struct, frozen=True):
 
 
 class News(msgspec.Struct, frozen=True):
-    """The outcome of `take`; to be confirmed by its `ticket` with the next one."""
+    """The outcome of `take`; its `ticket` goes into the next call."""
 
     ticket: str
     taken: Items[Taken]
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True):
-    """A step that was executed, to be committed.
+    """An executed step to be committed.
 
-    Attributes:
-        place: Which one.
-        token: The owner's.
-        response: The encoded response, or failure.
-        state: The state after it; `None` = it has not changed, or is in the model's memory.
-        idle_s: The life's idle time: so much longer a state in an object store is kept.
+    `state` is `None` if it is unchanged, or in the model's memory. An object store keeps it for the idle time besides.
     """
 
     place: Place
@@ -207,7 +183,7 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unanswered(msgspec.Struct, frozen=True):
-    """A step of a life that has ended: its stored response is to be published, or this failure; then `finish` it."""
+    """A step of an ended life: publish this failure, or its stored response, then `finish` it."""
 
     place: Place
     entry: Entry
@@ -216,7 +192,7 @@ class Unanswered(msgspec.Struct, frozen=True):
 
 
 class Sizes(NamedTuple):
-    """Counts of a partition's sequences: open, waiting for an owner; handed over and lost since the model is known."""
+    """Counts of a partition's sequences: open and waiting ones, and all handed over and lost so far."""
 
     open: int
     waiting: int
@@ -228,9 +204,9 @@ _QUALIFIED = "qinfer:"
 
 
 def told_id(sequence: SequenceId, told: Renaming) -> int | str:
-    """Returns the correlation id by which a model is told of a sequence, which no sequence of another tenant has.
+    """Returns the correlation id that a model sees, unique among all tenants.
 
-    A text that looks qualified is qualified, of whichever tenant: no tenant can name the id of another.
+    A text that looks qualified is always qualified, so that no tenant can use the id of another.
     """
     given = sequence.correlation_id
     if told.number:
@@ -240,11 +216,11 @@ def told_id(sequence: SequenceId, told: Renaming) -> int | str:
 
 
 NOT_KEPT = f"the response to this step of the sequence is no longer kept; {BEGIN_AGAIN}"
-"""Why a repeated step has no answer."""
+"""The failure of a repeated step without a stored response."""
 
 
 def start_missing(model: str, correlation_id: int | str) -> InvalidRequest:
-    """Returns the error of a request without START where no such sequence is open (reference §3.4)."""
+    """Returns the error of a request without START for a sequence that is not open (reference §3.4)."""
     return InvalidRequest(f"inference request for sequence {correlation_id} to model '{model}' {START_MISSING}")
 
 

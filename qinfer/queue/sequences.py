@@ -235,7 +235,7 @@ class Sequences:
         return await self._router.call(self._slot, *words) is not None
 
     async def tell(self, sequence: SequenceId, bits: int) -> Renaming:
-        """Chooses the id of a sequence for a model without sequences, whose ids have 32 or 64 `bits` or are text (0)."""
+        """Chooses a sequence's id for a model without sequences, with 32 or 64 `bits`, or as text (0)."""
         key = keys.sequence_told(self._model, self._partition, sequence.name).encode()
         is_other, number = await self._run(_TELL, [key], sequence.name, bits)
         return Renaming(bool(is_other), number)
@@ -263,7 +263,7 @@ class Sequences:
     async def commit(self, steps: Items[Committed]) -> list[bool]:
         """Commits steps of different sequences, as durably as the settings ask.
 
-        Returns False for a sequence that another worker owns. After `BrokerUnavailable` some may be committed: the caller
+        Returns False for a sequence of another worker. After `BrokerUnavailable` some may be committed: the caller
         repeats it. If one state is too large, none is committed.
         """
         for step in steps:

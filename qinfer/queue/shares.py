@@ -1,9 +1,9 @@
-"""The shares that tenants have of a lane, as one process knows them: each tenant of a lane has one of its streams.
+"""The tenants' shares of lanes, as one process knows them: each tenant of a lane has one of its streams.
 
-One tenant has the lane itself, each further one a stream of its own; where there are more tenants than streams, some
-share one. Who has which is decided in Redis (`lua/common/places.lua`), when an entry is submitted by a script. A
-process remembers the answer: what it appends meanwhile needs no script. Where its memory is wrong, nothing is lost: a
-stream that was given up takes no entries (`XADD NOMKSTREAM`), and an entry in another's stream is fetched like others.
+One tenant has the lane itself, each other one its own stream, or a shared one if there are more tenants than streams.
+`lua/common/places.lua` decides this when a script submits an entry, and a process remembers the answer to submit
+without the script. An outdated answer is harmless: a deleted stream takes no entries (`XADD NOMKSTREAM`), and an entry
+in another tenant's stream is fetched like any.
 """
 
 from collections.abc import Callable
@@ -14,24 +14,20 @@ from qinfer.queue.connection import Argument, Template
 from qinfer.queue.entries import Lane, divided_of, share_of
 
 KNOWN_S = 30.0
-"""How long a place is remembered: half of the time after which Redis may give it to others."""
+"""How long a place is remembered: half of the time after which Redis may reassign it."""
 
 CROWDED_S = 1.0
-"""How long a place is remembered that several tenants have: each uses the shorter one of two streams."""
+"""How long a shared place is remembered, because such tenants use the shorter of two streams."""
 
 _ASKING_S = 1.0
-_NOT_KNOWN = -1  # the number of no share
+_NOT_KNOWN = -1
 _MAX_PLACES = 65536
 
 
 class Places:
-    """The places of tenants in lanes that this process has asked for.
+    """The places of tenants in lanes that this process knows.
 
-    Args:
-        monotonic_s: The clock.
-
-    Attributes:
-        weigh: Returns the weight of a tenant; 0 = not known here. The program that knows sets it.
+    `weigh` returns a tenant's weight, 0 = unknown; the program that knows weights sets it.
     """
 
     def __init__(self, monotonic_s: Callable[[], float]) -> None:
@@ -40,7 +36,7 @@ class Places:
         self._places: dict[tuple[Lane, str], tuple[Lane, float]] = {}
 
     def find(self, lane: Lane, tenant: str) -> Lane | None:
-        """Returns the stream of a lane to which a tenant's entries go; `None` = a script has to tell."""
+        """Returns the stream for a tenant's entries; `None` = the script has to decide."""
         known = self._places.get((lane, tenant))
         if known is None:
             return None
@@ -48,36 +44,36 @@ class Places:
         now_s = self._monotonic_s()
         if now_s < until_s:
             return stream
-        # One entry asks; those that follow meanwhile go where the last ones went.
+        # One entry asks; those behind it go to the last stream.
         self._places[lane, tenant] = stream, now_s + _ASKING_S
         return None
 
     def last(self, lane: Lane, tenant: str) -> Lane:
-        """Returns where a tenant's entries went last; a share that holds nothing where that is not known."""
+        """Returns a tenant's last stream, or an empty share if it is unknown."""
         known = self._places.get((lane, tenant))
         return share_of(lane, _NOT_KNOWN) if known is None else known[0]
 
     def learn(self, lane: Lane, tenant: str, number: int, *, is_shared: bool) -> None:
-        """Takes note of a tenant's share of a lane."""
+        """Remembers a tenant's share of a lane."""
         if len(self._places) >= _MAX_PLACES:
             self._places.clear()
         kept_s = CROWDED_S if is_shared else KNOWN_S
         self._places[lane, tenant] = share_of(lane, number), self._monotonic_s() + kept_s
 
     def forget(self, lane: Lane, tenant: str) -> None:
-        """Takes note that the stream of a tenant is gone."""
+        """Forgets a tenant's stream, which is gone."""
         self._places.pop((lane, tenant), None)
 
 
 @lru_cache(maxsize=65536)  # one call per request
 def adding(lane: Lane, endpoint: str = "", tenant: str = "") -> tuple[int, Template]:
-    """Returns a lane's slot, and the command that adds a frame to it, with its endpoint if it came by one."""
+    """Returns a lane's slot, and the command that adds a frame to it."""
     return keys.lane_slot(lane), Template(b"XADD", keys.lane(lane), b"*", b"f", after=_mark(endpoint, tenant))
 
 
 @lru_cache(maxsize=65536)  # one call per request
 def adding_to_share(stream: Lane, endpoint: str, tenant: str) -> tuple[int, Template]:
-    """Returns the slot of a share's stream, and the command that adds a frame to it unless it was given up."""
+    """Returns the slot of a share's stream, and the command that adds a frame to it if it exists."""
     words = (b"XADD", keys.lane(stream), b"NOMKSTREAM", b"*", b"f")
     return keys.lane_slot(stream), Template(*words, after=_mark(endpoint, tenant))
 
@@ -90,7 +86,7 @@ def _mark(endpoint: str, tenant: str) -> tuple[Argument, ...]:
 
 
 def is_placed(stream: Lane) -> bool:
-    """Tells whether a stream is one: `Places.last` names none where a tenant's place is not known."""
+    """Tells whether `Places.last` knew the stream."""
     return divided_of(stream)[1] != _NOT_KNOWN
 
 

@@ -15,14 +15,9 @@ T = TypeVar("T")
 
 
 async def wait_for_redis(work: Callable[[], Awaitable[T]], stop: asyncio.Event | None = None) -> T:
-    """Does a step of a program's start, again and again while Redis is away; the log says so, once a minute.
+    """Repeats a step of a program's start while Redis is away, and logs so once a minute.
 
-    Args:
-        work: The step, which may be repeated.
-        stop: Ends the wait.
-
-    Raises:
-        BrokerUnavailable: `stop` was set while Redis was away.
+    If `stop` is set meanwhile, raises `BrokerUnavailable`.
     """
     stop = stop or asyncio.Event()
     outage = OutageLog(logger, "start waits for redis", "redis is there: start goes on", remind_s=REMIND_S)

@@ -1,16 +1,17 @@
-"""Responses of asynchronous requests to decoupled models: stored one by one as they come, and read from any on.
+"""Responses of asynchronous requests to decoupled models: stored as they come, and readable from any index.
 
     append   the worker that holds the entry adds the next responses; seen at once by `read` and by watchers
     settle   the final response ends the request, as any (`qinfer.queue.requests`)
 
-The promises, each a test in `tests/contract/requests/`:
+The guarantees, each with a test in `tests/contract/requests/`:
 
-1. Response *i* is stored only where exactly *i* are: none twice, none missing, whoever appends, and however often.
+1. Response *i* is stored only after exactly *i* others: no response is doubled or missing, however often it is
+   appended.
 2. Only the holder of the entry appends, and only until the request ends.
-3. What one execution stored is continued by another only where its model gives the same responses each time.
-4. A request stores at most so many bytes.
+3. An execution continues the responses of an earlier one only if its model repeats them exactly.
+4. The responses of a request have a byte limit.
 
-Responses above `LARGE_BYTES` travel over the connection of large values, so that small commands do not wait for them.
+Responses above `LARGE_BYTES` use the connection of large values, so that small commands do not wait.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,13 +35,7 @@ _RESPONSES = load_script("requests/responses")
 
 
 class StoredResponses:
-    """The stored responses of requests; every coroutine raises `BrokerUnavailable` when Redis can't be reached.
-
-    Args:
-        router: The way to Redis.
-        values: The way for large responses.
-        tell: Sends a hint to a reply address that there is something new of a request.
-    """
+    """The stored responses of requests; `tell` sends a hint of new ones to a reply address."""
 
     def __init__(self, router: Router, values: Values, tell: Callable[[str, Sequence[Address]], None]) -> None:
         self._router = router
@@ -50,25 +45,22 @@ class StoredResponses:
     async def append(
         self, lease: Lease, request_id: str, index: int, blobs: Sequence[Bytes], *, resumes: bool, max_bytes: int
     ) -> bool:
-        """Stores responses of a request whose entry the caller holds; those that are stored already are skipped.
+        """Stores responses of a request whose entry the caller holds, skipping stored ones.
+
+        False = the request has ended.
 
         Args:
-            lease: The lease on its entry.
+            lease: The lease on the entry; False is also returned if another worker has it.
             request_id: The request.
-            index: The index of the first of the responses within the request.
-            blobs: The responses in their order, each encoded by `encode_responses`; none of them is final.
-            resumes: Whether the model gives the same responses at each execution (`ModelSpec.stream_resume`), so that
-                this one continues what an earlier one stored.
-            max_bytes: How many bytes all stored responses of a request may take.
-
-        Returns:
-            Whether they are stored; False = the request has ended, or its lease is another's: nobody wants the rest.
+            index: The index of the first of the responses.
+            blobs: The responses, each encoded by `encode_responses`; none is final.
+            resumes: The model repeats its responses exactly (`ModelSpec.stream_resume`).
+            max_bytes: The limit for all stored responses of the request.
 
         Raises:
-            StreamBroken: An earlier execution stored responses and can't be continued, or some before these are lost.
-            PayloadTooLarge: They would take more than `max_bytes`, or more than the tenant may store; none of these was
-                stored.
-            QueueFull: The broker has no memory left; none of these was stored.
+            StreamBroken: An earlier execution's responses can't be continued, or earlier ones are lost.
+            PayloadTooLarge: Over `max_bytes` or the tenant's limit; none of these was stored.
+            QueueFull: Redis has no memory left; none of these was stored.
         """
         entry = lease.entry
         address = Address(entry.lane.model, entry.lane.partition, request_id)
@@ -95,7 +87,7 @@ class StoredResponses:
         return bool(what == b"stored")
 
     async def read(self, address: Address, index: int) -> list[bytes]:
-        """Returns stored responses from an index on: a megabyte of them at most, but one if there is any."""
+        """Returns stored responses from `index` on: at least one if there is any, at most 1 MiB beyond that."""
         name = _responses(address)
         found = await run_script(self._call(address, 0), _RESPONSES, [name], index, LARGE_BYTES)
         if isinstance(found, int):
@@ -104,7 +96,7 @@ class StoredResponses:
         return list(found)
 
     def _call(self, address: Address, nbytes: int) -> Call:
-        """Returns what sends a command that carries so many bytes, one way or the other."""
+        """Returns a `call` suited to a command with this many bytes."""
         slot = keys.slot(_responses(address))
         if nbytes <= LARGE_BYTES:
             return partial(self._router.call, slot)

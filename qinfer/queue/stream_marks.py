@@ -1,7 +1,7 @@
-"""Marks of entries: those that execute, those that have sent a part of a stream, and those that were cancelled.
+"""Marks of entries: executing ones, those with sent responses, and cancelled ones.
 
 <lane>~executing        the entries that do, of lanes with a limit
-…:sent:<lane>:<entry>   a response of the entry's stream has left: whoever reclaims it does not execute it
+…:sent:<lane>:<entry>   a response of the entry's stream has left: whichever worker reclaims it does not execute it
 …:cancels               the entries that `Queue.cancel` removed while a worker held them
 """
 
@@ -16,25 +16,21 @@ from qinfer.queue.entries import Entry, Lane, Lease, by_lane, grouped, owner_of
 from qinfer.queue.router import Router, load_script, ttl_ms
 
 _MOST_AT_ONCE = 1000
-"""Entries of one call of a script: Lua passes so many words to a command."""
+"""Entries per script call: Lua passes this many words to a command."""
 
 _BEGIN = load_script("lanes/begin", "holder")
 
 
 class StreamMarks:
-    """See the module docstring.
-
-    Args:
-        router: The way to Redis.
-    """
+    """The marks of entries."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
     def begin(self, leases: Sequence[Lease]) -> None:
-        """Takes note that entries begin to execute: they count no longer against their lane's limit. Never blocks.
+        """Records that entries begin to execute, so that their lane's limit no longer counts them; never blocks.
 
-        Leases are on what they were. What can't be noted, because the connection is down, counts until it is finished.
+        Without a connection they count until they are finished.
         """
         for (lane, consumer, _), group in grouped(leases, owner_of):
             ids = [lease.entry.entry_id for lease in group]
@@ -56,30 +52,24 @@ class StreamMarks:
             self._router.send(slot, pack(words), answered)
 
     async def mark_sent(self, entry: Entry, ttl_s: float) -> None:
-        """Marks an entry of whose stream a response is about to leave; for so many seconds."""
+        """Marks an entry before a response of its stream is sent, for `ttl_s` seconds."""
         key = keys.sent(entry.lane, entry.entry_id)
         await self._router.call(keys.lane_slot(entry.lane), b"SET", key, b"", b"PX", ttl_ms(ttl_s))
 
     async def was_sent(self, entry: Entry) -> bool:
-        """Tells whether a response of an entry's stream may have left."""
+        """Tells whether a response of an entry's stream may have been sent."""
         slot, key = keys.lane_slot(entry.lane), keys.sent(entry.lane, entry.entry_id)
         return bool(await self._router.call(slot, b"EXISTS", key))
 
     async def forget(self, entries: Sequence[Entry]) -> None:
-        """Removes the marks of entries that have ended."""
+        """Removes the marks of ended entries."""
         for lane, group in by_lane(entries):
             await self._router.call(keys.lane_slot(lane), b"UNLINK", *[keys.sent(lane, one.entry_id) for one in group])
 
     async def cancelled(self, model: str, partition: int, after: str) -> list[tuple[str, Lane, str]]:
-        """Returns the entries of a partition that were cancelled while a worker held them.
+        """Returns mark, lane and id of the last thousand entries that were cancelled while a worker held them.
 
-        Args:
-            model: The model.
-            partition: The partition.
-            after: The mark of the last that is known, or an instant of the broker's time in milliseconds.
-
-        Returns:
-            Of each its mark, its lane and its `entry_id`; the last thousand. What is older ends with its lease.
+        `after` is the last known mark, or an instant in ms of Redis' time. Older ones end with their lease.
         """
         key = keys.cancels(model, partition)
         found = await self._router.call(keys.slot(key), b"XRANGE", key, f"({after}", b"+")

@@ -25,10 +25,10 @@ from qinfer.tensors import Bytes
 Done = Callable[[Entry | QinferError], None]
 
 PLACING = ("now_ms", "shares", "holder", "waiting", "places")
-"""The files that a script needs which appends an entry of a tenant to a lane."""
+"""The files for scripts that append a tenant's entry to a lane."""
 
 _MOST_AT_ONCE = 64
-"""Entries of one call of the script: others wait for Redis meanwhile."""
+"""Entries per script call, during which Redis serves no other client."""
 
 _NO_PAYLOAD: tuple[Argument, ...] = ("", 0, b"")
 _CLOSED = "the connection to the queue was closed while the request's tensors were sent; it may have been enqueued"
@@ -36,20 +36,14 @@ _SUBMIT = load_script("lanes/submit", *PLACING, "origin")
 
 
 class _Sender(NamedTuple):
-    """Whose entry it is, and the endpoint that it came by, if `Moves` may move it; both may be empty."""
+    """An entry's tenant, and its endpoint if `Moves` may move it; both may be empty."""
 
     tenant: str
     endpoint: str
 
 
 class Submitter:
-    """See the module docstring, and `Queue.submit`.
-
-    Args:
-        router: The way to Redis.
-        values: The way for payloads that are stored first.
-        places: Which stream of a lane a tenant has.
-    """
+    """Appends entries; `places` knows the tenants' streams."""
 
     def __init__(self, router: Router, values: Values, places: Places) -> None:
         self._router = router
@@ -68,7 +62,7 @@ class Submitter:
         tenant: str,
         endpoint: str,
     ) -> None:
-        """See `Queue.submit`."""
+        """Appends an entry; see `Queue.submit`."""
         if payload is not None:
             self._submit_with_payload(lane, frame, done, payload, limit, _Sender(tenant, endpoint))
         elif limit:
@@ -87,14 +81,14 @@ class Submitter:
             self._router.send(slot, command.pack(frame), added)
 
     async def close(self) -> None:
-        """Ends the submissions whose payloads are still being stored."""
+        """Ends submissions whose payloads are still being stored."""
         for task in list(self._large):
             task.cancel()
         if self._large:
             await asyncio.wait(list(self._large))
 
     def _added_to_share(self, lane: Lane, stream: Lane, sender: _Sender, frame: Bytes, done: Done, reply: Any) -> None:
-        """Takes the reply to an XADD to a share; where its stream was given up, the script finds another."""
+        """Handles the reply to an XADD to a share; if its stream is gone, the script finds another."""
         if reply is not None:
             _added(stream, done, reply)
             return
@@ -102,7 +96,6 @@ class Submitter:
         self._run_later(lane, sender, [(frame, done)])
 
     def _gather(self, where: tuple[Lane, int, str, str], entry: tuple[Bytes, Done]) -> None:
-        """Submits with a limit, together with others of this tick."""
         gathered = self._gathered
         if not gathered:
             asyncio.get_running_loop().call_soon(self._submit_gathered)
@@ -119,7 +112,7 @@ class Submitter:
                 self._run_later(lane, _Sender(tenant, endpoint), entries[start : start + _MOST_AT_ONCE], limit)
 
     def _run_later(self, lane: Lane, sender: _Sender, entries: Sequence[tuple[Bytes, Done]], limit: int = 0) -> None:
-        """Runs the script when submitters have gone on: that there is no connection is told like a reply."""
+        """Runs the script; a missing connection is reported by `done`, because the submitter has gone on."""
         try:
             self._run(lane, sender, entries, limit)
         except BrokerUnavailable as error:
@@ -129,7 +122,7 @@ class Submitter:
     def _submit_with_payload(
         self, lane: Lane, frame: Bytes, done: Done, payload: Payload, limit: int, sender: _Sender
     ) -> None:
-        """Submits with a payload; one that is too large for the script is sent before."""
+        """Submits with a payload; one too large for the script is stored first."""
         if not self._values.is_apart(len(payload.data)):
             about = (payload.request_id, max(1, int(payload.ttl_s * 1000)), packable(payload.data))
             self._run(lane, sender, [(frame, done)], limit, about)
@@ -148,7 +141,7 @@ class Submitter:
         limit: int = 0,
         payload: tuple[Argument, ...] = _NO_PAYLOAD,
     ) -> None:
-        """Runs the script; `payload` is its request id, time to live and bytes, which one entry alone can have."""
+        """Runs the script; `payload` has request id, time to live and bytes, and excludes several entries."""
         payload_id = str(payload[0])
         names = _keys(lane, payload_id)
         tenant, endpoint = sender
@@ -156,12 +149,12 @@ class Submitter:
         frames = [packable(frame) for frame, _ in entries]
         words = (len(names), *names, keys.GROUP, limit, tenant, weight, endpoint, *payload, *frames)
         appended = partial(self._appended, lane, tenant, payload_id, [done for _, done in entries])
-        # It is sent again by what has no reference to itself: that would keep all until the garbage collector comes.
+        # A partial, not a closure: a self-reference would keep everything until garbage collection.
         answered = partial(self._unless_unknown, keys.lane_slot(lane), words, appended)
         self._router.send(keys.lane_slot(lane), pack((b"EVALSHA", _SUBMIT.sha, *words)), answered)
 
     def _unless_unknown(self, slot: int, words: Sequence[Argument], appended: Reply, reply: Any) -> None:
-        """Takes the reply to the script; where Redis does not know that, sends its text."""
+        """Handles the script's reply, sending its text if Redis does not know it."""
         if type(reply) is not Refused or reply.kind != "NOSCRIPT":
             appended(reply)
             return
@@ -171,7 +164,6 @@ class Submitter:
             appended(error)
 
     def _appended(self, lane: Lane, tenant: str, payload_id: str, dones: Sequence[Done], reply: Any) -> None:
-        """Takes the reply of the script, or the error in its place."""
         if type(reply) is not list:
             for done in dones:
                 done(reply)
@@ -187,7 +179,7 @@ class Submitter:
     async def _submit_large(
         self, lane: Lane, frame: Bytes, done: Done, payload: Payload, limit: int, sender: _Sender
     ) -> None:
-        """Stores the payload before the entry, where it holds nothing up; removes it where the lane is full."""
+        """Stores the payload before the entry, and removes it if the lane is full."""
         slot, key = keys.lane_slot(lane), keys.payload(lane.model, lane.partition, payload.request_id)
         future: asyncio.Future[Entry | QinferError] = asyncio.get_running_loop().create_future()
         try:
@@ -206,12 +198,11 @@ class Submitter:
 
 
 def _added(stream: Lane, done: Done, reply: Any) -> None:
-    """Takes the reply to an XADD."""
     done(Entry(stream, reply.decode()) if type(reply) is bytes else reply)
 
 
 def _keys(lane: Lane, payload_id: str) -> Sequence[bytes]:
-    """Returns the keys of the script: the lane, that of what is delayed there, the payload."""
+    """Returns the keys of the lane, its `.delayed` lane and the payload."""
     delayed = Lane(lane.model, lane.version, delayed_name(lane.name), lane.partition)
     names = [keys.lane(lane), keys.lane(delayed)]
     if payload_id:

@@ -1,7 +1,7 @@
-"""The order in which large values travel between this process and Redis, or an object store: tenants take turns.
+"""The order of large transfers between this process and Redis or an object store: tenants take turns.
 
-Few bytes travel at a time, so that they wait where they are and not as copies on their way, and so that the next value
-of another tenant waits for these only, however many one tenant has. One value that is larger travels alone.
+Only `MOST_BYTES` travel at a time, so that waiting values are not copied, and another tenant's next value waits only
+for these. A larger value travels alone.
 """
 
 import asyncio
@@ -16,21 +16,17 @@ _Waiting = tuple[int, asyncio.Future[None]]
 
 
 class Transfers:
-    """See the module docstring; used by one event loop.
-
-    Args:
-        most_bytes: How many travel at a time.
-    """
+    """The transfers of one event loop."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
         self._bytes = 0
         self._waiting: dict[str, deque[_Waiting]] = {}
-        """The waiting transfers of each tenant; the first tenant's turn is next."""
+        """The waiting transfers by tenant, next turn first."""
 
     @asynccontextmanager
     async def turn(self, tenant: str, nbytes: int) -> AsyncIterator[None]:
-        """Waits until so many bytes of a tenant may travel; they do within the block."""
+        """Waits until a tenant may move this many bytes, which it does within the block."""
         if self._waiting or not self._fits(nbytes):
             await self._wait(tenant, nbytes)
         else:

@@ -1,11 +1,11 @@
-"""Byte strings beside the streams: payloads and results, up to the 512 MB of a Redis string, or of any size.
+"""Byte strings beside the streams: payloads and results, up to 512 MB in Redis, or of any size in an object store.
 
-A command is answered after those before it on its connection. So that a request of a hundred bytes never waits for a
-hundred megabytes, values above `LARGE_BYTES` have a connection of their own, opened when the first of them comes. On
-it, and to an object store, a few values travel at a time, and tenants take turns (`transfers`).
+Replies on a connection come in order. Values above `LARGE_BYTES` therefore use a connection of their own, opened for
+the first of them, so that a small request never waits for a large transfer. There and to an object store, a few values
+travel at a time, and tenants take turns (`transfers`).
 
-Where there is an object store, values above its threshold are objects there, and Redis holds a reference: a hash with
-the fields `v`, `name` and `size`. Bytes are always a string, so that no bytes can be taken for a reference.
+With an object store, values above its threshold are objects, and Redis holds a reference: a hash with the fields `v`,
+`name` and `size`. Bytes are always a string, so they can't be mistaken for a reference.
 """
 
 import re
@@ -23,23 +23,23 @@ from qinfer.queue.router import BlockingLink, Router, Script, load_script
 from qinfer.queue.transfers import Transfers
 from qinfer.tensors import Bytes
 
-if TYPE_CHECKING:  # its driver is loaded only where there is a store
+if TYPE_CHECKING:  # the driver is loaded only with a store
     from qinfer.queue.object_store import ObjectStore
 
 LARGE_BYTES = 2**20
-"""Above this a value travels over a connection of its own, in pieces of this size: Redis serves others in between."""
+"""Larger values use a connection of their own, and are written in pieces of this size; Redis serves others in between."""
 
 MAX_BYTES = 512 * 2**20
 """The longest string that Redis stores."""
 
 _STAGED_TTL_S = 600.0
-_TRANSFER_S = 55.0  # a large value may take so much longer than a command until Redis answers
+_TRANSFER_S = 55.0  # how much longer than a command a large value may take
 
 Room = Callable[[int], Awaitable[None]]
-"""Waits for the memory of so many bytes that are about to be read."""
+"""Waits for this many bytes of memory before a read."""
 
 REFERENCE_VERSION = 1
-"""Of references; a newer one is left to those that know it."""
+"""The version of references; an older qinfer refuses newer ones."""
 
 _READ = load_script("values/read")
 _REFER = load_script("values/refer", "drop")
@@ -51,7 +51,7 @@ _LOST = "the tensors are not in the payload store any more: they were deleted th
 
 
 class Reference(msgspec.Struct, frozen=True):
-    """Where a value's bytes are: the name of an object, how many they are, and the version of this form."""
+    """The name and size of the object that holds a value."""
 
     name: str
     size: int
@@ -64,12 +64,9 @@ class Reference(msgspec.Struct, frozen=True):
 
 
 class StagedValue(NamedTuple):
-    """A value as a script takes it: small bytes are its argument, large ones were stored before, to be renamed by it.
+    """A value as scripts take it: small bytes as an argument, large ones staged under a name that the script renames.
 
-    Attributes:
-        place: none | given | staged.
-        data: The bytes, where they are given.
-        staged: The name that they were stored under, where they are staged.
+    `place` is `none`, `given` or `staged`.
     """
 
     place: bytes
@@ -78,17 +75,12 @@ class StagedValue(NamedTuple):
 
 
 def given(name: str, data: Bytes) -> StagedValue:
-    """Returns a value that is passed to the script, which stores it under `name`."""
+    """Returns a value for a script that stores it under `name`."""
     return StagedValue(b"given" if data else b"none", data, keys.staged(name, ""))
 
 
 class Values:
-    """Stores and reads byte strings; each key expires.
-
-    Args:
-        router: The way to Redis.
-        is_cluster: Whether each slot may be on another node.
-    """
+    """Stores and reads byte strings; each key expires."""
 
     def __init__(self, router: Router, *, is_cluster: bool) -> None:
         self._router = router
@@ -96,32 +88,23 @@ class Values:
         self._links: dict[int, BlockingLink] = {}
         self._transfers = Transfers()
         self.objects: ObjectStore | None = None
-        """Where values above its threshold go."""
 
     def is_apart(self, size: int) -> bool:
-        """Tells whether a value of so many bytes is to be stored with `set`, and not passed to a script."""
+        """Tells whether a value of this size is stored with `set` instead of passed to a script."""
         return size > LARGE_BYTES or self.is_object(size)
 
     def is_object(self, size: int) -> bool:
-        """Tells whether a value of so many bytes goes to the object store."""
+        """Tells whether a value of this size goes to the object store."""
         return self.objects is not None and size > self.objects.min_bytes
 
     async def set(
         self, slot: int, key: str | bytes, value: Bytes, ttl_s: float, *, later_s: float = 0.0, tenant: str = ""
     ) -> None:
-        """Stores a value for `ttl_s` seconds, and replaces an existing one.
-
-        Args:
-            slot: The key's slot.
-            key: Its key.
-            value: The bytes.
-            ttl_s: How long it is kept under this key.
-            later_s: How long it may be kept after that: a script is to give it another key.
-            tenant: Whose turn it takes.
+        """Stores a value for `ttl_s` seconds, and `later_s` more if a script renames it.
 
         Raises:
-            PayloadTooLarge: It is longer than `MAX_BYTES`, and does not go to an object store.
-            QueueFull: The broker has no memory left.
+            PayloadTooLarge: It is longer than `MAX_BYTES`, and no object.
+            QueueFull: Redis has no memory left.
             BrokerUnavailable: It may have been stored.
         """
         ttl_ms = max(1, int(ttl_s * 1000))
@@ -141,14 +124,7 @@ class Values:
         await self._router.call(slot, b"PEXPIRE", key, ttl_ms)
 
     async def stage(self, name: str, value: Bytes, kept_s: float, tenant: str = "") -> StagedValue:
-        """Returns a value as a script takes it; a large one is stored first.
-
-        Args:
-            name: The name that the script gives it.
-            value: The bytes.
-            kept_s: How long it is kept then.
-            tenant: Whose turn it takes.
-        """
+        """Returns a value as scripts take it, staging a large one; its object is kept for `kept_s` after the renaming."""
         if not self.is_apart(len(value)):
             return given(name, value)
         staged, slot = keys.staged(name, secrets.token_hex(8)), keys.slot(name)
@@ -159,28 +135,15 @@ class Values:
         return StagedValue(b"staged", b"", staged)
 
     async def get(self, slot: int, key: str | bytes, tenant: str = "", room: Room | None = None) -> bytes | None:
-        """Returns a value; `None` when it is gone.
+        """Returns a value, awaiting `room` before a large one; `None` if it is gone.
 
-        Args:
-            slot: The key's slot.
-            key: Its key.
-            tenant: Whose turn a large one takes.
-            room: Awaited before a value above `LARGE_BYTES`, or an object, is read.
-
-        Raises:
-            CorruptEntry: It is known, and its object is gone.
-            BrokerUnavailable: It can't be read now.
+        Raises `CorruptEntry` if only its object is gone, `BrokerUnavailable` if it can't be read now.
         """
         value, _ = await self._read(slot, key, tenant, room)
         return value
 
     async def take(self, slot: int, key: str | bytes, tenant: str = "", room: Room | None = None) -> bytes | None:
-        """Returns a value as `get` does, and has it removed once it has arrived; `None` when it is gone.
-
-        Raises:
-            CorruptEntry: It is known, and its object is gone.
-            BrokerUnavailable: It can't be read now; it is still there.
-        """
+        """Returns a value as `get` does, and removes it once it has arrived."""
         value, reference = await self._read(slot, key, tenant, room)
         if value is not None:
             with suppress(BrokerUnavailable):  # its time to live ends it
@@ -190,62 +153,44 @@ class Values:
         return value
 
     async def remove(self, slot: int, key: str | bytes) -> None:
-        """Removes a value.
-
-        Raises:
-            BrokerUnavailable: It may still be there.
-        """
+        """Removes a value; after `BrokerUnavailable` it may still exist."""
         self.forget(await self._run(slot, _REMOVE, key))
 
     def forget(self, names: Iterable[bytes]) -> None:
-        """Has objects deleted whose references a script has removed."""
+        """Schedules the deletion of objects whose references a script has removed."""
         if names and self.objects is not None:
             self.objects.delete(name.decode() for name in names)
 
     async def settle(self) -> None:
-        """Waits until the objects to be deleted are, or can't be now."""
+        """Waits until scheduled objects are deleted, or left to the sweep."""
         if self.objects is not None:
             await self.objects.settle()
 
     async def reference(self, slot: int, key: str | bytes) -> Reference | None:
-        """Returns which object a value is; `None` where it is bytes, or gone.
-
-        Raises:
-            BrokerUnavailable: It can't be read now.
-        """
+        """Returns the reference of a value; `None` if it is bytes, or gone."""
         found = await self._run(slot, _READ, key, 0)
         return _reference(found) if isinstance(found, list) else None
 
     async def copy_object(self, reference: Reference, key: str | bytes, kept_s: float) -> Reference | None:
-        """Copies an object for a value to refer to, to be kept for `kept_s` seconds; `None` when it is gone.
-
-        Raises:
-            CorruptEntry: The reference is none of ours.
-            BrokerUnavailable: It can't be copied now.
-        """
+        """Copies an object for another value, to be kept for `kept_s` seconds; `None` if it is gone."""
         return await self._store().copy(reference, _owner(key), kept_s)
 
     async def read_object(self, reference: Reference) -> bytes | None:
-        """Returns an object; `None` if it no longer exists. Raises as `copy_object`, or if its content has changed."""
+        """Returns an object; `None` if it is gone, `CorruptEntry` if it has changed."""
         return await self._store().read(reference)
 
     async def sweep(self) -> int:
-        """Deletes expired objects, a bounded number; returns how many.
-
-        Raises:
-            BrokerUnavailable: The store can't be reached.
-        """
+        """Deletes a bounded number of expired objects; returns how many."""
         return await self.objects.sweep() if self.objects is not None else 0
 
     async def close(self) -> None:
-        """Closes the object store; the router is its maker's."""
+        """Closes the object store, but not the router."""
         if self.objects is not None:
             await self.objects.close()
 
     async def _read(
         self, slot: int, key: str | bytes, tenant: str, room: Room | None
     ) -> tuple[bytes | None, Reference | None]:
-        """Reads a value, and says which object it is, if it is one."""
         found = await self._run(slot, _READ, key, LARGE_BYTES)
         for _ in range(2):
             if room is not None and not isinstance(found, bytes | None):
@@ -262,7 +207,7 @@ class Values:
             before = found
             found = await self._run(slot, _READ, key, LARGE_BYTES)
             if found == before:
-                break  # else it was finished meanwhile, or stored anew
+                break  # else it was finished meanwhile, or stored again
         raise CorruptEntry(_LOST)
 
     def _store(self) -> "ObjectStore":
@@ -275,12 +220,7 @@ class Values:
         return await self._router.run(slot, script, [name], *arguments)
 
     async def _write_large(self, slot: int, key: str, value: Bytes, ttl_s: float, tenant: str) -> None:
-        """Writes a new value in pieces; a reader must not know its key yet.
-
-        Raises:
-            QueueFull: The broker has no memory left.
-            BrokerUnavailable: The value may have been written in part, until `ttl_s` is over.
-        """
+        """Writes a new value in pieces; readers must not know its key yet. A part of it may stay for `ttl_s`."""
         view, link = memoryview(value), self._link(slot)
         try:
             async with self._transfers.turn(tenant, len(view)):
@@ -295,14 +235,7 @@ class Values:
             raise
 
     async def call_large(self, slot: int, *command: Any, nbytes: int, tenant: str = "") -> Any:
-        """Sends a command over the connection of large values, in its tenant's turn; see `Router.call`.
-
-        Args:
-            slot: Where it goes.
-            command: Its words.
-            nbytes: How many bytes it carries, one way or the other.
-            tenant: Whose they are.
-        """
+        """Sends a command that moves `nbytes` over the connection of large values, in the tenant's turn."""
         async with self._transfers.turn(tenant, nbytes):
             return await self._link(slot).call(*command)
 
@@ -315,17 +248,12 @@ class Values:
 
 
 def _owner(key: str | bytes) -> str:
-    """Returns the owner of a value: the hash tag of its key."""
+    """Returns the hash tag of a key, which identifies a value's owner."""
     found = _OWNER.search(key if isinstance(key, bytes) else key.encode())
     return found[1].decode() if found else ""
 
 
 def _reference(fields: Sequence[bytes]) -> Reference:
-    """Reads the reply of read.lua.
-
-    Raises:
-        CorruptEntry: A field is missing, or is no number where one should be.
-    """
     version, name, size = fields
     try:
         return Reference(name.decode(), int(size), int(version))

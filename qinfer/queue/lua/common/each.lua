@@ -1,7 +1,6 @@
--- Does for several requests of one partition what another script does for one: its function `one`.
--- KEYS: those of each. ARGV: how many requests there are, how many keys each has, then for each how many arguments follow,
---   and they.
--- Returns what that script returns, for each.
+-- Runs another script's function `one` for several requests of one partition.
+-- KEYS: those of each. ARGV: number of requests, keys per request, then for each the number of arguments and these.
+-- Returns each request's reply.
 local requests, width = tonumber(ARGV[1]), tonumber(ARGV[2])
 local answers, at = {}, 3
 assert(width > 0 and requests * width == #KEYS, 'so many KEYS are not those of so many requests')

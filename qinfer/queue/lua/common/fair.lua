@@ -1,8 +1,8 @@
--- Turns of the shares of a lane: start-time fair queueing (Goyal, Vin and Cheng 1996) of entries that all cost the same. A share's lead is
--- the service that it had beyond the share furthest behind that had work, in entries by weight. The next entry is of the share with
--- the smallest lead. Who had no work saves nothing up: its lead never is below 0.
+-- Turns of a lane's shares by start-time fair queueing (Goyal, Vin and Cheng 1996), with equal costs. A share's lead is
+-- its service beyond the busy share furthest behind, in entries by weight; the smallest lead is next. An idle share
+-- saves nothing: leads are never negative.
 
--- Decides of which shares the next `count` entries are. `shares`: a list of {lead, weight}, all with work. Returns how many of each.
+-- Returns how many of the next `count` entries each share gets; `shares` is a list of {lead, weight}, all with work.
 local function next_of(shares, count)
   local wanted, leads, all, sum, highest = {}, {}, 0, 0, 0
   for i, share in ipairs(shares) do
@@ -10,7 +10,7 @@ local function next_of(shares, count)
     all, sum, highest = all + share.weight, sum + share.lead * share.weight, math.max(highest, share.lead)
   end
   if #shares == 1 then return {count} end
-  local level = (count + sum) / all - 1 -- all leads reach it, and none is beyond: what is left are a few turns
+  local level = (count + sum) / all - 1 -- all leads reach it, none exceeds it; a few turns remain
   if level > highest then
     for i, share in ipairs(shares) do
       wanted[i] = math.floor((level - share.lead) * share.weight)
@@ -29,8 +29,8 @@ local function next_of(shares, count)
   return wanted
 end
 
--- Takes up to `count` entries of shares in turn, and keeps their leads. `take(share, count)` takes up to so many of one, and returns how
--- many: fewer where it has no more. Those that are `empty` are not asked; their leads shrink. Returns how many were taken.
+-- Takes up to `count` entries of shares in turn, and updates their leads; returns how many. `take(share, count)` returns
+-- fewer if the share has no more. `empty` shares are skipped, and their leads shrink.
 local function take_in_turn(shares, count, take)
   local live, left = {}, count
   for _, share in ipairs(shares) do
@@ -44,7 +44,7 @@ local function take_in_turn(shares, count, take)
       left = left - got
       if got == wanted[i] then still[#still + 1] = share end
     end
-    if #still == #live then break end -- all gave what was wanted, which is all
+    if #still == #live then break end -- all were served
     live = still
   end
   local least = #live > 0 and math.huge or 0

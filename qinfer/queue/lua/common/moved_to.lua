@@ -1,5 +1,5 @@
--- Returns where an entry is that was moved to the lane of another version (`move.lua`): its place, which is the lane without what the
--- partition's keys begin with, and its id; nil where it was not. `notes`: of the partition.
+-- Returns the place (the lane without prefix) and id of an entry that `move.lua` moved, or nil; `notes` are the
+-- partition's.
 local function moved_to(notes, place, id)
   local to = redis.call('HGET', notes, place .. ':' .. id)
   if to then return string.match(to, '^(.*):([^:]*)$') end

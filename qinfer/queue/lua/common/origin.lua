@@ -1,5 +1,4 @@
--- Adds the fields by which `move.lua` finds an entry that came by an endpoint: that, the tenant, and the id of a request that has a record;
--- each may be empty.
+-- Adds the fields by which `move.lua` finds an entry: endpoint, tenant, and the id of a request with a record, if any.
 local function mark_origin(fields, endpoint, tenant, request)
   if endpoint == '' then return end
   for _, pair in ipairs({{'e', endpoint}, {'t', tenant}, {'r', request}}) do

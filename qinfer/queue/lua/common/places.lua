@@ -1,13 +1,13 @@
--- Which share of a lane a tenant has; needs shares.lua, now_ms.lua and waiting.lua.
+-- The tenants' shares of a lane; needs shares.lua, now_ms.lua and waiting.lua.
 
--- Changes the weight and the number of tenants of a share, of a lane that is divided.
+-- Adds to the weight and the tenant count of a share of a divided lane.
 local function change_share(lane, number, weight, tenants)
   local was = redis.call('HGET', lane .. '~', number) or '0 0'
   local its_weight, its_tenants = string.match(was, '^(%d+) (%d+)$')
   redis.call('HSET', lane .. '~', number, string.format('%d %d', its_weight + weight, its_tenants + tenants))
 end
 
--- Returns the two streams of which a tenant uses the shorter one where there are more tenants than streams.
+-- Returns a tenant's two candidate streams, for when there are more tenants than streams.
 local function two_of(tenant)
   local digest = redis.sha1hex(tenant)
   local one = tonumber(string.sub(digest, 1, 6), 16) % MOST_SHARES
@@ -15,7 +15,7 @@ local function two_of(tenant)
   return one, other
 end
 
--- Returns a share for a tenant: one that nobody has, the lane itself first; else the shorter one of its two.
+-- Returns a share for a tenant: a free one, the lane itself first, or else the shorter of its two.
 local function choose_share(lane, shares, tenant)
   local is_taken = {}
   for _, share in ipairs(shares) do is_taken[share[1]] = share[3] > 0 end
@@ -26,14 +26,14 @@ local function choose_share(lane, shares, tenant)
   return redis.call('XLEN', stream_of(lane, one)) <= redis.call('XLEN', stream_of(lane, other)) and one or other
 end
 
--- Takes a tenant's place from it.
+-- Removes a tenant from its share.
 local function leave_share(lane, tenant, number, weight)
   redis.call('HDEL', lane .. '~tenants', tenant)
   if redis.call('EXISTS', lane .. '~') == 0 then return end
   change_share(lane, number, -weight, -1)
 end
 
--- Gives a tenant a place in a share; its stream is made where there is none.
+-- Adds a tenant to a share, creating its stream if needed.
 local function enter_share(lane, group, tenant, number, weight)
   redis.call('HSET', lane .. '~tenants', tenant, number .. ' ' .. weight)
   if number > 0 and redis.call('EXISTS', stream_of(lane, number)) == 0 then
@@ -41,7 +41,7 @@ local function enter_share(lane, group, tenant, number, weight)
   end
   if redis.call('EXISTS', lane .. '~') == 1 then
     change_share(lane, number, weight, 1)
-  elseif number > 0 then -- it is divided from now on: until now one tenant had it, or none
+  elseif number > 0 then -- the lane becomes divided; at most one tenant had it
     local first, tenants = 0, 0
     for _, place in ipairs(redis.call('HVALS', lane .. '~tenants')) do
       local its_number, its_weight = string.match(place, '^(%d+) (%d+)$')
@@ -51,8 +51,8 @@ local function enter_share(lane, group, tenant, number, weight)
   end
 end
 
--- Returns the share of a tenant, which it gets where it has none, whether others have it, too, and whether its stream is new.
--- `weight` is 0 where whoever asks does not know it.
+-- Returns a tenant's share, assigning one if needed, whether others use it, and whether its stream is new. `weight` 0 =
+-- unknown.
 local function place_of(lane, group, tenant, weight)
   redis.call('ZADD', lane .. '~seen', now_ms(), tenant)
   local shares, tenants = shares_of(lane), {}
@@ -73,7 +73,7 @@ local function place_of(lane, group, tenant, weight)
       return number, false, not is_there
     end
   end
-  if not shares then -- one tenant has the lane itself, or none
+  if not shares then -- at most one tenant has the lane itself
     number = redis.call('HLEN', lane .. '~tenants') == 0 and 0 or 1
   else
     number = choose_share(lane, shares, tenant)
@@ -83,9 +83,9 @@ local function place_of(lane, group, tenant, weight)
   return number, (tenants[number] or 0) > 0 and shares ~= nil, is_new
 end
 
--- Returns where the next entry of a tenant goes: {stream, number (of that), share (of the tenant), is_shared (others have it, too),
--- is_marked (the entry is to carry the field `d`)}. The first entry of a new stream goes to the lane itself if nothing unread is there: who
--- may sleep before that does not know of the new stream yet, and looks for it at the mark.
+-- Returns {stream, number (of the stream), share (the tenant's), is_shared (by others), is_marked (the entry needs the
+--   field `d`)} for a tenant's next entry. The first entry of a new stream goes to the lane itself if nothing unread is
+--   there, because sleeping readers do not know the stream; the mark tells them.
 local function route_of(lane, group, tenant, weight)
   if tenant == '' then return {stream = lane, number = 0, share = 0} end
   local share, is_shared, is_new = place_of(lane, group, tenant, weight)
@@ -94,7 +94,7 @@ local function route_of(lane, group, tenant, weight)
   return {stream = stream_of(lane, number), number = number, share = share, is_shared = is_shared, is_marked = is_marked}
 end
 
--- Forgets tenants that have not asked for their place for long, once their streams are empty, and the empty streams that nobody has.
+-- Forgets tenants that have not asked for long and whose streams are empty, and empty streams without tenants.
 local function forget_tenants(lane)
   local seen = lane .. '~seen'
   for _, tenant in ipairs(redis.call('ZRANGEBYSCORE', seen, '-inf', now_ms() - MAY_FORGET_MS, 'LIMIT', 0, 100)) do

@@ -1,3 +1,3 @@
--- An entry that was given back is ready when it is idle for so long: given back for now it is idle for a day, and one that is to
--- rest for so much less than this. More than any lease, and than clocks of servers that follow one another differ by.
+-- The idle time from which a released entry is ready. It is released with an idle time of a day, or, to rest, of that
+-- much less than this. The value exceeds any lease, and the clock differences between a primary and its replicas.
 local READY_MS = 3600000

@@ -1,5 +1,5 @@
--- The shares of a lane. One tenant has the lane itself, which is share 0; each further one has the stream `<lane>~<number>`.
---   <lane>~         hash: number → '<weight> <tenants>', of those together that have the share; only while there is more than the lane itself
+-- The shares of a lane. One tenant has the lane itself, which is share 0; each other one a stream `<lane>~<number>`.
+--   <lane>~         hash: number → '<weight> <tenants>', sums of a share's tenants; exists only while the lane is divided
 --   <lane>~tenants  hash: tenant → '<number> <weight>'
 --   <lane>~seen     sorted set: tenant → when it asked for its place last, in ms
 --   <lane>~leads    hash: number → see fair.lua
@@ -8,7 +8,7 @@ local MAY_FORGET_MS = 60000 -- gateways ask again after half of that
 
 local function stream_of(lane, number) return number == 0 and lane or lane .. '~' .. number end
 
--- Returns the shares of a lane as a list of {number, weight, tenants}, itself first; nil where it is not divided.
+-- Returns the shares of a divided lane as {number, weight, tenants}, itself first; else nil.
 local function shares_of(lane)
   local found = redis.call('HGETALL', lane .. '~')
   if #found == 0 then return nil end
@@ -21,7 +21,7 @@ local function shares_of(lane)
   return shares
 end
 
--- Returns the streams of a lane that exist, as a list of {number, stream, weight}; the lane itself is always among them.
+-- Returns the existing streams of a lane as {number, stream, weight}, always including itself.
 local function streams_of(lane)
   local streams = {}
   for _, share in ipairs(shares_of(lane) or {{0, 1, 0}}) do

@@ -1,4 +1,4 @@
--- Keeps dead letters within bounds, after one of `size` bytes was added: by age, then by bytes.
+-- Trims dead letters, after one of `size` bytes was added, by age, then by bytes.
 local function trim_letters(letters, letter, size, age, most)
   redis.call('PEXPIRE', letters, age)
   redis.call('XTRIM', letters, 'MINID', string.format('%.0f', tonumber(string.match(letter, '^%d+')) - age))
@@ -6,10 +6,10 @@ local function trim_letters(letters, letter, size, age, most)
   repeat
     local excess = redis.call('MEMORY', 'USAGE', letters, 'SAMPLES', 0) - most
     if excess > 0 and count > 1 then
-      -- So many as are that large on the average, but for the newest: to look at each of many would take seconds.
+      -- Removes by average size without the newest, because reading each of many would take seconds.
       local average = (excess + most - size) / (count - 1)
       count = math.max(1, count - math.max(1, math.floor(excess / average)))
       redis.call('XTRIM', letters, 'MAXLEN', count)
     end
-  until not (excess > 0) or count <= 1 -- `not`: no number is neither
+  until not (excess > 0) or count <= 1 -- `not`, because comparisons with NaN are false
 end

@@ -1,26 +1,25 @@
--- What waits in a lane; needs holder.lua and shares.lua.
+-- The waiting entries of a lane; needs holder.lua and shares.lua.
 
--- Returns how many entries of a stream wait: all but those that execute, where workers say which do (`is_told`); else all but
--- those that a worker holds.
+-- Returns how many entries of a stream wait: all but the executing ones if workers report these (`is_told`), else all
+-- but those that a worker holds.
 local function waiting(stream, group, is_told)
   local count = redis.call('XLEN', stream)
   if is_told then return count - redis.call('SCARD', stream .. EXECUTING) end
-  local pending = redis.pcall('XPENDING', stream, group) -- an error where there is no group yet: nothing is held
+  local pending = redis.pcall('XPENDING', stream, group) -- fails without a group: nothing is held
   for _, owned in ipairs(not pending.err and pending[4] or {}) do
     if not is_ownerless(owned[1]) then count = count - tonumber(owned[2]) end
   end
   return count
 end
 
--- Returns how many entries of a stream were never handed out: only these wake blocking reads.
+-- Returns how many entries of a stream were never delivered, which alone wake blocking reads.
 local function unread(stream, group)
-  local pending = redis.pcall('XPENDING', stream, group) -- an error where there is no group yet
+  local pending = redis.pcall('XPENDING', stream, group) -- fails without a group
   return redis.call('XLEN', stream) - (pending.err and 0 or tonumber(pending[1]))
 end
 
--- Returns how many of `count` further entries find room: until so many as `limit` (0 = none) wait in a lane and its lane for the
--- delayed, and in the share with the number given at least its part of them. Who has less than that is let in where others have
--- filled the lane.
+-- Returns how many of `count` further entries have room: until `limit` (0 = none) wait in a lane and its `.delayed`
+-- lane, and at least the share's part of it. A tenant below its share is admitted even if the lane is full.
 local function room(lane, number, delayed, limit, group, is_told, count)
   if limit == 0 then return count end
   local streams, held = streams_of(lane), redis.call('XLEN', delayed)

@@ -1,4 +1,4 @@
--- Takes items of a kind. KEYS: its queue. ARGV: how many at most, ms until they are due again, ms at the longest.
+-- Takes items of a kind. KEYS: its queue. ARGV: count, pause in ms, longest pause in ms.
 -- Returns {id, attempts, item, notes} of each.
 local taken = {}
 

@@ -1,8 +1,8 @@
--- Moves an entry that `consumer` still owns to the dead letters, with its payload, and keeps these within bounds.
--- KEYS: the lane, the dead letters, the payload (none without).
--- ARGV: group, consumer, entry id, version and name of the lane, request id, error code, reason, how long dead letters are
--- kept in ms, how many bytes they may take, the name of a copy of the object that the payload refers to (none without).
--- Returns {the dead letter's id, names of objects that nothing refers to now}, or nil.
+-- Moves an entry that `consumer` still owns to the dead letters, with its payload, and trims these.
+-- KEYS: the lane, the dead letters, the payload (optional).
+-- ARGV: group, consumer, entry id, version and name of the lane, request id, error code, reason, lifetime of dead
+--   letters in ms, their most bytes, name of the copy of the payload's object (optional).
+-- Returns {the dead letter's id, unreferenced objects}, or nil.
 local lane, letters, payload = KEYS[1], KEYS[2], KEYS[3]
 local group, consumer, id, age, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[8]), tonumber(ARGV[9])
 
@@ -24,7 +24,7 @@ if is_object then
   size = size + tonumber(known[3])
   if ARGV[10] then gone[1] = known[2] end
 end
-redis.call('XACK', lane, group, '0-0') -- changes nothing, but is a write: after one, full memory stops no script
+redis.call('XACK', lane, group, '0-0') -- a no-op write: after a write full memory stops no script
 local letter = redis.call('XADD', letters, '*', 'lane', ARGV[4], 'request_id', ARGV[5], 'code', ARGV[6], 'reason', ARGV[7],
   'deliveries', pending[4], 'size', size, 'frame', frame, 'payload', tensors, unpack(fields))
 redis.call('XACK', lane, group, id)

@@ -1,8 +1,8 @@
--- Removes entries from their lane, or from where they were moved, delivered or not, whoever owns them, with their payloads, and notes those
--- that were delivered.
--- KEYS: the lane, the notes of what was moved, then payloads, the notes of what was cancelled. ARGV: group, the lane without what the
--- partition's keys begin with, entry ids.
--- Returns the names of the objects that the payloads referred to.
+-- Removes entries with their payloads, delivered or not, from their lane or from where they were moved; notes delivered
+-- ones.
+-- KEYS: the lane, the notes of moves, payloads, the notes of cancellations. ARGV: group, the lane without prefix, entry
+--   ids.
+-- Returns the names of the payloads' objects.
 local lane, moved, notes = KEYS[1], KEYS[2], KEYS[#KEYS]
 local group, place = ARGV[1], ARGV[2]
 local gone = {}

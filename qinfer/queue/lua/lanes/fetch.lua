@@ -1,11 +1,12 @@
--- Takes up to `count` entries, lane after lane, of a lane's shares in turn: of each stream, released ones first that are ready, then new ones.
--- KEYS: the lanes by priority. ARGV: group, consumer, consumer of what was released, count (> 0).
--- Returns {lane's number, id, fields, deliveries, share's number} per entry, and {lane's number, share's number} of each stream besides
--- the lanes themselves.
+-- Takes up to `count` entries, lane by lane, a lane's shares in turn; of each stream first the ready released ones, then
+-- new ones.
+-- KEYS: the lanes by priority. ARGV: group, consumer, the consumer `released`, count (> 0).
+-- Returns {lane's number, id, fields, deliveries, share's number} per entry, and {lane's number, share's number} per
+--   further stream.
 local group, consumer, released, left = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local taken, divided = {}, {}
 
--- Takes up to so many entries of a share of a lane; returns how many.
+-- Takes up to `count` entries of a share; returns how many.
 local function take(number, share, count)
   local before, waiting = #taken, share.waiting
   while #waiting > 0 and #taken - before < count do
@@ -26,8 +27,8 @@ local function take(number, share, count)
   return #taken - before
 end
 
--- Returns the shares of a lane, with their leads. Every one is asked before anything is taken: a missing group raises NOGROUP here,
--- and no entry is lost with the reply.
+-- Returns the shares of a lane with their leads. All lanes are asked before entries are taken, so that a missing group
+-- raises NOGROUP before entries could be lost with the reply.
 local function look(number, lane)
   local shares, leads = {}, {}
   local streams = streams_of(lane)

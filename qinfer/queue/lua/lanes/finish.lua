@@ -1,5 +1,5 @@
--- Removes entries from their lane, delivered or not, whoever owns them, with their payloads.
--- KEYS: the lane, then payloads. ARGV: group, entry ids. Returns the names of the objects that the payloads referred to, or nil.
+-- Removes entries with their payloads, delivered or not, whichever consumer owns them.
+-- KEYS: the lane, payloads. ARGV: group, entry ids. Returns the names of the payloads' objects, or nil.
 local lane, group = KEYS[1], ARGV[1]
 
 redis.call('XACK', lane, group, unpack(ARGV, 2))

@@ -1,5 +1,5 @@
--- Puts off the end of a reply stream, or makes a new one: in one step, so that none is ever without a time to live.
--- KEYS: the stream. ARGV: its time to live in ms. Returns 1 where there was none, or something else in its place.
+-- Extends a reply stream's life, or creates it, atomically, so that no stream is ever without a time to live.
+-- KEYS: the stream. ARGV: its time to live in ms. Returns 1 if it did not exist as a stream.
 local gone = redis.call('TYPE', KEYS[1]).ok ~= 'stream'
 
 if gone then

@@ -1,5 +1,5 @@
--- Lists dead letters, one at a time for they may be large, without some of their fields.
--- KEYS: the dead letters. ARGV: the id to begin at ('(' before it: behind it), how many, names of the fields to leave out.
+-- Lists dead letters, reading one at a time because they may be large.
+-- KEYS: the dead letters. ARGV: the first id ('(' = behind it), count, fields to leave out.
 -- Returns {id, fields} of each.
 local start, count = ARGV[1], tonumber(ARGV[2])
 local left_out = {}

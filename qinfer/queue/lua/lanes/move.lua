@@ -1,19 +1,19 @@
--- Moves what waits in a lane, and came by an endpoint, to the same lane of another version: entries that nobody has taken, or that were
--- given back, as never delivered. They are there as of when they were enqueued first, and a tenant's go to the share that it has there.
--- Records of asynchronous requests tell the new place; of other entries a note does, for who cancels them.
--- KEYS: the lane, the other lane, the notes. ARGV: group, consumer of what was released, endpoint, what the partition's keys begin with,
---   the other version, the lane's name, how many entries to look at, how many bytes of them, ms to keep the notes, number of the share to
---   begin at, the id to begin at there ('(' before it: behind it).
--- Returns {how many were moved, number of the share to go on at, id to go on at}, or {how many} where nothing is left.
+-- Moves the waiting entries of an endpoint (untaken or released ones) to the same lane of another version, as never
+-- delivered. They keep their first enqueue time, and go to their tenant's share of the new lane. Records of asynchronous
+-- requests get the new place; for other entries a note has it.
+-- KEYS: the lane, the other lane, the notes.
+-- ARGV: group, the consumer `released`, endpoint, partition prefix, the other version, the lane's name, most entries and
+--   bytes to look at, lifetime of the notes in ms, first share, first id there ('(' = behind it).
+-- Returns {how many were moved, next share, next id}, or {how many} at the end.
 local lane, other, notes = KEYS[1], KEYS[2], KEYS[3]
 local group, released, endpoint, prefix, version, name = unpack(ARGV, 1, 6)
 local left, room, kept = tonumber(ARGV[7]), tonumber(ARGV[8]), ARGV[9]
 local first, start = tonumber(ARGV[10]), ARGV[11]
 local moved = 0
 
--- Tells whether an entry waits; what was given back is nobody's from now on.
+-- Tells whether an entry waits, after taking a released one from its pseudo-owner.
 local function waits(stream, id)
-  local pending = redis.pcall('XPENDING', stream, group, id, id, 1) -- an error where there is no group: nothing was ever delivered
+  local pending = redis.pcall('XPENDING', stream, group, id, id, 1) -- fails without a group: nothing was ever delivered
   local owner = not pending.err and pending[1] and pending[1][2]
   if owner == released then redis.call('XACK', stream, group, id) end
   return not owner or owner == released
@@ -41,7 +41,7 @@ local function move(stream, id, fields, about)
   moved = moved + 1
 end
 
--- Looks at one entry; returns whether it is to be moved, the fields that it keeps, and all by their names.
+-- Returns whether an entry is to be moved, the fields that it keeps, and all fields by name.
 local function look(stream, entry)
   local about, fields = {}, {}
   for f = 1, #entry[2], 2 do
@@ -52,12 +52,12 @@ local function look(stream, entry)
   return about.e == endpoint and waits(stream, entry[1]), fields, about
 end
 
-redis.call('XACK', lane, group, '0-0') -- changes nothing, but is a write: after one, full memory stops no script
+redis.call('XACK', lane, group, '0-0') -- a no-op write: after a write full memory stops no script
 for _, stream in ipairs(streams_of(lane)) do
   if stream[1] >= first then
     local at = stream[1] == first and start or '-'
     while at do
-      -- One at a time, for they may be large.
+      -- One at a time, because they may be large.
       local entry = redis.call('XRANGE', stream[2], at, '+', 'COUNT', 1)[1]
       if entry and (left < 1 or room < 1) then
         if moved > 0 then redis.call('PEXPIRE', notes, kept) end

@@ -1,6 +1,5 @@
--- Gives back the entries that `consumer` still owns, as if they had not been delivered this time.
--- KEYS: the lane. ARGV: group, consumer, consumer of what was released (or of suspects), for how many ms nobody is to take them,
--- entry ids. Returns how many were given back.
+-- Releases the entries that `consumer` still owns, without counting this delivery.
+-- KEYS: the lane. ARGV: group, consumer, the consumer `released` or `suspects`, rest in ms, entry ids. Returns how many.
 local lane, group, consumer, released, rest = KEYS[1], ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local DAY_MS = 86400000
 local idle = rest > 0 and READY_MS - rest or DAY_MS

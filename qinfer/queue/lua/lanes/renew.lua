@@ -1,5 +1,5 @@
 -- Renews the leases that `worker` still owns.
--- KEYS: the lane. ARGV: group, worker, entry ids. Returns the ids that are lost.
+-- KEYS: the lane. ARGV: group, worker, entry ids. Returns the lost ids.
 local lane, group, worker = KEYS[1], ARGV[1], ARGV[2]
 local lost = {}
 

@@ -1,8 +1,8 @@
--- Puts a dead letter back at the end of its lane, as never delivered; an asynchronous request is `queued` again.
--- KEYS: the dead letters, the lane, the payload, the request's record, its result, the deadlines, its stored responses.
--- ARGV: the dead letter's id, the request's id, the payload's time to live in ms, the lane's name, ms that a record is
--- kept beyond its other times, and where the payload is an object: version of the reference, name of its new copy, size.
--- Returns {the entry's id, names of objects that nothing refers to now}, or nil where the dead letter is gone.
+-- Moves a dead letter to the end of its lane, as never delivered; an asynchronous request is `queued` again.
+-- KEYS: the dead letters, the lane, the payload, the request's record, result, deadlines, stored responses.
+-- ARGV: the dead letter's id, the request's id, the payload's time to live in ms, the lane's name, the record's extra
+--   lifetime in ms, and for an object the reference's version, its copy's name, size.
+-- Returns {the entry's id, unreferenced objects}, or nil if the dead letter is gone.
 local letters, lane, payload, record, result, due, responses = unpack(KEYS)
 local id, request, ttl, name, margin, version, copy, size = unpack(ARGV)
 

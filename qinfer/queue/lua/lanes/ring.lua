@@ -1,5 +1,5 @@
--- Rings for a lane: workers that sleep before it look again.
--- KEYS: the doorbell. ARGV: what the lane's version has in common, how many rings to keep, ms to keep them.
-redis.call('PEXPIRE', KEYS[1], ARGV[3]) -- a write: after one, full memory stops no script
+-- Rings for a lane, so that sleeping workers look again.
+-- KEYS: the doorbell. ARGV: common prefix of the version's lanes, how many rings to keep, for how many ms.
+redis.call('PEXPIRE', KEYS[1], ARGV[3]) -- a write: after one full memory stops no script
 redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'l', ARGV[1])
 redis.call('PEXPIRE', KEYS[1], ARGV[3])

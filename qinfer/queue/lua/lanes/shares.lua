@@ -1,4 +1,4 @@
--- Returns for each of KEYS, lanes, the shares that it has: {number, entries, weight} of each, the lane itself first.
+-- KEYS: lanes. Returns {number, entries, weight} of the shares of each lane, the lane itself first.
 local found = {}
 for i, lane in ipairs(KEYS) do
   found[i] = {}

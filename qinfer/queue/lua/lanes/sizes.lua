@@ -1,7 +1,7 @@
--- Returns for each of KEYS, lanes, how many entries it holds, and the id that the first one had in its first lane; with all shares.
+-- KEYS: lanes. Returns for each, with its shares, the number of entries, and the first entry's id in its first lane.
 local found = {}
 
--- Returns the id that the first entry of a stream had in its first lane; '' where there is none.
+-- Returns the first entry's id in its first lane, or ''.
 local function first_of(stream)
   local first = redis.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
   local origin = first and first[1] or ''

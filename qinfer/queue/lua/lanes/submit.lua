@@ -1,9 +1,9 @@
--- Appends entries, or one with its payload, until so many as `limit` wait; a tenant's to the stream that it has of the lane.
--- KEYS: the lane, its `.delayed` lane, the payload (none without).
--- ARGV: group, limit (0 = none), the tenant ('' = none), its weight (0 = not known), the endpoint that they came by ('' = none), of the payload
--- the request's id, the time to live in ms (0 = it is stored already) and the bytes ('' each without one), then the frames.
--- Returns {the number of the tenant's share, whether others have that, too, the number of the share where the first entry is, then the
--- ids of the entries that found room, of which all others are in the tenant's share}: the frames without are the last ones.
+-- Appends entries to their tenant's share of a lane until `limit` wait, or a single entry with its payload.
+-- KEYS: the lane, its `.delayed` lane, the payload (optional).
+-- ARGV: group, limit (0 = none), tenant, its weight (0 = unknown), endpoint, the payload's request id, time to live in
+--   ms (0 = it is already stored) and bytes, the frames. Absent texts are ''.
+-- Returns {number of the tenant's share, whether others use it, number of the first entry's share, ids of the entries
+--   that had room}. All but the first entry go to the tenant's share; the last frames have no room.
 local lane, delayed, payload = KEYS[1], KEYS[2], KEYS[3]
 local group, limit, tenant, weight = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 local endpoint, request, ttl, before = ARGV[5], ARGV[6], ARGV[7], 8

@@ -1,5 +1,5 @@
--- Returns for each of KEYS, lanes, the shares that tenants have of it: {number, entries, weight, tenants, waiting} of each, some of the
--- tenants where there are many. ARGV: how many tenants of a lane are named at most, and the group.
+-- KEYS: lanes. ARGV: the most tenants to name per lane, group.
+-- Returns {number, entries, weight, tenants, waiting} of the shares of each lane.
 local found, most, group = {}, tonumber(ARGV[1]), ARGV[2]
 for i, lane in ipairs(KEYS) do
   local names, tenants = {}, {}

@@ -1,7 +1,7 @@
--- Removes the entries that wait, undelivered or given back, with their payloads; also where they were moved.
--- KEYS: the lane, the notes of what was moved, then the payloads of the first entries. ARGV: group, consumers of what was released and of
--- suspects, the lane without what the partition's keys begin with, entry ids.
--- Returns {for each entry 1 if it was removed, else 0; names of the objects that the payloads referred to}.
+-- Removes waiting entries, undelivered or released, with their payloads, also from where they were moved.
+-- KEYS: the lane, the notes of moves, the first entries' payloads.
+-- ARGV: group, the consumers `released` and `suspects`, the lane without prefix, entry ids.
+-- Returns {1 or 0 for each entry, whether it was removed; the names of the payloads' objects}.
 local lane, moved = KEYS[1], KEYS[2]
 local group, released, suspects, place = unpack(ARGV, 1, 4)
 local removed, gone = {}, {}

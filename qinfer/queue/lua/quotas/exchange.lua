@@ -1,10 +1,9 @@
--- Tells what a gateway has used of a tenant's quota, and leases it a part of what is left: tokens of the rate, and places in flight.
--- A gateway's part is by what it was asked for: half of it equally, half by demand. What others hold they keep until they tell.
--- KEYS: the quota, a hash: level (all tokens, those held included; below 0 = a debt), at (ms), and of each gateway
+-- Records a gateway's use of a tenant's quota, and leases it a part of the rest: half of it equally, half by demand.
+-- Other gateways keep theirs until their own exchange.
+-- KEYS: the quota, a hash: level (all tokens, held ones included; negative = a debt), at (ms), and of each gateway
 --   '<tokens> <demand> <in flight> <places> <until in ms>'.
--- ARGV: gateway, rate per s, burst, places (how many may be in flight), tokens that it has used, its demand, how many it has in flight,
---   how long the lease is in ms (0 = it leaves).
--- Returns {tokens that it holds now, all tokens, its part, places that it holds}, the first three as texts.
+-- ARGV: gateway, rate per s, burst, places, used tokens, demand, requests in flight, lease in ms (0 = it leaves).
+-- Returns {its tokens, all tokens, its part, its places}, the first three as texts.
 local key, gateway = KEYS[1], ARGV[1]
 local rate, burst, most, used, demand, flying, lease = unpack(ARGV, 2)
 rate, burst, most, used = tonumber(rate), tonumber(burst), tonumber(most), tonumber(used)

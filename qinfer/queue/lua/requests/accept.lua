@@ -1,12 +1,11 @@
--- Accepts an asynchronous request: stores its record, its payload and its deadline, and appends it to its lane.
--- KEYS: lane, its lane for the delayed, record, due, payload, payload as it was staged, idempotency key.
--- ARGV: group, id, frame, payload's place (none | given | staged), payload,
---   limit (0 = none), whether workers say what executes (1), ms: timeout, result's time to live, tombstone's, margin, idempotency key's (0 = there is no key),
---   body hash, version and name of the lane, what the record keeps besides, webhook, outbox, notes, who wants to be told of the
---   end ('' = none, nobody), the tenant ('' = none) and its weight (0 = not known): the entry goes to the stream that it has of the lane,
---   the endpoint that it came by ('' = none), the tenant that shares the memory of results with others ('' = there are no others).
--- Returns {what, id, body hash, names of objects that nothing refers to now}: what is new | known | full | gone (the staged
---   payload) | over (the tenant has as many bytes of results stored as it may).
+-- Accepts an asynchronous request: stores its record, payload and deadline, and appends it to its lane.
+-- KEYS: lane, its `.delayed` lane, record, due, payload, staged payload, idempotency key.
+-- ARGV: group, id, frame, payload's place (none | given | staged), payload, limit (0 = none), whether workers report
+--   executing entries (1), in ms: timeout, lifetimes of result and tombstone, margin, idempotency key's lifetime (0 = no
+--   key), body hash, version and name of the lane, other fields of the record, webhook, outbox, notes, watcher, tenant,
+--   its weight (0 = unknown), endpoint, the tenant whose stored results are limited. Absent texts are ''.
+-- Returns {what, id, body hash, unreferenced objects}: new | known | full | gone (the staged payload) | over (the tenant
+--   has stored too much).
 local function one(KEYS, ARGV)
 local lane, delayed, record, due, payload, staged, key = unpack(KEYS)
 local group, id, frame, place, body = unpack(ARGV, 1, 5)
@@ -30,7 +29,7 @@ end
 local route = route_of(lane, group, tenant, tonumber(weight))
 if room(lane, route.share, delayed, limit, group, is_told, 1) == 0 then return refuse('full') end
 
--- Where memory is full the first of these writes raises, and nothing is stored.
+-- With full memory the first of these writes raises, and nothing is stored.
 local lifetime = timeout + result_ttl + tombstone_ttl + margin
 local fields = {'f', frame}
 if place == 'staged' then

@@ -1,9 +1,8 @@
--- Appends responses to those that are stored of an asynchronous request, for the consumer that holds its entry.
--- KEYS: record, responses. ARGV: what the partition's keys begin with, group, consumer, which delivery it holds, the entry's
---   lane and id, whether a later delivery goes on where an earlier one was (1 | 0), how many bytes may be stored, the index of
---   the first response, the responses.
--- Returns {what, how many are stored, who waits, by line}: what is stored | ended (or another's) | broken | full | over (its
---   tenant has as many bytes stored as it may).
+-- Appends stored responses of an asynchronous request, for the consumer that holds its entry.
+-- KEYS: record, responses. ARGV: partition prefix, group, consumer, its delivery, the entry's lane and id, whether a
+--   later delivery continues an earlier one (1 | 0), most bytes, index of the first response, responses.
+-- Returns {what, how many are stored, watchers by line}: stored | ended (or another's) | broken | full | over (the
+--   tenant has stored too much).
 local record, responses = KEYS[1], KEYS[2]
 local prefix, group, consumer, delivery, lane, entry, resumes, most, index = unpack(ARGV, 1, 9)
 local FIRST = 10
@@ -15,7 +14,7 @@ local is_holder = pending and pending[4] == tonumber(delivery)
 local is_its = known[1] == 'queued' and lane == prefix .. known[2] .. ':' .. known[3] and entry == known[4]
 if not (is_holder and is_its) then return {'ended', 0, ''} end
 
--- What an earlier execution gave is not what this one gives, unless its model says so. What is missing was lost by Redis.
+-- An execution differs from earlier ones unless its model says otherwise. Missing responses were lost by Redis.
 local count, size = redis.call('LLEN', responses), tonumber(known[7] or '0')
 local is_other = count > 0 and known[6] ~= delivery and resumes == '0'
 if is_other or tonumber(index) > count then return {'broken', count, ''} end
@@ -26,7 +25,7 @@ if size > tonumber(most) then return {'full', count, ''} end
 local share, before = known[8], tonumber(known[7] or '0')
 if share and size > before and is_over(prefix, share, size - before) then return {'over', count, ''} end
 
--- Where memory is full the first of these writes raises, and nothing is stored.
+-- With full memory the first of these writes raises, and nothing is stored.
 for i = new, #ARGV do redis.call('RPUSH', responses, ARGV[i]) end
 redis.call('HSET', record, 'stored_by', delivery, 'stored_bytes', size)
 if share then note_stored(prefix, share, string.sub(record, #prefix + #'request:' + 1), size, now_ms() + redis.call('PTTL', record)) end

@@ -1,3 +1,2 @@
--- Names asynchronous requests whose deadline has passed, the oldest first.
--- KEYS: due. ARGV: how many at most. Returns their ids.
+-- KEYS: due. ARGV: count. Returns the ids of asynchronous requests past their deadline, the oldest first.
 return redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now_ms(), 'LIMIT', 0, ARGV[1])

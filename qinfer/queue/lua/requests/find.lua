@@ -1,5 +1,5 @@
--- Finds the request that was accepted before with the same id or idempotency key, and tells its end again; see known.lua.
--- KEYS: record, idempotency key (left out: there is none). ARGV: id, body hash, notes (left out: those that it has).
--- Returns {id, body hash}, or nil where there is none.
+-- Finds an accepted request by idempotency key or id, and publishes its end again; see known.lua.
+-- KEYS: record, idempotency key (optional). ARGV: id, body hash, notes (optional: the old ones). Returns {id, body
+--   hash}, or nil.
 local id, hash = known(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3])
 return id and {id, hash}

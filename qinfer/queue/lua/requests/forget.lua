@@ -1,11 +1,10 @@
--- Removes the result of an asynchronous request that has ended, and its responses; its record and its idempotency key stay. One
--- whose end goes to an outbox keeps them for that.
--- KEYS: record, result, responses. ARGV: what the partition's keys begin with, id. Returns the names of objects that nothing refers to now.
+-- Removes the result and responses of an ended asynchronous request, unless its end goes to an outbox; its record stays.
+-- KEYS: record, result, responses. ARGV: partition prefix, id. Returns unreferenced objects.
 local record, result, responses = unpack(KEYS)
 local state, outbox, share = unpack(redis.call('HMGET', record, 'state', 'outbox', 'share'))
 if not state or state == 'queued' or outbox then return {} end
 
--- What frees memory comes first: after a write Redis lets a script go on, however full its memory is.
+-- Freeing writes go first: after a write full memory stops no script.
 local objects = {}
 drop(result, objects)
 redis.call('UNLINK', responses)

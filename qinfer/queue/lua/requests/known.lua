@@ -1,6 +1,6 @@
--- Finds the request that was accepted before with the same id or idempotency key; returns its id and body hash, if there is one.
--- Where its body is the same and it has ended, its end is told again through its outbox, unless it waits there: with `notes`, or
--- with those that it has where they are nil. `key` is nil where the caller has none.
+-- Finds an accepted request by idempotency key (may be nil) or id; returns its id and body hash. If it has ended with
+-- the same body, its end goes to its outbox again, unless it waits there: with `notes`, or with the old ones if they are
+-- nil.
 local DAY_MS = 86400000
 local function known(record, key, id, body_hash, notes)
   local prefix = string.sub(record, 1, -#('request:' .. id) - 1)
@@ -18,7 +18,7 @@ local function known(record, key, id, body_hash, notes)
 
   local of = redis.call('HMGET', record, 'state', 'outbox', 'notice', 'notes', 'result_ttl_ms', 'tombstone_ttl_ms')
   if not of[2] or of[1] == 'queued' then return id, hash end
-  redis.call('UNLINK', record .. '|') -- removes nothing, but is a write: after one, full memory stops no script
+  redis.call('UNLINK', record .. '|') -- a no-op write: after a write full memory stops no script
   local outbox, kept = prefix .. 'deliveries:outbox:' .. of[2], of[5] + of[6] + DAY_MS
   if notes and notes ~= of[4] then
     deliver(outbox, id, notes, kept, kept)

@@ -1,8 +1,7 @@
--- Reads what is known of an asynchronous request, and notes who wants to be told of its end.
--- KEYS: record, result, responses. ARGV: what the partition's keys begin with, group, consumer of what was released, of suspects,
---   who wants to be told ('' = nobody), how many may want it, the fields that are read.
--- Returns {values of the fields, whether there is a result, whether a consumer holds its entry, deliveries, how many responses
---   are stored}, or nil.
+-- Reads the record of an asynchronous request, and registers a watcher of its end.
+-- KEYS: record, result, responses. ARGV: partition prefix, group, the consumers `released` and `suspects`, watcher ('' =
+--   none), most watchers, fields to read.
+-- Returns {values, whether there is a result, whether a consumer holds the entry, deliveries, stored responses}, or nil.
 local record, result, responses = unpack(KEYS)
 local prefix, group, released, suspects, reply_to, most = unpack(ARGV)
 
@@ -12,7 +11,7 @@ if not state then return nil end
 local is_held, deliveries = 0, 0
 if state == 'queued' then
   local lane = prefix .. version .. ':' .. name
-  local pending = redis.pcall('XPENDING', lane, group, entry, entry, 1) -- an error where there is no group yet
+  local pending = redis.pcall('XPENDING', lane, group, entry, entry, 1) -- fails without a group
   if pending[1] then
     local owner = pending[1][2]
     is_held, deliveries = owner ~= released and owner ~= suspects and 1 or 0, pending[1][4]
@@ -25,7 +24,7 @@ if state == 'queued' then
   if reply_to ~= '' then
     waiters[#waiters + 1] = reply_to
     local line = table.concat(waiters, '\n', math.max(1, #waiters - count + 1))
-    redis.pcall('HSET', record, 'waiters', line) -- where memory is full there will be no hint
+    redis.pcall('HSET', record, 'waiters', line) -- with full memory there will be no hint
   end
 end
 return {redis.call('HMGET', record, unpack(ARGV, 7)), redis.call('EXISTS', result), is_held, deliveries,

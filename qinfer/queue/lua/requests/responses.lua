@@ -1,6 +1,6 @@
--- Reads the responses that are stored of an asynchronous request, from one on, or says how large that is where it is larger
--- than what may be read: it is then read over another connection.
--- KEYS: responses. ARGV: the index of the first, how many bytes are read at most. Returns the responses, or a size.
+-- Reads stored responses of an asynchronous request; if the first is too large, returns its size, to be read over
+-- another connection.
+-- KEYS: responses. ARGV: first index, most bytes. Returns the responses, or a size.
 local found, index, room, step = {}, tonumber(ARGV[1]), tonumber(ARGV[2]), 1
 
 while true do
@@ -11,5 +11,5 @@ while true do
     found[#found + 1] = response
   end
   if #some < step then return found end
-  index, step = index + step, math.min(2 * step, 128) -- large ones are few: not many are read in vain
+  index, step = index + step, math.min(2 * step, 128) -- large ones are few, so few are read in vain
 end

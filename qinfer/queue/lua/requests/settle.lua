@@ -1,10 +1,9 @@
 -- Ends an asynchronous request, unless it has ended, and removes its entry in any case.
--- KEYS: record, result, result as it was staged, due, queue of the webhooks, payload, responses, the notes of what was cancelled.
--- ARGV: what the partition's keys begin with, group, id, the entry's lane and id ('' = those of the record), result's place
---   (none | given | staged), result, attempt (0 = it was not executed), the record's state, and
---   why it failed ('' = it did not).
--- Returns {what, who waits, by line, names of objects that nothing refers to now}: what is first | late | gone (the staged
---   result: nothing was done) | over (its tenant has as many bytes of results stored as it may: it has not ended).
+-- KEYS: record, result, staged result, due, queue of webhooks, payload, responses, notes of cancellations.
+-- ARGV: partition prefix, group, id, the entry's lane and id ('' = as in the record), result's place (none | given |
+--   staged), result, attempt (0 = not executed), state, failure ('' = none).
+-- Returns {what, watchers by line, unreferenced objects}: first | late | gone (the staged result: nothing was done) |
+--   over (the tenant has stored too much: it has not ended).
 local function one(KEYS, ARGV)
 local DAY_MS = 86400000
 local record, result, staged, due, webhooks, payload, responses, notes = unpack(KEYS)
@@ -23,13 +22,13 @@ if share and state == 'succeeded' and is_over(prefix, share, size) then
   return {'over', '', objects}
 end
 if is_first and attempt == '0' then
-  local pending = redis.pcall('XPENDING', lane, group, entry, entry, 1) -- an error where there is no group yet
+  local pending = redis.pcall('XPENDING', lane, group, entry, entry, 1) -- fails without a group
   if pending[1] then attempt = pending[1][4] end
 end
 
 local pending = is_first and state == 'cancelled' and redis.pcall('XPENDING', lane, group, entry, entry, 1)
 
--- What frees memory comes first: after a write Redis lets a script go on, however full its memory is.
+-- Freeing writes go first: after a write full memory stops no script.
 local function remove(from, entry_id)
   redis.call('XACK', from, group, entry_id)
   redis.call('XDEL', from, entry_id)
@@ -67,7 +66,7 @@ end
 if share then note_stored(prefix, share, id, size + (tonumber(known[12]) or 0), now + result_ttl) end
 if not known[7] and known[5] and known[5] ~= '' then
   redis.call('HSET', record, 'webhook_state', 'pending')
-  -- Without its request's record it is of no use: where webhooks were switched off, none stays for ever.
+  -- It expires with the request's record, in case webhooks are switched off.
   deliver(webhooks, 'request:' .. id, '', lifetime + DAY_MS)
 end
 return {'first', known[6] or '', objects}

@@ -1,17 +1,15 @@
--- Exchanges a worker's units of global resources: takes some back, gives all that an execution needs or none, and renews
--- the worker's lease on what it holds. Those that wait are served in their order, the callees first: what one of them
--- waits for is kept from all behind it.
--- KEYS: the ends of leases, units held by worker, maxima by worker, those that wait, the news.
--- ARGV: worker, lease in ms, its maxima, units that it gives back, what it waits for no longer (a list),
--- what it wants, or nothing ([worker, units], as it stays in line), whether that is a callee's. All JSON from the third on.
--- Returns {whether it got that, the units that it holds, the names that others wait for, ms to the next end of another's
--- lease, or -1}.
+-- Exchanges a worker's units of global resources: takes some back, gives all units of an execution or none, and renews
+-- the lease. Waiting wishes are served in order, callees first; units that one waits for are kept from those behind it.
+-- KEYS: the ends of leases, units by worker, maxima by worker, the line, the news.
+-- ARGV: worker, lease in ms, then in JSON its maxima, returned units, a list of withdrawn wishes, its wish ([worker,
+--   units], as in the line) or '', and whether that is a callee's.
+-- Returns {whether it got it, its units, names that others wait for, ms to the next end of another's lease or -1}.
 local leases, held, maxima, waiting, news = unpack(KEYS)
 local worker, wanted, is_callee = ARGV[1], ARGV[6], ARGV[7] == '1'
 local now, has_freed, has_got, is_new = now_ms(), false, 0, false
 local CALLEES_FIRST, NEWS = 4e15, 64
 
-redis.call('ZREM', leases, '') -- changes nothing, but is a write: after one, full memory stops no script
+redis.call('ZREM', leases, '') -- a no-op write: after a write full memory stops no script
 
 local function read(key, field)
   return cjson.decode(redis.call('HGET', key, field) or '{}')
@@ -42,7 +40,7 @@ local function forget(dead)
   has_freed = true
 end
 
--- Gives the worker what it wants, if that is free and nobody before it waits for any of it.
+-- Gives the worker its wish, if the units are free and not awaited by an earlier one.
 local function take(mine)
   local free = {}
   each(maxima, function(name, units) free[name] = math.max(free[name] or 0, units) end)

@@ -1,4 +1,4 @@
--- Ends the lease of a worker on units of global resources. KEYS: as for exchange. ARGV: worker.
+-- Ends a worker's lease on global resources. KEYS: as for exchange. ARGV: worker.
 local leases, held, maxima, waiting, news = unpack(KEYS)
 for _, member in ipairs(redis.call('ZRANGE', waiting, 0, -1)) do
   if cjson.decode(member)[1] == ARGV[1] then redis.call('ZREM', waiting, member) end

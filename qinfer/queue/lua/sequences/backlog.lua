@@ -1,5 +1,5 @@
--- Counts the steps of sequences that wait for an owner; of more than a thousand such sequences each of the others counts as one step.
--- KEYS: the open sequences, the lanes in which sequences wait. ARGV: partition's prefix, whether Redis may lose. Returns the number.
+-- Counts the steps of sequences without an owner; beyond a thousand sequences each counts as one step.
+-- KEYS: the open sequences, the lanes of waiting ones. ARGV: partition prefix, whether Redis may lose.
 begin(ARGV[1], ARGV[2])
 local left, steps = 1000, 0
 

@@ -1,11 +1,10 @@
--- Commits a step: stores state, response and number together, if the worker still owns the sequence. The last step of a life
--- ends it. The response to the step before is kept until that one is answered. Of an explicit sequence, steps before it may
--- be missing: those without a number are not committed.
+-- Commits a step: stores state, response and number together if the worker still owns the sequence. The last step ends
+-- the life. The previous response is kept until it is answered. An explicit sequence commits only numbered steps, so
+-- earlier ones may be missing.
 -- KEYS: record.
--- ARGV: partition's prefix, whether Redis may lose, name, token, life, number, state's place (none = it stays | given |
---   staged), state or the key where it is staged, response's place, response or its key.
--- Returns {done | known (it was committed before) | lost (another one owns it) | gone (what was staged), names of objects that
---   nothing refers to now}.
+-- ARGV: partition prefix, whether Redis may lose, name, token, life, number, state's place (none = unchanged | given |
+--   staged), state or its staged key, response's place, response or its key.
+-- Returns {done | known (committed before) | lost (another owner) | gone (what was staged), unreferenced objects}.
 local function one(KEYS, ARGV)
 if not prefix then
   begin(ARGV[1], ARGV[2])
@@ -32,7 +31,7 @@ for _, staged in pairs({staged_state or nil, staged_answer or nil}) do
 end
 
 local fields = {'at', life .. ' ' .. n}
--- Stores what is given in the record, and what is staged under its own key.
+-- Stores a given value in the record, a staged one under its own key.
 local function put(key, staged, field, value)
   if not staged then
     fields[#fields + 1], fields[#fields + 2] = field, value
@@ -49,7 +48,7 @@ if ARGV[7] ~= 'none' then
 end
 put(answer_of(name, life, n), staged_answer, answer_field(life, n), ARGV[10])
 
--- Tells whether a step before this one is removed; mostly this one is the only one.
+-- Tells whether an earlier step is removed; mostly this one is the only one.
 local function is_removed(step)
   if redis.call('XLEN', steps_of(name)) == 1 then return true end
   local is_there = false

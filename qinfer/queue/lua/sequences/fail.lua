@@ -1,9 +1,9 @@
--- Ends a life of a sequence by an error at one of its steps, or, without a code, because it was idle for its time.
--- KEYS: record. ARGV: partition's prefix, whether Redis may lose, name, token of the owner ('' = anybody, 0 = only where nobody
---   owns that life), life, step, code ('' = it was idle), text.
--- Where a caller cancels a step of a life that a worker owns, that worker is told: it knows what executes. The field `fail:<life>` ends
--- the life if it dies before.
--- Returns {whether it ended or, where it has not begun, is going to, names of objects that nothing refers to now}.
+-- Ends a life by an error at one of its steps, or, without a code, because its idle time is over.
+-- KEYS: record. ARGV: partition prefix, whether Redis may lose, name, the owner's token ('' = any caller, 0 = only if
+--   the life has no owner), life, step, code ('' = idle), text.
+-- If a caller cancels a step of an owned life, the owner is told, which knows the executing steps; `fail:<life>` ends
+-- the life if the owner dies first.
+-- Returns {whether it ended, or will when it begins, unreferenced objects}.
 begin(ARGV[1], ARGV[2])
 make_room()
 local name, token, life, n, code, text = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], ARGV[8]

@@ -1,7 +1,7 @@
--- Removes a step that is answered, with its payload; its response too, unless it is the last one that was committed. Ends a
--- life that has one behind it, and whose last step was not committed.
--- KEYS: record. ARGV: partition's prefix, whether Redis may lose, name, life, number, entry id, key of its payload ('' = none).
--- Returns the names of the objects that nothing refers to now.
+-- Removes an answered step with its payload, and its response unless it is the last committed one. Ends a life with a
+-- successor whose last step was not committed.
+-- KEYS: record. ARGV: partition prefix, whether Redis may lose, name, life, number, entry id, payload's key ('' = none).
+-- Returns unreferenced objects.
 local function one(KEYS, ARGV)
 begin(ARGV[1], '0')
 local record = KEYS[1]
@@ -11,7 +11,7 @@ local steps = steps_of(name)
 redis.call('XDEL', steps, entry)
 if payload ~= '' then drop(payload, gone) end
 if redis.call('HGET', record, 'at') == life .. ' ' .. n then
-  return gone -- the last step that was committed of a life that goes on
+  return gone -- the last committed step of an open life
 end
 local of = load(name)
 local is_last = of and of.life == life and n >= of.committed

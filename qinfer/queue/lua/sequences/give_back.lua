@@ -1,6 +1,6 @@
--- Gives sequences of a worker that drains to whoever has free slots; those whose state is in its memory end.
--- KEYS: the sequences that the worker owns. ARGV: partition's prefix, whether Redis may lose, worker, names.
--- Returns {how many were given back, names of objects that nothing refers to now}.
+-- Offers the sequences of a draining worker to others; explicit ones end.
+-- KEYS: the worker's sequences. ARGV: partition prefix, whether Redis may lose, worker, names.
+-- Returns {how many, unreferenced objects}.
 begin(ARGV[1], ARGV[2])
 make_room()
 local given, gone = 0, {}

@@ -1,11 +1,10 @@
--- Makes a worker the owner of sequences that wait for one, and tells it their steps. The next one is of the tenant of which workers have the
--- fewest, by weight; of a tenant those that were handed over go first.
--- KEYS: the lanes that they wait in, by priority, then the worker's own lane.
--- ARGV: partition's prefix, whether Redis may lose, worker, count, bits of the numbers that the model is told (0 = it takes text, '' = it is
---   told nothing).
--- Returns {whether the worker's lease is alive, {name, life, token, committed, generation, kind, idle ms, whether the tenant is another
---   than the model's first one, the number that the model is told in place of its id (0 = none)} of each}.
-local MOST_TICKETS = 100 -- that are looked at: of some the sequence has ended
+-- Gives a worker waiting sequences and tells it their steps. The next one is of the tenant with the fewest held by
+-- weight, handed-over ones first.
+-- KEYS: the lanes of waiting sequences by priority, the worker's own lane.
+-- ARGV: partition prefix, whether Redis may lose, worker, count, bits of the model's ids (0 = text, '' = it gets none).
+-- Returns {whether the worker's lease is alive, {name, life, token, committed, generation, kind, idle ms, whether the
+--   tenant is not the model's first, the model's number for it (0 = none)} of each}.
+local MOST_TICKETS = 100 -- to look at, as some sequences have ended
 begin(ARGV[1], ARGV[2])
 make_room()
 local worker, left, bits = ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])

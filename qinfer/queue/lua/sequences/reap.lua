@@ -1,7 +1,6 @@
--- Gives the sequences of workers whose lease has ended to whoever has free slots.
--- KEYS: the owners, the sequences of workers whose lease has ended. ARGV: partition's prefix, whether Redis may lose, how many
---   sequences at most.
--- Returns {how many were handed over or ended, names of objects that nothing refers to now}.
+-- Offers the sequences of workers whose lease has ended to others.
+-- KEYS: the owners, the orphaned sequences. ARGV: partition prefix, whether Redis may lose, count.
+-- Returns {how many were handed over or ended, unreferenced objects}.
 begin(ARGV[1], ARGV[2])
 make_room()
 local owners, orphans = KEYS[1], KEYS[2]

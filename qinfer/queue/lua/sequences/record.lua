@@ -1,21 +1,21 @@
--- What the scripts of sequences share: the record of a sequence, and the steps of its life. A *life* begins with START; the
--- lives of one sequence (same tenant and correlation id) follow one another, and their steps are in one stream, in order.
--- The record is a hash. Its field `of` is a table, packed by MessagePack, as most scripts read all of it: state (open | ended);
--- of the life that executes now `life`, its version, generation, kind, idle (ms), owner, token (which rises with each owner),
--- ticket, committed, deaths (of workers while its next step waited), used (ms), era, apart (1 = its state has a key of its own);
--- number (that the model is told in place of its id; see numbers.lua), weight (of its tenant);
--- of the last life `tail`, accepted, hash (of its START), last (the number of its last step; 0 = not known yet); kept says until
--- when (ms) the keys live; code, text, failed and failed_life say how a life ended by an error.
--- Further fields, for what is written or read alone: `at` is the life and the last committed step; `state` the state, and
--- `answer:<life>.<n>` the response to a step, unless they were staged; `last:<life>` the number of the last step of a life that
--- has one behind it; `next:<life>` the version, generation, kind and idle time of a life that waits; `fail:<life>` why it is to
--- end when it begins, or when its owner dies.
-local TOMBSTONE_MS = 300000 -- so long a sequence that has ended is known
-local LOOK_MS = 60000       -- so often the janitor looks at one, and so long one that nobody owns may be idle
-local GRACE_MS = 10000      -- so long who answers steps of a life that has ended has time for it
+-- The record of a sequence and the steps of its life, for all scripts of sequences. A *life* begins with START; the
+-- lives of a sequence follow one another, and their steps share one stream, in order.
+-- The record is a hash. Its field `of` is a MessagePack table, because most scripts read all of it:
+--   state (open | ended), number (the model's id for it; see numbers.lua), weight (the tenant's), kept (until when the
+--   keys live, ms);
+--   of the executing life: life, version, generation, kind, idle (ms), owner, token (higher for each owner), ticket,
+--   committed, deaths (of workers during its next step), used (ms), era, apart (1 = the state has its own key);
+--   of the last life: tail, accepted, hash (of its START), last (its last step; 0 = unknown);
+--   of a life ended by an error: code, text, failed, failed_life.
+-- Fields that are used alone: `at`, the life and the last committed step; `state`, unless staged; `answer:<life>.<n>`, a
+-- response, unless staged; `last:<life>`, the last step of a life with a successor; `next:<life>`, version, generation,
+-- kind and idle time of a waiting life; `fail:<life>`, the error of a life that ends when it begins or its owner dies.
+local TOMBSTONE_MS = 300000 -- how long an ended sequence is known
+local LOOK_MS = 60000 -- the janitor's interval, and the idle time of a sequence without owner
+local GRACE_MS = 10000 -- time to answer the steps of an ended life
 local DAY_MS = 86400000
-local SLACK_MS = 3600000    -- the keys of a sequence live for so much longer, so that not each step has to say so
-local SHORT_BYTES = 4096    -- a frame of no more travels with the ticket, too
+local SLACK_MS = 3600000 -- extra lifetime of keys, so that not each step has to extend it
+local SHORT_BYTES = 4096 -- larger frames do not travel with the ticket
 local EMPTY = {life = 0, committed = 0, token = 0, deaths = 0, idle = 0, used = 0, tail = 0,
   accepted = 0, failed = 0, failed_life = 0, last = 0, kept = 0, apart = 0, number = 0, weight = 0, state = '', version = '', generation = '', kind = '', owner = '', ticket = '',
   era = '', hash = '', code = '', text = ''}
@@ -31,7 +31,7 @@ local function answer_field(life, n) return string.format('answer:%d.%d', life, 
 local function tenant_of(name) return string.match(name, '^([^:]*):') or '' end
 local function number_key(number) return prefix .. string.format('sequence-number:%.0f', number) end
 local function lane_of(version, worker) return prefix .. version .. ':seq@' .. worker end
--- Counts what the metrics show; counts that are damaged begin again.
+-- Counts for metrics; a damaged counter starts again.
 local function count(what)
   local counts = prefix .. 'sequence-counts'
   if type(redis.pcall('HINCRBY', counts, what, 1)) == 'table' then
@@ -40,19 +40,19 @@ local function count(what)
   end
 end
 
--- Says which partition it is, and whether Redis may lose what it has confirmed. Then a sequence whose record was written
--- before Redis was restarted or failed over (`master_replid` changes) is not continued. Notes the time, too.
+-- Sets the partition, the time, and the era: if Redis may lose confirmed writes, a sequence written before a restart or
+-- failover (a new `master_replid`) is not continued.
 local function begin(partition, is_fragile)
   if prefix == partition then return end -- one of several requests
   prefix, now = partition, now_ms()
   era = is_fragile == '1' and string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)') or ''
 end
 
--- Has the script run where memory is full, too: whatever ends steps makes room. Changes nothing, but is a write: after one,
--- Redis stops no script.
+-- Lets the script run with full memory, because ended steps free memory: after a write, here a no-op, Redis stops no
+-- script.
 local function make_room() redis.call('ZREM', prefix .. 'sequence-owners', '') end
 
--- Changes a record, and writes it, with further fields if they are given.
+-- Changes a record, and writes it with the given fields.
 local function write(of, values, ...)
   for field, value in pairs(values) do of[field] = value end
   local name = of.name
@@ -61,12 +61,12 @@ local function write(of, values, ...)
   of.name = name
 end
 
--- Makes an empty record, which is not stored yet.
+-- Makes an empty, unstored record.
 local function fresh(name)
   return setmetatable({name = name}, RECORD)
 end
 
--- Tells whether the fields of a record are what the scripts take them for: texts, and whole numbers; new ones may be anything.
+-- Tells whether a record's known fields have the right types: texts and whole numbers.
 local function is_whole(of)
   for field, value in pairs(of) do
     local like = EMPTY[field]
@@ -79,9 +79,8 @@ local function is_whole(of)
   return not string.find(of.generation or '', '%D')
 end
 
--- Tells whether a record was written in this era. All lives of a record are of one era: a START ends those of an older one.
--- One without an era is of a version that forgot it behind another life, or of a Redis that loses nothing: it is sound where
--- this server has run since, and was never a replica.
+-- Tells whether a record is of this era; all its lives are, because a START ends older ones. A record without an era (of
+-- an older version, or a Redis that loses nothing) is sound if this server has run since, and was never a replica.
 local function is_sound(of)
   if era == '' or of.era == era then return true end
   if of.era ~= '' then return false end
@@ -92,7 +91,7 @@ local function is_sound(of)
   return true
 end
 
--- Reads a record; nil = there is none, or it is damaged. Lives of which Redis may have lost something end.
+-- Reads a record; nil = missing or damaged. Ends lives of which Redis may have lost steps.
 local function load(name)
   local packed = redis.call('HGET', record_of(name), 'of')
   if not packed then return nil end
@@ -106,7 +105,7 @@ local function load(name)
   return of
 end
 
--- Writes a record, and has the keys of its sequence live for `ms` at least.
+-- Writes a record, and extends the life of its keys to at least `ms`.
 local function keep(of, ms)
   if of.kept - now >= ms then return write(of, {used = now}) end
   write(of, {used = now, kept = now + ms + SLACK_MS})
@@ -116,7 +115,7 @@ local function keep(of, ms)
   if of.number > 0 then redis.call('PEXPIRE', number_key(of.number), ms + SLACK_MS) end
 end
 
--- Tells whether the response to a step is stored; removes it.
+-- The stored response to a step.
 local function has_answer(name, life, n)
   return redis.call('HEXISTS', record_of(name), answer_field(life, n)) == 1 or redis.call('EXISTS', answer_of(name, life, n)) == 1
 end
@@ -124,8 +123,8 @@ local function drop_answer(name, life, n, gone)
   if redis.call('HDEL', record_of(name), answer_field(life, n)) == 0 then drop(answer_of(name, life, n), gone) end
 end
 
--- Tells a sequence's owner a step; `times` is how often it was told to an owner, with this time. What may be finished before
--- the owner looks has no frame: then it is read when the owner looks.
+-- Tells a sequence's owner of a step, for the `times`-th time. Without `frame`, for steps that may be finished soon, the
+-- owner reads it later.
 local function tell(of, entry, life, n, times, frame, payload)
   local lane = lane_of(of.version, of.owner)
   local ticket = {'*', 's', of.name, 'l', life, 'n', n, 'e', entry, 't', of.token, 'times', times}
@@ -142,9 +141,9 @@ local function tell_cancel(of, life, n)
   redis.call('XADD', lane_of(of.version, of.owner), 'NOMKSTREAM', '*', 's', of.name, 'l', life, 'n', n, 't', of.token, 'c', 1)
 end
 
--- Puts a sequence into a lane from which workers with a free slot take: `seq`, or `seq.handed`, which goes first. Those of a tenant wait in
--- a stream of their own beside it, `<lane>~<tenant>`; a blank ticket in the lane itself wakes workers. The open sequences of a tenant are the
--- set `sequences~<tenant>`; the hash `sequences~` has the weights of the tenants that have any.
+-- Puts a sequence into the lane `seq`, or `seq.handed`, which goes first, for workers with free slots. A tenant's wait
+-- in a stream of their own, `<lane>~<tenant>`; a blank ticket in the lane itself wakes workers. The set
+-- `sequences~<tenant>` has a tenant's open sequences, the hash `sequences~` the tenants' weights.
 local function wait_for_owner(of, lane)
   local tenant = tenant_of(of.name)
   if tenant ~= '' then
@@ -161,7 +160,7 @@ local function wait_for_owner(of, lane)
   redis.call('ZADD', prefix .. 'sequences', now, of.name)
 end
 
--- Takes note that a sequence is open no longer.
+-- Records that a sequence is no longer open.
 local function close(name)
   redis.call('ZREM', prefix .. 'sequences', name)
   local tenant = tenant_of(name)
@@ -170,7 +169,7 @@ local function close(name)
   if redis.call('EXISTS', prefix .. 'sequences~' .. tenant) == 0 then redis.call('HDEL', prefix .. 'sequences~', tenant) end
 end
 
--- Takes a sequence from its owner, whom a ticket tells, or out of the lane in which it waits for one.
+-- Takes a sequence from its owner, whom a ticket tells, or from the lane in which it waits.
 local function leave(of)
   if of.owner ~= '' then
     redis.call('SREM', prefix .. 'sequence-owned:' .. of.owner, of.name)
@@ -181,8 +180,7 @@ local function leave(of)
   end
 end
 
--- Calls `use(id, fields)` with each step in a sequence's stream, in order, until it returns false; one that is damaged is
--- removed.
+-- Calls `use(id, fields)` with each step in order until it returns false; removes damaged ones.
 local function each_step(name, use)
   local start = '-'
   while start do
@@ -200,14 +198,14 @@ local function each_step(name, use)
   end
 end
 
--- Returns at which step the life that executes is to end, with code and text; nil = it is not, or the step is committed.
+-- Returns step, code and text of the error that is to end the executing life; nil = none, or the step is committed.
 function doom_of(of)
   local doom = redis.call('HGET', record_of(of.name), 'fail:' .. of.life)
   local failed, code, text = string.match(doom or '', '^(%d+) (%S+) (.*)$')
   if failed and tonumber(failed) > of.committed then return tonumber(failed), code, text end
 end
 
--- Ends the life that executes: the next one begins, or the sequence has ended. What is unanswered is due after `grace` ms.
+-- Ends the executing life, and begins the next one or ends the sequence. Unanswered steps are due after `grace` ms.
 function over(of, grace)
   local record, gone = record_of(of.name), {}
   leave(of)
@@ -218,7 +216,7 @@ function over(of, grace)
   local next_life = of.life + 1
   local about = next_life <= of.tail and redis.call('HGET', record, 'next:' .. next_life)
   local version, generation, kind, idle = string.match(about or '', '^(%S+) (%d+) (%S+) (%d+)$')
-  if not version then -- there is no next one, or nothing is known of it
+  if not version then -- no next life, or a damaged one
     write(of, {state = 'ended', owner = '', ticket = ''})
     close(of.name)
     if of.number > 0 then redis.call('PEXPIRE', number_key(of.number), TOMBSTONE_MS) end
@@ -232,7 +230,7 @@ function over(of, grace)
   return gone
 end
 
--- Returns the number of the first step of the life that executes which has no response yet; nil = all have.
+-- Returns the first step of the executing life without a response, or nil.
 local function first_unanswered(of)
   local first
   each_step(of.name, function(_, step)
@@ -242,8 +240,8 @@ local function first_unanswered(of)
   return first
 end
 
--- Ends the life that executes by an error, at step `n`, by default the first without a response; its unanswered steps are due
--- at once.
+-- Ends the executing life by an error at step `n`, by default the first without a response; unanswered steps are due at
+-- once.
 function fail(of, code, text, n)
   n = n or first_unanswered(of) or (of.life == of.tail and of.accepted or of.committed) + 1
   if code == 'sequence_lost' then count('lost') end
@@ -251,8 +249,8 @@ function fail(of, code, text, n)
   return over(of, 0)
 end
 
--- Gives a sequence to whoever has a free slot; one whose state was in its owner's memory ends. The owner has died with it,
--- or gives it back.
+-- Offers a sequence of a dead or draining owner to workers with free slots; ends it if its state was in the owner's
+-- memory.
 local function hand_over(of, has_died)
   if of.kind == 'explicit' then
     return fail(of, 'sequence_lost', 'the worker that had its state in memory has ended')

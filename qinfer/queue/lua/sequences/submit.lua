@@ -1,12 +1,12 @@
--- Appends a step to a sequence. One with START begins a life, behind the one that executes; a numbered step that is known
--- already gets the stored response, or waits for it behind the first of its number.
+-- Appends a step to a sequence. START begins a life behind the executing one. A repeated numbered step gets the stored
+-- response, or waits behind the first of its number.
 -- KEYS: record.
--- ARGV: partition's prefix, whether Redis may lose (1), name, flags (S, E, SE or empty), number (0 = none), hash of a START's
---   content, frame, id of the request whose payload is stored ('' = none), ms: until its deadline, limit of the steps that
---   wait in the sequence (0 = none), limit of open sequences (0 = none), the tenant's weight (0 = not known), and of a START
---   `<version> <generation> <kind> <idle ms>`.
--- Returns {new, life, number, entry id} | {stored, life, number} | {gap, number that is next} | {old, the last number} |
---   {ended, code, text, step} | {unknown} | {full}.
+-- ARGV: partition prefix, whether Redis may lose (1), name, flags (S, E, SE or empty), number (0 = none), hash of a
+--   START's content, frame, id of the request with the payload ('' = none), ms to its deadline, limit of waiting steps
+--   (0 = none), limit of open sequences (0 = none), tenant's weight (0 = unknown), and of a START `<version>
+--   <generation> <kind> <idle ms>`.
+-- Returns {new, life, number, entry id} | {stored, life, number} | {gap, next number} | {old, last number} | {ended,
+--   code, text, step} | {unknown} | {full}.
 local function one(KEYS, ARGV)
 local record = KEYS[1]
 begin(ARGV[1], ARGV[2])
@@ -33,8 +33,8 @@ local function is_repeated(n, committed)
   return n > 0 and n <= committed and has_answer(name, of.tail, n)
 end
 
--- Tells whether so many sequences are open as may, and of the tenant as many as its share of them: one that has fewer is let in where
--- others have filled it.
+-- Tells whether `most` sequences are open and the tenant has its share of them: a tenant below its share is admitted
+-- even if others have filled the limit.
 local function has_no_room()
   if most == 0 or redis.call('ZCARD', prefix .. 'sequences') < most then return false end
   local tenant, sum, tenants = tenant_of(name), 0, redis.call('HGETALL', prefix .. 'sequences~')
@@ -47,7 +47,7 @@ end
 
 local is_full = limit > 0 and redis.call('XLEN', steps) >= limit
 
--- A START that is sent again, because its response was lost, is told from a new life by its content.
+-- The content tells a repeated START, whose response was lost, from a new life.
 local is_again = is_start and number == 1 and of and of.accepted == 1 and of.hash == hash
   and (is_open or is_repeated(1, of.committed))
 if is_start and not is_again then

@@ -1,6 +1,6 @@
--- Ends sequences that nobody owns: at the deadline of a step that waits, or where nothing of them waits after a time.
--- KEYS: the open sequences. ARGV: partition's prefix, whether Redis may lose, how many are looked at.
--- Returns {how many ended, names of objects that nothing refers to now}.
+-- Ends sequences without an owner at the deadline of a waiting step, or after a time without one.
+-- KEYS: the open sequences. ARGV: partition prefix, whether Redis may lose, how many to look at.
+-- Returns {how many ended, unreferenced objects}.
 begin(ARGV[1], ARGV[2])
 make_room()
 local ended, all = 0, {}
@@ -33,7 +33,7 @@ for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT',
     for _, object in ipairs(gone or {}) do all[#all + 1] = object end
   end
 end
--- Workers of earlier versions do not take sequences that end from the sets of tenants.
+-- Workers of earlier versions leave ended sequences in the tenants' sets.
 for _, tenant in ipairs(redis.call('HKEYS', KEYS[1] .. '~')) do
   for _, name in ipairs(redis.call('SRANDMEMBER', KEYS[1] .. '~' .. tenant, 10)) do
     if not redis.call('ZSCORE', KEYS[1], name) then close(name) end

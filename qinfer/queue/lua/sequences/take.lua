@@ -1,14 +1,14 @@
--- Tells a worker the steps of its sequences, and which of these have ended. What it confirms is not told again.
--- KEYS: the worker's lane. ARGV: partition's prefix, whether Redis may lose, worker, the last ticket that it has ('' = none),
---   count, how many bytes of frames (at least one step is told).
--- Returns {whether the worker's lease is alive, the last ticket that was looked at, {name, life, number (0 = the life has
---   ended), token, entry id, fields (none = the caller of the step has left), deliveries} of each}.
+-- Tells a worker the steps of its sequences, and which have ended; confirmed tickets are not told again.
+-- KEYS: the worker's lane. ARGV: partition prefix, whether Redis may lose, worker, its last ticket ('' = none), count,
+--   most bytes of frames.
+-- Returns {whether the lease is alive, the last ticket seen, {name, life, number (0 = the life has ended), token, entry
+--   id, fields (empty = the step's caller has left), deliveries} of each}.
 begin(ARGV[1], ARGV[2])
 make_room()
 local worker, after, most, room = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
 local told = {}
 
--- Returns the fields of a step whose frame did not travel with its ticket.
+-- Returns the fields of a step whose ticket has no frame.
 local function read(name, entry)
   local step = redis.call('XRANGE', steps_of(name), entry, entry)[1]
   return step and step[2][1] == 'f' and step[2]

@@ -1,7 +1,6 @@
--- Decides what a model without sequences is told of a request that names one; it is the same until none has come for five minutes.
--- KEYS: its number, as text. ARGV: partition's prefix, whether Redis may lose, name of the sequence, bits of the numbers that the model is
---   told (0 = it takes text).
--- Returns {whether the tenant is another than the model's first one, the number (0 = none)}.
+-- Chooses the id of a sequence for a model without sequences; it stays until five minutes pass without a request.
+-- KEYS: its number, as text. ARGV: partition prefix, whether Redis may lose, name, bits of the model's ids (0 = text).
+-- Returns {whether the tenant is not the model's first, the number (0 = none)}.
 begin(ARGV[1], ARGV[2])
 make_room()
 local name, bits = ARGV[3], tonumber(ARGV[4])

@@ -1,15 +1,14 @@
--- The tenants whose sequences wait for an owner, and which of them is next. `wait_for_owner` of record.lua, which this needs, says where they
--- wait.
+-- The tenants whose sequences wait for an owner, and the next of them; needs record.lua (`wait_for_owner`).
 
 local function stream_of(lane, tenant) return tenant == '' and lane or lane .. '~' .. tenant end
 
--- Returns the id of the blank ticket that is first in a lane, to wake workers; nil = none is.
+-- Returns the id of the blank ticket at the head of a lane, or nil.
 local function blank_of(lane)
   local first = redis.call('XRANGE', lane, '-', '+', 'COUNT', 1)[1]
   return first and first[2][2] == '' and first[1] or nil
 end
 
--- Finds the first ticket of a tenant that waits in some lanes; false = nothing of it waits.
+-- Finds a tenant's first ticket in some lanes; false = none.
 local function look(share, lanes)
   for _, lane in ipairs(lanes) do
     local stream = stream_of(lane, share.tenant)
@@ -23,8 +22,8 @@ local function look(share, lanes)
   return false
 end
 
--- Returns the tenants that have open sequences, as a list of {tenant, weight, held (by all workers), and, if any waits in these lanes, since
--- (when the first one began to, in ms), …}. Callers without a key are the first of them, and all callers of earlier versions.
+-- Returns the tenants with open sequences as {tenant, weight, held (by all workers), and for waiting ones since (ms),
+-- …}. The first entry is for callers without a key or of earlier versions.
 local function shares_of(lanes)
   local shares = {{tenant = '', weight = 1, held = redis.call('ZCARD', prefix .. 'sequences')}}
   local tenants = redis.call('HGETALL', prefix .. 'sequences~')
@@ -44,7 +43,7 @@ local function shares_of(lanes)
   return shares
 end
 
--- Returns the share that is next: of the tenant that has the fewest, by weight; of equal ones that which waits longest.
+-- Returns the share with the fewest held by weight, and of equal ones the longest waiting.
 local function next_of(shares)
   local best
   for _, share in ipairs(shares) do
@@ -54,7 +53,7 @@ local function next_of(shares)
   return best
 end
 
--- Has lanes wake workers that come to wait, where sequences of tenants wait, and only there.
+-- Keeps a blank ticket in each lane in which tenants' sequences wait, and in no other.
 local function wake(shares, lanes)
   for _, lane in ipairs(lanes) do
     local is_any, blank = false, blank_of(lane)

@@ -1,6 +1,6 @@
--- Tells steps of lives that have ended and that nobody has answered; they are told again later, unless they are finished.
--- KEYS: the endings. ARGV: partition's prefix, whether Redis may lose, how many at most, how many bytes of frames (at least one).
--- Returns {name, life, number, entry id, fields, whether its response is stored, code, text, step that failed} of each.
+-- Returns unanswered steps of ended lives; unfinished ones are returned again later.
+-- KEYS: the endings. ARGV: partition prefix, whether Redis may lose, count, most bytes of frames.
+-- Returns {name, life, number, entry id, fields, whether the response is stored, code, text, failed step} of each.
 begin(ARGV[1], ARGV[2])
 make_room()
 local left, room, found = tonumber(ARGV[3]), tonumber(ARGV[4]), {}

@@ -1,5 +1,6 @@
--- Tells of which tenants sequences are open. KEYS: the lanes in which they wait for an owner. ARGV: partition's prefix, whether Redis may lose.
--- Returns {tenant, its weight, how many workers have, how long the first one has waited in ms (-1 = none does)} of each.
+-- KEYS: the lanes of waiting sequences. ARGV: partition prefix, whether Redis may lose.
+-- Returns {tenant, weight, held by all workers, ms that the first has waited (-1 = none)} of the tenants with open
+--   sequences.
 begin(ARGV[1], ARGV[2])
 local found = {}
 for i, share in ipairs(shares_of(KEYS)) do

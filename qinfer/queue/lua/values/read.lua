@@ -1,5 +1,5 @@
--- Reads a value, or says how large it is where that is more than `most` bytes: it is then read over another connection.
--- KEYS: the value. ARGV: most. Returns the bytes, their number, {version, name, size} of an object in a store, or nil.
+-- Reads a value, or its size if that exceeds `most` bytes, to be read over another connection.
+-- KEYS: the value. ARGV: most. Returns the bytes, the size, {version, name, size} of an object, or nil.
 if redis.call('TYPE', KEYS[1]).ok == 'hash' then return redis.call('HMGET', KEYS[1], 'v', 'name', 'size') end
 
 local size = redis.call('STRLEN', KEYS[1])

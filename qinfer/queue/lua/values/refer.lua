@@ -1,6 +1,5 @@
--- Stores a reference to an object in a store as a value. It is a hash: bytes are strings, whatever they are.
--- KEYS: the value. ARGV: its time to live in ms, fields and values.
--- Returns the names of the objects that it replaces.
+-- Stores a reference to an object, as a hash, because bytes are strings.
+-- KEYS: the value. ARGV: its time to live in ms, fields and values. Returns the names of replaced objects.
 local gone = {}
 
 if redis.call('EXISTS', KEYS[1]) == 1 then drop(KEYS[1], gone) end

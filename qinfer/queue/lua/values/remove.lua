@@ -1,4 +1,4 @@
--- Removes values. KEYS: the values. Returns the names of the objects that they referred to.
+-- Removes values. KEYS: the values. Returns the names of their objects.
 local gone = {}
 
 for i = 1, #KEYS do drop(KEYS[i], gone) end
