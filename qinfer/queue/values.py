@@ -124,7 +124,7 @@ class Values:
         await self._router.call(slot, b"PEXPIRE", key, ttl_ms)
 
     async def stage(self, name: str, value: Bytes, kept_s: float, tenant: str = "") -> StagedValue:
-        """Returns a value as scripts take it, staging a large one; its object is kept for `kept_s` after the renaming."""
+        """Returns a value as scripts take it; a large one is staged, and kept for `kept_s` after its renaming."""
         if not self.is_apart(len(value)):
             return given(name, value)
         staged, slot = keys.staged(name, secrets.token_hex(8)), keys.slot(name)

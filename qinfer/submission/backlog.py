@@ -1,15 +1,15 @@
-"""Backlog: how much waits in the lanes, and whether another request may enter.
+"""Backlog: the depth of lanes, and admission.
 
-A full lane, and a deadline or queue timeout that can't be met, are refused. `judge` decides, and is pure; its texts and
-codes are Triton's where Triton has the case (reference §3.3), and `Retry-After` tells when it is worth trying again, as
-far as is known. A request is refused only if it would be late at best: at the highest speed that the workers have
-made plausible (`LatencyModel.best_s`), with the fewest requests of higher lanes that are plausible (`overtaking.py`). A
-lane's depth (`Backlog`) is what the broker says every `POLL_S` seconds, less what of it was this process's own, plus
-what is its own now: its own requests are counted exactly, those of others are up to `POLL_S` old.
-Nothing is polled while nothing is asked.
+Full lanes, and infeasible deadlines or queue timeouts, are refused. `judge` decides, and is pure; its texts and codes
+are Triton's where Triton has the case (reference §3.3), and `Retry-After` is an estimate. A request is refused only if
+it would be late at best: at the highest plausible speed of the workers (`LatencyModel.best_s`), with the fewest
+plausible requests of higher lanes (`overtaking.py`).
 
-Where tenants have shares of a lane, a tenant's request waits for what is in its share, and for as much of the others as
-their weights allow; and it is refused by a full lane only if its share holds its part of what the lane may hold.
+A lane's depth (`Backlog`) is read every `POLL_S` seconds, and corrected by this process's own requests since: its own
+are counted exactly, others are up to `POLL_S` old. Unused lanes are not polled.
+
+With shares, a tenant's request waits for its own share and for as much of the others as the weights allow. A full lane
+refuses it only if its share holds its part of the limit.
 """
 
 import asyncio
@@ -27,20 +27,20 @@ from qinfer.queue.shares import is_placed
 from qinfer.submission.pending import Load
 
 POLL_S = 0.1
-"""Seconds between two looks at the depths."""
+"""Seconds between two reads of the depths."""
 
 _BEST_START = 0.5
-"""The part of the last load's time in which a worker may start: one load is few observations."""
+"""The part of the last load's time in which a worker may start, as one load is little evidence."""
 
 _QUIET_POLLS = 20
-"""Looks without a request after which a version is no longer polled."""
+"""Polls without a request after which a version is dropped."""
 
 MAX_RETRY_AFTER_S = 300.0
-"""The longest `Retry-After`: the load will be another by then."""
+"""The longest `Retry-After`, beyond which the load can't be predicted."""
 
 
 class _Group:
-    """The lanes of one version, which are looked at together."""
+    """The lanes of one version, which are polled together."""
 
     def __init__(self, served: Served, loads: Sequence[Load]) -> None:
         self.served = served
@@ -50,16 +50,11 @@ class _Group:
         self.quiet_polls = 0
         self.looked_s = 0.0
         self.asked_s: float | None = None
-        """Since when something waits for a worker that loads the version; `None` while nothing does."""
+        """Since when requests wait for a worker that loads the version."""
 
 
 class Backlog:
-    """The loads of the lanes in use; see the module docstring.
-
-    Args:
-        queue: Tells the depths.
-        catalog: Tells the lanes of a version, and how fast they are worked off.
-    """
+    """The loads of the lanes in use."""
 
     def __init__(self, queue: Queue, catalog: Catalog) -> None:
         self._queue = queue
@@ -80,14 +75,9 @@ class Backlog:
     def judge(
         self, served: Served, route: Route, timeout_s: float, asked_s: float = 0.0, *, tenant: str = ""
     ) -> Overloaded | None:
-        """Decides whether a request may enter: by its deadline, and by the queue timeout after which it is refused.
+        """Decides whether a request may enter, by its deadline and its queue timeout.
 
-        Args:
-            served: The model version that it is for.
-            route: Where it goes.
-            timeout_s: How long its answer is worth waiting for.
-            asked_s: The queue timeout that it asks for; 0 = none.
-            tenant: Whose request it is; empty = nobody's.
+        `timeout_s` is how long its answer is useful, `asked_s` its own queue timeout.
         """
         limit = served.spec.lane_capacity
         load = self.load(served, self._queue.places.last(route.lane, tenant) if tenant else route.lane)
@@ -96,17 +86,17 @@ class Backlog:
         queue_s = 0.0 if route.policy.delay else queue_timeout_s(route.policy, asked_s)
         worth_s = min(timeout_s, queue_s or timeout_s)
         capacity = self._at_best(served, route, worth_s)
-        # The batches that execute may be at their end, and the next ones have room for as many.
+        # Executing batches may be about to end, and the next ones have room for as many.
         at_once = capacity.workers * _batch_size(served.spec)
         return judge(waiting=waiting, ahead=ahead, at_once=at_once, limit=limit, capacity=capacity, timeout_s=worth_s)
 
     def known(self, lane: Lane) -> Load:
-        """Returns the load of a lane as far as it is polled; else one that counts nowhere."""
+        """Returns the load of a lane if it is polled; else one that counts nowhere."""
         found = self._loads.get(lane)
         return Load(lane, 0) if found is None else found[0]
 
     async def run(self) -> None:
-        """Looks at the lanes in use until cancelled."""
+        """Polls the lanes in use until cancelled."""
         while True:
             await self._wanted.wait()
             self._wanted.clear()
@@ -115,7 +105,7 @@ class Backlog:
                 await asyncio.sleep(POLL_S)
 
     async def poll(self) -> None:
-        """Reads all backlogs once, in one write; versions without recent requests are dropped."""
+        """Reads all backlogs once, in one write; drops versions without recent requests."""
         for key, group in list(self._groups.items()):
             group.quiet_polls = 0 if group.asked or any(load.own for load in group.loads) else group.quiet_polls + 1
             group.asked = False
@@ -127,9 +117,9 @@ class Backlog:
 
     async def _look(self, group: _Group) -> None:
         own = [load.own for load in group.loads]
-        # Requests of tenants whose places are not known yet are in some share of their lane, and not others'.
+        # Requests of tenants with unknown places are in some share of their lane, and are not others'.
         unplaced = {undivided(load.lane.name): load.own for load in group.loads if not is_placed(load.lane)}
-        # Workers finish entries a little after they have answered: until then they are in the lane, and nobody's.
+        # Workers remove entries a little after they answered; meanwhile these count as known.
         unfinished = [min(load.left, self._unfinished(group.served)) for load in group.loads]
         now_s = asyncio.get_running_loop().time()
         passed_s, group.looked_s = max(now_s - group.looked_s, POLL_S), now_s
@@ -143,7 +133,7 @@ class Backlog:
         try:
             shares = await self._queue.shares([lane for lane in group.lanes if undivided(lane.name) == lane.name])
         except BrokerUnavailable:
-            return  # requests can't be submitted either, and fail for the same reason
+            return  # requests fail for the same reason
         most = self._most(group.served)
         of_lane = {each[0].lane.name: each for each in shares}
         for load, mine, nobodys in zip(group.loads, own, unfinished, strict=True):
@@ -167,11 +157,11 @@ class Backlog:
         return most_waiting(spec.lane_capacity, self._capacity(served), spec.default_timeout_s)
 
     def _unfinished(self, served: Served) -> int:
-        """Returns how many entries the live workers may have answered and not finished: two batches an instance."""
+        """Returns the most entries that workers may have answered and not removed: two batches per instance."""
         return 2 * self._capacity(served).workers * _batch_size(served.spec)
 
     def _at_best(self, served: Served, route: Route, wait_s: float) -> Capacity:
-        """Returns the speed at best that higher lanes leave to a request which may wait so long."""
+        """Returns the best-case speed that higher lanes leave to a request that waits `wait_s`."""
         capacity = self._capacity(served)
         group = self._loads[route.ahead[-1]][1] if route.ahead[-1] in self._loads else None
         if group is None or not capacity.rps:
@@ -188,13 +178,9 @@ class Backlog:
 
 
 def _note(load: Load, shares: Sequence[Share], known: int, unplaced: int) -> None:
-    """Takes note of what a look has shown.
+    """Updates a load from a poll.
 
-    Args:
-        load: That of a lane, or of a share; a share that is not among those seen holds nothing.
-        shares: Those of its lane.
-        known: How many of its entries are not others'.
-        unplaced: This process's requests of which it is not known in which of the shares they are.
+    `known` entries are this process's own; `unplaced` ones are its own in an unknown share. A missing share is empty.
     """
     total = sum(share.entries for share in shares)
     share = next((each for each in shares if each.lane == load.lane), None) or Share(load.lane, 0)
@@ -207,21 +193,18 @@ def _note(load: Load, shares: Sequence[Share], known: int, unplaced: int) -> Non
 def judge(
     *, waiting: int, ahead: int, at_once: int = 0, limit: int, capacity: Capacity, timeout_s: float
 ) -> Overloaded | None:
-    """Decides whether a request may enter a lane.
+    """Decides whether a request may enter a lane; returns the refusal, or `None`.
 
-    Where nobody is ahead it may always: a model that is scaled to zero must be able to wake, however long that takes.
-    Where the speed is unknown, only the lane's limit counts.
+    With none ahead it always may: a model scaled to zero must be able to wake. At unknown speed only the lane's limit
+    counts.
 
     Args:
         waiting: Entries in its lane.
-        ahead: Entries in its lane and those of higher priority.
-        at_once: It may enter with so many of them ahead: they may be about to end, or it may join their batch.
-        limit: Entries that its lane may hold.
-        capacity: How fast they are executed at best.
-        timeout_s: How long its answer is worth waiting for.
-
-    Returns:
-        Why it is refused; `None` when it may enter.
+        ahead: Entries in its lane and higher ones.
+        at_once: With this many ahead it may always enter: they may be about to end, or it may join their batch.
+        limit: The lane's limit.
+        capacity: The best-case speed.
+        timeout_s: How long its answer is useful.
     """
     rps = capacity.rps
     if waiting >= limit:
@@ -239,22 +222,22 @@ def judge(
 
 
 def _batch_size(spec: ModelSpec) -> int:
-    """Returns how many requests of one row all instances of a worker execute at once."""
+    """Returns how many one-row requests a worker's instances execute at once."""
     return spec.instance_count * max(spec.max_batch_size, 1)
 
 
 def most_waiting(limit: int, capacity: Capacity, timeout_s: float) -> int:
-    """Returns how many entries a lane may hold before `judge` could refuse a request with this timeout."""
+    """Returns the entries of a lane below which `judge` never refuses a request with this timeout."""
     if not capacity.rps:
         return limit
     return min(limit, max(int((timeout_s - capacity.start_s) * capacity.rps), 1))
 
 
 def queue_timeout_s(policy: QueuePolicy, asked_s: float) -> float:
-    """Returns how long a request may wait; 0 = as long as its deadline allows.
+    """Returns how long a request may wait; 0 = until its deadline.
 
-    Its own `timeout` counts only where the policy allows it, and only to shorten a timeout that there is: Triton's
-    rule `0 < asked < default` (reference §3.3).
+    Its own `timeout` counts only if the policy allows it, and only to shorten one: Triton's rule `0 < asked < default`
+    (reference §3.3).
     """
     if policy.allow_override and 0 < asked_s < policy.timeout_s:
         return asked_s

@@ -1,9 +1,9 @@
-"""The key of a response: everything that a model's answer may depend on, hashed; nothing that it may not.
+"""The cache key of a response: a hash of everything on which a model's answer may depend.
 
     SHA-256( tenant · model · version · generation · outputs · parameters · SHA-256(inputs by name) ), cut to 128 bits
 
-Each part is MessagePack, which ends where it ends: no two requests are spelled alike. Ids, priorities, timeouts and the
-encoding of tensors are no parts.
+The parts are MessagePack, which is self-delimiting, so that different requests never have the same spelling. Ids,
+priorities, timeouts and tensor encodings are left out.
 """
 
 from collections.abc import Iterable
@@ -18,19 +18,15 @@ from qinfer.tensors import Tensor
 
 KEY_BYTES = 16
 
-_FORM = 1  # a key of another form never meets one of this
+_FORM = 1  # keys of different forms never match
 _encode = msgspec.msgpack.Encoder().encode
 _by_name = attrgetter("name")
 
 
 def response_key(request: InferRequest, served: Served) -> bytes | None:
-    """Returns the key of the response to a request; `None` for one whose parameters can't be spelled.
+    """Returns the key of a request's response; `None` if its parameters can't be encoded.
 
-    Takes as long as the inputs are large, unless they were hashed before.
-
-    Args:
-        request: The request, its tenant set.
-        served: The model version that it is for.
+    Its duration grows with the inputs, unless they were hashed before.
     """
     spec = served.spec
     tenant = None if spec.cached_for_all else request.tenant
@@ -47,13 +43,13 @@ def response_key(request: InferRequest, served: Served) -> bytes | None:
                 request.sequence,
             )
         )
-    except (OverflowError, ValueError):  # an integer of more than 64 bits, half of a surrogate pair
+    except (OverflowError, ValueError):  # an integer of more than 64 bits, or half of a surrogate pair
         return None
     return sha256(about + (request.inputs_digest or inputs_digest(request.inputs))).digest()[:KEY_BYTES]
 
 
 def inputs_digest(inputs: Iterable[Tensor]) -> bytes:
-    """Returns the hash of the inputs of a request, in whichever order it names them."""
+    """Returns the hash of a request's inputs, independent of their order."""
     digest = sha256()
     for tensor in sorted(inputs, key=_by_name):
         digest.update(_encode((tensor.name, tensor.datatype, tensor.shape, len(tensor.data))))

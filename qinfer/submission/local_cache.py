@@ -1,4 +1,4 @@
-"""The response cache in the memory of a process: bounded by bytes, the least recently used entry goes first."""
+"""The response cache in the memory of a process: bounded by bytes, least recently used entries go first."""
 
 from collections import OrderedDict
 from typing import NamedTuple
@@ -9,10 +9,10 @@ from qinfer.core.messages import Response
 from qinfer.tensors import Tensor
 
 LARGEST_SHARE = 8
-"""An entry takes at most this part of the cache: a few large ones may not drive out all others."""
+"""An entry takes at most this part of the cache, so that a few large ones do not evict all others."""
 
 _ENTRY_BYTES, _PART_BYTES = 512, 256
-"""About what Python needs for an entry, and for a tensor or a parameter in it, besides their bytes."""
+"""About Python's overhead of an entry, and of a tensor or parameter in it."""
 
 
 class _Kept(NamedTuple):
@@ -21,14 +21,7 @@ class _Kept(NamedTuple):
 
 
 class LocalCache:
-    """See the module docstring; of one event loop.
-
-    Args:
-        size_bytes: The most that its entries take.
-
-    Attributes:
-        used_bytes: What they take now.
-    """
+    """The response cache of one event loop."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -39,7 +32,7 @@ class LocalCache:
         return len(self._entries)
 
     def find(self, key: bytes) -> Response | None:
-        """Returns the response of a key, which counts as used; `None` where there is none."""
+        """Returns a cached response, and marks it as used."""
         kept = self._entries.get(key)
         if kept is None:
             return None
@@ -47,7 +40,7 @@ class LocalCache:
         return kept.response
 
     def put(self, key: bytes, response: Response) -> None:
-        """Keeps a response; one that takes more than its share of the cache is not kept."""
+        """Caches a response, unless it exceeds its share."""
         size = size_of(response)
         if size * LARGEST_SHARE > self._size_bytes:
             return
@@ -60,7 +53,7 @@ class LocalCache:
 
 
 def size_of(response: Response) -> int:
-    """Returns about how many bytes a response takes in memory."""
+    """Returns the approximate size of a response in memory."""
     size = _ENTRY_BYTES
     for tensor in response.outputs:
         size += _PART_BYTES + len(tensor.data)
@@ -70,6 +63,6 @@ def size_of(response: Response) -> int:
 
 
 def _apart(response: Response) -> Response:
-    """Returns a response without id and times, whose tensors keep no larger buffer alive than they are."""
+    """Returns a response without id and times, with its own copy of the tensors."""
     outputs = tuple(Tensor(o.name, o.datatype, o.shape, bytes(o.data)) for o in response.outputs)
     return msgspec.structs.replace(response, request_id="", outputs=outputs, timing=None, called=())

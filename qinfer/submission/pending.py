@@ -1,14 +1,13 @@
-"""The requests of this process that wait for their answers: a table by id with deadlines, and the cleanup behind it.
+"""The pending requests of this process: a table by id with deadlines, and background cleanup.
 
-Gateways wait for their clients here, and workers for the models that their models call. Adding and removing are O(1).
-Deadlines fall into buckets of 10 ms, and one timer is set for the earliest bucket: 100,000 waiting requests cost one
-timer. A deadline fires at most one bucket late, and never early. On the good path nothing is awaited, no task is made
-and nothing is logged. `run` does the rest in the background:
+Gateways use it for their clients, and workers for the models that their models call. Adding and removing are O(1).
+Deadlines fall into buckets of 10 ms with a single timer for the earliest, and fire at most one bucket late, never
+early. The good path awaits nothing, makes no task and logs nothing. `run` does the rest:
 
-- abandoned requests (cancelled, expired) are taken out of the queue, executing or not;
-- workers are told what was taken of their streams;
-- requests that waited too long are taken out of the queue if they still wait;
-- outputs beside the reply stream are fetched.
+- it removes abandoned requests (cancelled, expired) from the queue, executing or not;
+- it tells workers how much of their streams was taken;
+- it removes requests that waited too long from the queue, if they still wait;
+- it fetches outputs beside the reply stream.
 """
 
 import asyncio
@@ -50,25 +49,24 @@ _LOST = "the answer may be lost, with data of the queue; send the request again"
 _GONE = "the outputs were stored and are gone; send the request again"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _MOST_LEFT = 4096
-_Outputs = tuple[Lane, str, str]  # of a request: its lane, its id, its tenant
+_Outputs = tuple[Lane, str, str]  # a request's lane, id and tenant
 
 
 class Sink(Protocol):
-    """Receiver of the responses of one request: a future, an HTTP connection, a gRPC stream.
+    """The receiver of a request's responses: a future, an HTTP connection, a gRPC stream.
 
-    Attributes:
-        no_stream: Why it takes no request to a decoupled model, whose responses may be several; empty = it takes one.
+    `no_stream` says why it can't take several responses, of decoupled models; empty = it can.
     """
 
     no_stream: str
 
     def deliver(self, response: Response) -> None:
-        """Takes a response; called on the event loop, for the last time with `response.final`."""
+        """Takes a response on the event loop; the last one has `response.final`."""
         ...
 
 
 class Inner:
-    """Base of the sinks within a submission: of executions that no caller has asked for as they are, such as parts."""
+    """The base of sinks within a submission, for executions without a caller of their own, such as parts."""
 
     __slots__ = ()
     no_stream = ""
@@ -77,33 +75,33 @@ class Inner:
         """Takes a response."""
 
     def fail(self, error: Exception) -> None:
-        """Takes the reason why there is no response."""
+        """Takes the error instead of a response."""
 
     def is_behind(self) -> bool:
-        """Tells whether the response waits for that of another request, on whose memory it may not wait."""
+        """Tells whether the response waits for another request's, so that it may not wait for memory."""
         return False
 
 
 class Counter(Protocol):
-    """Counts the requests in flight of a tenant, the owner of a quota."""
+    """Counts the requests in flight of a tenant with a quota."""
 
     in_flight: int
     tenant: str
 
 
 class Load(msgspec.Struct, eq=False):
-    """Number of entries in one lane, or in a share of one.
+    """The load of one lane, or of a tenant's share of it.
 
     Attributes:
-        lane: Its stream.
-        own: This process's requests in it: submitted, and not yet answered.
-        left: This process's requests that were answered or given up since the last look.
-        executed: This process's requests that a model answered since the last look.
-        others: Those of others, at the last look.
-        most: Up to so many entries nothing needs to be judged, for a request of the default timeout.
-        overtaking: Tells the part of the speed that it takes from the lanes below it.
-        beside: Those in the other shares of its lane, at the last look.
-        part: Its share of the lane by weight, among those that hold something; 1 where the lane is not divided.
+        lane: The stream.
+        own: This process's unanswered requests in it.
+        left: This process's requests that ended since the last look.
+        executed: Those of them that a model answered.
+        others: The requests of other processes at the last look.
+        most: Below this many entries no request of the default timeout needs to be judged.
+        overtaking: The part of the speed that it takes from lower lanes.
+        beside: Entries in the lane's other shares at the last look.
+        part: Its weight's part among busy shares; 1 if the lane is not divided.
     """
 
     lane: Lane
@@ -123,24 +121,23 @@ class Load(msgspec.Struct, eq=False):
 
     @property
     def ahead(self) -> float:
-        """Number of entries that are fetched before one that is submitted now: each share has its turn."""
+        """The entries that are fetched before one that is submitted now, as shares take turns."""
         waiting = self.own + self.others
         return waiting + min(self.beside, (waiting + 1) * (1 - self.part) / self.part) if self.beside else waiting
 
     @property
     def all(self) -> int:
-        """Number of entries in all shares of its lane."""
+        """The entries in all shares of the lane."""
         return self.own + self.others + self.beside
 
 
 class OfStep(msgspec.Struct, eq=False):
-    """The part of a pending request that only a step of a sequence has.
+    """The part of a pending request that only steps of sequences have.
 
     Attributes:
-        sequences: The sequences of its model.
-        is_numbered: Its caller may send it again: that nobody waits for it ends nothing.
-        place: Its place in its sequence, once the broker confirmed it.
-        failure: Its sequence is to end by this.
+        is_numbered: Its caller may send it again, so that its leaving ends nothing.
+        place: The place in its sequence, once confirmed.
+        failure: The failure that is to end its sequence.
     """
 
     sequences: Sequences
@@ -150,10 +147,10 @@ class OfStep(msgspec.Struct, eq=False):
 
 
 class Shared(Protocol):
-    """An execution that belongs to no caller: several requests wait for it."""
+    """An execution that several requests wait for."""
 
     def left(self, caller: "Pending") -> None:
-        """Takes note of a request that waits for it no more."""
+        """Removes a request that no longer waits."""
         ...
 
 
@@ -161,54 +158,49 @@ class Memory(Protocol):
     """The memory of an answer."""
 
     def become(self, size: int) -> None:
-        """Makes it as large as the answer has become."""
+        """Resizes it to the answer."""
         ...
 
     def watch(self, arrived: Callable[[], int], late: Callable[[], None]) -> None:
-        """Has the answer given up that is read too slowly: `arrived` tells how many bytes were, `late` gives it up."""
+        """Calls `late`, which gives up the answer, if `arrived`, its bytes read so far, grows too slowly."""
         ...
 
     def release(self) -> None:
-        """Gives it back; a second time changes nothing."""
+        """Returns the memory; may be repeated."""
         ...
 
 
 class Holder(Protocol):
-    """Keeper of the memory of an answer until it is sent."""
+    """The keeper of an answer's memory until it is sent."""
 
     def is_behind(self) -> bool:
-        """Tells whether the answer is to be sent behind another, on whose memory it may not wait."""
+        """Tells whether the answer is sent behind another, so that it may not wait for memory."""
         ...
 
 
 class Pending(msgspec.Struct, eq=False):
-    """A request that was submitted and not yet answered in full.
+    """A submitted request without a complete answer.
 
     Attributes:
-        request_id: qinfer's id of it.
-        client_id: The id its client gave; may be empty.
-        model: The model it is for.
-        version: The version it is for, or by which it was answered.
-        sink: Who gets its responses.
+        client_id: The id that its client gave.
+        version: The version that it is for, later the one that executed it.
         started_s: When it was submitted, on the monotonic clock.
-        entry: Its place in the queue, once the broker confirmed it.
-        abandoned: Nobody waits for it any more: its entry is to be finished as soon as it is known.
-        attempt: The execution whose responses are followed; 0 before the first response. A stream has its own.
-        bucket: The table's own: the bucket of its deadline.
-        load: The lane it was sent to, which counts it until it leaves the table.
-        quota: Its tenant's, which counts it too.
-        deadline_s: While the table has its queue timeout, or how long it waits for a worker, for a deadline: the
-            deadline that comes after it.
-        untaken: Called at that first deadline: why it fails if no worker has taken it, `None` = it waits on. Unset
-            where the first deadline is its queue timeout.
-        late: Why it fails if no worker has taken it, once its first deadline is over.
-        is_fetched: Its outputs, which are beside the reply stream, are being fetched.
-        stream: What came of it and was taken, where its model is decoupled.
-        step: Where it is in its sequence, where its model is stateful.
-        shared: The execution that it waits for, where that is not its own; it has no entry then.
-        memory: The memory of its answer, where that is large.
-        holder: Gives that memory back, once the answer is sent; without one it is given back when the answer is taken.
-        turn: Set once no answer is to be sent before it; there is none unless the fetch of its answer waits for that.
+        entry: Its place in the queue, once confirmed.
+        abandoned: It has no caller: its entry is to be removed once it is known.
+        attempt: The followed execution; 0 before the first response. Streams have their own.
+        bucket: The bucket of its deadline.
+        load: The lane that counts it.
+        quota: The tenant's quota that counts it.
+        deadline_s: The deadline behind a first one, which is its queue timeout or its wait for a worker.
+        untaken: Called at that first deadline: the error if no worker has taken it, `None` = it waits on.
+        late: That error, after the first deadline.
+        is_fetched: Its stored outputs are being fetched.
+        stream: The account of its stream, for a decoupled model.
+        step: Its place in its sequence, for a stateful model.
+        shared: The execution that it waits for instead of an entry of its own.
+        memory: The memory of a large answer.
+        holder: Returns that memory once the answer is sent; else it is returned when the answer is taken.
+        turn: Set when its answer is next to be sent, if its fetch waits for that.
     """
 
     request_id: str
@@ -235,13 +227,13 @@ class Pending(msgspec.Struct, eq=False):
     turn: asyncio.Event | None = None
 
     def forget_memory(self) -> None:
-        """Gives the memory of its answer back."""
+        """Returns the memory of its answer."""
         memory, self.memory = self.memory, None
         if memory is not None:
             memory.release()
 
     def comes_first(self) -> None:
-        """Takes note that its answer is the next one to be sent."""
+        """Records that its answer is next to be sent."""
         if self.turn is not None:
             self.turn.set()
 
@@ -250,26 +242,25 @@ class Timer(Protocol):
     """A timer, as `call_later` returns it."""
 
     def cancel(self) -> None:
-        """Unsets the timer."""
+        """Cancels the timer."""
         ...
 
 
 class PendingRequests:
-    """See the module docstring.
+    """The table of pending requests.
 
     Args:
         queue: The queue.
         clock: The monotonic clock of the deadlines.
-        call_later: Sets a timer: (delay in seconds, callback); an event loop's `call_later`.
-        answered: Called with each response that a caller waits for.
-        failed: Called with each request of a caller that ends without one, out of the table already, and why.
-        window_bytes: Outputs of one stream that may be on their way.
+        call_later: An event loop's `call_later`.
+        answered: Called with each response for a caller.
+        failed: Called with each caller's request that ends without a response, after its removal, and the error.
+        window_bytes: Bytes of a stream's outputs that may be unacknowledged.
 
     Attributes:
-        unclaimed: Called with the id of a response that nobody waits for: the hint that a stored request has ended.
-        load_of: Returns the load of a lane that a request has come to, or of a share of one.
-        lend: Waits for the memory of a request's answer of so many bytes, which is to be fetched; `None` = it is not
-            counted.
+        unclaimed: Called with the id of a response without a pending request: the hint that a stored request has ended.
+        load_of: Returns the load of a lane or share that a request has come to.
+        lend: Waits for the memory to fetch an answer of this many bytes; `None` = memory is not counted.
     """
 
     def __init__(
@@ -295,7 +286,7 @@ class PendingRequests:
         self._timer_bucket = 0
         self._abandoned: list[Entry] = []
         self._left: dict[str, _Outputs] = {}
-        """Where outputs of the requests that were abandoned last may still be stored."""
+        """Places where outputs of the latest abandoned requests may still be stored."""
         self._unread: list[_Outputs] = []
         self._broken: list[OfStep] = []
         self._ending = asyncio.Lock()
@@ -311,14 +302,11 @@ class PendingRequests:
         return pending.request_id in self._pending
 
     def has_any_of(self, model: str, version: int) -> bool:
-        """Tells whether a request to a model version waits here; looks at all."""
+        """Tells whether a request to a model version is pending; scans all."""
         return any(each.model == model and each.version == version for each in self._pending.values())
 
     def add(self, pending: Pending, deadline_s: float) -> None:
-        """Adds a request that is to be answered before `deadline_s` on the monotonic clock; it is counted from now.
-
-        The deadline of a stream is that of its first response: each one that comes moves it.
-        """
+        """Adds and counts a request with a deadline on the monotonic clock, for a stream that of its first response."""
         if pending.load is not None:
             pending.load.own += 1
         if pending.quota is not None:
@@ -333,18 +321,15 @@ class PendingRequests:
         bucket[pending.request_id] = pending
 
     def count(self, pending: Pending, load: Load) -> None:
-        """Counts a pending request in a lane from now on, into which it did not go at first."""
+        """Counts a pending request in a lane that it has entered later."""
         pending.load = load
         load.own += 1
 
     def open_stream(self, pending: Pending, *, resumes: bool, pause_s: float, timeout_s: float) -> None:
-        """Makes a request, not added yet, one of any number of responses.
+        """Lets a request, before it is added, have any number of responses.
 
-        Args:
-            pending: The request.
-            resumes: Its model gives the same responses each time.
-            pause_s: The longest wait for a response; the first one is waited for as long as `add` is told.
-            timeout_s: From when it was submitted to the end of the whole stream.
+        Later responses may take `pause_s` each, the whole stream `timeout_s`. `resumes` = its model repeats responses
+        exactly.
         """
         ends_s = pending.started_s + timeout_s
         now_s, owe = self._clock.monotonic_s, self._credits.owe
@@ -358,7 +343,7 @@ class PendingRequests:
         return True
 
     def submitted(self, pending: Pending, outcome: Entry | QinferError) -> None:
-        """Takes note of a request's place in the queue, or of why it has none."""
+        """Records a request's place in the queue, or fails it."""
         if isinstance(outcome, QinferError):
             if self.remove(pending):
                 self.fail(pending, outcome)
@@ -372,7 +357,7 @@ class PendingRequests:
             self._withdraw_soon(pending)
 
     def receive(self, blob: bytes) -> None:
-        """Delivers the responses of one reply blob; responses without a pending request are dropped."""
+        """Delivers the responses of a reply blob; drops those without a pending request."""
         try:
             responses = decode_responses(blob)
         except CorruptEntry:
@@ -382,10 +367,10 @@ class PendingRequests:
             self.deliver(response)
 
     def take(self, response: Response) -> Pending | None:
-        """Returns the request that a response belongs to, and removes it if the response is its last.
+        """Returns a response's request, and removes it with the last response, unless outputs are yet to be fetched.
 
-        `None` for an id that is unknown (answered, expired, cancelled), for another attempt than the one followed, and
-        for what is not the next response of a stream. One whose outputs are yet to be fetched stays.
+        Returns `None` for an unknown id, for another attempt than the followed one, and for a stream's response out of
+        order.
         """
         pending = self._pending.get(response.request_id)
         if pending is None:
@@ -403,31 +388,31 @@ class PendingRequests:
         return pending
 
     def cancel(self, pending: Pending) -> bool:
-        """Abandons a request and removes its entry if it is still waiting; returns whether it was pending."""
+        """Abandons a request and removes its entry if it waits; returns whether it was pending."""
         if not self.remove(pending):
             return False
         self._abandon(pending, Cancelled(LEFT))
         return True
 
     def fail_all(self, error: QinferError) -> None:
-        """Fails every request that waits, and takes them out of the queue; steps of sequences are executed."""
+        """Fails all pending requests and removes them from the queue; steps of sequences are executed."""
         for pending in self.clear():
             self._abandon(pending, None)
             self.fail(pending, error)
 
     def lose_all(self) -> None:
-        """Fails every request that waits: its answer may have been lost with the reply stream."""
+        """Fails all pending requests, because their answers may be lost with the reply stream."""
         if self._pending:
             logger.warning("the reply stream was gone", extra={"failed": len(self._pending)})
         self.fail_all(BrokerUnavailable(_LOST))
 
     def clear(self) -> list[Pending]:
-        """Removes and returns all requests, and unsets the timer."""
+        """Removes and returns all requests, and cancels the timer."""
         everyone = list(self._pending.values())
         self._pending.clear()
         self._buckets.clear()
         for pending in everyone:
-            pending.comes_first()  # what waits to fetch its outputs ends
+            pending.comes_first()  # ends those that wait to fetch outputs
             _uncount(pending)
         if self._timer is not None:
             self._timer.cancel()
@@ -451,10 +436,10 @@ class PendingRequests:
                 await self._withdraw()
 
     async def discard(self) -> None:
-        """Cancels the entries of abandoned requests now; if Redis is away, their deadlines end them in a worker.
+        """Cancels the entries of abandoned requests, and the sequences of abandoned steps.
 
-        Sequences end with their abandoned steps. What it was cancelled with is left to the next call: to cancel entries
-        twice does no harm.
+        If Redis is away, their deadlines end them. When cancelled it leaves the entries to the next call, because
+        cancelling twice is harmless.
         """
         await self._end_sequences()
         entries, self._abandoned = self._abandoned, []
@@ -470,7 +455,7 @@ class PendingRequests:
             raise
 
     async def _end_sequences(self) -> None:
-        """Ends the sequences of abandoned steps; to end one twice does no harm. A second caller waits for the first."""
+        """Ends the sequences of abandoned steps; may be repeated. A second caller waits for the first."""
         async with self._ending:
             while self._broken:
                 step = self._broken[0]
@@ -484,14 +469,14 @@ class PendingRequests:
                 del self._broken[0]
 
     def _follows(self, pending: Pending, stream: StreamReader, response: Response) -> bool:
-        """Returns whether a response is for the caller of a stream; ends a stream that can't go on."""
+        """Tells whether a response is for a stream's caller; ends a broken stream."""
         verdict = stream.judge(response)
         if verdict is Verdict.BREAK and self.cancel(pending):
             self.fail(pending, stream.broken())
         return verdict is Verdict.DELIVER
 
     def _recount(self, pending: Pending, before: Load, load: Load) -> None:
-        """Counts a request where it is, which a tenant's place has told; not one that has left the table."""
+        """Counts a pending request in the share where it turned out to be."""
         if pending in self:
             before.own -= 1
             self.count(pending, load)
@@ -518,7 +503,7 @@ class PendingRequests:
             for pending in list(self._buckets.get(number, {}).values()):
                 if self.remove(pending):
                     self._expired(pending)
-        # A request that was added again has set the timer to its own, later bucket.
+        # A request that was added again has set the timer to its later bucket.
         if self._buckets and (self._timer is None or self._timer_bucket > min(self._buckets)):
             self._set_timer(min(self._buckets))
 
@@ -531,7 +516,7 @@ class PendingRequests:
             self._abandon(pending, error)
             self.fail(pending, error)
             return
-        # Its first deadline is over: that concerns it only while it waits. Otherwise it has until its deadline.
+        # The first deadline concerns only a waiting request; others have until the second.
         deadline_s, pending.deadline_s = pending.deadline_s, 0.0
         self.add(pending, deadline_s)
         pending.late = DeadlineExceeded(TIMED_OUT) if pending.untaken is None else pending.untaken()
@@ -539,7 +524,7 @@ class PendingRequests:
             self._withdraw_soon(pending)
 
     def deliver(self, response: Response) -> None:
-        """Delivers a response, or has its outputs fetched first; one without a pending request is dropped."""
+        """Delivers a response, after fetching stored outputs; drops one without a pending request."""
         pending = self.take(response)
         if pending is None:
             if response.stored and response.request_id in self._left:
@@ -548,7 +533,7 @@ class PendingRequests:
             self.unclaimed(response.request_id)
             return
         if response.stored:
-            # A response may come twice, after a reconnect.
+            # After a reconnect a response may come twice.
             if not pending.is_fetched:
                 pending.is_fetched = True
                 self._stored.append(pending)
@@ -557,9 +542,9 @@ class PendingRequests:
         self.answer(pending, response)
 
     def answer(self, pending: Pending, response: Response) -> None:
-        """Hands on the response of a request, which is not in the table any more if it is the last."""
+        """Passes on the response of a request, which has left the table if it is the last."""
         if response.version != pending.version and response.version:
-            pending.version = response.version  # that one executed it: it was moved while it waited
+            pending.version = response.version  # it was moved while it waited
         if response.failure is None and response.final and pending.load is not None:
             pending.load.executed += 1
         try:
@@ -573,14 +558,14 @@ class PendingRequests:
             self.fail(pending, error)
 
     def fail(self, pending: Pending, error: Exception) -> None:
-        """Tells a request, which is out of the table already, why it ends without a response."""
+        """Passes on the error of a request, which has left the table."""
         if isinstance(pending.sink, Inner):
             pending.sink.fail(error)
         else:
             self._failed(pending, error)
 
     def _abandon(self, pending: Pending, error: QinferError | None) -> None:
-        """Finishes the entry of an abandoned request once the entry is known; a step ends its sequence by the error."""
+        """Removes the entry of an abandoned request once it is known; a step ends its sequence with the error."""
         pending.abandoned = True
         self._remember(pending)
         step = pending.step
@@ -597,7 +582,7 @@ class PendingRequests:
             self._work.set()
 
     def _remember(self, pending: Pending) -> None:
-        """Keeps in mind where outputs of an abandoned request may be stored: its worker does not know of it yet."""
+        """Remembers where outputs of an abandoned request may be stored, because its worker goes on for a while."""
         if pending.load is None:
             return
         if len(self._left) >= _MOST_LEFT:
@@ -605,12 +590,11 @@ class PendingRequests:
         self._left[pending.request_id] = _outputs_of(pending)
 
     def _withdraw_soon(self, pending: Pending) -> None:
-        """Has a request taken out of the queue, if it still waits there."""
         self._late.append(pending)
         self._work.set()
 
     async def _withdraw(self) -> None:
-        """Removes late requests from the queue; requests that a worker holds end with their deadline."""
+        """Removes late requests from the queue; those that a worker holds end with their deadline."""
         late = {p.entry: p for p in self._late if p.entry is not None and p.step is None}
         steps = [pending for pending in self._late if pending.step is not None]
         self._late.clear()
@@ -627,7 +611,7 @@ class PendingRequests:
                     self.fail(pending, pending.late or DeadlineExceeded(TIMED_OUT))
 
     async def _withdraw_step(self, pending: Pending) -> None:
-        """Ends the sequence of a step that waits for a worker in vain; one that a worker owns goes on."""
+        """Ends the sequence of a step that no worker took; a sequence with an owner goes on."""
         step, error = pending.step, pending.late or DeadlineExceeded(TIMED_OUT)
         if pending not in self or step is None or step.place is None:
             return
@@ -640,7 +624,6 @@ class PendingRequests:
             logger.warning("a late step stays in its sequence", extra={"error": problem.message})
 
     async def _fetch(self, pending: Pending) -> None:
-        """Fetches the outputs of a request, and delivers them."""
         try:
             blob = await self._stored_outputs(pending)
             if blob is None:
@@ -654,7 +637,7 @@ class PendingRequests:
             else:
                 await self._drop(*_outputs_of(pending))
             return
-        # Another attempt may have stored its outputs over those that were announced: they are as good.
+        # Another attempt may have replaced the announced outputs, which is harmless.
         is_awaited = self.remove(pending)
         if is_awaited:
             self.answer(pending, msgspec.structs.replace(response, stored=False))
@@ -662,11 +645,7 @@ class PendingRequests:
             pending.forget_memory()
 
     async def _borrow(self, pending: Pending, nbytes: int) -> None:
-        """Waits for the memory of an answer.
-
-        Raises:
-            Cancelled: Nobody waits for the answer any more.
-        """
+        """Waits for the memory of an answer; raises `Cancelled` if the request ends meanwhile."""
         if self.lend is None or pending.memory is not None:
             return
         while pending in self and _is_behind(pending):
@@ -678,12 +657,12 @@ class PendingRequests:
             raise Cancelled(LEFT)
 
     async def _drop(self, lane: Lane, request_id: str, tenant: str) -> None:
-        """Removes stored outputs that nobody waits for; their time to live ends them otherwise."""
+        """Removes unneeded stored outputs, which else expire."""
         with suppress(DeliveryError):
             await self._queue.drop_result(lane, request_id, tenant)
 
     async def _stored_outputs(self, pending: Pending) -> bytes | None:
-        """Reads stored outputs; while the queue is away, retries as long as the request is pending."""
+        """Reads stored outputs, retrying while the request is pending and the queue away."""
         lane, request_id, tenant = _outputs_of(pending)
         backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
@@ -697,7 +676,6 @@ class PendingRequests:
 
 
 def _is_behind(pending: Pending) -> bool:
-    """Tells whether the answer of a request is to be sent behind another."""
     sink, holder = pending.sink, pending.holder
     return (holder is not None and holder.is_behind()) or (isinstance(sink, Inner) and sink.is_behind())
 

@@ -1,12 +1,12 @@
-"""The response cache, a step of `Submission`: a request that was answered before is answered without being executed.
+"""The response cache, a step of `Submission`: a repeated request is answered without being executed.
 
     request ─▶ key ─▶ in memory? ─▶ answered at once
                  └─▶ an execution of it in progress? ─▶ waits for that one
                        └─▶ in Redis? ─▶ answered       otherwise executed, its response stored and delivered to all
 
-An execution that several requests wait for (a *flight*) belongs to none of them. It is no sooner late than the last of
-them, and is cancelled when the last of them leaves. Failures are delivered and never stored. Where the cache is in
-Redis, none is in memory; whatever is wrong with Redis is a miss.
+A *flight* is an execution that several requests wait for, and belongs to none of them: its deadline is the latest of
+theirs, and it is cancelled when the last one leaves. Failures are delivered and never stored. A cache in Redis keeps
+nothing in memory; errors of Redis are misses.
 """
 
 import asyncio
@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 _MAX_UNWRITTEN_BYTES = 32 * 2**20  # of responses on their way to Redis; more are not stored
 
 _Place = tuple[bytes, Lane, float]
-"""The mark of requests that may wait for one execution: their key, lane, and the queue timeout asked for."""
+"""Key, lane and queue timeout, which requests of one flight share."""
 
 
 class Executes(Protocol):
-    """The part of `Submission` that executes: its arguments are those of `Submission.submit` and `Submission.admit`."""
+    """The part of `Submission` that executes."""
 
     pending: PendingRequests
 
@@ -52,15 +52,15 @@ class Executes(Protocol):
         ...
 
     def admit(self, served: Served, route: Route, timeout_s: float, asked_s: float, *, tenant: str = "") -> None:
-        """Decides whether a request may wait."""
+        """Refuses a request that may not wait."""
         ...
 
     def prepare(self, request: InferRequest, served: Served) -> None:
-        """Checks a request, and refuses it where too many are in flight."""
+        """Checks a request, and refuses it if too many are in flight."""
         ...
 
     def new_id(self, served: Served) -> str:
-        """Returns a new id."""
+        """Returns a new request id."""
         ...
 
 
@@ -68,14 +68,13 @@ class Flight(Inner):
     """An execution that equal requests wait for, and the sink of its response.
 
     Attributes:
-        place: Where equal requests find it.
-        served: The model version.
-        request: The request that is executed, which is no caller's.
+        place: The mark by which equal requests find it.
+        request: The executed request, which is no caller's.
         first: The caller that it was begun for.
-        callers: Those that wait for it.
+        callers: The waiting callers.
         ends_s: Its deadline, on the monotonic clock.
-        pending: What stands for it in the table of pending requests, once it is submitted.
-        looked_ns: How long the response was looked for in vain.
+        pending: Its own pending request, once submitted.
+        looked_ns: The duration of the look-up that missed.
     """
 
     __slots__ = (
@@ -97,15 +96,15 @@ class Flight(Inner):
         self.looked_ns = 0
 
     def deliver(self, response: Response) -> None:
-        """See the base."""
+        """Stores and delivers the response."""
         self._cache.landed(self, response)
 
     def fail(self, error: Exception) -> None:
-        """See the base."""
+        """Fails its callers."""
         self._cache.crashed(self, error)
 
     def left(self, caller: Pending) -> None:
-        """Takes note of a caller that waits no more."""
+        """Removes a caller; the last one ends the execution."""
         self.callers.pop(caller, None)
         if not self.callers:
             self._cache.abandon(self)
@@ -117,15 +116,15 @@ class _Write(NamedTuple):
 
 
 class ResponseCache:
-    """See the module docstring; one for each process that submits, made and used on its event loop.
+    """The response cache of a process that submits, made and used on its event loop.
 
     Args:
-        plan: Where responses are kept, and how many.
+        plan: Place and size of the cache.
         queue: Its Redis.
-        counts: Takes hits and misses.
-        max_in_flight: Requests of this process that may be without an answer.
-        at_once: A response in memory is delivered while its request is submitted, and not soon afterwards.
-        summaries: Latencies are counted for summaries, too.
+        counts: Counts hits and misses.
+        max_in_flight: The most unanswered requests of this process.
+        at_once: Deliver a response in memory during the submission instead of soon afterwards.
+        summaries: Count latencies for summaries, too.
     """
 
     def __init__(
@@ -162,13 +161,9 @@ class ResponseCache:
     def submit(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
     ) -> Pending | None:
-        """Answers a request, or has it wait for its execution; the arguments are those of `Submission.submit`.
+        """Answers a request or lets it wait for its flight, as `Submission.submit` does; `None` if it can't be cached.
 
-        Returns:
-            What stands for it; `None` where its response can't be cached, and it is to be executed as any other.
-
-        Raises:
-            QinferError: It would have to be executed, and is refused.
+        A request that would have to be executed may be refused.
         """
         started_s = self._now_s()
         key = response_key(request, served)
@@ -200,7 +195,7 @@ class ResponseCache:
         return pending
 
     async def run(self) -> None:
-        """Reads from Redis and writes to it, until cancelled."""
+        """Reads from and writes to Redis until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 await self._work.wait()
@@ -213,8 +208,8 @@ class ResponseCache:
                     group.create_task(self._write(write), name="response to be cached")
 
     def landed(self, flight: Flight, response: Response) -> None:
-        """Stores the response of an execution, and delivers it to its callers."""
-        if not response.final:  # of a model that is none of those whose responses are cached, as its sinks will say
+        """Stores the response of a flight, and delivers it to its callers."""
+        if not response.final:  # of a model whose responses are not cached; its sinks refuse it
             flight.is_whole = False
             for caller in flight.callers:
                 self._table.answer(caller, _of(caller, response, ""))
@@ -238,13 +233,13 @@ class ResponseCache:
             self._table.answer(caller, _of(caller, response, how if response.failure is None else ""))
 
     def crashed(self, flight: Flight, error: Exception) -> None:
-        """Tells its callers why an execution has no response."""
+        """Fails the callers of a flight."""
         for caller in self._forget(flight):
             if self._table.remove(caller):
                 self._table.fail(caller, error)
 
     def abandon(self, flight: Flight) -> None:
-        """Cancels an execution that nobody waits for."""
+        """Cancels a flight without callers."""
         pending = flight.pending
         self._forget(flight)
         if pending is not None:
@@ -253,20 +248,17 @@ class ResponseCache:
     def _take_off(
         self, place: _Place, served: Served, request: InferRequest, pending: Pending, timeout_s: float
     ) -> None:
-        """Begins an execution for a first caller.
+        """Begins a flight for its first caller.
 
-        It may take twice the model's own timeout, so that it serves those who join it until it is late for the first
-        one. Where somebody would wait for longer, another is begun.
-
-        Raises:
-            QinferError: It is refused.
+        It may take twice the model's default timeout, to serve later callers although it is late for the first. A
+        caller with a later deadline begins another flight.
         """
         spec, submission = served.spec, self._submission
-        # Its response is cached for the version that was asked, and serves those who asked for that by its number.
+        # Its response is cached for the requested version, for requests that name it.
         flight = Flight(self, place, served, msgspec.structs.replace(request, moves=False), pending)
         flight.ends_s = pending.started_s + max(timeout_s, min(2 * spec.default_timeout_s, spec.max_timeout_s))
         submission.prepare(flight.request, served)
-        # By its caller's time, and not by the longer one of the execution.
+        # With its caller's timeout, not the flight's longer one.
         route = served.routes.of(request.priority)
         submission.admit(served, route, timeout_s, request.timeout_s, tenant=request.tenant)
         pending.shared = flight
@@ -287,11 +279,11 @@ class ResponseCache:
     def _execute(self, flight: Flight) -> None:
         left_s = max(flight.ends_s - self._now_s(), 0.001)
         pending = self._submission.submit(flight.served, flight.request, flight, left_s)
-        if flight.callers:  # it has not failed at once
+        if flight.callers:  # it has not failed already
             flight.pending = pending
 
     def _forget(self, flight: Flight) -> tuple[Pending, ...]:
-        """Takes a flight off the table, and apart, so that no cycle is left of it; returns its callers."""
+        """Removes a flight and breaks its reference cycles; returns its callers."""
         if self._flights.get(flight.place) is flight:
             del self._flights[flight.place]
         callers = tuple(flight.callers)
@@ -322,7 +314,7 @@ class ResponseCache:
             self._unwritten_bytes -= len(write.blob)
 
     async def _look_up(self, flight: Flight) -> None:
-        """Looks for a response in Redis; whatever keeps it from being read is a miss."""
+        """Looks for a response in Redis; errors are misses."""
         assert self._shared is not None, "only flights of that cache are looked up"
         found = None
         try:
@@ -346,7 +338,7 @@ class ResponseCache:
                 self._table.answer(caller, _of(caller, found, "hit"))
 
     def _count_hit(self, caller: Pending) -> None:
-        """Counts a request that was answered without being executed; also as a success, as Triton does."""
+        """Counts a request that was not executed, also as a success, as Triton does."""
         add, model, version, ns = self._counts.add, caller.model, caller.version, _ns(self._now_s() - caller.started_s)
         add(model, version, stats.CACHE_HIT_COUNT)
         add(model, version, stats.CACHE_HIT_NS, ns)
@@ -363,7 +355,7 @@ class ResponseCache:
         self._counts.add(first.model, first.version, stats.CACHE_MISS_NS, flight.looked_ns)
 
     def _count_joined(self, caller: Pending, response: Response) -> None:
-        """Counts a request that got the response of another one's execution, which the worker counts."""
+        """Counts a request with another one's response, which the worker does not count."""
         if response.failure is None:
             self._count_hit(caller)
         else:
@@ -371,7 +363,6 @@ class ResponseCache:
 
 
 def _of(caller: Pending, response: Response, cache: str) -> Response:
-    """Returns a caller's own response."""
     return msgspec.structs.replace(response, request_id=caller.request_id, cache=cache)
 
 

@@ -1,8 +1,8 @@
-"""Submission of shadows: requests that one target answers, and another one executes as well, behind online work.
+"""Submission of shadows: requests that one target answers and another one executes as well, behind online work.
 
-A shadow waits in the shadow lane of its model version, which workers read while their devices have nothing else to do.
-It bypasses the response cache and counts in no quota. Its entry lives as long as its gateway waits for it: what is
-given up is taken out of the queue, and workers drop what a dead worker held.
+A shadow waits in the shadow lane of its model version, which workers read while their devices are idle. It bypasses the
+response cache and counts in no quota. Its entry lives as long as its gateway waits: abandoned ones are removed, and
+workers drop those of dead workers.
 """
 
 from collections.abc import Callable
@@ -20,17 +20,9 @@ from qinfer.traffic.endpoints import why_no_shadow
 def submit_shadow(
     submission: Submission, served: Served, request: InferRequest, sink: Inner, monotonic_s: Callable[[], float]
 ) -> Pending:
-    """Puts a shadow into the lane of its model version; its response, or its failure, goes to the sink.
+    """Puts a shadow, a copy of a request, into the lane of a model version, with the model's default timeout.
 
-    Args:
-        submission: The way of this process into the queue.
-        served: The model version that executes it; it has the model's default timeout.
-        request: A copy of a caller's request, its tenant and trace set; it is stamped in place.
-        sink: Called on the event loop.
-        monotonic_s: The clock.
-
-    Raises:
-        QinferError: It does not fit the model, has more rows than that takes at once, or Redis is away.
+    It is stamped in place; its response or failure goes to the sink.
     """
     spec = served.spec
     if reason := why_no_shadow(spec):

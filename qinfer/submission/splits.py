@@ -1,10 +1,8 @@
-"""Requests of more rows than `max_batch_size`, which a model may have split: parts that run as requests of their own.
+"""Splitting of requests with more rows than `max_batch_size`: the parts run as requests of their own.
 
-A part is submitted as any request is: it has its own entry and answer, is batched with others, and runs in any worker.
-The whole is a pending request without an entry. Its answer is that of the parts, in order; the first failure of a part
-is its failure, and ends the others, as does its deadline or a caller that leaves.
-
-Only requests that somebody waits for are split: those of `/v1`, bridges and labeling are refused as without it.
+Each part has its own entry and answer, is batched with others, and runs in any worker. The whole is a pending request
+without an entry, whose answer joins those of the parts in order. The first failure of a part, its deadline, or a caller
+that leaves ends all parts. Stored requests (`/v1`, bridges, labeling) are not split.
 """
 
 from collections.abc import Sequence
@@ -32,12 +30,7 @@ class Submits(Protocol):
 
 
 class Part(Inner):
-    """The sink of one part.
-
-    Args:
-        whole: What it is a part of.
-        place: Which one, from 0.
-    """
+    """The sink of one part; `place` counts from 0."""
 
     __slots__ = ("_place", "_whole")
     no_stream = "a request that is split takes one response of each part"
@@ -46,22 +39,16 @@ class Part(Inner):
         self._whole, self._place = whole, place
 
     def deliver(self, response: Response) -> None:
-        """See the base."""
+        """Passes the response to the whole."""
         self._whole.landed(self._place, response)
 
     def fail(self, error: Exception) -> None:
-        """See the base."""
+        """Fails the whole."""
         self._whole.crashed(error)
 
 
 class Whole:
-    """A request that is executed in parts; the pending request that stands for it is `shared` with it.
-
-    Args:
-        table: Where it and its parts wait.
-        pending: What stands for it.
-        count: How many parts there are.
-    """
+    """A request that is executed in parts; its pending request is `shared` with it."""
 
     def __init__(self, table: PendingRequests, pending: Pending, count: int) -> None:
         self._table, self._pending = table, pending
@@ -71,13 +58,13 @@ class Whole:
         self._is_over = False
 
     def started(self, part: Pending) -> None:
-        """Takes note of a part that was submitted."""
+        """Records a submitted part."""
         self._parts.append(part)
-        if self._is_over:  # an earlier one has failed, or this one's answer was there at once
+        if self._is_over:  # an earlier part has failed, or this one was answered at once
             self._end()
 
     def landed(self, place: int, response: Response) -> None:
-        """Takes the response of a part; the last one, and a failure, end the whole."""
+        """Takes the response of a part; the last one or a failure ends the whole."""
         if self._is_over:
             return
         if response.failure is None and (response.index or not response.final):
@@ -102,7 +89,7 @@ class Whole:
             self._table.fail(self._pending, error)
 
     def left(self, caller: Pending) -> None:
-        """Takes note that nobody waits any more: every part is cancelled."""
+        """Cancels every part, because the caller has left."""
         del caller
         self._end()
 
@@ -115,24 +102,13 @@ class Whole:
         self._is_over = True
         parts, self._parts = self._parts, []
         for part in parts:
-            self._table.cancel(part)  # does nothing to one that was answered
+            self._table.cancel(part)  # answered parts are not affected
 
 
 def submit_parts(
     submission: Submits, served: Served, request: InferRequest, pending: Pending, timeout_s: float
 ) -> None:
-    """Submits the parts of a request that was checked.
-
-    Args:
-        submission: Submits them.
-        served: The model version that it is for.
-        request: The request.
-        pending: What stands for it.
-        timeout_s: From now to its deadline.
-
-    Raises:
-        QinferError: A part is refused; then none is executed, unless it has begun already.
-    """
+    """Submits the parts of a checked request; if one is refused, those not yet executing are cancelled."""
     table, parts = submission.pending, parts_of(request, served.spec.max_batch_size)
     whole = pending.shared = Whole(table, pending, len(parts))
     table.add(pending, pending.started_s + timeout_s)
@@ -146,17 +122,13 @@ def submit_parts(
 
 
 def is_large(request: InferRequest, spec: ModelSpec) -> bool:
-    """Tells whether a request has more rows than the model takes at once, by its first input."""
+    """Tells whether a request's first input has more rows than the model takes at once."""
     inputs = request.inputs
     return bool(spec.max_batch_size and inputs and inputs[0].shape and inputs[0].shape[0] > spec.max_batch_size)
 
 
 def check_whole(request: InferRequest, spec: ModelSpec) -> None:
-    """Checks that a request need not be split, where that is not done.
-
-    Raises:
-        InvalidRequest: It has more rows than the model takes at once.
-    """
+    """Raises `InvalidRequest` for a request that would have to be split."""
     if is_large(request, spec):
         raise InvalidRequest(
             f"inference request batch-size must be <= {spec.max_batch_size} for '{spec.name}': requests that are "
@@ -165,10 +137,7 @@ def check_whole(request: InferRequest, spec: ModelSpec) -> None:
 
 
 def parts_of(request: InferRequest, max_rows: int) -> list[InferRequest]:
-    """Cuts a checked request into parts of `max_rows` rows, the last of which may have fewer; the bytes are shared.
-
-    One version executes all of them.
-    """
+    """Cuts a checked request into parts of up to `max_rows` rows, which share its bytes; one version executes all."""
     rows = request.inputs[0].shape[0]
     starts = range(0, rows, max_rows)
     assert len(starts) <= MAX_PARTS, "the request was checked"
@@ -182,11 +151,7 @@ def parts_of(request: InferRequest, max_rows: int) -> list[InferRequest]:
 
 
 def merged(responses: Sequence[Response]) -> Response:
-    """Returns the response of the whole: the rows of all parts in order, and what else the first one says.
-
-    Raises:
-        OutputMismatch: The outputs of two parts can't be one tensor.
-    """
+    """Returns the response of the whole: all rows in order, everything else from the first part."""
     first = responses[0]
     columns = zip(*[response.outputs for response in responses], strict=False)
     outputs = tuple(_joined(column) for column in columns)

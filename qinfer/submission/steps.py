@@ -1,9 +1,9 @@
-"""Submission of the steps of sequences: they go to their sequence and not to a lane, and end it where they fail.
+"""Submission of the steps of sequences, which go to their sequence instead of a lane, and end it if they fail.
 
     step ─▶ Sequences.submit ─▶ pending, until its response comes      what is stored already is delivered at once
               └─▶ cancelled, or too late ─▶ Sequences.fail: the sequence ends, later steps get an error that says why
 
-A step with a number (`qinfer_step`) may be sent again when a connection breaks: that its caller is gone ends nothing.
+A numbered step (`qinfer_step`) may be sent again after a broken connection, so that a leaving caller ends nothing.
 """
 
 import asyncio
@@ -23,17 +23,11 @@ from qinfer.queue.sequence_records import Limits, Pin, SequenceId, Step, Submitt
 from qinfer.queue.sequences import Sequences
 from qinfer.submission.pending import OfStep, Pending, PendingRequests
 
-_PARTITION = 0  # all that there is, until models are spread
+_PARTITION = 0  # the only one, until models are spread
 
 
 class Steps:
-    """See the module docstring.
-
-    Args:
-        queue: The queue.
-        limits: How many sequences may be open, and how many steps of one may wait.
-        pending: The requests that wait for their responses.
-    """
+    """Submits the steps of sequences."""
 
     def __init__(self, queue: Queue, limits: LimitSettings, pending: PendingRequests) -> None:
         self._queue = queue
@@ -45,17 +39,9 @@ class Steps:
     def submit(
         self, pending: Pending, request: InferRequest, served: Served, frame: bytes, payload: Payload | None
     ) -> None:
-        """Submits a step, in the order of the calls; its outcome goes to the table of pending requests.
+        """Submits a stamped and checked step, in the order of the calls; its outcome goes to the pending requests.
 
-        Args:
-            pending: The request, which comes into the table.
-            request: The same, stamped and checked.
-            served: The model version that it is for.
-            frame: The encoded request.
-            payload: Tensors that are too large for the frame.
-
-        Raises:
-            BrokerUnavailable: At once, when the connection is down.
+        Raises `BrokerUnavailable` immediately if the connection is down.
         """
         flags = request.sequence
         assert flags is not None, "a request to a stateful model names its sequence"
@@ -76,7 +62,7 @@ class Steps:
         self._work.set()
 
     async def run(self) -> None:
-        """Submits until cancelled: what has come meanwhile together, but for steps behind large payloads."""
+        """Submits until cancelled, all steps of a tick together except those with or behind large payloads."""
         async with asyncio.TaskGroup() as group:
             while True:
                 await self._work.wait()
@@ -91,7 +77,7 @@ class Steps:
                     else:
                         behind.add(each.sequence)
                         alone.append(each)
-                # Tasks begin in this order: where a sequence has steps of both kinds, those that go together are first.
+                # Tasks begin in this order, so that of one sequence's steps those submitted together go first.
                 for sequences, steps in together.items():
                     group.create_task(self._submit_together(sequences, steps), name="steps of sequences")
                 for each in alone:
@@ -114,7 +100,7 @@ class Steps:
             await self._settle(each.pending, outcome)
 
     async def _settle(self, pending: Pending, outcome: Submitted | QinferError) -> None:
-        """Takes note of where a step is, or delivers what is stored, or why there is none."""
+        """Records a step's place, or delivers its stored response or its error."""
         of_step = pending.step
         assert of_step is not None, "it is a step"
         if isinstance(outcome, QinferError):
@@ -130,18 +116,12 @@ class Steps:
             self._pending.submitted(pending, error)
 
     async def _deliver_stored(self, pending: Pending, of_step: OfStep) -> None:
-        """Delivers the stored response of a step that was sent before.
-
-        Raises:
-            SequenceEnded: It is gone by now.
-            QinferError: It can't be read.
-        """
         assert of_step.place is not None, "it has one"
         self._pending.deliver(await stored_response(of_step.sequences, of_step.place, pending.request_id))
 
 
 class _Waiting(NamedTuple):
-    """A step that is to be submitted: its pending request, its model's sequences, its own, and itself."""
+    """A step to be submitted, of a sequence of its model's sequences `of`."""
 
     pending: Pending
     of: Sequences
@@ -161,9 +141,9 @@ def _pin(served: Served) -> Pin:
 
 
 def _digest(request: InferRequest) -> str:
-    """Returns a hash of the content of a request: a START that is sent again has the same.
+    """Returns a hash of a request's content, by which a repeated START is known.
 
-    A step of an ensemble has a key in its place, since what comes before it may give something else each time.
+    A step of an ensemble has a key instead, because the steps before it may give other results each time.
     """
     if request.step_key:
         return request.step_key

@@ -1,9 +1,8 @@
-"""The reader's side of streams: which responses its caller gets, and how much of them its caller has taken.
+"""The reader's side of streams: the responses that a caller gets, and the credit for those it has taken.
 
-A request to a decoupled model has any number of responses. A worker that dies in the middle leaves it to another one,
-whose responses begin anew, and while Redis was away the same responses may come twice. `StreamReader` decides for each
-of them, without I/O. `Credits` tells the workers what was taken, so that they send more: see `qinfer.batching.streams`
-for their side.
+A request to a decoupled model has any number of responses. If its worker dies, another one begins again, and after an
+outage of Redis responses may come twice. `StreamReader` decides about each response, without I/O. `Credits` tells
+workers what was taken, so that they send more; `qinfer.batching.streams` is their side.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ class Verdict(Enum):
     """The fate of a response.
 
     Attributes:
-        DELIVER: It is the next one, or the request's last.
+        DELIVER: It is the next one, or the last.
         DROP: Its caller has it, or it is another execution's.
         BREAK: The stream can't go on.
     """
@@ -39,29 +38,28 @@ class Verdict(Enum):
 
 
 class StreamReader(msgspec.Struct, eq=False):
-    """Account of one stream where it is read.
+    """The account of one stream at its reader.
 
-    One execution is followed. Before its caller has had a response, a later execution is followed instead. Afterwards a
-    later one breaks the stream, unless the model gives the same responses each time (`resumes`): then those that its
-    caller has are dropped, and the rest is delivered. So every response is delivered once, and in order.
+    It follows one execution. Before the first delivery a later execution replaces it. Afterwards a later one breaks the
+    stream, unless the model repeats its responses exactly (`resumes`): then known ones are dropped and the rest
+    delivered. So each response is delivered once and in order.
 
     Attributes:
-        request_id: The request.
         resumes: `ModelSpec.stream_resume`.
         pause_s: The longest wait for a response.
-        ends_s: When the whole stream is over, on the monotonic clock.
+        ends_s: The end of the whole stream, on the monotonic clock.
         now_s: Returns the monotonic clock's time.
-        owes: Called when its worker is to be told what was taken.
-        heard_s: When a response came or was taken last; 0 before the first.
-        attempt: The execution that is followed; 0 before the first response.
-        seen: Responses of that execution that came.
-        delivered: Responses that its caller was given, of all executions.
-        credit_to: The reply address of the worker that counts the window; empty where nobody counts.
-        arrived_bytes: Outputs of the followed execution that came.
-        held_bytes: Outputs that were delivered and are not taken yet.
-        told_bytes: What the followed execution was told of.
-        told_s: When it was told last.
-        is_cancelled: Its caller wants no more, and still takes what comes.
+        owes: Called when its worker is to get credit.
+        heard_s: When a response last came or was taken; 0 before the first.
+        attempt: The followed execution; 0 before the first response.
+        seen: Responses of that execution so far.
+        delivered: Responses to the caller, of all executions.
+        credit_to: The reply address of a worker that counts the window, or empty.
+        arrived_bytes: Outputs of the followed execution so far.
+        held_bytes: Delivered outputs that are not taken yet.
+        told_bytes: Outputs for which that execution got credit.
+        told_s: When it last did.
+        is_cancelled: Its caller wants no more, but takes what comes.
         is_urgent: Its worker is to be told of that.
     """
 
@@ -84,7 +82,7 @@ class StreamReader(msgspec.Struct, eq=False):
     is_urgent: bool = False
 
     def judge(self, response: Response) -> Verdict:
-        """Decides what becomes of a response, and takes note of it."""
+        """Decides about a response, and records it."""
         self.heard_s = self.now_s()
         if response.attempt < self.attempt:
             return Verdict.DROP
@@ -109,13 +107,13 @@ class StreamReader(msgspec.Struct, eq=False):
         return Verdict.DELIVER
 
     def took(self, nbytes: int) -> None:
-        """Takes note of outputs that were delivered and have left: by a socket, or to a model that asked for them."""
+        """Records delivered outputs that a socket or a calling model has taken."""
         self.heard_s = self.now_s()
         self.held_bytes -= nbytes
         self._owe()
 
     def cancel(self) -> bool:
-        """Has its worker told that its caller wants no more; returns whether a worker is known."""
+        """Notifies its worker that its caller wants no more; returns whether a worker is known."""
         if not self.credit_to:
             return False
         self.is_cancelled = self.is_urgent = True
@@ -124,20 +122,19 @@ class StreamReader(msgspec.Struct, eq=False):
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes of outputs of the followed execution that its caller has: it has the first ones that came."""
+        """Outputs of the followed execution that its caller has taken."""
         return max(self.arrived_bytes - self.held_bytes, 0)
 
     @property
     def until_s(self) -> float:
-        """Until when it may go on, on the monotonic clock, if no response comes any more.
+        """When it ends if no more responses come, on the monotonic clock.
 
-        A response that its caller has not taken keeps the model waiting, and not the other way round: its worker ends
-        the stream of a caller that takes nothing.
+        While the caller holds untaken responses the model waits for the caller, so only the worker ends the stream.
         """
         return min((self.now_s() if self.held_bytes else self.heard_s) + self.pause_s, self.ends_s)
 
     def broken(self) -> StreamBroken:
-        """Returns the error of a stream that can't go on."""
+        """Returns the error of a broken stream."""
         return StreamBroken(
             f"the worker that executed the request ended after {self.delivered} responses; send the request again"
         )
@@ -148,16 +145,11 @@ class StreamReader(msgspec.Struct, eq=False):
 
 
 class Credits:
-    """Tells workers how much of their streams was taken; one for each process that reads streams.
+    """Tells workers how much of their streams was taken; one per process that reads streams.
 
-    What makes up a quarter of the window is told at once. Less is told when nothing else is to be taken, a little later
-    and with others of the same worker: its stream may be one of many small responses, which wait for no credit. A
-    caller that takes slowly is told of every few seconds, so that its worker does not think that it takes nothing.
-
-    Args:
-        queue: The queue.
-        window_bytes: Outputs of one stream that may be on their way.
-        is_open: Tells whether a request of an id still waits for responses.
+    A quarter of the window is credited at once; less a little later, together with others of the same worker, because
+    streams of small responses do not wait for credit. A slow caller is reported every few seconds, so that its worker
+    does not take it for gone. `is_open` tells whether a request still waits.
     """
 
     def __init__(self, queue: Queue, window_bytes: int, is_open: Callable[[str], bool]) -> None:
@@ -169,7 +161,7 @@ class Credits:
         self._urgent = asyncio.Event()
 
     def owe(self, reader: StreamReader) -> None:
-        """Takes note of a stream of which more was taken than its worker knows."""
+        """Schedules credit for a stream."""
         if reader.is_urgent or reader.taken_bytes - reader.told_bytes >= self._urgent_bytes:
             self._urgent.set()
         elif reader.held_bytes and reader.heard_s - reader.told_s < _SELDOM_S:
@@ -178,7 +170,7 @@ class Credits:
         self._owed.set()
 
     async def run(self) -> None:
-        """Tells until cancelled; what can't be told while Redis is away is told afterwards."""
+        """Tells until cancelled, retrying while Redis is away."""
         backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
             await self._owed.wait()
@@ -193,11 +185,7 @@ class Credits:
                 backoff.reset()
 
     async def tell(self) -> None:
-        """Tells what is owed now.
-
-        Raises:
-            DeliveryError: Some was not told, and is still owed.
-        """
+        """Sends all owed credit; after a `DeliveryError` the rest is still owed."""
         owing, self._owing = self._owing, {}
         self._owed.clear()
         self._urgent.clear()
@@ -220,7 +208,7 @@ class Credits:
             reader.told_bytes, reader.told_s = reader.taken_bytes, reader.heard_s
             reader.is_urgent = False
         try:
-            # A worker whose reply stream is gone has ended: another one executes the request.
+            # A worker without a reply stream has ended: another one executes the request.
             await self._queue.publish(worker, encode_credits(told))
         except DeliveryError:
             for reader in readers:

@@ -1,19 +1,15 @@
 """Submission to the queue: resolve → validate → route and admit → stamp → place the payload → enqueue.
 
-`Submission` is the way of requests that somebody waits for: a gateway's clients, and the models of a worker that call
-others. `prepare` does the same for requests that are stored, those of `/v1` and of bridges, up to the step that
-enqueues them (`Requests.accept`). Requests that are alike in all but id and elements take a shorter way: `Layouts`
-remembers what the first of them was checked for and how it was laid out.
+`Submission` serves callers that wait: a gateway's clients, and a worker's models that call others. `prepare` does the
+same for stored requests (`/v1`, bridges), which `Requests.accept` enqueues. Requests that differ only in id and
+elements are neither checked nor laid out again (`Layouts`).
 
-A request is laid out with its tensors within its entry, or beside the stream where they are large. What is not tensors
-(ids, names, parameters) is always in the entry, and bounded: a lane holds so many entries.
+Large tensors travel beside the entry. Everything else (ids, names, parameters) is in the entry, and bounded, because a
+lane is limited by entries.
 
-A request to a stateful model is a step of a sequence, and goes to that (`Steps`). Its `timeout` counts until the
-sequence has a slot.
-
-A request for a version that no live worker has loaded waits in its lane for `Served.wait_s`, and is withdrawn then.
-
-A full lane, and a deadline or queue timeout that can't be met, are refused (`backlog.py`).
+A request to a stateful model is a step of a sequence (`Steps`); its `timeout` counts until the sequence has a slot. A
+request for a version that no live worker has loaded is withdrawn after `Served.wait_s`. Full lanes and infeasible
+deadlines or queue timeouts are refused (`backlog.py`).
 """
 
 import asyncio
@@ -53,31 +49,26 @@ MAX_HEAD_BYTES = 2**20
 """The largest size of a request without its tensors."""
 
 PAYLOAD_MARGIN_S = 60.0
-"""Tensors beside the stream outlive the deadline by so much."""
+"""How long tensors beside the stream outlive the deadline."""
 
 TAKEN_S = 0.2
-"""A sequence waits for a slot from then on: so much time workers with free slots have to take it."""
+"""The time that workers with free slots have to take a sequence before it counts as waiting."""
 
 _MAX_LAYOUTS = 1024
 
 Kind = tuple[object, ...]
-"""The properties that requests of one layout have in common."""
+"""The common properties of requests of one layout."""
 
 
 class Door(Protocol):
-    """A way past the lane, into a batcher of this process."""
+    """A way past the lane into a batcher of this process."""
 
     def take(
         self, served: Served, request: InferRequest, rows: int, waiting: Pending, *, must_join: bool = True
     ) -> bool:
-        """Takes a request if it can join the next batch; its answer is delivered to the pending requests, later.
+        """Takes a checked and stamped request; the pending requests get its answer later.
 
-        Args:
-            served: The model version that it is for.
-            request: The request, checked and stamped.
-            rows: Its rows.
-            waiting: The same as a pending request.
-            must_join: Refuse one that does not fit into the next batch.
+        `must_join` refuses one that does not fit into the next batch.
         """
         ...
 
@@ -87,15 +78,11 @@ class Submission:
 
     Args:
         queue: The queue.
-        catalog: Which models are served, and where their lanes are.
-        limits: What is refused, and which tensors are large.
+        catalog: The served models and their lanes.
+        limits: Limits, and the size of large tensors.
         owner: The name of this process; replies come to `reply:<owner>`.
-        answered: Called with each response, as `PendingRequests` does.
-        failed: Called with each request that fails once it is submitted, as `PendingRequests` does.
-
-    Attributes:
-        pending: The requests that wait for their answers.
-        backlog: How much waits in the lanes.
+        answered: As for `PendingRequests`.
+        failed: As for `PendingRequests`.
     """
 
     def __init__(
@@ -123,26 +110,25 @@ class Submission:
         self._cache: ResponseCache | None = None
 
     def use(self, cache: ResponseCache) -> None:
-        """Has the responses of models cached whose configuration enables it; to be called before `run`."""
+        """Caches responses of models whose configuration enables it; call it before `run`."""
         cache.serve(self)
         self._cache = cache
 
     def submit(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None = None
     ) -> Pending:
-        """Puts a request into the queue of its model version; its responses, or its failure, go to the sink.
+        """Puts a request into its model version's queue; its responses, or its failure, go to the sink.
 
         Args:
-            served: The model version it is for, as the catalog resolves it.
-            request: The decoded request, its tenant and trace set; it is stamped in place. Its `timeout_s` is the
-                queue timeout that it asks for, if any.
+            served: The model version, as the catalog resolves it.
+            request: The decoded request with tenant and trace, which is stamped in place; `timeout_s` is its queue
+                timeout.
             sink: Called on the event loop.
-            timeout_s: From now to its deadline. A request to a decoupled model fails earlier when there is no response
-                for the model's default timeout.
+            timeout_s: Seconds to its deadline. A stream fails earlier without a response in the model's default
+                timeout.
             quota: Counts it while it is in flight.
 
-        Raises:
-            QinferError: The request is too large or does not fit its model, or too many wait or are in flight.
+        Raises `QinferError` if the request does not fit its model, or too many wait or are in flight.
         """
         spec = served.spec
         if (spec.is_cached or spec.splits or spec.sequences is not None) and (
@@ -163,7 +149,7 @@ class Submission:
         tenant = request.tenant
         load = self.backlog.load(served, self._queue.places.last(lane, tenant) if tenant else lane)
         waiting, default_s = load.own + load.others + load.beside, spec.default_timeout_s
-        # A shorter timeout is met with fewer ahead, in proportion.
+        # A shorter timeout allows proportionally fewer ahead.
         if not is_usual or waiting * default_s >= load.most * min(timeout_s, default_s):
             worth_s = min(timeout_s, default_s) if spec.decoupled else timeout_s
             self.admit(served, route or served.routes.default, worth_s, request.timeout_s, tenant=tenant)
@@ -186,19 +172,9 @@ class Submission:
         return pending
 
     def submit_near(self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, door: Door) -> Pending:
-        """Submits a request past the lane, if a door takes it and nothing of others is in the lane; else by `submit`.
+        """Submits a plain request through the door if it is open and the lane has no other requests; else by `submit`.
 
-        Only plain requests of plain models go so: without priorities, queue policies, sequences or cached responses.
-
-        Args:
-            served: As for `submit`, like the next three.
-            request: The decoded request.
-            sink: Called on the event loop.
-            timeout_s: From now to its deadline.
-            door: A batcher of this process.
-
-        Raises:
-            QinferError: As `submit` raises.
+        Priorities, queue policies, sequences and cached responses exclude the door.
         """
         spec = served.spec
         is_plain = served.routes.are_plain and not (served.wait_s or spec.decoupled or spec.is_stateful)
@@ -210,34 +186,23 @@ class Submission:
     def submit_here(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, door: Door
     ) -> Pending | None:
-        """Submits a request past the lane, whatever waits there; `None` = the door can't take it.
-
-        Args:
-            served: As for `submit`, like the next three.
-            request: The decoded request.
-            sink: Called on the event loop.
-            timeout_s: From now to its deadline.
-            door: A batcher of this process.
-
-        Raises:
-            QinferError: As `submit` raises.
-        """
+        """Submits a request through the door, past all waiting ones; `None` = the door can't take it."""
         spec = served.spec
-        # By which id the model is told of a sequence is found out by who reads the lane.
+        # The reader of the lane chooses a sequence's id for the model.
         names_sequence = spec.sequences is not None or request.sequence is not None
         if spec.decoupled or names_sequence or validate(request, spec) > max(spec.max_batch_size, 1):
             return None
         return self._by_door(served, request, sink, timeout_s, partial(door.take, must_join=False))
 
     def _is_crowded(self, served: Served) -> bool:
-        """Tells whether requests of other processes, or of other tenants, wait in a version's lane."""
+        """Tells whether requests of other processes or tenants wait in a version's lane."""
         load = self.backlog.load(served, served.lane)
         return load.others > 0 or load.beside > 0
 
     def _by_door(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, take: Callable[..., bool]
     ) -> Pending | None:
-        """Stamps a request, and has a door take it; `None` = it does not."""
+        """Stamps a request and offers it to a door."""
         now_s, rows = self._clock.monotonic_s(), validate(request, served.spec)
         request.id = self._new_id(served.spec.name, served.lane.partition)
         request.version, request.generation, request.timeout_s = served.version, served.generation, timeout_s
@@ -249,11 +214,7 @@ class Submission:
         return pending
 
     def enqueue(self, waiting: Pending, request: InferRequest, lane: Lane) -> None:
-        """Puts a request into its lane that a door has taken and that was not executed, if it is still waited for.
-
-        Raises:
-            PayloadTooLarge: It is too large without its tensors.
-        """
+        """Enqueues a pending request that a door had taken and did not execute."""
         if waiting not in self.pending:
             return
         self.pending.count(waiting, self.backlog.known(lane))
@@ -263,39 +224,24 @@ class Submission:
         self._queue.submit(lane, frame, done, payload=payload, tenant=request.tenant, endpoint=request.moves_by)
 
     def admit(self, served: Served, route: Route, timeout_s: float, asked_s: float, *, tenant: str = "") -> None:
-        """Decides whether a request may wait.
-
-        Args:
-            served: The model version it is for.
-            route: Where it goes.
-            timeout_s: How long its answer is worth waiting for.
-            asked_s: The queue timeout that it asks for; 0 = none.
-            tenant: Whose it is; empty = nobody's.
-
-        Raises:
-            Overloaded: It is refused.
-        """
+        """Raises `Overloaded` if a request may not wait; see `Backlog.judge`."""
         refusal = self.backlog.judge(served, route, timeout_s, asked_s, tenant=tenant)
         if refusal is not None:
             raise refusal
 
     def prepare(self, request: InferRequest, served: Served) -> None:
-        """Checks a request before its response is looked for; `submit` does it by itself.
-
-        Raises:
-            QinferError: Too many requests are in flight, or it does not fit its model.
-        """
+        """Checks a request before its cached response is looked up; `submit` does it by itself."""
         if len(self.pending) >= self._max_in_flight:
             raise QueueFull(FULL)
         if not request.generation or request.generation != served.generation:
             check(request, served)
 
     def new_id(self, served: Served) -> str:
-        """Returns a new id of a request to a model version."""
+        """Returns a new request id."""
         return self._new_id(served.spec.name, served.lane.partition)
 
     async def run(self) -> None:
-        """Cleans up behind requests and looks at the lanes, in the background, until cancelled."""
+        """Runs all background work until cancelled."""
         async with asyncio.TaskGroup() as group:
             if self._cache is not None:
                 group.create_task(self._cache.run())
@@ -306,7 +252,7 @@ class Submission:
     def _submit_anew(
         self, pending: Pending, request: InferRequest, served: Served, route: Route, timeout_s: float, kind: Kind | None
     ) -> None:
-        """Stamps, lays out and submits a request of no known kind: new, special, large, or under a policy."""
+        """Stamps, lays out and submits a request of no known kind."""
         policy, spec = route.policy, served.spec
         _stamp(request, served, route, timeout_s, self._reply_to)
         frame, payload = self._layouts.lay_out(request, kind)
@@ -329,7 +275,7 @@ class Submission:
     def _submit_special(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
     ) -> Pending | None:
-        """Submits a step, a request to be split, or one whose response may be cached; `None` for any other."""
+        """Submits a step, a request to be split, or a cacheable one; `None` for any other."""
         if served.spec.is_stateful:
             if len(self.pending) >= self._max_in_flight:
                 raise QueueFull(FULL)
@@ -354,7 +300,7 @@ class Submission:
     def _submit_step(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
     ) -> Pending:
-        """Submits a step of a sequence; its sequence's limits are checked where it is appended."""
+        """Submits a step of a sequence, whose limits are checked when it is appended."""
         spec = served.spec
         if not request.generation or request.generation != served.generation:
             check(request, served)
@@ -376,7 +322,7 @@ class Submission:
         return pending
 
     def _untaken(self, served: Served) -> QinferError | None:
-        """Returns why a request fails that has waited for a worker; `None` where one has its model by now."""
+        """Returns the error of a request that no worker took; `None` if a worker has its model by now."""
         model, version = served.spec.name, served.version
         try:
             if not self._catalog.asked(model, version).wait_s:
@@ -390,11 +336,7 @@ class Submission:
 
 
 def check(request: InferRequest, served: Served) -> None:
-    """Checks a request against its model, and notes that it was; for any thread.
-
-    Raises:
-        InvalidRequest: It does not fit.
-    """
+    """Checks a request against its model, and marks it as checked; usable in any thread."""
     rows = validate(request, served.spec, served.spec.max_request_rows)
     if served.spec.sequences is not None:
         check_sequence(request, rows, served.spec.sequences)
@@ -404,11 +346,7 @@ def check(request: InferRequest, served: Served) -> None:
 
 
 def check_stateless(served: Served) -> None:
-    """Checks that a model may be asked by who sends no sequences.
-
-    Raises:
-        InvalidRequest: The model keeps state from request to request.
-    """
+    """Raises `InvalidRequest` for a stateful model, on ways that have no sequences."""
     spec = served.spec
     if spec.sequences is not None and spec.is_stateful:
         raise InvalidRequest(
@@ -418,16 +356,7 @@ def check_stateless(served: Served) -> None:
 
 
 class Stamped(NamedTuple):
-    """A request that is ready for the queue, as `Acceptance` takes it.
-
-    Attributes:
-        lane: Where it goes.
-        frame: The encoded request.
-        payload: Its tensors, where they are too large for the frame; empty otherwise.
-        limit: The lane takes no more when so many entries wait in it.
-        is_told: The model's workers say which entries execute.
-        endpoint: The endpoint that may have it moved to another version while it waits; empty = none may.
-    """
+    """A request that is ready for the queue, with the fields of `Acceptance`."""
 
     lane: Lane
     frame: bytes
@@ -449,28 +378,21 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
     route: Route | None = None,
     max_waiting: int = 0,
 ) -> Stamped:
-    """Stamps and encodes a request that was checked against its model.
+    """Stamps and encodes a checked request; call it in a thread if its tensors do not fit the frame.
 
-    It takes as long as its tensors are large: where these do not fit the frame, call it in a thread.
+    The limit of the result is the lowest of the queue policy's, the lane's capacity, and `max_waiting`.
 
     Args:
-        request: The decoded request, which is written to: prepare it once, and keep what it gives for a repetition. Its
-            `timeout_s` is the queue timeout that it asks for, if any.
-        served: The model version that it is for.
+        request: The decoded request, which is modified: keep the result for a repetition. `timeout_s` is its queue
+            timeout.
+        served: The model version.
         address: Its id and partition.
-        timeout_s: From its acceptance to its deadline.
+        timeout_s: Seconds from acceptance to deadline.
         inline_max_bytes: Larger tensors travel beside the stream.
-        tenant: Whose request it is.
-        trace: W3C `traceparent`; empty when it is not traced.
-        route: Where it goes and how it may wait there; `None` = as its priority says.
-        max_waiting: A limit of the caller's own for what waits in the lane; 0 = none.
-
-    Returns:
-        What is to be stored; its limit is the lowest of the queue policy's, the lane's capacity, and `max_waiting`.
-
-    Raises:
-        InvalidRequest: The model keeps state from request to request, or the request has more rows than it takes.
-        PayloadTooLarge: It is too large without its tensors.
+        tenant: The tenant.
+        trace: W3C `traceparent`, if it is traced.
+        route: The lane and policy; by default those of its priority.
+        max_waiting: The caller's own limit of waiting entries; 0 = none.
     """
     check_stateless(served)
     check_whole(request, served.spec)
@@ -489,10 +411,10 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
 
 
 def _stamp(request: InferRequest, served: Served, route: Route, timeout_s: float, reply_to: str = "") -> None:
-    """Sets the fields of a request that follow from its model and route; id, tenant and trace are set before."""
+    """Sets the fields that follow from model and route."""
     request.version = served.version
     request.partition = route.lane.partition
-    # That of an ensemble is for its steps.
+    # An ensemble's queue timeout is for its steps.
     asked_s = request.timeout_s
     request.queue_timeout_s = asked_s if served.spec.steps else queue_timeout_s(route.policy, asked_s)
     request.timeout_s = timeout_s
@@ -500,11 +422,7 @@ def _stamp(request: InferRequest, served: Served, route: Route, timeout_s: float
 
 
 class Layouts:
-    """Cache of layouts: a request that is alike is neither checked nor laid out again.
-
-    Args:
-        inline_max_bytes: Larger tensors go beside the stream.
-    """
+    """A cache of layouts: a similar request is neither checked nor laid out again."""
 
     def __init__(self, inline_max_bytes: int) -> None:
         self._inline_max_bytes = inline_max_bytes
@@ -512,16 +430,13 @@ class Layouts:
         self._repeats = Repeats()
 
     def find(self, kind: Kind) -> RequestForm | None:
-        """Returns the form of requests of that kind."""
+        """Returns the form of a kind of requests."""
         return self._forms.get(kind)
 
     def lay_out(self, request: InferRequest, kind: Kind | None) -> tuple[bytes, Payload | None]:
-        """Encodes a stamped request that fits its model, as `lay_out` does; the second of its kind makes it known.
+        """Encodes a stamped request; the second of its kind makes the layout known.
 
-        An equal kind means equal names, datatypes, shapes and sizes: they fit, too.
-
-        Raises:
-            PayloadTooLarge: It is too large without its tensors.
+        Requests of equal kinds have equal names, datatypes, shapes and sizes, so that all fit the model if one does.
         """
         frame, payload = lay_out(request, self._inline_max_bytes)
         if kind is not None and payload is None and self._repeats.has(kind):
@@ -532,13 +447,9 @@ class Layouts:
 
 
 def kind_of(request: InferRequest, lane: Lane, generation: int, timeout_s: float) -> Kind | None:
-    """Returns the key of requests that share a frame; `None` if a request shares none, or its bytes must be checked.
+    """Returns the kind of a request before it is stamped.
 
-    Args:
-        request: The request, its tenant and trace set, not stamped yet.
-        lane: The lane it is for, which also tells model and version.
-        generation: The model's.
-        timeout_s: From now to its deadline.
+    `None` if its frame is unique or its bytes must be checked.
     """
     if request.client_id or request.parameters or request.priority or request.sequence is not None or request.holders:
         return None
@@ -560,7 +471,7 @@ def _kind_of(tensor: Tensor) -> Kind:
 
 
 def tensor_bytes(request: InferRequest) -> int:
-    """Returns how many bytes the tensors of a request have."""
+    """Returns the bytes of a request's tensors."""
     size = 0
     for tensor in request.inputs:
         size += len(tensor.data)
@@ -568,17 +479,9 @@ def tensor_bytes(request: InferRequest) -> int:
 
 
 def lay_out(request: InferRequest, inline_max_bytes: int) -> tuple[bytes, Payload | None]:
-    """Encodes a stamped request.
+    """Encodes a stamped request, setting its field `payload`.
 
-    Args:
-        request: The request; its field `payload` is set here.
-        inline_max_bytes: Larger tensors go beside the stream.
-
-    Returns:
-        The frame, and what is to be stored with it.
-
-    Raises:
-        PayloadTooLarge: It is too large without its tensors.
+    Returns the frame, and the payload if it goes beside the stream.
     """
     size = tensor_bytes(request)
     if size <= inline_max_bytes:
@@ -592,11 +495,7 @@ def lay_out(request: InferRequest, inline_max_bytes: int) -> tuple[bytes, Payloa
 
 
 def check_head(size: int) -> None:
-    """Checks how large a request is without its tensors.
-
-    Raises:
-        PayloadTooLarge: It is more than `MAX_HEAD_BYTES`.
-    """
+    """Raises `PayloadTooLarge` if a request without its tensors exceeds `MAX_HEAD_BYTES`."""
     if size > MAX_HEAD_BYTES:
         raise PayloadTooLarge(
             f"the id, names and parameters of the request take {size} bytes, more than {MAX_HEAD_BYTES}; "
