@@ -2,15 +2,15 @@
 
     wanted = ⌈seconds of work ÷ target_s⌉, at least 1 while anything waits or executes, within min … max
 
-and never fewer than have slots for all open sequences, which last longer than any of their requests.
+and at least enough for all open sequences, which outlast their requests.
 
 Up: at once, or after `up_after_s` of sustained demand; the first worker always at once. Starting workers count, so that
 one demand does not start workers twice. Down: after `down_after_s` of lower demand, to the highest need within that
-time. To the minimum: after `idle_s` without work. No step down happens before `cooldown_s`, or the load time of a
-worker, has passed since the last step up.
+time. To the minimum: after `idle_s` without work. Steps down wait `cooldown_s`, or a worker's load time, after the last
+step up.
 
-A backlog alone would flap: workers that keep up with the load have none. So workers that the recent throughput keeps
-busy are kept (throughput never adds a worker), and each step down that is soon reverted makes the next one wait longer.
+A backlog alone would flap, because workers that keep up have none. So workers that the recent throughput keeps busy are
+kept (throughput never adds a worker), and each step down that is soon reverted delays the next one.
 """
 
 import math
@@ -22,11 +22,11 @@ from typing import NamedTuple
 from qinfer.errors import SettingsError
 
 LOAD_MARGIN = 1.5
-"""Multiple of a worker's load time that must pass between a step up and a step down."""
+"""Multiple of a worker's load time between a step up and a step down."""
 BUSY_SHARE = 0.85
 """The share of a worker's speed that it sustains without a backlog."""
 MAX_PATIENCE = 16
-"""The highest multiple of `down_after_s` that a step down waits, after reverted steps down."""
+"""The highest multiple of `down_after_s` after reverted steps down."""
 
 FULL_S = 1.0
 """Seconds of work per worker above which all workers count as busy."""
@@ -46,16 +46,11 @@ class ScalingPolicy:
     """The operator's limits and delays.
 
     Attributes:
-        min_workers: Minimum number of workers.
-        max_workers: Maximum number of workers; at least 1, and `min_workers`.
         target_s: Seconds of waiting work per worker.
         up_after_s: Seconds of sustained demand before scaling up; the first worker starts at once.
         down_after_s: Seconds of sustained lower demand before scaling down.
         idle_s: Idle seconds before scaling down to `min_workers`.
         cooldown_s: Seconds without scaling down after scaling up.
-
-    Raises:
-        SettingsError: The numbers contradict one another.
     """
 
     min_workers: int = 0
@@ -82,16 +77,13 @@ class Observation:
 
     Attributes:
         now_s: The monotonic time.
-        work_s: Seconds that one worker needs for all waiting and executing work.
-        entries: Requests and rows of bulk jobs that wait or execute.
-        executed: Whether anything was executed since the last observation.
+        work_s: Seconds that one worker needs for all work.
+        entries: Waiting or executing requests and rows of bulk jobs.
+        executed: Something was executed since the last observation.
         used: Workers that the recent throughput keeps busy.
-        live: Workers that are serving.
-        starting: Workers that were started and are not serving yet.
-        load_s: Seconds from the start of a worker until it serves; 0 = not known.
+        load_s: Seconds from a worker's start until it serves; 0 = unknown.
         floor: Live workers that the most demanding model needs to be READY.
-        sequence_workers: Workers that have slots for all open sequences of the model that needs most; those that wait
-            for an owner are open, too.
+        sequence_workers: Workers whose slots hold all open sequences of the most demanding model.
     """
 
     now_s: float
@@ -108,13 +100,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The decided number of workers.
-
-    Attributes:
-        target: The number.
-        wanted: The number that the present work alone needs.
-        reason: The reason in words.
-    """
+    """The decided number of workers; `wanted` is what the present work alone needs."""
 
     target: int
     wanted: int
@@ -126,12 +112,11 @@ class ScalingState:
     """The memory of a policy between two decisions.
 
     Attributes:
-        target: The last decided number of workers.
-        since_s: The time since which there are observations without a gap.
+        since_s: The start of gapless observation.
         active_at_s: The last time with work.
-        grown_at_s: The time of the last step up.
-        shrunk_at_s: The time of the last step down that left a worker.
-        short_since_s: The time since which more workers are wanted; `None` = no more are.
+        grown_at_s: The last step up.
+        shrunk_at_s: The last step down that left a worker.
+        short_since_s: Since when more workers are wanted.
         needs: (time, needed workers) within the last `down_after_s`, each lower than the one before.
         patience: Multiple of `down_after_s` that lower demand must last.
     """
@@ -151,12 +136,12 @@ class ScalingState:
         return cls(target=target, since_s=now_s, active_at_s=now_s, grown_at_s=now_s)
 
     def after_gap(self, now_s: float) -> "ScalingState":
-        """Returns the state after a time without observations, during which nothing counts as observed."""
+        """Returns the state after a time without observations."""
         return replace(self, since_s=now_s, active_at_s=now_s, short_since_s=None, needs=())
 
 
 def decide(policy: ScalingPolicy, state: ScalingState, seen: Observation) -> tuple[Decision, ScalingState]:
-    """Decides how many workers there should be from now on; returns the new state too."""
+    """Decides how many workers there should be; returns the new state, too."""
     wanted = wanted_workers(policy, seen)
     busy = min(math.ceil(seen.used / BUSY_SHARE), state.target)
     state = _noted(policy, state, seen, max(wanted, busy))
@@ -171,7 +156,7 @@ def decide(policy: ScalingPolicy, state: ScalingState, seen: Observation) -> tup
 
 
 def adopt(policy: ScalingPolicy, state: ScalingState, now_s: float, target: int) -> ScalingState:
-    """Returns the state after others have changed the number of workers to `target`; unchanged where they have not."""
+    """Returns the state after other autoscalers changed the number of workers to `target`."""
     if target > state.target:
         # Only the first of several steps up reverts the last step down.
         is_first = state.shrunk_at_s > state.grown_at_s
@@ -194,7 +179,7 @@ def _floor(policy: ScalingPolicy, seen: Observation) -> int:
 
 
 def _noted(policy: ScalingPolicy, state: ScalingState, seen: Observation, need: int) -> ScalingState:
-    """Returns the state with the present need, and without needs that are lower or too old."""
+    """Adds the present need, and drops lower or outdated ones."""
     oldest_s = seen.now_s - policy.down_after_s * state.patience
     needs = tuple(one for one in state.needs if one[1] > need and one[0] > oldest_s)
     is_active = seen.entries > 0 or seen.sequence_workers > 0 or seen.executed
@@ -221,7 +206,7 @@ def _up(policy: ScalingPolicy, state: ScalingState, seen: Observation, wanted: i
 
 
 def _patience(policy: ScalingPolicy, state: ScalingState, now_s: float) -> int:
-    """Returns the patience after a step up: doubled if the step reverts a recent step down."""
+    """Doubles the patience if a step up reverts a recent step down."""
     was_hasty = now_s - state.shrunk_at_s < 2 * policy.down_after_s * state.patience
     return min(state.patience * 2, MAX_PATIENCE) if was_hasty else 1
 
@@ -269,13 +254,10 @@ def _down(policy: ScalingPolicy, state: ScalingState, seen: Observation, wanted:
 
 
 class Throughput:
-    """Estimates how many workers the recent throughput keeps busy, from totals of executed rows.
+    """Estimates how many workers the throughput of the last `over_s` seconds keeps busy, from totals of executed rows.
 
-    Workers together may be slower or faster than the measured speed of one. While work waited all the time, all workers
-    were busy all the time, and their throughput corrects the estimate.
-
-    Args:
-        over_s: Seconds of the moving average.
+    Workers together may be slower or faster than the measured speed of one. While work waited all the time all were
+    busy, and their throughput corrects the estimate.
     """
 
     def __init__(self, over_s: float = 10.0) -> None:
@@ -283,19 +265,14 @@ class Throughput:
         self._totals: deque[_Total] = deque()
         self._correction = 1.0
         self.executed = False
-        """True if anything was executed between the last two observations."""
+        """Something was executed between the last two observations."""
 
     def observe(
         self, now_s: float, rows: Mapping[Version, int], rows_per_s: Mapping[Version, float], live: int, work_s: float
     ) -> float:
         """Takes the totals of executed rows, and returns how many workers they keep busy.
 
-        Args:
-            now_s: The monotonic time.
-            rows: Rows executed so far, of each version.
-            rows_per_s: The speed of one worker; versions of unknown speed, left out or 0, do not count.
-            live: Workers that are serving.
-            work_s: Seconds of present work for one worker.
+        Versions of unknown speed do not count; `work_s` is the present work in seconds of one worker.
         """
         totals = self._totals
         self.executed = bool(totals) and any(count > totals[-1].rows.get(key, 0) for key, count in rows.items())

@@ -1,9 +1,9 @@
-"""The record of an autoscaler, a line of JSON per observation and decision; and the traffic that is derived from it.
+"""The record of an autoscaler, a JSON line per observation and decision, and the traffic derived from it.
 
     arrived so far = executed so far + waiting or executing        of each version, in rows
 
-Instants are Unix time, and totals of executed rows outlive the autoscaler: lines after a restart continue those before
-it. A record has no data of requests.
+Instants are Unix time, and totals of executed rows outlive the autoscaler, so that lines after a restart continue the
+record. It has no data of requests.
 """
 
 import math
@@ -21,22 +21,20 @@ from qinfer.models.work import VersionWork
 from qinfer.scaling.policy import Decision, Observation, Version
 
 LAG_S = 15.0
-"""Seconds within which rows that left the queue are counted as executed; the others were cancelled, or failed."""
+"""Seconds within which rows that left the queue count as executed; the others were cancelled, or failed."""
 
 MOST_S = 31 * 86400.0
-"""The longest record that is read: the traffic is computed for each of its seconds."""
+"""The longest readable record, because the traffic is computed per second."""
 
 
 class VersionTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The work of one model version.
 
     Attributes:
-        model: The model's name.
-        version: The version.
-        requests: Online requests that wait or execute.
-        rows: Rows that wait or execute, those of bulk jobs too.
+        requests: Waiting or executing online requests.
+        rows: Waiting or executing rows, of bulk jobs too.
         executed: Rows executed since the version's statistics began.
-        rows_per_s: The measured speed of one worker; 0 = not known.
+        rows_per_s: The measured speed of one worker; 0 = unknown.
     """
 
     model: str
@@ -48,13 +46,9 @@ class VersionTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An observation and the decision about it; the other fields are those of `Observation` and `Decision`.
+    """An observation and its decision; further fields are those of `Observation` and `Decision`.
 
-    Attributes:
-        at_s: Unix time.
-        draining: Workers that finish their last work.
-        before: The number of workers that was decided before.
-        versions: The work of each version.
+    `before` is the previously decided number of workers.
     """
 
     at_s: float
@@ -107,13 +101,9 @@ def encode(moment: Moment) -> bytes:
 
 
 def decode(lines: Iterable[bytes]) -> list[Moment]:
-    """Decodes the lines of a record, without those that a crash cut off, or that go back in time.
+    """Decodes the lines of a record, without damaged ones and those that go back in time.
 
-    Args:
-        lines: The lines, with or without their ends.
-
-    Raises:
-        SettingsError: The lines are no record, fewer than two, or of more than `MOST_S`.
+    Raises `SettingsError` for fewer than two lines, more than `MOST_S`, or another file.
     """
     moments: list[Moment] = []
     broken: list[int] = []
@@ -137,14 +127,7 @@ def decode(lines: Iterable[bytes]) -> list[Moment]:
 
 
 class RecordFile:
-    """The file of a record, to which each observation adds a line; opened for each, so that it may be rotated.
-
-    Args:
-        path: The file; its present content is kept.
-
-    Raises:
-        SettingsError: The file can't be written.
-    """
+    """The file of a record; opened for each line, so that it may be rotated. Its content is kept."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -169,18 +152,10 @@ class RecordFile:
         work: Iterable[VersionWork],
         rows: Mapping[Version, int],
     ) -> str:
-        """Adds a line without the versions of which nothing waits and nothing was executed since the last line.
+        """Adds a line with the versions that have waiting or newly executed rows.
 
-        Args:
-            seen: The observation.
-            decision: The decision.
-            before: The number of workers that was decided before.
-            draining: Workers that finish their last work.
-            work: The work of each version.
-            rows: Rows executed so far, of each version.
-
-        Returns:
-            The reason why the file can't be written, unless the last line failed too; else empty.
+        `rows` are the rows executed so far. Returns why the file can't be written, for the first of several failures
+        only.
         """
         versions = []
         for one in work:
@@ -214,17 +189,17 @@ class RecordFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """The traffic of a record, second by second; rows of all versions are converted to rows of one, by their work.
+    """The traffic of a record, second by second; rows of all versions are converted to equal work.
 
     Attributes:
         arrivals: Rows that arrived.
         served: Rows that left the queue.
         workers: Worker processes: serving, starting or draining.
         targets: The decided number of workers.
-        rows_per_s: Rows that one worker serves per second.
-        load_s: Seconds from the start of a worker until it served.
-        drain_s: Seconds from the dismissal of a worker until its end.
-        floor: The highest number of live workers that a model needed to be READY.
+        rows_per_s: The speed of one worker.
+        load_s: Seconds from a worker's start until it served.
+        drain_s: Seconds from a worker's dismissal until its end.
+        floor: The most live workers that a model needed to be READY.
     """
 
     arrivals: tuple[int, ...]
@@ -238,14 +213,7 @@ class Traffic:
 
 
 def traffic_of(moments: Sequence[Moment]) -> Traffic:
-    """Derives the traffic of a record, whose lines may be any time apart.
-
-    Args:
-        moments: At least two, in order, as `decode` returns them.
-
-    Raises:
-        SettingsError: Nothing was executed, or no speed is known.
-    """
+    """Derives the traffic of at least two moments; `SettingsError` without executed rows or a known speed."""
     arrived, waiting = [0.0] * len(moments), [0.0] * len(moments)
     rows = 0
     for key, speed in _speeds(moments).items():
@@ -274,7 +242,7 @@ def traffic_of(moments: Sequence[Moment]) -> Traffic:
 
 
 def _speeds(moments: Sequence[Moment]) -> dict[Version, float]:
-    """Returns the median of the measured speeds of each version that has any."""
+    """Returns the median measured speed of each version."""
     found: dict[Version, list[float]] = {}
     for moment in moments:
         for one in moment.versions:
@@ -284,10 +252,10 @@ def _speeds(moments: Sequence[Moment]) -> dict[Version, float]:
 
 
 def _rows_of(moments: Sequence[Moment], key: Version) -> list[tuple[int, int]]:
-    """Returns (rows that arrived so far, rows that wait) of one version at each moment.
+    """Returns (rows arrived so far, waiting rows) of one version at each moment.
 
-    Workers report executed rows a little after these left the queue. So missing rows count as executed for `LAG_S`, and
-    afterwards as cancelled or failed. A version without an entry in a line has its last total, and no waiting rows.
+    Workers report executed rows a little late, so missing rows count as executed for `LAG_S`, and then as cancelled or
+    failed. A version missing in a line has its last total and no waiting rows.
     """
     found: list[tuple[int, int]] = []
     totals: deque[tuple[float, int]] = deque()
@@ -311,7 +279,7 @@ def _rows_of(moments: Sequence[Moment], key: Version) -> list[tuple[int, int]]:
 
 
 def _indexes(times: Sequence[float]) -> list[int]:
-    """Returns the index of the moment that is valid at each whole second."""
+    """Returns the index of the moment that is valid at each second."""
     found, index = [], 0
     for second in range(math.ceil(times[-1]) + 1):
         while index + 1 < len(times) and times[index + 1] <= second:
@@ -321,7 +289,7 @@ def _indexes(times: Sequence[float]) -> list[int]:
 
 
 def _each_second(times: Sequence[float], totals: Sequence[float]) -> list[int]:
-    """Returns a total at each whole second, interpolated between two moments."""
+    """Returns a total at each second, interpolated."""
     found = []
     for second, index in enumerate(_indexes(times)):
         value = totals[index]
@@ -333,7 +301,7 @@ def _each_second(times: Sequence[float], totals: Sequence[float]) -> list[int]:
 
 
 def _steps(totals: Sequence[int]) -> tuple[int, ...]:
-    """Returns the increase in each second; a total that falls back counts once it is exceeded again."""
+    """Returns the increase per second; a total that falls back counts once it is exceeded again."""
     steps, reached = [], 0
     for total in totals:
         steps.append(max(total - reached, 0))
@@ -342,7 +310,7 @@ def _steps(totals: Sequence[int]) -> tuple[int, ...]:
 
 
 def _mean_s(times: Sequence[float], counts: Sequence[int]) -> float:
-    """Returns how long a worker was counted on average; 0 where none ever was."""
+    """Returns how long a worker was counted on average."""
     began = sum(max(b - a, 0) for a, b in zip([0, *counts], counts, strict=False))
     lasted_s = sum(count * (end - start) for count, start, end in zip(counts, times, times[1:], strict=False))
     return lasted_s / began if began else 0.0

@@ -1,9 +1,9 @@
-"""Shares of several autoscalers of the same models in the workers that the work needs: pure, from their records.
+"""The division of workers among several autoscalers of the same models: pure, from their records.
 
     the records of all ──▶ decide: how many for all ──▶ apportion: how many for each ──▶ each does its own share
 
-There is no leader. All autoscalers read the same records and come to the same shares; each starts and drains only its
-own workers. Shares change by as little as the total does: running workers do not move from one machine to another.
+There is no leader: all autoscalers compute the same shares from the same records, and each starts and drains only its
+own workers. Shares change as little as the total does, because running workers do not move between machines.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,11 +13,11 @@ from qinfer.models.state import ScalerRecord
 from qinfer.scaling.policy import Decision, Observation, ScalingPolicy, ScalingState, adopt, decide
 
 RECORD_TTL_S = 15.0
-"""Seconds for which the record of an autoscaler is valid; then the others take its share."""
+"""Seconds after which an autoscaler's record expires, and the others take its share."""
 
 
 def policy_of_all(policy: ScalingPolicy, others: Iterable[ScalerRecord]) -> ScalingPolicy:
-    """Returns a policy whose limits are the sums of an autoscaler's own and the others'."""
+    """Returns a policy whose limits are the sums of all autoscalers' limits."""
     others = tuple(others)
     return replace(
         policy,
@@ -27,18 +27,11 @@ def policy_of_all(policy: ScalingPolicy, others: Iterable[ScalerRecord]) -> Scal
 
 
 def apportion(total: int, peers: Iterable[ScalerRecord]) -> dict[str, int]:
-    """Divides a number of workers among autoscalers, beginning with their present shares (their `target`).
+    """Divides a number of workers among autoscalers, starting from their present shares (`target`).
 
-    One more goes to the autoscaler that it leaves least full, relative to its maximum; one less comes from one whose
-    workers do not all serve, else from the fullest. So from nothing the shares are in proportion to the maxima, and
-    each share grows with the total. Ties go by id.
-
-    Args:
-        total: Workers for all; raised to the sum of the minima, and lowered to the sum of the maxima.
-        peers: The records of all.
-
-    Returns:
-        Id → workers, between the minimum and the maximum of each.
+    A further worker goes to the autoscaler that is then least full relative to its maximum; a surplus one comes from
+    one with unready workers, else from the fullest. From nothing, shares are thus proportional to the maxima, and each
+    grows with the total. Ties go by id. `total` is clipped to the sums of the limits.
     """
     by_id = {one.id: one for one in peers}
     shares = {id_: min(max(one.target, one.min_workers), one.max_workers) for id_, one in by_id.items()}
@@ -63,14 +56,7 @@ def apportion(total: int, peers: Iterable[ScalerRecord]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedDecision:
-    """The decision of an autoscaler among others.
-
-    Attributes:
-        total: The decided number of all workers.
-        share: The autoscaler's own part of them.
-        before: The number of all workers that was decided before.
-        state: The policy's new state.
-    """
+    """The decision of an autoscaler among others: the total, its own share, and the total before."""
 
     total: Decision
     share: int
@@ -87,17 +73,10 @@ def decide_share(
     *,
     has_lost_peers: bool = False,
 ) -> SharedDecision:
-    """Decides the total and the autoscaler's own share of it; without others the result is that of `decide`.
+    """Decides the total and the autoscaler's own share; without others as `decide` does.
 
-    Steps that are the others' to take do not count as taken: the state's total is the sum of the records.
-
-    Args:
-        policy: The operator's limits for this autoscaler.
-        state: The policy's state.
-        seen: The observation of all workers.
-        own: The autoscaler's own record, with the share until now.
-        others: The records of the others.
-        has_lost_peers: Whether some are gone since the last decision: the total then stays as it was with them.
+    Steps that other autoscalers have to take do not count as taken: the state's total is the sum of the records. If
+    some are gone since the last decision (`has_lost_peers`), the total stays as with them.
     """
     limits = policy_of_all(policy, others)
     there = own.target + sum(one.target for one in others)
@@ -109,7 +88,7 @@ def decide_share(
     share = apportion(total.target, (own, *others))[own.id]
     reached = there - own.target + share
     if share == own.target and reached != total.target:
-        # The step is the others' to take.
+        # Another autoscaler has to take the step.
         short_since_s = state.short_since_s if total.target > before else None
         after = replace(state, needs=after.needs, active_at_s=after.active_at_s, short_since_s=short_since_s)
     if share != own.target and total.target == before:
@@ -118,18 +97,10 @@ def decide_share(
 
 
 class Peers:
-    """The other autoscalers of the same models.
+    """The other autoscalers of the same models, given by the globs `places`.
 
-    After Redis was unreachable or has lost its data, the records of live autoscalers may be missing: known ones then
-    count as alive until each has had the time to write its record again.
-
-    Args:
-        own: The autoscaler's own id.
-        places: Globs of the models that its workers load.
-
-    Attributes:
-        others: The latest records of the others.
-        has_lost_peers: Whether one of them is gone since the last `update`.
+    After an outage or data loss of Redis records may be missing; known autoscalers then count as alive until they had
+    time to write again. `has_lost_peers` = one is gone since the last `update`.
     """
 
     def __init__(self, own: str, places: Iterable[str]) -> None:
@@ -141,16 +112,11 @@ class Peers:
         self.has_lost_peers = False
 
     def distrust_missing(self) -> None:
-        """Makes the next `update` treat missing records as late ones."""
+        """Makes the next `update` treat missing records as late."""
         self._is_doubtful = True
 
     def update(self, now_s: float, records: Iterable[ScalerRecord]) -> None:
-        """Takes the records of all live autoscalers, of whatever models.
-
-        Args:
-            now_s: The monotonic time of reading.
-            records: The records; if the autoscaler's own is missing, others may be missing too.
-        """
+        """Takes the records of all live autoscalers; if the own one is missing, others may be missing, too."""
         records = tuple(records)
         if self._is_doubtful or all(one.id != self._own for one in records):
             self._is_doubtful, self._doubtful_until_s = False, now_s + RECORD_TTL_S
@@ -162,6 +128,6 @@ class Peers:
         self.others = tuple(found[id_] for id_ in sorted(found))
 
     def _is_peer(self, record: ScalerRecord) -> bool:
-        """Tells whether an autoscaler shares the work; one whose workers all fail to run does not."""
+        """Tells whether an autoscaler shares the work; one whose workers all fail does not."""
         runs = record.live + record.starting + record.draining > 0
         return record.id != self._own and frozenset(record.places) == self._places and (runs or not record.target)

@@ -1,7 +1,7 @@
-"""A simulation of a queue and its workers, second by second, around the scaling policy of production.
+"""A simulation of a queue and its workers, second by second, around the production scaling policy.
 
-Rows arrive as in a trace, wait in order, and are served by loaded workers. A started worker loads first, a dismissed
-one drains first; both cost, and neither serves. `as_recorded` computes the same outcome from a record (`record.py`).
+Rows arrive as in a trace and wait in order for loaded workers. A started worker loads first, a dismissed one drains;
+both cost without serving. `as_recorded` computes the same outcome from a record (`record.py`).
 """
 
 import math
@@ -21,9 +21,9 @@ class WorkerProfile:
     """The properties of simulated workers.
 
     Attributes:
-        rows_per_s: Rows that one worker serves per second.
-        load_s: Seconds from the start of a worker until it serves.
-        drain_s: Seconds from SIGTERM to the end of a worker.
+        rows_per_s: The speed of one worker.
+        load_s: Seconds from a worker's start until it serves.
+        drain_s: Seconds from SIGTERM to a worker's end.
         speed_error: Measured speed divided by `rows_per_s`.
         floor: Live workers that the most demanding model needs to be READY.
     """
@@ -49,7 +49,7 @@ class Outcome:
         worker_s: Worker-seconds: serving, starting or draining.
         most: The highest decided number of workers.
         left: Rows that waited at the end.
-        waits: (seconds of waiting, rows); rows that are left waited until the end.
+        waits: (seconds of waiting, rows).
         targets: The decided number of workers in each second.
     """
 
@@ -94,14 +94,12 @@ class Outcome:
 
     @property
     def turns(self) -> int:
-        """The number of changes in the opposite direction of the one before, which measures flapping."""
+        """The number of reversals, which measures flapping."""
         steps = [b - a for a, b in pairwise(self.targets) if a != b]
         return sum(one * other < 0 for one, other in pairwise(steps))
 
 
 class _Waiting:
-    """Waiting rows, in order."""
-
     def __init__(self) -> None:
         self._groups: deque[tuple[int, int]] = deque()
         self.count = 0
@@ -124,19 +122,13 @@ class _Waiting:
                 self._groups.appendleft((arrived, there - taken))
 
     def end(self, now: int, outcome: Outcome) -> None:
-        """Counts the waits of rows that are left."""
+        """Counts the waits of remaining rows."""
         outcome.left = self.count
         self.take(now, self.count, outcome)
 
 
 def simulate(policy: ScalingPolicy, arrivals: Sequence[int], profile: WorkerProfile | None = None) -> Outcome:
-    """Runs a policy on a trace.
-
-    Args:
-        policy: The policy.
-        arrivals: The arriving rows of each second.
-        profile: The properties of workers.
-    """
+    """Runs a policy on a trace of arriving rows per second."""
     profile = profile or WorkerProfile()
     state = ScalingState.begin(0.0, policy.min_workers)
     throughput, outcome = Throughput(), Outcome(ideal_s=sum(arrivals) / profile.rows_per_s)

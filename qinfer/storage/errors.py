@@ -1,8 +1,8 @@
 """Translation of the errors of object-store drivers into qinfer's `StoreError`s.
 
-Drivers put endpoints, account names and keys' ids into their texts, so a message has none of those: it has the URL as
-it was asked for, the class of the driver's error, the store's own code for it, and what to do. The driver's words are
-kept beside it as the error's `reason`, for messages that only operators see.
+Drivers' texts have endpoints, account names and key ids, so a message has none of them: it has the requested URL, the
+class of the driver's error, the store's error code, and a remedy. The driver's text is the error's `reason`, for
+messages to operators only.
 """
 
 import errno
@@ -41,16 +41,11 @@ T = TypeVar("T")
 _REASON_CHARACTERS = 300
 
 ANSWER_TIMEOUT_S = 60
-"""Some drivers look for credentials, or try again, for minutes."""
+"""Bounds drivers that look for credentials, or retry, for minutes."""
 
 
 class Answer(NamedTuple):
-    """The answer of a store.
-
-    Attributes:
-        status: The HTTP status; 0 = it did not answer.
-        code: The store's own name for it, such as `SlowDown`; empty when there is none.
-    """
+    """The answer of a store: the HTTP status (0 = none), and the store's own code, such as `SlowDown`."""
 
     status: int = 0
     code: str = ""
@@ -58,7 +53,7 @@ class Answer(NamedTuple):
 
 @contextmanager
 def mapped(url: str) -> Iterator[None]:
-    """Turns what a driver raises within into a `StoreError` about a URL; qinfer's own errors pass."""
+    """Turns drivers' errors into `StoreError`s about a URL; qinfer's own pass."""
     try:
         yield
     except QinferError:
@@ -73,11 +68,9 @@ def fail(error: Exception, url: str) -> NoReturn:
 
 
 def store_error(error: Exception, url: str) -> StoreError:
-    """Returns the `StoreError` of a driver's error, with what the driver said as its `reason`.
+    """Returns the `StoreError` of a driver's error about a URL without credentials.
 
-    Args:
-        error: What the driver raised.
-        url: What it is about; it has no credentials.
+    The driver's text is its `reason`.
     """
     named = _named(error, url)
     text = " ".join(str(error).split())[:_REASON_CHARACTERS]
@@ -88,13 +81,7 @@ def store_error(error: Exception, url: str) -> StoreError:
 
 
 def patiently(work: Callable[[], T]) -> T:
-    """Returns what some work returns; tries it again, after growing pauses, while its store is busy or away.
-
-    For one of many files: a store that refuses a share of all requests must not end what was done for the others.
-
-    Raises:
-        StoreUnavailable: The store still is.
-    """
+    """Runs `work` on one of many files, retrying while the store is busy or away, so that earlier work is not lost."""
     backoff = Backoff(_FIRST_PAUSE_S, jitter=0.5)
     for _ in range(_TRIES - 1):
         try:
@@ -105,7 +92,7 @@ def patiently(work: Callable[[], T]) -> T:
 
 
 def answer_of(error: BaseException | None) -> Answer:
-    """Returns what the store answered, of an error of any driver or of what caused it."""
+    """Returns the store's answer in a driver's error or its causes."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):  # botocore's
@@ -121,7 +108,7 @@ def answer_of(error: BaseException | None) -> Answer:
 
 
 def not_empty(size_bytes: int, url: str) -> None:
-    """Raises a `ValueError` for an object of no bytes: stores and drivers treat such as markers of folders."""
+    """Raises `ValueError` for an empty object, which stores and drivers take for a folder marker."""
     if size_bytes == 0:
         raise ValueError(f"an empty object can't be committed to '{url}'")
 

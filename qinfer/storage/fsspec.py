@@ -1,8 +1,8 @@
-"""Object stores behind fsspec: what is the same for all, and S3's, Google's, Azure's and the one in memory.
+"""Object stores behind fsspec: S3, Google, Azure and memory.
 
-`put_file(mode="create")` and `pipe_file(mode="create")` of the drivers are conditional, for small and for large files:
-gcsfs sends `ifGenerationMatch=0`, adlfs `If-None-Match: *` (with the list of blocks, when there are several). Drivers'
-files that are opened to be written are not used: closing an empty one ignores the condition.
+`put_file(mode="create")` and `pipe_file(mode="create")` are conditional for files of any size: gcsfs sends
+`ifGenerationMatch=0`, adlfs `If-None-Match: *` (with the list of blocks, if there are several). The drivers' writable
+files are not used, because closing an empty one ignores the condition.
 """
 
 import io
@@ -26,30 +26,26 @@ from qinfer.storage.store import BROKEN, Child, Outcome, Stat, Store
 logger = logging.getLogger(__name__)
 
 UPLOADS = 4
-"""Chunks of one upload that are on their way at a time, where the driver sends several."""
+"""Concurrent chunks of one upload, if the driver sends several."""
 
-_AHEAD_BYTES = 8 * 2**20  # fetched ahead of who reads sequentially
+_AHEAD_BYTES = 8 * 2**20  # read-ahead of sequential readers
 _AT_ONCE_BYTES = 32 * 2**20
-_BEYOND_THE_END = 416  # what a range of an empty object is answered with
+_BEYOND_THE_END = 416  # the status for a range of an empty object
 _CONFLICTS = 6  # tries, while others write the same name in S3
 _CONFLICT_S = 0.1  # before the second; doubled after each
 _MOST_CHUNKS = 10_000
-_WORTH_A_PAGE = 4  # objects that a listing tells of
-_PAGE = 1000  # objects of a listing of S3 in one answer
+_WORTH_A_PAGE = 4  # objects that make a listing worthwhile
+_PAGE = 1000  # objects per page of an S3 listing
 _OF_PATTERNS = frozenset("*?[")
 _MARKS = ("generation", "ETag", "etag", "md5Hash", "LastModified", "last_modified", "updated", "mtime", "created")
 
 
 class FsspecStore(Store):
-    """A store that fsspec has a driver for.
-
-    Args:
-        files: The driver, without a cache of listings.
-        listing_timeout_s: How long one answer to a listing may take, where the driver lets that be said.
+    """A store with a driver of fsspec, which must not cache listings.
 
     Attributes:
-        chunk_bytes: Of an upload; a few of them are in memory.
-        has_buckets: Whether the first part of a path is a bucket, and folders are a part of names only.
+        chunk_bytes: The chunk size of uploads; a few are in memory.
+        has_buckets: The first part of a path is a bucket, and folders exist only as parts of names.
     """
 
     chunk_bytes = 16 * 2**20
@@ -111,7 +107,7 @@ class FsspecStore(Store):
                 data: bytes = self._files.cat_file(path, start=0, end=_AT_ONCE_BYTES)
                 if len(data) < _AT_ONCE_BYTES:
                     return data
-                # Drivers fetch the parts of a large object at once, unless they are told a range.
+                # Drivers fetch the parts of a large object at once, unless they get a range.
                 if _size(self._files.info(path)) > end:
                     return bytes(self._files.cat_file(path, start=0, end=end))
                 data = self._files.cat_file(path)
@@ -155,7 +151,7 @@ class FsspecStore(Store):
         return [Child(str(x["name"]).rstrip("/").rpartition("/")[2], x.get("type") == "directory") for x in found]
 
     def scan(self, prefix: str) -> Iterator[Stat]:
-        """Implements `Store.scan`; most drivers give everything at once."""
+        """Implements `Store.scan`; most drivers return everything at once."""
         base = prefix.rstrip("/")
         with mapped(prefix):
             root = self._path(base)
@@ -165,7 +161,7 @@ class FsspecStore(Store):
             except FileNotFoundError:
                 found = {}
             if not found and self.has_buckets:
-                with suppress(PermissionError):  # who may list a bucket may not always look at it
+                with suppress(PermissionError):  # listing may be allowed without looking at the bucket
                     self._files.info(root.partition("/")[0])
         for name, info in found.items():
             if str(name).startswith(f"{root}/") and not str(name).endswith("/") and info.get("type") != "directory":
@@ -180,7 +176,7 @@ class FsspecStore(Store):
         number = 1
         while self.stat(target := f"{folder}/{BROKEN}/{name}-{number}") is not None:
             number += 1
-        with mapped(url), suppress(FileNotFoundError):  # another one set it aside
+        with mapped(url), suppress(FileNotFoundError):  # another process set it aside
             self._files.cp_file(self._path(url), self._path(target))
             again = self.stat(url)
             if again is not None and again.etag == found.etag:
@@ -194,7 +190,7 @@ class FsspecStore(Store):
     def delete_folder(self, url: str) -> None:
         """Implements `Store.delete_folder`."""
         path = self._path(url)
-        if _OF_PATTERNS.intersection(path):  # the driver would delete all that such a pattern means
+        if _OF_PATTERNS.intersection(path):  # the driver would delete all matches of a pattern
             for file in self.scan(url):
                 self.delete(file.url)
             return
@@ -202,22 +198,15 @@ class FsspecStore(Store):
             self._files.rm(path, recursive=True)
 
     def _upload_options(self, size_bytes: int) -> dict[str, int]:
-        """Returns options of the driver's `put_file`, by which little of a file is in memory at a time."""
+        """Returns options of `put_file` that keep little of a file in memory."""
         del size_bytes
         return {}
 
     def _path(self, url: str) -> str:
-        """Returns the path by which the driver knows a URL."""
         return str(self._files._strip_protocol(url))
 
     def _create(self, put: Callable[[str], None], source: Callable[[], BinaryIO], url: str) -> Outcome:
-        """Makes an object, unless there is one.
-
-        Args:
-            put: Sends it, given the driver's mode: `create` or `overwrite`.
-            source: Opens what is sent.
-            url: Its URL.
-        """
+        """Creates an object unless it exists; `put` takes the driver's mode, `create` or `overwrite`."""
         del source, url
         try:
             put("create")
@@ -227,11 +216,11 @@ class FsspecStore(Store):
 
 
 class S3Store(FsspecStore):
-    """An object store that speaks S3's protocol: PutObject and CompleteMultipartUpload with `If-None-Match: *`.
+    """A store with S3's protocol: PutObject and CompleteMultipartUpload with `If-None-Match: *`.
 
-    412 says that the name is taken; 409, that somebody else is about to take it: the upload is made anew. A store that
-    knows no conditional writes says 501. Then the name is looked at, the object is put and read back, and the log says
-    so once for a bucket; what two writers at the same moment leave is one of the two, whole.
+    Status 412 means that the name is taken; 409 that another writer is about to take it, so that the upload is
+    repeated. A store without conditional writes answers 501. Then the name is checked, the object put and read back,
+    and a log line says so once per bucket; of two simultaneous writers the object of one remains, whole.
     """
 
     has_buckets = True
@@ -243,7 +232,7 @@ class S3Store(FsspecStore):
         self._lock = threading.Lock()
 
     def open_known(self, file: Stat, *, sequential: bool = False) -> BinaryIO:
-        """Implements `Store.open_known`: each read is one GET, of an object with this etag."""
+        """Implements `Store.open_known`: each read is a GET with this etag."""
         from qinfer.storage.s3_reads import KnownObject
 
         with mapped(file.url):
@@ -251,7 +240,7 @@ class S3Store(FsspecStore):
         return cast(BinaryIO, io.BufferedReader(opened, _AHEAD_BYTES) if sequential else opened)
 
     def stat(self, url: str) -> Stat | None:
-        """Implements `Store.stat`; the driver's `info` also lists what is below a name that is not there."""
+        """Implements `Store.stat`; the driver's `info` would also list below a missing name."""
         with mapped(url):
             bucket, key, _ = self._files.split_path(self._path(url))
             if not key:
@@ -278,12 +267,12 @@ class S3Store(FsspecStore):
                 token = {"ContinuationToken": page["NextContinuationToken"]}
 
     def listed(self, urls: Sequence[str]) -> dict[str, Stat | None]:
-        """Implements `Store.listed`: pages of a folder are asked for while each tells of several objects."""
+        """Implements `Store.listed` by pages, while each has several of the objects."""
         found: dict[str, Stat | None] = {}
         in_folders = sorted(url for url in urls if url.count("/") > 2)  # others are buckets
         for folder, own in groupby(in_folders, lambda url: url.rpartition("/")[0]):
             left = deque(url.rpartition("/")[2] for url in own)
-            # A client that may look at an object may not always list.
+            # A client that may read an object may not always list.
             with mapped(folder), suppress(PermissionError, FileNotFoundError):
                 while len(left) >= _WORTH_A_PAGE:
                     before = len(left)
@@ -293,7 +282,7 @@ class S3Store(FsspecStore):
         return found
 
     def _of_page(self, folder: str, names: deque[str]) -> dict[str, Stat | None]:
-        """Returns what a page of a folder says of the first of some names in order, and takes these away."""
+        """Returns the objects of the first names by one page of a folder, and removes these names."""
         _, prefix = self._place(folder)
         page = self._page(folder, StartAfter=f"{prefix}{names[0][:-1]}")
         there = {one["Key"]: one for one in page.get("Contents", ())}
@@ -313,12 +302,11 @@ class S3Store(FsspecStore):
         return {name for name in names if name in there or not (is_whole or name < max(there, default=""))}
 
     def _place(self, folder: str) -> tuple[str, str]:
-        """Returns the bucket of a folder, and what all keys in the folder begin with."""
+        """Returns the bucket of a folder, and the prefix of its keys."""
         bucket, key, _ = self._files.split_path(self._path(folder))
         return bucket, f"{key}/" if key else ""
 
     def _page(self, folder: str, **asked: str) -> dict[str, Any]:
-        """Returns a page of a folder's listing."""
         bucket, prefix = self._place(folder)
         options = {"Bucket": bucket, "Prefix": prefix, "MaxKeys": _PAGE, **asked, **self._listing_options}
         found: dict[str, Any] = self._files.call_s3("list_objects_v2", self._files.req_kw, **options)
@@ -348,7 +336,7 @@ class S3Store(FsspecStore):
         raise StoreUnavailable(f"others write '{url}' all the time; try again")
 
     def _after(self, error: OSError, bucket: str, url: str) -> Outcome | None:
-        """Decides about an upload that failed; `None` = try again."""
+        """Returns the outcome of a failed upload; `None` = try again."""
         answer = answer_of(error)
         if answer.status == 412:
             return Outcome.EXISTS
@@ -372,7 +360,7 @@ class S3Store(FsspecStore):
         )
 
     def _verified(self, put: Callable[[str], None], source: Callable[[], BinaryIO], url: str) -> Outcome:
-        """Creates an object without a condition: looks before, and compares afterwards."""
+        """Creates an object without a condition: checks before, and compares afterwards."""
         if self.stat(url) is not None:
             return Outcome.EXISTS
         put("overwrite")
@@ -380,7 +368,7 @@ class S3Store(FsspecStore):
             while (expected := mine.read(self.chunk_bytes)) == there.read(self.chunk_bytes):
                 if not expected:
                     return Outcome.CREATED
-        return Outcome.EXISTS  # another's, to be looked at as any that was there before
+        return Outcome.EXISTS  # another writer's, to be treated as any earlier object
 
 
 class GcsStore(FsspecStore):
@@ -404,7 +392,7 @@ class AzureStore(FsspecStore):
 
 
 class MemoryStore(FsspecStore):
-    """fsspec's `memory://`: of this process only, for tests."""
+    """fsspec's `memory://`, within this process, for tests."""
 
     _lock = threading.Lock()
 
@@ -417,7 +405,7 @@ class MemoryStore(FsspecStore):
         return Outcome.CREATED
 
     def open(self, url: str, *, sequential: bool = False) -> BinaryIO:
-        """Implements `Store.open`; the driver has one position for all who read a file."""
+        """Implements `Store.open`; the driver's own file has one position for all readers."""
         del sequential
         with mapped(url):
             return cast(BinaryIO, _Reader(io.BytesIO(self._files.cat_file(self._path(url))), url))
@@ -464,7 +452,7 @@ def _size(info: dict[str, Any]) -> int:
 
 
 def _etag(info: dict[str, Any]) -> str:
-    """Returns what changes when an object does; drivers name it differently, and quote it or not."""
+    """Returns the mark that changes with an object; drivers name and quote it differently."""
     mark = next((info[key] for key in _MARKS if info.get(key)), "")
     if isinstance(mark, datetime):
         mark = mark.timestamp()

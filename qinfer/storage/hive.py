@@ -1,7 +1,7 @@
-"""Hive partitions: folders such as `country=de/day=2026-11-01` whose names are columns of the files in them. Pure.
+"""Hive partitions: folders such as `country=de/day=2026-11-01` whose names are columns of their files. Pure.
 
-Names and values are percent-decoded, and `__HIVE_DEFAULT_PARTITION__` is null. A column whose values are whole numbers
-in all files is one of numbers, any other is text.
+Names and values are percent-decoded, and `__HIVE_DEFAULT_PARTITION__` is null. A column with whole numbers in all files
+is numeric, any other is text.
 """
 
 import re
@@ -11,20 +11,16 @@ from urllib.parse import unquote
 from qinfer.errors import InvalidRequest
 
 Values = Mapping[str, str | None]
-"""Partition column → its value as text, in the order of the folders; `None` = null."""
+"""Partition column → its value as text, in folder order."""
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 
 
 def partition_values(url: str) -> Values:
-    """Returns the partition columns of a file, and their values.
+    """Returns the partition columns and values of a file; `url` may be the end of its URL.
 
-    Args:
-        url: The file, or the end of its URL.
-
-    Raises:
-        InvalidRequest: A column is there twice, or a name or value is no UTF-8.
+    Raises `InvalidRequest` for a repeated column, and for names or values that are not UTF-8.
     """
     found: dict[str, str | None] = {}
     for folder in _folders(url):
@@ -44,7 +40,7 @@ def partition_folders(url: str) -> Mapping[str, str]:
 
 
 def number_columns(files: Iterable[Values]) -> frozenset[str]:
-    """Returns the partition columns whose values are whole numbers in all files."""
+    """Returns the partition columns with whole numbers in all files."""
     filled, texts = set[str](), set[str]()
     for values in files:
         for name, value in values.items():

@@ -1,9 +1,9 @@
 """Directories as an object store: `file:///data/out/part-00000.parquet`.
 
-A file is complete and on the disk before it gets its name, and gets it by `os.link`, which fails where the name is
-taken: at no moment is there a part of a file under a name. Spool files on the same file system are linked as they are;
-others are copied to a temporary name in the directory first. What a killed process left under such a name is removed,
-a day later, by the first commit of another process in that directory.
+A file is complete and on disk before `os.link`, which fails if the name is taken, gives it its name, so that a name
+never has a partial file. Spool files on the same file system are linked directly; others are first copied to a
+temporary name in the directory. A day later the first commit of another process there removes temporary files of killed
+processes.
 """
 
 import errno
@@ -24,7 +24,7 @@ from qinfer.storage.errors import mapped, not_empty
 from qinfer.storage.store import BROKEN, Child, Outcome, Stat, Store
 
 LEFTOVER_S = 24 * 3600.0
-"""A temporary file this old is nobody's."""
+"""The age from which a temporary file has no owner."""
 
 _TEMPORARY = re.compile(r"\.qinfer-[0-9a-f]{16}\.tmp")
 _CHUNK_BYTES = 8 * 2**20
@@ -38,7 +38,7 @@ def local_path(url: str) -> Path | None:
 
 
 class LocalStore(Store):
-    """Files and directories of this machine, or of a network file system that has hard links."""
+    """Files and directories of this machine, or of a network file system with hard links."""
 
     def __init__(self) -> None:
         self._mode = 0o666 & ~_umask()
@@ -46,14 +46,14 @@ class LocalStore(Store):
         self._lock = threading.Lock()
 
     def commit_if_absent(self, local: Path, url: str) -> Outcome:
-        """Implements `Store.commit_if_absent`; `local` and what becomes of it may be one file with two names."""
+        """Implements `Store.commit_if_absent`; the result may be a second name of `local`."""
         not_empty(local.stat().st_size, url)
         with mapped(url), local.open("rb") as source:
             final = _path(url)
             self._prepare(final.parent)
             if final.exists():
                 return _exists(final)
-            with suppress(PermissionError):  # somebody else's: it is readable, and that will do
+            with suppress(PermissionError):  # another user's file, which is readable
                 os.fchmod(source.fileno(), self._mode)  # spool files are private
             os.fsync(source.fileno())
             try:
@@ -103,7 +103,7 @@ class LocalStore(Store):
             shutil.copyfile(_path(url), target)
 
     def open(self, url: str, *, sequential: bool = False) -> BinaryIO:
-        """Implements `Store.open`; a file that is replaced while it is open stays what it was."""
+        """Implements `Store.open`; an open file keeps its content when it is replaced."""
         del sequential
         with mapped(url):
             return _path(url).open("rb")
@@ -128,7 +128,7 @@ class LocalStore(Store):
                 return []
 
     def scan(self, prefix: str) -> Iterator[Stat]:
-        """Implements `Store.scan`; names that begin with a dot are left out."""
+        """Implements `Store.scan`; leaves out names that begin with a dot."""
         base = prefix.rstrip("/")
         with mapped(prefix):
             root = _path(base)
@@ -138,7 +138,7 @@ class LocalStore(Store):
                 for name in names:
                     if not name.startswith("."):
                         url = f"{base}/{name}" if inner == "." else f"{base}/{inner}/{name}"
-                        with suppress(FileNotFoundError):  # deleted meanwhile, or a link to nowhere
+                        with suppress(FileNotFoundError):  # deleted meanwhile, or a broken link
                             yield _stat(url, os.stat(os.path.join(directory, name)))
 
     def set_aside(self, url: str, etag: str = "") -> None:
@@ -155,7 +155,7 @@ class LocalStore(Store):
             except FileNotFoundError:
                 target.unlink()
                 return
-            if etag and _content(target) != content:  # replaced in the last moment: that one is not broken
+            if etag and _content(target) != content:  # replaced in the last moment by an object that is not broken
                 with suppress(FileExistsError):
                     os.link(target, final)
                 target.unlink()
@@ -173,7 +173,7 @@ class LocalStore(Store):
             shutil.rmtree(_path(url))
 
     def _create(self, source: BinaryIO, final: Path) -> Outcome:
-        """Copies to a temporary file, and gives it its name."""
+        """Copies to a temporary file, and links it."""
         temporary = final.parent / f".qinfer-{secrets.token_hex(8)}.tmp"
         try:
             with temporary.open("xb") as file:
@@ -193,7 +193,7 @@ class LocalStore(Store):
                 temporary.unlink()
 
     def _prepare(self, directory: Path) -> None:
-        """Makes a directory, and removes what was left in it, once in a process."""
+        """Creates a directory, and removes old temporary files in it, once per process."""
         with self._lock:
             if directory in self._swept and directory.is_dir():
                 return
@@ -220,7 +220,7 @@ def _stat(url: str, found: os.stat_result) -> Stat:
 
 
 def _content(path: Path) -> tuple[int, int, int]:
-    """Returns what a rename keeps of a file and another one lacks: a rename sets the ctime."""
+    """Returns the marks of a file that survive a rename, which sets the ctime."""
     found = path.stat()
     return found.st_ino, found.st_mtime_ns, found.st_size
 
@@ -235,13 +235,13 @@ def _link(source: Path, final: Path) -> Outcome:
 
 
 def _exists(final: Path) -> Outcome:
-    """Returns `EXISTS`, and means it: whoever made the file may have died before its name was on the disk."""
+    """Returns `EXISTS` after a sync, because the file's writer may have died before its name was on disk."""
     _sync_directory(final.parent)
     return Outcome.EXISTS
 
 
 def _reserved(folder: Path, name: str) -> Path:
-    """Makes an empty file of a name that nobody else has."""
+    """Creates an empty file of an unused name."""
     folder.mkdir(exist_ok=True)
     number = 1
     while True:
@@ -255,7 +255,7 @@ def _reserved(folder: Path, name: str) -> Path:
 
 
 def _make(directory: Path) -> None:
-    """Makes a directory and those above it, so that they survive a loss of power."""
+    """Creates a directory and its parents so that they survive a power loss."""
     missing = [directory, *directory.parents]
     for path in reversed([path for path in missing if not path.exists()]):
         path.mkdir(exist_ok=True)
@@ -271,13 +271,13 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _raise(error: OSError) -> None:
-    """Raises what does not mean that a file is not there."""
+    """Raises errors other than a missing file."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError) and error.errno != errno.ENAMETOOLONG:
         raise error
 
 
 def _umask() -> int:
-    """Returns the process's umask, without changing it where that can be."""
+    """Returns the process's umask, if possible without changing it."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("Umask:"):

@@ -1,4 +1,4 @@
-"""Opens the `Store` of a URL: which one serves it, and the file system of fsspec that it stands on."""
+"""Opens the `Store` of a URL, over fsspec's file system."""
 
 import os
 import threading
@@ -15,9 +15,9 @@ CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = ANSWER_TIMEOUT_S
 
 S3_ADDRESSING = "AWS_S3_ADDRESSING_STYLE"
-"""The variable for how requests to S3 name the bucket: in the path, or in the name of the host (`virtual`).
+"""The variable for bucket names in requests to S3: in the path, or in the host's name (`virtual`).
 
-By default botocore decides, also by AWS' configuration file: `auto` is the path for an endpoint of one's own.
+By default botocore decides, also by AWS' configuration file; `auto` is the path for custom endpoints.
 """
 
 _S3_STYLES = ("auto", "path", "virtual")
@@ -37,7 +37,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "gcs": {"requests_timeout": READ_TIMEOUT_S},
     "azure": {"connection_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S},
 }
-"""Kinds that qinfer has an extra for → what their drivers are opened with: nobody waits for long."""
+"""Options of the drivers that qinfer has extras for, which bound waiting times."""
 
 _VARIABLES = ("AWS_", "AZURE_", "BOTO_", "FSSPEC_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
 
@@ -47,15 +47,10 @@ _lock = threading.Lock()
 
 
 def store_for(url: str) -> "Store":
-    """Returns the store of a URL that a request names, the same as before while the environment says the same.
+    """Returns the store of a URL in a request, cached until the environment's variables change.
 
-    A process that was forked off gets its own: drivers keep connections and threads.
-
-    Raises:
-        InvalidRequest: It is of no kind that jobs can use, or holds credentials.
-        UnsupportedFeature: Its driver is not installed.
-        SettingsError: `S3_ADDRESSING` is wrong.
-        StoreDenied: It can't be opened with what the environment says.
+    A forked process gets its own, because drivers keep connections and threads. Raises `InvalidRequest` for a kind that
+    jobs can't use and for credentials in the URL, `UnsupportedFeature` without the driver.
     """
     scheme, separator, rest = url.partition("://")
     kind = _KINDS.get(scheme.lower())
@@ -70,7 +65,7 @@ def store_for(url: str) -> "Store":
         return found
     with _lock:
         opening = _opening.setdefault(key, threading.Lock())
-    with opening:  # and not `_lock`: a driver that looks for credentials for long must not delay the other stores
+    with opening:  # not `_lock`: a driver may look for credentials for long
         if key not in _opened:
             _opened[key] = open_store(f"{scheme}://{authority}/")[0]
         return _opened[key]
@@ -81,20 +76,8 @@ def open_store(
 ) -> tuple["Store", str]:
     """Opens the store of a URL of any kind that fsspec knows.
 
-    Args:
-        url: The URL.
-        listing_timeout_s: How long one answer to a listing may take, where the driver lets that be said.
-        options: What the driver is opened with, beside what qinfer gives it.
-
-    Returns:
-        The store, and how its methods are to be told the URL, to which names within may be added: that of a chain of
-        drivers, such as `zip://models::s3://bucket/x.zip`, is the path for the first of them.
-
-    Raises:
-        InvalidRequest: It is of no kind that fsspec knows.
-        UnsupportedFeature: Its driver is not installed.
-        SettingsError: `S3_ADDRESSING` is wrong.
-        StoreError: It can't be opened with what the environment says.
+    `options` go to the driver, beside qinfer's own. Returns the store, and the base to which names are appended in its
+    methods; for a chain of drivers, such as `zip://models::s3://bucket/x.zip`, the first driver's path.
     """
     kind = _KINDS.get(url.partition("://")[0].lower(), "")
     if kind == "file":
@@ -111,30 +94,21 @@ def open_store(
 
 
 def url_to_fs(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Returns the driver of a URL, and the URL's path there, as fsspec's function of this name.
-
-    Args:
-        url: The URL, of any kind that fsspec knows.
-        options: What the driver is opened with.
-    """
+    """Returns the driver of a URL and the URL's path there, as fsspec's function of this name."""
     import fsspec
 
     if _KINDS.get(url.partition("://")[0].lower()) != "gcs":
         files, path = fsspec.core.url_to_fs(url, **options)
         return files, str(path)
-    # Not fsspec's choice, which asks a second API for the kind of a bucket, for a minute where that is not reached, and
-    # writes to zonal ones in a way that shows a file while it grows.
+    # fsspec's own choice asks a second API for the kind of a bucket, which may take a minute, and writes to zonal ones
+    # so that a file is visible while it grows.
     from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]  # it has no types
 
     return GCSFileSystem(**options), str(GCSFileSystem._strip_protocol(url))
 
 
 def driver_options(scheme: str) -> dict[str, Any]:
-    """Returns what the driver of a scheme is opened with: nothing is cached, nobody waits for long.
-
-    Raises:
-        SettingsError: `S3_ADDRESSING` is wrong.
-    """
+    """Returns the driver options of a scheme: no caches, bounded waiting times."""
     kind = _KINDS.get(scheme, "")
     options = {"use_listings_cache": False, "skip_instance_cache": True, **_OPTIONS.get(kind, {})}
     if kind == "s3" and (style := addressing_style()):
@@ -143,11 +117,7 @@ def driver_options(scheme: str) -> dict[str, Any]:
 
 
 def addressing_style() -> str:
-    """Returns the value of `S3_ADDRESSING`; empty = it is not set.
-
-    Raises:
-        SettingsError: It is none of those that there are.
-    """
+    """Returns the value of `S3_ADDRESSING`, or ''; `SettingsError` if it is wrong."""
     style = os.environ.get(S3_ADDRESSING, "")
     if style and style not in _S3_STYLES:
         raise SettingsError(f"{S3_ADDRESSING} is '{style}'; it must be auto, path or virtual")
@@ -160,12 +130,12 @@ def driver_variables() -> frozenset[tuple[str, str]]:
 
 
 def is_bucket(scheme: str) -> bool:
-    """Tells whether a scheme is that of an object store which qinfer has an extra for."""
+    """Tells whether a scheme is an object store with an extra of qinfer."""
     return _KINDS.get(scheme) in _OPTIONS
 
 
 def remedy(scheme: str) -> str:
-    """Returns how the driver of a scheme is installed."""
+    """Returns how to install the driver of a scheme."""
     return (
         f"pip install 'qinfer-ml[{_KINDS[scheme]}]'"
         if is_bucket(scheme)
@@ -174,7 +144,6 @@ def remedy(scheme: str) -> str:
 
 
 def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Opens fsspec's file system of a URL; returns it, and the URL's path there."""
     scheme = url.partition("://")[0]
     try:
         import fsspec

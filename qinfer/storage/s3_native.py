@@ -1,8 +1,7 @@
-"""Large objects of S3 by Arrow's own client, which fetches several ranges at once and needs no interpreter for it.
+"""Large S3 objects by Arrow's client, which fetches several ranges at once without the interpreter.
 
-It is given what botocore finds: credentials of any kind, endpoint and region, from the variables and files that s3fs
-heeds too. Where options are given to fsspec alone (`FSSPEC_S3_…`), or Arrow's client can't open the object, the
-driver's own file is read (`store.open`).
+botocore finds credentials, endpoint and region for it, as for s3fs. If options are given to fsspec alone
+(`FSSPEC_S3_…`), or Arrow's client can't open the object, the driver's own file is read (`store.open`).
 """
 
 import logging
@@ -26,9 +25,8 @@ class _Way(NamedTuple):
 
     Attributes:
         session: botocore's, which knows the credentials; they may change.
-        region: The region that is asked.
-        endpoint: The server's URL; empty = that of AWS for the region, with buckets in the names of hosts.
-        is_virtual: Whether the buckets of an `endpoint` are in the names of hosts.
+        endpoint: The server's URL; empty = AWS' for the region, with virtual-hosted buckets.
+        is_virtual: An `endpoint` has virtual-hosted buckets.
     """
 
     session: Any
@@ -42,12 +40,7 @@ _ways: "WeakKeyDictionary[Store, _Way | None]" = WeakKeyDictionary()
 
 
 def open_native(store: Store, url: str) -> pa.NativeFile | None:
-    """Opens an object of S3; `None` where it is to be read in another way.
-
-    Args:
-        store: Its store: what was found out is kept for as long as there is this one.
-        url: Its URL, `s3://bucket/key`.
-    """
+    """Opens an S3 object; `None` if it has to be read otherwise. Parameters are cached per store."""
     try:
         with _lock:
             if store not in _ways:
@@ -71,7 +64,7 @@ def _find_way() -> _Way | None:
         return None  # s3fs then asks without any
     given = addressing_style()
     meta = session.create_client("s3", config=Config(s3={"addressing_style": given}) if given else None).meta
-    style = (meta.config.s3 or {}).get("addressing_style")  # botocore's own, where the variable says nothing
+    style = (meta.config.s3 or {}).get("addressing_style")  # botocore's default without the variable
     is_aws = (urlsplit(meta.endpoint_url).hostname or "").endswith(_AWS)
     endpoint = "" if is_aws and style != "path" else meta.endpoint_url
     return _Way(session, meta.region_name, endpoint, style == "virtual")

@@ -1,6 +1,6 @@
-"""Objects of S3 whose size and etag are known from a listing: each read of them is one GET, and no HEAD goes before.
+"""S3 objects whose size and etag are known from a listing: each read is one GET, without a HEAD.
 
-Each GET has the etag as its condition, and the answer's etag is compared as well, for servers that heed no conditions.
+Each GET has the etag as its condition, and the answer's etag is compared, too, for servers that ignore conditions.
 """
 
 import io
@@ -13,18 +13,12 @@ from qinfer.errors import StoreChanged
 from qinfer.storage.errors import answer_of, fail
 from qinfer.storage.store import Stat
 
-_TRIES = 3  # while connections break within an answer; the driver itself asks again where none has begun
+_TRIES = 3  # when connections break within an answer; the driver retries before one begins
 _IS_ANOTHER = 412
 
 
 class KnownObject(io.RawIOBase):
-    """An object that is read by exact ranges; for one thread, but for `read_at`.
-
-    Args:
-        files: The driver.
-        path: The object's path there.
-        file: The object as it was listed.
-    """
+    """A listed object that is read by exact ranges; only `read_at` is thread-safe."""
 
     def __init__(self, files: Any, path: str, file: Stat) -> None:
         self._files = files
@@ -40,7 +34,7 @@ class KnownObject(io.RawIOBase):
         return data
 
     def read_at(self, size: int, place: int) -> bytes:
-        """Reads so many bytes at a place, fewer at the end; from any thread."""
+        """Reads up to `size` bytes at a place; from any thread."""
         end = min(place + size, self._file.size_bytes)
         if place >= end:
             return b""
@@ -54,7 +48,7 @@ class KnownObject(io.RawIOBase):
             fail(error, self._file.url)
 
     def readall(self) -> bytes:
-        """Reads what is left."""
+        """Reads the rest."""
         return self.read()
 
     def readinto(self, buffer: Any, /) -> int:

@@ -1,8 +1,8 @@
-"""The one `Store`: a directory, or an object store behind fsspec, in which models, payloads and parts of jobs are kept.
+"""The interface `Store`: a directory or an object store for models, payloads and parts of jobs.
 
-Everything blocks and is used in threads. Credentials and endpoints come from the variables of the store's own driver,
-such as AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, FSSPEC_S3_..., AZURE_STORAGE_CONNECTION_STRING and
-GOOGLE_APPLICATION_CREDENTIALS. `qinfer.storage.open` opens the store of a URL.
+All methods block and run in threads. Credentials and endpoints come from the variables of the store's driver, such as
+AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, FSSPEC_S3_..., AZURE_STORAGE_CONNECTION_STRING and GOOGLE_APPLICATION_CREDENTIALS.
+`qinfer.storage.open` opens the store of a URL.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple
 from qinfer.errors import StoreError
 
 BROKEN = "_broken"
-"""The folder, beside an object, that `set_aside` moves it to."""
+"""The folder beside an object to which `set_aside` moves it."""
 
 
 class Outcome(Enum):
@@ -28,11 +28,9 @@ class Stat(NamedTuple):
     """An object.
 
     Attributes:
-        url: Its URL, spelled as the one that was asked for.
-        size_bytes: Its size.
-        etag: What changes when the content does: the store's tag or generation; of a file `<mtime>-<size>-<ctime>`, the
-            times in ns. No call sets a ctime, so that another file of the same size and mtime has another one. Inodes
-            are not part of it, since a file has one for each mount in file systems of users (FUSE).
+        url: Its URL, as it was asked for.
+        etag: Changes with the content: the store's tag or generation, or a file's `<mtime>-<size>-<ctime>` in ns. No
+            call sets a ctime. Inodes differ between mounts of user-space file systems (FUSE), and are left out.
     """
 
     url: str
@@ -40,81 +38,64 @@ class Stat(NamedTuple):
     etag: str
 
     def is_still(self, etag: str) -> bool:
-        """Tells whether the content is that of an earlier etag; earlier plans have `<mtime>-<size>` only."""
+        """Tells whether the content is that of an earlier etag, in old plans `<mtime>-<size>`."""
         return self.etag == etag or (etag.count("-") == 1 and self.etag == f"{etag}-{self.etag.rpartition('-')[2]}")
 
 
 class Child(NamedTuple):
-    """One entry of a folder: its name there, and whether it is a folder itself."""
+    """One entry of a folder."""
 
     name: str
     is_folder: bool
 
 
 class Store(ABC):
-    """An object store, or a directory; one for all URLs of a kind.
+    """An object store or a directory; one for all URLs of a kind.
 
     Every method raises a `StoreError`: `StoreUnavailable` (try again), `StoreDenied`, `StoreNotFound` (also of a
     bucket), `StoreChanged`.
 
     Attributes:
-        sees_changes: Whether each read of `open_known` raises `StoreChanged` where the object is another one by then.
+        sees_changes: Each read of `open_known` raises `StoreChanged` if the object was replaced.
     """
 
     sees_changes = False
 
-    # --- creating: a name is created whole or not at all, and once, whoever else tries at the same moment ---
+    # --- creating: atomic, and once per name among concurrent writers ---
 
     @abstractmethod
     def commit_if_absent(self, local: Path, url: str) -> Outcome:
-        """Makes a local file the object at a URL, unless there is one; a killed process leaves nothing under the name.
+        """Makes a local file the object at a URL, unless one exists; a killed process leaves nothing there.
 
-        `EXISTS` may be an earlier try of the same process whose answer was lost: look at what is there. A store that
-        knows no conditional writes (501) is asked before and after, and then two who commit at the same moment may
-        both be told `CREATED`; what is there is one of the two, whole.
+        After `EXISTS` look at the object: it may be the process's own earlier try whose answer was lost. A store
+        without conditional writes (501) is checked before and after; two simultaneous writers may then both get
+        `CREATED`, and one object remains, whole.
 
-        Args:
-            local: The file, not empty; it stays the caller's to delete, and must not be changed afterwards.
-            url: Where it goes.
-
-        Raises:
-            ValueError: The file is empty.
-            StoreError: It could not be committed; what was sent may be garbage that the store keeps apart.
+        `local` must not be empty (`ValueError`), and not be changed afterwards; the caller deletes it.
         """
 
     @abstractmethod
     def put_if_absent(self, data: bytes, url: str) -> Outcome:
-        """Does the same with bytes; raises the same."""
+        """Does the same with bytes."""
 
-    # --- writing: for names that only one writer knows ---
+    # --- writing: for names with a single writer ---
 
     @abstractmethod
     def write(self, data: bytes, url: str, *, synced: bool = False) -> None:
-        """Writes an object in place of what is there; of a directory, a killed process may leave a part of it.
+        """Writes or replaces an object, creating folders but not buckets.
 
-        Args:
-            data: The bytes.
-            url: Where they go; a missing folder is made, a missing bucket is not.
-            synced: Return only when they are on the disk; object stores always do.
+        In a directory a killed process may leave a part of it. `synced` waits until it is on disk, as object stores
+        always do.
         """
 
     @abstractmethod
     def copy(self, url: str, to: str) -> None:
-        """Copies an object within the store.
-
-        Raises:
-            StoreNotFound: There is none.
-        """
+        """Copies an object within the store."""
 
     # --- reading ---
 
     def read(self, url: str, limit_bytes: int) -> bytes:
-        """Returns an object's bytes.
-
-        Raises:
-            StoreNotFound: There is none.
-            StoreError: It is larger than `limit_bytes`; no more than one beyond these is read.
-        """
+        """Returns an object's bytes; `StoreError` if there are more than `limit_bytes`."""
         data = self.read_range(url, 0, limit_bytes + 1)
         if len(data) > limit_bytes:
             raise StoreError(f"'{url}' has {len(data)} bytes or more; at most {limit_bytes} can be read here")
@@ -122,43 +103,24 @@ class Store(ABC):
 
     @abstractmethod
     def read_range(self, url: str, begin: int, end: int) -> bytes:
-        """Returns the bytes from a begin to an end; fewer where the object ends before.
-
-        Raises:
-            StoreNotFound: There is none.
-        """
+        """Returns a range of bytes, shorter at the object's end."""
 
     @abstractmethod
     def fetch(self, url: str, target: Path) -> None:
-        """Copies an object to a local file, a piece at a time.
-
-        Raises:
-            StoreNotFound: There is none.
-        """
+        """Copies an object to a local file, piece by piece."""
 
     @abstractmethod
     def open(self, url: str, *, sequential: bool = False) -> BinaryIO:
-        """Opens an object to read: seekable, and to be closed.
+        """Opens an object for reading: seekable, to be closed by the caller.
 
-        Args:
-            url: The object.
-            sequential: It is read from the first to the last byte, so that what comes next is fetched ahead; else
-                exactly what is read is fetched, as readers of Parquet and Arrow want it (their `pre_buffer`).
-
-        Raises:
-            StoreNotFound: There is none.
-            StoreChanged: From reading: another object took its place meanwhile (where the store tells).
+        `sequential` reads ahead; else exactly the ranges read are fetched, as readers of Parquet and Arrow want it
+        (`pre_buffer`). Reads may raise `StoreChanged` if the object was replaced.
         """
 
     def open_known(self, file: Stat, *, sequential: bool = False) -> BinaryIO:
-        """Opens an object that was listed; asks the store for no size, where the store reads without it.
+        """Opens an object that `scan` or `stat` returned, without asking for its size if the store allows that.
 
-        Args:
-            file: The object, as `scan` or `stat` returned it.
-            sequential: As in `open`.
-
-        Raises:
-            StoreNotFound, StoreChanged: As `open`; perhaps not before it is read.
+        Errors of `open` may come at the first read.
         """
         return self.open(file.url, sequential=sequential)
 
@@ -166,54 +128,42 @@ class Store(ABC):
 
     @abstractmethod
     def stat(self, url: str) -> Stat | None:
-        """Returns what an object is; `None` when there is none, which in some stores includes a missing bucket."""
+        """Returns an object's size and etag; `None` if it, or in some stores its bucket, is missing."""
 
     def listed(self, urls: Sequence[str]) -> dict[str, Stat | None]:
-        """Returns what listings say of objects, where the store lists many as fast as it looks at one.
-
-        Args:
-            urls: The objects.
-
-        Returns:
-            URL → what `stat` would return; of all, of some, or of none: the others are to be looked at.
-        """
+        """Returns `stat` results that listings give quickly, for all, some or none of the objects."""
         del urls
         return {}
 
     def possible_folders(self, folder: str, names: Collection[str]) -> set[str]:
-        """Returns which of some names may be folders within a folder; all of them where the store can't tell fast."""
+        """Returns the names that may be folders within a folder; all if the store can't tell quickly."""
         del folder
         return set(names)
 
     @abstractmethod
     def children(self, folder: str) -> list[Child]:
-        """Returns what is directly in a folder; nothing where there is no such folder or bucket."""
+        """Returns the entries of a folder, none if it is missing."""
 
     @abstractmethod
     def scan(self, prefix: str) -> Iterator[Stat]:
-        """Returns everything below a folder, in the store's own order; nothing where there is no such folder.
+        """Yields all objects below a folder in the store's order, from S3 and directories page by page.
 
-        From S3 and directories it comes as it is asked for: page by page.
-
-        Raises:
-            StoreNotFound: From reading: there is no such bucket.
+        A missing folder has none; a missing bucket raises `StoreNotFound` when it is read.
         """
 
     # --- removing ---
 
     @abstractmethod
     def set_aside(self, url: str, etag: str = "") -> None:
-        """Moves a broken object to `<folder>/_broken/<name>-<n>`, so that its name is free; one that is gone stays so.
+        """Moves a broken object to `<folder>/_broken/<name>-<n>`, to free its name.
 
-        Args:
-            url: The object.
-            etag: Only if it is this one still; empty = whatever is there.
+        With `etag` only if it still has that.
         """
 
     @abstractmethod
     def delete(self, url: str) -> None:
-        """Deletes an object; one that is gone is no error."""
+        """Deletes an object, if it exists."""
 
     @abstractmethod
     def delete_folder(self, url: str) -> None:
-        """Deletes a folder with all that it holds; one that is gone is no error."""
+        """Deletes a folder with its content, if it exists."""

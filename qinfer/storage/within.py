@@ -1,4 +1,4 @@
-"""Stores that are opened only for objects below certain prefixes, wherever links in a directory lead."""
+"""Stores that are opened only for objects below certain prefixes, even through links in a directory."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -11,25 +11,25 @@ from qinfer.storage.store import Store
 
 
 def readable(grant: Grant, opener: Callable[[str], Store] = store_for) -> "Within":
-    """Returns the stores of the objects that a tenant's requests may read."""
+    """Returns the stores that a tenant's requests may read."""
     return Within(grant.read, "read", grant.tenant, opener)
 
 
 def writable(grant: Grant, opener: Callable[[str], Store] = store_for) -> "Within":
-    """Returns the stores of the outputs that a tenant's requests may write, and read to go on with them."""
+    """Returns the stores that a tenant's requests may write outputs to, and read these back."""
     return Within(grant.write, "write", grant.tenant, opener)
 
 
 class Within:
-    """Opens the store of an object, if that is below a prefix; called as `store_for` is.
+    """Opens the store of an object below a prefix; called as `store_for` is.
 
-    A `file://` URL is followed through all links, as far as it exists, and so are the prefixes: a link out of them is
-    refused, whoever made it. A link that is made between this look and the use of the object is not noticed.
+    In `file://` URLs and prefixes all existing links are resolved, and a link out of the prefixes is refused. A link
+    that is made between this check and the use is not noticed.
 
     Args:
-        prefixes: The URL prefixes, each in its one spelling.
-        use: What is done with the objects, in words, for the text of a refusal.
-        tenant: The tenant whose prefixes they are; empty = they are everyone's.
+        prefixes: The URL prefixes, normalised.
+        use: The use of the objects, in the text of a refusal.
+        tenant: The tenant of the prefixes; empty = all tenants.
         opener: Opens the store of a URL.
     """
 
@@ -44,22 +44,12 @@ class Within:
         self._prefixes = [prefix for prefix in prefixes if local_path(prefix) is None]
 
     def __call__(self, url: str) -> Store:
-        """Returns the store of an object, or of a folder.
-
-        Raises:
-            Forbidden: It is below no prefix.
-            InvalidRequest: Its store is of no kind that jobs can use.
-            StoreError: Its store can't be opened.
-        """
+        """Returns the store of an object or folder."""
         self.check(url)
         return self._opener(url)
 
     def check(self, url: str) -> None:
-        """Checks that an object or a folder is below a prefix.
-
-        Raises:
-            Forbidden: It is below none.
-        """
+        """Raises `Forbidden` for an object or folder below no prefix."""
         path = local_path(url)
         if path is None:
             is_allowed = any(is_below(url, prefix) for prefix in self._prefixes)

@@ -116,7 +116,7 @@ class Load(msgspec.Struct, eq=False):
 
     @property
     def waiting(self) -> int:
-        """Number of entries in it."""
+        """The entries in the stream."""
         return self.own + self.others
 
     @property
