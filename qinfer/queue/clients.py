@@ -81,7 +81,6 @@ class _ReadsFiles:
 
 
 def _have_files_read(client: Any) -> None:
-    """Replaces the class of a client's encrypted connections."""
     if isinstance(client, redis.asyncio.RedisCluster):
         client.connection_kwargs["connection_class"] = _reading(client.connection_kwargs["connection_class"])
         places: list[Any] = list(client.nodes_manager.startup_nodes.values())
@@ -106,8 +105,6 @@ class _AsyncPrimary(redis.asyncio.Redis):
 
 
 class _Primary(redis.Redis):
-    """Also closes its connections to the Sentinels, which redis-py leaves open."""
-
     def close(self) -> None:
         super().close()
         for sentinel in self.connection_pool.sentinel_manager.sentinels:  # type: ignore[attr-defined]  # as above

@@ -454,7 +454,6 @@ class Link:
         return self._connection
 
     async def _dial(self, deadline_s: float | None) -> Connection:
-        """Connects, retrying until `deadline_s` or forever."""
         backoff = Backoff(*_BACKOFF_S, jitter=0.5)
         loop = asyncio.get_running_loop()
         while True:

@@ -62,8 +62,6 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Found(NamedTuple):
-    """A dead letter, with the reference of its payload if that is an object."""
-
     letter: DeadLetter
     payload: Reference | None
 

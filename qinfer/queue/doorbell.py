@@ -154,7 +154,6 @@ class Doorbell:
             await link.close()
 
     def _heard(self, rings: list[tuple[bytes, list[bytes]]]) -> bytes:
-        """Passes rings on; returns the id of the last."""
         if len(rings) >= _KEPT:
             self.alarm()
         else:

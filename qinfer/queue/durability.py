@@ -117,7 +117,6 @@ def _warn_of_loss(appendonly: str | None, appendfsync: str | None) -> None:
 
 
 async def _config(link: Link, name: bytes) -> str | None:
-    """Returns a setting of the server; `None` if reading is forbidden."""
     try:
         reply = await link.call(b"CONFIG", b"GET", name)
     except (Refused, SettingsError):  # an unknown command if it was renamed, NOPERM if the user may not

@@ -237,7 +237,6 @@ class EmbeddedRedis:
         return [word for name, value in options.items() for word in (f"--{name}", value)]
 
     def _end_orphan(self, server_lock: IO[str]) -> None:
-        """Ends the server of an earlier, killed supervisor."""
         with suppress(OSError):  # it is ending or does not listen; the lock shows when it is gone
             self._ask(b"SHUTDOWN")
         if not _wait_until(lambda: _try_lock(server_lock), _STOP_S):

@@ -525,7 +525,6 @@ class Queue:
 
 
 def _reading(lanes: Sequence[Lane]) -> tuple[str, int, int, str]:
-    """Returns the key of the reader that serves these lanes."""
     first = lanes[0]
     kind = "bulk" if first.name in BULK_LANES else SHADOW_LANE if first.name == SHADOW_LANE else _ONLINE
     return first.model, first.version, first.partition, kind

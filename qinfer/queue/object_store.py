@@ -227,7 +227,6 @@ class ObjectStore:
         logger.info("the payload store works again")
 
     async def _try(self) -> None:
-        """Writes, reads and deletes an object."""
         data = secrets.token_bytes(16)
         name = self._new_name("", 0.0)
         await self._in_thread(partial(self._write, name, data), self._small_s)
@@ -274,7 +273,6 @@ def _checked(reference: Reference) -> str:
 
 
 def _opened(url: str) -> tuple[Store, str]:
-    """Opens the store of a URL; returns it with the folder."""
     scheme = url.partition("://")[0]
     try:
         store, folder = open_store(normalised(url))

@@ -246,7 +246,6 @@ class LaneReader:
                 self._give_back(task.result())
 
     def _end_sleep(self) -> None:
-        """Ends the sleeping read, and releases its entries."""
         sleep, self._sleep = self._sleep, None
         if sleep is None:
             return
@@ -258,11 +257,9 @@ class LaneReader:
         self._link.expect(MAX_BLOCK_S)
 
     def _look_again(self) -> None:
-        """Makes the next fetch look for shares before it waits."""
         self.shares, self._took_at_s = [], float("-inf")
 
     async def _take(self, lanes: Sequence[Lane], consumer: str, count: int) -> list[Lease]:
-        """Fetches available entries without waiting, and learns the shares."""
         names, rings = [keys.lane(lane) for lane in lanes], self._rings
         call = partial(self._call, lambda reply: leases_of(lanes, consumer, reply[0]))
         taken, divided = await run_script(call, _FETCH, names, keys.GROUP, consumer, keys.RELEASED, count)
@@ -508,7 +505,6 @@ class ReplyReader:
             logger.exception("a reply could not be delivered")
 
     def _trim(self) -> None:
-        """Deletes read entries, in one write with the next read."""
         milliseconds, _, sequence = self._last.partition(b"-")
         first_kept = b"%b-%d" % (milliseconds, int(sequence) + 1)
         self._link.send(pack((b"XTRIM", self._key, b"MINID", first_kept)), lambda _: None)

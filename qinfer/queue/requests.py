@@ -389,7 +389,6 @@ async def _accept(call: Call, requests: Sequence[Words]) -> Sequence[Any]:
 
 
 def _parts_of(addresses: Sequence[Address], sizes: Sequence[int]) -> list[list[int]]:
-    """Divides requests into parts for one script each; returns their indexes."""
     parts: list[list[int]] = []
     open_parts: dict[tuple[str, int], tuple[list[int], int]] = {}
     for number, (address, size) in enumerate(zip(addresses, sizes, strict=True)):

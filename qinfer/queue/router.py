@@ -202,7 +202,6 @@ class Router:
             await asyncio.sleep(_PAUSE_S)  # asks twice a second about a node that stays away, not in a tight loop
 
     async def _learn(self) -> None:
-        """Reads the cluster's map from a reachable node."""
         up = [link for link in self._links.values() if link.is_up] or [self._link(self._seed)]
         asked = random.choice(up)  # noqa: S311 - the next question goes to another: one node's view may be stale
         table = list(self._table)
@@ -287,7 +286,6 @@ class BlockingLink:
         await self._link.close()
 
     def _move(self, error: Refused) -> None:
-        """Follows MOVED; raises any other error."""
         target = self._target(error)
         if target is None:
             raise error

@@ -57,7 +57,6 @@ async def stored_response(sequences: Sequences, place: Place, request_id: str) -
 
 
 async def _response(sequences: Sequences, place: Place, request: InferRequest, failure: Failure | None) -> Response:
-    """Makes the response to one of a step's requests, which may have been sent several times."""
     if failure is None:
         try:
             return await stored_response(sequences, place, request.id)

@@ -417,7 +417,6 @@ class Sequences:
         return bool(await self._counted(_FAIL, [self._record(place.sequence)], *about))
 
     async def _counted(self, script: Script, names: Items[bytes], *arguments: Any) -> int:
-        """Runs a script that returns a number and the names of unreferenced objects."""
         count, gone = await self._run(script, names, *arguments)
         self._values.forget(gone)
         return int(count)

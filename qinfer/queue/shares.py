@@ -79,7 +79,6 @@ def adding_to_share(stream: Lane, endpoint: str, tenant: str) -> tuple[int, Temp
 
 
 def _mark(endpoint: str, tenant: str) -> tuple[Argument, ...]:
-    """Returns the fields by which `moves` finds an entry."""
     if not endpoint:
         return ()
     return (b"e", endpoint, b"t", tenant) if tenant else (b"e", endpoint)

@@ -122,7 +122,6 @@ class Submitter:
     def _submit_with_payload(
         self, lane: Lane, frame: Bytes, done: Done, payload: Payload, limit: int, sender: _Sender
     ) -> None:
-        """Submits with a payload; one too large for the script is stored first."""
         if not self._values.is_apart(len(payload.data)):
             about = (payload.request_id, max(1, int(payload.ttl_s * 1000)), packable(payload.data))
             self._run(lane, sender, [(frame, done)], limit, about)
@@ -202,7 +201,6 @@ def _added(stream: Lane, done: Done, reply: Any) -> None:
 
 
 def _keys(lane: Lane, payload_id: str) -> Sequence[bytes]:
-    """Returns the keys of the lane, its `.delayed` lane and the payload."""
     delayed = Lane(lane.model, lane.version, delayed_name(lane.name), lane.partition)
     names = [keys.lane(lane), keys.lane(delayed)]
     if payload_id:

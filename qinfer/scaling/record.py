@@ -242,7 +242,6 @@ def traffic_of(moments: Sequence[Moment]) -> Traffic:
 
 
 def _speeds(moments: Sequence[Moment]) -> dict[Version, float]:
-    """Returns the median measured speed of each version."""
     found: dict[Version, list[float]] = {}
     for moment in moments:
         for one in moment.versions:
@@ -289,7 +288,6 @@ def _indexes(times: Sequence[float]) -> list[int]:
 
 
 def _each_second(times: Sequence[float], totals: Sequence[float]) -> list[int]:
-    """Returns a total at each second, interpolated."""
     found = []
     for second, index in enumerate(_indexes(times)):
         value = totals[index]
@@ -310,7 +308,6 @@ def _steps(totals: Sequence[int]) -> tuple[int, ...]:
 
 
 def _mean_s(times: Sequence[float], counts: Sequence[int]) -> float:
-    """Returns how long a worker was counted on average."""
     began = sum(max(b - a, 0) for a, b in zip([0, *counts], counts, strict=False))
     lasted_s = sum(count * (end - start) for count, start, end in zip(counts, times, times[1:], strict=False))
     return lasted_s / began if began else 0.0

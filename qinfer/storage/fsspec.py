@@ -198,7 +198,6 @@ class FsspecStore(Store):
             self._files.rm(path, recursive=True)
 
     def _upload_options(self, size_bytes: int) -> dict[str, int]:
-        """Returns options of `put_file` that keep little of a file in memory."""
         del size_bytes
         return {}
 
@@ -302,7 +301,6 @@ class S3Store(FsspecStore):
         return {name for name in names if name in there or not (is_whole or name < max(there, default=""))}
 
     def _place(self, folder: str) -> tuple[str, str]:
-        """Returns the bucket of a folder, and the prefix of its keys."""
         bucket, key, _ = self._files.split_path(self._path(folder))
         return bucket, f"{key}/" if key else ""
 
@@ -336,7 +334,6 @@ class S3Store(FsspecStore):
         raise StoreUnavailable(f"others write '{url}' all the time; try again")
 
     def _after(self, error: OSError, bucket: str, url: str) -> Outcome | None:
-        """Returns the outcome of a failed upload; `None` = try again."""
         answer = answer_of(error)
         if answer.status == 412:
             return Outcome.EXISTS

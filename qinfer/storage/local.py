@@ -173,7 +173,6 @@ class LocalStore(Store):
             shutil.rmtree(_path(url))
 
     def _create(self, source: BinaryIO, final: Path) -> Outcome:
-        """Copies to a temporary file, and links it."""
         temporary = final.parent / f".qinfer-{secrets.token_hex(8)}.tmp"
         try:
             with temporary.open("xb") as file:
@@ -241,7 +240,6 @@ def _exists(final: Path) -> Outcome:
 
 
 def _reserved(folder: Path, name: str) -> Path:
-    """Creates an empty file of an unused name."""
     folder.mkdir(exist_ok=True)
     number = 1
     while True:
@@ -271,7 +269,6 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _raise(error: OSError) -> None:
-    """Raises errors other than a missing file."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError) and error.errno != errno.ENAMETOOLONG:
         raise error
 

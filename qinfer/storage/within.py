@@ -44,7 +44,6 @@ class Within:
         self._prefixes = [prefix for prefix in prefixes if local_path(prefix) is None]
 
     def __call__(self, url: str) -> Store:
-        """Returns the store of an object or folder."""
         self.check(url)
         return self._opener(url)
 

@@ -222,7 +222,6 @@ def judge(
 
 
 def _batch_size(spec: ModelSpec) -> int:
-    """Returns how many one-row requests a worker's instances execute at once."""
     return spec.instance_count * max(spec.max_batch_size, 1)
 
 

@@ -657,7 +657,6 @@ class PendingRequests:
             raise Cancelled(LEFT)
 
     async def _drop(self, lane: Lane, request_id: str, tenant: str) -> None:
-        """Removes unneeded stored outputs, which else expire."""
         with suppress(DeliveryError):
             await self._queue.drop_result(lane, request_id, tenant)
 

@@ -283,7 +283,6 @@ class ResponseCache:
             flight.pending = pending
 
     def _forget(self, flight: Flight) -> tuple[Pending, ...]:
-        """Removes a flight and breaks its reference cycles; returns its callers."""
         if self._flights.get(flight.place) is flight:
             del self._flights[flight.place]
         callers = tuple(flight.callers)
@@ -314,7 +313,6 @@ class ResponseCache:
             self._unwritten_bytes -= len(write.blob)
 
     async def _look_up(self, flight: Flight) -> None:
-        """Looks for a response in Redis; errors are misses."""
         assert self._shared is not None, "only flights of that cache are looked up"
         found = None
         try:

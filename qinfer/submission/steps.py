@@ -100,7 +100,6 @@ class Steps:
             await self._settle(each.pending, outcome)
 
     async def _settle(self, pending: Pending, outcome: Submitted | QinferError) -> None:
-        """Records a step's place, or delivers its stored response or its error."""
         of_step = pending.step
         assert of_step is not None, "it is a step"
         if isinstance(outcome, QinferError):

@@ -195,14 +195,12 @@ class Submission:
         return self._by_door(served, request, sink, timeout_s, partial(door.take, must_join=False))
 
     def _is_crowded(self, served: Served) -> bool:
-        """Tells whether requests of other processes or tenants wait in a version's lane."""
         load = self.backlog.load(served, served.lane)
         return load.others > 0 or load.beside > 0
 
     def _by_door(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, take: Callable[..., bool]
     ) -> Pending | None:
-        """Stamps a request and offers it to a door."""
         now_s, rows = self._clock.monotonic_s(), validate(request, served.spec)
         request.id = self._new_id(served.spec.name, served.lane.partition)
         request.version, request.generation, request.timeout_s = served.version, served.generation, timeout_s
@@ -252,7 +250,6 @@ class Submission:
     def _submit_anew(
         self, pending: Pending, request: InferRequest, served: Served, route: Route, timeout_s: float, kind: Kind | None
     ) -> None:
-        """Stamps, lays out and submits a request of no known kind."""
         policy, spec = route.policy, served.spec
         _stamp(request, served, route, timeout_s, self._reply_to)
         frame, payload = self._layouts.lay_out(request, kind)
@@ -289,7 +286,6 @@ class Submission:
     def _submit_parts(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
     ) -> Pending:
-        """Submits a request of more rows than its model takes at once, in parts."""
         self.prepare(request, served)
         request.id, request.version, now_s = self.new_id(served), served.version, self._clock.monotonic_s()
         model = served.spec.name
@@ -411,7 +407,6 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
 
 
 def _stamp(request: InferRequest, served: Served, route: Route, timeout_s: float, reply_to: str = "") -> None:
-    """Sets the fields that follow from model and route."""
     request.version = served.version
     request.partition = route.lane.partition
     # An ensemble's queue timeout is for its steps.
