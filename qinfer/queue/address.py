@@ -111,7 +111,7 @@ def _sentinels(parts: SplitResult) -> Sentinels:
     if not all(host for host, _ in places):
         _refuse("a Sentinel's host is empty")
     if db and not db.isdecimal():
-        _refuse("the database is no number")
+        _refuse("the database is not a number")
     scheme, query = parts.scheme.removesuffix(_SENTINEL), f"?{parts.query}" if parts.query else ""
     fields = _fields(f"{scheme}://{credentials}{'@' if credentials else ''}sentinel/{db}{query}")
     node = _address(fields)
@@ -166,7 +166,7 @@ class Tls:
 def log_unreadable(error: OSError) -> None:
     """Logs that a TLS file has become unreadable."""
     reason = error.strerror or str(error)
-    logger.error("a TLS file of Redis can't be read; the one before is used", extra={"reason": reason})
+    logger.error("a TLS file of Redis can't be read; the previous one is used", extra={"reason": reason})
 
 
 def _tls(fields: dict[str, Any]) -> Tls:

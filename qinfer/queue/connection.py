@@ -154,8 +154,8 @@ def _keep_alive(sock: socket.socket | None) -> None:
 class Connection(asyncio.Protocol):
     """One connection: a queue of callbacks beside a socket.
 
-    It counts as broken after `timeout_s` without any reply while one is pending. A slow but steady server is never cut
-    off, because reconnecting would add to its load.
+    It counts as broken after `timeout_s` without any reply while one is pending: cutting off a slow but steady server
+    would add to its load.
     """
 
     def __init__(self, settings: RedisSettings, timeout_s: float) -> None:
@@ -242,7 +242,7 @@ class Connection(asyncio.Protocol):
             while (reply := self._reader.gets()) is not _NOTHING:
                 self._answer(reply)
         except ProtocolError:
-            logger.exception("redis sent what is not RESP; reconnecting")
+            logger.exception("redis sent data that is not RESP; reconnecting")
             self.abort()
 
     def pause_writing(self) -> None:
@@ -434,7 +434,7 @@ class Link:
 
     def _take(self, connection: Connection) -> None:
         if self._told is not None:
-            logger.info("redis connection made again", extra={"link": self._name})
+            logger.info("redis connection restored", extra={"link": self._name})
         self._connection = connection
         self._up.set()
 
@@ -579,8 +579,8 @@ class SentinelResolver:
             found = await connection.call(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._sentinels.service)
         except Refused as error:
             if "AUTH" in error.message:
-                raise SettingsError("QINFER_REDIS__SENTINEL_PASSWORD: the Sentinels ask for none") from None
-            raise SettingsError("QINFER_REDIS__URL: what answers there is no Sentinel; check the ports") from None
+                raise SettingsError("QINFER_REDIS__SENTINEL_PASSWORD: the Sentinels use no password; unset it") from None
+            raise SettingsError("QINFER_REDIS__URL: the server there is not a Sentinel; check the ports") from None
         except SettingsError:
             raise SettingsError("QINFER_REDIS__SENTINEL_PASSWORD: the Sentinels refuse it, or ask for one") from None
         finally:

@@ -39,14 +39,8 @@ _GONE = "the tensors of dead letter {} are not in the payload store any more; re
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     """An entry that was given up.
 
-    Attributes:
-        id: Its id among the dead letters of its partition.
-        request_id: Empty if the frame can't be decoded.
-        deliveries: How often it had been handed out.
-        buried_at: Seconds of Redis' time.
-        size: Bytes of frame and payload.
-        frame: Empty in listings.
-        payload: Empty in listings.
+    Frame and payload are empty in listings, the request id if the frame can't be decoded. `buried_at` is in Redis'
+    time, `size` the bytes of frame and payload.
     """
 
     id: str
@@ -221,7 +215,7 @@ def place_after(text: str) -> tuple[int, int]:
     """Returns the id behind which a listing begins."""
     place = id_of(text or "0-0")
     if place is None:
-        raise InvalidRequest(f"'{text[:60]}' is no dead letter's id; expected such as 1700000000123-0")
+        raise InvalidRequest(f"'{text[:60]}' is not a dead letter's id; expected one such as 1700000000123-0")
     return place
 
 

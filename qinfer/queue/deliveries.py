@@ -3,12 +3,10 @@
     put ──▶ ready ──take──▶ later ──done──▶ gone
                               └── due again ──take …
 
-Each *kind* (webhooks, bulk jobs, outboxes, labeling tasks) has a queue in each partition. The scripts that store or end
-a record call `put` (`lua/common/deliveries.lua`), so that both happen or neither. The guarantees, each with a test in
-`tests/contract/`:
+Each *kind* (webhooks, bulk jobs, outboxes, labeling tasks) has a queue in each partition. Scripts that store or end a
+record also `put` the item (`lua/common/deliveries.lua`). The guarantees, each with a test in `tests/contract/`:
 
-1. An item goes to one caller at a time until it is done. It is due again after the kind's pause, which doubles with
-   each attempt. Its id stays, and its attempts are counted.
+1. An item goes to one caller at a time until it is done; it is due again after a pause that doubles with each attempt.
 2. New items are handed out however many others are due again.
 3. An untaken item stays as long as `put` said, and the queue no longer than its last item.
 4. All this works with full memory, because deliveries free it.
@@ -47,10 +45,7 @@ JOBS = Kind("jobs", 2.0, 60.0)
 
 
 def outbox(name: str, pause_s: float) -> Kind:
-    """Returns the kind of an outbox's ended requests, which `Requests.endings` takes.
-
-    They come again after `pause_s`.
-    """
+    """Returns the kind of an outbox's ended requests (`Requests.endings`), which come again after `pause_s`."""
     return Kind(f"outbox:{name}", pause_s, pause_s)
 
 

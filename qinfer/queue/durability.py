@@ -111,7 +111,7 @@ _REMEDY = "set appendonly yes and appendfsync always in redis.conf, or QINFER_RE
 
 def _warn_of_loss(appendonly: str | None, appendfsync: str | None) -> None:
     if appendonly == "no":
-        logger.warning("redis keeps no append-only file: its restart loses what is queued; set appendonly yes")
+        logger.warning("redis keeps no append-only file: a restart loses queued requests; set appendonly yes")
     elif appendfsync == "no":
         logger.warning("redis never syncs its file: power loss costs about 30 s of requests; set appendfsync everysec")
 

@@ -1,12 +1,11 @@
 """The private Redis of `qinfer up`: one server per data directory, on a unix socket, with an append-only file.
 
-    with EmbeddedRedis(Path(".qinfer")) as server: RedisSettings(url=server.url)
+    with EmbeddedRedis(Path(".qinfer")) as server:  …  RedisSettings(url=server.url)
 
-Two locks keep two servers off one append-only file. The supervising process holds `lock`. The redis-server inherits
-`redis/lock`, and so holds it exactly as long as it lives, even after its supervisor was killed with -9; the next start
-then shuts that server down through its socket before it starts its own. This is portable and immune to reused process
-ids, unlike PR_SET_PDEATHSIG. Without a next start, a small shell ends the server: it waits for the end of the
-supervisor, and then long enough for other orphans to drain.
+Two locks keep two servers off one append-only file. The supervisor holds `lock`. The redis-server inherits
+`redis/lock`, and holds it as long as it lives, even after `kill -9` of its supervisor; the next start then shuts that
+server down through its socket. This is portable and immune to reused process ids, unlike PR_SET_PDEATHSIG. Without a
+next start, a small shell ends the server after the supervisor's end, when other orphans have drained.
 """
 
 import fcntl
@@ -87,8 +86,8 @@ class EmbeddedRedis:
     """A redis-server of our own; `start`, `stop`, or a `with` block.
 
     Args:
-        data_dir: Has data, log, socket and locks; created if missing, readable by its owner only.
-        binary: The server to run; by default `find_redis_server()`.
+        data_dir: Created if missing, readable by its owner only.
+        binary: The server; by default `find_redis_server()`.
         durability: As `RedisSettings.durability`.
         environment: The server's whole environment; by default this process's.
         orphan_s: Seconds that the server outlives a killed supervisor.
@@ -123,11 +122,9 @@ class EmbeddedRedis:
         return f"unix://{quote(str(self._socket))}"
 
     def start(self, timeout_s: float = 60.0) -> None:
-        """Starts the server, or starts it again after its death, and waits until it has loaded its data.
+        """Starts the server, also after its death, and waits until it has loaded its data.
 
-        Raises:
-            SettingsError: Another qinfer uses the data directory, or no redis-server can read it.
-            BrokerUnavailable: It did not come up in `timeout_s`; the message ends with its last log lines.
+        Raises `SettingsError` if another qinfer uses the data directory or no server can read it.
         """
         binary = self._binary or find_redis_server()
         self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -35,12 +35,11 @@ _SHARE = "~"
 
 
 class Lane(msgspec.Struct, frozen=True, cache_hash=True):
-    """One stream of a model version's queue.
+    """One stream of a model version's queue; the lanes of a partition share a cluster slot.
 
     Attributes:
         version: The version, > 0; 0 = steps of a sequence, for any version.
         name: `p1` … `p32`, `p2.delayed`, `bulk1` … `bulk3`, `shadow`, `seq`, `seq@<worker>`; a share's is like `p1~3`.
-        partition: The queue partition; its lanes share a cluster slot.
     """
 
     model: str
@@ -55,7 +54,7 @@ class Entry(msgspec.Struct, frozen=True):
     Attributes:
         entry_id: The stream id; begins with Redis' milliseconds.
         origin: The id in its first lane, if it was moved.
-        payload_id: The id of the request whose payload is stored beside it.
+        payload_id: The request with the payload, if it is stored beside it.
     """
 
     lane: Lane
@@ -212,20 +211,16 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         frame: The encoded request; its `reply_to` is empty.
         payload: Tensors beside the frame.
-        body_hash: Identifies the content, to tell a repetition from another request.
+        body_hash: Tells a repetition from another request.
         timeout_s: Seconds from now to the deadline, in Redis' time.
-        result_ttl_s: How long the result can be read after the end.
-        tombstone_ttl_s: How long the request stays known after that.
+        tombstone_ttl_s: How long the request stays known after its result.
         client_id: The `id` of the body, echoed in the result.
         plan: The encoded `OutputPlan` of the result.
-        decoupled: The result is a list of responses.
         idempotency_key: The hash of the caller's key.
-        webhook: The URL that is notified of the end; excludes an outbox.
-        outbox: The outbox for the end, read by `endings`. It is trimmed by age, so all its requests should have equal
+        outbox: The outbox for the end, instead of a webhook. It is trimmed by age: its requests should have equal
             times.
-        notes: Opaque bytes for the reader of the outbox, at most `MAX_NOTES_BYTES`.
-        watcher: The reply address that is notified of the end, so that its reader reads the outbox.
-        limit: The lane refuses the request when this many entries wait; 0 = no limit.
+        notes: Opaque bytes for the reader of the outbox.
+        watcher: The reply address that is notified of the end.
         is_told: Workers report executing entries; others that they hold count as waiting.
         endpoint: The request's endpoint, if `Moves` may move it.
         share: The tenant whose stored results may take all free memory; empty = no limit.
@@ -286,14 +281,10 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of a request; instants are seconds in Redis' time, 0 = not yet.
+    """The record of a request, `RUNNING` while a worker holds it; instants are seconds in Redis' time, 0 = not yet.
 
-    Attributes:
-        state: RUNNING while a worker holds it.
-        attempts: How often a worker has taken it.
-        expires_at: When its result expires.
-        responses: The responses stored before the final one; `stored_bytes` is their size.
-        webhook_state: `` | pending | delivered | failed.
+    `expires_at` is the end of the result, `responses` and `stored_bytes` count responses before the final one, and
+    `webhook_state` is pending, delivered, failed or empty.
     """
 
     address: Address
@@ -323,8 +314,8 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: The delivery's own id, for `Deliveries.done`.
         record: `None` after the request expired: the delivery is void.
-        notes: The request's notes; the latest, if it was accepted again after its end.
-        blob: Its `Outcome.blob`; `None` when it is gone or never existed.
+        notes: The latest, if the request was accepted again after its end.
+        blob: Its `Outcome.blob`, if it exists.
         attempts: How often it was handed out, this time included.
     """
 
@@ -348,4 +339,4 @@ def check_outbox(acceptance: Acceptance) -> None:
     if len(outbox) > MAX_OUTBOX_NAME:
         raise InvalidRequest(f"the name of outbox '{outbox}' is longer than {MAX_OUTBOX_NAME} characters; shorten it")
     if size and not outbox:
-        raise InvalidRequest("a request has notes and no outbox, so that nobody would read them; name an outbox")
+        raise InvalidRequest("a request has notes and no outbox, so that no program would read them; name an outbox")

@@ -10,16 +10,15 @@ The guarantees, each with a test in `tests/contract/`:
 2. Between two `fetch`es an entry has one owner. `renew` keeps it, raises no delivery count, and takes it from no other.
 3. `release` makes an entry available within half a second, or after the given rest, and restores its delivery count.
 4. `reclaim` takes entries that were not renewed for the lease time, and marks them as suspects.
-5. `finish` removes any entry; repeating it is no error. `cancel` also notifies the worker that holds the entry.
+5. `finish` removes any entry, and may be repeated. `cancel` also notifies the worker that holds the entry.
 6. `depth` is therefore always waiting + in flight.
-7. `publish` to a deleted reply stream does not create it, and returns False.
+7. `publish` does not recreate a deleted reply stream.
 8. `listen` delivers replies that were published while the connection was down; callers drop duplicates.
-9. `submit` with a limit enqueues nothing beyond it. Executing entries do not count: consumers report them by
-   `marks.begin`.
-10. `withdraw` removes a waiting entry, and leaves an entry that a consumer holds.
-11. `delay` moves an entry to another lane of its partition atomically; the first enqueue time stays.
-12. `bury` moves an entry to the dead letters atomically, with payload, reason and delivery count.
-13. `oldest` lists the entries above an age, and changes nothing.
+9. `submit` enqueues nothing beyond a limit. Executing entries, reported by `marks.begin`, do not count.
+10. `withdraw` removes only waiting entries.
+11. `delay` moves an entry to another lane of its partition atomically, with its first enqueue time.
+12. `bury` moves an entry to the dead letters atomically.
+13. `oldest` changes nothing.
 14. Tenants share a lane by weight: `fetch` takes from each in turn, and others use the share that one leaves idle.
 15. `moves.move` moves waiting entries to another version, each atomically; `cancel` and `withdraw` find them there.
 
@@ -101,13 +100,8 @@ RENEW = load_script("lanes/renew", "holder")
 class Queue:
     """The queue, on Redis 6.2 or newer, single or cluster; made by `connect`.
 
-    All lanes in one call must belong to one model version and partition. Every coroutine raises `BrokerUnavailable`
-    when Redis can't be reached in time.
-
-    Attributes:
-        places: The shares of lanes that this process knows its tenants to have.
-        marks: Notes that workers leave for one another about entries.
-        sequences: Returns the `Sequences` of a model and partition, always the same object.
+    All lanes in one call belong to one model version and partition. Every coroutine raises `BrokerUnavailable` when
+    Redis can't be reached in time.
     """
 
     def __init__(self, settings: RedisSettings, router: Router, clock: Clock) -> None:
@@ -135,8 +129,7 @@ class Queue:
     ) -> Self:
         """Connects, reads the server's time, and tries the payload store.
 
-        Without `limits` stored payloads can't be read. Raises `BrokerUnavailable` after `connect_timeout_s`, and
-        `SettingsError` for a Redis or a store that can't be used.
+        Raises `SettingsError` for a Redis or a store that can't be used.
         """
         queue = cls(settings, await Router.connect(settings), clock or SystemClock())
         try:
@@ -169,9 +162,8 @@ class Queue:
         Args:
             lane: The lane.
             frame: The encoded request.
-            done: Called once, on the event loop, with the entry or an error. After an error other than `QueueFull` the
-                entry may be in the queue all the same.
-            payload: Tensors beside the frame; stored first, removed with the entry.
+            done: Called once with the entry or an error. After any error but `QueueFull` the entry may be in the queue.
+            payload: Tensors beside the frame.
             limit: Refuse the entry when this many wait in the lane and its `.delayed` lane; 0 = no limit.
             tenant: The tenant whose share gets the entry; empty = the lane itself.
             endpoint: The request's endpoint, if `moves` may move it.
@@ -216,8 +208,8 @@ class Queue:
     async def reclaim(self, lanes: Sequence[Lane], consumer: str, idle_s: float, count: int) -> list[Lease]:
         """Takes up to `count` entries whose owner has not renewed them for `idle_s` seconds, as suspects.
 
-        The owner may be `consumer` itself, if a fetch's reply was lost. If it still holds the entry, it drops the
-        second lease.
+        `consumer` may own one itself, if a fetch's reply was lost; if it still holds the entry, it drops the second
+        lease.
         """
         names = [keys.lane(lane) for lane in lanes]
         arguments = (consumer, keys.RELEASED, keys.SUSPECTS, count, int(idle_s * 1000), _CONSUMER_GONE_MS)
@@ -225,9 +217,9 @@ class Queue:
         return leases_of(lanes, consumer, found or (), suspect=True)
 
     async def release(self, leases: Sequence[Lease], *, rest_s: float = 0.0) -> None:
-        """Returns unexecuted entries to the queue, where `fetch` finds them after `rest_s` seconds, below an hour.
+        """Returns this owner's unexecuted entries to the queue, where `fetch` finds them after `rest_s`.
 
-        Suspects stay suspects, for `reclaim`. Entries of another owner are not changed.
+        The rest is below an hour. Suspects stay suspects, for `reclaim`.
         """
         await _all(
             [
@@ -263,10 +255,9 @@ class Queue:
         return [entry in removed for entry in entries]
 
     async def delay(self, leases: Sequence[Lease], name: str) -> None:
-        """Moves leased entries to the end of the lane called `name` in their partition, as never delivered.
+        """Moves leased entries to the end of the lane `name` in their partition, as never delivered.
 
-        Submitters do not learn the new address: their `finish` removes the payload, and the entry stays until its
-        deadline.
+        Submitters do not learn the new address: their `finish` removes only the payload.
         """
         await _all(
             [self._delay(lane, consumer, group, name) for (lane, consumer, _), group in grouped(leases, owner_of)]
@@ -355,11 +346,8 @@ class Queue:
     ) -> None:
         """Reads the reply stream of `owner` until cancelled: creates it, calls `deliver` with each blob, trims it.
 
-        Args:
-            owner: The process, of address `reply_address(owner)`.
-            deliver: Called with each blob; after a reconnect blobs may come twice.
-            ready: Called once the stream exists.
-            lost: Called when the stream had vanished: replies to earlier submits may be lost.
+        After a reconnect blobs may come twice. `ready` is called once the stream exists, `lost` when it had vanished
+        with replies.
         """
         reader = ReplyReader(self.router, owner, deliver, self._monotonic_s, lost)
         try:

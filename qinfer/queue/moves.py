@@ -52,10 +52,7 @@ class Moves:
 async def _move(
     call: Call, lane: Lane, other: Lane, endpoint: str, start: tuple[int, str]
 ) -> tuple[int, tuple[int, str] | None]:
-    """Moves some entries of a lane, from `start`, a share's number and an id.
-
-    Returns how many, and the next `start`.
-    """
+    """Moves some entries of a lane; returns how many, and where to continue (share and id)."""
     names = (keys.lane(lane), keys.lane(other), keys.moved(lane.model, lane.partition).encode())
     place = (keys.prefix(lane.model, lane.partition), other.version, other.name)
     limits = (AT_ONCE, AT_ONCE_BYTES, ttl_ms(KEPT_S))

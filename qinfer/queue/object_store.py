@@ -71,10 +71,9 @@ _THREADS = 16
 
 
 class ObjectStore:
-    """The objects of one deployment; gateways and workers have the same.
+    """The objects of one deployment, for all its gateways and workers.
 
-    Only names made here are ever appended to `folder`. `redis` sets the timeout of small operations, and whether writes
-    are synced.
+    Only names made here are ever appended to `folder`.
     """
 
     def __init__(
@@ -119,15 +118,13 @@ class ObjectStore:
         return reference
 
     async def read(self, reference: Reference) -> bytes | None:
-        """Returns an object's bytes; `None` if it is gone.
+        """Returns an object's bytes; `None` if it is gone, `CorruptEntry` if its size differs.
 
-        Raises:
-            CorruptEntry: The object is not the one of the reference.
-            BrokerUnavailable: The store can't be reached, or the reference is a newer qinfer's.
+        Raises `BrokerUnavailable` if the store can't be reached, or a newer qinfer wrote the reference.
         """
         data = await self._used(partial(self._read, _checked(reference), reference.size), self._transfer_s(reference))
         if data is not None and len(data) != reference.size:
-            raise CorruptEntry(f"the payload store has {len(data)} bytes of what were {reference.size}")
+            raise CorruptEntry(f"the payload store has {len(data)} of {reference.size} bytes")
         return data
 
     async def copy(self, reference: Reference, owner: str, kept_s: float) -> Reference | None:

@@ -19,13 +19,7 @@ _EXCHANGE = load_script("quotas/exchange", "now_ms")
 
 
 class Limits(NamedTuple):
-    """The quota of a tenant.
-
-    Attributes:
-        rate: Tokens per second; 0 = unlimited.
-        burst: The most tokens at a time.
-        places: The most requests in flight.
-    """
+    """The quota of a tenant: tokens per second (0 = unlimited), the most tokens at a time, and requests in flight."""
 
     rate: float
     burst: float
@@ -33,13 +27,7 @@ class Limits(NamedTuple):
 
 
 class Use(NamedTuple):
-    """The use of a tenant's quota at one gateway.
-
-    Attributes:
-        used: Tokens used since the last exchange.
-        demand: Requested tokens, to compare gateways.
-        in_flight: Requests in flight.
-    """
+    """The use of a tenant's quota at one gateway: tokens used and requested since the last exchange, and requests."""
 
     used: float = 0.0
     demand: float = 0.0
@@ -49,11 +37,7 @@ class Use(NamedTuple):
 class Leased(NamedTuple):
     """The part of a tenant's quota that one gateway holds.
 
-    Attributes:
-        tokens: Its tokens.
-        level: The tokens of all gateways; negative = a debt.
-        part: Its part of future tokens.
-        places: Its requests in flight.
+    `level` counts the tokens of all gateways, negative = a debt; `part` is its part of future tokens.
     """
 
     tokens: float

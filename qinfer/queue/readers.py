@@ -1,11 +1,9 @@
 """Blocking reads of streams: lanes (`LaneReader`), tickets of sequences (`TicketReader`), replies (`ReplyReader`).
 
-A lane reader serves one partition of a model version over a connection of its own, because its reads block. When a
-`fetch` is cancelled, the late reply is released to the lane. The reader waits for a lane and for the streams of its
-shares, which the script returns.
-
-On idle lanes the reader sleeps: its blocking read outlives the `fetch`, and the next `fetch` waits for it. An entry
-that arrives between fetches is released after a moment. `doorbell` wakes sleepers.
+A lane reader serves one partition of a model version, shares included, over its own connection, because its reads
+block. A reply that comes after a cancelled `fetch` is released to the lane. On idle lanes the reader sleeps: its
+blocking read outlives the `fetch`, and the next `fetch` waits for it; an entry that arrives in between is released
+after a moment. `doorbell` wakes sleepers.
 
 A ticket reader takes nothing: scripts do, and every ticket left ends the next read at once.
 
@@ -98,7 +96,7 @@ class LaneReader:
         return max(self._got_at_s, self._stirred_at_s)
 
     async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
-        """See `Queue.fetch`."""
+        """Fetches as `Queue.fetch` does."""
         if not self.place and self._bell is not None:
             self.place = place_of(lanes[0])
             self._bell.join(self)
@@ -118,7 +116,7 @@ class LaneReader:
         return leases
 
     def ring(self) -> None:
-        """See `Sleeper.ring`."""
+        """Ends the sleeping read, because the lanes may have entries."""
         self._rings += 1
         self._took_at_s = float("-inf")
         self._stir()
@@ -367,8 +365,7 @@ def _entry(lane: Lane, entry_id: bytes, fields: Sequence[bytes]) -> Entry:
 class TicketReader:
     """The waiting half of `Sequences`, for one worker and model version; made by `Sequences.reader`.
 
-    The bell rings only when a connection broke, since tickets end the read. `is_asleep` = the read lasts longer than
-    `MAX_BLOCK_S`.
+    The bell rings only when a connection broke, since tickets end the read.
     """
 
     def __init__(self, link: BlockingLink, bell: Doorbell, own: bytes, waiting: Sequence[bytes], place: bytes) -> None:
@@ -391,7 +388,7 @@ class TicketReader:
         return await self._read(after, block_s, has_slots=has_slots)
 
     def ring(self) -> None:
-        """See `Sleeper.ring`."""
+        """Ends the sleeping read."""
         if (reading := self._reading) is not None:
             self._link.rouse(lambda: self._reading is not reading)
 

@@ -124,8 +124,7 @@ class Requests:
     async def accept(self, acceptance: Acceptance) -> Accepted:
         """Stores and enqueues a request atomically, as durably as the settings ask.
 
-        After `BrokerUnavailable` it may have been accepted: the caller repeats it with the same id. `QuotaExceeded`
-        means that the tenant's stored results take all the free memory.
+        After `BrokerUnavailable` it may have been accepted: the caller repeats it with the same id.
         """
         if acceptance.outbox or acceptance.notes:
             check_outbox(acceptance)
@@ -179,8 +178,8 @@ class Requests:
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
         """Ends requests in one write, each atomically, and notifies their watchers.
 
-        Returns False for a request that had ended or is unknown. Only `STAGED_BYTES` of large results are stored ahead,
-        because they count as stored only at the end. After an error some may have ended; a repeated call returns False.
+        Returns False if it had ended or is unknown. Only `STAGED_BYTES` of large results are stored ahead, as they count
+        as stored only at the end. After an error some may have ended; a repeated call returns False for these.
         """
         first = self._first_of(settlements)
         if first < len(settlements):
@@ -303,7 +302,7 @@ class Requests:
             blob = await self.result(Address(model, partition, ending.request_id))
         except CorruptEntry as error:
             extra = {"request_id": ending.request_id, "error": error.message}
-            logger.warning("a result is gone before its time", extra=extra)
+            logger.warning("a result is gone before its expiry", extra=extra)
             return ending
         record = ending.record and msgspec.structs.replace(ending.record, has_result=blob is not None)
         return msgspec.structs.replace(ending, blob=blob, record=record)
@@ -369,7 +368,7 @@ class Requests:
         try:
             self._router.send(keys.slot(key), packed, lambda _: None)
         except BrokerUnavailable:
-            logger.warning("waiting callers could not be told", extra={"count": len(addresses)})
+            logger.warning("waiting callers could not be notified", extra={"count": len(addresses)})
 
 
 def _without_result(settlement: Settlement) -> Settlement:
@@ -451,7 +450,7 @@ def _record_of(
 def _instant_s(value: bytes | None) -> float:
     ms = int(value or 0)
     if not 0 <= ms <= _LAST_MS:
-        raise ValueError(f"{ms} ms is no date")
+        raise ValueError(f"{ms} ms is not a date")
     return ms / 1000
 
 

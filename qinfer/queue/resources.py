@@ -1,4 +1,4 @@
-"""Units of global resources, shared by all workers: how many each holds, and which workers wait.
+"""Units of global resources, shared by all workers.
 
     exchange ──▶ got: executions use them, until others wait ──▶ exchange, which gives them back
         └──▶ not got: the worker is in line ──news: some were freed──▶ exchange …
@@ -7,7 +7,7 @@ The guarantees, each with a test in `tests/contract/queue/test_resources.py`:
 
 1. Workers together never hold more units than the maximum, the largest that a live worker names.
 2. A script takes all units of an execution or none; a waiting worker holds none of them.
-3. Every exchange renews the lease on a worker's units. When it ends they are free, and the worker leaves the line.
+3. Every exchange renews a worker's lease. When it ends, the units are free, and the worker leaves the line.
 4. Workers in line get units in order, callees first. A worker that needs no contended resource does not wait.
 5. `wait` tells workers in line of freed units, and holders of contended ones that others wait.
 
@@ -32,13 +32,9 @@ Units = Mapping[str, int]
 
 
 class Exchanged(NamedTuple):
-    """The outcome of an exchange.
+    """The outcome of an exchange; `wanted` are resources that others wait for.
 
-    Attributes:
-        has_got: The worker got its wish.
-        held: All units that it holds now.
-        wanted: The resources that others wait for.
-        retry_s: Seconds until another worker's lease ends; infinite without one.
+    `retry_s` is the time until another worker's lease ends, infinite without one.
     """
 
     has_got: bool
@@ -48,7 +44,7 @@ class Exchanged(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """The units that an execution needs; those that hold others wait for a callee."""
+    """The units that an execution waits for; `is_callee` = executions that hold other units wait for it."""
 
     units: Units
     is_callee: bool = False
@@ -90,13 +86,9 @@ class Resources:
     async def exchange(
         self, maxima: Units, back: Units, wish: Wish | None = None, given_up: Sequence[Wish] = ()
     ) -> Exchanged:
-        """Gives units back, takes those of a wish if they are free, and renews the lease.
+        """Gives units `back`, takes those of a wish or waits for them, and renews the lease.
 
-        Args:
-            maxima: The total units that this worker's models and settings name.
-            back: The units to give back.
-            wish: The units to take, or else to wait for.
-            given_up: Wishes to withdraw.
+        `maxima` are the total units that this worker's models and settings name.
         """
         line = "" if wish is None else self._in_line(wish)
         withdrawn = msgspec.json.encode([self._in_line(one).decode() for one in given_up])

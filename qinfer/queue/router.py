@@ -6,11 +6,10 @@ MOVED and ASK. With Sentinels there is one Link, whose address they resolve.
 The Lua scripts of `lua/` run by their hash, or by their text on a node that does not know them. To add one:
 
 1. Write `lua/<subject>/<name>.lua`, or `lua/<name>.lua` in the package of the feature that runs it. Its header says
-   what it does, and lists KEYS, ARGV and the reply in order. Functions that several scripts share are files beside them
-   or in `lua/common/`.
+   what it does, and lists KEYS, ARGV and the reply in order. Shared functions are files beside it or in `lua/common/`.
 2. In the class that alone runs it, load it with the shared files: `_DUE = load_script("requests/due", "now_ms")`.
-3. Write a function that spells keys (by `keys`) and arguments in the order of the header, and calls `run_script`. Its
-   signature has the subject's types; durations are float seconds until `ttl_ms`.
+3. Write a function with the subject's types that passes keys (by `keys`) and arguments in that order to `run_script`;
+   durations are float seconds until `ttl_ms`.
 
 `each.lua` runs a script, written as the function `one`, for several requests of one partition: load `each` with it, and
 call `run_each`.
@@ -295,7 +294,7 @@ class BlockingLink:
 
 
 def _ignore(_: Any) -> None:
-    """The reply says nothing that matters."""
+    """Ignores a reply."""
 
 
 Call = Callable[..., Awaitable[Any]]

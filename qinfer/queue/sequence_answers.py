@@ -52,7 +52,7 @@ async def stored_response(sequences: Sequences, place: Place, request_id: str) -
         raise SequenceEnded(NOT_KEPT)
     responses = decode_responses(blob)
     if len(responses) != 1:
-        raise CorruptEntry(f"the stored response to a step is {len(responses)} responses")
+        raise CorruptEntry(f"a step has {len(responses)} stored responses instead of one")
     return msgspec.structs.replace(responses[0], request_id=request_id)
 
 

@@ -78,7 +78,6 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         start: The life's model, in its first step only.
         number: The caller's `qinfer_step`, from 1; 0 = not numbered.
         digest: Identifies a numbered START: the same one sent again begins no new life.
-        payload: Tensors beside the frame.
         weight: The tenant's weight, in the first step; 0 = unknown.
     """
 

@@ -161,9 +161,9 @@ class Sequences:
     async def submit_together(
         self, steps: Items[tuple[SequenceId, Step]], limits: Limits = NO_LIMITS
     ) -> list[Submitted | QinferError]:
-        """Appends steps without payloads of free sequences, in order.
+        """Appends steps without payloads of free sequences, in order; returns for each its place or error.
 
-        Returns for each its place or the error of `submit`. A sequence is free again once its last step is appended.
+        A sequence is free again once its last step is appended.
         """
         call = partial(self._router.call, self._slot)
         words = [self._submit_words(sequence, step, limits) for sequence, step in steps]
@@ -261,10 +261,9 @@ class Sequences:
         return TicketReader(link, bell, self._own_lane(version, worker_id), self._waiting(version), place)
 
     async def commit(self, steps: Items[Committed]) -> list[bool]:
-        """Commits steps of different sequences, as durably as the settings ask.
+        """Commits steps of different sequences, as durably as the settings ask; False = another worker's sequence.
 
-        Returns False for a sequence of another worker. After `BrokerUnavailable` some may be committed: the caller
-        repeats it. If one state is too large, none is committed.
+        After `BrokerUnavailable` some may be committed: repeat it. One state that is too large refuses all.
         """
         for step in steps:
             if step.state is not None and len(step.state) > MAX_STATE_BYTES:
@@ -304,16 +303,10 @@ class Sequences:
         """Ends a life with the failure of a step that expired, was cancelled or was buried.
 
         `unanswered` returns its steps. A life that has not begun ends when it begins. A worker that owns the life of a
-        cancelled step is notified instead, because it knows which steps execute.
+        cancelled step is notified instead, because it knows which steps execute. Returns whether the life ends by this
+        call.
 
-        Args:
-            place: The step.
-            failure: The step's failure, quoted in the errors of later steps.
-            token: The owner's token; `None` = any caller; `NOBODYS` = no worker owns the life.
-
-        Returns:
-            False when the life had ended, the step is committed, another worker owns the life, or its owner was
-            notified.
+        `token` is the owner's; `None` = any caller, `NOBODYS` = only if no worker owns the life.
         """
         return await self._fail(place, failure.code, failure.message, "" if token is None else token)
 

@@ -1,4 +1,4 @@
-"""The tenants' shares of lanes, as one process knows them: each tenant of a lane has one of its streams.
+"""The tenants' shares of lanes, as one process knows them.
 
 One tenant has the lane itself, each other one its own stream, or a shared one if there are more tenants than streams.
 `lua/common/places.lua` decides this when a script submits an entry, and a process remembers the answer to submit

@@ -45,12 +45,10 @@ class StoredResponses:
     async def append(
         self, lease: Lease, request_id: str, index: int, blobs: Sequence[Bytes], *, resumes: bool, max_bytes: int
     ) -> bool:
-        """Stores responses of a request whose entry the caller holds, skipping stored ones.
-
-        False = the request has ended.
+        """Stores responses of a request, skipping stored ones; False = it has ended, or another worker has its lease.
 
         Args:
-            lease: The lease on the entry; False is also returned if another worker has it.
+            lease: The lease on its entry.
             request_id: The request.
             index: The index of the first of the responses.
             blobs: The responses, each encoded by `encode_responses`; none is final.
@@ -58,9 +56,8 @@ class StoredResponses:
             max_bytes: The limit for all stored responses of the request.
 
         Raises:
-            StreamBroken: An earlier execution's responses can't be continued, or earlier ones are lost.
-            PayloadTooLarge: Over `max_bytes` or the tenant's limit; none of these was stored.
-            QueueFull: Redis has no memory left; none of these was stored.
+            StreamBroken: An earlier execution's responses can't be continued, or some are lost.
+            PayloadTooLarge: Over `max_bytes` or the tenant's limit; none was stored.
         """
         entry = lease.entry
         address = Address(entry.lane.model, entry.lane.partition, request_id)

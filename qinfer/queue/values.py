@@ -1,8 +1,7 @@
 """Byte strings beside the streams: payloads and results, up to 512 MB in Redis, or of any size in an object store.
 
-Replies on a connection come in order. Values above `LARGE_BYTES` therefore use a connection of their own, opened for
-the first of them, so that a small request never waits for a large transfer. There and to an object store, a few values
-travel at a time, and tenants take turns (`transfers`).
+Values above `LARGE_BYTES` use a connection of their own, so that small commands never wait for a large transfer. There
+and to an object store, a few values travel at a time, and tenants take turns (`transfers`).
 
 With an object store, values above its threshold are objects, and Redis holds a reference: a hash with the fields `v`,
 `name` and `size`. Bytes are always a string, so they can't be mistaken for a reference.
@@ -100,12 +99,9 @@ class Values:
     async def set(
         self, slot: int, key: str | bytes, value: Bytes, ttl_s: float, *, later_s: float = 0.0, tenant: str = ""
     ) -> None:
-        """Stores a value for `ttl_s` seconds, and `later_s` more if a script renames it.
+        """Stores a value for `ttl_s` seconds, and `later_s` more if a script renames it; on an error it may be stored.
 
-        Raises:
-            PayloadTooLarge: It is longer than `MAX_BYTES`, and no object.
-            QueueFull: Redis has no memory left.
-            BrokerUnavailable: It may have been stored.
+        Raises `PayloadTooLarge` above `MAX_BYTES` without an object store, `QueueFull` without memory.
         """
         ttl_ms = max(1, int(ttl_s * 1000))
         if self.objects is not None and len(value) > self.objects.min_bytes:

@@ -64,8 +64,8 @@ class ScalingPolicy:
     def __post_init__(self) -> None:
         if self.max_workers < 1 or not 0 <= self.min_workers <= self.max_workers:
             raise SettingsError(
-                f"{self.min_workers} to {self.max_workers} workers can't be: the most must be 1 or more, "
-                "and the fewest from 0 to that"
+                f"{self.min_workers} to {self.max_workers} workers are not possible: the maximum must be 1 or more, "
+                "and the minimum from 0 to the maximum"
             )
         if not 0 < self.target_s < math.inf:
             raise SettingsError(f"the target must be seconds above 0, got {self.target_s}")
@@ -215,20 +215,20 @@ def _why_so_many(policy: ScalingPolicy, seen: Observation, wanted: int) -> str:
     if wanted <= seen.sequence_workers and seen.work_s <= policy.target_s * (wanted - 1):
         return _why_for_sequences(policy, seen)
     if wanted == seen.floor and seen.work_s <= policy.target_s * (wanted - 1):
-        return f"a model wants {seen.floor} live"
+        return f"a model needs {seen.floor} live"
     if wanted == policy.min_workers and not seen.entries:
-        return f"{policy.min_workers} is the fewest"
+        return f"the minimum is {policy.min_workers}"
     what = f"{seen.work_s:.1f} s of work at {policy.target_s:g} s a worker"
     if seen.work_s > policy.target_s * policy.max_workers:
         asked = math.ceil(min(seen.work_s / policy.target_s, 1e6))
-        return f"{what} asks for {asked}, {policy.max_workers} is the most"
+        return f"{what} asks for {asked}, the maximum is {policy.max_workers}"
     return what
 
 
 def _why_for_sequences(policy: ScalingPolicy, seen: Observation) -> str:
     what = f"open sequences need the slots of {seen.sequence_workers}"
     if seen.sequence_workers > policy.max_workers:
-        return f"{what}, {policy.max_workers} is the most"
+        return f"{what}, the maximum is {policy.max_workers}"
     return what
 
 
@@ -250,7 +250,7 @@ def _down(policy: ScalingPolicy, state: ScalingState, seen: Observation, wanted:
     after_s, watched_s = policy.down_after_s * state.patience, now_s - state.since_s
     if lower < target and watched_s >= after_s and not seen.starting:
         return Decision(target=lower, wanted=wanted, reason=f"{lower} sufficed for {after_s:g} s")
-    return stay("enough" if lower >= target else f"{lower} may suffice; {after_s:g} s have to tell")
+    return stay("enough" if lower >= target else f"{lower} may suffice, after {after_s:g} s of lower demand")
 
 
 class Throughput:

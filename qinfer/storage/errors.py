@@ -75,7 +75,7 @@ def store_error(error: Exception, url: str) -> StoreError:
     named = _named(error, url)
     text = " ".join(str(error).split())[:_REASON_CHARACTERS]
     if isinstance(error, TimeoutError):
-        text = f"no answer within {ANSWER_TIMEOUT_S} s; are there credentials, and is the store reached?"
+        text = f"no answer within {ANSWER_TIMEOUT_S} s; are there credentials, and is the store reachable?"
     named.reason = f"{type(error).__name__}: {text}"
     return named
 
@@ -120,7 +120,7 @@ def _named(error: Exception, url: str) -> StoreError:
     if type(error).__name__ == "FileExpired":
         return StoreChanged(f"'{shown}' was replaced while it was read")
     if isinstance(error, FileNotFoundError) or answer.status == 404:
-        return StoreNotFound(f"'{shown}' does not exist; or its bucket does not")
+        return StoreNotFound(f"'{shown}' or its bucket does not exist")
     if _is_denied(error, answer):
         remedy = "it needs credentials in the store's own variables that allow reading and writing there"
         if isinstance(error, OSError) and error.errno == errno.EROFS:

@@ -331,7 +331,7 @@ class S3Store(FsspecStore):
                     time.sleep(backoff.next_s())
             else:
                 return Outcome.CREATED
-        raise StoreUnavailable(f"others write '{url}' all the time; try again")
+        raise StoreUnavailable(f"other processes keep writing '{url}'; try again")
 
     def _after(self, error: OSError, bucket: str, url: str) -> Outcome | None:
         answer = answer_of(error)
@@ -352,7 +352,7 @@ class S3Store(FsspecStore):
                 return
             self._unconditional.add(bucket)
         logger.warning(
-            "the store knows no conditional writes (501): objects are looked for, written and read back instead",
+            "the store has no conditional writes (501): objects are checked, written and read back instead",
             extra={"bucket": bucket},
         )
 

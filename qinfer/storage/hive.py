@@ -27,9 +27,9 @@ def partition_values(url: str) -> Values:
         try:
             name, value = (unquote(part, errors="strict") for part in folder.split("=", 1))
         except UnicodeDecodeError:
-            raise InvalidRequest(f"a folder of '{url}' is no UTF-8 once it is percent-decoded; rename it") from None
+            raise InvalidRequest(f"a folder of '{url}' is not UTF-8 after percent-decoding; rename it") from None
         if name in found:
-            raise InvalidRequest(f"'{url}' is in two folders of the name '{name}'; rename one")
+            raise InvalidRequest(f"'{url}' is in two folders named '{name}'; rename one")
         found[name] = None if value == _NULL else value
     return found
 

@@ -210,7 +210,7 @@ class LocalStore(Store):
 def _path(url: str) -> Path:
     path = local_path(url)
     if path is None or not path.is_absolute():
-        raise StoreError(f"'{url}' is no absolute path; expected file:///directory/file")
+        raise StoreError(f"'{url}' is not an absolute path; expected file:///directory/file")
     return path
 
 

@@ -56,7 +56,7 @@ def store_for(url: str) -> "Store":
     kind = _KINDS.get(scheme.lower())
     authority = rest.partition("/")[0]
     if not separator or kind is None:
-        raise InvalidRequest(f"'{scheme[:20]}://' is no kind of store that jobs use; use s3, gs, az, abfss or file")
+        raise InvalidRequest(f"'{scheme[:20]}://' is not a kind of store that jobs use; use s3, gs, az, abfss or file")
     if "@" in authority and (scheme.lower() not in ("abfs", "abfss") or ":" in authority):
         raise InvalidRequest("a store's URL may not hold credentials; they come from the store's own variables")
     account = authority.partition("@")[2]
@@ -157,6 +157,6 @@ def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         ) from None
     except Exception as error:  # noqa: BLE001  the boundary to the drivers
         if isinstance(error, ValueError) and scheme not in fsspec.available_protocols():
-            raise InvalidRequest(f"'{scheme[:20]}://' is no kind of store that fsspec knows") from None
+            raise InvalidRequest(f"'{scheme[:20]}://' is not a kind of store that fsspec knows") from None
         fail(error, url)
     return files, path.rstrip("/")

@@ -44,6 +44,7 @@ class Within:
         self._prefixes = [prefix for prefix in prefixes if local_path(prefix) is None]
 
     def __call__(self, url: str) -> Store:
+        """Checks a URL, and returns its store."""
         self.check(url)
         return self._opener(url)
 

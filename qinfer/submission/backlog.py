@@ -5,8 +5,7 @@ are Triton's where Triton has the case (reference §3.3), and `Retry-After` is a
 it would be late at best: at the highest plausible speed of the workers (`LatencyModel.best_s`), with the fewest
 plausible requests of higher lanes (`overtaking.py`).
 
-A lane's depth (`Backlog`) is read every `POLL_S` seconds, and corrected by this process's own requests since: its own
-are counted exactly, others are up to `POLL_S` old. Unused lanes are not polled.
+`Backlog` reads the depth of used lanes every `POLL_S` seconds, and counts this process's own requests exactly.
 
 With shares, a tenant's request waits for its own share and for as much of the others as the weights allow. A full lane
 refuses it only if its share holds its part of the limit.
@@ -195,7 +194,7 @@ def judge(
 ) -> Overloaded | None:
     """Decides whether a request may enter a lane; returns the refusal, or `None`.
 
-    With none ahead it always may: a model scaled to zero must be able to wake. At unknown speed only the lane's limit
+    With none ahead it always may, because a model scaled to zero must be able to wake. At unknown speed only the limit
     counts.
 
     Args:

@@ -1,8 +1,8 @@
 """Overtaking: the part of a model's speed that requests of higher lanes take from lower ones. Pure arithmetic.
 
-Each look at a lane observes how many of its requests have ended, and whether it was empty. Each alone can mislead: one
-quick request between two looks has the rate of a flood, and a lane in which slow requests wait for one another is never
-empty. The smaller of the two is the least part that the lane takes, and few observations prove nothing.
+Each look at a lane observes how many requests have ended, and whether it was empty. Each alone misleads: one quick
+request between two looks has the rate of a flood, and a lane in which slow requests wait for one another is never
+empty. The lane takes at least the smaller of the two, and few observations prove nothing.
 """
 
 import math

@@ -1,13 +1,9 @@
 """The pending requests of this process: a table by id with deadlines, and background cleanup.
 
-Gateways use it for their clients, and workers for the models that their models call. Adding and removing are O(1).
-Deadlines fall into buckets of 10 ms with a single timer for the earliest, and fire at most one bucket late, never
-early. The good path awaits nothing, makes no task and logs nothing. `run` does the rest:
-
-- it removes abandoned requests (cancelled, expired) from the queue, executing or not;
-- it tells workers how much of their streams was taken;
-- it removes requests that waited too long from the queue, if they still wait;
-- it fetches outputs beside the reply stream.
+Gateways use it for their clients, and workers for the models that their models call. Deadlines fall into buckets of 10
+ms with a single timer for the earliest, and fire at most one bucket late, never early. The good path is O(1), awaits
+nothing, makes no task and logs nothing. `run` does the rest: it removes abandoned and late requests from the queue,
+credits streams, and fetches outputs beside the reply stream.
 """
 
 import asyncio
@@ -90,17 +86,16 @@ class Counter(Protocol):
 
 
 class Load(msgspec.Struct, eq=False):
-    """The load of one lane, or of a tenant's share of it.
+    """The load of one lane, or of a tenant's share of it; other processes' parts are of the last look.
 
     Attributes:
         lane: The stream.
         own: This process's unanswered requests in it.
         left: This process's requests that ended since the last look.
         executed: Those of them that a model answered.
-        others: The requests of other processes at the last look.
+        others: Other processes' requests.
         most: Below this many entries no request of the default timeout needs to be judged.
-        overtaking: The part of the speed that it takes from lower lanes.
-        beside: Entries in the lane's other shares at the last look.
+        beside: Entries in the lane's other shares.
         part: Its weight's part among busy shares; 1 if the lane is not divided.
     """
 
@@ -136,7 +131,6 @@ class OfStep(msgspec.Struct, eq=False):
 
     Attributes:
         is_numbered: Its caller may send it again, so that its leaving ends nothing.
-        place: The place in its sequence, once confirmed.
         failure: The failure that is to end its sequence.
     """
 
@@ -182,21 +176,15 @@ class Pending(msgspec.Struct, eq=False):
     """A submitted request without a complete answer.
 
     Attributes:
-        client_id: The id that its client gave.
         version: The version that it is for, later the one that executed it.
         started_s: When it was submitted, on the monotonic clock.
         entry: Its place in the queue, once confirmed.
         abandoned: It has no caller: its entry is to be removed once it is known.
         attempt: The followed execution; 0 before the first response. Streams have their own.
-        bucket: The bucket of its deadline.
-        load: The lane that counts it.
-        quota: The tenant's quota that counts it.
         deadline_s: The deadline behind a first one, which is its queue timeout or its wait for a worker.
         untaken: Called at that first deadline: the error if no worker has taken it, `None` = it waits on.
         late: That error, after the first deadline.
         is_fetched: Its stored outputs are being fetched.
-        stream: The account of its stream, for a decoupled model.
-        step: Its place in its sequence, for a stateful model.
         shared: The execution that it waits for instead of an entry of its own.
         memory: The memory of a large answer.
         holder: Returns that memory once the answer is sent; else it is returned when the answer is taken.
@@ -254,13 +242,13 @@ class PendingRequests:
         clock: The monotonic clock of the deadlines.
         call_later: An event loop's `call_later`.
         answered: Called with each response for a caller.
-        failed: Called with each caller's request that ends without a response, after its removal, and the error.
+        failed: Called with each caller's request that ends without a response, and the error.
         window_bytes: Bytes of a stream's outputs that may be unacknowledged.
 
     Attributes:
         unclaimed: Called with the id of a response without a pending request: the hint that a stored request has ended.
         load_of: Returns the load of a lane or share that a request has come to.
-        lend: Waits for the memory to fetch an answer of this many bytes; `None` = memory is not counted.
+        lend: Waits for the memory of an answer to be fetched; `None` = memory is not counted.
     """
 
     def __init__(
@@ -438,8 +426,7 @@ class PendingRequests:
     async def discard(self) -> None:
         """Cancels the entries of abandoned requests, and the sequences of abandoned steps.
 
-        If Redis is away, their deadlines end them. When cancelled it leaves the entries to the next call, because
-        cancelling twice is harmless.
+        If Redis is away, their deadlines end them. May be cancelled and repeated.
         """
         await self._end_sequences()
         entries, self._abandoned = self._abandoned, []
@@ -460,7 +447,7 @@ class PendingRequests:
             while self._broken:
                 step = self._broken[0]
                 assert step.place is not None, "only steps with a place are in the list"
-                assert step.failure is not None, "and with a failure"
+                assert step.failure is not None, "and only steps with a failure"
                 try:
                     if await step.sequences.fail(step.place, step.failure):
                         await answer_rest(self._queue, step.sequences)

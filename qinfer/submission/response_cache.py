@@ -71,9 +71,6 @@ class Flight(Inner):
         place: The mark by which equal requests find it.
         request: The executed request, which is no caller's.
         first: The caller that it was begun for.
-        callers: The waiting callers.
-        ends_s: Its deadline, on the monotonic clock.
-        pending: Its own pending request, once submitted.
         looked_ns: The duration of the look-up that missed.
     """
 
@@ -118,13 +115,7 @@ class _Write(NamedTuple):
 class ResponseCache:
     """The response cache of a process that submits, made and used on its event loop.
 
-    Args:
-        plan: Place and size of the cache.
-        queue: Its Redis.
-        counts: Counts hits and misses.
-        max_in_flight: The most unanswered requests of this process.
-        at_once: Deliver a response in memory during the submission instead of soon afterwards.
-        summaries: Count latencies for summaries, too.
+    `at_once` delivers a response in memory during the submission instead of soon afterwards.
     """
 
     def __init__(
@@ -294,7 +285,7 @@ class ResponseCache:
         if self._local is not None:
             self._local.put(key, response)
             return
-        assert self._shared is not None, "there is one of the two"
+        assert self._shared is not None, "a cache is local or shared"
         if not self._shared.takes(response.nbytes) or self._unwritten_bytes > _MAX_UNWRITTEN_BYTES:
             return
         blob = encode_responses([msgspec.structs.replace(response, request_id="", timing=None, attempt=1, called=())])
@@ -303,7 +294,7 @@ class ResponseCache:
         self._work.set()
 
     async def _write(self, write: _Write) -> None:
-        assert self._shared is not None, "only what goes to Redis waits"
+        assert self._shared is not None, "only responses for Redis wait"
         try:
             if self._shared.takes(len(write.blob)):
                 await self._shared.put(write.key, write.blob)
@@ -313,7 +304,7 @@ class ResponseCache:
             self._unwritten_bytes -= len(write.blob)
 
     async def _look_up(self, flight: Flight) -> None:
-        assert self._shared is not None, "only flights of that cache are looked up"
+        assert self._shared is not None, "only flights of a shared cache are looked up"
         found = None
         try:
             blob = await self._shared.find(flight.place[0])

@@ -1,8 +1,7 @@
 """Submission of shadows: requests that one target answers and another one executes as well, behind online work.
 
-A shadow waits in the shadow lane of its model version, which workers read while their devices are idle. It bypasses the
-response cache and counts in no quota. Its entry lives as long as its gateway waits: abandoned ones are removed, and
-workers drop those of dead workers.
+A shadow waits in the shadow lane of its model version, which workers read while their devices are idle. It bypasses
+response cache and quotas. Abandoned shadows are removed, and workers drop those of dead workers.
 """
 
 from collections.abc import Callable

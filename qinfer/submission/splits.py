@@ -1,8 +1,8 @@
 """Splitting of requests with more rows than `max_batch_size`: the parts run as requests of their own.
 
 Each part has its own entry and answer, is batched with others, and runs in any worker. The whole is a pending request
-without an entry, whose answer joins those of the parts in order. The first failure of a part, its deadline, or a caller
-that leaves ends all parts. Stored requests (`/v1`, bridges, labeling) are not split.
+without an entry, whose answer joins those of the parts in order. A failed part, the whole's deadline, or a caller that
+leaves ends all parts. Stored requests (`/v1`, bridges, labeling) are not split.
 """
 
 from collections.abc import Sequence

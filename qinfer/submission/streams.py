@@ -1,8 +1,8 @@
 """The reader's side of streams: the responses that a caller gets, and the credit for those it has taken.
 
-A request to a decoupled model has any number of responses. If its worker dies, another one begins again, and after an
-outage of Redis responses may come twice. `StreamReader` decides about each response, without I/O. `Credits` tells
-workers what was taken, so that they send more; `qinfer.batching.streams` is their side.
+If the worker of a stream dies, another one begins again, and after an outage of Redis responses may come twice.
+`StreamReader` decides about each response, without I/O. `Credits` tells workers what was taken, so that they send more;
+`qinfer.batching.streams` is their side.
 """
 
 import asyncio
@@ -24,13 +24,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
 class Verdict(Enum):
-    """The fate of a response.
-
-    Attributes:
-        DELIVER: It is the next one, or the last.
-        DROP: Its caller has it, or it is another execution's.
-        BREAK: The stream can't go on.
-    """
+    """The fate of a response: deliver it, drop a repeated one or another execution's, or break the stream."""
 
     DELIVER = auto()
     DROP = auto()
@@ -45,10 +39,8 @@ class StreamReader(msgspec.Struct, eq=False):
     delivered. So each response is delivered once and in order.
 
     Attributes:
-        resumes: `ModelSpec.stream_resume`.
         pause_s: The longest wait for a response.
         ends_s: The end of the whole stream, on the monotonic clock.
-        now_s: Returns the monotonic clock's time.
         owes: Called when its worker is to get credit.
         heard_s: When a response last came or was taken; 0 before the first.
         attempt: The followed execution; 0 before the first response.
@@ -58,7 +50,6 @@ class StreamReader(msgspec.Struct, eq=False):
         arrived_bytes: Outputs of the followed execution so far.
         held_bytes: Delivered outputs that are not taken yet.
         told_bytes: Outputs for which that execution got credit.
-        told_s: When it last did.
         is_cancelled: Its caller wants no more, but takes what comes.
         is_urgent: Its worker is to be told of that.
     """

@@ -2,14 +2,12 @@
 
 `Submission` serves callers that wait: a gateway's clients, and a worker's models that call others. `prepare` does the
 same for stored requests (`/v1`, bridges), which `Requests.accept` enqueues. Requests that differ only in id and
-elements are neither checked nor laid out again (`Layouts`).
-
-Large tensors travel beside the entry. Everything else (ids, names, parameters) is in the entry, and bounded, because a
-lane is limited by entries.
+elements are neither checked nor laid out again (`Layouts`). Large tensors travel beside the entry; everything else is
+in the entry, and bounded, because lanes are limited by entries.
 
 A request to a stateful model is a step of a sequence (`Steps`); its `timeout` counts until the sequence has a slot. A
-request for a version that no live worker has loaded is withdrawn after `Served.wait_s`. Full lanes and infeasible
-deadlines or queue timeouts are refused (`backlog.py`).
+request for a version that no live worker has loaded is withdrawn after `Served.wait_s`. `backlog.py` refuses requests
+that can't be answered in time.
 """
 
 import asyncio
@@ -76,13 +74,7 @@ class Door(Protocol):
 class Submission:
     """Submits the requests of one process and waits for their answers; made on its event loop.
 
-    Args:
-        queue: The queue.
-        catalog: The served models and their lanes.
-        limits: Limits, and the size of large tensors.
-        owner: The name of this process; replies come to `reply:<owner>`.
-        answered: As for `PendingRequests`.
-        failed: As for `PendingRequests`.
+    `owner` is the name of this process: replies come to `reply:<owner>`.
     """
 
     def __init__(
@@ -124,11 +116,8 @@ class Submission:
             request: The decoded request with tenant and trace, which is stamped in place; `timeout_s` is its queue
                 timeout.
             sink: Called on the event loop.
-            timeout_s: Seconds to its deadline. A stream fails earlier without a response in the model's default
-                timeout.
+            timeout_s: Seconds to its deadline. A stream needs a first response in the model's default timeout.
             quota: Counts it while it is in flight.
-
-        Raises `QinferError` if the request does not fit its model, or too many wait or are in flight.
         """
         spec = served.spec
         if (spec.is_cached or spec.splits or spec.sequences is not None) and (
@@ -346,7 +335,7 @@ def check_stateless(served: Served) -> None:
     spec = served.spec
     if spec.sequences is not None and spec.is_stateful:
         raise InvalidRequest(
-            f"model '{spec.name}' keeps state from request to request: /v1, bulk jobs, bridges and labeling can't ask "
+            f"model '{spec.name}' keeps state from request to request: /v1, bulk jobs, bridges and labeling can't use "
             "it; send the requests of a sequence one after the other to its infer route"
         )
 
@@ -376,8 +365,6 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
 ) -> Stamped:
     """Stamps and encodes a checked request; call it in a thread if its tensors do not fit the frame.
 
-    The limit of the result is the lowest of the queue policy's, the lane's capacity, and `max_waiting`.
-
     Args:
         request: The decoded request, which is modified: keep the result for a repetition. `timeout_s` is its queue
             timeout.
@@ -388,7 +375,7 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
         tenant: The tenant.
         trace: W3C `traceparent`, if it is traced.
         route: The lane and policy; by default those of its priority.
-        max_waiting: The caller's own limit of waiting entries; 0 = none.
+        max_waiting: A limit of waiting entries, beside the policy's and the lane's; 0 = none.
     """
     check_stateless(served)
     check_whole(request, served.spec)
@@ -429,9 +416,9 @@ class Layouts:
         return self._forms.get(kind)
 
     def lay_out(self, request: InferRequest, kind: Kind | None) -> tuple[bytes, Payload | None]:
-        """Encodes a stamped request; the second of its kind makes the layout known.
+        """Encodes a stamped request.
 
-        Requests of equal kinds have equal names, datatypes, shapes and sizes, so that all fit the model if one does.
+        The second of its kind makes the layout known, because all of a kind fit the model.
         """
         frame, payload = lay_out(request, self._inline_max_bytes)
         if kind is not None and payload is None and self._repeats.has(kind):

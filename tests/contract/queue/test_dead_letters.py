@@ -244,7 +244,7 @@ async def test_a_letter_that_is_not_there_is_none(queue: RedisQueue) -> None:
         assert not await delivery.dead_letters.replay(MODEL, letter_id)
         assert await delivery.dead_letters.purge(MODEL, [letter_id]) == 0
     assert len(await letters(delivery)) == 1
-    with pytest.raises(InvalidRequest, match="no dead letter's id"):
+    with pytest.raises(InvalidRequest, match="not a dead letter's id"):
         await delivery.dead_letters.list(MODEL, after="no id")
 
 

@@ -262,7 +262,7 @@ async def test_new_connections_read_the_files_of_tls(tmp_path: Path, caplog: pyt
         caplog.clear()
         await come_back()
         assert {record.getMessage() for record in caplog.records if record.levelname == "ERROR"} == {
-            "a TLS file of Redis can't be read; the one before is used"
+            "a TLS file of Redis can't be read; the previous one is used"
         }
         await router.close()
         await client.aclose()

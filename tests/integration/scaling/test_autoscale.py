@@ -303,4 +303,4 @@ def test_a_model_that_wants_a_worker_keeps_one(
 
     assert scaler.decisions() == [(0, 1)]
     assert infer(url) == 200
-    assert "a model wants 1 live" in scaler.printed
+    assert "a model needs 1 live" in scaler.printed

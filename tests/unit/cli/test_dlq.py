@@ -263,7 +263,7 @@ def test_what_is_no_id_is_wrong_usage(queue: OwnDatabase, arguments: tuple[str, 
     code, _, stderr = run(*arguments, *queue.option)
 
     assert code == 64
-    assert stderr == "Error: 'x' is no dead letter's id; expected such as 1700000000123-0\n"
+    assert stderr == "Error: 'x' is not a dead letter's id; expected one such as 1700000000123-0\n"
 
 
 @pytest.mark.parametrize("command", ["replay", "purge"])

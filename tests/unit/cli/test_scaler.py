@@ -165,7 +165,7 @@ def test_models_that_want_a_worker_are_named_once(scene: Scene) -> None:
     assert [scene.see(0.0, floors={"m": 1}), scene.see(0.0, floors={"m": 1})] == [1, 1]
 
     assert sum("QINFER_REPOSITORY__MIN_WORKERS=0" in line for line in scene.lines) == 1
-    assert scene.lines[-1] == "1 worker instead of 0: a model wants 1 live"
+    assert scene.lines[-1] == "1 worker instead of 0: a model needs 1 live"
 
 
 def test_a_process_that_can_not_be_started_is_tried_again(scene: Scene) -> None:
@@ -278,4 +278,4 @@ def test_autoscale_refuses_numbers_that_make_no_sense() -> None:
     result = CliRunner().invoke(app, words)
 
     assert result.exit_code == 64
-    assert "3 to 2 workers can't be" in " ".join(result.stderr.split())
+    assert "3 to 2 workers are not possible" in " ".join(result.stderr.split())

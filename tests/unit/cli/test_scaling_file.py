@@ -146,7 +146,7 @@ def test_people_get_a_table() -> None:
     [
         (("--replay", "nowhere.jsonl"), "nowhere.jsonl can't be read"),
         (("--replay", __file__), "is not a line of an autoscaler's record"),
-        (("--replay", str(BURST), "--min", "9", "--max", "2"), "9 to 2 workers can't be"),
+        (("--replay", str(BURST), "--min", "9", "--max", "2"), "9 to 2 workers are not possible"),
         (("--replay", str(BURST), "--max", "1", "--target-s", "0"), "must be seconds above 0"),
         (("--replay", str(BURST), "--late-s", "inf", "--json"), "--late-s must be a number of seconds, got inf"),
         (("--json",), "requires --replay"),

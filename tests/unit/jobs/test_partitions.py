@@ -121,8 +121,8 @@ def test_without_partitioning_folders_are_no_columns(tmp_path: Path) -> None:
         (["x=1"], {}, "has the column 'x', and its folder has one of that name; leave out 'partitioning'"),
         (["a=1", "b=1"], {}, r"a=1/part-0.parquet' is in a folder 'a=…', and '.*b=1/part-0.parquet' is in none; move"),
         (["a=1", "a=1/b=1"], {}, r"'.*b=1/part-0.parquet' is in a folder 'b=…', and '.*a=1/part-0.parquet' is in none"),
-        (["a=1/a=2"], {}, "is in two folders of the name 'a'; rename one"),
-        (["a=%FF"], {}, "is no UTF-8 once it is percent-decoded"),
+        (["a=1/a=2"], {}, "is in two folders named 'a'; rename one"),
+        (["a=%FF"], {}, "is not UTF-8 after percent-decoding"),
         (
             ["a=1"],
             {"partition_by": ("x",)},

@@ -51,7 +51,7 @@ def test_the_reason_has_the_numbers() -> None:
     scaler = Scaler()
 
     assert scaler.see(1.0, 23.14).reason == "23.1 s of work at 10 s a worker"
-    assert scaler.see(2.0, 95.0).reason == "95.0 s of work at 10 s a worker asks for 10, 4 is the most"
+    assert scaler.see(2.0, 95.0).reason == "95.0 s of work at 10 s a worker asks for 10, the maximum is 4"
     assert scaler.see(3.0, 95.0).reason == "enough"
 
 
@@ -200,7 +200,7 @@ def test_sequences_and_work_do_not_add_up() -> None:
     assert scaler.see(1.0, 15.0, sequence_workers=3).target == 3
     assert scaler.see(2.0, 35.0, sequence_workers=3).reason == "35.0 s of work at 10 s a worker"
     assert scaler.see(3.0, 35.0, sequence_workers=9).target == 4
-    assert Scaler().see(1.0, sequence_workers=9).reason == "open sequences need the slots of 9, 4 is the most"
+    assert Scaler().see(1.0, sequence_workers=9).reason == "open sequences need the slots of 9, the maximum is 4"
 
 
 def test_a_sequence_that_waits_starts_the_first_worker_at_once() -> None:
@@ -217,7 +217,7 @@ def test_the_fewest_are_there_from_the_start() -> None:
 
     decision = scaler.see(0.0)
 
-    assert (decision.target, decision.reason) == (2, "2 is the fewest")
+    assert (decision.target, decision.reason) == (2, "the minimum is 2")
 
 
 @pytest.mark.parametrize(

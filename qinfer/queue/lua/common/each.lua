@@ -3,10 +3,10 @@
 -- Returns each request's reply.
 local requests, width = tonumber(ARGV[1]), tonumber(ARGV[2])
 local answers, at = {}, 3
-assert(width > 0 and requests * width == #KEYS, 'so many KEYS are not those of so many requests')
+assert(width > 0 and requests * width == #KEYS, 'the KEYS do not match the number of requests')
 for number = 1, requests do
   local keys, arguments, count = {}, {}, tonumber(ARGV[at])
-  assert(at + count <= #ARGV, 'there are fewer ARGV than a request is said to have')
+  assert(at + count <= #ARGV, 'a request has fewer ARGV than it declares')
   for i = 1, width do keys[i] = KEYS[(number - 1) * width + i] end
   for i = 1, count do arguments[i] = ARGV[at + i] end
   at = at + count + 1

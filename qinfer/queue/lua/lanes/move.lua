@@ -2,7 +2,7 @@
 -- delivered. They keep their first enqueue time, and go to their tenant's share of the new lane. Records of asynchronous
 -- requests get the new place; for other entries a note has it.
 -- KEYS: the lane, the other lane, the notes.
--- ARGV: group, the consumer `released`, endpoint, partition prefix, the other version, the lane's name, most entries and
+-- ARGV: group, the consumer `released`, endpoint, prefix, the other version, the lane's name, most entries and
 --   bytes to look at, lifetime of the notes in ms, first share, first id there ('(' = behind it).
 -- Returns {how many were moved, next share, next id}, or {how many} at the end.
 local lane, other, notes = KEYS[1], KEYS[2], KEYS[3]

@@ -1,5 +1,5 @@
 -- Appends stored responses of an asynchronous request, for the consumer that holds its entry.
--- KEYS: record, responses. ARGV: partition prefix, group, consumer, its delivery, the entry's lane and id, whether a
+-- KEYS: record, responses. ARGV: prefix, group, consumer, its delivery, the entry's lane and id, whether a
 --   later delivery continues an earlier one (1 | 0), most bytes, index of the first response, responses.
 -- Returns {what, how many are stored, watchers by line}: stored | ended (or another's) | broken | full | over (the
 --   tenant has stored too much).

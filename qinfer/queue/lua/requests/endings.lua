@@ -1,5 +1,5 @@
 -- Takes ended requests with records and results from a named outbox.
--- KEYS: the outbox's queue. ARGV: count, ms until they are due again, partition prefix, most bytes of results, the
+-- KEYS: the outbox's queue. ARGV: count, ms until they are due again, prefix, most bytes of results, the
 --   record's fields, state first.
 -- Returns {id, attempts, request id, notes, values of the fields, result's place (none | given | apart), result} of
 --   each; large results make it return fewer.

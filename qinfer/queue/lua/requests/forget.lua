@@ -1,5 +1,5 @@
 -- Removes the result and responses of an ended asynchronous request, unless its end goes to an outbox; its record stays.
--- KEYS: record, result, responses. ARGV: partition prefix, id. Returns unreferenced objects.
+-- KEYS: record, result, responses. ARGV: prefix, id. Returns unreferenced objects.
 local record, result, responses = unpack(KEYS)
 local state, outbox, share = unpack(redis.call('HMGET', record, 'state', 'outbox', 'share'))
 if not state or state == 'queued' or outbox then return {} end

@@ -1,5 +1,5 @@
 -- Reads the record of an asynchronous request, and registers a watcher of its end.
--- KEYS: record, result, responses. ARGV: partition prefix, group, the consumers `released` and `suspects`, watcher ('' =
+-- KEYS: record, result, responses. ARGV: prefix, group, the consumers `released` and `suspects`, watcher ('' =
 --   none), most watchers, fields to read.
 -- Returns {values, whether there is a result, whether a consumer holds the entry, deliveries, stored responses}, or nil.
 local record, result, responses = unpack(KEYS)

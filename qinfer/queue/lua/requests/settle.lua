@@ -1,6 +1,6 @@
 -- Ends an asynchronous request, unless it has ended, and removes its entry in any case.
 -- KEYS: record, result, staged result, due, queue of webhooks, payload, responses, notes of cancellations.
--- ARGV: partition prefix, group, id, the entry's lane and id ('' = as in the record), result's place (none | given |
+-- ARGV: prefix, group, id, the entry's lane and id ('' = as in the record), result's place (none | given |
 --   staged), result, attempt (0 = not executed), state, failure ('' = none).
 -- Returns {what, watchers by line, unreferenced objects}: first | late | gone (the staged result: nothing was done) |
 --   over (the tenant has stored too much: it has not ended).

@@ -1,5 +1,5 @@
 -- Counts the steps of sequences without an owner; beyond a thousand sequences each counts as one step.
--- KEYS: the open sequences, the lanes of waiting ones. ARGV: partition prefix, whether Redis may lose.
+-- KEYS: the open sequences, the lanes of waiting ones. ARGV: prefix, is_fragile.
 begin(ARGV[1], ARGV[2])
 local left, steps = 1000, 0
 

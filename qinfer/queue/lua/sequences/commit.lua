@@ -2,7 +2,7 @@
 -- the life. The previous response is kept until it is answered. An explicit sequence commits only numbered steps, so
 -- earlier ones may be missing.
 -- KEYS: record.
--- ARGV: partition prefix, whether Redis may lose, name, token, life, number, state's place (none = unchanged | given |
+-- ARGV: prefix, is_fragile, name, token, life, number, state's place (none = unchanged | given |
 --   staged), state or its staged key, response's place, response or its key.
 -- Returns {done | known (committed before) | lost (another owner) | gone (what was staged), unreferenced objects}.
 local function one(KEYS, ARGV)

@@ -1,5 +1,5 @@
 -- Ends a life by an error at one of its steps, or, without a code, because its idle time is over.
--- KEYS: record. ARGV: partition prefix, whether Redis may lose, name, the owner's token ('' = any caller, 0 = only if
+-- KEYS: record. ARGV: prefix, is_fragile, name, the owner's token ('' = any caller, 0 = only if
 --   the life has no owner), life, step, code ('' = idle), text.
 -- If a caller cancels a step of an owned life, the owner is told, which knows the executing steps; `fail:<life>` ends
 -- the life if the owner dies first.

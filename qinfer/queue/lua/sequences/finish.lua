@@ -1,6 +1,6 @@
 -- Removes an answered step with its payload, and its response unless it is the last committed one. Ends a life with a
 -- successor whose last step was not committed.
--- KEYS: record. ARGV: partition prefix, whether Redis may lose, name, life, number, entry id, payload's key ('' = none).
+-- KEYS: record. ARGV: prefix, is_fragile, name, life, number, entry id, payload's key ('' = none).
 -- Returns unreferenced objects.
 local function one(KEYS, ARGV)
 begin(ARGV[1], '0')

@@ -1,5 +1,5 @@
 -- Offers the sequences of workers whose lease has ended to others.
--- KEYS: the owners, the orphaned sequences. ARGV: partition prefix, whether Redis may lose, count.
+-- KEYS: the owners, the orphaned sequences. ARGV: prefix, is_fragile, count.
 -- Returns {how many were handed over or ended, unreferenced objects}.
 begin(ARGV[1], ARGV[2])
 make_room()

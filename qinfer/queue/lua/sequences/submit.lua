@@ -1,7 +1,7 @@
 -- Appends a step to a sequence. START begins a life behind the executing one. A repeated numbered step gets the stored
 -- response, or waits behind the first of its number.
 -- KEYS: record.
--- ARGV: partition prefix, whether Redis may lose (1), name, flags (S, E, SE or empty), number (0 = none), hash of a
+-- ARGV: prefix, is_fragile, name, flags (S, E, SE or empty), number (0 = none), hash of a
 --   START's content, frame, id of the request with the payload ('' = none), ms to its deadline, limit of waiting steps
 --   (0 = none), limit of open sequences (0 = none), tenant's weight (0 = unknown), and of a START `<version>
 --   <generation> <kind> <idle ms>`.

@@ -1,5 +1,5 @@
 -- Ends sequences without an owner at the deadline of a waiting step, or after a time without one.
--- KEYS: the open sequences. ARGV: partition prefix, whether Redis may lose, how many to look at.
+-- KEYS: the open sequences. ARGV: prefix, is_fragile, how many to look at.
 -- Returns {how many ended, unreferenced objects}.
 begin(ARGV[1], ARGV[2])
 make_room()

@@ -1,5 +1,5 @@
 -- Tells a worker the steps of its sequences, and which have ended; confirmed tickets are not told again.
--- KEYS: the worker's lane. ARGV: partition prefix, whether Redis may lose, worker, its last ticket ('' = none), count,
+-- KEYS: the worker's lane. ARGV: prefix, is_fragile, worker, its last ticket ('' = none), count,
 --   most bytes of frames.
 -- Returns {whether the lease is alive, the last ticket seen, {name, life, number (0 = the life has ended), token, entry
 --   id, fields (empty = the step's caller has left), deliveries} of each}.

@@ -1,4 +1,4 @@
--- KEYS: the lanes of waiting sequences. ARGV: partition prefix, whether Redis may lose.
+-- KEYS: the lanes of waiting sequences. ARGV: prefix, is_fragile.
 -- Returns {tenant, weight, held by all workers, ms that the first has waited (-1 = none)} of the tenants with open
 --   sequences.
 begin(ARGV[1], ARGV[2])
