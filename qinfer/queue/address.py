@@ -54,10 +54,7 @@ class Address(msgspec.Struct, frozen=True):
 class Sentinels(msgspec.Struct, frozen=True):
     """Sentinels, and the service whose primary they know.
 
-    Attributes:
-        places: (host, port) of each.
-        node: The primary's credentials and options; the Sentinels have its host and port.
-        options: The node's options in redis-py's names: `db`, `username`, `password`, `ssl_…`.
+    `node` has the primary's credentials, `options` the same in redis-py's names.
     """
 
     places: tuple[tuple[str, int], ...]
@@ -154,7 +151,7 @@ class Tls:
         self._context = _context(fields)
 
     def context(self) -> ssl.SSLContext:
-        """Returns the context of a new connection; if a file is unreadable, logs an ERROR and returns the last one."""
+        """Returns the context of a new connection; with an unreadable file the last one, after an ERROR in the log."""
         if self._has_files:
             try:
                 self._context = _context(self._fields)

@@ -59,7 +59,7 @@ def blocking_client(login: Login) -> "redis.Redis | redis.RedisCluster":
 class _ReadsFiles:
     """A TLS connection of redis-py's asynchronous clients that reads its files at each connect, not only at the first.
 
-    `last` is the context of the client's newest connection; each client has its own class.
+    `last` is the context of the client's newest connection.
     """
 
     last: ClassVar[ssl.SSLContext | None] = None

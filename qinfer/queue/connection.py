@@ -83,7 +83,7 @@ _FULL = "too much is waiting to be written to the queue; try again"
 _TOO_FEW_REPLICAS = "the queue has too few replicas; try again"
 _NO_DISK = "the queue can't write to its disk; try again"
 _LEAVE = {_FAILING_OVER, _TOO_FEW_REPLICAS}
-"""Replies of a node that may no longer be a primary: the address is looked up again."""
+"""Replies of a node that may no longer be a primary."""
 _LOST = "the connection to the queue broke before it answered; try again"
 
 _REFUSALS: dict[str, Callable[[], QinferError]] = {
@@ -112,7 +112,7 @@ class Refused(DeliveryError):
 
 
 def mapped(error: Exception) -> QinferError:
-    """Returns the error for an error reply; for a script's error of Redis 6.2, that of the command inside."""
+    """Returns the error for an error reply, or for the one inside a script's error of Redis 6.2."""
     text = str(error)
     kind = text.partition(" ")[0]
     if text.startswith("ERR Error running script") and (inner := _IN_SCRIPT.search(text)):
@@ -154,8 +154,7 @@ def _keep_alive(sock: socket.socket | None) -> None:
 class Connection(asyncio.Protocol):
     """One connection: a queue of callbacks beside a socket.
 
-    It counts as broken after `timeout_s` without any reply while one is pending: cutting off a slow but steady server
-    would add to its load.
+    It counts as broken after `timeout_s` without any reply, not when a server is slow but steady.
     """
 
     def __init__(self, settings: RedisSettings, timeout_s: float) -> None:
@@ -180,10 +179,7 @@ class Connection(asyncio.Protocol):
         self._watchdog = self._loop.call_later(self._timeout_s, self._watch)
 
     def send(self, packed: bytes, reply: Reply) -> None:
-        """Sends a command with the others of this event-loop tick.
-
-        Raises `BrokerUnavailable` if the link is down or its buffer full.
-        """
+        """Sends a command with the others of this event-loop tick; raises `BrokerUnavailable` if it can't."""
         if self._transport is None:
             raise self._farewell or BrokerUnavailable(DOWN)
         if self._is_paused or self._out_bytes > self._max_bytes:
@@ -205,10 +201,7 @@ class Connection(asyncio.Protocol):
         self._has_large = True
 
     async def call(self, *command: Any, late: Reply | None = None) -> Any:
-        """Sends a command and returns its reply; a reply after the caller's cancellation goes to `late`.
-
-        Raises `Refused` if the command is wrong, or wrong at this node.
-        """
+        """Sends a command and returns its reply; a reply after the caller's cancellation goes to `late`."""
         future: asyncio.Future[Any] = self._loop.create_future()
 
         def answered(reply: Any) -> None:
@@ -320,7 +313,7 @@ _UNREACHABLE = "redis can't be reached"
 class Link:
     """A node's connection for the life of the process: reconnects with jittered exponential backoff.
 
-    `resolve` returns the address before each attempt. Replies may take `block_s` longer than a command.
+    `resolve` returns the address before each attempt.
     """
 
     def __init__(
@@ -360,10 +353,7 @@ class Link:
             self._keeper = asyncio.create_task(self._keep(), name=f"redis link {self._name}")
 
     def send(self, packed: bytes, reply: Reply) -> None:
-        """Sends a command with the others of this event-loop tick.
-
-        Raises `BrokerUnavailable` if the link is down or its buffer full.
-        """
+        """Sends a command with the others of this event-loop tick; raises `BrokerUnavailable` if it can't."""
         connection = self._connection
         if connection is None:
             raise BrokerUnavailable(DOWN)
@@ -535,8 +525,7 @@ def packable(data: Bytes) -> bytes | memoryview:
 class SentinelResolver:
     """Asks Sentinels for the primary's address; `resolve` is a `Link`'s.
 
-    Each query starts at another Sentinel, because one that is cut off may name an old primary. `Link` asks the node
-    itself. A round of queries takes at most half of `connect_timeout_s`.
+    Each query starts at another Sentinel, because one that is cut off may name an old primary.
     """
 
     def __init__(self, sentinels: Sentinels, settings: RedisSettings) -> None:
@@ -546,10 +535,7 @@ class SentinelResolver:
         self._first = 0
 
     async def resolve(self) -> Address:
-        """Returns the primary's address.
-
-        Raises `SettingsError` if the Sentinels do not know the service, or refuse the password.
-        """
+        """Returns the primary's address."""
         places = self._sentinels.places
         self._first += 1
         problem: QinferError = BrokerUnavailable("no Sentinel answers; try again")
@@ -579,7 +565,7 @@ class SentinelResolver:
             found = await connection.call(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._sentinels.service)
         except Refused as error:
             if "AUTH" in error.message:
-                raise SettingsError("QINFER_REDIS__SENTINEL_PASSWORD: the Sentinels use no password; unset it") from None
+                raise SettingsError("QINFER_REDIS__SENTINEL_PASSWORD: the Sentinels use none; unset it") from None
             raise SettingsError("QINFER_REDIS__URL: the server there is not a Sentinel; check the ports") from None
         except SettingsError:
             raise SettingsError("QINFER_REDIS__SENTINEL_PASSWORD: the Sentinels refuse it, or ask for one") from None

@@ -37,10 +37,9 @@ _GONE = "the tensors of dead letter {} are not in the payload store any more; re
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry that was given up.
+    """An entry that was given up; listings have neither frame nor payload.
 
-    Frame and payload are empty in listings, the request id if the frame can't be decoded. `buried_at` is in Redis'
-    time, `size` the bytes of frame and payload.
+    `buried_at` is in Redis' time, `size` the bytes of frame and payload.
     """
 
     id: str
@@ -61,20 +60,14 @@ class _Found(NamedTuple):
 
 
 class DeadLetters:
-    """The dead letters of models, bounded by age and bytes; the oldest go first.
-
-    Each partition has a stream, which `bury.lua` writes. A payload that is an object is copied, to be kept longer.
-    """
+    """The dead letters of models, bounded by age and bytes; the oldest go first. `bury.lua` writes them."""
 
     def __init__(self, router: Router, values: Values) -> None:
         self._router = router
         self._values = values
 
     async def keep_payload(self, entry: Entry) -> Reference | None:
-        """Copies an entry's payload for its dead letter, if it is an object.
-
-        Without the store there is no copy, and the payload expires as the request's would.
-        """
+        """Copies an entry's payload for its dead letter, if it is an object and the store is reachable."""
         lane = entry.lane
         key = keys.payload(lane.model, lane.partition, entry.payload_id)
         reference = await self._values.reference(keys.lane_slot(lane), key)
@@ -108,8 +101,7 @@ class DeadLetters:
     async def replay(self, model: str, letter_id: str) -> bool:
         """Moves a dead letter to the end of its lane atomically, as never delivered; False if it is gone.
 
-        A synchronous caller no longer waits. An asynchronous request becomes `queued`, with its timeout counted from
-        now.
+        An asynchronous request becomes `queued`, with its timeout counted from now.
         """
         found = await self._one(model, letter_id, (b"payload",))
         if found is None:

@@ -27,7 +27,7 @@ _DONE = load_script("deliveries/done", "now_ms", "deliveries")
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """A kind of delivery, by the name in its keys.
+    """A kind of delivery.
 
     A taken item rests for `pause_s`, at least the time of one delivery, doubling up to `longest_pause_s`.
     """
@@ -50,10 +50,7 @@ def outbox(name: str, pause_s: float) -> Kind:
 
 
 class DeliveryItem(msgspec.Struct, frozen=True):
-    """An item to be delivered.
-
-    `id` is the same at each attempt. `text` is the subject, such as a request's id. `attempts` stops at 1023.
-    """
+    """An item to be delivered; `text` is its subject, such as a request's id. `attempts` stops at 1023."""
 
     model: str
     partition: int
@@ -64,7 +61,7 @@ class DeliveryItem(msgspec.Struct, frozen=True):
 
 
 class Deliveries:
-    """The deliveries of all models; every coroutine raises `BrokerUnavailable` without Redis."""
+    """The deliveries of all models."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -87,10 +84,7 @@ class Deliveries:
         *,
         note: tuple[bytes, str, str] | None = None,
     ) -> None:
-        """Removes items, even those that another caller took; may be repeated.
-
-        `note` is the key of a record with a field and a value that are set in it, if it still exists, in the same step.
-        """
+        """Removes items, even those that another caller took; sets `note`, field and value, in an existing record."""
         name = keys.deliveries(model, partition, kind.name).encode()
         record, field, value = note or (b"", "", "")
         names = [name, record] if record else [name]

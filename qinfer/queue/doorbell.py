@@ -56,7 +56,7 @@ class Sleeper(Protocol):
 class Doorbell:
     """The bell of one process.
 
-    While `is_armed` every ring is heard. For `stirred_s` after an event, abandoned leases are searched.
+    While `is_armed` every ring is heard. Abandoned leases are searched for `stirred_s` after an event.
     """
 
     def __init__(self, router: Router, monotonic_s: Callable[[], float]) -> None:
@@ -89,7 +89,7 @@ class Doorbell:
         return max(SHORTEST_S, share_s * random.uniform(0.75, 1.25))  # noqa: S311 - so that they do not look at once
 
     def ring(self, lane: Lane, _: Any = None) -> None:
-        """Rings for a lane without waiting, until Redis has confirmed it; usable as the callback of a reply."""
+        """Rings for a lane without waiting, until Redis has confirmed it."""
         place = place_of(lane)
         if place not in self._unrung:
             self._unrung.add(place)

@@ -40,10 +40,7 @@ class Durability:
         self._lines: dict[int, _Line] = {}
 
     async def check(self) -> None:
-        """Checks every node's settings, and decides which waits writes need; call it before the first write.
-
-        Raises `SettingsError`, with the remedy, if Redis is set up so that it could lose requests.
-        """
+        """Checks every node's settings, and decides which waits writes need; call it before the first write."""
         needs_sync = False
         for link in self._router.nodes():
             needs_sync |= await _inspect(link, self._settings)
@@ -53,7 +50,7 @@ class Durability:
         """Runs `operation` on a connection to the partition's node, and returns its result once the write is safe.
 
         `operation` sends only through its `call`, and must be idempotent: it runs again if the slot moved, and callers
-        repeat it with the same id after `BrokerUnavailable`, when the write may have happened.
+        repeat it with the same id after `BrokerUnavailable`.
         """
         slot = keys.slot(keys.confirm(model, partition))
         if not self._waits:
@@ -68,7 +65,7 @@ class Durability:
 
 
 async def _inspect(link: Link, settings: RedisSettings) -> bool:
-    """Checks one node's settings, as far as it lets them be read; returns whether each write needs a WAITAOF."""
+    """Checks one node's readable settings; returns whether each write needs a WAITAOF."""
     policy = await _config(link, b"maxmemory-policy")
     if policy not in {None, "noeviction"}:
         raise SettingsError(
@@ -161,8 +158,8 @@ def _waits(settings: RedisSettings, *, needs_sync: bool) -> list[_Wait]:
 class _Line:
     """The confirmed writes to one node, over a connection of their own.
 
-    The `marker` key is written before the waits: a wait covers what its connection wrote, and a repeated accept writes
-    nothing, though its first attempt may not be safe yet.
+    The `marker` is written before the waits, because a repeated accept writes nothing, though its first attempt may not
+    be safe yet.
     """
 
     def __init__(self, link: BlockingLink, marker: str, waits: Sequence[_Wait]) -> None:

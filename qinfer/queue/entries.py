@@ -54,7 +54,7 @@ class Entry(msgspec.Struct, frozen=True):
     Attributes:
         entry_id: The stream id; begins with Redis' milliseconds.
         origin: The id in its first lane, if it was moved.
-        payload_id: The request with the payload, if it is stored beside it.
+        payload_id: The id of the request whose payload is stored beside it.
     """
 
     lane: Lane
@@ -71,7 +71,7 @@ class Entry(msgspec.Struct, frozen=True):
 class Lease(msgspec.Struct, frozen=True):
     """A fetched entry that one consumer owns until it finishes, releases or loses it.
 
-    `deliveries` includes this one. A `suspect` was reclaimed from an owner that may have died of it: run it alone.
+    A `suspect` was reclaimed from an owner that may have died of it: run it alone.
     """
 
     entry: Entry
@@ -215,10 +215,9 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
         timeout_s: Seconds from now to the deadline, in Redis' time.
         tombstone_ttl_s: How long the request stays known after its result.
         client_id: The `id` of the body, echoed in the result.
-        plan: The encoded `OutputPlan` of the result.
         idempotency_key: The hash of the caller's key.
-        outbox: The outbox for the end, instead of a webhook. It is trimmed by age: its requests should have equal
-            times.
+        outbox: The outbox for the end, instead of a webhook; its requests should have equal times, because it is
+            trimmed by age.
         notes: Opaque bytes for the reader of the outbox.
         watcher: The reply address that is notified of the end.
         is_told: Workers report executing entries; others that they hold count as waiting.
@@ -283,8 +282,7 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a request, `RUNNING` while a worker holds it; instants are seconds in Redis' time, 0 = not yet.
 
-    `expires_at` is the end of the result, `responses` and `stored_bytes` count responses before the final one, and
-    `webhook_state` is pending, delivered, failed or empty.
+    `expires_at` is the end of the result; `responses` and `stored_bytes` count responses before the final one.
     """
 
     address: Address
@@ -311,12 +309,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
     """A request that ended, as a delivery of a named outbox.
 
-    Attributes:
-        id: The delivery's own id, for `Deliveries.done`.
-        record: `None` after the request expired: the delivery is void.
-        notes: The latest, if the request was accepted again after its end.
-        blob: Its `Outcome.blob`, if it exists.
-        attempts: How often it was handed out, this time included.
+    `id` is the delivery's own. `record` is `None` after the request expired, `blob` without a result.
     """
 
     id: str

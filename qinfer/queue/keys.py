@@ -74,10 +74,7 @@ def responses(model: str, partition: int, request_id: str) -> str:
 
 
 def stored(model: str, partition: int, tenant: str) -> str:
-    """Returns the hash of the bytes of results that a tenant has stored.
-
-    The sorted set `stored-until` has their expiry.
-    """
+    """Returns the hash of the bytes of a tenant's stored results; the sorted set `stored-until` has their expiry."""
     return f"{_partition(model, partition)}stored:{tenant}"
 
 
@@ -87,7 +84,7 @@ def request(model: str, partition: int, request_id: str) -> str:
 
 
 def staged(key: str, nonce: str) -> str:
-    """Returns the string of a staged value, until a script renames it to `key`; no request id contains a `|`."""
+    """Returns the string of a staged value, which a script renames to `key`; no request id contains a `|`."""
     return f"{key}|{nonce}"
 
 
@@ -97,12 +94,12 @@ def idempotency(model: str, partition: int, tenant: str, key_hash: str) -> str:
 
 
 def sent(of: "Lane", entry_id: str) -> str:
-    """Returns the string that marks an entry with a sent response, which must not be executed again."""
+    """Returns the string that marks an entry with a sent response."""
     return f"{_partition(of.model, of.partition)}sent:{of.version}:{of.name}:{entry_id}"
 
 
 def cancels(model: str, partition: int = 0) -> str:
-    """Returns the stream of a partition's entries that were cancelled while a worker held them."""
+    """Returns the stream of entries that were cancelled while a worker held them."""
     return f"{_partition(model, partition)}cancels"
 
 
@@ -117,7 +114,7 @@ def due(model: str, partition: int = 0) -> str:
 
 
 def deliveries(model: str, partition: int, kind: str) -> str:
-    """Returns the stream of pending deliveries of a kind; taken ones are in a sorted set with the suffix `|later`."""
+    """Returns the stream of pending deliveries of a kind; the suffix `|later` is the sorted set of taken ones."""
     return f"{_partition(model, partition)}deliveries:{kind}"
 
 
@@ -167,27 +164,27 @@ def sequence_counts(model: str, partition: int) -> str:
 
 
 def sequences_of(model: str, partition: int, tenant: str) -> str:
-    """Returns the set of a tenant's open sequences; with an empty tenant the hash of the tenants' weights."""
+    """Returns the set of a tenant's open sequences; without a tenant, the hash of weights."""
     return f"{sequences(model, partition)}~{tenant}"
 
 
 def sequence_turn(model: str, partition: int, tenant: str) -> str:
-    """Returns the string that marks a slot that a worker has just given up for a tenant."""
+    """Returns the string that marks a slot just given up for a tenant."""
     return f"{_partition(model, partition)}sequence-turn:{tenant}"
 
 
 def sequence_numbers(model: str, partition: int) -> str:
-    """Returns the hash of a model's first tenant and of the number of ids allotted to other tenants' sequences."""
+    """Returns the hash of a model's first tenant and of the count of allotted numbers."""
     return f"{_partition(model, partition)}sequence-numbers"
 
 
 def sequence_number(model: str, partition: int, number: int) -> str:
-    """Returns the string with the name of the sequence to which a number is allotted."""
+    """Returns the string with the sequence that has a number."""
     return f"{_partition(model, partition)}sequence-number:{number}"
 
 
 def sequence_told(model: str, partition: int, name: str) -> str:
-    """Returns the string with the number of a sequence for a model without sequences."""
+    """Returns the string with a sequence's number for a model without sequences."""
     return f"{_partition(model, partition)}sequence-told:{name}"
 
 
@@ -262,10 +259,7 @@ def liveness(program: str) -> str:
 
 
 def bridges() -> str:
-    """Returns the hash of bridges: expiry (ms of Redis' time), last report, gauges.
-
-    It shares a hash tag with the keys of routes.
-    """
+    """Returns the hash of bridges: expiry (ms of Redis' time), last report, gauges."""
     return f"{_BRIDGES}live"
 
 
@@ -280,10 +274,7 @@ def route_counts(route: str) -> str:
 
 
 def endpoints() -> str:
-    """Returns the hash of endpoint declarations by name; the empty name has their latest revision.
-
-    It shares a hash tag with the keys of canary trials.
-    """
+    """Returns the hash of endpoint declarations by name; the empty name has their latest revision."""
     return f"{_ENDPOINTS}declared"
 
 
@@ -298,7 +289,7 @@ def trial_counts(endpoint: str, revision: int) -> str:
 
 
 def trial_latencies(endpoint: str, revision: int) -> str:
-    """Returns the list of the stable target's latest latencies, from which missing limits are derived."""
+    """Returns the list of the stable target's latest latencies."""
     return f"{_ENDPOINTS}latencies:{revision}:{endpoint}"
 
 
@@ -308,7 +299,7 @@ def trial_events(endpoint: str) -> str:
 
 
 def trial_lease() -> str:
-    """Returns the string that names the gateway whose lease lets it decide about canaries."""
+    """Returns the string with the gateway that decides about canaries."""
     return f"{_ENDPOINTS}lease"
 
 
@@ -318,7 +309,7 @@ def heard_revisions() -> str:
 
 
 def kept_target(endpoint: str, tenant: str, name: str) -> str:
-    """Returns the string with the target of a repeatable request; the targets of an endpoint share a slot."""
+    """Returns the string with the target of a repeatable request."""
     return f"qinfer:{{{endpoint}|targets}}:{tenant}:{name}"
 
 
@@ -345,10 +336,7 @@ def cached_bytes(span: int) -> str:
 
 
 def counts_asked() -> str:
-    """Returns the stream by which readers of statistics ask workers to add their counts.
-
-    It shares a hash tag with the answers, so that their ids come from one clock.
-    """
+    """Returns the stream by which readers of statistics ask workers to add their counts."""
     return f"{_COUNTS}asked"
 
 
@@ -358,10 +346,7 @@ def counts_added() -> str:
 
 
 def resource_leases() -> str:
-    """Returns the sorted set of the workers that use global resources, by the ends of their leases.
-
-    All keys of resources share a hash tag.
-    """
+    """Returns the sorted set of workers that use global resources, by the ends of their leases."""
     return f"{_RESOURCES}leases"
 
 
@@ -386,7 +371,7 @@ def resource_news() -> str:
 
 
 def quota(tenant: str) -> str:
-    """Returns the hash of a tenant's remaining quota and of the parts that gateways hold."""
+    """Returns the hash of a tenant's remaining quota and of the gateways' parts."""
     return f"qinfer:quota:{tenant}"
 
 

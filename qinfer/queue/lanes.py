@@ -127,10 +127,7 @@ class Queue:
     async def connect(
         cls, settings: RedisSettings, limits: LimitSettings | None = None, *, clock: Clock | None = None
     ) -> Self:
-        """Connects, reads the server's time, and tries the payload store.
-
-        Raises `SettingsError` for a Redis or a store that can't be used.
-        """
+        """Connects, reads the server's time, and tries the payload store."""
         queue = cls(settings, await Router.connect(settings), clock or SystemClock())
         try:
             sent_s = queue._monotonic_s()
@@ -165,7 +162,7 @@ class Queue:
             done: Called once with the entry or an error. After any error but `QueueFull` the entry may be in the queue.
             payload: Tensors beside the frame.
             limit: Refuse the entry when this many wait in the lane and its `.delayed` lane; 0 = no limit.
-            tenant: The tenant whose share gets the entry; empty = the lane itself.
+            tenant: The tenant whose share gets the entry.
             endpoint: The request's endpoint, if `moves` may move it.
         """
         self._submitter.submit(lane, frame, done, payload, limit, tenant, endpoint)
@@ -177,7 +174,7 @@ class Queue:
     async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
         """Takes up to `count` entries, lanes in the given order, a lane's shares in turn; waits `wait_s` for the first.
 
-        Run one at a time per model version for online lanes, and one each for its bulk and shadow lanes.
+        Online, bulk and shadow lanes of a model version allow one fetch at a time each.
         """
         if count <= 0:
             return []
@@ -206,9 +203,9 @@ class Queue:
             await reader.close()
 
     async def reclaim(self, lanes: Sequence[Lane], consumer: str, idle_s: float, count: int) -> list[Lease]:
-        """Takes up to `count` entries whose owner has not renewed them for `idle_s` seconds, as suspects.
+        """Takes up to `count` entries that were not renewed for `idle_s` seconds, as suspects.
 
-        `consumer` may own one itself, if a fetch's reply was lost; if it still holds the entry, it drops the second
+        `consumer` may own one itself, if a fetch's reply was lost; a consumer that still holds it drops the second
         lease.
         """
         names = [keys.lane(lane) for lane in lanes]
@@ -217,9 +214,9 @@ class Queue:
         return leases_of(lanes, consumer, found or (), suspect=True)
 
     async def release(self, leases: Sequence[Lease], *, rest_s: float = 0.0) -> None:
-        """Returns this owner's unexecuted entries to the queue, where `fetch` finds them after `rest_s`.
+        """Returns unexecuted entries to the queue, where `fetch` finds them after `rest_s`, below an hour.
 
-        The rest is below an hour. Suspects stay suspects, for `reclaim`.
+        Suspects stay suspects, for `reclaim`.
         """
         await _all(
             [
@@ -264,10 +261,7 @@ class Queue:
         )
 
     async def bury(self, lease: Lease, request_id: str, code: str, reason: str) -> bool:
-        """Moves an entry to the dead letters; False if it is gone or has another owner.
-
-        Undecodable frames have no `request_id`.
-        """
+        """Moves an entry to the dead letters; False if it is gone or has another owner."""
         entry, lane = lease.entry, lease.entry.lane
         names = [keys.lane(lane), keys.dead_letters(lane.model, lane.partition).encode(), *_payloads([entry])]
         about = (f"{lane.version}:{lane.name}", request_id, code, reason)
@@ -288,10 +282,7 @@ class Queue:
         return await self._values.get(keys.lane_slot(lane), key, tenant)
 
     async def store_result(self, lane: Lane, request_id: str, blob: Bytes, ttl_s: float, tenant: str = "") -> None:
-        """Stores outputs too large for a reply stream, for `take_result`.
-
-        Raises `QuotaExceeded` if the tenant has stored too much.
-        """
+        """Stores outputs too large for a reply stream, for `take_result`."""
         key, size = keys.result(lane.model, lane.partition, request_id), len(blob)
         is_here = not self._values.is_object(size)
         if is_here and not await self._count_result(lane, request_id, tenant, size, ttl_s):
@@ -329,7 +320,7 @@ class Queue:
         await _all([self._run(lane, _FINISH, (), group) for lane, group in by_lane(entries)])
 
     async def publish(self, reply_to: str, blob: Bytes) -> bool:
-        """Appends encoded responses to a reply stream; False if it is gone, so that no process waits."""
+        """Appends encoded responses to a reply stream; False if it is gone."""
         slot, key = keys.reply_stream(reply_to)
         try:
             added = await self.router.call(slot, b"XADD", key, b"NOMKSTREAM", b"*", b"r", packable(blob))
@@ -361,10 +352,7 @@ class Queue:
         await _all([self._run(lane, _CANCEL, (f"{lane.version}:{lane.name}",), group) for lane, group in lanes])
 
     async def shares(self, lanes: Sequence[Lane], *, named: bool = False) -> list[list[Share]]:
-        """Returns the shares of each lane with their sizes, the lane itself first.
-
-        `named` adds waiting entries and tenants.
-        """
+        """Returns the shares of each lane, itself first; `named` adds waiting entries and tenants."""
         found: dict[Lane, list[Share]] = {}
 
         async def run(group: list[Lane]) -> None:
@@ -404,7 +392,7 @@ class Queue:
         return [found[lane] for lane in lanes]
 
     async def oldest(self, lane: Lane, age_s: float, count: int, after: str = "") -> list[tuple[Entry, bytes]]:
-        """Lists up to `count` entries older than `age_s`, oldest first, behind the id `after`, with their frames."""
+        """Lists up to `count` entries older than `age_s` with their frames, oldest first, behind the id `after`."""
         end = max(int((self.clock.now_s() - age_s) * 1000), 0)
         words = (b"XRANGE", keys.lane(lane), f"({after}" if after else b"-", end, b"COUNT", count)
         found = await self.router.call(keys.lane_slot(lane), *words)
@@ -412,7 +400,7 @@ class Queue:
         return [(lease.entry, lease.frame) for lease in leases]
 
     async def sweep(self) -> int:
-        """Deletes a bounded number of expired objects of dead processes; returns how many. Safe to run concurrently."""
+        """Deletes a bounded number of expired objects of dead processes; returns how many."""
         return await self._values.sweep()
 
     async def close(self) -> None:

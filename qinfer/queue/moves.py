@@ -16,7 +16,7 @@ from qinfer.queue.router import Call, Router, load_script, run_script, ttl_ms
 from qinfer.queue.submitter import PLACING
 
 AT_ONCE = 50
-"""Entries per script, during which Redis serves no other client; each moved one costs about five commands."""
+"""Entries per script; each moved one costs about five commands."""
 
 AT_ONCE_BYTES = 2**20
 """Bytes of frames per script."""
@@ -34,9 +34,9 @@ class Moves:
         self._router = router
 
     async def move(self, lanes: Sequence[Lane], version: int, endpoint: str) -> int:
-        """Moves an endpoint's waiting entries, shares included, to the same lanes of another version; returns how many.
+        """Moves an endpoint's waiting entries, shares included, to the same lanes of another version.
 
-        After `BrokerUnavailable` the others are where they were.
+        Returns how many.
         """
         count = 0
         for lane in lanes:

@@ -37,7 +37,7 @@ class Node(NamedTuple):
 class Replica(NamedTuple):
     """A replica as its primary sees it; offline while it receives the data.
 
-    `lag_bytes` are unconfirmed. `lag_s` counts from its last confirmation, which is due every second.
+    `lag_s` counts from its last confirmation, which is due every second.
     """
 
     place: str
@@ -95,7 +95,7 @@ def parse_info(text: bytes) -> dict[str, str]:
 
 
 def memory_share(info: Fields) -> float | None:
-    """Returns the used share of `maxmemory`, or of the machine's memory, as Redis computes it; `None` = unknown."""
+    """Returns the used share of memory as Redis computes it; `None` = unknown."""
     used, most = _number(info, "used_memory"), _number(info, "maxmemory") or _number(info, "total_system_memory")
     if used is None or not most:
         return None

@@ -93,10 +93,7 @@ class ObjectStore:
 
     @classmethod
     async def open(cls, limits: LimitSettings, redis: RedisSettings, now_s: Callable[[], float]) -> Self:
-        """Opens the store of `limits.payload_url`, and tries it by writing, reading and deleting an object.
-
-        Raises `SettingsError` if the URL is wrong, its driver is missing, or the trial fails.
-        """
+        """Opens the store of `limits.payload_url`, and tries it by writing, reading and deleting an object."""
         store, folder = await asyncio.to_thread(_opened, limits.payload_url)
         one = cls(store, folder, limits, redis, now_s)
         try:
@@ -109,26 +106,20 @@ class ObjectStore:
         return one
 
     async def write(self, owner: str, data: Bytes, kept_s: float) -> Reference:
-        """Writes an object for `kept_s` seconds; its name has the hash of `owner`, for people who search it.
-
-        After `BrokerUnavailable` a partial object may exist, which is swept.
-        """
+        """Writes an object for `kept_s` seconds; its name has the hash of `owner`, for people who search it."""
         reference = Reference(self._new_name(owner, kept_s), len(data))
         await self._used(partial(self._write, reference.name, bytes(data)), self._transfer_s(reference))
         return reference
 
     async def read(self, reference: Reference) -> bytes | None:
-        """Returns an object's bytes; `None` if it is gone, `CorruptEntry` if its size differs.
-
-        Raises `BrokerUnavailable` if the store can't be reached, or a newer qinfer wrote the reference.
-        """
+        """Returns an object's bytes; `None` if it is gone, `CorruptEntry` if its size differs."""
         data = await self._used(partial(self._read, _checked(reference), reference.size), self._transfer_s(reference))
         if data is not None and len(data) != reference.size:
             raise CorruptEntry(f"the payload store has {len(data)} of {reference.size} bytes")
         return data
 
     async def copy(self, reference: Reference, owner: str, kept_s: float) -> Reference | None:
-        """Copies an object, to be kept for `kept_s` seconds; `None` if it is gone. Raises as `read` does."""
+        """Copies an object, to be kept for `kept_s` seconds; `None` if it is gone."""
         copied = Reference(self._new_name(owner, kept_s), reference.size)
         work = partial(self._copy, _checked(reference), copied.name)
         return copied if await self._used(work, self._transfer_s(reference)) else None
@@ -205,7 +196,7 @@ class ObjectStore:
             raise
 
     async def _in_thread(self, work: Callable[[], T], timeout_s: float) -> T:
-        """Runs a call of the store in a thread, even while it counts as away; a failure is `BrokerUnavailable`."""
+        """Runs a call of the store in a thread, even while it counts as away."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.wrap_future(self._threads.submit(work))

@@ -35,10 +35,7 @@ class Use(NamedTuple):
 
 
 class Leased(NamedTuple):
-    """The part of a tenant's quota that one gateway holds.
-
-    `level` counts the tokens of all gateways, negative = a debt; `part` is its part of future tokens.
-    """
+    """The part of a tenant's quota that one gateway holds; `level` counts all gateways' tokens, negative = a debt."""
 
     tokens: float
     level: float
@@ -47,7 +44,7 @@ class Leased(NamedTuple):
 
 
 class Quotas:
-    """The quotas as one gateway leases them; every coroutine raises `BrokerUnavailable` without Redis."""
+    """The quotas as one gateway leases them."""
 
     def __init__(self, router: Router, gateway: str) -> None:
         self._router = router

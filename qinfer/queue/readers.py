@@ -59,7 +59,7 @@ class _Sleep(NamedTuple):
 class LaneReader:
     """The fetching half of `Queue`; a (model, version, partition) has one for online, bulk and shadow lanes each.
 
-    Without a `bell` it never sleeps. `shares` has the further streams of the lanes, as the script returned them last.
+    Without a `bell` it never sleeps.
     """
 
     def __init__(
@@ -269,9 +269,9 @@ class LaneReader:
     async def _wait(self, lanes: Sequence[Lane], consumer: str, count: int, block_s: float) -> list[Lease]:
         """Waits for the first new entry, and fetches up to `count`.
 
-        Redis wakes a blocked reader at the first of many entries that arrive in one write. On a busy lane a second read
-        is therefore pipelined: it runs when all of them are there. With several streams the second read is always sent,
-        as the script, because COUNT is per stream.
+        Redis wakes a blocked reader at the first of many entries of one write. On a busy lane a second read is
+        therefore pipelined, which finds them all. With several streams it is always sent, as the script, because COUNT
+        is per stream.
         """
         streams = [*lanes, *self.shares]
         to_leases = partial(self._leases_of_read, streams, consumer)
@@ -333,7 +333,7 @@ class LaneReader:
         return leases
 
     def _tell(self, lane: Lane, entries: Iterable[Sequence[bytes]]) -> bool:
-        """Tells whether an entry marks a new share of its lane, and then rings for sleeping readers."""
+        """Tells whether an entry marks a new share of its lane, and rings for other readers."""
         is_news = any(len(fields) > 2 and _DIVIDED in fields[2::2] for fields in entries)
         if is_news and self._bell is not None:
             self._bell.ring(lane)

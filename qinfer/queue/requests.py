@@ -112,7 +112,7 @@ _NO_FAILURE = _Failure("", "")
 
 
 class Requests:
-    """Asynchronous requests; every coroutine raises `BrokerUnavailable` when Redis can't be reached."""
+    """Asynchronous requests."""
 
     def __init__(self, router: Router, values: Values, durability: Durability, places: Places) -> None:
         self.responses = StoredResponses(router, values, self._tell)
@@ -163,7 +163,7 @@ class Requests:
     ) -> Accepted | None:
         """Looks up a request by idempotency key or id as `accept` does, without accepting one, and makes it durable.
 
-        If `body_hash` is the request's own, its end is published again, with `notes` instead of the old ones.
+        If `body_hash` is the request's own, its end is published again, with these `notes`.
         """
         names = [_record_key(address)]
         if idempotency_key:
@@ -178,8 +178,8 @@ class Requests:
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
         """Ends requests in one write, each atomically, and notifies their watchers.
 
-        Returns False if it had ended or is unknown. Only `STAGED_BYTES` of large results are stored ahead, as they count
-        as stored only at the end. After an error some may have ended; a repeated call returns False for these.
+        False = it had ended, or is unknown. Only `STAGED_BYTES` of large results are stored ahead, because they count
+        as stored only at the end. After an error some may have ended.
         """
         first = self._first_of(settlements)
         if first < len(settlements):
@@ -227,10 +227,7 @@ class Requests:
         self._values.forget(await self._router.run(keys.slot(names[0]), _FORGET, names, prefix, address.id))
 
     async def watch(self, address: Address, reply_to: str) -> RequestRecord | None:
-        """Returns the record, and sends `reply_to` a hint at the request's end: its id, without outputs.
-
-        Hints may be lost.
-        """
+        """Returns the record, and sends `reply_to` a hint at the request's end, which may be lost."""
         return await self._record(address, reply_to)
 
     async def due(self, model: str, partition: int, count: int) -> list[Address]:
@@ -240,7 +237,7 @@ class Requests:
         return [Address(model, partition, request_id.decode()) for request_id in found]
 
     async def endings(self, model: str, partition: int, kind: Kind, count: int) -> list[Ending]:
-        """Takes up to `count` ended requests with their results from an outbox; `Deliveries.done` removes them.
+        """Takes up to `count` ended requests with their results from an outbox, to be `done`.
 
         Large results make it return fewer than exist: repeat it until the list is empty.
         """

@@ -32,10 +32,7 @@ Units = Mapping[str, int]
 
 
 class Exchanged(NamedTuple):
-    """The outcome of an exchange; `wanted` are resources that others wait for.
-
-    `retry_s` is the time until another worker's lease ends, infinite without one.
-    """
+    """The outcome of an exchange; `retry_s` is the time until another worker's lease ends."""
 
     has_got: bool
     held: dict[str, int]
@@ -59,7 +56,7 @@ class News(NamedTuple):
 
 
 class Resources:
-    """The units of one worker; every coroutine raises `BrokerUnavailable` without Redis."""
+    """The units of one worker."""
 
     def __init__(self, router: Router, worker_id: str, lease_s: float) -> None:
         self.owner = f"{worker_id}/resources"
@@ -86,10 +83,7 @@ class Resources:
     async def exchange(
         self, maxima: Units, back: Units, wish: Wish | None = None, given_up: Sequence[Wish] = ()
     ) -> Exchanged:
-        """Gives units `back`, takes those of a wish or waits for them, and renews the lease.
-
-        `maxima` are the total units that this worker's models and settings name.
-        """
+        """Gives units `back`, takes those of a wish or waits for them, and renews the lease."""
         line = "" if wish is None else self._in_line(wish)
         withdrawn = msgspec.json.encode([self._in_line(one).decode() for one in given_up])
         arguments = (ttl_ms(self._lease_s), msgspec.json.encode(maxima), msgspec.json.encode(back), withdrawn, line)

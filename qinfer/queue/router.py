@@ -221,10 +221,7 @@ class Router:
 
 
 class BlockingLink:
-    """A connection for the blocking reads of one slot; follows the slot when it moves.
-
-    `beside` sends a packed command to the same node over another connection.
-    """
+    """A connection for the blocking reads of one slot; follows the slot when it moves."""
 
     def __init__(
         self,

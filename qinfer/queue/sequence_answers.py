@@ -17,15 +17,12 @@ from qinfer.wire.frame import decode_responses, encode_responses
 
 
 def is_callers(failure: Failure) -> bool:
-    """Tells whether the failure counts at the gateway that sent the step, not at the program that answers it."""
+    """Tells whether the gateway that sent the step counts the failure."""
     return (failure.code == Cancelled.code and LEFT in failure.message) or failure.message == BACKLOG_TIMED_OUT
 
 
 async def answer_rest(queue: Queue, sequences: Sequences) -> list[tuple[InferRequest, Failure]]:
-    """Answers the steps of ended lives; returns the failed requests. Safe to run concurrently.
-
-    After `BrokerUnavailable` the others come again.
-    """
+    """Answers the steps of ended lives; returns the failed requests. Safe to run concurrently."""
     failed: list[tuple[InferRequest, Failure]] = []
     while left := await sequences.unanswered():
         for each in left:

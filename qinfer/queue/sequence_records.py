@@ -59,10 +59,7 @@ def read_tenant(spelled: str) -> str:
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that a life of a sequence keeps from START to END.
-
-    An `explicit` state is in the worker's memory. The life ends after `idle_s` without a step.
-    """
+    """The model that a life keeps from START to END; an `explicit` state is in the worker's memory."""
 
     version: int
     generation: int = 0
@@ -74,10 +71,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One request of a sequence, to be submitted.
 
     Attributes:
-        timeout_s: Seconds to its deadline.
         start: The life's model, in its first step only.
         number: The caller's `qinfer_step`, from 1; 0 = not numbered.
-        digest: Identifies a numbered START: the same one sent again begins no new life.
+        digest: Identifies a repeated START with a number.
         weight: The tenant's weight, in the first step; 0 = unknown.
     """
 
@@ -140,10 +136,9 @@ class Owned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotShare(NamedTuple):
-    """A tenant with open sequences.
+    """A tenant with open sequences, of which `held` have a slot at any worker.
 
-    `held` counts its slots at all workers. `waited_s` is the wait of its first sequence without a slot; negative = no
-    wait.
+    `waited_s` is the wait of its first sequence without a slot; negative = none waits.
     """
 
     tenant: str
@@ -169,10 +164,7 @@ class News(msgspec.Struct, frozen=True):
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True):
-    """An executed step to be committed.
-
-    `state` is `None` if it is unchanged, or in the model's memory. An object store keeps it for the idle time besides.
-    """
+    """An executed step to be committed; `state` is `None` if it is unchanged, or in the model's memory."""
 
     place: Place
     token: int

@@ -112,10 +112,7 @@ RENEW_OWNER = load_script("sequences/renew", "now_ms")
 
 
 class Sequences:
-    """The sequences of one partition of a model; every coroutine raises `BrokerUnavailable` without Redis.
-
-    `is_fragile` says that Redis may lose confirmed writes (`may_lose`).
-    """
+    """The sequences of one partition of a model; `is_fragile` = Redis may lose confirmed writes (`may_lose`)."""
 
     def __init__(
         self,
@@ -155,7 +152,7 @@ class Sequences:
         self._router.check_up(self._slot)
 
     def is_free(self, sequence: SequenceId) -> bool:
-        """Tells whether no step of the sequence is being appended, so that the next may be submitted at once."""
+        """Tells whether the next step may be submitted immediately, because no other is being appended."""
         return sequence not in self._locks
 
     async def submit_together(
@@ -211,7 +208,7 @@ class Sequences:
     ) -> list[Owned] | None:
         """Gives a worker up to `count` waiting sequences, tenants with the fewest by weight first.
 
-        Returns `None` if its lease has ended. `told_bits` is the `bits` of `tell`; `None` if the model gets no ids.
+        Returns `None` if its lease has ended. `told_bits` is the `bits` of `tell`.
         """
         if count <= 0:
             return []
@@ -245,8 +242,7 @@ class Sequences:
     ) -> News | None:
         """Returns new steps of a worker's sequences in order, and ended lives; `None` if its lease has ended.
 
-        `after` is the `News.ticket` of the previous call. After a reconnect a step may come again; its number
-        identifies it.
+        `after` is the `News.ticket` of the previous call. After a reconnect a step may come again.
         """
         names = [self._own_lane(version, worker_id)]
         is_alive, ticket, told = await self._run(_TAKE, names, worker_id, after, count, max_bytes)
@@ -263,7 +259,7 @@ class Sequences:
     async def commit(self, steps: Items[Committed]) -> list[bool]:
         """Commits steps of different sequences, as durably as the settings ask; False = another worker's sequence.
 
-        After `BrokerUnavailable` some may be committed: repeat it. One state that is too large refuses all.
+        After `BrokerUnavailable` some may be committed: repeat it.
         """
         for step in steps:
             if step.state is not None and len(step.state) > MAX_STATE_BYTES:
@@ -300,13 +296,11 @@ class Sequences:
                 self._values.forget(gone)
 
     async def fail(self, place: Place, failure: Failure, token: int | None = None) -> bool:
-        """Ends a life with the failure of a step that expired, was cancelled or was buried.
+        """Ends a life with the failure of a step that expired, was cancelled or was buried; returns whether it ends.
 
-        `unanswered` returns its steps. A life that has not begun ends when it begins. A worker that owns the life of a
-        cancelled step is notified instead, because it knows which steps execute. Returns whether the life ends by this
-        call.
-
-        `token` is the owner's; `None` = any caller, `NOBODYS` = only if no worker owns the life.
+        A life that has not begun ends when it begins. A worker that owns the life of a cancelled step is notified
+        instead, because it knows which steps execute. `token` is the owner's; `None` = any caller, `NOBODYS` = only
+        without an owner.
         """
         return await self._fail(place, failure.code, failure.message, "" if token is None else token)
 

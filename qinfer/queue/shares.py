@@ -25,10 +25,7 @@ _MAX_PLACES = 65536
 
 
 class Places:
-    """The places of tenants in lanes that this process knows.
-
-    `weigh` returns a tenant's weight, 0 = unknown; the program that knows weights sets it.
-    """
+    """The places of tenants in lanes that this process knows; `weigh` returns a tenant's weight, 0 = unknown."""
 
     def __init__(self, monotonic_s: Callable[[], float]) -> None:
         self._monotonic_s = monotonic_s

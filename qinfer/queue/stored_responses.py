@@ -50,10 +50,10 @@ class StoredResponses:
         Args:
             lease: The lease on its entry.
             request_id: The request.
-            index: The index of the first of the responses.
+            index: The index of the first response.
             blobs: The responses, each encoded by `encode_responses`; none is final.
             resumes: The model repeats its responses exactly (`ModelSpec.stream_resume`).
-            max_bytes: The limit for all stored responses of the request.
+            max_bytes: The limit for all stored responses.
 
         Raises:
             StreamBroken: An earlier execution's responses can't be continued, or some are lost.

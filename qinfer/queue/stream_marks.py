@@ -28,10 +28,7 @@ class StreamMarks:
         self._router = router
 
     def begin(self, leases: Sequence[Lease]) -> None:
-        """Records that entries begin to execute, so that their lane's limit no longer counts them; never blocks.
-
-        Without a connection they count until they are finished.
-        """
+        """Marks entries as executing, so that their lane's limit no longer counts them; never blocks."""
         for (lane, consumer, _), group in grouped(leases, owner_of):
             ids = [lease.entry.entry_id for lease in group]
             for start in range(0, len(ids), _MOST_AT_ONCE):
@@ -69,7 +66,7 @@ class StreamMarks:
     async def cancelled(self, model: str, partition: int, after: str) -> list[tuple[str, Lane, str]]:
         """Returns mark, lane and id of the last thousand entries that were cancelled while a worker held them.
 
-        `after` is the last known mark, or an instant in ms of Redis' time. Older ones end with their lease.
+        `after` is the last known mark, or an instant in ms of Redis' time.
         """
         key = keys.cancels(model, partition)
         found = await self._router.call(keys.slot(key), b"XRANGE", key, f"({after}", b"+")

@@ -63,10 +63,7 @@ class Reference(msgspec.Struct, frozen=True):
 
 
 class StagedValue(NamedTuple):
-    """A value as scripts take it: small bytes as an argument, large ones staged under a name that the script renames.
-
-    `place` is `none`, `given` or `staged`.
-    """
+    """A value as scripts take it: small bytes as an argument, large ones staged, for the script to rename."""
 
     place: bytes
     data: Bytes
@@ -99,9 +96,9 @@ class Values:
     async def set(
         self, slot: int, key: str | bytes, value: Bytes, ttl_s: float, *, later_s: float = 0.0, tenant: str = ""
     ) -> None:
-        """Stores a value for `ttl_s` seconds, and `later_s` more if a script renames it; on an error it may be stored.
+        """Stores a value for `ttl_s` seconds, and `later_s` more if a script renames it.
 
-        Raises `PayloadTooLarge` above `MAX_BYTES` without an object store, `QueueFull` without memory.
+        On an error it may be stored.
         """
         ttl_ms = max(1, int(ttl_s * 1000))
         if self.objects is not None and len(value) > self.objects.min_bytes:
@@ -131,9 +128,9 @@ class Values:
         return StagedValue(b"staged", b"", staged)
 
     async def get(self, slot: int, key: str | bytes, tenant: str = "", room: Room | None = None) -> bytes | None:
-        """Returns a value, awaiting `room` before a large one; `None` if it is gone.
+        """Returns a value, awaiting `room` before a large one.
 
-        Raises `CorruptEntry` if only its object is gone, `BrokerUnavailable` if it can't be read now.
+        `None` if it is gone, `CorruptEntry` if only its object is.
         """
         value, _ = await self._read(slot, key, tenant, room)
         return value

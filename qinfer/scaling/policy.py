@@ -48,9 +48,9 @@ class ScalingPolicy:
     Attributes:
         target_s: Seconds of waiting work per worker.
         up_after_s: Seconds of sustained demand before scaling up; the first worker starts at once.
-        down_after_s: Seconds of sustained lower demand before scaling down.
+        down_after_s: Seconds of lower demand before scaling down.
         idle_s: Idle seconds before scaling down to `min_workers`.
-        cooldown_s: Seconds without scaling down after scaling up.
+        cooldown_s: Seconds between scaling up and down.
     """
 
     min_workers: int = 0
@@ -76,7 +76,6 @@ class Observation:
     """The input of a decision: the queue and its workers at one instant.
 
     Attributes:
-        now_s: The monotonic time.
         work_s: Seconds that one worker needs for all work.
         entries: Waiting or executing requests and rows of bulk jobs.
         executed: Something was executed since the last observation.
@@ -113,8 +112,6 @@ class ScalingState:
 
     Attributes:
         since_s: The start of gapless observation.
-        active_at_s: The last time with work.
-        grown_at_s: The last step up.
         shrunk_at_s: The last step down that left a worker.
         short_since_s: Since when more workers are wanted.
         needs: (time, needed workers) within the last `down_after_s`, each lower than the one before.
@@ -256,8 +253,7 @@ def _down(policy: ScalingPolicy, state: ScalingState, seen: Observation, wanted:
 class Throughput:
     """Estimates how many workers the throughput of the last `over_s` seconds keeps busy, from totals of executed rows.
 
-    Workers together may be slower or faster than the measured speed of one. While work waited all the time all were
-    busy, and their throughput corrects the estimate.
+    While work waited all the time, all workers were busy, and their throughput corrects the measured speed of one.
     """
 
     def __init__(self, over_s: float = 10.0) -> None:
@@ -270,10 +266,7 @@ class Throughput:
     def observe(
         self, now_s: float, rows: Mapping[Version, int], rows_per_s: Mapping[Version, float], live: int, work_s: float
     ) -> float:
-        """Takes the totals of executed rows, and returns how many workers they keep busy.
-
-        Versions of unknown speed do not count; `work_s` is the present work in seconds of one worker.
-        """
+        """Takes the totals of executed rows, and returns how many workers they keep busy."""
         totals = self._totals
         self.executed = bool(totals) and any(count > totals[-1].rows.get(key, 0) for key, count in rows.items())
         totals.append(_Total(now_s, dict(rows), live if work_s > live * FULL_S else 0))

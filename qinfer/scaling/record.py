@@ -28,14 +28,7 @@ MOST_S = 31 * 86400.0
 
 
 class VersionTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The work of one model version.
-
-    Attributes:
-        requests: Waiting or executing online requests.
-        rows: Waiting or executing rows, of bulk jobs too.
-        executed: Rows executed since the version's statistics began.
-        rows_per_s: The measured speed of one worker; 0 = unknown.
-    """
+    """The work of one model version: waiting or executing requests and rows, and all executed rows."""
 
     model: str
     version: int
@@ -101,10 +94,7 @@ def encode(moment: Moment) -> bytes:
 
 
 def decode(lines: Iterable[bytes]) -> list[Moment]:
-    """Decodes the lines of a record, without damaged ones and those that go back in time.
-
-    Raises `SettingsError` for fewer than two lines, more than `MOST_S`, or another file.
-    """
+    """Decodes the lines of a record, without damaged ones and those that go back in time."""
     moments: list[Moment] = []
     broken: list[int] = []
     for number, line in enumerate(lines, start=1):
@@ -154,8 +144,7 @@ class RecordFile:
     ) -> str:
         """Adds a line with the versions that have waiting or newly executed rows.
 
-        `rows` are the rows executed so far. Returns why the file can't be written, for the first of several failures
-        only.
+        Returns why the file can't be written, for the first of several failures only.
         """
         versions = []
         for one in work:
@@ -196,10 +185,8 @@ class Traffic:
         served: Rows that left the queue.
         workers: Worker processes: serving, starting or draining.
         targets: The decided number of workers.
-        rows_per_s: The speed of one worker.
         load_s: Seconds from a worker's start until it served.
         drain_s: Seconds from a worker's dismissal until its end.
-        floor: The most live workers that a model needed to be READY.
     """
 
     arrivals: tuple[int, ...]
@@ -253,8 +240,7 @@ def _speeds(moments: Sequence[Moment]) -> dict[Version, float]:
 def _rows_of(moments: Sequence[Moment], key: Version) -> list[tuple[int, int]]:
     """Returns (rows arrived so far, waiting rows) of one version at each moment.
 
-    Workers report executed rows a little late, so missing rows count as executed for `LAG_S`, and then as cancelled or
-    failed. A version missing in a line has its last total and no waiting rows.
+    Workers report executed rows late, so missing rows count as executed for `LAG_S`, and then as cancelled or failed.
     """
     found: list[tuple[int, int]] = []
     totals: deque[tuple[float, int]] = deque()

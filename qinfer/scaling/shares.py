@@ -30,8 +30,7 @@ def apportion(total: int, peers: Iterable[ScalerRecord]) -> dict[str, int]:
     """Divides a number of workers among autoscalers, starting from their present shares (`target`).
 
     A further worker goes to the autoscaler that is then least full relative to its maximum; a surplus one comes from
-    one with unready workers, else from the fullest. From nothing, shares are thus proportional to the maxima, and each
-    grows with the total. Ties go by id. `total` is clipped to the sums of the limits.
+    one with unready workers, else from the fullest. Ties go by id.
     """
     by_id = {one.id: one for one in peers}
     shares = {id_: min(max(one.target, one.min_workers), one.max_workers) for id_, one in by_id.items()}
@@ -75,8 +74,7 @@ def decide_share(
 ) -> SharedDecision:
     """Decides the total and the autoscaler's own share; without others as `decide` does.
 
-    Steps that other autoscalers have to take do not count as taken: the state's total is the sum of the records. If
-    some are gone since the last decision (`has_lost_peers`), the total stays as with them.
+    Steps that other autoscalers have to take do not count as taken. After lost peers the total stays as with them.
     """
     limits = policy_of_all(policy, others)
     there = own.target + sum(one.target for one in others)
@@ -99,8 +97,8 @@ def decide_share(
 class Peers:
     """The other autoscalers of the same models, given by the globs `places`.
 
-    After an outage or data loss of Redis records may be missing; known autoscalers then count as alive until they had
-    time to write again. `has_lost_peers` = one is gone since the last `update`.
+    After an outage or data loss of Redis, known autoscalers count as alive until they had time to write their records
+    again.
     """
 
     def __init__(self, own: str, places: Iterable[str]) -> None:

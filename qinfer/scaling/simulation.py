@@ -21,7 +21,6 @@ class WorkerProfile:
     """The properties of simulated workers.
 
     Attributes:
-        rows_per_s: The speed of one worker.
         load_s: Seconds from a worker's start until it serves.
         drain_s: Seconds from SIGTERM to a worker's end.
         speed_error: Measured speed divided by `rows_per_s`.

@@ -68,10 +68,7 @@ def fail(error: Exception, url: str) -> NoReturn:
 
 
 def store_error(error: Exception, url: str) -> StoreError:
-    """Returns the `StoreError` of a driver's error about a URL without credentials.
-
-    The driver's text is its `reason`.
-    """
+    """Returns the `StoreError` of a driver's error about a URL; the driver's text is its `reason`."""
     named = _named(error, url)
     text = " ".join(str(error).split())[:_REASON_CHARACTERS]
     if isinstance(error, TimeoutError):
@@ -81,7 +78,7 @@ def store_error(error: Exception, url: str) -> StoreError:
 
 
 def patiently(work: Callable[[], T]) -> T:
-    """Runs `work` on one of many files, retrying while the store is busy or away, so that earlier work is not lost."""
+    """Runs `work` on one of many files, retrying while the store is busy or away."""
     backoff = Backoff(_FIRST_PAUSE_S, jitter=0.5)
     for _ in range(_TRIES - 1):
         try:

@@ -43,9 +43,7 @@ _MARKS = ("generation", "ETag", "etag", "md5Hash", "LastModified", "last_modifie
 class FsspecStore(Store):
     """A store with a driver of fsspec, which must not cache listings.
 
-    Attributes:
-        chunk_bytes: The chunk size of uploads; a few are in memory.
-        has_buckets: The first part of a path is a bucket, and folders exist only as parts of names.
+    `has_buckets` = the first part of a path is a bucket, and folders exist only as parts of names.
     """
 
     chunk_bytes = 16 * 2**20
@@ -217,9 +215,9 @@ class FsspecStore(Store):
 class S3Store(FsspecStore):
     """A store with S3's protocol: PutObject and CompleteMultipartUpload with `If-None-Match: *`.
 
-    Status 412 means that the name is taken; 409 that another writer is about to take it, so that the upload is
-    repeated. A store without conditional writes answers 501. Then the name is checked, the object put and read back,
-    and a log line says so once per bucket; of two simultaneous writers the object of one remains, whole.
+    Status 412 means that the name is taken; 409 that another writer is about to take it: the upload is repeated. After
+    a 501 (no conditional writes) the name is checked, the object put and read back, and a log line says so once per
+    bucket; of two simultaneous writers one object remains, whole.
     """
 
     has_buckets = True

@@ -18,10 +18,7 @@ _INTEGER = re.compile(r"-?[0-9]{1,18}")
 
 
 def partition_values(url: str) -> Values:
-    """Returns the partition columns and values of a file; `url` may be the end of its URL.
-
-    Raises `InvalidRequest` for a repeated column, and for names or values that are not UTF-8.
-    """
+    """Returns the partition columns and values of a file; `url` may be the end of its URL."""
     found: dict[str, str | None] = {}
     for folder in _folders(url):
         try:

@@ -17,7 +17,7 @@ READ_TIMEOUT_S = ANSWER_TIMEOUT_S
 S3_ADDRESSING = "AWS_S3_ADDRESSING_STYLE"
 """The variable for bucket names in requests to S3: in the path, or in the host's name (`virtual`).
 
-By default botocore decides, also by AWS' configuration file; `auto` is the path for custom endpoints.
+botocore's default is the path for custom endpoints.
 """
 
 _S3_STYLES = ("auto", "path", "virtual")
@@ -49,8 +49,7 @@ _lock = threading.Lock()
 def store_for(url: str) -> "Store":
     """Returns the store of a URL in a request, cached until the environment's variables change.
 
-    A forked process gets its own, because drivers keep connections and threads. Raises `InvalidRequest` for a kind that
-    jobs can't use and for credentials in the URL, `UnsupportedFeature` without the driver.
+    A forked process gets its own, because drivers keep connections and threads.
     """
     scheme, separator, rest = url.partition("://")
     kind = _KINDS.get(scheme.lower())
@@ -74,10 +73,9 @@ def store_for(url: str) -> "Store":
 def open_store(
     url: str, *, listing_timeout_s: float | None = None, options: Mapping[str, Any] | None = None
 ) -> tuple["Store", str]:
-    """Opens the store of a URL of any kind that fsspec knows.
+    """Opens the store of a URL of any kind that fsspec knows; returns it with the base for names in its methods.
 
-    `options` go to the driver, beside qinfer's own. Returns the store, and the base to which names are appended in its
-    methods; for a chain of drivers, such as `zip://models::s3://bucket/x.zip`, the first driver's path.
+    The base of a chain of drivers, such as `zip://models::s3://bucket/x.zip`, is the first driver's path.
     """
     kind = _KINDS.get(url.partition("://")[0].lower(), "")
     if kind == "file":

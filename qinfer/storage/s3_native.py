@@ -21,13 +21,7 @@ _AWS = (".amazonaws.com", ".amazonaws.com.cn")
 
 
 class _Way(NamedTuple):
-    """The connection parameters of S3.
-
-    Attributes:
-        session: botocore's, which knows the credentials; they may change.
-        endpoint: The server's URL; empty = AWS' for the region, with virtual-hosted buckets.
-        is_virtual: An `endpoint` has virtual-hosted buckets.
-    """
+    """The connection parameters of S3; without an `endpoint` AWS' for the region, with virtual-hosted buckets."""
 
     session: Any
     region: str

@@ -27,10 +27,8 @@ class Outcome(Enum):
 class Stat(NamedTuple):
     """An object.
 
-    Attributes:
-        url: Its URL, as it was asked for.
-        etag: Changes with the content: the store's tag or generation, or a file's `<mtime>-<size>-<ctime>` in ns. No
-            call sets a ctime. Inodes differ between mounts of user-space file systems (FUSE), and are left out.
+    `etag` changes with the content: the store's tag or generation, or a file's `<mtime>-<size>-<ctime>` in ns. No call
+    sets a ctime; inodes differ between mounts (FUSE).
     """
 
     url: str
@@ -67,11 +65,9 @@ class Store(ABC):
     def commit_if_absent(self, local: Path, url: str) -> Outcome:
         """Makes a local file the object at a URL, unless one exists; a killed process leaves nothing there.
 
-        After `EXISTS` look at the object: it may be the process's own earlier try whose answer was lost. A store
-        without conditional writes (501) is checked before and after; two simultaneous writers may then both get
-        `CREATED`, and one object remains, whole.
-
-        `local` must not be empty (`ValueError`), and not be changed afterwards; the caller deletes it.
+        After `EXISTS` look at the object: it may be an own earlier try whose answer was lost. Without conditional
+        writes (501) two simultaneous writers may both get `CREATED`; one object remains, whole. `local` must not be
+        empty, and not change afterwards; the caller deletes it.
         """
 
     @abstractmethod
@@ -84,8 +80,8 @@ class Store(ABC):
     def write(self, data: bytes, url: str, *, synced: bool = False) -> None:
         """Writes or replaces an object, creating folders but not buckets.
 
-        In a directory a killed process may leave a part of it. `synced` waits until it is on disk, as object stores
-        always do.
+        In a directory a killed process may leave a part. `synced` waits until it is on disk, as object stores always
+        do.
         """
 
     @abstractmethod
@@ -114,14 +110,11 @@ class Store(ABC):
         """Opens an object for reading: seekable, to be closed by the caller.
 
         `sequential` reads ahead; else exactly the ranges read are fetched, as readers of Parquet and Arrow want it
-        (`pre_buffer`). Reads may raise `StoreChanged` if the object was replaced.
+        (`pre_buffer`).
         """
 
     def open_known(self, file: Stat, *, sequential: bool = False) -> BinaryIO:
-        """Opens an object that `scan` or `stat` returned, without asking for its size if the store allows that.
-
-        Errors of `open` may come at the first read.
-        """
+        """Opens an object that `scan` or `stat` returned, if possible without asking for its size."""
         return self.open(file.url, sequential=sequential)
 
     # --- looking ---
@@ -148,7 +141,7 @@ class Store(ABC):
     def scan(self, prefix: str) -> Iterator[Stat]:
         """Yields all objects below a folder in the store's order, from S3 and directories page by page.
 
-        A missing folder has none; a missing bucket raises `StoreNotFound` when it is read.
+        A missing folder has none; a missing bucket raises `StoreNotFound`.
         """
 
     # --- removing ---

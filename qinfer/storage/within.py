@@ -23,14 +23,8 @@ def writable(grant: Grant, opener: Callable[[str], Store] = store_for) -> "Withi
 class Within:
     """Opens the store of an object below a prefix; called as `store_for` is.
 
-    In `file://` URLs and prefixes all existing links are resolved, and a link out of the prefixes is refused. A link
-    that is made between this check and the use is not noticed.
-
-    Args:
-        prefixes: The URL prefixes, normalised.
-        use: The use of the objects, in the text of a refusal.
-        tenant: The tenant of the prefixes; empty = all tenants.
-        opener: Opens the store of a URL.
+    All existing links in `file://` URLs and prefixes are resolved; a link that is made after this check is not noticed.
+    `use` is in the text of a refusal.
     """
 
     def __init__(

@@ -177,10 +177,7 @@ class Backlog:
 
 
 def _note(load: Load, shares: Sequence[Share], known: int, unplaced: int) -> None:
-    """Updates a load from a poll.
-
-    `known` entries are this process's own; `unplaced` ones are its own in an unknown share. A missing share is empty.
-    """
+    """Updates a load from a poll, given this process's own entries and those of them in an unknown share."""
     total = sum(share.entries for share in shares)
     share = next((each for each in shares if each.lane == load.lane), None) or Share(load.lane, 0)
     load.others = max(share.entries - known - unplaced, 0)
@@ -195,15 +192,7 @@ def judge(
     """Decides whether a request may enter a lane; returns the refusal, or `None`.
 
     With none ahead it always may, because a model scaled to zero must be able to wake. At unknown speed only the limit
-    counts.
-
-    Args:
-        waiting: Entries in its lane.
-        ahead: Entries in its lane and higher ones.
-        at_once: With this many ahead it may always enter: they may be about to end, or it may join their batch.
-        limit: The lane's limit.
-        capacity: The best-case speed.
-        timeout_s: How long its answer is useful.
+    counts. With `at_once` ahead it may enter, too: they may be about to end, or it may join their batch.
     """
     rps = capacity.rps
     if waiting >= limit:

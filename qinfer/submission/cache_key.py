@@ -24,10 +24,7 @@ _by_name = attrgetter("name")
 
 
 def response_key(request: InferRequest, served: Served) -> bytes | None:
-    """Returns the key of a request's response; `None` if its parameters can't be encoded.
-
-    Its duration grows with the inputs, unless they were hashed before.
-    """
+    """Returns the key of a request's response; `None` if its parameters can't be encoded."""
     spec = served.spec
     tenant = None if spec.cached_for_all else request.tenant
     try:

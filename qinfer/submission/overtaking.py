@@ -8,10 +8,7 @@ empty. The lane takes at least the smaller of the two, and few observations prov
 import math
 
 _HORIZONS_S = (0.5, 2.0, 8.0, 32.0, 128.0)
-"""Spans over which ended requests are counted.
-
-A request that may wait for a minute is overtaken at the rate of a minute; half a second says nothing about it.
-"""
+"""Spans over which ended requests are counted: a request that may wait for a minute needs the rate of a minute."""
 
 _DOUBT = 2.0
 """Standard deviations that are subtracted from the count of ended requests."""

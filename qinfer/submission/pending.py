@@ -89,14 +89,12 @@ class Load(msgspec.Struct, eq=False):
     """The load of one lane, or of a tenant's share of it; other processes' parts are of the last look.
 
     Attributes:
-        lane: The stream.
         own: This process's unanswered requests in it.
         left: This process's requests that ended since the last look.
         executed: Those of them that a model answered.
-        others: Other processes' requests.
         most: Below this many entries no request of the default timeout needs to be judged.
         beside: Entries in the lane's other shares.
-        part: Its weight's part among busy shares; 1 if the lane is not divided.
+        part: Its weight's part among busy shares.
     """
 
     lane: Lane
@@ -129,9 +127,7 @@ class Load(msgspec.Struct, eq=False):
 class OfStep(msgspec.Struct, eq=False):
     """The part of a pending request that only steps of sequences have.
 
-    Attributes:
-        is_numbered: Its caller may send it again, so that its leaving ends nothing.
-        failure: The failure that is to end its sequence.
+    A caller may send an `is_numbered` step again, so that its leaving ends nothing. `failure` is to end the sequence.
     """
 
     sequences: Sequences
@@ -177,14 +173,12 @@ class Pending(msgspec.Struct, eq=False):
 
     Attributes:
         version: The version that it is for, later the one that executed it.
-        started_s: When it was submitted, on the monotonic clock.
         entry: Its place in the queue, once confirmed.
-        abandoned: It has no caller: its entry is to be removed once it is known.
-        attempt: The followed execution; 0 before the first response. Streams have their own.
+        abandoned: Its entry is to be removed once it is known.
+        attempt: The followed execution; 0 before the first response.
         deadline_s: The deadline behind a first one, which is its queue timeout or its wait for a worker.
         untaken: Called at that first deadline: the error if no worker has taken it, `None` = it waits on.
         late: That error, after the first deadline.
-        is_fetched: Its stored outputs are being fetched.
         shared: The execution that it waits for instead of an entry of its own.
         memory: The memory of a large answer.
         holder: Returns that memory once the answer is sent; else it is returned when the answer is taken.
@@ -247,7 +241,6 @@ class PendingRequests:
 
     Attributes:
         unclaimed: Called with the id of a response without a pending request: the hint that a stored request has ended.
-        load_of: Returns the load of a lane or share that a request has come to.
         lend: Waits for the memory of an answer to be fetched; `None` = memory is not counted.
     """
 
@@ -316,8 +309,7 @@ class PendingRequests:
     def open_stream(self, pending: Pending, *, resumes: bool, pause_s: float, timeout_s: float) -> None:
         """Lets a request, before it is added, have any number of responses.
 
-        Later responses may take `pause_s` each, the whole stream `timeout_s`. `resumes` = its model repeats responses
-        exactly.
+        `pause_s` is the longest wait for each, `timeout_s` for all.
         """
         ends_s = pending.started_s + timeout_s
         now_s, owe = self._clock.monotonic_s, self._credits.owe
@@ -357,8 +349,7 @@ class PendingRequests:
     def take(self, response: Response) -> Pending | None:
         """Returns a response's request, and removes it with the last response, unless outputs are yet to be fetched.
 
-        Returns `None` for an unknown id, for another attempt than the followed one, and for a stream's response out of
-        order.
+        Returns `None` for an unknown id, another attempt than the followed one, and a stream's response out of order.
         """
         pending = self._pending.get(response.request_id)
         if pending is None:
@@ -569,7 +560,7 @@ class PendingRequests:
             self._work.set()
 
     def _remember(self, pending: Pending) -> None:
-        """Remembers where outputs of an abandoned request may be stored, because its worker goes on for a while."""
+        """Remembers where outputs of an abandoned request may be stored."""
         if pending.load is None:
             return
         if len(self._left) >= _MOST_LEFT:

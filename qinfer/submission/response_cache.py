@@ -67,11 +67,7 @@ class Executes(Protocol):
 class Flight(Inner):
     """An execution that equal requests wait for, and the sink of its response.
 
-    Attributes:
-        place: The mark by which equal requests find it.
-        request: The executed request, which is no caller's.
-        first: The caller that it was begun for.
-        looked_ns: The duration of the look-up that missed.
+    Equal requests find it by its `place`. `first` is the caller that it was begun for.
     """
 
     __slots__ = (
@@ -152,9 +148,9 @@ class ResponseCache:
     def submit(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
     ) -> Pending | None:
-        """Answers a request or lets it wait for its flight, as `Submission.submit` does; `None` if it can't be cached.
+        """Answers a request or lets it wait for its flight, as `Submission.submit` does.
 
-        A request that would have to be executed may be refused.
+        `None` if it can't be cached.
         """
         started_s = self._now_s()
         key = response_key(request, served)
@@ -241,8 +237,7 @@ class ResponseCache:
     ) -> None:
         """Begins a flight for its first caller.
 
-        It may take twice the model's default timeout, to serve later callers although it is late for the first. A
-        caller with a later deadline begins another flight.
+        It may take twice the model's default timeout, to serve later callers although it is late for the first.
         """
         spec, submission = served.spec, self._submission
         # Its response is cached for the requested version, for requests that name it.

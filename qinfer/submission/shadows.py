@@ -19,10 +19,7 @@ from qinfer.traffic.endpoints import why_no_shadow
 def submit_shadow(
     submission: Submission, served: Served, request: InferRequest, sink: Inner, monotonic_s: Callable[[], float]
 ) -> Pending:
-    """Puts a shadow, a copy of a request, into the lane of a model version, with the model's default timeout.
-
-    It is stamped in place; its response or failure goes to the sink.
-    """
+    """Puts a shadow, a copy of a request, into the lane of a model version, with the model's default timeout."""
     spec = served.spec
     if reason := why_no_shadow(spec):
         raise UnsupportedFeature(reason)

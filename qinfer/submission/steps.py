@@ -39,10 +39,7 @@ class Steps:
     def submit(
         self, pending: Pending, request: InferRequest, served: Served, frame: bytes, payload: Payload | None
     ) -> None:
-        """Submits a stamped and checked step, in the order of the calls; its outcome goes to the pending requests.
-
-        Raises `BrokerUnavailable` immediately if the connection is down.
-        """
+        """Submits a stamped and checked step, in the order of the calls; its outcome goes to the pending requests."""
         flags = request.sequence
         assert flags is not None, "a request to a stateful model names its sequence"
         step = Step(

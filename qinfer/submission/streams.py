@@ -36,22 +36,20 @@ class StreamReader(msgspec.Struct, eq=False):
 
     It follows one execution. Before the first delivery a later execution replaces it. Afterwards a later one breaks the
     stream, unless the model repeats its responses exactly (`resumes`): then known ones are dropped and the rest
-    delivered. So each response is delivered once and in order.
+    delivered.
 
     Attributes:
         pause_s: The longest wait for a response.
         ends_s: The end of the whole stream, on the monotonic clock.
         owes: Called when its worker is to get credit.
-        heard_s: When a response last came or was taken; 0 before the first.
+        heard_s: When a response last came or was taken.
         attempt: The followed execution; 0 before the first response.
         seen: Responses of that execution so far.
         delivered: Responses to the caller, of all executions.
-        credit_to: The reply address of a worker that counts the window, or empty.
+        credit_to: The reply address of a worker that counts the window.
         arrived_bytes: Outputs of the followed execution so far.
         held_bytes: Delivered outputs that are not taken yet.
         told_bytes: Outputs for which that execution got credit.
-        is_cancelled: Its caller wants no more, but takes what comes.
-        is_urgent: Its worker is to be told of that.
     """
 
     request_id: str
@@ -120,7 +118,7 @@ class StreamReader(msgspec.Struct, eq=False):
     def until_s(self) -> float:
         """When it ends if no more responses come, on the monotonic clock.
 
-        While the caller holds untaken responses the model waits for the caller, so only the worker ends the stream.
+        While the caller holds untaken responses only the worker ends the stream.
         """
         return min((self.now_s() if self.held_bytes else self.heard_s) + self.pause_s, self.ends_s)
 
@@ -138,9 +136,8 @@ class StreamReader(msgspec.Struct, eq=False):
 class Credits:
     """Tells workers how much of their streams was taken; one per process that reads streams.
 
-    A quarter of the window is credited at once; less a little later, together with others of the same worker, because
-    streams of small responses do not wait for credit. A slow caller is reported every few seconds, so that its worker
-    does not take it for gone. `is_open` tells whether a request still waits.
+    A quarter of the window is credited at once; less a little later, together with others of the same worker. A slow
+    caller is reported every few seconds, so that its worker does not take it for gone.
     """
 
     def __init__(self, queue: Queue, window_bytes: int, is_open: Callable[[str], bool]) -> None:

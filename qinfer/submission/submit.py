@@ -64,10 +64,7 @@ class Door(Protocol):
     def take(
         self, served: Served, request: InferRequest, rows: int, waiting: Pending, *, must_join: bool = True
     ) -> bool:
-        """Takes a checked and stamped request; the pending requests get its answer later.
-
-        `must_join` refuses one that does not fit into the next batch.
-        """
+        """Takes a checked and stamped request; `must_join` refuses one that does not fit into the next batch."""
         ...
 
 
@@ -116,7 +113,7 @@ class Submission:
             request: The decoded request with tenant and trace, which is stamped in place; `timeout_s` is its queue
                 timeout.
             sink: Called on the event loop.
-            timeout_s: Seconds to its deadline. A stream needs a first response in the model's default timeout.
+            timeout_s: Seconds to its deadline; a stream also needs a first response in the model's default timeout.
             quota: Counts it while it is in flight.
         """
         spec = served.spec
@@ -161,9 +158,9 @@ class Submission:
         return pending
 
     def submit_near(self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, door: Door) -> Pending:
-        """Submits a plain request through the door if it is open and the lane has no other requests; else by `submit`.
+        """Submits a plain request through the door if it is open and the lane has no other requests.
 
-        Priorities, queue policies, sequences and cached responses exclude the door.
+        Else by `submit`.
         """
         spec = served.spec
         is_plain = served.routes.are_plain and not (served.wait_s or spec.decoupled or spec.is_stateful)

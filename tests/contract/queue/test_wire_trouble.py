@@ -308,7 +308,11 @@ async def test_a_sentinel_that_is_gone_is_passed_over(sentinels: SentinelSetup) 
     ("url", "changes", "problem"),
     [
         ("/other/0", {}, "the Sentinels know no service 'other'"),
-        ("/queue/0", {"sentinel_password": "x"}, "QINFER_REDIS__SENTINEL_PASSWORD: the Sentinels use no password; unset it"),
+        (
+            "/queue/0",
+            {"sentinel_password": "x"},
+            "QINFER_REDIS__SENTINEL_PASSWORD: the Sentinels use none; unset it",
+        ),
         ("/queue/0", {"cluster": True}, "QINFER_REDIS__CLUSTER=false"),
     ],
     ids=["service", "password", "cluster"],

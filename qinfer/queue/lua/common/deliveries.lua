@@ -40,7 +40,7 @@ end
 -- for lack of room.
 local function take(queue, count, pause, longest, use)
   if redis.call('EXISTS', queue) == 0 then return end
-  redis.call('ZREM', later_of(queue), '') -- a no-op write: after a write full memory stops no script
+  redis.call('ZREM', later_of(queue), '') -- a no-op write, after which full memory stops no script
   local later, now, is_full = later_of(queue), now_ms(), false
 
   local function hand_out(entry, score)

@@ -1,8 +1,7 @@
 -- Removes entries with their payloads, delivered or not, from their lane or from where they were moved; notes delivered
 -- ones.
--- KEYS: the lane, the notes of moves, payloads, the notes of cancellations. ARGV: group, the lane without prefix, entry
---   ids.
--- Returns the names of the payloads' objects.
+-- KEYS: lane, moved, payloads, cancels. ARGV: group, place (the lane without prefix), ids. Returns the payloads'
+--   objects.
 local lane, moved, notes = KEYS[1], KEYS[2], KEYS[#KEYS]
 local group, place = ARGV[1], ARGV[2]
 local gone = {}

@@ -1,10 +1,10 @@
 -- Moves the entries that `consumer` still owns to the end of another lane, as never delivered.
--- KEYS: the lane, the other lane, the records of the first entries' requests, which may not exist.
--- ARGV: group, consumer, the other lane's name in records, entry ids. Returns how many.
+-- KEYS: lane, other lane, records of the first entries' requests, which may not exist. ARGV: group, consumer, the other
+--   lane's name, ids. Returns how many.
 local lane, other, group, consumer, name = KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]
 local count = 0
 
-redis.call('XACK', lane, group, '0-0') -- a no-op write: after a write full memory stops no script
+redis.call('XACK', lane, group, '0-0') -- a no-op write, after which full memory stops no script
 for i = 4, #ARGV do
   local id, record = ARGV[i], KEYS[i - 1]
   local is_owner = held(lane, group, consumer, id) ~= nil

@@ -1,8 +1,7 @@
 -- Takes up to `count` entries, lane by lane, a lane's shares in turn; of each stream first the ready released ones, then
 -- new ones.
--- KEYS: the lanes by priority. ARGV: group, consumer, the consumer `released`, count (> 0).
--- Returns {lane's number, id, fields, deliveries, share's number} per entry, and {lane's number, share's number} per
---   further stream.
+-- KEYS: lanes by priority. ARGV: group, consumer, released, count (> 0).
+-- Returns {lane's number, id, fields, deliveries, share} per entry, and {lane's number, share} per further stream.
 local group, consumer, released, left = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local taken, divided = {}, {}
 

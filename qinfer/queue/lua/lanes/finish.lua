@@ -1,5 +1,5 @@
 -- Removes entries with their payloads, delivered or not, whichever consumer owns them.
--- KEYS: the lane, payloads. ARGV: group, entry ids. Returns the names of the payloads' objects, or nil.
+-- KEYS: lane, payloads. ARGV: group, ids. Returns the payloads' objects, or nil.
 local lane, group = KEYS[1], ARGV[1]
 
 redis.call('XACK', lane, group, unpack(ARGV, 2))

@@ -1,5 +1,5 @@
 -- Extends a reply stream's life, or creates it, atomically, so that no stream is ever without a time to live.
--- KEYS: the stream. ARGV: its time to live in ms. Returns 1 if it did not exist as a stream.
+-- KEYS: stream. ARGV: ttl (ms). Returns 1 if it did not exist.
 local gone = redis.call('TYPE', KEYS[1]).ok ~= 'stream'
 
 if gone then

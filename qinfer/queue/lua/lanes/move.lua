@@ -1,10 +1,9 @@
 -- Moves the waiting entries of an endpoint (untaken or released ones) to the same lane of another version, as never
--- delivered. They keep their first enqueue time, and go to their tenant's share of the new lane. Records of asynchronous
--- requests get the new place; for other entries a note has it.
--- KEYS: the lane, the other lane, the notes.
--- ARGV: group, the consumer `released`, endpoint, prefix, the other version, the lane's name, most entries and
---   bytes to look at, lifetime of the notes in ms, first share, first id there ('(' = behind it).
--- Returns {how many were moved, next share, next id}, or {how many} at the end.
+-- delivered, with their first enqueue time, and to their tenant's share there. Records of asynchronous requests get the
+-- new place; for other entries a note has it.
+-- KEYS: lane, other, notes. ARGV: group, released, endpoint, prefix, version, name, entries and bytes to look at,
+--   lifetime of the notes (ms), first share, first id there ('(' = behind it).
+-- Returns {moved, next share, next id}, or {moved} at the end.
 local lane, other, notes = KEYS[1], KEYS[2], KEYS[3]
 local group, released, endpoint, prefix, version, name = unpack(ARGV, 1, 6)
 local left, room, kept = tonumber(ARGV[7]), tonumber(ARGV[8]), ARGV[9]
@@ -52,7 +51,7 @@ local function look(stream, entry)
   return about.e == endpoint and waits(stream, entry[1]), fields, about
 end
 
-redis.call('XACK', lane, group, '0-0') -- a no-op write: after a write full memory stops no script
+redis.call('XACK', lane, group, '0-0') -- a no-op write, after which full memory stops no script
 for _, stream in ipairs(streams_of(lane)) do
   if stream[1] >= first then
     local at = stream[1] == first and start or '-'

@@ -1,8 +1,7 @@
 -- Takes up to `count` entries, released suspects included, whose owner has been silent for `idle` ms; forgets dead
 -- consumers and tenants.
--- KEYS: the lanes. ARGV: group, consumer, the consumers `released` and `suspects`, count, idle ms, ms until a consumer
---   is dead.
--- Returns {lane's number, id, fields, deliveries, share's number} per entry.
+-- KEYS: lanes. ARGV: group, consumer, released, suspects, count, idle (ms), ms until a consumer is dead.
+-- Returns {lane's number, id, fields, deliveries, share} per entry.
 local group, consumer, released, suspects, left = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local idle, gone = ARGV[6], tonumber(ARGV[7])
 local PAGE = 100

@@ -1,5 +1,5 @@
 -- Releases the entries that `consumer` still owns, without counting this delivery.
--- KEYS: the lane. ARGV: group, consumer, the consumer `released` or `suspects`, rest in ms, entry ids. Returns how many.
+-- KEYS: lane. ARGV: group, consumer, `released` or `suspects`, rest (ms), ids. Returns how many.
 local lane, group, consumer, released, rest = KEYS[1], ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local DAY_MS = 86400000
 local idle = rest > 0 and READY_MS - rest or DAY_MS

@@ -1,8 +1,7 @@
 -- Moves a dead letter to the end of its lane, as never delivered; an asynchronous request is `queued` again.
--- KEYS: the dead letters, the lane, the payload, the request's record, result, deadlines, stored responses.
--- ARGV: the dead letter's id, the request's id, the payload's time to live in ms, the lane's name, the record's extra
---   lifetime in ms, and for an object the reference's version, its copy's name, size.
--- Returns {the entry's id, unreferenced objects}, or nil if the dead letter is gone.
+-- KEYS: letters, lane, payload, record, result, due, responses. ARGV: id, request, ttl (ms, of the payload), name of the
+--   lane, margin (ms, of the record), and for an object version, copy and size.
+-- Returns {entry id, unreferenced objects}, or nil.
 local letters, lane, payload, record, result, due, responses = unpack(KEYS)
 local id, request, ttl, name, margin, version, copy, size = unpack(ARGV)
 

@@ -1,7 +1,6 @@
 -- Removes waiting entries, undelivered or released, with their payloads, also from where they were moved.
--- KEYS: the lane, the notes of moves, the first entries' payloads.
--- ARGV: group, the consumers `released` and `suspects`, the lane without prefix, entry ids.
--- Returns {1 or 0 for each entry, whether it was removed; the names of the payloads' objects}.
+-- KEYS: lane, moved, the first entries' payloads. ARGV: group, released, suspects, place (the lane without prefix), ids.
+-- Returns {1 or 0 for each entry, the payloads' objects}.
 local lane, moved = KEYS[1], KEYS[2]
 local group, released, suspects, place = unpack(ARGV, 1, 4)
 local removed, gone = {}, {}

@@ -1,9 +1,9 @@
 -- Records a gateway's use of a tenant's quota, and leases it a part of the rest: half of it equally, half by demand.
 -- Other gateways keep theirs until their own exchange.
--- KEYS: the quota, a hash: level (all tokens, held ones included; negative = a debt), at (ms), and of each gateway
---   '<tokens> <demand> <in flight> <places> <until in ms>'.
--- ARGV: gateway, rate per s, burst, places, used tokens, demand, requests in flight, lease in ms (0 = it leaves).
--- Returns {its tokens, all tokens, its part, its places}, the first three as texts.
+-- KEYS: the quota, a hash: level (all tokens; negative = a debt), at (ms), and of each gateway '<tokens> <demand> <in
+--   flight> <places> <until in ms>'.
+-- ARGV: gateway, rate (per s), burst, places, used, demand, in flight, lease (ms, 0 = it leaves).
+-- Returns {tokens, level, part, places}, the first three as texts.
 local key, gateway = KEYS[1], ARGV[1]
 local rate, burst, most, used, demand, flying, lease = unpack(ARGV, 2)
 rate, burst, most, used = tonumber(rate), tonumber(burst), tonumber(most), tonumber(used)

@@ -1,9 +1,8 @@
 -- Accepts an asynchronous request: stores its record, payload and deadline, and appends it to its lane.
 -- KEYS: lane, its `.delayed` lane, record, due, payload, staged payload, idempotency key.
--- ARGV: group, id, frame, payload's place (none | given | staged), payload, limit (0 = none), whether workers report
---   executing entries (1), in ms: timeout, lifetimes of result and tombstone, margin, idempotency key's lifetime (0 = no
---   key), body hash, version and name of the lane, other fields of the record, webhook, outbox, notes, watcher, tenant,
---   its weight (0 = unknown), endpoint, the tenant whose stored results are limited. Absent texts are ''.
+-- ARGV: group, id, frame, place of the payload (none | given | staged), payload, limit (0 = none), is_told, timeout,
+--   result_ttl, tombstone_ttl, margin, key_ttl (all ms, 0 = no key), body_hash, version, name, accepted, webhook,
+--   outbox, notes, watcher, tenant, weight (0 = unknown), endpoint, share. Absent texts are ''.
 -- Returns {what, id, body hash, unreferenced objects}: new | known | full | gone (the staged payload) | over (the tenant
 --   has stored too much).
 local function one(KEYS, ARGV)

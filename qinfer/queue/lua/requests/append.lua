@@ -1,8 +1,8 @@
 -- Appends stored responses of an asynchronous request, for the consumer that holds its entry.
--- KEYS: record, responses. ARGV: prefix, group, consumer, its delivery, the entry's lane and id, whether a
---   later delivery continues an earlier one (1 | 0), most bytes, index of the first response, responses.
--- Returns {what, how many are stored, watchers by line}: stored | ended (or another's) | broken | full | over (the
---   tenant has stored too much).
+-- KEYS: record, responses. ARGV: prefix, group, consumer, delivery, lane, entry, resumes (1 = continues an earlier
+--   delivery), most (bytes), index, responses.
+-- Returns {what, count, watchers by line}: stored | ended (or another's) | broken | full | over (the tenant has stored
+--   too much).
 local record, responses = KEYS[1], KEYS[2]
 local prefix, group, consumer, delivery, lane, entry, resumes, most, index = unpack(ARGV, 1, 9)
 local FIRST = 10

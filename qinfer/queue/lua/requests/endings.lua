@@ -1,8 +1,7 @@
 -- Takes ended requests with records and results from a named outbox.
--- KEYS: the outbox's queue. ARGV: count, ms until they are due again, prefix, most bytes of results, the
---   record's fields, state first.
--- Returns {id, attempts, request id, notes, values of the fields, result's place (none | given | apart), result} of
---   each; large results make it return fewer.
+-- KEYS: queue. ARGV: count, pause (ms), prefix, room (bytes of results), the record's fields, state first.
+-- Returns {id, attempts, request, notes, values, result's place (none | given | apart), result} of each; large results
+--   make it return fewer.
 local queue, pause, prefix, room = KEYS[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 local BESIDES = 500 -- about the bytes of an ending without its result
 local taken = {}

@@ -4,7 +4,7 @@ local record, result, responses = unpack(KEYS)
 local state, outbox, share = unpack(redis.call('HMGET', record, 'state', 'outbox', 'share'))
 if not state or state == 'queued' or outbox then return {} end
 
--- Freeing writes go first: after a write full memory stops no script.
+-- Freeing writes go first, after which full memory stops no script.
 local objects = {}
 drop(result, objects)
 redis.call('UNLINK', responses)

@@ -1,7 +1,7 @@
 -- Reads the record of an asynchronous request, and registers a watcher of its end.
--- KEYS: record, result, responses. ARGV: prefix, group, the consumers `released` and `suspects`, watcher ('' =
---   none), most watchers, fields to read.
--- Returns {values, whether there is a result, whether a consumer holds the entry, deliveries, stored responses}, or nil.
+-- KEYS: record, result, responses. ARGV: prefix, group, released, suspects, reply_to ('' = none), most watchers, fields
+--   to read.
+-- Returns {values, has_result, is_held, deliveries, stored responses}, or nil.
 local record, result, responses = unpack(KEYS)
 local prefix, group, released, suspects, reply_to, most = unpack(ARGV)
 

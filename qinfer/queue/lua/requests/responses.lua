@@ -1,6 +1,5 @@
--- Reads stored responses of an asynchronous request; if the first is too large, returns its size, to be read over
--- another connection.
--- KEYS: responses. ARGV: first index, most bytes. Returns the responses, or a size.
+-- Reads stored responses of an asynchronous request, or the size of the first if it is too large for this connection.
+-- KEYS: responses. ARGV: index, most bytes.
 local found, index, room, step = {}, tonumber(ARGV[1]), tonumber(ARGV[2]), 1
 
 while true do

@@ -1,7 +1,7 @@
 -- Ends an asynchronous request, unless it has ended, and removes its entry in any case.
--- KEYS: record, result, staged result, due, queue of webhooks, payload, responses, notes of cancellations.
--- ARGV: prefix, group, id, the entry's lane and id ('' = as in the record), result's place (none | given |
---   staged), result, attempt (0 = not executed), state, failure ('' = none).
+-- KEYS: record, result, staged result, due, webhooks, payload, responses, cancels.
+-- ARGV: prefix, group, id, lane and entry ('' = as in the record), place of the result (none | given | staged), result,
+--   attempt (0 = not executed), state, failure ('' = none).
 -- Returns {what, watchers by line, unreferenced objects}: first | late | gone (the staged result: nothing was done) |
 --   over (the tenant has stored too much: it has not ended).
 local function one(KEYS, ARGV)
@@ -28,7 +28,7 @@ end
 
 local pending = is_first and state == 'cancelled' and redis.pcall('XPENDING', lane, group, entry, entry, 1)
 
--- Freeing writes go first: after a write full memory stops no script.
+-- Freeing writes go first, after which full memory stops no script.
 local function remove(from, entry_id)
   redis.call('XACK', from, group, entry_id)
   redis.call('XDEL', from, entry_id)

@@ -1,15 +1,14 @@
 -- Exchanges a worker's units of global resources: takes some back, gives all units of an execution or none, and renews
--- the lease. Waiting wishes are served in order, callees first; units that one waits for are kept from those behind it.
--- KEYS: the ends of leases, units by worker, maxima by worker, the line, the news.
--- ARGV: worker, lease in ms, then in JSON its maxima, returned units, a list of withdrawn wishes, its wish ([worker,
---   units], as in the line) or '', and whether that is a callee's.
--- Returns {whether it got it, its units, names that others wait for, ms to the next end of another's lease or -1}.
+-- the lease. Wishes are served in order, callees first; units that one waits for are kept from those behind it.
+-- KEYS: leases, held, maxima, waiting, news. ARGV: worker, lease (ms), then in JSON maxima, returned units, withdrawn
+--   wishes, wish ([worker, units]) or '', is_callee.
+-- Returns {has_got, units, names that others wait for, ms to the next end of another's lease or -1}.
 local leases, held, maxima, waiting, news = unpack(KEYS)
 local worker, wanted, is_callee = ARGV[1], ARGV[6], ARGV[7] == '1'
 local now, has_freed, has_got, is_new = now_ms(), false, 0, false
 local CALLEES_FIRST, NEWS = 4e15, 64
 
-redis.call('ZREM', leases, '') -- a no-op write: after a write full memory stops no script
+redis.call('ZREM', leases, '') -- a no-op write, after which full memory stops no script
 
 local function read(key, field)
   return cjson.decode(redis.call('HGET', key, field) or '{}')

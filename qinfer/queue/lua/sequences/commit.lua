@@ -1,9 +1,8 @@
 -- Commits a step: stores state, response and number together if the worker still owns the sequence. The last step ends
 -- the life. The previous response is kept until it is answered. An explicit sequence commits only numbered steps, so
 -- earlier ones may be missing.
--- KEYS: record.
--- ARGV: prefix, is_fragile, name, token, life, number, state's place (none = unchanged | given |
---   staged), state or its staged key, response's place, response or its key.
+-- KEYS: record. ARGV: prefix, is_fragile, name, token, life, number, place of the state (none = unchanged | given |
+--   staged), state or staged key, place and value of the response.
 -- Returns {done | known (committed before) | lost (another owner) | gone (what was staged), unreferenced objects}.
 local function one(KEYS, ARGV)
 if not prefix then

@@ -1,7 +1,7 @@
 -- Removes an answered step with its payload, and its response unless it is the last committed one. Ends a life with a
 -- successor whose last step was not committed.
--- KEYS: record. ARGV: prefix, is_fragile, name, life, number, entry id, payload's key ('' = none).
--- Returns unreferenced objects.
+-- KEYS: record. ARGV: prefix, is_fragile, name, life, number, entry, payload's key ('' = none). Returns unreferenced
+--   objects.
 local function one(KEYS, ARGV)
 begin(ARGV[1], '0')
 local record = KEYS[1]

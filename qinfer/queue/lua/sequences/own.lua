@@ -1,9 +1,9 @@
--- Gives a worker waiting sequences and tells it their steps. The next one is of the tenant with the fewest held by
--- weight, handed-over ones first.
--- KEYS: the lanes of waiting sequences by priority, the worker's own lane.
--- ARGV: prefix, is_fragile, worker, count, bits of the model's ids (0 = text, '' = it gets none).
--- Returns {whether the worker's lease is alive, {name, life, token, committed, generation, kind, idle ms, whether the
---   tenant is not the model's first, the model's number for it (0 = none)} of each}.
+-- Gives a worker waiting sequences and tells it their steps; next is the tenant with the fewest held by weight,
+-- handed-over ones first.
+-- KEYS: lanes of waiting sequences by priority, the worker's lane. ARGV: prefix, is_fragile, worker, count, bits (0 =
+--   text, '' = the model gets no ids).
+-- Returns {whether the lease is alive, {name, life, token, committed, generation, kind, idle ms, is_other, number (0 =
+--   none)} of each}.
 local MOST_TICKETS = 100 -- to look at, as some sequences have ended
 begin(ARGV[1], ARGV[2])
 make_room()

@@ -1,10 +1,8 @@
 -- Appends a step to a sequence. START begins a life behind the executing one. A repeated numbered step gets the stored
 -- response, or waits behind the first of its number.
--- KEYS: record.
--- ARGV: prefix, is_fragile, name, flags (S, E, SE or empty), number (0 = none), hash of a
---   START's content, frame, id of the request with the payload ('' = none), ms to its deadline, limit of waiting steps
---   (0 = none), limit of open sequences (0 = none), tenant's weight (0 = unknown), and of a START `<version>
---   <generation> <kind> <idle ms>`.
+-- KEYS: record. ARGV: prefix, is_fragile, name, flags (S, E, SE or ''), number (0 = none), hash of a START's content,
+--   frame, request with the payload ('' = none), timeout (ms), limit of waiting steps and of open sequences (0 = none),
+--   weight (0 = unknown), and of a START `<version> <generation> <kind> <idle ms>`.
 -- Returns {new, life, number, entry id} | {stored, life, number} | {gap, next number} | {old, last number} | {ended,
 --   code, text, step} | {unknown} | {full}.
 local function one(KEYS, ARGV)

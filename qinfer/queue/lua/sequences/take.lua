@@ -1,8 +1,7 @@
 -- Tells a worker the steps of its sequences, and which have ended; confirmed tickets are not told again.
--- KEYS: the worker's lane. ARGV: prefix, is_fragile, worker, its last ticket ('' = none), count,
---   most bytes of frames.
--- Returns {whether the lease is alive, the last ticket seen, {name, life, number (0 = the life has ended), token, entry
---   id, fields (empty = the step's caller has left), deliveries} of each}.
+-- KEYS: the worker's lane. ARGV: prefix, is_fragile, worker, last ticket ('' = none), count, most bytes of frames.
+-- Returns {whether the lease is alive, last ticket, {name, life, number (0 = the life has ended), token, entry id,
+--   fields (empty = the step's caller has left), deliveries} of each}.
 begin(ARGV[1], ARGV[2])
 make_room()
 local worker, after, most, room = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])

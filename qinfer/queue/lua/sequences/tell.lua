@@ -1,6 +1,5 @@
 -- Chooses the id of a sequence for a model without sequences; it stays until five minutes pass without a request.
--- KEYS: its number, as text. ARGV: prefix, is_fragile, name, bits of the model's ids (0 = text).
--- Returns {whether the tenant is not the model's first, the number (0 = none)}.
+-- KEYS: its number, as text. ARGV: prefix, is_fragile, name, bits (0 = text). Returns {is_other, number (0 = none)}.
 begin(ARGV[1], ARGV[2])
 make_room()
 local name, bits = ARGV[3], tonumber(ARGV[4])
