@@ -84,7 +84,7 @@ class Deliveries:
         *,
         note: tuple[bytes, str, str] | None = None,
     ) -> None:
-        """Removes items, even those that another caller took; sets `note`, field and value, in an existing record."""
+        """Removes items, even those that another caller took, and sets a field of an existing record (`note`)."""
         name = keys.deliveries(model, partition, kind.name).encode()
         record, field, value = note or (b"", "", "")
         names = [name, record] if record else [name]

@@ -1,6 +1,7 @@
 """The private Redis of `qinfer up`: one server per data directory, on a unix socket, with an append-only file.
 
-    with EmbeddedRedis(Path(".qinfer")) as server:  …  RedisSettings(url=server.url)
+    with EmbeddedRedis(Path(".qinfer")) as server:
+        RedisSettings(url=server.url)
 
 Two locks keep two servers off one append-only file. The supervisor holds `lock`. The redis-server inherits
 `redis/lock`, and holds it as long as it lives, even after `kill -9` of its supervisor; the next start then shuts that

@@ -309,7 +309,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
     """A request that ended, as a delivery of a named outbox.
 
-    `id` is the delivery's own. `record` is `None` after the request expired, `blob` without a result.
+    `id` is the delivery's own. After the request's expiry `record` is `None`; without a result `blob` is.
     """
 
     id: str

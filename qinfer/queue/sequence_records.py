@@ -138,7 +138,7 @@ class Owned(msgspec.Struct, frozen=True, kw_only=True):
 class SlotShare(NamedTuple):
     """A tenant with open sequences, of which `held` have a slot at any worker.
 
-    `waited_s` is the wait of its first sequence without a slot; negative = none waits.
+    `waited_s` is the wait of its first sequence without a slot, negative without one.
     """
 
     tenant: str

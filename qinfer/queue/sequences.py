@@ -257,9 +257,9 @@ class Sequences:
         return TicketReader(link, bell, self._own_lane(version, worker_id), self._waiting(version), place)
 
     async def commit(self, steps: Items[Committed]) -> list[bool]:
-        """Commits steps of different sequences, as durably as the settings ask; False = another worker's sequence.
+        """Commits steps of different sequences, as durably as the settings ask.
 
-        After `BrokerUnavailable` some may be committed: repeat it.
+        Returns False for a sequence of another worker. After `BrokerUnavailable` some may be committed: repeat it.
         """
         for step in steps:
             if step.state is not None and len(step.state) > MAX_STATE_BYTES:
@@ -309,7 +309,7 @@ class Sequences:
         return await self._fail(place, "", "", token)
 
     async def give_back(self, worker_id: str, sequences: Iterable[SequenceId]) -> int:
-        """Hands over a draining worker's sequences without executing steps; `explicit` ones are lost."""
+        """Hands over a draining worker's sequences that have no executing step; `explicit` ones are lost."""
         names = [sequence.name for sequence in sequences]
         owned = keys.sequence_owned(self._model, self._partition, worker_id).encode()
         given = 0
@@ -324,7 +324,7 @@ class Sequences:
         return await self._counted(_REAP, [self._owners, self._orphans], count)
 
     async def sweep(self, count: int = AT_ONCE) -> int:
-        """Ends expired sequences among `count` without an owner; returns how many."""
+        """Looks at `count` sequences without an owner, and ends the expired ones; returns how many."""
         return await self._counted(_SWEEP, [self._open], count)
 
     async def unanswered(self, count: int = AT_ONCE, max_bytes: int = 2**20) -> list[Unanswered]:

@@ -45,7 +45,9 @@ class StoredResponses:
     async def append(
         self, lease: Lease, request_id: str, index: int, blobs: Sequence[Bytes], *, resumes: bool, max_bytes: int
     ) -> bool:
-        """Stores responses of a request, skipping stored ones; False = it has ended, or another worker has its lease.
+        """Stores responses of a request, skipping stored ones; returns whether the caller may go on.
+
+        It may not once the request has ended, or another worker has its lease.
 
         Args:
             lease: The lease on its entry.

@@ -140,7 +140,7 @@ class Submitter:
         limit: int = 0,
         payload: tuple[Argument, ...] = _NO_PAYLOAD,
     ) -> None:
-        """Runs the script; `payload` has request id, time to live and bytes, and excludes several entries."""
+        """Runs the script for entries, or for a single one with its `payload` (request id, time to live, bytes)."""
         payload_id = str(payload[0])
         names = _keys(lane, payload_id)
         tenant, endpoint = sender

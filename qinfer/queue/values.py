@@ -130,7 +130,7 @@ class Values:
     async def get(self, slot: int, key: str | bytes, tenant: str = "", room: Room | None = None) -> bytes | None:
         """Returns a value, awaiting `room` before a large one.
 
-        `None` if it is gone, `CorruptEntry` if only its object is.
+        Returns `None` if it is gone, and raises `CorruptEntry` if only its object is.
         """
         value, _ = await self._read(slot, key, tenant, room)
         return value

@@ -279,7 +279,7 @@ class S3Store(FsspecStore):
         return found
 
     def _of_page(self, folder: str, names: deque[str]) -> dict[str, Stat | None]:
-        """Returns the objects of the first names by one page of a folder, and removes these names."""
+        """Looks up the first of some names by one page of a folder, and removes these from `names`."""
         _, prefix = self._place(folder)
         page = self._page(folder, StartAfter=f"{prefix}{names[0][:-1]}")
         there = {one["Key"]: one for one in page.get("Contents", ())}

@@ -67,11 +67,11 @@ class KnownObject(io.RawIOBase):
         return self._at
 
     def readable(self) -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
     async def _get(self, begin: int, end: int) -> bytes:

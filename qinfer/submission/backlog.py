@@ -116,7 +116,7 @@ class Backlog:
 
     async def _look(self, group: _Group) -> None:
         own = [load.own for load in group.loads]
-        # Requests of tenants with unknown places are in some share of their lane, and are not others'.
+        # Own requests of tenants with unknown places are in some share of their lane.
         unplaced = {undivided(load.lane.name): load.own for load in group.loads if not is_placed(load.lane)}
         # Workers remove entries a little after they answered; meanwhile these count as known.
         unfinished = [min(load.left, self._unfinished(group.served)) for load in group.loads]

@@ -74,7 +74,7 @@ class Inner:
         """Takes the error instead of a response."""
 
     def is_behind(self) -> bool:
-        """Tells whether the response waits for another request's, so that it may not wait for memory."""
+        """Tells whether the response must wait for another request's, so that it may not wait for memory."""
         return False
 
 
@@ -148,7 +148,7 @@ class Memory(Protocol):
     """The memory of an answer."""
 
     def become(self, size: int) -> None:
-        """Resizes it to the answer."""
+        """Adjusts it to the answer's final size."""
         ...
 
     def watch(self, arrived: Callable[[], int], late: Callable[[], None]) -> None:
@@ -287,7 +287,10 @@ class PendingRequests:
         return any(each.model == model and each.version == version for each in self._pending.values())
 
     def add(self, pending: Pending, deadline_s: float) -> None:
-        """Adds and counts a request with a deadline on the monotonic clock, for a stream that of its first response."""
+        """Adds and counts a request.
+
+        The deadline, on the monotonic clock, of a stream is that of its first response.
+        """
         if pending.load is not None:
             pending.load.own += 1
         if pending.quota is not None:

@@ -148,10 +148,7 @@ class ResponseCache:
     def submit(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
     ) -> Pending | None:
-        """Answers a request or lets it wait for its flight, as `Submission.submit` does.
-
-        `None` if it can't be cached.
-        """
+        """Answers a request or lets it wait for its flight; returns `None` if its response can't be cached."""
         started_s = self._now_s()
         key = response_key(request, served)
         if key is None:

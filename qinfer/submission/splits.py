@@ -64,7 +64,7 @@ class Whole:
             self._end()
 
     def landed(self, place: int, response: Response) -> None:
-        """Takes the response of a part; the last one or a failure ends the whole."""
+        """Takes the response of a part; the last one, or a failure, ends the request."""
         if self._is_over:
             return
         if response.failure is None and (response.index or not response.final):
@@ -81,7 +81,7 @@ class Whole:
                 self.crashed(error)
 
     def crashed(self, error: Exception) -> None:
-        """Fails the whole."""
+        """Fails the whole request."""
         if self._is_over:
             return
         self._end()

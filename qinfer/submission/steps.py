@@ -117,7 +117,7 @@ class Steps:
 
 
 class _Waiting(NamedTuple):
-    """A step to be submitted, of a sequence of its model's sequences `of`."""
+    """A step to be submitted; `of` are its model's sequences."""
 
     pending: Pending
     of: Sequences

@@ -158,10 +158,7 @@ class Submission:
         return pending
 
     def submit_near(self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, door: Door) -> Pending:
-        """Submits a plain request through the door if it is open and the lane has no other requests.
-
-        Else by `submit`.
-        """
+        """Submits a plain request through the door, or by `submit` if other requests are in the lane."""
         spec = served.spec
         is_plain = served.routes.are_plain and not (served.wait_s or spec.decoupled or spec.is_stateful)
         if not is_plain or spec.is_cached or spec.splits or self._is_crowded(served):
@@ -172,7 +169,7 @@ class Submission:
     def submit_here(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, door: Door
     ) -> Pending | None:
-        """Submits a request through the door, past all waiting ones; `None` = the door can't take it."""
+        """Submits a request through the door, past all waiting ones; returns `None` if the door can't take it."""
         spec = served.spec
         # The reader of the lane chooses a sequence's id for the model.
         names_sequence = spec.sequences is not None or request.sequence is not None
@@ -428,7 +425,7 @@ class Layouts:
 def kind_of(request: InferRequest, lane: Lane, generation: int, timeout_s: float) -> Kind | None:
     """Returns the kind of a request before it is stamped.
 
-    `None` if its frame is unique or its bytes must be checked.
+    Returns `None` if its frame is unique or its bytes must be checked.
     """
     if request.client_id or request.parameters or request.priority or request.sequence is not None or request.holders:
         return None
@@ -460,7 +457,7 @@ def tensor_bytes(request: InferRequest) -> int:
 def lay_out(request: InferRequest, inline_max_bytes: int) -> tuple[bytes, Payload | None]:
     """Encodes a stamped request, setting its field `payload`.
 
-    Returns the frame, and the payload if it goes beside the stream.
+    Returns the frame, and a payload for beside the stream.
     """
     size = tensor_bytes(request)
     if size <= inline_max_bytes:
