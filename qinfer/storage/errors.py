@@ -117,7 +117,7 @@ def _named(error: Exception, url: str) -> StoreError:
     if type(error).__name__ == "FileExpired":
         return StoreChanged(f"'{shown}' was replaced while it was read")
     if isinstance(error, FileNotFoundError) or answer.status == 404:
-        return StoreNotFound(f"'{shown}' or its bucket does not exist")
+        return StoreNotFound(f"'{shown}' does not exist, or its bucket does not")
     if _is_denied(error, answer):
         remedy = "it needs credentials in the store's own variables that allow reading and writing there"
         if isinstance(error, OSError) and error.errno == errno.EROFS:

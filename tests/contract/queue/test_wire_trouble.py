@@ -328,7 +328,7 @@ async def test_a_wrong_setting_for_sentinels_is_told(
 
 async def test_what_is_no_sentinel_is_told(tmp_path: Path) -> None:
     """The port of the Redis itself, perhaps."""
-    with RedisServer(system_redis(), tmp_path) as server, pytest.raises(QinferError, match="no Sentinel"):
+    with RedisServer(system_redis(), tmp_path) as server, pytest.raises(QinferError, match="not a Sentinel"):
         await Router.connect(
             RedisSettings.model_validate({"url": f"redis+sentinel://127.0.0.1:{server.port}/queue", **SHORT})
         )

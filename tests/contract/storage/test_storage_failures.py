@@ -134,7 +134,7 @@ def test_conflicts_without_end_are_an_error(server: S3Server, bucket: str) -> No
     """That is tried again later."""
     server.conflicts = 1000
 
-    with pytest.raises(StoreUnavailable, match=f"others write '{bucket}/x' all the time"):
+    with pytest.raises(StoreUnavailable, match=f"other processes keep writing '{bucket}/x'"):
         store_for(bucket).put_if_absent(b"1", f"{bucket}/x")
 
 
