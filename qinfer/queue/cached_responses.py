@@ -1,8 +1,7 @@
 """The response cache in Redis, shared by all gateways and workers: a string per response, with a time to live.
 
-The queue's Redis evicts nothing, so the cache bounds itself. Time is divided into spans of an eighth of the time to
-live, so that at most nine spans have live entries. Each span has a ninth of the bytes, counted by a key that outlives
-it; responses beyond that are not stored.
+The queue's Redis evicts nothing, so the cache bounds itself: time is divided into spans of an eighth of the time to
+live, each with a ninth of the bytes, because nine spans have live entries. A key that outlives its span counts them.
 """
 
 import asyncio

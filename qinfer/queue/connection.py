@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 Argument = str | int | float | bytes | memoryview
 
 pack: Callable[[tuple[Argument, ...]], bytes] = pack_command  # type: ignore[assignment]  # its stub says tuples of one
-"""Encodes a command; slow for large words, because its buffer grows bit by bit."""
+"""Encodes a command; slow for large words."""
 
 _LARGE_BYTES = 256 * 1024
 _DATA = (bytes, memoryview)
@@ -138,7 +138,7 @@ async def open_connection(address: Address, settings: RedisSettings, timeout_s: 
 
 
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""Seconds of silence until the kernel probes the peer, seconds between probes, number of probes."""
+"""Seconds of silence before the kernel probes the peer, seconds between probes, number of probes."""
 
 
 def _keep_alive(sock: socket.socket | None) -> None:

@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 MAX_AGE_S = 7 * 86400.0
 
 LETTER_OBJECT_S = 2 * MAX_AGE_S
-"""Lifetime of a dead letter's object: the letter may be trimmed only when the next one arrives."""
+"""Lifetime of a dead letter's object, as letters are trimmed only when the next one arrives."""
 
 MAX_BYTES = 256 * 2**20
-"""The most bytes of a partition's dead letters; the newest is kept whatever its size."""
+"""The most bytes of a partition's dead letters; the newest is always kept."""
 
 _LETTERS = load_script("lanes/letters")
 _REPLAY = load_script("lanes/replay", "now_ms", "drop")

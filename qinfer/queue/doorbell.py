@@ -2,12 +2,12 @@
 
     look (fetch.lua) ──nothing, bell armed, no ring since──▶ sleep (XREADGROUP BLOCK, long) ──entry or ring──▶ look
 
-A new entry wakes one of several sleepers by itself. Rings, entries of a stream that every process with sleepers reads,
-announce what wakes no blocking read: a released entry, and a new stream of a lane.
+A new entry wakes a sleeper by itself. Rings, entries of a stream that every process with sleepers reads, announce what
+wakes no blocking read: a released entry, and a new stream of a lane.
 
-No ring is lost. A reader sleeps only if the bell was armed at its look and has not rung since. If a ring comes before
-the blocking read reaches Redis, unblocking is retried until the read ends, finally by a new connection. A broken
-connection rings for every lane. Besides, all sleepers of a process together look `LOOKS_PER_S` times a second.
+No ring is lost. A reader sleeps only if the bell was armed at its look and has not rung since. A ring that comes before
+the blocking read reaches Redis is repeated until the read ends, finally by a new connection. A broken connection rings
+for every lane. Besides, all sleepers of a process together look `LOOKS_PER_S` times a second.
 """
 
 import asyncio

@@ -4,10 +4,9 @@
     await durability.check()                                                 once: is Redis set up for it?
     await durability.write("bert", 0, lambda call: run_script(call, …))     returns when the write is safe
 
-`everysec` relies on the append-only file alone. `always` and `min_replicas` may need a wait behind each write. A wait
-blocks its connection, and covers only that connection's server. Such writes therefore have connections of their own,
-and a wait counts only if the connection lived from the write to the wait's reply. Writes that end during a wait share
-the next one (group commit).
+`everysec` relies on the append-only file alone. `always` and `min_replicas` may need a wait behind each write, which
+blocks its connection and covers only that connection's server. Such writes have connections of their own, and a wait
+counts only if the connection lived until its reply. Writes that end during a wait share the next one (group commit).
 """
 
 import asyncio

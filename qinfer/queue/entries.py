@@ -14,7 +14,7 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 DELAYED = ".delayed"
-"""The suffix of the lane for entries that waited too long in a lane."""
+"""The suffix of the lane for entries that waited too long."""
 
 FULL = "Exceeds maximum queue size"
 """The error of a `submit` beyond its limit; Triton's text (reference §3.3)."""
@@ -23,13 +23,13 @@ CHUNK_BYTES = 2**20
 """Larger outputs of one response travel beside the reply stream."""
 
 STORED_TTL_S = 120.0
-"""Seconds that such outputs are kept; their reader normally takes them immediately."""
+"""Seconds that such outputs are kept for their reader."""
 
 BULK_LANES = ("bulk1", "bulk2", "bulk3")
 """The lanes of shards of high, normal and low priority, in read order."""
 
 SHADOW_LANE = "shadow"
-"""The lane of shadow requests, which run while the device is otherwise idle."""
+"""The lane of shadow requests, which run while the device is idle."""
 
 _SHARE = "~"
 
@@ -173,10 +173,10 @@ MARGIN_S = 86400.0
 """Seconds that a record outlives the request's own times, because a sweep may come late."""
 
 MAX_WATCHERS = 64
-"""The most processes notified of one request's end: the latest that asked."""
+"""The most processes that are notified of one request's end."""
 
 MAX_NOTES_BYTES = 8192
-"""The longest `notes` of a request; Redis keeps them as long as its record."""
+"""The longest `notes` of a request, which Redis keeps with its record."""
 
 MAX_OUTBOX_NAME = 200
 

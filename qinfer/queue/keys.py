@@ -26,7 +26,7 @@ _RESOURCES = "qinfer:{resources}:"
 _COUNTS = "qinfer:{counts}:"
 
 ENDPOINTS = ".endpoints"
-"""Replaces the model where endpoints have deliveries of their own; no model has such a name."""
+"""Stands for a model in the deliveries of endpoints; no model has such a name."""
 
 _ENDPOINTS = f"qinfer:{{{ENDPOINTS}#0}}:"
 

@@ -1,10 +1,8 @@
 """Moves of waiting entries from the lanes of one version to those of another, which answers instead.
 
-A movable entry has fields beside its frame: `e`, its endpoint; `t`, the tenant; `r`, the id of a request with a record.
-`move.lua` finds untaken ones, a bounded number at a time, and moves each atomically. Entries that a worker holds stay.
-
-The record of a request knows the new address. For a request without one a note does (`…:moved`), by which
-`Queue.cancel` and `Queue.withdraw` find the entry.
+A movable entry has the fields `e`, its endpoint; `t`, the tenant; `r`, the id of a request with a record. `move.lua`
+moves untaken ones, each atomically and a bounded number at a time. The record of a request, or a note without one
+(`…:moved`), has the new address, by which `Queue.cancel` and `Queue.withdraw` find the entry.
 """
 
 from collections.abc import Sequence
@@ -22,7 +20,7 @@ AT_ONCE_BYTES = 2**20
 """Bytes of frames per script."""
 
 KEPT_S = 3600.0
-"""Seconds that notes are kept after the last move; entries cancelled later end by their deadline."""
+"""Seconds that notes are kept after the last move."""
 
 _MOVE = load_script("lanes/move", *PLACING)
 

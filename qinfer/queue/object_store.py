@@ -2,13 +2,12 @@
 
     <url>/<expiry>/<hash of the model>-<random>          expiry: seconds of the broker's time, a multiple of a minute
 
-An object is written before its reference, under a random name, and never changed. The references (`values`, dead
-letters) are in Redis, and expire before the object. An object is deleted with its reference. `sweep` deletes what dead
-processes and expired references leave behind: only names of this form in expired folders.
+An object is written before its reference, under a random name, and never changed. References are in Redis, expire
+before the object, and are deleted with it. `sweep` deletes what dead processes and expired references leave: only names
+of this form in expired folders.
 
-The blocking store runs in threads, and each call has a timeout, so that it delays neither callers nor the end of the
-process. After a failure all calls fail immediately, until a background probe succeeds: requests that need no store must
-not queue behind those that do.
+The blocking store runs in threads with timeouts, so that it delays neither callers nor the end of the process. After a
+failure all calls fail immediately, until a background probe succeeds.
 """
 
 import asyncio
@@ -53,10 +52,10 @@ VARIABLE = "QINFER_LIMITS__PAYLOAD_URL"
 """The setting that messages name."""
 
 UNREACHABLE = "the payload store can't be reached; try again"
-"""The message to clients about a failing store, without the store's own text."""
+"""The message to clients about a failing store, without the store's text."""
 
 SWEEP_MARGIN_S = 3600.0
-"""Seconds between expiry and sweep, for slow transfers and for clocks that differ after a failover."""
+"""Seconds between expiry and sweep, for slow transfers and different clocks."""
 
 _EXPIRY_STEP_S = 60
 _FOLDER = re.compile(r"[0-9]{12}")

@@ -35,11 +35,11 @@ _DIVIDED = b"d"
 """The field of an entry that marks a new share of its lane."""
 
 MAX_BLOCK_S = 0.5
-"""The longest blocking read, and thus the delay of a release, which does not wake a blocked reader."""
+"""The longest blocking read, and the delay of a release, which does not end it."""
 
 
 RELEASED_EVERY_S = 0.1
-"""How often a busy reader of a single lane runs the script, which alone returns released entries."""
+"""How often a busy reader of a single lane runs the script, which returns released entries."""
 
 AWAKE_S = 5.0
 """Seconds without entries after which a reader sleeps."""

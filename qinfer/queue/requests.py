@@ -64,7 +64,7 @@ AT_ONCE = 32
 """The most requests per script: about a millisecond, during which Redis serves no other client."""
 
 STAGED_BYTES = 16 * 2**20
-"""The most bytes of large results that are stored ahead of their requests' ends."""
+"""The most bytes of large results that are stored before their requests end."""
 
 AT_ONCE_BYTES = 2**20
 """The most bytes of values per script, except for a single one."""

@@ -5,14 +5,14 @@
 
 The guarantees, each with a test in `tests/contract/queue/test_resources.py`:
 
-1. Workers together never hold more units than the maximum, the largest that a live worker names.
+1. Workers together never hold more units than the largest maximum that a live worker names.
 2. A script takes all units of an execution or none; a waiting worker holds none of them.
 3. Every exchange renews a worker's lease. When it ends, the units are free, and the worker leaves the line.
 4. Workers in line get units in order, callees first. A worker that needs no contended resource does not wait.
 5. `wait` tells workers in line of freed units, and holders of contended ones that others wait.
 
-A worker that was stopped past its lease finishes its executions, so that more units are in use than exist. A failover
-that loses the last second may lose leases.
+A worker that was stopped past its lease finishes its executions with units that others hold by then. A failover may
+lose the leases of its last second.
 """
 
 from collections.abc import Mapping, Sequence

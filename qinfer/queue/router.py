@@ -5,14 +5,14 @@ MOVED and ASK. With Sentinels there is one Link, whose address they resolve.
 
 The Lua scripts of `lua/` run by their hash, or by their text on a node that does not know them. To add one:
 
-1. Write `lua/<subject>/<name>.lua`, or `lua/<name>.lua` in the package of the feature that runs it. Its header says
-   what it does, and lists KEYS, ARGV and the reply in order. Shared functions are files beside it or in `lua/common/`.
+1. Write `lua/<subject>/<name>.lua`, or `lua/<name>.lua` in the package of its feature. Its header says what it does,
+   and lists KEYS, ARGV and the reply in order. Shared functions are files beside it or in `lua/common/`.
 2. In the class that alone runs it, load it with the shared files: `_DUE = load_script("requests/due", "now_ms")`.
 3. Write a function with the subject's types that passes keys (by `keys`) and arguments in that order to `run_script`;
    durations are float seconds until `ttl_ms`.
 
-`each.lua` runs a script, written as the function `one`, for several requests of one partition: load `each` with it, and
-call `run_each`.
+`each.lua` runs a script, written as the function `one`, for several requests of a partition: load it, and call
+`run_each`.
 """
 
 import asyncio

@@ -86,7 +86,7 @@ _WAITING = ("seq.handed", "seq")
 """The lanes of sequences without an owner; handed-over ones go first."""
 
 _KEPT_S = 7 * 86400.0
-"""The least time that an object store keeps states and responses: longer than any step may wait."""
+"""The least time that an object store keeps states and responses, longer than any step may wait."""
 
 _STAGED_LATE = "the state or the response of a step did not arrive in time; try again"
 

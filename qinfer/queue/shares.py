@@ -1,9 +1,9 @@
 """The tenants' shares of lanes, as one process knows them.
 
 One tenant has the lane itself, each other one its own stream, or a shared one if there are more tenants than streams.
-`lua/common/places.lua` decides this when a script submits an entry, and a process remembers the answer to submit
-without the script. An outdated answer is harmless: a deleted stream takes no entries (`XADD NOMKSTREAM`), and an entry
-in another tenant's stream is fetched like any.
+`lua/common/places.lua` decides this when a script submits an entry; a process remembers the answer, to submit without
+the script. An outdated answer is harmless: a deleted stream takes no entries (`XADD NOMKSTREAM`), and an entry in
+another tenant's stream is fetched like any.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from qinfer.queue.connection import Argument, Template
 from qinfer.queue.entries import Lane, divided_of, share_of
 
 KNOWN_S = 30.0
-"""How long a place is remembered: half of the time after which Redis may reassign it."""
+"""How long a place is remembered: half of the time until Redis may reassign it."""
 
 CROWDED_S = 1.0
-"""How long a shared place is remembered, because such tenants use the shorter of two streams."""
+"""How long a shared place is remembered; such tenants use the shorter of two streams."""
 
 _ASKING_S = 1.0
 _NOT_KNOWN = -1

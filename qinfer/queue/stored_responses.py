@@ -5,13 +5,10 @@
 
 The guarantees, each with a test in `tests/contract/requests/`:
 
-1. Response *i* is stored only after exactly *i* others: no response is doubled or missing, however often it is
-   appended.
+1. Response *i* is stored only after exactly *i* others, so that none is doubled or missing.
 2. Only the holder of the entry appends, and only until the request ends.
 3. An execution continues the responses of an earlier one only if its model repeats them exactly.
 4. The responses of a request have a byte limit.
-
-Responses above `LARGE_BYTES` use the connection of large values, so that small commands do not wait.
 """
 
 from collections.abc import Callable, Sequence

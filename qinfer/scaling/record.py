@@ -21,7 +21,7 @@ from qinfer.models.work import VersionWork
 from qinfer.scaling.policy import Decision, Observation, Version
 
 LAG_S = 15.0
-"""Seconds within which rows that left the queue count as executed; the others were cancelled, or failed."""
+"""Seconds within which rows that left the queue count as executed, and not as cancelled or failed."""
 
 MOST_S = 31 * 86400.0
 """The longest readable record, because the traffic is computed per second."""

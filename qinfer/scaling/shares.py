@@ -2,8 +2,8 @@
 
     the records of all ──▶ decide: how many for all ──▶ apportion: how many for each ──▶ each does its own share
 
-There is no leader: all autoscalers compute the same shares from the same records, and each starts and drains only its
-own workers. Shares change as little as the total does, because running workers do not move between machines.
+There is no leader: all compute the same shares from the same records, and start and drain only their own workers.
+Shares change as little as the total, because running workers do not move between machines.
 """
 
 from collections.abc import Iterable, Sequence

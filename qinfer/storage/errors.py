@@ -1,8 +1,7 @@
 """Translation of the errors of object-store drivers into qinfer's `StoreError`s.
 
-Drivers' texts have endpoints, account names and key ids, so a message has none of them: it has the requested URL, the
-class of the driver's error, the store's error code, and a remedy. The driver's text is the error's `reason`, for
-messages to operators only.
+Drivers' texts have endpoints, account names and key ids. A message has none of them: it has the requested URL, the
+classes and codes of driver and store, and a remedy. The driver's text is the error's `reason`, for operators only.
 """
 
 import errno

@@ -1,8 +1,7 @@
 """Object stores behind fsspec: S3, Google, Azure and memory.
 
-`put_file(mode="create")` and `pipe_file(mode="create")` are conditional for files of any size: gcsfs sends
-`ifGenerationMatch=0`, adlfs `If-None-Match: *` (with the list of blocks, if there are several). The drivers' writable
-files are not used, because closing an empty one ignores the condition.
+`put_file(mode="create")` and `pipe_file(mode="create")` are conditional: gcsfs sends `ifGenerationMatch=0`, adlfs
+`If-None-Match: *`. The drivers' writable files are not used, because closing an empty one ignores the condition.
 """
 
 import io

@@ -1,9 +1,8 @@
 """Directories as an object store: `file:///data/out/part-00000.parquet`.
 
-A file is complete and on disk before `os.link`, which fails if the name is taken, gives it its name, so that a name
-never has a partial file. Spool files on the same file system are linked directly; others are first copied to a
-temporary name in the directory. A day later the first commit of another process there removes temporary files of killed
-processes.
+A name never has a partial file: a file is complete and on disk before `os.link`, which fails if the name is taken,
+gives it its name. Files of other file systems are first copied to a temporary name in the directory. The next day's
+first commit of another process there removes what killed processes left.
 """
 
 import errno

@@ -37,7 +37,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "gcs": {"requests_timeout": READ_TIMEOUT_S},
     "azure": {"connection_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S},
 }
-"""Options of the drivers that qinfer has extras for, which bound waiting times."""
+"""Driver options that bound waiting times, for kinds with an extra of qinfer."""
 
 _VARIABLES = ("AWS_", "AZURE_", "BOTO_", "FSSPEC_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
 

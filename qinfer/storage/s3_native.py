@@ -1,7 +1,7 @@
 """Large S3 objects by Arrow's client, which fetches several ranges at once without the interpreter.
 
-botocore finds credentials, endpoint and region for it, as for s3fs. If options are given to fsspec alone
-(`FSSPEC_S3_…`), or Arrow's client can't open the object, the driver's own file is read (`store.open`).
+botocore finds credentials, endpoint and region for it, as for s3fs. With options for fsspec alone (`FSSPEC_S3_…`), or
+if Arrow's client fails, the driver's own file is read (`store.open`).
 """
 
 import logging

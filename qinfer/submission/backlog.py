@@ -5,10 +5,9 @@ are Triton's where Triton has the case (reference §3.3), and `Retry-After` is a
 it would be late at best: at the highest plausible speed of the workers (`LatencyModel.best_s`), with the fewest
 plausible requests of higher lanes (`overtaking.py`).
 
-`Backlog` reads the depth of used lanes every `POLL_S` seconds, and counts this process's own requests exactly.
-
-With shares, a tenant's request waits for its own share and for as much of the others as the weights allow. A full lane
-refuses it only if its share holds its part of the limit.
+`Backlog` reads the depth of used lanes every `POLL_S` seconds, and counts this process's own requests exactly. With
+shares, a request waits for its own share and for as much of the others as the weights allow; a full lane refuses it
+only if its share holds its part of the limit.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ POLL_S = 0.1
 """Seconds between two reads of the depths."""
 
 _BEST_START = 0.5
-"""The part of the last load's time in which a worker may start, as one load is little evidence."""
+"""The part of the last load's time in which a worker may start: one load is little evidence."""
 
 _QUIET_POLLS = 20
 """Polls without a request after which a version is dropped."""

@@ -9,7 +9,7 @@ from qinfer.core.messages import Response
 from qinfer.tensors import Tensor
 
 LARGEST_SHARE = 8
-"""An entry takes at most this part of the cache, so that a few large ones do not evict all others."""
+"""An entry takes at most this part of the cache, so that large ones do not evict all others."""
 
 _ENTRY_BYTES, _PART_BYTES = 512, 256
 """About Python's overhead of an entry, and of a tensor or parameter in it."""

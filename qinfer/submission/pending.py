@@ -91,7 +91,7 @@ class Load(msgspec.Struct, eq=False):
     Attributes:
         own: This process's unanswered requests in it.
         left: This process's requests that ended since the last look.
-        executed: Those of them that a model answered.
+        executed: The part of `left` that a model answered.
         most: Below this many entries no request of the default timeout needs to be judged.
         beside: Entries in the lane's other shares.
         part: Its weight's part among busy shares.
@@ -178,7 +178,7 @@ class Pending(msgspec.Struct, eq=False):
         attempt: The followed execution; 0 before the first response.
         deadline_s: The deadline behind a first one, which is its queue timeout or its wait for a worker.
         untaken: Called at that first deadline: the error if no worker has taken it, `None` = it waits on.
-        late: That error, after the first deadline.
+        late: The error at the first deadline.
         shared: The execution that it waits for instead of an entry of its own.
         memory: The memory of a large answer.
         holder: Returns that memory once the answer is sent; else it is returned when the answer is taken.

@@ -369,7 +369,7 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
         tenant: The tenant.
         trace: W3C `traceparent`, if it is traced.
         route: The lane and policy; by default those of its priority.
-        max_waiting: A limit of waiting entries, beside the policy's and the lane's; 0 = none.
+        max_waiting: A limit of waiting entries, beside the policy's and the lane's; 0 = no limit.
     """
     check_stateless(served)
     check_whole(request, served.spec)

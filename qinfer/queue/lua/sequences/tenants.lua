@@ -8,7 +8,7 @@ local function blank_of(lane)
   return first and first[2][2] == '' and first[1] or nil
 end
 
--- Finds a tenant's first ticket in some lanes; false = none.
+-- Finds a tenant's first ticket in some lanes; false if it has no ticket.
 local function look(share, lanes)
   for _, lane in ipairs(lanes) do
     local stream = stream_of(lane, share.tenant)
