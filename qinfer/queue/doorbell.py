@@ -5,9 +5,9 @@
 A new entry wakes a sleeper by itself. Rings, entries of a stream that every process with sleepers reads, announce what
 wakes no blocking read: a released entry, and a new stream of a lane.
 
-No ring is lost. A reader sleeps only if the bell was armed at its look and has not rung since. A ring that comes before
-the blocking read reaches Redis is repeated until the read ends, finally by a new connection. A broken connection rings
-for every lane. Besides, all sleepers of a process together look `LOOKS_PER_S` times a second.
+No ring is lost. A reader sleeps only if the bell was armed at its look and has not rung since. A ring unblocks the read
+repeatedly until it ends, finally by a new connection, because the read may not have reached Redis yet. A broken
+connection rings for every lane. Besides, all sleepers of a process together look `LOOKS_PER_S` times a second.
 """
 
 import asyncio

@@ -11,7 +11,8 @@ The Lua scripts of `lua/` run by their hash, or by their text on a node that doe
 3. Write a function with the subject's types that passes keys (by `keys`) and arguments in that order to `run_script`;
    durations are float seconds until `ttl_ms`.
 
-`each.lua` runs a script, written as the function `one`, for several requests of a partition: load it, and call
+In headers `prefix` is that of the partition's keys, and unreferenced objects are names that the caller deletes from the
+store. `each.lua` runs a script, written as the function `one`, for several requests of a partition: load it, and call
 `run_each`.
 """
 

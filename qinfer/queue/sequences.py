@@ -481,7 +481,7 @@ class Sequences:
 
 
 def may_lose(settings: RedisSettings) -> bool:
-    """Tells whether Redis may lose confirmed writes: it does not sync each one, or may fail over without replicas."""
+    """Tells whether Redis may lose confirmed writes, because it syncs later or fails over without replicas."""
     fails_over = settings.cluster or isinstance(parse_place(settings.url.get_secret_value()), Sentinels)
     return settings.durability != "always" or (fails_over and not settings.min_replicas)
 

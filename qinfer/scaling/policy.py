@@ -4,9 +4,10 @@
 
 and at least enough for all open sequences, which outlast their requests.
 
-Up: at once, or after `up_after_s` of sustained demand; the first worker always at once. Starting workers count. Down:
-after `down_after_s` of lower demand, to the highest need within that time; to the minimum after `idle_s` without work.
-Steps down wait `cooldown_s`, or a worker's load time, after the last step up.
+Up: at once, or after `up_after_s` of sustained demand; the first worker always at once. Starting workers count, so that
+one demand does not start workers twice. Down: after `down_after_s` of lower demand, to the highest need within that
+time; to the minimum after `idle_s` without work. Steps down wait `cooldown_s`, or a worker's load time, after the last
+step up.
 
 A backlog alone would flap: it is empty while workers keep up. So workers that the recent throughput keeps busy are
 kept, and each step down that is soon reverted delays the next one.

@@ -74,7 +74,8 @@ def decide_share(
 ) -> SharedDecision:
     """Decides the total and the autoscaler's own share; without others as `decide` does.
 
-    Steps that other autoscalers have to take do not count as taken. After lost peers the total stays as with them.
+    Steps that other autoscalers have to take do not count as taken. If peers are lost, the total stays as it was with
+    them.
     """
     limits = policy_of_all(policy, others)
     there = own.target + sum(one.target for one in others)

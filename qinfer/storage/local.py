@@ -1,8 +1,8 @@
 """Directories as an object store: `file:///data/out/part-00000.parquet`.
 
 A name never has a partial file: a file is complete and on disk before `os.link`, which fails if the name is taken,
-gives it its name. Files of other file systems are first copied to a temporary name in the directory. The next day's
-first commit of another process there removes what killed processes left.
+gives it its name. Files of other file systems are first copied to a temporary name in the directory. A process's first
+commit in a directory removes temporary files there that are older than a day.
 """
 
 import errno

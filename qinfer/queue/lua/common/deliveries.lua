@@ -35,9 +35,9 @@ local function read_new(queue, most)
   return reply and reply[1][2] or {}
 end
 
--- Takes up to `count` items, half due and half new ones if there are enough of both. Each is due again after `pause` ms,
--- doubling with each attempt up to `longest`. Calls `use(id, attempts, item, notes)` with each until it returns false
--- for lack of room.
+-- Takes up to `count` items, half due and half new ones if there are enough of both. Each is due again after `pause`
+-- ms, doubling with each attempt up to `longest`. Calls `use(id, attempts, item, notes)` with each until it returns
+-- false for lack of room.
 local function take(queue, count, pause, longest, use)
   if redis.call('EXISTS', queue) == 0 then return end
   redis.call('ZREM', later_of(queue), '') -- a no-op write, after which full memory stops no script

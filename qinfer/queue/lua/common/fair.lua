@@ -29,8 +29,8 @@ local function next_of(shares, count)
   return wanted
 end
 
--- Takes up to `count` entries of shares in turn, and updates their leads; returns how many. `take(share, count)` returns
--- fewer if the share has no more. `empty` shares are skipped, and their leads shrink.
+-- Takes up to `count` entries of shares in turn, and updates their leads; returns how many. `take(share, count)`
+-- returns fewer if the share has no more. `empty` shares are skipped, and their leads shrink.
 local function take_in_turn(shares, count, take)
   local live, left = {}, count
   for _, share in ipairs(shares) do

@@ -1,6 +1,6 @@
 -- Moves a dead letter to the end of its lane, as never delivered; an asynchronous request is `queued` again.
--- KEYS: letters, lane, payload, record, result, due, responses. ARGV: id, request, ttl (ms, of the payload), name of the
---   lane, margin (ms, of the record), and for an object version, copy and size.
+-- KEYS: letters, lane, payload, record, result, due, responses. ARGV: id, request, ttl (ms, of the payload), name of
+--   the lane, margin (ms, of the record), and for an object version, copy and size.
 -- Returns {entry id, unreferenced objects}, or nil.
 local letters, lane, payload, record, result, due, responses = unpack(KEYS)
 local id, request, ttl, name, margin, version, copy, size = unpack(ARGV)

@@ -3,8 +3,8 @@
 -- ARGV: group, id, frame, place of the payload (none | given | staged), payload, limit (0 = none), is_told, timeout,
 --   result_ttl, tombstone_ttl, margin, key_ttl (all ms, 0 = no key), body_hash, version, name, accepted, webhook,
 --   outbox, notes, watcher, tenant, weight (0 = unknown), endpoint, share. Absent texts are ''.
--- Returns {what, id, body hash, unreferenced objects}: new | known | full | gone (the staged payload) | over (the tenant
---   has stored too much).
+-- Returns {what, id, body hash, unreferenced objects}: new | known | full | gone (the staged payload) | over (the
+--   tenant has stored too much).
 local function one(KEYS, ARGV)
 local lane, delayed, record, due, payload, staged, key = unpack(KEYS)
 local group, id, frame, place, body = unpack(ARGV, 1, 5)

@@ -1,4 +1,5 @@
--- Removes the result and responses of an ended asynchronous request, unless its end goes to an outbox; its record stays.
+-- Removes the result and responses of an ended asynchronous request, unless its end goes to an outbox; its record
+-- stays.
 -- KEYS: record, result, responses. ARGV: prefix, id. Returns unreferenced objects.
 local record, result, responses = unpack(KEYS)
 local state, outbox, share = unpack(redis.call('HMGET', record, 'state', 'outbox', 'share'))

@@ -1,6 +1,6 @@
 -- Finds an accepted request by idempotency key (may be nil) or id; returns its id and body hash. If it has ended with
--- the same body, its end goes to its outbox again, unless it waits there: with `notes`, or with the old ones if they are
--- nil.
+-- the same body, its end goes to its outbox again, unless it waits there: with `notes`, or with the old ones if they
+-- are nil.
 local DAY_MS = 86400000
 local function known(record, key, id, body_hash, notes)
   local prefix = string.sub(record, 1, -#('request:' .. id) - 1)

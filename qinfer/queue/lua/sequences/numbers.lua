@@ -1,7 +1,7 @@
--- Chooses the correlation ids that a model sees: those of tenants other than the first are replaced, numbers by allotted
--- numbers, so that no two sequences share one. Needs record.lua. Allotted numbers are in the upper half below 2^53 (2^31
--- for 32 bits): exact as doubles, and hardly ever used by the first tenant. If it does use one, it reserves it, or gets
--- another.
+-- Chooses the correlation ids that a model sees: those of tenants other than the first are replaced, numbers by
+-- allotted numbers, so that no two sequences share one. Needs record.lua. Allotted numbers are in the upper half below
+-- 2^53 (2^31 for 32 bits): exact as doubles, and hardly ever used by the first tenant. If it does use one, it reserves
+-- it, or gets another.
 --   sequence-numbers       hash: `first` → the first tenant, `last` → how many numbers were allotted
 --   sequence-number:<n>    string: the sequence that has the number; lives as long as its record
 
@@ -30,8 +30,8 @@ local function low_bits(digits, bits)
   return value
 end
 
--- Chooses the id of a sequence with the number `held` (0 = none) for a model with ids of `bits` (0 = text), and reserves
--- it for `ms`. Returns whether the tenant is not the first, and the number (0 = none).
+-- Chooses the id of a sequence with the number `held` (0 = none) for a model with ids of `bits` (0 = text), and
+-- reserves it for `ms`. Returns whether the tenant is not the first, and the number (0 = none).
 local function tell_apart(name, held, bits, ms)
   local other, digits = is_other(tenant_of(name)), string.match(name, '^[^:]+:n(%d+)$')
   if bits == 0 or not digits then return other, 0 end

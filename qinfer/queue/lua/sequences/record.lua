@@ -7,9 +7,10 @@
 --   committed, deaths (of workers during its next step), used (ms), era, apart (1 = the state has its own key);
 --   of the last life: tail, accepted, hash (of its START), last (its last step; 0 = unknown);
 --   of a life ended by an error: code, text, failed, failed_life.
--- Fields that are used alone: `at`, the life and the last committed step; `state`, unless staged; `answer:<life>.<n>`, a
--- response, unless staged; `last:<life>`, the last step of a life with a successor; `next:<life>`, version, generation,
--- kind and idle time of a waiting life; `fail:<life>`, the error of a life that ends when it begins or its owner dies.
+-- Fields that are used alone: `at`, the life and the last committed step; `state`, unless staged; `answer:<life>.<n>`,
+-- a response, unless staged; `last:<life>`, the last step of a life with a successor; `next:<life>`, version,
+-- generation, kind and idle time of a waiting life; `fail:<life>`, the error of a life that ends when it begins or its
+-- owner dies.
 local TOMBSTONE_MS = 300000 -- how long an ended sequence is known
 local LOOK_MS = 60000 -- the janitor's interval, and the idle time of a sequence without owner
 local GRACE_MS = 10000 -- time to answer the steps of an ended life
@@ -79,8 +80,8 @@ local function is_whole(of)
   return not string.find(of.generation or '', '%D')
 end
 
--- Tells whether a record is of this era; all its lives are, because a START ends older ones. A record without an era (of
--- an older version, or a Redis that loses nothing) is sound if this server has run since, and was never a replica.
+-- Tells whether a record is of this era; all its lives are, because a START ends older ones. A record without an era
+-- (of an older version, or a Redis that loses nothing) is sound if this server has run since, and was never a replica.
 local function is_sound(of)
   if era == '' or of.era == era then return true end
   if of.era ~= '' then return false end
@@ -123,8 +124,8 @@ local function drop_answer(name, life, n, gone)
   if redis.call('HDEL', record_of(name), answer_field(life, n)) == 0 then drop(answer_of(name, life, n), gone) end
 end
 
--- Tells a sequence's owner of a step, for the `times`-th time. Without `frame`, for steps that may be finished soon, the
--- owner reads it later.
+-- Tells a sequence's owner of a step, for the `times`-th time. Without `frame`, for steps that may be finished soon,
+-- the owner reads it later.
 local function tell(of, entry, life, n, times, frame, payload)
   local lane = lane_of(of.version, of.owner)
   local ticket = {'*', 's', of.name, 'l', life, 'n', n, 'e', entry, 't', of.token, 'times', times}
