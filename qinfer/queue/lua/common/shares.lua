@@ -1,6 +1,6 @@
 -- The shares of a lane. One tenant has the lane itself, which is share 0; each other one a stream `<lane>~<number>`.
---   <lane>~         hash: number → '<weight> <tenants>', sums of a share's tenants; exists only while the lane is
---   divided <lane>~tenants  hash: tenant → '<number> <weight>'
+--   <lane>~         hash: number → '<weight> <tenants>', sums of a share's tenants; only while the lane is divided
+--   <lane>~tenants  hash: tenant → '<number> <weight>'
 --   <lane>~seen     sorted set: tenant → when it asked for its place last, in ms
 --   <lane>~leads    hash: number → see fair.lua
 local MOST_SHARES = 16
