@@ -260,7 +260,7 @@ class Accepted(msgspec.Struct, frozen=True):
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a request.
 
-    `blob` is its encoded final response (`codec.frame.encode_responses`); `attempt` is 0 if it was not executed.
+    `blob` is its encoded final response (`wire.frame.encode_responses`); `attempt` is 0 if it was not executed.
     """
 
     state: RequestState
