@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # the driver is loaded only with a store
     from qinfer.queue.object_store import ObjectStore
 
 LARGE_BYTES = 2**20
-"""Larger values use a connection of their own, and are written in pieces of this size, between which others are served."""
+"""Larger values use a connection of their own, and are written in pieces of this size, so that others wait less."""
 
 MAX_BYTES = 512 * 2**20
 """The longest string that Redis stores."""
