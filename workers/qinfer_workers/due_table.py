@@ -2,9 +2,9 @@
 
     worker: DueTable ── a double for each instance ──▶ renewer: DueReader, `overdue`
 
-A worker whose model holds the interpreter's lock can say nothing any more, so it notes beforehand until when it may be
-silent: 8 bytes at the beginning of each execution, and at its end, without a call of the system. Instants are on the
-monotonic clock, which the processes of a machine share. It imports nothing that takes time or memory.
+A worker whose model holds the GIL can't report anything, so it writes in advance until when it may be silent: 8 bytes
+at the beginning and the end of each execution, without a system call. Instants are on the monotonic clock, which the
+processes of a machine share. The imports are cheap in time and memory.
 """
 
 import mmap
@@ -14,7 +14,7 @@ from collections.abc import Iterable, MutableSequence
 from typing import cast
 
 SLOTS = 1024
-"""Instances that have a place; further ones are watched by the worker only."""
+"""Instances that have a place; only the worker watches further ones."""
 
 NAME_BYTES = 256
 """Longer names are cut."""
@@ -22,15 +22,11 @@ NAME_BYTES = 256
 _DOUBLES = SLOTS * 8
 
 GRACE_S = 5.0
-"""How long after an instant the worker may take to give back what it holds and to end by itself."""
+"""Seconds after an instant in which the worker may give back its entries and end by itself."""
 
 
 class DueTable:
-    """The worker's side.
-
-    Attributes:
-        fd: The descriptor of the memory, for the process that reads it.
-    """
+    """The worker's side of the table; the reader inherits the descriptor `fd`."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("qinfer-due")
@@ -41,7 +37,7 @@ class DueTable:
         self._lock = threading.Lock()
 
     def place(self, name: str) -> tuple[MutableSequence[float], int]:
-        """Returns where an instance of that name notes its instant: a sequence, and the place in it."""
+        """Returns the sequence, and the place in it, where an instance notes its instant."""
         with self._lock:
             if not self._free:
                 return [0.0], 0
@@ -60,18 +56,14 @@ class DueTable:
 
 
 class DueReader:
-    """The other side.
-
-    Args:
-        fd: The descriptor.
-    """
+    """The watching process's side of the table."""
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         self._due = memoryview(self._memory)[:_DOUBLES].cast("d")
 
     def overdue(self, now_s: float) -> list[str]:
-        """Returns the names of the instances whose instant, and the grace after it, is over."""
+        """Returns the names of the instances whose instant and grace time have passed."""
         return [self._name(place) for place in overdue(self._due, now_s)]
 
     def _name(self, place: int) -> str:
@@ -80,5 +72,5 @@ class DueReader:
 
 
 def overdue(due: Iterable[float], now_s: float) -> list[int]:
-    """Returns the places of the instants that, with the grace, are over; 0 is no instant. Pure."""
+    """Returns the places of the instants that passed longer than the grace time ago; 0 is no instant. Pure."""
     return [place for place, due_s in enumerate(due) if 0.0 < due_s < now_s - GRACE_S]

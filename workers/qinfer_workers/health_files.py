@@ -1,7 +1,7 @@
-"""Two files whose ages tell how a program is: a probe that looks at them starts no Python.
+"""Two files whose ages show a program's health, for probes that start no Python.
 
-`live` is touched while the event loop runs, also while Redis is away: by workers, bulk workers, beat and bridges. Only
-workers touch `ready`, with each heartbeat that was written while the models are loaded; it is removed when one is not.
+Workers, bulk workers, beat and bridges touch `live` while the event loop runs, even without Redis. Only workers touch
+`ready`, with each written heartbeat while the models are loaded; it is removed when one is not.
 """
 
 import asyncio
@@ -18,11 +18,9 @@ _EVERY_S = 5.0
 
 
 class HealthFiles:
-    """The files in a directory of the process's own.
+    """The health files in a process's directory, which is made if it is missing.
 
-    Args:
-        directory: Where they are; made if it is not there.
-        strict: A model that failed to load makes the worker not ready.
+    With `strict`, a model that failed to load makes the worker not ready.
 
     Raises:
         SettingsError: They can't be written.
@@ -40,12 +38,12 @@ class HealthFiles:
     async def run(self) -> NoReturn:
         """Touches `live` every few seconds until cancelled."""
         while True:
-            with contextlib.suppress(OSError):  # the file grows old, which the probe sees
+            with contextlib.suppress(OSError):  # the file grows old, and the probe fails
                 self._live.touch()
             await asyncio.sleep(_EVERY_S)
 
     def beaten(self, record: WorkerRecord) -> None:
-        """Takes a heartbeat that was written."""
+        """Touches or removes `ready` after a written heartbeat."""
         with contextlib.suppress(OSError):
             if record.lacks(strict=self._strict):
                 self._ready.unlink(missing_ok=True)
@@ -54,7 +52,7 @@ class HealthFiles:
 
 
 def open_health(settings: Settings) -> HealthFiles | None:
-    """Opens the files for probes, if there are to be any.
+    """Opens the health files, if the settings name a directory.
 
     Raises:
         SettingsError: They can't be written.

@@ -1,4 +1,4 @@
-"""How a program ends whose threads may wait for a broker or a store that is away."""
+"""The immediate exit of a program whose threads may wait for an unreachable broker or store."""
 
 import logging
 import os
@@ -7,7 +7,7 @@ from typing import NoReturn
 
 
 def end(code: int) -> NoReturn:
-    """Ends the process; threads that wait for a broker or a store that is away are not waited for."""
+    """Ends the process without waiting for its threads."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

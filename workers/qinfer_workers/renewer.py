@@ -1,18 +1,18 @@
 """The renewer: a process beside a worker that renews its leases, `python -m qinfer_workers.renewer PID`.
 
-A thread could not: it needs the GIL, which a model's code may hold for longer than a lease. So this is a process of its
-own, as small as it can be, which a worker starts for itself (`renewals.ProcessRenewals`) and talks to over two pipes:
+A thread would need the GIL, which a model's code may hold for longer than a lease. The worker starts this small process
+(`renewals.ProcessRenewals`) and talks to it over two pipes:
 
     worker ── Hello, then each second Held ──▶ stdin │ renewer │ stdout ── Report, one a renewal ──▶ worker
 
-The renewer renews the leases that the worker reported last. When the worker reports nothing for a while, because the
-GIL is held, the renewer asks Redis for what the worker has fetched since then, and renews that too. When the worker is
-gone, or stopped (SIGSTOP), nothing is renewed: its work has to run elsewhere.
+The renewer renews the leases that the worker reported last. When reports stop, because the GIL is held, it asks Redis
+for the entries that the worker has fetched since then, and renews those too. When the worker is gone, or stopped
+(SIGSTOP), it renews nothing, so that others take over the work.
 
-It is also the watcher of last resort: a worker whose execution is over its model's limit, and which has not ended by
-itself, because the GIL is held, is killed (`due_table`, decision 0031).
+The renewer also kills a worker whose execution exceeds its model's limit and which has not ended by itself, because the
+GIL is held (`due_table`, decision 0031).
 
-It imports no part of qinfer that would bring numpy or pydantic along.
+It imports no part of qinfer that would import numpy or pydantic.
 """
 
 import os
@@ -35,10 +35,10 @@ from qinfer.queue.clients import Login, blocking_client
 from qinfer_workers.due_table import NAME_BYTES, DueReader
 
 REPORTS_PER_RENEWAL = 3
-"""How often a worker reports the leases that it holds between two renewals."""
+"""Reports of held leases between two renewals."""
 
 GUARD_S = 0.5
-"""Seconds between two looks for executions that are over their limit."""
+"""Seconds between two checks for executions over their limit."""
 
 _RETRY_S = 0.5
 _PAGE = 1000
@@ -46,20 +46,11 @@ _READ_BYTES = 1 << 16
 
 
 class Hello(msgspec.Struct, array_like=True):
-    """How to renew; the first message. The URL is a secret: it comes over the pipe, and is never shown.
+    """The first message: how to renew. It has Redis' password, so it uses the pipe, and is never logged.
 
-    Attributes:
-        redis: How to reach Redis.
-        group: The consumer group of the lanes.
-        consumer: The worker.
-        script: The text of `lanes/renew.lua`.
-        every_s: Seconds between renewals.
-        longest_s: How long leases are renewed at most that were fetched and not reported.
-        owner_script: The text of `sequences/renew.lua`.
-        lease_s: How long the lease of an owner of sequences is.
-        due: The descriptor of the worker's `DueTable`, which the renewer inherits; 0 = it has none.
-        log_format: The format of the worker's log.
-        overdue_field: The field of a model version's statistics that counts executions over their limit.
+    Leases that were fetched and not reported are renewed for `longest_s` at most. `due` is the inherited descriptor
+    of the worker's `DueTable`; 0 = it has none. `overdue_field` is the field of a model version's statistics that
+    counts executions over their limit.
     """
 
     redis: Login
@@ -76,14 +67,10 @@ class Hello(msgspec.Struct, array_like=True):
 
 
 class Held(msgspec.Struct, array_like=True):
-    """The leases that the worker holds: the key of each lane that it fetches from → entry id → until when to renew it.
+    """The held leases: the key of each lane that the worker fetches from → entry id → until when to renew it.
 
-    Instants are on the monotonic clock, which the processes of a machine share.
-
-    Attributes:
-        lanes: See above.
-        now: Renew at once.
-        owners: The owners of sequences in this worker → the keys of each lease.
+    Instants are on the monotonic clock, which the processes of a machine share. `owners` maps the owners of sequences
+    to the keys of their leases; `now` asks for a renewal at once.
     """
 
     lanes: dict[bytes, dict[bytes, float]]
@@ -94,12 +81,8 @@ class Held(msgspec.Struct, array_like=True):
 class Report(msgspec.Struct, array_like=True):
     """The outcome of a renewal.
 
-    Attributes:
-        began_s: When it began.
-        lost: The lost leases, as lane's key and entry id.
-        failed: The keys of the lanes of which nothing is known, and the owners, and why.
-        renewed: How many leases were renewed.
-        ended: The owners whose lease has ended.
+    `lost` has (lane's key, entry id); `failed` maps unreachable lanes and owners to the reason; `ended` are the owners
+    whose lease has ended.
     """
 
     began_s: float
@@ -110,12 +93,7 @@ class Report(msgspec.Struct, array_like=True):
 
 
 class Renewer:
-    """Renews the leases of one worker; blocking.
-
-    Args:
-        hello: How.
-        client: Redis; made of `hello` unless given, once it can be: a cluster must be there for that.
-    """
+    """Renews the leases of one worker; blocking. Connects at the first renewal, when a cluster must be reachable."""
 
     def __init__(self, hello: Hello, client: Any = None) -> None:
         self._hello = hello
@@ -126,12 +104,12 @@ class Renewer:
         self._failed: set[bytes] = set()
 
     def report(self, held: Held) -> None:
-        """Takes what the worker holds now."""
+        """Takes the leases that the worker holds now."""
         self._reported, self._reported_s = held, time.monotonic()
         self._unreported = {}
 
     def renew(self) -> Report:
-        """Renews once."""
+        """Renews all leases once."""
         began_s = time.monotonic()
         is_silent = began_s - self._reported_s > 2 * self._hello.every_s / REPORTS_PER_RENEWAL
         report = Report(began_s, [], {})
@@ -142,12 +120,12 @@ class Renewer:
                     self._look(lane, began_s)
                 both = entries | self._unreported.get(lane, {})
                 ids = [entry_id for entry_id, until_s in both.items() if until_s > began_s]
-                for start in range(0, max(len(ids), int(lane in self._failed)), _PAGE):  # is the node there again?
+                for start in range(0, max(len(ids), int(lane in self._failed)), _PAGE):  # 1: test a failed node
                     page = ids[start : start + _PAGE]
                     gone = self._renew(lane, page)
                     report.lost += [(lane, entry_id) for entry_id in gone]
                     report.renewed += len(page) - len(gone)
-            except (RedisError, RedisClusterException, OSError) as error:  # of this lane's node: the others may be well
+            except (RedisError, RedisClusterException, OSError) as error:  # others may work
                 report.failed[lane] = f"{type(error).__name__}: {error}"
         for owner, names in self._reported.owners.items():
             try:
@@ -161,10 +139,10 @@ class Renewer:
         return report
 
     def _look(self, lane: bytes, now_s: float) -> None:
-        """Takes note of what the worker has fetched from a lane since its last report."""
+        """Notes the entries that the worker has fetched from a lane since its last report."""
         group, consumer, known = self._hello.group, self._hello.consumer, self._reported.lanes[lane]
         unreported = self._unreported.setdefault(lane, {})
-        since_s = now_s - self._reported_s + self._hello.every_s  # its reply may have been on the way then
+        since_s = now_s - self._reported_s + self._hello.every_s  # its reply may have been in transit
         try:
             rows = self._client.xpending_range(lane, group, "-", "+", len(known) + _PAGE, consumer)
         except ResponseError as error:
@@ -195,7 +173,7 @@ class _Inbox:
         self._bytes = bytearray()
 
     def read(self, wait_s: float) -> bool:
-        """Waits for bytes and takes those that are there; False when there will be no more."""
+        """Waits for bytes and takes those available; returns false at end of file."""
         ready, _, _ = select.select([sys.stdin.fileno()], [], [], max(wait_s, 0.0))
         if not ready:
             return True
@@ -204,7 +182,7 @@ class _Inbox:
         return bool(found)
 
     def take(self) -> bytes | None:
-        """Returns the next whole message, without its length."""
+        """Returns the next complete message, without its length."""
         if len(self._bytes) < LENGTH.size:
             return None
         end = LENGTH.size + LENGTH.unpack_from(self._bytes)[0]
@@ -223,9 +201,9 @@ class _Outbox:
         self._unreported = 0
 
     def send(self, report: Report) -> None:
-        """Sends a report; while the worker does not read and the pipe is full, only what is lost is kept for the next.
+        """Sends a report; while the pipe is full, keeps only the lost leases and the count for the next one.
 
-        To wait for the worker would end its leases.
+        Waiting for the worker would let its leases expire.
         """
         report.lost = self._unsent + report.lost
         report.renewed += self._unreported
@@ -237,7 +215,7 @@ class _Outbox:
 
 
 def _is_running(pid: int) -> bool:
-    """Tells whether a process exists and is neither stopped nor dead."""
+    """Returns whether a process exists and is neither stopped nor dead."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state = file.read().rpartition(b") ")[2][:1]
@@ -247,7 +225,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _guard(parent: int, due: DueReader, hello: Hello) -> None:
-    """Kills a worker that executes for longer than it may and does not end by itself, and counts what it executed."""
+    """Kills a worker that executes beyond a limit and does not end by itself, and counts its executions."""
     while os.getppid() == parent:
         time.sleep(GUARD_S)
         if _is_running(parent) and (overdue := due.overdue(time.monotonic())):
@@ -260,7 +238,7 @@ def _guard(parent: int, due: DueReader, hello: Hello) -> None:
 
 
 def _count(overdue: list[str], hello: Hello) -> None:
-    """Counts executions that were ended together with their worker, which can't."""
+    """Counts executions on behalf of the killed worker."""
     client: Any = blocking_client(hello.redis)
     for name in overdue:
         model, _, version = name.rpartition(":")
@@ -269,7 +247,7 @@ def _count(overdue: list[str], hello: Hello) -> None:
 
 
 def killed_line(models: list[str], pid: int, log_format: str) -> str:
-    """Returns the line of the worker's log; qinfer's logging would bring the settings along, which are large."""
+    """Returns the line of the worker's log; qinfer's logging would import the settings, which are large."""
     at, event = datetime.now(UTC).isoformat(timespec="milliseconds"), "worker killed: an execution is over its limit"
     if log_format == "text":
         return f"{at[11:23]} ERROR   renewer: {event} models={','.join(models)} pid={pid}\n"
@@ -292,7 +270,7 @@ def _serve(parent: int) -> None:
                 continue
             held = decoder.decode(message)
             renewer.report(held)
-            if held.now and is_well:  # else whoever waits for a success would ask again at once, and again
+            if held.now and is_well:  # else a worker that waits for a success would ask again and again
                 due_s = 0.0
         if renewer is None or time.monotonic() < due_s:
             continue
@@ -305,10 +283,10 @@ def _serve(parent: int) -> None:
 
 
 def main() -> int:
-    """Serves a worker, whose process id is the first argument: its parent is another's once it is gone."""
+    """Serves the worker whose process id is the first argument; a change of parent means that it is gone."""
     protect_process(os.environ)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)  # they mean the worker, which still needs its leases to drain
+        signal.signal(signum, signal.SIG_IGN)  # they are for the worker, which still needs its leases to drain
     try:
         _serve(int(sys.argv[1]))
     except BrokenPipeError:

@@ -1,7 +1,6 @@
 """The inference worker's composition root: `python -m qinfer_workers.inference`.
 
-The only place of this program that reads the environment and builds adapters. SIGTERM and SIGINT drain it, SIGHUP does
-nothing.
+Only this module reads the environment and builds adapters. SIGTERM and SIGINT drain it, SIGHUP does nothing.
 """
 
 import asyncio
@@ -47,7 +46,7 @@ from qinfer_workers.inference.worker import Worker
 logger = logging.getLogger("qinfer_workers.inference")
 
 GC_THRESHOLD = 50_000
-"""Allocations between collections: requests make no cycles, so that frequent ones find nothing and cost latency."""
+"""Allocations between collections: requests make no cycles, so frequent collections only cost latency."""
 
 
 async def serve(settings: Settings) -> None:
@@ -102,7 +101,7 @@ async def serve(settings: Settings) -> None:
 
 
 def _set_up_backends(settings: Settings) -> None:
-    """Tells the backends where they may keep files, and what models' processes may see."""
+    """Sets where backends may keep files, and which variables models' processes see."""
     worker, cache_dir = settings.worker, settings.repository.cache_dir
     if cache_dir:
         use_engine_cache(Path(cache_dir) / "engines")
@@ -113,7 +112,7 @@ def _set_up_backends(settings: Settings) -> None:
 def main() -> int:
     """Reads the settings, serves, and returns the exit status."""
     protect_process(os.environ)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it means gateways; what this process starts ignores it too
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # SIGHUP is for gateways; child processes ignore it too
     try:
         settings = load_settings()
     except SettingsError as error:
@@ -133,7 +132,7 @@ def main() -> int:
 
 
 def _leave(status: list[int]) -> None:
-    """Ends the process here if threads are left in a runtime: the interpreter would end them, at which C++ aborts."""
+    """Exits at once if threads are left in a runtime: the interpreter would kill them, and C++ aborts then."""
     if are_threads_left():
         logging.shutdown()
         sys.stdout.flush()
@@ -143,6 +142,6 @@ def _leave(status: list[int]) -> None:
 
 if __name__ == "__main__":
     ended = [1]
-    atexit.register(_leave, ended)  # before all others, and so called after them
+    atexit.register(_leave, ended)  # registered first, and so called last
     ended[0] = main()
     sys.exit(ended[0])

@@ -40,7 +40,7 @@ _ANSWERED = (
     UnknownFailure,
     UnsupportedFeature,
 )
-"""The errors that a model may answer with; the model that called it is told their codes."""
+"""The errors that a model may answer with, whose codes the calling model gets."""
 _ALSO_HERE = (*_ANSWERED, BrokerUnavailable, DeadlineExceeded, QueueFull, StreamBroken)
 _RAISED: dict[str, type[QinferError]] = {error.code: error for error in _ALSO_HERE}
 
@@ -54,10 +54,10 @@ class Answer:
         self.future: Future[Response] = Future()
 
     def submitted(self, pending: Pending) -> None:
-        """Needs no more: the answer comes by itself."""
+        """Ignores the request: the answer arrives by itself."""
 
     def fail(self, error: QinferError) -> None:
-        """Ends the call, which did not come into the queue."""
+        """Ends a call that was not enqueued."""
         self.future.set_exception(error)
 
     def deliver(self, response: Response) -> None:
@@ -67,10 +67,9 @@ class Answer:
 
 
 class Inbox:
-    """The sink of a call to a decoupled model, of the event loop; a thread takes from it what came.
+    """The sink of a call to a decoupled model: the event loop delivers responses, and a thread takes them.
 
-    Args:
-        cancel: Takes a request that somebody waited for out of the queue; returns whether it was there.
+    `cancel` takes a request out of the queue, and returns whether it was pending.
     """
 
     no_stream = ""
@@ -82,13 +81,13 @@ class Inbox:
         self._is_left = False
 
     def submitted(self, pending: Pending) -> None:
-        """Takes note of the request."""
+        """Notes the request."""
         self._pending = pending
         if self._is_left:
             self.leave()
 
     def fail(self, error: QinferError) -> None:
-        """Ends the call, which did not come into the queue."""
+        """Ends a call that was not enqueued."""
         self.came.put(error)
 
     def deliver(self, response: Response) -> None:
@@ -96,12 +95,12 @@ class Inbox:
         self.came.put(response)
 
     def took(self, nbytes: int) -> None:
-        """Takes note of what the thread has taken."""
+        """Reports the bytes that the thread has taken."""
         if self._pending is not None and self._pending.stream is not None:
             self._pending.stream.took(nbytes)
 
     def cancel(self) -> None:
-        """Has the called model told, whose responses still come; one that can't be told yet is not waited for."""
+        """Cancels at the called model, whose responses still come; otherwise ends the call at once."""
         stream = None if self._pending is None else self._pending.stream
         if stream is not None and stream.cancel():
             return
@@ -110,7 +109,7 @@ class Inbox:
             self.came.put(Cancelled(_CANCELLED))
 
     def leave(self) -> None:
-        """Cancels the request, which nobody waits for."""
+        """Cancels a request without a waiting thread."""
         self._is_left = True
         if self._pending is not None:
             self._cancel(self._pending)
@@ -119,14 +118,8 @@ class Inbox:
 class Responses:
     """The responses of a call to a decoupled model, as a thread of the calling model takes them; made by `Caller`.
 
-    The model that is called sends on as this one takes: a window of responses is held here. The last response is the
-    one that is `final`; it may be empty. An iterator that is closed, or forgotten, before it cancels the call.
-
-    Args:
-        loop: The worker's event loop.
-        inbox: What the event loop delivers to.
-        model: The model that is called.
-        left_s: Returns the seconds to the deadline.
+    The called model sends at the pace at which this one takes: a window of responses is held here. The last response is
+    `final`, and may be empty. Closing or dropping the iterator earlier cancels the call.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, inbox: Inbox, model: str, left_s: Callable[[], float]) -> None:
@@ -183,11 +176,11 @@ class Responses:
         self.close()
 
     def _on_loop(self, callback: Callable[..., None], *args: int) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and all that was in progress ended
+        with suppress(RuntimeError):  # the loop is closed, and all calls ended
             self._loop.call_soon_threadsafe(callback, *args)
 
 
 def raised(failure: Failure, model: str) -> QinferError:
-    """Returns the error that the calling model gets for a failure of the one that it called."""
+    """Returns the calling model's error for a failure of the called model."""
     known = _RAISED.get(failure.code)
     return known(failure.message) if known else InferenceFailed(f"model '{model}' failed: {failure.message}")

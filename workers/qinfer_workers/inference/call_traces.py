@@ -17,20 +17,14 @@ from qinfer.tensors import Tensor
 _FENCE = Fence(logging.getLogger(__name__), "traces of calls lost, the calls go on without")
 
 MOST_TENSOR_BYTES = 16 * 1024
-"""So much of a tensor is kept."""
+"""Bytes of a tensor that are kept."""
 
 MOST_BYTES = 64 * 1024
-"""So much of all tensors of a call is kept; further ones are left out."""
+"""Bytes of all tensors of a call that are kept; further ones are left out."""
 
 
 def traced(request: InferRequest, sink: Sink, now_s: Callable[[], float]) -> tuple[InferRequest, Sink]:
-    """Returns the request and the sink of a call, with notes of it where it is made for a traced request.
-
-    Args:
-        request: The request; its `calls` are those of the request that it is made for.
-        sink: Takes the responses.
-        now_s: Returns the broker's time.
-    """
+    """Returns the request and the sink of a call, which notes the call if it is made for a traced request."""
     if request.calls is None:
         return request, sink
     own = msgspec.structs.replace(request, calls=CallTraces(has_tensors=request.calls.has_tensors))
@@ -48,11 +42,11 @@ class _NotingSink:
         self._now_s = now_s
         self._begin_s = now_s()
         self._tensors: list[CalledTensor] = []
-        with _FENCE:  # the call goes on without
+        with _FENCE:  # the call continues without a trace
             self._keep(request.inputs, is_output=False)
 
     def deliver(self, response: Response) -> None:
-        """See `Sink`."""
+        """Notes a response and passes it on."""
         with _FENCE:  # as above
             self._keep(response.outputs, is_output=True)
             if response.final:

@@ -1,13 +1,13 @@
-"""Calls between models: a request of a model's code goes into the queue, its answer to the thread that waits for it.
+"""Calls between models: requests of model code go into the queue, the answers to the threads that wait.
 
     instance thread ── resolve, check ──▶ event loop ── Submission.submit ──▶ lane ──▶ any worker
           ▲                                   │
           └──────────── answer ───────────────┴◀── reply:worker-<id>
 
-The worker is a client of the queue here, as a gateway is: it calls models that it does not host. Until the first call
-it has no reply stream and reads no catalog. The credits of its own streams come by that stream, too.
+The worker is a client of the queue, like a gateway, and can call models that it does not host. It opens its reply
+stream and reads the catalog at the first call. The reply stream also carries the credits of the worker's own streams.
 
-A call may name an endpoint; its target is chosen here, by the declarations that gateways go by. Steps of ensembles name
+A call may name an endpoint; the worker chooses the target by the same declarations as gateways. Steps of ensembles name
 models only.
 """
 
@@ -52,7 +52,7 @@ from qinfer_workers.inference.ensembles.local import LocalSteps
 logger = logging.getLogger(__name__)
 
 FRESH_S = 2.0
-"""A view of the models that is older is read again before a call, as in a gateway."""
+"""Before a call, a view of the models that is older is read again, as in a gateway."""
 
 RECHECK_S = 0.25
 """A refusal by a view that is older counts only when another look confirms it."""
@@ -66,34 +66,22 @@ T = TypeVar("T")
 
 
 class CallLimits(Protocol):
-    """The rate limiter, as calls need it."""
+    """The rate limiter as calls use it."""
 
     def holds(self, callers: Sequence[Holder]) -> bool:
-        """Tells whether executions that wait for a call hold resources."""
+        """Returns whether executions that wait for a call hold resources."""
         ...
 
     def conflict(self, spec: ModelSpec, callers: Sequence[Holder]) -> str:
-        """Returns why a model can't be called elsewhere by executions that hold what it needs; empty = it can."""
+        """Returns why another worker can't run a model for executions that hold its resources; empty = it can."""
         ...
 
 
 class Caller:
     """The `Caller` of a worker's executions; made on the event loop, called from the threads of its instances.
 
-    Args:
-        queue: The queue.
-        catalog: Which models are served; the caller refreshes it.
-        worker_id: Names the reply address, `reply:worker-<id>`.
-        tasks: Owns the tasks.
-        limits: What is refused, and which tensors are large.
-        called: Told each model version (as a lane of it) that was called, on the event loop.
-
-    Attributes:
-        address: Where its replies go, and the credits of the worker's streams.
-        credited: Told the credits that came, on the event loop.
-        local: The short cut of steps of ensembles.
-        limiter: Tells which calls hold resources of the rate limiter; `None` = it is off.
-        endpoints: The endpoints that calls may name, followed from the first call on; `None` = there are none.
+    On the event loop, `called` gets the lane of each called model version, and `credited` the credits that arrive.
+    `limiter` is `None` without a rate limiter, `endpoints` is `None` if calls can't name endpoints.
     """
 
     local: LocalSteps
@@ -130,16 +118,16 @@ class Caller:
         self._is_following = False
 
     def go_short(self, local: LocalSteps) -> None:
-        """Lets steps of ensembles take a short cut; to be called before the first step."""
+        """Lets steps of ensembles take the short cut through local batchers; call it before the first step."""
         self.local = local
         local.submission = self._submission
 
     def use(self, cache: ResponseCache) -> None:
-        """Has the responses of called models cached; to be called before the first call."""
+        """Caches the responses of called models; call it before the first call."""
         self._submission.use(cache)
 
     def call(self, request: InferRequest, deadline_s: float) -> Response:
-        """See `qinfer.batching.execution.Caller.call`."""
+        """Calls a model as `qinfer.batching.execution.Caller.call` describes."""
         deadline_s = self._deadline_s(request, deadline_s)
         request = self._aimed(request, deadline_s)
         served = self._checked(request, deadline_s)
@@ -155,7 +143,7 @@ class Caller:
         return response
 
     def stream(self, request: InferRequest, deadline_s: float) -> Responses:
-        """See `qinfer.batching.execution.Caller.stream`."""
+        """Calls a model as `qinfer.batching.execution.Caller.stream` describes."""
         deadline_s = self._deadline_s(request, deadline_s)
         request = self._aimed(request, deadline_s)
         served = self._checked(request, deadline_s)
@@ -164,10 +152,10 @@ class Caller:
         return Responses(self._loop, inbox, request.model, lambda: deadline_s - self._now_s())
 
     async def follow(self) -> None:
-        """Follows the catalog from the first time on, for steps of ensembles; returns once it was read.
+        """Follows the catalog from the first call on, for steps of ensembles; returns once it was read.
 
         Raises:
-            BrokerUnavailable: It can't be read now.
+            BrokerUnavailable: The catalog can't be read now.
         """
         await self.listen()
         if not self._is_following:
@@ -185,18 +173,9 @@ class Caller:
         cached: bool = True,
         near: bool = True,
     ) -> "Submitted":
-        """Submits a step of an ensemble; on the event loop, after `follow`.
+        """Submits a step of an ensemble, `timeout_s` before its deadline; call it on the event loop, after `follow`.
 
-        Args:
-            step: The step.
-            request: Its request.
-            sink: Takes the answer.
-            timeout_s: From now to its deadline.
-            cached: Whether the response may be a cached one, or become one.
-            near: Whether it may take the short cut.
-
-        Raises:
-            QinferError: It is refused.
+        Without `cached`, the response cache is not used; without `near`, neither is the short cut.
         """
         if self._is_closed:
             raise Cancelled(_ENDING)
@@ -229,7 +208,7 @@ class Caller:
         return self._submission.pending.has_any_of(model, version)
 
     def close(self) -> "list[asyncio.Task[Any]]":
-        """Refuses further calls and ends those in progress with `Cancelled`; returns the tasks to be cancelled."""
+        """Refuses further calls, ends current ones with `Cancelled`, and returns the tasks to cancel."""
         self._is_closed = True
         self._submission.pending.fail_all(Cancelled(_ENDING))
         return [*self._open, *self._background]
@@ -248,11 +227,10 @@ class Caller:
         return min(deadline_s, self._now_s() + request.timeout_s) if request.timeout_s else deadline_s
 
     def _send(self, served: Served, request: InferRequest, answer: Answer | Inbox, deadline_s: float) -> None:
-        """Has the event loop submit a request."""
         timeout_s = min(deadline_s - self._now_s(), served.spec.max_timeout_s)
         if timeout_s <= 0:
             raise DeadlineExceeded(EXPIRED)
-        # The submission writes to it. Its own timeout is part of the deadline, and none for the queue.
+        # The submission changes it. The deadline includes its timeout, so the queue gets none.
         request = msgspec.structs.replace(request, generation=0, attempt=0, timeout_s=0.0, payload=False)
         check(request, served)
         try:
@@ -261,11 +239,11 @@ class Caller:
             raise Cancelled(_ENDING) from None
 
     def _aimed(self, request: InferRequest, deadline_s: float) -> InferRequest:
-        """Returns a request for the target that was chosen, if it names an endpoint; blocks this thread.
+        """Returns a request for the chosen target, if it names an endpoint; blocks this thread.
 
         Raises:
-            ModelNotFound: It names a version that no target has.
-            BrokerUnavailable: It names another version than the stable one, and no changes of endpoints are heard of.
+            ModelNotFound: No target has the version that it names.
+            BrokerUnavailable: It names another version than the stable one, and the endpoints can't be followed now.
         """
         endpoints = self.endpoints
         if endpoints is None:
@@ -279,10 +257,10 @@ class Caller:
         return aimed
 
     def _checked(self, request: InferRequest, deadline_s: float) -> Served:
-        """Finds the model of a call, and makes sure that the call does not wait for itself; blocks this thread.
+        """Finds the model of a call and checks that the call does not wait for itself; blocks this thread.
 
         Raises:
-            InferenceFailed: It would, or models call one another too deep.
+            InferenceFailed: It would wait for itself, or the calls are nested too deep.
         """
         holders = request.holders
         if depth_of(holders) > self._max_depth:
@@ -300,22 +278,21 @@ class Caller:
         return served
 
     def _endless(self, request: InferRequest, served: Served) -> str:
-        """Returns why a request would wait for itself; empty = it would not, as far as this view tells."""
+        """Returns why a request would wait for itself by this view; empty = it would not."""
         spec, version = served.spec, served.version
         if served.wait_s or spec.steps:
-            return ""  # no worker has it yet; an ensemble holds no instance, its steps are checked
+            return ""  # no worker has the model yet; an ensemble holds no instance, and its steps are checked
         workers = sum(worker.is_ready(spec.name, version) for worker in self._catalog.workers())
         return endless(request.holders, spec.name, version, workers * spec.instance_count)
 
     def _served(self, model: str, version: int, deadline_s: float) -> Served:
-        """Finds the model; without the event loop if the view is fresh: a view is replaced whole, never changed."""
+        """Finds the model, without the event loop if the view is fresh: a view is replaced whole, never changed."""
         if self._now_s() - self._refreshed_at <= FRESH_S:
             with suppress(ModelNotFound, ModelNotReady):
                 return self._catalog.resolve(model, version)
         return self._outcome(self._on_loop(self._within(self._resolve(model, version), deadline_s)), deadline_s)
 
     def _on_loop(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Has the event loop run a coroutine."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError:  # the loop is closed
@@ -323,7 +300,6 @@ class Caller:
             raise Cancelled(_ENDING) from None
 
     def _submit(self, served: Served, request: InferRequest, answer: Answer | Inbox, timeout_s: float) -> None:
-        """Submits a request; on the event loop."""
         if self._is_closed:
             answer.fail(Cancelled(_ENDING))
             return
@@ -333,19 +309,19 @@ class Caller:
             answer.submitted(held or self._submission.submit(served, request, sink, timeout_s))
         except QinferError as error:
             answer.fail(error)
-        except Exception:  # the boundary: a call that fails oddly may not end the worker
+        except Exception:  # the boundary: an unexpected failure of a call must not end the worker
             logger.exception("call failed")
             answer.fail(_unexpected())
         else:
             self._called(served.lane)
 
     def _submit_held(self, served: Served, request: InferRequest, sink: Sink, timeout_s: float) -> Pending | None:
-        """Submits a call by executions that hold what it needs: resources, or instances; `None` = it goes as any other.
+        """Submits a call past the lane, because its callers hold resources or instances; `None` = use the lane.
 
-        In the lane it could stay behind requests that wait for what its caller holds, so that it goes to the batcher.
+        In the lane, it could stay behind requests that wait for the same resources, so it goes straight to the batcher.
 
         Raises:
-            InferenceFailed: The model needs what its callers hold, and can't have it.
+            InferenceFailed: Its callers hold resources that the model needs and can't get.
         """
         limiter, spec = self.limiter, served.spec
         if limiter is None or not spec.is_limited:
@@ -360,7 +336,7 @@ class Caller:
         if not is_here and (reason := limiter.conflict(spec, request.holders)):
             raise InferenceFailed(reason)
         self._called(served.lane)  # its batcher may be paused
-        # While the model is loaded anew, the batcher may be of another generation: then it goes by the lane.
+        # While the model is loaded anew, the batcher may be of another generation: the request uses the lane then.
         return self._submission.submit_here(served, request, sink, timeout_s, self.local)
 
     def _outcome(self, outcome: "Future[T]", deadline_s: float) -> T:
@@ -373,12 +349,12 @@ class Caller:
             raise Cancelled(_ENDING) from None
 
     async def _look(self) -> None:
-        """Reads models and endpoints, and follows the endpoints from the first time on."""
+        """Reads models and endpoints, and follows the endpoints from the first call on."""
         await self.listen()
         await self._refresh(FRESH_S)
         if self.endpoints is not None and not self._is_following_endpoints:
             await self.endpoints.look()
-            if not self._is_following_endpoints:  # by another call meanwhile
+            if not self._is_following_endpoints:  # another call may have started it meanwhile
                 self._is_following_endpoints = True
                 self._background.append(self._tasks.create_task(self.endpoints.run()))
 
@@ -392,7 +368,7 @@ class Caller:
         return self._catalog.asked(model, version)
 
     async def _within(self, work: Coroutine[Any, Any, T], deadline_s: float) -> T:
-        """Does work for a call on the event loop until the call's deadline, or the worker's end."""
+        """Runs work for a call on the event loop until the call's deadline, or the worker's end."""
         if self._is_closed:
             work.close()
             raise Cancelled(_ENDING)
@@ -426,7 +402,7 @@ class Caller:
             self._refreshed_at = self._now_s()
 
     async def listen(self) -> None:
-        """Starts the reader of the reply stream the first time; returns once the stream exists."""
+        """Starts the reader of the reply stream at the first call; returns once the stream exists."""
         if not self._background:
             pending = self._submission.pending
             listener = self._queue.listen(self._owner, self._receive, self._listening.set, pending.lose_all)
@@ -445,16 +421,12 @@ class Caller:
 
 
 class FarSteps(NamedTuple):
-    """The way of steps that take no short cut.
-
-    Attributes:
-        caller: Submits them.
-    """
+    """Submits steps without the short cut."""
 
     caller: Caller
 
     def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> "Submitted":
-        """Submits a step; see `Caller.submit_step`."""
+        """Submits a step as `Caller.submit_step` does."""
         return self.caller.submit_step(step, request, sink, timeout_s, near=False)
 
 
@@ -467,16 +439,16 @@ class Submitted(NamedTuple):
 
     @property
     def is_taken(self) -> bool:
-        """Whether it is a step of a sequence, and known to be there."""
+        """Whether it is a step of a sequence that is known to be in the queue."""
         return self.pending.step is not None and self.pending.step.place is not None
 
     def cancel(self) -> None:
-        """Takes it out of the queue, or its batcher; nothing is delivered any more."""
+        """Takes the step out of the queue or its batcher, and discards later answers."""
         self.table.cancel(self.pending)
         self.local.leave(self.pending)
 
     def took(self, nbytes: int) -> None:
-        """Has the worker of a decoupled step told what was taken of its responses."""
+        """Tells the worker of a decoupled step how many more bytes of its responses were taken."""
         if self.pending.stream is not None:
             self.pending.stream.took(nbytes)
 

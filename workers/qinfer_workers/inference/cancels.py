@@ -1,8 +1,8 @@
-"""Word of cancelled requests: a worker learns within half a second that nobody waits for what it executes.
+"""Watches for cancelled requests, so that a worker drops them within half a second.
 
     gateway ── Queue.cancel ──▶ `cancels` of the model's slot ── read here ──▶ LeaseKeeper.cancel
 
-Only what has been held for a while is asked about, so that models that answer at once cost nothing.
+Only items held for a while are looked up, so that fast models cost nothing.
 """
 
 import asyncio
@@ -17,25 +17,19 @@ from qinfer_workers.inference.publisher import Held, LeaseKeeper
 logger = logging.getLogger(__name__)
 
 EVERY_S = 0.2
-"""The pause between two looks."""
 
 HELD_S = 0.1
-"""What has been held for less is not asked about."""
+"""Items held for a shorter time are not looked up."""
 
 
 class CancelWatch:
-    """Drops what a worker holds and what was cancelled.
-
-    Args:
-        queue: Tells what was cancelled.
-        keeper: Holds the worker's leases.
-    """
+    """Drops the items of a worker that were cancelled."""
 
     def __init__(self, queue: Queue, keeper: LeaseKeeper) -> None:
         self._queue = queue
         self._keeper = keeper
         self._read: dict[tuple[str, int], str] = {}
-        """Of each partition that was asked about, the mark of the last that is known."""
+        """The last known mark of each partition."""
         self._outage = OutageLog(logger, "cancelled requests not read", "cancelled requests are read again")
 
     async def run(self) -> None:
@@ -49,14 +43,14 @@ class CancelWatch:
                 self._outage.failed(error.message)
 
     async def look(self) -> None:
-        """Asks once about each partition of which something has been held for a while."""
+        """Asks once about each partition with an item that has been held for a while."""
         partitions: dict[tuple[str, int], list[Held]] = {}
         for item in self._keeper.held_before(time.monotonic() - HELD_S):
             lane = item.lease.entry.lane
             partitions.setdefault((lane.model, lane.partition), []).append(item)
         self._read = {place: mark for place, mark in self._read.items() if place in partitions}
         for (model, partition), items in partitions.items():
-            # Nothing is cancelled before it is enqueued.
+            # A request can't be cancelled before it is enqueued.
             since = min([item.lease.entry.enqueued_s for item in items])
             after = self._read.get((model, partition), str(int(since * 1000) - 1))
             found = await self._queue.marks.cancelled(model, partition, after)

@@ -13,10 +13,8 @@ _GPU = re.compile(r"nvidia\d+")
 def gpus_here(allowed: tuple[int, ...] | None, visible: str | None, dev: Path = Path("/dev")) -> tuple[int, ...]:
     """Returns the GPUs that this worker may use, by index, ascending.
 
-    Args:
-        allowed: The setting `worker.gpus`; it counts where it is set.
-        visible: The variable CUDA_VISIBLE_DEVICES: with it CUDA sees only the devices listed, numbered from 0.
-        dev: Where the system has its devices.
+    The setting `worker.gpus` (`allowed`) takes precedence over CUDA_VISIBLE_DEVICES (`visible`), with which CUDA sees
+    only the listed devices, numbered from 0.
     """
     if allowed is not None:
         return tuple(sorted(set(allowed)))
@@ -29,12 +27,7 @@ def gpus_here(allowed: tuple[int, ...] | None, visible: str | None, dev: Path = 
 
 
 def known_as(gpus: Collection[int], visible: str | None) -> dict[int, str]:
-    """Returns the ids of GPUs in NVML, which numbers all GPUs of a machine whatever CUDA sees: indices or UUIDs.
-
-    Args:
-        gpus: CUDA's numbers.
-        visible: The variable CUDA_VISIBLE_DEVICES.
-    """
+    """Returns CUDA's number of each GPU → its id in NVML, which numbers all GPUs of a machine: indices or UUIDs."""
     listed = [part.strip() for part in visible.split(",")] if visible else []
     return {number: listed[number] if number < len(listed) else str(number) for number in gpus}
 
@@ -45,7 +38,7 @@ def named(gpus: Collection[int]) -> str:
 
 
 def groups_of(spec: ModelSpec, gpus: Collection[int]) -> list[InstanceSpec]:
-    """Returns the instances of this worker, of each group and device; those on GPUs that it lacks are omitted."""
+    """Returns the instance groups of this worker; those on GPUs that it lacks are omitted."""
     return [group for group in spec.instances if group.device.kind == "cpu" or group.device.number in gpus]
 
 
@@ -53,7 +46,7 @@ def devices_of(spec: ModelSpec, gpus: Collection[int]) -> tuple[Device, ...]:
     """Returns the device of each instance of this worker; instances on GPUs that the worker lacks are omitted.
 
     Raises:
-        ModelLoadFailed: None is left.
+        ModelLoadFailed: All are omitted.
     """
     devices = tuple(group.device for group in groups_of(spec, gpus) for _ in range(group.count))
     if not devices:

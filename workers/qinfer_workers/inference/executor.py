@@ -24,8 +24,10 @@ from qinfer.observe.model_metrics import ModelSeries
 logger = logging.getLogger(__name__)
 
 SHORT_S = 0.0005
-"""An execution that is expected to take no longer runs on the event loop: two changes of thread, and the fight for the
-GIL that comes with them, would cost more than they gain (decision 0006)."""
+"""Executions expected to take at most this long run on the event loop.
+
+Two thread switches and the contention for the GIL would cost more than they gain (decision 0006).
+"""
 
 _LEAVE_S = 10.0
 _threads: "WeakSet[threading.Thread]" = WeakSet()
@@ -35,7 +37,7 @@ T = TypeVar("T")
 
 
 class Borrower(Protocol):
-    """Uses a lent instance for a while; it is no execution of the batcher's."""
+    """Uses a lent instance for a while, outside the batcher's executions."""
 
     def run(self, instance: Backend) -> None:
         """Uses the instance, in its thread; raises nothing."""
@@ -54,7 +56,7 @@ async def in_thread(name: str, call: Callable[[], T]) -> T:
             return
         try:
             future.set_result(call())
-        except BaseException as error:  # noqa: BLE001  it is raised where the call is awaited
+        except BaseException as error:  # noqa: BLE001  raised where the call is awaited
             future.set_exception(error)
 
     _start(threading.Thread(target=run, name=name, daemon=True))
@@ -62,7 +64,7 @@ async def in_thread(name: str, call: Callable[[], T]) -> T:
 
 
 def are_threads_left() -> bool:
-    """Tells whether threads are left that load or execute, and that the interpreter would end wherever they are."""
+    """Returns whether threads still load or execute, which the interpreter would end abruptly."""
     return any(thread.is_alive() for thread in _threads)
 
 
@@ -75,22 +77,18 @@ class _End(Enum):
     """Ends the thread of the instance that takes it."""
 
     ALL = "all"
-    """All of them end: nothing comes any more."""
+    """All threads end."""
     ONE = "one"
-    """The others go on."""
+    """The other threads continue."""
 
 
 _Jobs = queue.SimpleQueue[_Job | _End]
 
 
 class ThreadExecutor:
-    """Runs executions on loaded backends; the `Executor` of `qinfer.batching.batcher`.
+    """Runs executions on loaded backends: the `Executor` of `qinfer.batching.batcher`.
 
-    Args:
-        instances: Loaded backends, each used by its own thread only.
-        loop: Where `done` is called.
-        name: What the threads are called.
-        pinned: Each instance has a queue of its own, so that an execution runs on the instance that it is for.
+    `done` callbacks run on `loop`. With `pinned`, each instance has a queue, and executions name their instance.
     """
 
     def __init__(
@@ -104,11 +102,11 @@ class ThreadExecutor:
         self._started = 0
         self._running = 0
         self._queues: list[_Jobs] = []
-        """The queue of each instance; the same one, unless they are pinned."""
+        """The queue of each instance: one shared queue, unless they are pinned."""
         self.grow(instances)
 
     def grow(self, instances: Sequence[Backend]) -> None:
-        """Takes more instances."""
+        """Adds instances."""
         self._instances += instances
         self._note_instances()
         self.count += len(instances)
@@ -121,7 +119,7 @@ class ThreadExecutor:
             _start(threading.Thread(target=self._serve, args=(instance, jobs), name=name, daemon=True))
 
     def shrink(self, surplus: int) -> None:
-        """Unloads so many instances, those that are idle first, or the last ones; at least one must be left."""
+        """Unloads `surplus` instances: idle ones first, or the last ones if pinned; at least one must remain."""
         self.count -= surplus
         for _ in range(surplus):
             self._queues.pop().put(_End.ONE)
@@ -134,7 +132,7 @@ class ThreadExecutor:
         return True
 
     def start(self, execution: Execution, done: _Done, instance: int = 0) -> None:
-        """Queues an execution; the instance that is free first takes it, or the one that it is for."""
+        """Queues an execution for the first free instance, or for its own if pinned."""
         self._running += 1
         self._queues[instance].put((execution, done))
 
@@ -163,7 +161,7 @@ class ThreadExecutor:
         return recalled
 
     def retire(self) -> None:
-        """Unloads every instance once it has executed its queued batches, and the streams of these have ended."""
+        """Unloads every instance once it has executed its queued batches, and their streams have ended."""
         for jobs in self._queues:
             jobs.put(_End.ALL)
 
@@ -186,7 +184,7 @@ class ThreadExecutor:
         self._on_loop = all(instance.short_on_loop for instance in self._instances)
 
     def _leave(self, instance: Backend, left: threading.Event) -> None:
-        """Forgets an instance, so that nothing runs on it any more."""
+        """Removes an instance, so that nothing runs on it any more."""
         self._instances.remove(instance)
         self._note_instances()
         left.set()

@@ -1,4 +1,4 @@
-"""The end of a worker that can't wait: an instance hangs, and nothing else can end that; or Redis is away."""
+"""The abrupt end of a worker: an instance hangs and can't be ended otherwise, or Redis is away."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ _OTHERS_S = GRACE_S - 2 * _SETTLE_S
 
 
 def overdue_error(clock: ExecutionClock) -> ExecutionOverdue:
-    """Returns the error of what lasts too long."""
+    """Returns the error of an execution over its limit."""
     return ExecutionOverdue(clock.limit.text(clock.model))
 
 
@@ -41,12 +41,10 @@ def fail_overdue(batcher: LaneBatcher, item: Pending, error: ExecutionOverdue) -
 async def end_worker(
     pauses: Sequence[Coroutine[Any, Any, Any]], publisher: Publisher, retire: Callable[[], Awaitable[None]]
 ) -> None:
-    """Gives back what does not execute, publishes what has ended, and ends the process.
+    """Gives back unexecuted items, publishes finished ones, and ends the process.
 
-    Args:
-        pauses: Give back, and then wait for what executes; the one that hangs is not waited for.
-        publisher: Publishes.
-        retire: Says that the worker is gone.
+    `pauses` give back items and then wait for executions, but not for the one that hangs; `retire` records the worker's
+    end.
     """
     tasks = [asyncio.ensure_future(pause) for pause in pauses]
     await asyncio.wait(tasks, timeout=_OTHERS_S)

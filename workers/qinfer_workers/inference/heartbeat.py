@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 SPEEDS_EVERY_S = 10.0
 _SPEEDS_AGAIN = 20
-"""Seconds between two writes of the speeds that outlive the worker; they are written at the end too."""
+"""Speeds that are written again each time, although unchanged."""
 _NO_METRICS = model_metrics.record_of(())
 
 _States = Callable[[], dict[str, dict[int, VersionState]]]
@@ -55,24 +55,8 @@ class Tally(Protocol):
 class Heartbeat:
     """Writes the worker's record and adds its statistics.
 
-    Args:
-        store: Where to.
-        worker_id: The worker's id.
-        settings: How often, and for how long a record lives.
-        clock: The broker's time.
-        states: Returns the models' states.
-        batchers: Returns the batchers.
-
-    Attributes:
-        gpus: The GPUs that the worker has, as for `GpuMeter`, for the record.
-        leases: Counts how many were renewed and lost, for the record.
-        tallies: Counts that are added to the statistics besides those of batchers.
-        load_times: Returns how many seconds the models' last loads took, for the record.
-        direct: Returns how many requests are in batchers that came past the lanes, for the record.
-        unready: Returns the model versions that say themselves that they are not ready, and why, for the record.
-        long: Returns what has been executing for a while, told the broker's time, for the record.
-        beaten: Called with each record that was written.
-        missed: Called after each beat that could not be written, with the seconds since the first of them.
+    The attributes supply fields of the record, except `tallies`, which are added to the statistics. `beaten` gets each
+    record that was written, `missed` the seconds since the first of the beats that failed.
     """
 
     def __init__(
@@ -107,7 +91,7 @@ class Heartbeat:
         self._last_completed = 0
         self._unsent: dict[Key, dict[str, int]] = {}
         self._pushes = CountPushes(store.client)
-        self._adding = asyncio.Lock()  # whoever has waited for it finds all counts added
+        self._adding = asyncio.Lock()  # after waiting for this lock, all counts have been added
         self._metrics = _NO_METRICS
         self._metrics_put_at_s = self._started_at
         self._speeds: dict[Key, Speed] = {}
@@ -115,11 +99,11 @@ class Heartbeat:
         self._speeds_put_at_s = self._started_at
 
     def changed(self) -> None:
-        """Makes the next beat come at once, and wakes everyone who reads the records."""
+        """Triggers a beat at once, and wakes all readers of the records."""
         self._changed.set()
 
     def drains(self) -> None:
-        """Announces that the worker fetches nothing more, and only finishes what it holds."""
+        """Announces that the worker fetches no more, and only finishes what it holds."""
         self._draining = True
         self.changed()
 
@@ -136,7 +120,7 @@ class Heartbeat:
 
     async def _beat_on(self) -> None:
         outage = OutageLog(logger, "no heartbeat", "heartbeats again")
-        # Until readers of the record were woken.
+        # True until readers of the record were woken.
         is_news = False
         while True:
             is_news = is_news or self._changed.is_set()
@@ -208,7 +192,7 @@ class Heartbeat:
             await self.flush()
 
     async def _tell_metrics(self) -> None:
-        """Writes the models' own metrics where they have changed, and now and then because Redis may lose them.
+        """Writes the models' own metrics when they have changed, and now and then in case Redis has lost them.
 
         A thread reads them: a model may have tens of thousands.
         """
@@ -223,7 +207,7 @@ class Heartbeat:
         self._metrics, self._metrics_put_at_s = record, now_s
 
     async def _answer_reads(self) -> None:
-        """Adds the counts whenever somebody reads the statistics of a model that is here, until cancelled."""
+        """Adds the counts when a client reads the statistics of a model that is here, until cancelled."""
         last = "0-0"
         while True:
             try:
@@ -236,7 +220,7 @@ class Heartbeat:
                 await asyncio.sleep(self._settings.heartbeat_every_s)
 
     def collect(self, batcher: AnyBatcher) -> None:
-        """Takes a batcher's statistics since the last time, and its speed, to be written at the next beat."""
+        """Takes a batcher's statistics since the last time, and its speed, for the next beat."""
         key, deltas, rps = _key(batcher), batcher.tally.drain(), batcher.speed_rps()
         if deltas:
             stats.add(self._unsent.setdefault(key, {}), deltas)
@@ -245,7 +229,6 @@ class Heartbeat:
             self._speeds[key] = Speed(round(rps, 3), round(load_s, 3), round(batcher.speed_rps(at_best=True), 3))
 
     def _underway(self) -> Underway:
-        """Tells which requests are in the worker."""
         batchers, direct = list(self._batchers()), Counter(self.direct())
         for batcher in batchers:
             if isinstance(batcher, SequenceBatcher):  # steps are in no lane
@@ -253,7 +236,7 @@ class Heartbeat:
         return Underway(busy=_busy(batchers), direct=by_model(direct))
 
     def _memory(self) -> dict[str, dict[int, tuple[MemoryUse, ...]]]:
-        """Measures the memory of the models; in the thread that measures all resources."""
+        """Measures the memory of the models, in the thread that measures all resources."""
         executors = {_key(batcher): batcher.model.executor for batcher in list(self._batchers())}
         found = {key: one.memory() for key, one in executors.items() if isinstance(one, ThreadExecutor)}
         return by_model({key: uses for key, uses in found.items() if uses})
@@ -263,16 +246,16 @@ class Heartbeat:
         for key in list(self._unsent):
             deltas = self._unsent.pop(key)
             try:
-                # A drain cancels a beat and beats once more: what is on its way then is not to be counted again.
+                # A drain cancels a beat and beats once more: a write in progress must not be counted again.
                 await asyncio.shield(self._store.add_stats(*key, deltas))
             except Exception:
                 stats.add(self._unsent.setdefault(key, {}), deltas)
                 raise
 
     async def _put_speeds(self, served: set[Key], now_s: float) -> None:
-        """Writes what has changed every few seconds, with a few others, and at once that of versions served no more.
+        """Writes speeds: changed ones and a few others every few seconds, those of versions no longer served at once.
 
-        The others have turns: Redis may have lost them.
+        The others have turns, because Redis may have lost them.
         """
         due = {key for key in self._speeds if key not in served}
         if now_s - self._speeds_put_at_s >= SPEEDS_EVERY_S:
@@ -283,7 +266,7 @@ class Heartbeat:
             self._speeds_put.pop(key, None)
             if (speed := self._speeds.get(key)) is not None:
                 await self._store.put_speed(*key, speed)
-                self._speeds_put[key] = speed  # it is the last to have its turn again
+                self._speeds_put[key] = speed  # moves to the end of the turn
             if key not in served:
                 self._speeds.pop(key, None)
                 self._speeds_put.pop(key, None)
@@ -311,17 +294,10 @@ def _busy(batchers: Iterable[AnyBatcher]) -> dict[str, dict[int, int]]:
 
 
 class ResourceUsage:
-    """Measures CPU time, memory and GPUs again and again, in a thread: files and drivers may not delay a heartbeat.
+    """Measures CPU time, memory and GPUs in a thread: slow files and drivers must not delay a heartbeat.
 
-    Args:
-        gpus: The worker's GPUs, as for `GpuMeter`.
-        models: Measures the models' memory; it may fail while one is loaded or unloaded.
-        every_s: Seconds between two measurements.
-
-    Attributes:
-        process: The last measurement of the processes; `None` = there was none.
-        gpus: The last measurement of the GPUs.
-        memory: The last measurement of the models.
+    `models` measures the models' memory; it may fail while one is loaded or unloaded. The attributes are the last
+    measurements.
     """
 
     def __init__(self, gpus: Collection[int], models: _Memory = dict, every_s: float = USAGE_EVERY_S) -> None:
@@ -334,11 +310,11 @@ class ResourceUsage:
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Begins; the thread ends with `stop`."""
+        """Starts the thread, which ends with `stop`."""
         threading.Thread(target=self._run, name="resource-usage", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends after the measurement under way."""
+        """Ends after the current measurement."""
         self._ended.set()
 
     def read(self) -> None:

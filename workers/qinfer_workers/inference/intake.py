@@ -1,9 +1,9 @@
 """The intake of a worker: leases become items that may be batched, or are answered, released or buried.
 
-leases ─▶ decode ─▶ tried too often? ─▶ payload apart? ─▶ ready        what can't be executed goes to the publisher
+    leases ─▶ decode ─▶ tried too often? ─▶ payload apart? ─▶ ready        rejected items go to the publisher
 
-A request of a tenant that names a sequence waits as one with its payload apart does, until Redis has said by which id
-the model is told of it: requests of other tenants may name the same one (`ToldIds`).
+A request of a tenant that names a sequence waits like one with its payload apart, until Redis has given the id by which
+the model knows the sequence: requests of other tenants may name the same one (`ToldIds`).
 """
 
 import asyncio
@@ -32,34 +32,29 @@ from qinfer_workers.inference.serving import LaneBatcher
 logger = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
-"""Delay of the release of an entry that this worker can't read now; at once, it would be the next to fetch it."""
+"""Delay before an unreadable entry is released; this worker would fetch it again at once otherwise."""
 
 LEAST_DELIVERIES = 2
-"""An entry that was in a batch when its worker died has one delivery that says nothing about it."""
+"""An entry that shared a batch when its worker died has one delivery that is no evidence against it."""
 BROKEN = "the worker that executed the request ended in the middle of its responses; send the request again"
-"""Why a stream is not executed again."""
+"""The reason why a stream is not executed again."""
 
 
 _TOLD_S = 60.0
-"""The id that a model is told is remembered for so long; Redis keeps it for five minutes."""
+"""Seconds for which the id that a model is told is remembered; Redis keeps it for five minutes."""
 
 _MOST_TOLD = 65536
 
 
 class Taken(NamedTuple):
-    """The items of some leases: those that can run, and those of which something is still to be read."""
+    """The items of some leases: those that can run, and those with something still to be read."""
 
     ready: list[Pending]
     external: list[Pending]
 
 
 class ToldIds:
-    """The ids by which models without sequences are told of requests that name one; stateful ones have their service.
-
-    Args:
-        queue: Knows them.
-        monotonic_s: The clock.
-    """
+    """The ids of sequences that are given to models without sequences; stateful models have their `SequenceService`."""
 
     def __init__(self, queue: Queue, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         self._queue = queue
@@ -67,7 +62,7 @@ class ToldIds:
         self._known: dict[tuple[str, SequenceId], tuple[int | str, float]] = {}
 
     def tell(self, request: InferRequest) -> bool:
-        """Puts the id into a request; returns whether it is known, or none is needed."""
+        """Puts the id into a request; returns false if it is needed and not known yet."""
         flags = request.sequence
         if flags is None or not flags.id or not request.tenant or isinstance(flags, ToldSequence):
             return True
@@ -78,7 +73,7 @@ class ToldIds:
         return True
 
     async def ask(self, request: InferRequest, spec: ModelSpec) -> None:
-        """Asks for the id of a request, and puts it in.
+        """Asks Redis for the id of a request, and puts it in.
 
         Raises:
             QinferError: Redis is away.
@@ -93,13 +88,7 @@ class ToldIds:
 
 
 class Intake:
-    """Makes pending items of leases: decides whether an entry may be batched.
-
-    Args:
-        queue: Gives external payloads.
-        publisher: Takes what can't be executed.
-        max_deliveries: An entry that was handed out more often is not tried again.
-    """
+    """Makes pending items of leases; gives up entries that were delivered more than `max_deliveries` times."""
 
     def __init__(self, queue: Queue, publisher: Publisher, max_deliveries: int) -> None:
         self._queue = queue
@@ -141,7 +130,7 @@ class Intake:
         return whole
 
     def _break(self, batcher: LaneBatcher, lease: Lease) -> None:
-        """Answers an entry whose stream is broken: nobody knows how to go on with it."""
+        """Answers an entry whose stream is broken: the rest of its responses can't be reproduced."""
         try:
             request = self._reader.decode(lease.frame)
         except PayloadApart as external:
@@ -155,10 +144,10 @@ class Intake:
         batcher.fail([item], StreamBroken(BROKEN))
 
     async def complete(self, batcher: LaneBatcher, external: Sequence[Pending]) -> list[Pending]:
-        """Reads what is still to be read of items; those that are not to be executed are left out.
+        """Reads the payloads and ids that items still lack; leaves out items that are not to be executed.
 
-        A payload that is gone belongs to a cancelled or expired request, which has nobody to answer. When this task is
-        cancelled, it gives all items back.
+        A missing payload belongs to a cancelled or expired request, whose caller is gone. A cancellation of this task
+        gives all items back.
         """
         reads = [asyncio.ensure_future(self._rest(batcher, item)) for item in external]
         try:
@@ -172,7 +161,7 @@ class Intake:
             ]
             self._publisher.give_back(left)
             raise
-        # From here on nothing is awaited: the model may be another one after each time.
+        # Nothing is awaited from here on: the model may change at each await.
         return [
             item
             for item, payload in zip(external, payloads, strict=True)
@@ -185,7 +174,7 @@ class Intake:
             self._publisher.release_later(item, PAUSE_S)
 
     def is_readable(self, batcher: LaneBatcher, lease: Lease) -> bool:
-        """Tells whether this version can read an entry; one of a newer qinfer is released, for another worker."""
+        """Returns whether this version can read an entry; releases one of a newer qinfer for another worker."""
         try:
             decode_request(lease.frame)
         except NewerVersion:
@@ -196,7 +185,7 @@ class Intake:
         return True
 
     def fits(self, batcher: LaneBatcher, item: Pending) -> bool:
-        """Checks an item that was admitted under another generation; one that does not fit any more is answered."""
+        """Checks an item that was admitted under another generation; answers it if it does not fit any more."""
         try:
             item.rows = validate(item.request, batcher.model.spec)
             if batcher.model.spec.sequences is not None:
@@ -208,7 +197,7 @@ class Intake:
         return True
 
     def _is_tried(self, batcher: LaneBatcher, item: Pending) -> bool:
-        """Counts an item that was delivered before; gives up one that was delivered too often, and answers it."""
+        """Counts a redelivery; buries and answers an item that was delivered too often."""
         batcher.tally.redelivered()
         if item.lease.deliveries <= self._most:
             return True
@@ -216,7 +205,7 @@ class Intake:
         return False
 
     def _unreadable(self, batcher: LaneBatcher, lease: Lease, error: CorruptEntry) -> None:
-        """Releases an entry of a newer qinfer's, and buries one that is damaged."""
+        """Releases an entry that a newer qinfer wrote, and buries a damaged one."""
         if isinstance(error, NewerVersion):
             self._release_newer(batcher, lease)
             return
@@ -225,7 +214,7 @@ class Intake:
 
     def _pending(self, batcher: LaneBatcher, lease: Lease, request: InferRequest) -> Pending:
         enqueued_s = lease.entry.enqueued_s
-        request.version = batcher.model.version  # another than it was submitted to, if it was moved while it waited
+        request.version = batcher.model.version  # differs from the submitted one if the entry was moved while it waited
         return Pending(
             rows=1,
             key=None,
@@ -237,7 +226,7 @@ class Intake:
         )
 
     def _is_ready(self, batcher: LaneBatcher, item: Pending) -> bool:
-        """Sets the rows and the key, which the tensors decide; checks what another generation was checked for."""
+        """Sets the rows and the key by the tensors; validates an item that another generation has checked."""
         if item.request.generation != batcher.model.generation:
             return self.fits(batcher, item)
         inputs = item.request.inputs
@@ -252,13 +241,13 @@ class Intake:
         self._publisher.release_later(self._pending(batcher, lease, unknown), PAUSE_S)
 
     def _is_told(self, batcher: LaneBatcher, request: InferRequest) -> bool:
-        """Puts the id into a request that its model is told; False = it is not known yet. Ensembles tell nobody."""
+        """Puts the sequence's id into a request; returns false if it is not known yet. Ensembles need no id."""
         return isinstance(batcher, EnsembleBatcher) or self._told.tell(request)
 
     async def _rest(self, batcher: LaneBatcher, item: Pending) -> bytes | None:
-        """Reads an item's tensors; one that can't be read now is released, one whose tensors are gone is finished.
+        """Reads an item's tensors; puts it off if they can't be read now, finishes it if they are gone.
 
-        One whose tensors should be there and are not is given up: somebody deleted them from the payload store.
+        Tensors missing from the payload store were deleted there by others: the item is buried.
         """
         try:
             if not self._is_told(batcher, item.request):
@@ -291,7 +280,7 @@ class Intake:
         return self._is_ready(batcher, item)
 
     def _bury(self, batcher: LaneBatcher, item: Pending, error: QinferError) -> None:
-        """Gives an item up: it becomes a dead letter, and its caller gets the reason."""
+        """Makes an item a dead letter, and answers its caller with the reason."""
         deliveries, failure = item.lease.deliveries, Failure.of(error)
         extra = {**_log_data(item.lease), "request_id": item.request.id, "deliveries": deliveries, "code": failure.code}
         logger.error("given up", extra=extra)
@@ -321,6 +310,5 @@ def given_up(deliveries: int, spec: ModelSpec) -> InferenceFailed:
 
 
 def _log_data(lease: Lease) -> dict[str, object]:
-    """Returns the fields of a log line about an entry."""
     entry = lease.entry
     return {"model": entry.lane.model, "version": entry.lane.version, "entry_id": entry.entry_id}

@@ -1,8 +1,8 @@
-"""Instance threads that execute only what the rate limiter has granted resources for.
+"""Instance threads that execute only with the resources that the rate limiter has granted.
 
-A plain model's batcher waits for a *permit*, and forms the batch when it has one (`PermitExecutor`). Steps of sequences
-are batched for an instance that is theirs, and that batch waits (`StagedExecutor`). An instance that is lent for bulk
-work holds its resources as long as it is lent.
+A plain model's batcher waits for a *permit*, and then forms the batch (`PermitExecutor`). Steps of sequences are
+batched for their own instance first, and that batch waits (`StagedExecutor`). An instance that is lent for bulk work
+holds its resources until it is given back.
 """
 
 import asyncio
@@ -22,26 +22,26 @@ _Work = tuple[Execution | Borrower, _Done]
 
 
 class Limiter(Protocol):
-    """The rate limiter, as executors use it; on the event loop. It tells what it grants by `Instance.granted`."""
+    """The rate limiter as executors use it, on the event loop; it grants resources by calling `Instance.granted`."""
 
     def wait(self, instance: Instance, callers: tuple[Holder, ...]) -> None:
-        """Takes note that an instance has work."""
+        """Notes that an instance has work."""
         ...
 
     def leave(self, instance: Instance) -> None:
-        """Takes note that an instance has no work any more."""
+        """Notes that an instance has no work any more."""
         ...
 
     def ended(self, instance: Instance, *, has_executed: bool) -> None:
-        """Takes back what an instance was granted."""
+        """Takes back the grant of an instance."""
         ...
 
     def remove(self, instances: Sequence[Instance]) -> None:
-        """Forgets instances that execute nothing any more."""
+        """Removes instances that execute nothing any more."""
         ...
 
     def holds(self, callers: Sequence[Holder]) -> bool:
-        """Tells whether any of these callers holds resources."""
+        """Returns whether any of these callers holds resources."""
         ...
 
     def refusal(self, instances: Sequence[Instance], callers: Sequence[Holder]) -> str:
@@ -50,15 +50,7 @@ class Limiter(Protocol):
 
 
 class LimitedExecutor(ThreadExecutor):
-    """The common part of both; see the module docstring.
-
-    Args:
-        backends: Loaded backends.
-        instances: The same, as the limiter knows them.
-        limiter: The rate limiter.
-        loop: The event loop.
-        name: What the threads are called.
-    """
+    """The common part of both executors; `instances` are the backends as the limiter knows them."""
 
     def __init__(
         self,
@@ -77,20 +69,20 @@ class LimitedExecutor(ThreadExecutor):
             instance.granted = self._granted
 
     def run_now(self, execution: Execution, expected_s: float, instance: int = 0) -> bool:
-        """Runs nothing on the event loop: what is limited is rarely that short."""
+        """Runs nothing on the event loop: limited executions are rarely that short."""
         del execution, expected_s, instance
         return False
 
     def is_held(self, callers: Sequence[Holder]) -> bool:
-        """See `PermittedExecutor.is_held`."""
+        """Returns whether any of these callers holds resources."""
         return bool(callers) and self._limiter.holds(callers)
 
     def refusal(self, callers: Sequence[Holder]) -> str:
-        """See `PermittedExecutor.refusal`."""
+        """Returns why callers would wait for themselves; empty = they would not."""
         return self._limiter.refusal(self._limited, callers)
 
     def recall(self) -> list[Execution]:
-        """Takes back the executions that no instance has taken; they hold nothing any more."""
+        """Takes back the executions that no instance has taken, and frees their resources."""
         recalled = super().recall()
         for execution in recalled:
             self._free(execution, has_executed=False)
@@ -103,11 +95,10 @@ class LimitedExecutor(ThreadExecutor):
         self._forget()
 
     def _granted(self, instance: Instance) -> None:
-        """Takes note that an instance may execute."""
         raise NotImplementedError
 
     def _begin(self, work: _Work, instance: Instance) -> None:
-        """Has an instance execute, with what it was granted."""
+        """Executes work on an instance, with its grant."""
         execution, done = work
         self._holding[execution] = instance
         if isinstance(execution, Execution):
@@ -150,14 +141,14 @@ class PermitExecutor(LimitedExecutor):
         return len(self._unused)
 
     def want(self, count: int, callers: Sequence[Holder]) -> None:
-        """See `PermittedExecutor.want`."""
+        """Asks for `count` permits on behalf of callers, and returns surplus ones."""
         self._wanted, self._callers = count, tuple(callers)
         while len(self._unused) > count:
             self._limiter.ended(self._unused.pop(), has_executed=False)
         self._stage()
 
     def start(self, execution: Execution, done: _Done, instance: int = 0) -> None:
-        """Has the instance of a permit execute."""
+        """Executes on the instance of a permit."""
         del instance
         self._wanted = max(self._wanted - 1, 0)
         self._begin((execution, done), self._unused.pop(0))
@@ -168,14 +159,14 @@ class PermitExecutor(LimitedExecutor):
         self._stage()
 
     def retire(self) -> None:
-        """See the base; borrowers that wait get their instance before."""
+        """Unloads the instances, after waiting borrowers have used theirs."""
         self._is_leaving = True
         self.want(0, ())
         if not self._borrowers:
             super().retire()
 
     def _stage(self) -> None:
-        """Has as many instances wait as there is work for, those with the lowest score."""
+        """Makes as many instances wait as there is work for, those with the lowest scores."""
         count = self._wanted - len(self._unused) + len(self._borrowers)
         waiting = [instance for instance in self._limited if instance.order]
         if count == len(waiting) and not (count and (self._callers or any(i.callers for i in waiting))):
@@ -206,7 +197,7 @@ class StagedExecutor(LimitedExecutor):
         super().__init__(*args)
 
     def start(self, execution: Execution, done: _Done, instance: int = 0) -> None:
-        """Has an instance execute as soon as it has its resources; what its callers hold too little of fails."""
+        """Executes on an instance once it has its resources; fails if its callers hold resources that it needs in vain."""
         callers = {holder.token: holder for item in execution.items for holder in item.request.holders}
         reason = self.refusal(tuple(callers.values())) if callers else ""
         if reason:
@@ -227,7 +218,7 @@ class StagedExecutor(LimitedExecutor):
         return [*staged, *super().recall()]
 
     def retire(self) -> None:
-        """See the base; what waits for resources executes before."""
+        """Unloads the instances, after batches that wait for resources have executed."""
         self._is_leaving = True
         if not self._staged:
             super().retire()

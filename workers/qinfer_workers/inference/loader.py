@@ -33,26 +33,16 @@ from qinfer_workers.inference.watchdog import ExecutionWatchdog
 logger = logging.getLogger(__name__)
 
 VersionDir = Callable[[str, int, str, str], Path]
-"""`Repositories.version_dir`: model whose files they are, version, location, content hash → directory; blocking."""
+"""`Repositories.version_dir`: model that owns the files, version, location, content hash → directory; blocking."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """A model version that is loaded.
 
-    Attributes:
-        spec: Its configuration.
-        version: The version.
-        generation: The generation.
-        identity: Equal for two generations whose files and configuration are the same, but for the instances.
-        content_hash: What the control store calls the model's files and configuration.
-        executed_hash: The hash of what it executes; empty = its files changed while they were loaded.
-        devices: The device of each instance.
-        initial_states: The state of a sequence's first step, of each of `SequenceSpec.states` in order.
-        instances: What a load has made, one for each device; empty when there was nothing to load.
-        latency: What warm-up runs taught about its speed.
-        plan: What it runs, if it is an ensemble.
-        steps: The versions that it runs.
+    `identity` is equal for two generations with the same files and configuration, except for the instances.
+    `content_hash` is the control store's hash of them; `executed_hash` that of the files read, empty if they changed
+    during the load. `initial_states` follow `SequenceSpec.states`, `instances` are the newly loaded ones.
     """
 
     spec: ModelSpec
@@ -69,23 +59,23 @@ class Loaded:
     steps: tuple[StepVersion, ...] = ()
 
     def hash_like(self, other: str) -> str:
-        """Returns its hash of the kind that another one is, to be compared with that."""
+        """Returns its hash of the same kind as another hash, for comparison."""
         return self.executed_hash if is_executed(other) else self.content_hash
 
     def executes(self, hashes: Collection[str]) -> bool:
-        """Tells whether it executes what it was pinned with: one of these, or anything (empty)."""
+        """Returns whether it executes one of these pinned hashes; an empty hash matches anything."""
         return any(not one or self.hash_like(one) == one for one in hashes)
 
 
 class Kind(Enum):
-    """How much a load has changed."""
+    """The extent of a load's changes."""
 
     NEW = "new"
-    """Everything: `instances` are to be served in place of any there were."""
+    """All: `instances` replace any earlier ones."""
     RESIZED = "resized"
-    """The number of instances: `instances` come in addition, or `surplus` of them end."""
+    """The number of instances: `instances` are added, or `surplus` of them end."""
     SAME = "same"
-    """Only the generation."""
+    """The generation only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,18 +90,9 @@ class Change:
 class Loader:
     """Loads and completes models; blocking, for a thread.
 
-    Args:
-        version_dir: Tells where the files of a version are, and fetches them.
-        factory: Backend name → factory.
-        clock: The broker's time.
-        gpus: The GPUs that this worker may use.
-        completers: Backend name → what completes its configurations.
-        with_zeros: Models that only compute are also run with zeros.
-
-    Attributes:
-        gpus: The same.
-        limiter: Refuses models whose resources can't be had, where rates are limited.
-        watchdog: Watches what their instances execute.
+    `version_dir` fetches the files of a version, `factory` and `completers` are looked up by backend name, and
+    `limiter` refuses models whose resources can never be granted. Models that only compute are also run with zeros
+    (`with_zeros`).
     """
 
     limiter: Callable[[ModelSpec], None] | None = None
@@ -134,7 +115,7 @@ class Loader:
         self._with_zeros = with_zeros
         self.watchdog = ExecutionWatchdog()
         self._read: dict[tuple[str, int], dict[Any, str]] = {}
-        """What was read of a version's files; see `VersionFiles.executed_hash`."""
+        """The hashes of files read before, for `VersionFiles.executed_hash`."""
 
     def load(
         self,
@@ -145,19 +126,13 @@ class Loader:
         pinned: Collection[str] = (),
         planned: Planned | None = None,
     ) -> Change:
-        """Loads the versions that differ from the served ones, and warms them up.
+        """Loads the instances of a version that differ from the served ones, and warms them up.
 
-        Args:
-            spec: The configuration, read.
-            version: The version to load.
-            stored: The model as it is stored.
-            serving: What is served of the version; `None` = nothing.
-            pinned: What the version may execute, where only pins keep it; empty = anything.
-            planned: What it runs, if it is an ensemble.
+        `pinned` are the hashes that a version kept by pins may execute; empty = any.
 
         Raises:
-            QinferError: An instance could not be loaded, or would not execute what is pinned; none stays loaded but
-                what is served.
+            QinferError: An instance can't be loaded, or the version differs from the pinned one. All new instances are
+            unloaded.
         """
         directory = self._version_dir(stored.files, version, stored.location, stored.content_hash)
         try:
@@ -193,7 +168,7 @@ class Loader:
         return Change(kind=Kind.NEW, loaded=replace(loaded, instances=instances, latency=latency))
 
     def _kept(self, loaded: Loaded, directory: Path, serving: Loaded | None) -> Change | None:
-        """Goes on with what is served, with more or fewer instances; `None` where all are to be loaded anew."""
+        """Continues with more or fewer of the served instances; `None` = all are to be loaded anew."""
         if serving is None or serving.identity != loaded.identity:
             return None
         if serving.spec.instances != loaded.spec.instances and (serving.spec.is_limited or loaded.spec.is_limited):
@@ -202,8 +177,8 @@ class Loader:
         surplus = list((Counter(serving.devices) - Counter(loaded.devices)).elements())
         if not missing and not surplus:
             return Change(kind=Kind.SAME, loaded=loaded)
-        # Any idle instance may end, so that those on one device can't be told from those on another. Sequences are
-        # bound to their instances, of which none may end.
+        # Any idle instance may end, so surplus instances can't be chosen by device. Sequences are bound to their
+        # instances, so none of these may end.
         is_resizable = not surplus or (not missing and len(set(serving.devices)) == 1)
         if (sequences := loaded.spec.sequences) is not None:
             is_resizable = not surplus and isinstance(sequences.strategy, DirectSpec) and not sequences.iterative
@@ -216,7 +191,7 @@ class Loader:
         """Completes the configuration of a model that is stored as pending; the model's own mistake is a result too.
 
         Raises:
-            QinferError: This worker has not got the files or the runtime; another may have.
+            QinferError: This worker lacks the files or the runtime; another one may have them.
         """
         if self._completers is None:
             raise ModelLoadFailed(f"this worker can't complete configurations of backend '{stored.pending}'")
@@ -254,7 +229,7 @@ class Loader:
     def _instance(
         self, backend: Backend, loaded: Loaded, directory: Path, device: Device, latency: LatencyModel
     ) -> Backend:
-        """Loads an instance, and warms it up; what lasts too long is left to itself, unless it can be ended."""
+        """Loads an instance, and warms it up; abandons overdue calls, unless they can be interrupted."""
         spec = loaded.spec
         instance = self.watchdog.watched(reshaped(with_ragged_batches(backend, spec), spec), spec, loaded.version)
         clock = instance.clock
@@ -294,19 +269,15 @@ def _unload(instances: Sequence[Backend]) -> None:
 
 
 def _without_path(text: str, directory: Path) -> str:
-    """Returns a foreign error's text without the place of the model's files: clients read it."""
+    """Returns a foreign error's text without the path of the model's files: clients read it."""
     return text.replace(f"{directory.parent}/", "").replace(str(directory.parent), "the model's directory")
 
 
 def initial_states(spec: ModelSpec, model_dir: Path) -> tuple[Tensor, ...]:
-    """Returns the states that a model's sequences begin with.
-
-    Args:
-        spec: The model's configuration.
-        model_dir: The model's directory, for states that are read from files.
+    """Returns the states that a model's sequences begin with, some of them read from files.
 
     Raises:
-        ModelLoadFailed: A file is not there, or has fewer bytes than its state.
+        ModelLoadFailed: A file is missing, or has fewer bytes than its state.
     """
     states = []
     for state in spec.sequences.states if spec.sequences is not None else ():

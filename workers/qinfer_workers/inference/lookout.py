@@ -1,8 +1,8 @@
-"""Where to look for entries of dead workers.
+"""Chooses the lanes in which to look for entries of dead workers.
 
-An entry with a lease that ends was taken by a worker. If this worker lives, it looks for a while in each lane that it
-has taken something from, and in all of them when a connection broke. If it is dead, it beats no more, and all others
-look in all of their lanes. Lanes where nothing has happened have turns, a few at a time.
+An entry whose lease ends was taken by a worker. A living worker looks for a while in each lane that it has taken
+entries from, and in all of them after a broken connection. When a worker stops beating, all others look in all of their
+lanes. Quiet lanes have turns, a few at a time.
 """
 
 import time
@@ -19,24 +19,17 @@ from qinfer_workers.inference.serving import Serving
 T = TypeVar("T", bound=Serving)
 
 _LOOKS_PER_S = 1.0
-"""How many of the lanes where nothing has happened have their turn."""
+"""Quiet lanes that are looked at in each second."""
 
 _SILENT_BEATS = 3
-"""A worker that has not beaten for the time of so many beats may be dead."""
+"""A worker that misses this many beats may be dead."""
 
 _LEASES = 2.5
-"""For so many lease times after something happened leases are looked for: by then every one has ended."""
+"""Lease times for which a lane is looked at after an event: by then every lease has ended."""
 
 
 class Lookout:
-    """Chooses the model versions of one worker.
-
-    Args:
-        queue: Tells where something has happened.
-        store: Tells which workers beat.
-        settings: The worker's.
-        worker_id: Its own id.
-    """
+    """Chooses the model versions in whose lanes one worker looks."""
 
     def __init__(self, queue: Queue, store: ControlStore, settings: WorkerSettings, worker_id: str) -> None:
         self._queue = queue
@@ -44,14 +37,14 @@ class Lookout:
         self._settings = settings
         self._id = worker_id
         self._beats: dict[str, tuple[float, float]] = {}
-        """Of each worker its last beat, and since when on our clock that is the last."""
+        """Each worker's last beat, and the instant of this process's clock at which it was first seen."""
         self._silent: set[str] = set()
         self._turn = 0
         queue.doorbell.stirred_s = _LEASES * settings.lease_s
         queue.doorbell.alarm()
 
     async def chosen(self, servings: Mapping[Key, T]) -> list[tuple[Key, T]]:
-        """Returns those in whose lanes to look now."""
+        """Returns the servings in whose lanes to look now."""
         if await self._is_one_missing():
             self._queue.doorbell.alarm()
         every = list(servings.items())
@@ -65,7 +58,7 @@ class Lookout:
         ]
 
     async def _is_one_missing(self) -> bool:
-        """Tells whether a worker has gone, or beats no more, since the last look; `True` where that is unknown."""
+        """Returns whether a worker has gone, or stopped beating, since the last look; `True` if that is unknown."""
         try:
             beats = await self._store.beats()
         except BrokerUnavailable:

@@ -1,7 +1,7 @@
-"""The files of a model version that a worker loads: what tells two loads apart, and the hash of what is executed.
+"""The files of a model version that a worker loads: the identity of a load, and the hash of what is executed.
 
-Two loads are told apart by size and modification time of the files, which costs no reading. The *executed hash* is of
-content: the same files copied, touched or fetched again have the same one, on whichever machine.
+Loads are compared by size and modification time of the files, without reading them. The *executed hash* is that of the
+content: files that were copied, touched or fetched again have the same one, on any machine.
 """
 
 import hashlib
@@ -17,20 +17,20 @@ from qinfer.models.repository.files import IGNORED
 from qinfer.models.state import StoredModel
 
 WARMUP_DIRECTORY = "warmup"
-"""Where a model has the files of its samples, beside its version directories."""
+"""The directory of a model's warm-up samples, beside its version directories."""
 INITIAL_STATES = "initial_state"
-"""Where it has the files that its sequences begin with."""
+"""The directory of the states that its sequences begin with."""
 
 _OF_ALL_VERSIONS = ("instance_group", "version_policy")
-"""Parts of a configuration whose change leaves what is loaded of a version as it is."""
+"""Parts of a configuration that may change without a new load of a version."""
 _NOT_READ = ("config.pbtxt", "configs", MANIFEST)
-"""Names beside the versions whose content no backend reads."""
+"""Names beside the versions that no backend reads."""
 
 _EXECUTED = (
     *("platform", "backend", "runtime", "default_model_filename", "cc_model_filenames", "model_operations"),
     *("input", "output", "batch_input", "batch_output", "optimization", "ensemble_scheduling"),
 )
-"""Parts of a configuration that decide what a version answers. The others say how it is scheduled."""
+"""Parts of a configuration that decide a version's answers. The others say how it is scheduled."""
 _OF_SEQUENCES = ("control_input", "state", "iterative_sequence")
 """The same of its `sequence_batching`."""
 _SCHEDULING = (DEFAULT_TIMEOUT, MAX_TIMEOUT, LANE_CAPACITY, MIN_WORKERS)
@@ -38,7 +38,7 @@ _SCHEDULING = (DEFAULT_TIMEOUT, MAX_TIMEOUT, LANE_CAPACITY, MIN_WORKERS)
 
 
 class _Stamp(NamedTuple):
-    """Marks of one state of a file; the inode tells a file that was replaced within one tick of the clock."""
+    """Marks of one state of a file; the inode reveals a file that was replaced within one tick of the clock."""
 
     size: int
     mtime_ns: int
@@ -47,10 +47,6 @@ class _Stamp(NamedTuple):
 
 class VersionFiles:
     """The files of a version as they are when this is made; blocking.
-
-    Args:
-        stored: The model as it is stored.
-        directory: The version's directory; the model's own is above it.
 
     Raises:
         OSError: They are being changed.
@@ -63,7 +59,7 @@ class VersionFiles:
         self._stamps = self._stamped()
 
     def identity(self) -> str:
-        """Returns a text that is equal for two generations whose load would make the same, but for the instances."""
+        """Returns a text that is equal for two generations with the same load, except for the instances."""
         config = {part: value for part, value in self._config.items() if part not in _OF_ALL_VERSIONS}
         digest = hashlib.sha256(json.dumps([config, self._stored.labels], sort_keys=True).encode())
         if not self._directory.is_dir():  # a backend without files
@@ -73,10 +69,7 @@ class VersionFiles:
         return digest.hexdigest()
 
     def executed_hash(self, known: dict[tuple[str, _Stamp], str]) -> str:
-        """Returns the hash of what the version executes.
-
-        Args:
-            known: What was read before of the version's files: those are not read again. Holds this time's afterwards.
+        """Returns the hash of what the version executes, and replaces `known`, the hashes of files read before.
 
         Raises:
             OSError: A file is gone.
@@ -84,7 +77,7 @@ class VersionFiles:
         config = {part: self._config.get(part) for part in _EXECUTED}
         parameters = self._config.get("parameters", {})
         config["parameters"] = {name: value for name, value in parameters.items() if name not in _SCHEDULING}
-        # How many rows a batch may have changes no answer; whether there is a batch dimension does.
+        # The maximum number of rows changes no answer; a batch dimension does.
         config["has_batch_dimension"] = bool(self._config.get("max_batch_size"))
         if sequences := self._config.get("sequence_batching"):
             config["sequence_batching"] = {part: sequences.get(part) for part in _OF_SEQUENCES}
@@ -100,7 +93,7 @@ class VersionFiles:
         return f"{EXECUTED}{digest.hexdigest()}"
 
     def are_as_before(self) -> bool:
-        """Tells whether all files are as they were; a model may have written others beside them."""
+        """Returns whether all files are unchanged; a model may have written others beside them."""
         try:
             now = self._stamped()
         except OSError:
@@ -122,7 +115,7 @@ class VersionFiles:
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    """Yields the files of a version, and those beside the versions that they all may read."""
+    """Yields the files of a version, and the shared ones beside the versions."""
     beside = directory.parent.iterdir() if directory.is_dir() else ()
     shared = [path for path in beside if not path.name.isdecimal() and path.name not in _NOT_READ]
     for root in sorted([directory, *shared]):
@@ -133,6 +126,6 @@ def _files(directory: Path) -> Iterator[Path]:
 
 
 def _is_part(path: Path, root: Path) -> bool:
-    """Tells whether a file is the model's own, and none that running it has made."""
+    """Returns whether a file is the model's own, rather than made by running it."""
     parts: Sequence[str] = path.relative_to(root.parent).parts
     return IGNORED not in parts

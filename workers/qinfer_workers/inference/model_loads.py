@@ -1,9 +1,9 @@
-"""Models that load and unload models: wishes of a model's threads, carried out on the worker's event loop.
+"""Models that load and unload models: requests of a model's threads, carried out on the worker's event loop.
 
     instance thread ── load, unload, is_ready ──▶ event loop ── ModelControl ──▶ desired state ──▶ all workers
 
-The worker does what a gateway does for a client: it reads the model repository, writes the desired state and waits for
-what the workers report. So it needs the repository's control mode and overlay among its own settings.
+The worker acts as a gateway does for a client: it reads the model repository, writes the desired state and waits for
+the reports of workers. It therefore needs the repository's control mode and overlay in its own settings.
 """
 
 import asyncio
@@ -23,9 +23,7 @@ _ENDING = "the worker ends"
 class ModelLoads:
     """The `ManagesModels` of a worker's models; made on its event loop, called from other threads.
 
-    Args:
-        control: Loads and unloads.
-        catalog: The worker's view of the models, which `control` refreshes.
+    `control` refreshes `catalog`, the worker's view of the models.
     """
 
     def __init__(self, control: ModelControl, catalog: Catalog) -> None:
@@ -35,19 +33,19 @@ class ModelLoads:
         self._is_over = False
 
     def load(self, model: str, config: str, files: Mapping[str, bytes]) -> None:
-        """See `ManagesModels.load`."""
+        """Loads a model, as `ManagesModels.load` describes."""
         self._done(self._control.load(model, config, files))
 
     def unload(self, model: str, *, unload_dependents: bool) -> None:
-        """See `ManagesModels.unload`."""
+        """Unloads a model, as `ManagesModels.unload` describes."""
         self._done(self._control.unload(model, unload_dependents=unload_dependents))
 
     def is_ready(self, model: str, version: int) -> bool:
-        """See `ManagesModels.is_ready`."""
+        """Returns whether a model version is ready."""
         return self._done(self._look(model, version))
 
     async def end_with(self, stop: asyncio.Event) -> None:
-        """Waits until the worker is to end; then ends the loads under way and refuses others: it may load no more."""
+        """Waits for the end of the worker, then ends current loads and refuses others."""
         await stop.wait()
         self._is_over = True
         self._control.end()
@@ -60,7 +58,7 @@ class ModelLoads:
             return False
 
     def _done(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the event loop, and waits for it; what it does has time limits of its own."""
+        """Runs a coroutine on the event loop, and waits for it; its calls have time limits of their own."""
         if self._is_over:
             work.close()
             raise Cancelled(_ENDING)

@@ -1,9 +1,9 @@
-"""The models that this worker serves: desired state in, loaded instances out.
+"""The models that this worker serves: loads and unloads instances to match the desired state.
 
 Everything is re-read at start, when woken and every 10 s. A new generation is loaded and warmed up beside the old one,
-which serves until then, and goes on serving if the new one fails; the reason is in the heartbeat. Each model has a task
-of its own while something about it changes: a long load holds up no other model. A version that the version policy has
-dropped stays as it is while it is pinned, and is loaded again only as what it was pinned for.
+which serves until then, and continues to serve if the new one fails; the heartbeat carries the reason. While a model
+changes, it has a task of its own, so that a long load does not delay other models. A pinned version that the version
+policy has dropped stays loaded, and is loaded again only with the hash that it was pinned for.
 """
 
 import asyncio
@@ -35,14 +35,13 @@ logger = logging.getLogger(__name__)
 
 REREAD_S = 10.0
 _REREAD = 20
-"""Models that are read again at each look without news: a writer that died may not have told of it."""
+"""Models that are re-read at each look without news, in case a writer died before it sent any."""
 RELOAD_S = 30.0
-"""Before the first new try of a load whose files can't be reached now, at a look; further ones wait ever longer."""
+"""Seconds before the first retry of a load whose files can't be reached; later retries wait ever longer."""
 LONGEST_RELOAD_S = 240.0
 _RETRY_S = 1.0
 
 Key = tuple[str, int]
-"""A model version: (model, version)."""
 
 T = TypeVar("T")
 
@@ -56,27 +55,25 @@ def by_model(values: Mapping[Key, T]) -> dict[str, dict[int, T]]:
 
 
 class Host(Protocol):
-    """Serves loaded models; `worker.Worker` does."""
+    """Serves loaded models, as `worker.Worker` does."""
 
     def serve(self, loaded: Loaded) -> None:
         """Serves a model version, in place of its earlier generation if there is one."""
         ...
 
     def resize(self, loaded: Loaded, surplus: int) -> None:
-        """Goes on with the instances of a version that is served, more or fewer of them, under a new generation."""
+        """Continues with more or fewer instances of a served version, under a new generation."""
         ...
 
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
-        """Answers waiting requests of a model version and unloads it; returns whether it did and is still unwanted."""
+        """Answers waiting requests of a model version and unloads it; returns false if it is wanted again."""
         ...
 
 
 class Wanted(NamedTuple):
-    """The versions of a model that are to be loaded, and how.
+    """A stored model whose versions are to be loaded.
 
-    Attributes:
-        stored: The model as it is stored.
-        kept: The versions that only pins keep loaded → what they may execute; see `pins.kept_by_pins`.
+    `kept` maps the versions that only pins keep loaded to the hashes that they may execute (`pins.kept_by_pins`).
     """
 
     stored: StoredModel
@@ -89,18 +86,7 @@ class Wanted(NamedTuple):
 
 
 class Models:
-    """Keeps the loaded models equal to the desired state.
-
-    Args:
-        store: Holds the desired state.
-        settings: The models that this worker places, and how many load at once.
-        limits: Default and maximum timeouts.
-        loader: Loads.
-        host: Serves.
-
-    Attributes:
-        counts: Failed loads, for the models' statistics.
-    """
+    """Keeps the loaded models equal to the desired state."""
 
     def __init__(
         self,
@@ -123,14 +109,14 @@ class Models:
         self._loss = OutageLog(logger, "Redis has lost its data", "Redis has data again")
         self._wanted: dict[str, Wanted] = {}
         self._settled: dict[str, Wanted] = {}
-        """What was last made so, as far as it could be: what failed is not tried twice, unless time may help."""
+        """The wishes last fulfilled, or tried: a failed load is retried only if time may help."""
         self._again_at: dict[str, float] = {}
         self._tries: Counter[Key] = Counter()
-        """Loads in a row that failed and are tried again."""
-        """When to try a load again, in the event loop's time."""
+        """Failures in a row of loads that are retried."""
+        """When to retry a load, in the event loop's time, is in `_again_at`."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._turn = 0
-        """Which model is the first to be read again without news."""
+        """The first model of the next turn of re-reads."""
         self._loaded: dict[Key, Loaded] = {}
         self._load_s: dict[Key, float] = {}
         self._states: dict[Key, VersionState] = {}
@@ -141,7 +127,7 @@ class Models:
         return by_model(self._states)
 
     def load_times(self) -> dict[str, dict[int, float]]:
-        """Returns model → version → seconds that its last load took, its wait for a turn included."""
+        """Returns model → version → seconds of its last load, including its wait for a slot."""
         return by_model(self._load_s)
 
     async def run(self, changed: Callable[[], None]) -> None:
@@ -164,9 +150,9 @@ class Models:
                     await asyncio.sleep(_RETRY_S)
 
     async def _read(self, *, is_news: bool) -> bool:
-        """Reads the desired state; returns whether it is whole: that Redis lost its data unloads no model.
+        """Reads the desired state; returns false if Redis lost its data, which must not unload models.
 
-        Without news, of the models whose generation is known only a few are read, in turns.
+        Without news, only a few of the models of known generation are read, in turns.
         """
         installation = await self._store.installation()
         now = Snapshot(installation=installation, desired=await self._store.desired())
@@ -221,7 +207,7 @@ class Models:
             del self._tasks[name]
 
     async def _make_so(self, name: str, wanted: Wanted | None) -> None:
-        """Loads first, then unloads the rest, only if everything was loaded: there is no gap."""
+        """Loads the wanted versions, then unloads the rest if all loads succeeded, so that there is no gap."""
         if wanted is not None and wanted.stored.pending:
             await self._complete_config(wanted.stored)
             return
@@ -233,7 +219,7 @@ class Models:
                 unloads.create_task(self._unload(key))
 
     async def _load_all(self, name: str, wanted: Wanted) -> bool:
-        """Loads what is wanted of a model; returns whether all versions of its policy are served now."""
+        """Loads the wanted versions of a model; returns whether all versions of its policy are served now."""
         stored = wanted.stored
         async with asyncio.TaskGroup() as loads:
             results = [loads.create_task(self._load((name, version), stored)) for version in stored.versions]
@@ -252,10 +238,7 @@ class Models:
     async def _load(self, key: Key, model: StoredModel, hashes: frozenset[str] = frozenset()) -> bool:
         """Loads a version; returns whether it is served now.
 
-        Args:
-            key: Which.
-            model: The model as it is stored.
-            hashes: What the version may execute, where only pins keep it; empty = anything.
+        `hashes` are those that a version kept by pins may execute; empty = any.
         """
         name, version = key
         extra = {"model": name, "version": version, "generation": model.generation}
@@ -270,18 +253,18 @@ class Models:
             if planned is not None:
                 spec = planned.plan.spec
             elif spec.steps:
-                return False  # something else is wanted by now
+                return False  # the desired state has changed
             async with self._slots:
                 change = await in_thread(
                     f"load-{name}", lambda: self._loader.load(spec, version, model, serving, hashes, planned)
                 )
-        except Exception as error:  # the boundary to backends; whatever it is, it fails this load only
+        except Exception as error:  # the boundary to backends: any error fails this load only
             if isinstance(error, QinferError) and error.__cause__ is None:
-                logger.error("load failed", extra={**extra, "error": error.message})  # the text says it all
+                logger.error("load failed", extra={**extra, "error": error.message})  # the text is the whole reason
             else:
                 logger.exception("load failed", extra=extra)
             self._fail(key, model.generation, error)
-            if hashes and name not in self._again_at:  # its files may come back, or memory
+            if hashes and name not in self._again_at:  # its files may come back, or memory may become free
                 self._try_later(key)
             return False
         if name not in self._wanted and change.kind is not Kind.SAME:  # unloaded meanwhile
@@ -308,10 +291,10 @@ class Models:
         return True
 
     async def _plan(self, spec: ModelSpec, key: Key, generation: int) -> Planned | None:
-        """Plans an ensemble as soon as the models that it uses are loaded; `None` = it is not wanted so any more.
+        """Plans an ensemble once the models that it uses are loaded; `None` = the desired state has changed.
 
         Raises:
-            ModelLoadFailed: They can't be, or it does not fit them.
+            ModelLoadFailed: They can't be loaded, or the ensemble does not fit them.
         """
         while (wanted := self._wanted.get(key[0])) is not None and wanted.stored.generation == generation:
             looked = self._looked
@@ -376,7 +359,7 @@ class Models:
         return wanted is not None and key[1] in wanted.versions
 
     async def _complete_config(self, model: StoredModel) -> None:
-        """Completes a configuration; the model comes again, under the next generation, when that is stored."""
+        """Completes and stores a configuration; the model comes again under the next generation."""
         for version in model.versions:
             self._show_loading((model.model, version), model.generation, PENDING_REASON)
         try:

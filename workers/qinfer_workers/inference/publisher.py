@@ -1,11 +1,10 @@
-"""The publisher answers requests and takes their entries off the queue: it publishes first, then finishes.
+"""Publishes answers first, then takes their entries off the queue.
 
-    somebody waits       publish to `reply_to`, one blob for each process, in chunks of at most 1 MiB; then finish
+    a caller waits       publish to `reply_to`, one blob for each process, in chunks of at most 1 MiB; then finish
     asynchronous         settle, which stores the answer and removes the entry in one step
-    never to be executed bury; then answer in one of the two ways
+    dead letter          bury; then answer in one of the two ways
 
-While Redis is away the publisher tries again for as long as the leases hold; a lease that is lost makes the answer
-somebody else's. `LeaseKeeper` knows which leases this worker holds, when they were last renewed, and which are lost.
+While Redis is away, the publisher retries until the lease is lost; the new owner of the entry answers instead.
 """
 
 import asyncio
@@ -47,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 Place = tuple[Lane, str]
-"""Where an entry is: its lane, and its id there."""
+"""The lane and the id of an entry."""
 
 
 class Held(Protocol):
@@ -60,11 +59,11 @@ class Held(Protocol):
 
     @property
     def deadline_s(self) -> float:
-        """The instant from which its caller no longer waits, in the broker's time."""
+        """The instant at which its caller stops waiting, in the broker's time."""
         ...
 
     def lose(self) -> None:
-        """Takes note that the lease is lost."""
+        """Notes that the lease is lost."""
         ...
 
 
@@ -72,40 +71,26 @@ class Renewals(Protocol):
     """Renews the leases of a keeper."""
 
     async def run(self, keeper: "LeaseKeeper") -> None:
-        """Renews again and again until cancelled, and reports each outcome to `LeaseKeeper.renewed`."""
+        """Renews until cancelled, and reports each outcome to `LeaseKeeper.renewed`."""
         ...
 
     def ask(self) -> None:
-        """Has everything that is held by now renewed at once."""
+        """Starts a renewal of all held leases at once."""
         ...
 
 
 class OwnerLease(NamedTuple):
-    """The lease of an owner of sequences, or of resources.
-
-    Attributes:
-        keys: The keys for a renewal (`Sequences.lease_keys`).
-        ended: Called when a renewal has found it ended.
-    """
+    """The lease of an owner of sequences or of resources; a renewal that finds it ended calls `ended`."""
 
     keys: Sequence[bytes]
     ended: Callable[[], None] = lambda: None
 
 
 class LeaseKeeper:
-    """Keeps account of the leases. Used on the event loop, but `held`, which any thread may call.
+    """Tracks the leases of this worker: when they were last renewed, and which are lost.
 
-    Args:
-        renewals: Renews.
-        clock: The broker's time, in which deadlines are.
-        lease_s: Seconds without renewal after which another worker may take an entry.
-        lanes: Tells the lanes that this worker fetches from.
-        on_lost: Called for each held item whose lease is lost.
-
-    Attributes:
-        renewals: Leases that were renewed, each time.
-        losses: Held items whose lease was lost.
-        owners: The owners of sequences and of resources here, whose leases are renewed too.
+    All methods run on the event loop, except `held`, which any thread may call. `owners` adds leases to each renewal,
+    and `on_lost` gets each held item whose lease is lost.
     """
 
     def __init__(
@@ -127,78 +112,78 @@ class LeaseKeeper:
         self._lock = threading.Lock()
         self._renewed_at = time.monotonic()
         self._failing: dict[Lane, float] = {}
-        """Lanes whose last renewal failed: when one succeeded last."""
+        """Lanes whose last renewal failed → when one last succeeded."""
         self._renewed = asyncio.Event()
 
     async def run(self) -> None:
-        """Has the leases renewed until cancelled."""
+        """Runs the renewals until cancelled."""
         await self._renewals.run(self)
 
     async def watch(self, lanes: Collection[Lane]) -> None:
-        """Waits until leases of later fetches will be renewed, whatever the model's code does."""
+        """Waits until the leases of later fetches will be renewed, even while model code blocks the interpreter."""
         asked_s = time.monotonic()
         while self._renewed_at < asked_s or not self.can_renew(lanes):
             self._renewals.ask()
             await self._renewed.wait()
 
     def can_renew(self, lanes: Iterable[Lane]) -> bool:
-        """Tells whether leases on these lanes were renewed when it was last tried, and not too long ago.
+        """Returns whether the last renewal on these lanes succeeded, and less than a lease time ago.
 
-        Where they can't be, nothing is to be fetched: other workers would have it while it executes here.
+        Without renewals, a worker must not fetch: others would take the entries while they execute here.
         """
         is_fresh = self._renewed_at > time.monotonic() - self._lease_s
         return is_fresh and (not self._failing or self._failing.keys().isdisjoint(lanes))
 
     def hold(self, items: Iterable[Held]) -> None:
-        """Renews these from now on."""
+        """Starts to renew leases."""
         now_s = time.monotonic()
         with self._lock:
             for item in items:
                 self._held[item] = now_s
 
     def drop(self, items: Iterable[Held]) -> None:
-        """Renews these no longer."""
+        """Stops renewing leases."""
         with self._lock:
             for item in items:
                 self._held.pop(item, None)
 
     def holds(self, entry: Entry) -> bool:
-        """Tells whether this worker holds an entry already."""
+        """Returns whether this worker holds an entry already."""
         place = entry.lane, entry.entry_id
         return any(place_of(item) == place for item in self.held())
 
     def held(self) -> list[Held]:
-        """Returns the held leases."""
+        """Returns the held items."""
         with self._lock:
             return list(self._held)
 
     def held_before(self, instant_s: float) -> list[Held]:
-        """Returns what has been held since before an instant of the monotonic clock."""
+        """Returns the items held since before an instant of the monotonic clock."""
         with self._lock:
             return [item for item, since_s in self._held.items() if since_s < instant_s]
 
     def cancel(self, places: Collection[Place]) -> None:
-        """Takes note that nobody waits for the entries at these places, which are out of the queue already."""
+        """Drops the items at these places, which a cancellation has taken off the queue."""
         for item in self.held():
             if place_of(item) in places:
                 self.drop([item])
                 self._on_lost(item)
 
     def wanted(self) -> list[tuple[Held, float]]:
-        """Returns the leases to renew, and until when on the monotonic clock.
+        """Returns the items whose leases are to be renewed, and the end of each renewal on the monotonic clock.
 
-        A lease time after its deadline nobody waits for an item, which must not be in flight for ever because a model
-        never returns.
+        Renewals end one lease time after the deadline, so that a model that never returns does not keep an entry in
+        flight forever.
         """
         now_s = time.monotonic()
         ends = ((item, self._clock.to_monotonic_s(item.deadline_s) + self._lease_s) for item in self.held())
         return [(item, end_s) for item, end_s in ends if end_s > now_s]
 
     def is_sure(self, items: Iterable[Held]) -> bool:
-        """Tells whether none of these leases can have ended unnoticed.
+        """Returns whether no lease of these items can have ended unnoticed.
 
-        What was held at the last renewal that succeeded has been renewed since, and what came later was fetched later.
-        After a SIGSTOP, or a call that stopped the interpreter, that may be too long ago.
+        The last successful renewal covered the items held then; later ones were fetched after it. It may be too long
+        ago after a SIGSTOP, or after a call that stopped the interpreter.
         """
         since_s = time.monotonic() - self._lease_s
         return self._renewed_at > since_s and (
@@ -206,7 +191,7 @@ class LeaseKeeper:
         )
 
     async def confirm(self, items: Iterable[Held]) -> None:
-        """Waits until each of these, which are held, was renewed after now, or found lost."""
+        """Waits until each of these held items has been renewed after now, or found lost."""
         asked_s = time.monotonic()
         items = list(items)
         while any(self._sure_at(item) < asked_s for item in items):
@@ -214,18 +199,14 @@ class LeaseKeeper:
             await self._renewed.wait()
 
     def renewed(self, began_s: float, lost: Collection[Place], failed: Collection[Lane] = (), count: int = 0) -> None:
-        """Takes the outcome of a renewal.
+        """Takes the outcome of a renewal that began at `began_s` of the monotonic clock.
 
-        Args:
-            began_s: When it began, on the monotonic clock.
-            lost: What it found lost, finished by another or owned by another.
-            failed: The lanes of which nothing is known.
-            count: How many leases it renewed.
+        `lost` are the places that others own or have finished, and `failed` the lanes that could not be asked.
         """
         self.renewals += count
         self._failing = {lane: self._failing.get(lane, self._renewed_at) for lane in failed}
         self._renewed_at = began_s
-        self._renewed.set()  # wakes those that wait now
+        self._renewed.set()  # wakes current waiters only
         self._renewed.clear()
         if not lost:
             return
@@ -249,38 +230,30 @@ class LeaseKeeper:
 
 
 def place_of(item: Held) -> Place:
-    """Returns where an item's entry is."""
+    """Returns the place of an item's entry."""
     return item.lease.entry.lane, item.lease.entry.entry_id
 
 
 FINISH_DELAY_S = 0.01
-"""How long published items wait at most to be finished in one write with the next answers: nobody waits for it, and to
-wake Redis costs more than what it is woken for. After a crash in between others execute them again, unseen: the gateway
-has followed the first attempt."""
+"""Published items wait at most this long to be finished in one write with the next answers.
+
+Callers do not wait for the finish, and a separate write costs more than its content. If the worker crashes in between,
+another worker executes the items again; the gateway ignores the second answer.
+"""
 
 FINISH_COUNT = 16
-"""Fewer are left to later answers, unless half of that time is over: to finish costs as much for one as for these."""
+"""Published items that are finished at once; fewer wait up to half of `FINISH_DELAY_S` for later answers."""
 
 _Work = Callable[[], Awaitable[None]]
 _After = Callable[[Sequence[Pending]], None]
 _Answer = tuple[Pending, Response]
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 2.0
-_TICK_S = 0.001  # of an event loop's clock
+_TICK_S = 0.001  # resolution of an event loop's clock
 
 
 class Publisher:
-    """The `Outlet` of the worker's batchers.
-
-    Args:
-        queue: Where to publish and finish.
-        keeper: Holds the items' leases; they are dropped when their entries are to be finished.
-        tasks: Owns the tasks.
-        spans: Records what is published; `None` = nobody wants to know.
-
-    Attributes:
-        durations: How long it took.
-    """
+    """The `Outlet` of the worker's batchers; it drops the lease of each item before it finishes the entry."""
 
     def __init__(self, queue: Queue, keeper: LeaseKeeper, tasks: asyncio.TaskGroup, spans: Spans | None = None) -> None:
         self._queue = queue
@@ -295,13 +268,13 @@ class Publisher:
         self._finish_at_s = 0.0
         self._later: dict[Pending, asyncio.TimerHandle] = {}
         self._large: Counter[tuple[str, int]] = Counter()
-        """The bytes of large answers that Redis has not taken yet, by model version."""
+        """Bytes of large answers that Redis has not taken yet, by model version."""
         self._caught_up = asyncio.Event()
         self._outage = OutageLog(logger, "broker unavailable, trying again", "the broker takes answers again")
         self._closed = False
 
     def hold(self, items: Sequence[Pending]) -> None:
-        """Has the leases renewed of items that are answered without having been admitted."""
+        """Renews the leases of items that are answered without having been admitted."""
         self._keeper.hold(items)
 
     def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
@@ -315,18 +288,17 @@ class Publisher:
             self._finish_now()
 
     def is_behind(self, model: str, version: int) -> bool:
-        """Tells whether so many large answers of a model version wait for Redis that it should get no more requests."""
+        """Returns whether a model version must not fetch, because too many bytes of its large answers wait for Redis."""
         return self._large[model, version] > MOST_BYTES
 
     async def catch_up(self, model: str, version: int) -> None:
-        """Waits until fewer large answers of a model version wait."""
+        """Waits until `is_behind` is false."""
         while self.is_behind(model, version):
             self._caught_up.clear()
             await self._caught_up.wait()
 
     @contextmanager
     def _waits(self, lane: Lane, nbytes: int) -> Iterator[None]:
-        """Counts the bytes of large answers of a lane's model version within the block."""
         key = lane.model, lane.version
         self._large[key] += nbytes
         try:
@@ -340,7 +312,7 @@ class Publisher:
         self.spawn(lambda: self._queue.release([item.lease for item in items]), items, self._keeper.drop)
 
     def delay(self, items: Sequence[Pending]) -> None:
-        """Moves items behind the others of their level: each to the `.delayed` lane of the lane that it is in."""
+        """Moves items to the `.delayed` lanes of their lanes, behind the others of their level."""
         by_lane: dict[str, list[Pending]] = {}
         for item in items:
             by_lane.setdefault(item.lease.entry.lane.name, []).append(item)
@@ -349,7 +321,7 @@ class Publisher:
             self.spawn(partial(self._queue.delay, leases, delayed_name(name)), group, self._keeper.drop)
 
     def bury(self, lease: Lease, error: QinferError, tally: StatsTally, answer: _Answer | None = None) -> None:
-        """Makes an entry a dead letter, and then answers it, if a caller is waiting."""
+        """Makes an entry a dead letter, and then answers the caller, if one waits."""
         request_id = answer[1].request_id if answer else ""
         items = [answer[0]] if answer else []
         self._keeper.hold(items)
@@ -359,18 +331,18 @@ class Publisher:
             nonlocal tries
             tries += 1
             is_buried = await self._queue.bury(lease, request_id, error.code.value, error.message)
-            self._keeper.drop(items)  # not before: its tensors may take longer than a lease to be copied
+            self._keeper.drop(items)  # not earlier: copying the tensors may take longer than a lease
             if is_buried:
                 tally.buried()
             elif tries == 1:
-                return  # it is gone, or another's
+                return  # the entry is gone, or another worker's
             if answer is None:
                 return
             item, response = answer
             if item.request.reply_to:
                 await self._queue.publish(item.request.reply_to, encode_responses([response]))
             else:
-                # The entry, whose deliveries the queue would count, is gone.
+                # The queue can't count the deliveries: the entry is gone.
                 await self._queue.requests.settle([settlement_of(item, response, attempt=lease.deliveries - 1)])
 
         self.spawn(work, held=items)
@@ -381,7 +353,7 @@ class Publisher:
         self.spawn(lambda: self._queue.finish([item.lease.entry]))
 
     def release_later(self, item: Pending, delay_s: float) -> None:
-        """Releases an entry that this worker cannot read; later, or this worker would fetch it again."""
+        """Releases an entry that this worker can't read after a delay, so that it does not fetch it again at once."""
         self._keeper.hold([item])
         self._later[item] = self._loop.call_later(delay_s, self._release, item)
 
@@ -398,7 +370,7 @@ class Publisher:
             await asyncio.wait(self._open)
 
     def close(self) -> None:
-        """Stops, and abandons unfinished entries: their leases will expire, and pass to another worker."""
+        """Stops and abandons unfinished entries; another worker takes them when their leases expire."""
         self._closed = True
         for timer in self._later.values():
             timer.cancel()
@@ -410,7 +382,6 @@ class Publisher:
         self.give_back([item])
 
     def _answer_mixed(self, items: Sequence[Pending], responses: Sequence[Response], begin_ns: int) -> None:
-        """Settles the asynchronous requests among some items, and publishes the other responses."""
         by_id = {item.request.id: item for item in items if not item.request.reply_to}
         answers = [(by_id[r.request_id], r) for r in responses if r.final and r.request_id in by_id]
         stored = list(by_id.values())
@@ -429,7 +400,7 @@ class Publisher:
         await self.publish(items, responses, begin_ns)
 
     async def publish(self, items: Sequence[Pending], responses: Sequence[Response], begin_ns: int) -> None:
-        """Publishes responses to those who wait, with no look at leases; `begin_ns` is when they came."""
+        """Publishes responses without checking leases; `begin_ns` is when they were ready."""
         for address, group, is_large in _chunks(items, responses):
             blob = encode_responses([await self._store(items, group[0])] if is_large else group)
             if not await self._queue.publish(address, blob):
@@ -437,10 +408,10 @@ class Publisher:
         self._count(items, begin_ns)
 
     async def _store(self, items: Sequence[Pending], response: Response) -> Response:
-        """Stores a response's outputs outside the reply stream; returns the response to publish instead."""
+        """Stores a response's outputs outside the reply stream, and returns the response to publish instead."""
         item = next(item for item in items if item.request.id == response.request_id)
         lane, tenant = item.lease.entry.lane, item.request.tenant
-        blob = await asyncio.to_thread(encode_responses, [response])  # copies it, while other threads run
+        blob = await asyncio.to_thread(encode_responses, [response])  # copies the blob while other threads run
         try:
             with self._waits(lane, len(blob)):
                 await self._queue.store_result(lane, response.request_id, blob, STORED_TTL_S, tenant)
@@ -455,7 +426,7 @@ class Publisher:
             await self._keeper.confirm(items)
         answers = [answer for answer in answers if not answer[0].lost]
         settlements = [settlement_of(item, response) for item, response in answers]
-        # What takes longer keeps its leases, though a renewal just after may find them lost.
+        # Large settlements keep their leases, although a renewal just after the write may find these lost.
         large = [each for each in settlements if not self._queue.requests.ends_at_once(each)]
         if not large:
             self._keeper.drop(items)
@@ -471,7 +442,7 @@ class Publisher:
     async def _settle_all(self, answers: Sequence[_Answer], settlements: Sequence[Settlement]) -> None:
         try:
             await self._queue.requests.settle(settlements)
-        except PayloadTooLarge as error:  # it does not say which; others may have ended, and are late then
+        except PayloadTooLarge as error:  # it does not say which one is too large
             if len(answers) > 1:
                 for answer, settlement in zip(answers, settlements, strict=True):
                     await self._settle_all([answer], [settlement])
@@ -488,7 +459,7 @@ class Publisher:
         self._published.extend(items)
 
     def _finish_due(self) -> None:
-        """Finishes entries that no later batch finished; the timer is shared by batches, and so may be early."""
+        """Finishes entries that no later batch has finished; batches share the timer, so it may fire early."""
         self._timer = None
         if self._published and self._loop.time() + _TICK_S < self._finish_at_s:
             self._timer = self._loop.call_at(self._finish_at_s, self._finish_due)
@@ -506,7 +477,7 @@ class Publisher:
         self.durations.published(lane.model, lane.version, time.perf_counter_ns() - begin_ns)
 
     def recorded(self, items: Sequence[Pending], work: _Work) -> _Work:
-        """Returns work that publishes answers, with spans of it where requests are traced."""
+        """Returns work that publishes answers, recorded in spans where requests are traced."""
         return work if self._spans is None else self._spans.around(items, work)
 
     def spawn(
@@ -517,7 +488,7 @@ class Publisher:
         *,
         held: Sequence[Pending] = (),
     ) -> "asyncio.Task[None] | None":
-        """Begins work, which is repeated while Redis is away; see `_insist`. `None` = it is closed."""
+        """Starts work that is repeated while Redis is away; returns `None` if the publisher is closed."""
         if self._closed:
             return None
         task = self._tasks.create_task(self._insist(work, items, after, held or items))
@@ -530,8 +501,8 @@ class Publisher:
     ) -> None:
         """Runs the work, repeatedly while Redis is away; readers drop duplicates.
 
-        Ends in vain when the leases of all `items` are lost: to finish such items again does no harm. What is refused
-        for another reason is left to the end of the leases of `held`.
+        Gives up when the leases of all `items` are lost. After another refusal, the leases of `held` are left to
+        expire.
         """
         failures = 0
         while not _are_lost(items):
@@ -554,7 +525,6 @@ class Publisher:
 
 
 def _are_lost(items: Sequence[Pending]) -> bool:
-    """Tells whether there are items and the leases of all are lost; mostly the first one's is not."""
     return bool(items) and items[0].lost and all(item.lost for item in items)
 
 
@@ -563,7 +533,7 @@ def _failed(response: Response, error: QinferError) -> Response:
 
 
 def _chunks(items: Sequence[Pending], responses: Sequence[Response]) -> Iterator[tuple[str, Sequence[Response], bool]]:
-    """Splits the responses of each process into chunks; a response with too large outputs is a chunk of its own."""
+    """Splits the responses for each process into chunks; a response with too large outputs is a chunk of its own."""
     for address, group in _by_address(items, responses).items():
         if sum([len(tensor.data) for response in group for tensor in response.outputs]) <= CHUNK_BYTES:
             yield address, group, False
@@ -584,7 +554,7 @@ def _chunks(items: Sequence[Pending], responses: Sequence[Response]) -> Iterator
 
 
 def _by_address(items: Sequence[Pending], responses: Sequence[Response]) -> dict[str, Sequence[Response]]:
-    """Sorts responses by who waits for them: mostly one gateway, which waits for all of a batch."""
+    """Groups responses by the reply stream of their caller; mostly one gateway waits for a whole batch."""
     address = items[0].request.reply_to
     if not [True for item in items if item.lost or item.request.reply_to != address]:
         return {address: responses}
@@ -604,13 +574,9 @@ _STATES = {
 
 
 def settlement_of(item: Pending, response: Response, *, attempt: int | None = None) -> Settlement:
-    """Returns the settlement of a request.
+    """Returns the settlement of an asynchronous request, of which `response` is the final one.
 
-    Args:
-        item: The request; its `reply_to` is empty.
-        response: Its final response, outputs or failure.
-        attempt: The execution that ended it; by default the response's own, and 0, which lets the queue count, where
-            it was not executed.
+    `attempt` is the execution that ended it, by default that of the response; 0 lets the queue count the deliveries.
     """
     request, failure = item.request, response.failure
     if attempt is None:

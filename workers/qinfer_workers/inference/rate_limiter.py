@@ -1,11 +1,11 @@
-"""The rate limiter of a worker: acts on what `qinfer.batching.rate_limiter` decides (Triton's `--rate-limit`).
+"""The rate limiter of a worker: carries out the decisions of `qinfer.batching.rate_limiter` (Triton's `--rate-limit`).
 
     executors ── wait, ended ──▶ Ledger ── decide ──▶ Instance.granted ──▶ executors
                                     │ missing, idle         ▲
                                     └──────▶ SharedUnits ───┘ exchanges global units in Redis
 
-Decisions are made once an event-loop tick, after all that it brought. Units of global resources that Redis gave to this
-worker stay here from execution to execution, until others wait for them.
+Decisions are made once an event-loop tick, after all its events. Units of global resources that Redis gave to this
+worker stay here between executions, until other workers wait for them.
 """
 
 import asyncio
@@ -32,17 +32,13 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
 _PARTS = 3
-"""A lease is renewed after a third of its time."""
+"""A lease is renewed after this fraction of its time (1/3)."""
 
 
 class RateLimiter:
-    """See the module docstring. Used on the event loop, but `check`, which any thread may call.
+    """Grants resources to instances. Used on the event loop, except `check`, which any thread may call.
 
-    Args:
-        maxima: How many units there are, as the settings say.
-        resources: The way to the units that hold over all workers.
-        lease_s: The lease on those.
-        gpus: The GPUs that this worker may use.
+    `resources` exchanges the units that are shared by all workers, under a lease of `lease_s`.
     """
 
     def __init__(
@@ -54,7 +50,7 @@ class RateLimiter:
         self._is_due = False
 
     def check(self, spec: ModelSpec) -> None:
-        """Refuses a model whose instances would never have their resources.
+        """Refuses a model whose instances would never get their resources.
 
         Raises:
             ModelLoadFailed: With Triton's text.
@@ -65,7 +61,7 @@ class RateLimiter:
             raise ModelLoadFailed(str(error)) from None
 
     def executor(self, loaded: Loaded, loop: asyncio.AbstractEventLoop, name: str) -> LimitedExecutor:
-        """Returns the executor of a model that was loaded and is limited."""
+        """Returns the executor of a loaded model that is limited."""
         groups = [group for group in groups_of(loaded.spec, self._gpus) for _ in range(group.count)]
         instances = [self._instance(loaded.spec.name, group) for group in groups]
         kind: type[LimitedExecutor] = StagedExecutor if loaded.spec.sequences else PermitExecutor
@@ -75,35 +71,35 @@ class RateLimiter:
         return executor
 
     def wait(self, instance: Instance, callers: tuple[Holder, ...]) -> None:
-        """See `limited_executors.Limiter`."""
+        """Notes that an instance has work, as `limited_executors.Limiter` describes."""
         self.ledger.wait(instance, callers)
         self._changed()
 
     def leave(self, instance: Instance) -> None:
-        """See `limited_executors.Limiter`."""
+        """Notes that an instance has no work any more."""
         self.ledger.leave(instance)
         self._changed()
 
     def ended(self, instance: Instance, *, has_executed: bool) -> None:
-        """See `limited_executors.Limiter`."""
+        """Takes back the grant of an instance."""
         self.ledger.ended(instance, has_executed=has_executed)
         self._changed()
 
     def remove(self, instances: Sequence[Instance]) -> None:
-        """See `limited_executors.Limiter`."""
+        """Removes instances that execute nothing any more."""
         self.ledger.remove(instances)
         self._changed()
 
     def holds(self, callers: Sequence[Holder]) -> bool:
-        """See `limited_executors.Limiter`, and `caller.CallLimits`."""
+        """Returns whether any of these callers holds resources."""
         return self.ledger.holds(callers)
 
     def conflict(self, spec: ModelSpec, callers: Sequence[Holder]) -> str:
-        """See `caller.CallLimits`."""
+        """Returns why another worker can't run a model for executions that hold its resources; empty = it can."""
         return self.ledger.conflict(spec.name, map(needs_of, groups_of(spec, self._gpus)), callers)
 
     def refusal(self, instances: Sequence[Instance], callers: Sequence[Holder]) -> str:
-        """See `limited_executors.Limiter`."""
+        """Returns why callers would wait for themselves; empty = they would not."""
         if not instances:
             return ""
         return self.ledger.refusal(instances[0].model, [instance.needs for instance in instances], callers)
@@ -112,7 +108,7 @@ class RateLimiter:
         return Instance(model, needs_of(group), group.priority, lambda _: None)
 
     def _changed(self) -> None:
-        """Decides in this tick."""
+        """Decides at the end of this tick."""
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._decide_all)
@@ -131,7 +127,7 @@ class RateLimiter:
 def open_limiter(
     settings: Settings, queue: Queue, worker_id: str, keeper: LeaseKeeper, loader: Loader
 ) -> RateLimiter | None:
-    """Makes the rate limiter of a worker, which refuses loads, and whose lease is kept; `None` = it is off."""
+    """Makes the rate limiter of a worker and has its lease renewed; `None` = it is off."""
     if settings.rate_limit.mode == "off":
         return None
     lease_s = settings.worker.lease_s
@@ -143,14 +139,7 @@ def open_limiter(
 
 
 class SharedUnits:
-    """The units of global resources that this worker has, for `Ledger.pool`.
-
-    Args:
-        ledger: Where they are used.
-        resources: The way to Redis.
-        lease_s: The lease on them.
-        decide: Called when there are more.
-    """
+    """The units of global resources that this worker has, for `Ledger.pool`; `decide` is called when there are more."""
 
     def __init__(self, ledger: Ledger, resources: Resources, lease_s: float, decide: Callable[[], None]) -> None:
         self._ledger = ledger
@@ -161,9 +150,9 @@ class SharedUnits:
         self._wanted: frozenset[str] = frozenset()
         """The resources that other workers wait for."""
         self._back: dict[str, int] = {}
-        """Units that are on their way back."""
+        """Units that are being given back."""
         self._asked: dict[tuple[tuple[str, int], ...], tuple[Wish, float]] = {}
-        """What this worker is in line for, and when to ask again, on the monotonic clock."""
+        """The wishes that Redis has queued, and when to repeat them on the monotonic clock."""
         self._valid_until_s = 0.0
 
     @property
@@ -172,13 +161,13 @@ class SharedUnits:
         return self._opened.is_set()
 
     def open(self) -> None:
-        """Begins, if there are global resources now."""
+        """Starts the exchange, if there are global resources now."""
         if any(resource.device == GLOBAL for resource in self._ledger.maxima):
             self._opened.set()
             self._changed.set()
 
     def look(self) -> None:
-        """Gives back what others wait for, and uses nothing any more whose lease may have ended."""
+        """Gives back units that other workers wait for, and drops all units once the lease may have ended."""
         pool = self._ledger.pool
         if pool and time.monotonic() >= self._valid_until_s:
             pool.clear()
@@ -191,12 +180,12 @@ class SharedUnits:
                 self._changed.set()
 
     def want(self) -> None:
-        """Asks for what is missing, and no longer for what is not."""
+        """Starts an exchange if units are missing, or no longer are."""
         if self.is_open and (self._asked or self._ledger.missing()):
             self._changed.set()
 
     async def run(self) -> None:
-        """Exchanges units until cancelled, from when there are global resources."""
+        """Exchanges units until cancelled, once there are global resources."""
         await self._opened.wait()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read())
@@ -216,14 +205,14 @@ class SharedUnits:
                         await self._changed.wait()
 
     async def leave(self) -> None:
-        """Ends the lease, when nothing executes any more; without Redis it ends by itself."""
+        """Ends the lease, when nothing executes any more; without Redis it expires."""
         with suppress(QinferError):
             if self.is_open:
                 await self._resources.leave()
         await self._resources.close()
 
     async def _exchange(self) -> float:
-        """Does all exchanges that are due; returns after how many seconds there will be another one."""
+        """Does all exchanges that are due; returns the seconds until the next one."""
         missing = {_key(units): Wish(units, is_callee) for units, is_callee in self._ledger.missing()}
         given_up = [wish for key, (wish, _) in self._asked.items() if key not in missing]
         self._asked = {key: asked for key, asked in self._asked.items() if key in missing}
@@ -243,10 +232,10 @@ class SharedUnits:
         return self._valid_until_s - self._lease_s * (1 - 1 / _PARTS)
 
     async def _once(self, wish: Wish | None, given_up: Sequence[Wish] = ()) -> None:
-        """Exchanges, and takes note of what this worker has now."""
+        """Exchanges units once, and updates the pool."""
         pool = self._ledger.pool
         for name in wish.units if wish is not None else ():
-            # They come back with the others, or not at all.
+            # All of a wish's units are granted together, so that idle ones are given back first.
             idle = max(self._ledger.idle(name), 0)
             if idle:
                 pool[name] -= idle
@@ -264,7 +253,7 @@ class SharedUnits:
                 self._asked.pop(key, None)
             elif key in self._asked:
                 self._asked[key] = wish, began_s + done.retry_s
-        # First whose turn it was, then others.
+        # Serves the instances in turn here first, then other workers.
         self._decide()
         self.look()
 
@@ -272,7 +261,6 @@ class SharedUnits:
         self._asked = {key: (wish, 0.0) for key, (wish, _) in self._asked.items()}
 
     async def _read(self) -> None:
-        """Follows the news."""
         last = "0"
         while True:
             try:

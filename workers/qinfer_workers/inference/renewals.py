@@ -1,7 +1,6 @@
-"""The process that renews a worker's leases, started and talked to.
+"""Starts the process that renews a worker's leases, and talks to it.
 
-A thread would survive a busy event loop too; a model that keeps the GIL would stop it. So `qinfer_workers.renewer` is a
-process of its own.
+It is a process, `qinfer_workers.renewer`, because a model that keeps the GIL would stop a thread.
 """
 
 import asyncio
@@ -35,13 +34,9 @@ _LONGEST_RETRY_S = 5.0
 
 
 class ProcessRenewals:
-    """Renews in a process of its own, which is started again should it end.
+    """Renews leases in a process that is restarted if it ends.
 
-    Args:
-        settings: Where Redis is, and how often to renew.
-        consumer: The worker's id.
-        environment: The worker's variables; the process gets those that it needs.
-        due: Until when the worker's instances may execute; the process ends a worker that is over it.
+    The process gets the variables of `environment` that it needs, and ends a worker that exceeds the limits in `due`.
     """
 
     def __init__(
@@ -74,7 +69,7 @@ class ProcessRenewals:
         self._backoff = Backoff(_RETRY_S, _LONGEST_RETRY_S)
 
     async def run(self, keeper: LeaseKeeper) -> None:
-        """See `Renewals.run`; retries a failed start, with growing pauses."""
+        """Renews until cancelled; retries a failed start, with growing pauses."""
         while True:
             try:
                 self._endings.failed(f"it ended with status {await self._run_one(keeper)}")
@@ -100,14 +95,14 @@ class ProcessRenewals:
         return process.returncode
 
     def ask(self) -> None:
-        """See `Renewals.ask`."""
+        """Starts a renewal at once."""
         self._asked.set()
 
     async def _send(self, process: Process, keeper: LeaseKeeper) -> None:
         """Sends the held leases repeatedly."""
         assert process.stdin is not None
         pause_s = self._hello.every_s / renewer.REPORTS_PER_RENEWAL
-        with suppress(ConnectionError):  # it ended: `_listen` knows
+        with suppress(ConnectionError):  # the process ended: `_listen` handles it
             process.stdin.write(packed(self._hello))
             while True:
                 held = self._held(keeper)
@@ -139,7 +134,6 @@ class ProcessRenewals:
                 self._take(decoder.decode(await received(process.stdout)), keeper)
 
     def _take(self, report: renewer.Report, keeper: LeaseKeeper) -> None:
-        """Hands a report to the keeper."""
         self._backoff.reset()
         self._endings.over()
         for reason in report.failed.values():

@@ -1,12 +1,12 @@
 """The sequences of one model version in a worker: owns them, takes their steps, and gives them back.
 
     sleep ─▶ join ─▶ own ─▶ take ─▶ SequenceBatcher ─▶ StepPublisher
-      ▲               └── wait ◀─┘        each life that ends tells its owner by a ticket, which `take` brings
+      ▲               └── wait ◀─┘        each life that ends sends its owner a ticket, which `take` returns
       └── leave ◀───────────┘
 
 The loop owns as many sequences as there are free slots. When its lease has ended, because Redis or the worker was away
-for too long, all of them are dropped: others have them. A worker that has owned none for a while has no lease, and asks
-nothing until a sequence waits for an owner. The protocol is that of `qinfer.queue.sequences`.
+for too long, it drops all of them: other workers own them. A worker that has owned none for a while gives up its lease,
+and asks nothing until a sequence waits for an owner. `qinfer.queue.sequences` describes the protocol.
 """
 
 import asyncio
@@ -56,27 +56,16 @@ logger = logging.getLogger(__name__)
 
 GIVEN_UP = "another tenant waited for a slot of the model, of which this one had the most"
 RELOADED = "the model was loaded anew with another configuration"
-_PARTITION = 0  # all that there is, until models are spread
+_PARTITION = 0  # the only partition, until models are spread
 _RETRY_S = 0.5
 _LOOK_S = 0.2
 _LOOK_AT_SLOTS_S = 0.5
-_NEVER = 2**63  # no step has such a number
+_NEVER = 2**63  # greater than any step number
 _MAX_WAITING = 2000  # steps here, beyond which none are taken
 
 
 class Parts(NamedTuple):
-    """The parts of a worker that its services of sequences share.
-
-    Attributes:
-        queue: The queue.
-        keeper: Has the leases of owners renewed.
-        publisher: Publishes responses.
-        tasks: Owns the tasks.
-        store: Has the pins.
-        settings: The worker's settings.
-        worker_id: The worker's id.
-        metrics: What is to be counted.
-    """
+    """The parts of a worker that its sequence services share."""
 
     queue: Queue
     keeper: LeaseKeeper
@@ -89,19 +78,12 @@ class Parts(NamedTuple):
 
 
 class _Held:
-    """A life of a sequence that this worker owns.
+    """A life of a sequence that this worker owns, under a token.
 
-    Attributes:
-        owned: The life, and the token.
-        committed: The number of the last committed step.
-        executed: The number of the last step that is to be committed, or is.
-        ends_at: The number of the step at which it ends by an error: from this one on none is executed.
-        ending: The error, while steps before that one are not committed: Redis is told of it when they are, and the end
-            answers the others.
-        entries: The entry of each step that was taken and is not committed yet, by its number.
-        repeated: Steps that were sent again, and wait for the response of the first of their number.
-        arriving: Reads the payload of the last step taken; steps behind it wait.
-        since_s: When the worker became its owner, on the monotonic clock.
+    Steps are counted from 1. `committed` and `executed` are the last step that is committed, and the last one that is
+    or will be. From step `ends_at` on, nothing is executed; `ending` is the error that Redis gets once all earlier
+    steps are committed. `entries` maps each uncommitted step to its entry, `repeated` are duplicates that wait for the
+    first response, and `arriving` reads the payload of the last step taken, ahead of later steps.
     """
 
     def __init__(self, owned: Owned) -> None:
@@ -116,24 +98,16 @@ class _Held:
         self._told_id = told_id(owned.sequence, owned.told)
 
     def tell(self, request: InferRequest) -> None:
-        """Has the model told the id that no sequence of another tenant has."""
+        """Gives the model an id that no sequence of another tenant has."""
         if request.sequence is not None:
             request.sequence = request.sequence.told(self._told_id)
 
 
 class SequenceService:
-    """See the module docstring.
+    """Owns sequences of a stateful model version and runs their steps, as the module's head describes.
 
-    Args:
-        model: A stateful model version, and what to run it on.
-        parts: What the worker shares.
-        latency: What warm-up runs taught about the model's speed.
-        initial: The states of a sequence before its first step.
-        ensemble: Makes what runs the steps, if the model is an ensemble.
-
-    Attributes:
-        batcher: Runs the steps.
-        generations: The generations of the model whose sequences it goes on with.
+    `initial` are the states before a sequence's first step. `ensemble` makes the runner of steps if the model is an
+    ensemble. `generations` are those of the model whose sequences continue here.
     """
 
     def __init__(
@@ -147,7 +121,7 @@ class SequenceService:
         self._parts = parts
         self._model, self._version = model.spec.name, model.version
         self._sequences = parts.queue.sequences(self._model, _PARTITION)
-        # A worker's next generation of a version is another owner: what it drains is not its own.
+        # Each generation is an owner of its own, so that a new one does not own the sequences that the old one drains.
         self._owner = f"{parts.worker_id}-{model.version}-{model.generation}"
         self.batcher: SequenceBatcher | EnsembleSteps
         if ensemble is None:
@@ -155,7 +129,7 @@ class SequenceService:
         else:
             self.batcher = ensemble(self)
         assert model.spec.sequences is not None, "only stateful models have a service"
-        # An ensemble is no model that sees ids: its steps name the caller's, and their models are told others.
+        # An ensemble's steps name the caller's id, and their models get other ids.
         self._told_bits = None if model.spec.sequences.of_steps else model.spec.sequences.told_bits
         self._is_explicit = model.spec.sequences.is_explicit
         idle_s = model.spec.sequences.max_idle_s
@@ -191,7 +165,7 @@ class SequenceService:
         self._steps.put(steps, responses)
 
     def broken(self, step: PendingStep, error: QinferError) -> None:
-        """Ends the sequence of a step that is not executed, and answers what is left of it."""
+        """Ends the sequence of a step that is not executed, and answers its remaining steps."""
         self._end(step.place, step.token, error)
 
     def idle(self, sequences: Sequence[SequenceId]) -> None:
@@ -203,25 +177,19 @@ class SequenceService:
                 self._spawn(partial(self._sequences.end_idle, place, held.owned.token))
 
     def lost(self, sequences: Sequence[SequenceId], error: QinferError) -> None:
-        """Ends sequences whose state, in the model's memory, is gone."""
+        """Ends sequences whose state in the model's memory is gone."""
         for sequence in sequences:
             if held := self._held.get(sequence):
                 self._end(_next_of(held), held.owned.token, error)
 
     async def drain(self, limit_s: float, is_wanted: Callable[[], bool], *, hands_over: bool) -> bool:
-        """Ends: owns no sequence more, and gives back what is open.
+        """Stops owning sequences and gives back the open ones; returns false if the version is wanted again.
 
-        Args:
-            limit_s: How long to wait for sequences to end by themselves.
-            is_wanted: Tells whether the version is wanted again, and goes on.
-            hands_over: Others have the version: only sequences whose state is in memory are waited for, and only while
-                a program is live that brings requests.
-
-        Returns:
-            Whether it has ended; it goes on otherwise.
+        Waits at most `limit_s` for sequences to end by themselves. If other workers have the version (`hands_over`), it
+        waits only for sequences whose state is in memory, and only while a program is live that submits requests.
         """
         self._is_draining = True
-        self._tickets.ring()  # a lease that has ended is noticed
+        self._tickets.ring()  # wakes the loop, which notices an ended lease
         if self._is_explicit or not hands_over:
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit_s):
@@ -233,7 +201,7 @@ class SequenceService:
         if is_wanted():
             self._is_draining = False
             self._tickets.ring()
-            self.batcher.resume()  # an attempt before this one may have failed half-way
+            self.batcher.resume()  # an earlier attempt may have failed half-way
             return False
         await self.batcher.pause()
         await self._steps.flush()
@@ -243,12 +211,9 @@ class SequenceService:
         return True
 
     async def give_up(self, overdue: PendingStep | None, error: QinferError) -> None:
-        """Gives back the sequences of which nothing executes, then the others; one whose step hangs stays behind.
+        """Gives back idle sequences first, then the others, because an instance hangs.
 
-        Args:
-            overdue: The step that has executed alone for too long, and is answered with the error; `None` = it is of
-                another model, or there are more.
-            error: See above.
+        The step `overdue` has executed alone for too long and gets the error; its sequence is not given back.
         """
         batcher = self.batcher
         if isinstance(batcher, EnsembleSteps):
@@ -266,13 +231,13 @@ class SequenceService:
         await self._sequences.give_back(self._owner, list(moving))
 
     async def _is_deserted(self) -> bool:
-        """Tells whether no program is live that brings requests: no sequence gets another step."""
+        """Returns whether no program that submits requests is live, so that no sequence gets another step."""
         with suppress(BrokerUnavailable):
             return not any([await self._parts.store.live_processes(program) for program in CALLERS])
         return False
 
     async def close(self) -> None:
-        """Stops at once; the lease ends by itself."""
+        """Stops at once; the lease expires."""
         self._parts.keeper.owners.pop(self._owner, None)
         for loop in self._loops:
             loop.cancel()
@@ -297,7 +262,7 @@ class SequenceService:
                     await self._leave()
                 else:
                     await self._lose()
-            # The broker's state, or its refusal: either may pass.
+            # The broker's state or its refusal may pass.
             except QinferError as error:
                 self._outage.failed(error.message)
                 await asyncio.sleep(_RETRY_S)
@@ -313,23 +278,22 @@ class SequenceService:
         self._parts.keeper.owners[self._owner] = OwnerLease(names, self._tickets.ring)
 
     async def _leave(self) -> None:
-        """Ends the lease."""
         self._parts.keeper.owners.pop(self._owner, None)
         while not await self._sequences.leave(self._owner, [self._version]):
-            # What it has owned without knowing: a reply was lost.
+            # Reap sequences that it owns without knowing, because a reply was lost.
             await self._sequences.renew(self._owner, [self._version], 0.0)
             await self._sequences.reap()
 
     async def _lose(self) -> None:
-        """Drops all sequences, after the lease has ended."""
+        """Drops all sequences after the lease has ended."""
         logger.warning("lease on sequences lost", extra={"model": self._model, "count": len(self._held)})
         self._forget_all()
-        # What executes would meet the same sequences again.
+        # Executing steps would meet the same sequences again.
         await self.batcher.pause()
         self.batcher.resume()
 
     async def _serve(self) -> bool:
-        """Owns sequences and takes their steps; returns whether it has nothing to do, or else its lease has ended."""
+        """Owns sequences and takes their steps; returns true when it has nothing to do, false when its lease has ended."""
         sequences, owner, version = self._sequences, self._owner, self._version
         ticket, busy_s = "", time.monotonic()
         while True:
@@ -368,7 +332,7 @@ class SequenceService:
             await self._changed.wait()
 
     async def _wait(self, ticket: str, *, has_slots: bool, is_idle: bool) -> None:
-        if is_idle:  # a sequence that waits wakes a full worker, too, which may have to give up a slot for it
+        if is_idle:  # A waiting sequence wakes a full worker, too, which may have to give up a slot for it.
             await self._tickets.sleep(ticket, has_slots=has_slots or not self._is_draining)
             self._look_at_s = 0.0
         else:
@@ -379,7 +343,7 @@ class SequenceService:
             self._outage.over()
 
     async def _share_slots(self) -> None:
-        """Gives up slots for tenants that wait and have fewer, where all slots are taken; twice a second."""
+        """Gives up slots for waiting tenants that have fewer, where all slots are taken; twice a second."""
         if self._is_draining or self.batcher.free_slots > 0:
             self._is_waited_for = False
             return
@@ -394,7 +358,7 @@ class SequenceService:
                 await self._give_up_slot(victim)
 
     def _to_give_up(self, turn: SlotTurn) -> SequenceId | None:
-        """Returns the sequence whose slot is given up: one of which nothing executes, then the one held longest."""
+        """Returns the sequence whose slot is given up: an idle one first, then the one held longest."""
         before_s = time.monotonic() - turn.least_s
         of_giver = [
             sequence
@@ -404,7 +368,7 @@ class SequenceService:
         return min(of_giver, key=lambda one: (not self.batcher.is_idle(one), self._held[one].since_s), default=None)
 
     async def _give_up_slot(self, sequence: SequenceId) -> None:
-        """Gives a sequence back, which goes on when its tenant is next; one whose state is in memory ends."""
+        """Gives a sequence back until its tenant's next turn; a sequence with its state in memory ends."""
         held = self._held.get(sequence)
         if held is None:
             return
@@ -414,7 +378,7 @@ class SequenceService:
             self._forget(sequence)
 
     async def _adopt(self, owned: Owned) -> QinferError | None:
-        """Takes a sequence over, with the states that were committed last; returns why these can't be read now."""
+        """Takes over a sequence with its last committed states; returns the error if these can't be read now."""
         held = _Held(owned)
         if owned.generation not in self.generations:
             self._end(_next_of(held), owned.token, SequenceLost(RELOADED))
@@ -427,7 +391,7 @@ class SequenceService:
             except CorruptEntry as error:
                 self._end(_next_of(held), owned.token, SequenceLost(error.message))
                 return None
-            except QinferError as error:  # it is out of reach: for others, too, or for this worker only
+            except QinferError as error:  # unreadable for all workers, or for this one only
                 self._spawn(partial(self._sequences.give_back, self._owner, [owned.sequence]))
                 return error
         self._forget(owned.sequence)
@@ -436,7 +400,7 @@ class SequenceService:
         return None
 
     def _take_in(self, taken: Taken) -> None:
-        """Takes a step, or the word that a life has ended; what is not of a sequence held here is dropped."""
+        """Takes a step or the end of a life; drops those of sequences that are not held here."""
         place, lease = taken.place, taken.lease
         held = self._held.get(place.sequence)
         is_mine = held is not None and held.owned.token == taken.token and held.owned.life == place.life
@@ -447,7 +411,7 @@ class SequenceService:
                 self._forget(place.sequence)
             return
         if held is None or not is_mine or place.number >= held.ends_at:
-            if held is None:  # the word that it is owned here was lost
+            if held is None:  # the reply that it is owned here was lost
                 self._spawn(partial(self._sequences.give_back, self._owner, [place.sequence]))
             return
         if place.number <= held.committed:
@@ -460,13 +424,13 @@ class SequenceService:
             self._receive(held, taken.place, taken.token, lease)
 
     def _cancel(self, held: _Held, place: Place) -> None:
-        """Ends a life at a step whose caller has left, unless it has executed already."""
+        """Ends a life at a step whose caller has left, unless the step has executed already."""
         is_here = place.number in held.entries and place.number > held.executed
         if is_here and not self.batcher.cancel(place.sequence, place.number):
             self._end(place, held.owned.token, Cancelled(LEFT))
 
     def _receive(self, held: _Held, place: Place, token: int, lease: Lease) -> None:
-        """Makes a step of an entry, and admits it once its payload is there, behind those that came before it."""
+        """Decodes a step, and admits it once its payload is there, behind the steps before it."""
         is_apart = False
         try:
             request = self._reader.decode(lease.frame)
@@ -529,7 +493,7 @@ class SequenceService:
             held.arriving = None
 
     def _admit(self, step: PendingStep) -> None:
-        """Has a step executed; one that does not fit its model ends its sequence."""
+        """Admits a step; one that does not fit its model ends its sequence."""
         try:
             if step.request.generation not in self.generations:
                 validate(step.request, self.batcher.model.spec)
@@ -538,7 +502,7 @@ class SequenceService:
             self.broken(step, error)
 
     def _settled(self, step: PendingStep, is_committed: bool) -> None:  # noqa: FBT001  the callback of a publisher
-        """Takes note of a commit; a sequence that another worker owns is dropped."""
+        """Notes a commit; drops a sequence that another worker owns."""
         self._changed.set()
         held = self._held.get(step.place.sequence)
         if held is None or held.owned.token != step.token:
@@ -560,7 +524,6 @@ class SequenceService:
             self._answer(step)
 
     def _answer(self, step: Unanswered) -> None:
-        """Publishes the stored response of a step."""
         self._spawn(partial(answer_step, self._parts.queue, self._sequences, step))
 
     def _forget(self, sequence: SequenceId) -> None:
@@ -576,7 +539,7 @@ class SequenceService:
             self._forget(sequence)
 
     def _end(self, place: Place, token: int, error: QinferError) -> None:
-        """Ends a life by an error at a step, once the steps before it are committed, but for a deadline at once."""
+        """Ends a life by an error at a step, once the steps before it are committed; a deadline ends it at once."""
         held = self._held.get(place.sequence)
         self._changed.set()  # fewer steps may wait
         if held is None or held.owned.token != token:
@@ -586,13 +549,13 @@ class SequenceService:
             self._end_if_due(held, error)
 
     def _end_if_due(self, held: _Held, error: QinferError) -> None:
-        """Ends a life for which an error is noted, unless a step before that one is not committed yet."""
+        """Ends a life by the noted error, unless an earlier step is not committed yet."""
         if isinstance(error, DeadlineExceeded) or not any(number < held.ends_at for number in held.entries):
             held.ending = None
             self._end_now(Place(held.owned.sequence, held.owned.life, held.ends_at), held.owned.token, error)
 
     def _end_now(self, place: Place, token: int, error: QinferError) -> None:
-        """Ends a life by an error, and answers what is left of it."""
+        """Ends a life by an error, and answers its remaining steps."""
 
         async def work() -> None:
             await self._sequences.fail(place, Failure.of(error), token)
@@ -604,7 +567,7 @@ class SequenceService:
         self._spawn(work)
 
     def _spawn(self, work: Callable[[], object]) -> None:
-        """Begins work that is repeated while Redis is away."""
+        """Starts work that is repeated while Redis is away."""
 
         async def run() -> None:
             outcome = work()
@@ -615,5 +578,5 @@ class SequenceService:
 
 
 def _next_of(held: _Held) -> Place:
-    """Returns the place of the step that is to be executed next."""
+    """Returns the place of the step that is executed next."""
     return Place(held.owned.sequence, held.owned.life, held.executed + 1)

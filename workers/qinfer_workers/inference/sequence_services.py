@@ -1,7 +1,7 @@
 """The stateful model versions of a worker: a `SequenceService` for each, and for each that is being replaced.
 
-A sequence stays on the model that it has begun with. A version with open sequences is pinned, so that it stays loaded
-though the version policy drops it; a generation that is replaced goes on until its sequences have ended.
+A sequence stays on the model that it began with. A version with open sequences is pinned, so that it stays loaded
+though the version policy drops it; a replaced generation continues until its sequences have ended.
 """
 
 import asyncio
@@ -27,16 +27,7 @@ StepsBatcher = SequenceBatcher | EnsembleSteps
 
 
 class SequenceServices:
-    """See the module docstring.
-
-    Args:
-        parts: What the services share.
-        collect: Takes the statistics of a batcher that ends.
-        ensembles: What the ensembles of the worker share.
-
-    Attributes:
-        pins: Pins the versions with open sequences.
-    """
+    """Owns the sequence services of a worker; `collect` takes the statistics of a batcher that ends."""
 
     def __init__(
         self,
@@ -57,11 +48,11 @@ class SequenceServices:
         return key in self._services
 
     def batchers(self) -> list[StepsBatcher]:
-        """Returns the batchers of all services, those included that end."""
+        """Returns the batchers of all services, including the ending ones."""
         return [service.batcher for service in self._all()]
 
     def serve(self, model: LoadedModel, loaded: Loaded) -> None:
-        """Serves a stateful model version; its earlier generation ends with the sequences that it has."""
+        """Serves a stateful model version; its earlier generation ends with its sequences."""
         key = model.spec.name, model.version
         before = self._services.get(key)
         ensemble = None if loaded.plan is None else partial(EnsembleSteps, model, loaded.plan, self._ensembles)
@@ -74,7 +65,7 @@ class SequenceServices:
             self._leaving[before] = self._parts.tasks.create_task(self._leave(before))
 
     def go_on(self, loaded: Loaded) -> None:
-        """Goes on with a version under a new generation, of which no more has changed than that instances come."""
+        """Continues a version under a new generation that differs at most by additional instances."""
         service = self._services[loaded.spec.name, loaded.version]
         service.generations.add(loaded.generation)
         batcher, added = service.batcher, loaded.instances
@@ -85,7 +76,7 @@ class SequenceServices:
     async def retire(self, key: Key, is_wanted: Callable[[], bool]) -> bool:
         """Waits for the sequences of a version to end, and unloads it; returns whether it did.
 
-        Where the version policy has dropped it, and not the model was unloaded, a pin makes it wanted again until then.
+        If only the version policy has dropped the version, a pin makes it wanted again until they end.
         """
         service = self._services[key]
         if service.has_open:
@@ -101,19 +92,16 @@ class SequenceServices:
         await self._drain([one for one in self._all() if isinstance(one.batcher, EnsembleSteps)])
 
     async def drain(self) -> None:
-        """Gives back all others; those whose state is in memory have half of the drain's time to end before.
+        """Gives back all others; those whose state is in memory first have half of the drain's time to end.
 
-        They are not waited for where no gateway is left: nobody sends their next steps.
+        Without a live gateway they are given back at once, because no further steps can arrive.
         """
         await self._drain([one for one in self._all() if not isinstance(one.batcher, EnsembleSteps)])
 
     async def give_up(self, key: Key, item: object, error: QinferError) -> None:
-        """Gives back what does not execute, because an instance hangs.
+        """Gives back everything that does not execute, because an instance of the version `key` hangs.
 
-        Args:
-            key: The version whose instance it is.
-            item: The step that has executed there alone for too long, if there is one; it is answered.
-            error: The answer.
+        A step that has executed there alone for too long is answered with the error.
         """
         overdue = item if isinstance(item, PendingStep) else None
         hung = self._services.get(key)
@@ -131,7 +119,7 @@ class SequenceServices:
         return [*self._services.values(), *self._leaving]
 
     async def pause(self) -> None:
-        """Waits until nothing executes, and begins nothing more; steps of ensembles that have begun go on."""
+        """Begins no more executions and waits until none is left; steps of ensembles in progress continue."""
         async with asyncio.TaskGroup() as pauses:
             for batcher in self.batchers():
                 if isinstance(batcher, EnsembleSteps):

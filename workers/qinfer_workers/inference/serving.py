@@ -23,20 +23,19 @@ _GRACE_S = 0.2
 
 
 MAX_READS = 16
-"""While the payloads of so many requests are being read, no more are begun until some have come."""
+"""While payloads of this many requests are being read, no further reads begin."""
 
 SLOW_S = 0.25
-"""Reads that take longer count no more as requests in the worker: a slow store holds up only those who need it."""
+"""Slower reads no longer count as requests in the worker: a slow store delays only the requests that need it."""
 
 STALLED_S = 2.0
-"""When `MAX_READS` are open and none came for so long, requests without external payloads are fetched."""
+"""When `MAX_READS` reads are stalled for this long, requests without external payloads are fetched."""
 
 
 class PayloadReads:
     """The tasks that read the external payloads of one model version's requests.
 
-    Attributes:
-        open: The tasks that have not ended → how many requests each reads for, and since when.
+    `open` maps each to the number of its requests, and to its start on the monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -45,21 +44,17 @@ class PayloadReads:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more should be read now."""
+        """Whether no further read should begin."""
         return sum(count for count, _ in self.open.values()) >= MAX_READS
 
     def add(self, task: "asyncio.Task[None]", count: int) -> None:
-        """Takes a task that reads the payloads of `count` requests, and admits these."""
+        """Tracks a task that reads the payloads of `count` requests, and admits these."""
         self._changed_s = time.monotonic()
         self.open[task] = count, self._changed_s
         task.add_done_callback(self._ended)
 
     async def room(self, count: int) -> int:
-        """Returns how many of `count` requests may be fetched besides; if none may, waits for a read and returns 0.
-
-        Args:
-            count: How many there would be room for if no read were open.
-        """
+        """Returns how many of `count` requests may be fetched in addition; if none, waits for a read and returns 0."""
         now_s = time.monotonic()
         fresh = [(number, began_s) for number, began_s in self.open.values() if now_s - began_s < SLOW_S]
         left = count - sum(number for number, _ in fresh)
@@ -88,16 +83,8 @@ class PayloadReads:
 class Serving:
     """A model version that the worker serves.
 
-    Args:
-        batcher: Runs what was fetched.
-        metrics: What is to be counted.
-
-    Attributes:
-        batcher: The same.
-        lanes: What to read, in order; those of an earlier configuration last, until they are empty.
-        quiet: Set while no fetch is under way: what a cancelled fetch had taken would be lost until its lease ends.
-        reads: The reads of payloads for requests that were fetched and are not in the batcher yet.
-        is_settled: Nothing is left in lanes that only an earlier configuration had.
+    `lanes` are read in order; those of an earlier configuration come last, until they are empty (`is_settled`). `quiet`
+    is set while no fetch is in progress: entries of a cancelled fetch would stay leased.
     """
 
     fetcher: "asyncio.Task[None]"
@@ -113,21 +100,20 @@ class Serving:
         self.is_settled = False
 
     def is_still(self, *, ends: bool) -> bool:
-        """Tells whether it is paused, as `pause` does it."""
+        """Returns whether it is paused, as by `pause`."""
         executes = self.batcher.executing and not self._is_held(ends=ends)
         return self.batcher.paused and not executes and self.quiet.is_set() and not self.reads.open
 
     async def pause(self, *, ends: bool = True) -> None:
-        """Takes nothing more in, and returns when nothing is under way.
+        """Stops taking requests, and returns when nothing is in progress.
 
-        Args:
-            ends: Whether the requests of an ensemble end, too. If not, they go on afterwards: they execute nothing.
+        Without `ends`, the requests of an ensemble, which execute nothing, continue after the pause.
         """
         if isinstance(self.batcher, EnsembleBatcher) and self._is_held(ends=ends):
             self.batcher.hold()
         else:
             await self.batcher.pause()
-        # By the end of this wait each payload read has begun, and gives back its requests when it is stopped.
+        # Each payload read has begun by then, and gives back its requests when it is stopped.
         await self.quiet.wait()
         await self.reads.stop()
         if not self._is_held(ends=ends):
@@ -137,13 +123,13 @@ class Serving:
         return isinstance(self.batcher, EnsembleBatcher) and not ends
 
     def reread(self) -> None:
-        """Takes note of another configuration of the model; the lanes of the last are read on for now."""
+        """Takes a new configuration; the lanes of the last one are still read for now."""
         own = self._own()
         self.lanes = own + tuple(lane for lane in self.lanes if lane not in own)
         self.is_settled = False
 
     async def find_leftovers(self, queue: Queue) -> None:
-        """Has lanes read that only an earlier configuration had, as long as they hold anything."""
+        """Reads lanes that only an earlier configuration had, while they hold entries."""
         if self.is_settled:
             return
         own = self._own()
@@ -158,14 +144,14 @@ class Serving:
         self.is_settled = not left
 
     async def drain(self, queue: Queue, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
-        """Serves on until the lanes are empty, for the limit at most; returns false once it is wanted again."""
+        """Serves until the lanes are empty, for the limit at most; returns false once it is wanted again."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + limit_s
         was_empty = False
         while not is_wanted():
             try:
                 is_empty = not any(await queue.depth(self.lanes))
-            except QinferError:  # what waits can't be seen now
+            except QinferError:  # the lanes can't be read now
                 is_empty = False
             if (is_empty and was_empty) or loop.time() >= until_s:
                 return True

@@ -2,12 +2,12 @@
 
     SequenceBatcher ─▶ put ─▶ commit (state, response and number together) ─▶ publish ─▶ finish
 
-One commit is under way at a time, for one step of each sequence: those of one sequence are committed in order, and what
-is executed meanwhile is committed together. A step whose sequence another worker owns is not published; one that Redis
-refuses, because its state is too large or there is no memory for it, breaks its sequence.
+One commit is in progress at a time, for one step of each sequence: steps of one sequence are committed in order, and
+those executed meanwhile are committed together. A step whose sequence another worker owns is not published. A step that
+Redis refuses, because its state is too large or memory is short, breaks its sequence.
 
-Where the state is in the model's memory there is nothing to go on from: of such a sequence only the last step, which
-ends it, and steps that may be sent again are committed. The others are published at once.
+A state in the model's memory can't be restored: of such sequences, only the last step and steps that may be sent again
+are committed. The others are published at once.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ from qinfer_workers.inference.publisher import Publisher
 
 logger = logging.getLogger(__name__)
 
-_TOGETHER = AT_ONCE  # one script: what it has committed is published while the next one runs
+_TOGETHER = AT_ONCE  # one script: its steps are published while the next one runs
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 2.0
 
 
 class _Executed(msgspec.Struct, frozen=True, eq=False):
-    """A step that was executed, its response, and both as they are committed."""
+    """An executed step, its response, and both as they are committed."""
 
     step: PendingStep
     response: Response
@@ -42,15 +42,10 @@ class _Executed(msgspec.Struct, frozen=True, eq=False):
 
 
 class StepPublisher:
-    """See the module docstring.
+    """Commits and publishes the steps of a model's sequences.
 
-    Args:
-        sequences: The sequences that the steps are of.
-        publisher: Publishes the responses.
-        idle_s: The idle time of the model's sequences.
-        is_explicit: Their state is in the model's memory.
-        settled: Called with each step, and whether it is committed; if not, another worker owns its sequence.
-        broken: Called with a step that can't be committed, and why.
+    `is_explicit` says that their state is in the model's memory. `settled` gets each step, and whether it is committed;
+    if not, another worker owns its sequence. `broken` gets each step that can't be committed, and the error.
     """
 
     def __init__(
@@ -107,7 +102,7 @@ class StepPublisher:
             self._quiet.set()
 
     async def flush(self) -> None:
-        """Waits until everything that was put is committed, or published without, or lost."""
+        """Waits until all steps that were put are committed, published without a commit, or lost."""
         await self._quiet.wait()
         if self._uncommitted:
             await asyncio.wait(self._uncommitted)
@@ -130,7 +125,7 @@ class StepPublisher:
         return list(group.values())
 
     async def _commit(self, group: list[_Executed]) -> None:
-        """Commits steps, repeatedly while Redis is away: to commit one again does no harm."""
+        """Commits steps, repeatedly while Redis is away: committing a step twice is harmless."""
         begin_ns = time.perf_counter_ns()
         backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
         while True:
@@ -152,7 +147,7 @@ class StepPublisher:
             return
 
     async def _commit_alone(self, group: list[_Executed], error: QinferError) -> None:
-        """Commits the steps of a commit that was refused, one by one; a single one breaks its sequence."""
+        """Commits the steps of a refused commit one by one; a refused single step breaks its sequence."""
         if len(group) == 1:
             self._broken(group[0].step, error)
             return
@@ -160,11 +155,11 @@ class StepPublisher:
             await self._commit([executed])
 
     def _publish_uncommitted(self, steps: Sequence[PendingStep], responses: Sequence[Response]) -> None:
-        """Publishes what is not committed; it is settled once it is published."""
+        """Publishes uncommitted steps, and settles each once it is published."""
 
         def settle(_: object) -> None:
             for step in steps:
-                self._settled(step, True)  # it is as good as committed
+                self._settled(step, True)  # no commit is needed
 
         task = self._publish(steps, responses, time.perf_counter_ns())
         if task is not None:
@@ -175,8 +170,6 @@ class StepPublisher:
     def _publish(
         self, steps: Sequence[PendingStep], responses: Sequence[Response], begin_ns: int
     ) -> "asyncio.Task[None] | None":
-        """Publishes responses, and removes the entries."""
-
         async def work() -> None:
             await self._publisher.publish(steps, responses, begin_ns)
             await self._sequences.finish([(step.place, step.lease.entry) for step in steps])

@@ -1,11 +1,11 @@
-"""The publisher of streams: responses of decoupled models, one after another, in order for each caller.
+"""Publishes the streams of decoupled models: responses one after another, in order for each caller.
 
-    somebody waits   publish to `reply_to`: one task for each process takes all that has come, up to 1 MiB at a time
+    a caller waits   publish to `reply_to`: one task for each process sends all that has come, up to 1 MiB at a time
     asynchronous     store response after response; one task for each request
     the final one    the entry is finished, or the request settled, as `Publisher` does it
 
-Before the first response of an entry leaves, the entry is marked: whoever reclaims it does not execute it, because its
-caller has a part of another execution's responses. Models whose responses are the same each time need no mark.
+An entry is marked before its first response leaves: a worker that reclaims it does not execute it, because its caller
+has a part of another execution's responses. Models whose responses are the same each time need no mark.
 """
 
 import asyncio
@@ -34,16 +34,8 @@ _MAX_RESPONSES = 1000  # in one blob
 class StreamPublisher:
     """The `StreamOutlet` of a worker.
 
-    Args:
-        queue: Where to publish.
-        keeper: Holds the items' leases.
-        publisher: Finishes and settles, and owns the tasks.
-        resumes: Tells whether the model of an item gives the same responses each time.
-        limits: What may be stored of an asynchronous request.
-        mark_s: How much longer than its request a mark is kept.
-
-    Attributes:
-        streams: The open streams; to be set before the first response.
+    `resumes` returns whether an item's model gives the same responses each time. A mark is kept for `mark_s` longer
+    than its request. Set `streams` before the first response.
     """
 
     streams: Streams
@@ -64,10 +56,10 @@ class StreamPublisher:
         self._limits = limits
         self._mark_s = mark_s
         self._waiting: dict[str, deque[Sent]] = {}
-        """What has not left, by the process or the asynchronous request that it is for."""
+        """Unsent responses by reply address, or by asynchronous request."""
 
     def send(self, sent: Sequence[Sent]) -> None:
-        """Publishes responses in order; those that come meanwhile leave together."""
+        """Publishes responses in order; those that arrive meanwhile leave together."""
         for each in sent:
             request = each[0].request
             name = request.reply_to or request.id
@@ -78,7 +70,7 @@ class StreamPublisher:
             waiting.append(each)
 
     async def _run(self, name: str) -> None:
-        """Publishes until nothing waits; called again, with what has not left, when Redis was away."""
+        """Publishes until nothing waits; after an outage of Redis it runs again with the unsent responses."""
         waiting = self._waiting[name]
         while waiting:
             group = _first_of(waiting)
@@ -117,7 +109,7 @@ class StreamPublisher:
         self._publisher.durations.published(lane.model, lane.version, time.perf_counter_ns() - begin_ns)
 
     async def _mark(self, group: Sequence[Sent]) -> None:
-        """Marks the entries whose first response leaves now, and is not their last."""
+        """Marks the entries whose first response, but not their last, leaves now."""
         first = [item for item, response in group if not (response.index or response.final or self._resumes(item))]
         if not first:
             return
@@ -127,13 +119,13 @@ class StreamPublisher:
         )
 
     async def _unmark(self, group: Sequence[Sent]) -> None:
-        """Removes the marks of streams that end now: where their entries outlive them, nobody waits for an answer."""
+        """Removes the marks of streams that end now: if the entries remain, no caller waits for them."""
         ended = [item.lease.entry for item, last in group if last.final and last.index and not self._resumes(item)]
         if ended:
             await self._queue.marks.forget(ended)
 
     async def _settle(self, group: Sequence[Sent]) -> None:
-        """Stores responses of an asynchronous request, and settles it where they end."""
+        """Stores responses of an asynchronous request, and settles it after the final one."""
         item, last = group[-1]
         others = group[:-1] if last.final else group
         error = await self._store(others) if others else None
@@ -143,7 +135,7 @@ class StreamPublisher:
             self._publisher.answer([item], [last])
 
     async def _store(self, group: Sequence[Sent]) -> QinferError | None:
-        """Stores responses of an asynchronous request; returns why that can't be."""
+        """Stores responses of an asynchronous request; returns the error if they are refused."""
         item, first = group[0]
         lease, blobs = item.lease, [encode_responses([response]) for _, response in group]
         resumes, most = self._resumes(item), self._limits.stream_result_bytes
@@ -160,7 +152,7 @@ class StreamPublisher:
         return None
 
     def _drop(self, items: Sequence[Pending]) -> None:
-        """Ends streams without a word: nobody wants the rest, or nobody can have it."""
+        """Ends streams silently, whose callers are gone or can't get the rest."""
         self._keeper.drop(items)
         for item in items:
             item.lose()
@@ -168,7 +160,7 @@ class StreamPublisher:
 
 
 def _first_of(waiting: "deque[Sent]") -> list[Sent]:
-    """Returns the first of what waits, up to 1 MiB of outputs; at least one."""
+    """Returns the first waiting responses, up to 1 MiB of outputs; at least one."""
     group: list[Sent] = []
     size = 0
     for each in waiting:

@@ -5,9 +5,9 @@
                                 ├─ execute
                                 └─ publish
 
-A batch belongs to the trace of its first recorded request, so that the trace of a request that ran alone has all of it.
-Each execution of a job's shard is a span `shard` in the trace of the request that created the job. A request of an
-ensemble has no batch: its spans are made in `ensembles/traces.py`.
+A batch belongs to the trace of its first recorded request, so the trace of a request that ran alone is complete. Each
+execution of a job's shard is a span `shard` in the trace of the request that created the job. A request of an ensemble
+has no batch: `ensembles/traces.py` makes its spans.
 """
 
 import logging
@@ -44,14 +44,7 @@ _Work = Callable[[], Awaitable[None]]
 
 
 class ShardPlace(NamedTuple):
-    """One execution of a shard, for its span.
-
-    Attributes:
-        record: Its job.
-        number: Which shard of it.
-        rows: How many rows it has.
-        deliveries: How often it was handed out, this time included.
-    """
+    """One execution of a shard of a job, for its span; `deliveries` includes this one."""
 
     record: JobRecord
     number: int
@@ -60,19 +53,17 @@ class ShardPlace(NamedTuple):
 
 
 class Spans:
-    """Makes them; the `Observer` of the worker's batchers, and of its publisher.
-
-    Args:
-        tracer: Takes them.
-        clock: The broker's time.
-    """
+    """Records spans: the `Observer` of the worker's batchers, and of its publisher."""
 
     def __init__(self, tracer: Tracer, clock: ServerClock) -> None:
         self._tracer = tracer
         self._now_s = clock.now_s
 
     def executed(self, execution: Execution, begin_s: float) -> None:
-        """See `qinfer.batching.execution.Observer.executed`; its answered items are part of the batch from now on."""
+        """Records an execution, as `qinfer.batching.execution.Observer.executed` describes.
+
+        Later spans of the answered items belong to the batch.
+        """
         recorded = [item for item in execution.items if is_sampled(item.request.trace)]
         if not recorded:
             return
@@ -91,7 +82,7 @@ class Spans:
         error = None if execution.error is None else _told(execution.error)
         requests = [item.request.trace for item in recorded]
         batch = self._tracer.start("batch", requests[0], begins_s, requests)
-        if not execution.apart:  # what runs again has waited before
+        if not execution.apart:  # repeated items waited before
             for item in recorded:
                 queue = self._tracer.start("queue", item.request.trace, item.enqueued_s, (batch.trace,))
                 queue.end(begins_s, {**about, **_about(item)})
@@ -103,7 +94,7 @@ class Spans:
                 item.request.trace = batch.trace
 
     def refused(self, items: Sequence[Pending], error: QinferError, now_s: float) -> None:
-        """See `qinfer.batching.execution.Observer.refused`."""
+        """Records items that were answered with an error without being executed."""
         for item in items:
             if is_sampled(item.request.trace):
                 queue = self._tracer.start("queue", item.request.trace, item.enqueued_s)
@@ -113,21 +104,14 @@ class Spans:
         """Begins the spans of a request of an ensemble; `None` = it is not recorded."""
         if not is_sampled(item.request.trace):
             return None
-        with _FENCE:  # it is run all the same
+        with _FENCE:  # it runs without spans otherwise
             return RunTrace(self._tracer, self._now_s, item, plan)
         return None
 
     def shard(
         self, place: ShardPlace, outcome: ShardOutcome | None, begin_s: float, error: tuple[str, str] | None
     ) -> None:
-        """Takes note of an execution of a shard that has just ended.
-
-        Args:
-            place: Which.
-            outcome: What became of it, if it came to its end.
-            begin_s: When it began, in the broker's time.
-            error: Code and text of what went wrong.
-        """
+        """Records an execution of a shard that has just ended; `outcome` is `None` if it was not completed."""
         record = place.record
         if not is_sampled(record.trace):
             return
@@ -142,16 +126,11 @@ class Spans:
         }
         if outcome is not None:
             about = {**about, "qinfer.failed_rows": outcome.failed_rows}
-        with _FENCE:  # what was scored counts all the same
+        with _FENCE:  # the scores count without it
             self._tracer.start("shard", record.trace, begin_s).end(self._now_s(), about, error)
 
     def around(self, items: Sequence[Pending], publish: _Work) -> _Work:
-        """Returns work that publishes answers, with a span of each attempt if a request is recorded.
-
-        Args:
-            items: The items that are answered.
-            publish: The work.
-        """
+        """Returns work that publishes answers, with a span of each attempt if a request is recorded."""
         batches = list(dict.fromkeys(item.request.trace for item in items if is_sampled(item.request.trace)))
         if not batches:
             return publish
@@ -172,12 +151,12 @@ class Spans:
         return recorded
 
     def _publishing(self, batches: Sequence[str]) -> list[Span]:
-        with _FENCE:  # it is published all the same
+        with _FENCE:  # the answers are published without it
             return [self._tracer.start("publish", batch, self._now_s()) for batch in batches]
         return []
 
     def _published(self, spans: Sequence[Span], about: Attributes, error: tuple[str, str] | None) -> None:
-        with _FENCE:  # it was published, and is not to be tried again
+        with _FENCE:  # a published answer must not be retried
             for span in spans:
                 span.end(self._now_s(), about, error)
 

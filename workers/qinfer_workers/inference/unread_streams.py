@@ -1,11 +1,12 @@
-"""The instances that tenants hold by streams that they do not read, where other tenants wait for the model.
+"""Frees instances that are held by streams which their tenant does not read while other tenants wait for the model.
 
     Streams ── unread, twice a second ──▶ UnreadStreams ── who waits? ──▶ Redis
                                               ├─▶ Stream.cancel: the tenant with the most gives up an instance
                                               └─▶ refused: it gets no further one while it has its share
 
-A tenant that is alone keeps its streams: they end when nothing was taken for `QINFER_LIMITS__STREAM_STALL_S`. A batch
-of an iterative model goes on with all of its requests, so that those of other tenants wait, too, and have begun.
+Without other tenants, a tenant keeps its streams until nothing was read for `QINFER_LIMITS__STREAM_STALL_S`. A batch of
+an iterative model advances with all of its requests, so an unread stream delays those of other tenants that have begun,
+too.
 """
 
 import asyncio
@@ -33,20 +34,14 @@ REFUSED = (
     f"responses of model '{{}}' hold its instances because they are read slower than {LEAST_RATE // 1024} KiB/s, and "
     "other tenants use it; read them, or end these requests, before you send others"
 )
-_GUESTS = 16  # entries of a stream that are looked at: a guest's came when no entry before it waited
-_KNOWN_S = 2.0  # a look counts for so long: the next one comes sooner, where there is anything to see
+_GUESTS = 16  # first entries of a stream that may be a guest's, which was added when no other entry waited
+_KNOWN_S = 2.0  # seconds for which a look counts; the next one comes sooner if there is anything to see
 
 Key = tuple[str, int]
 
 
 class UnreadStreams:
-    """See the module docstring; used by the event loop.
-
-    Args:
-        queue: Tells who waits.
-        tasks: Owns the looks.
-        serving_of: Returns what serves a model version here, if anything does.
-    """
+    """Decides which unread streams end; used on the event loop."""
 
     def __init__(self, queue: Queue, tasks: asyncio.TaskGroup, serving_of: Callable[[Key], Serving | None]) -> None:
         self._queue = queue
@@ -57,7 +52,7 @@ class UnreadStreams:
         """The tenants that get no further instance of a model version, and until when this is known."""
 
     def found(self, streams: Sequence[Stream]) -> None:
-        """Looks who waits for the models of streams that are unread."""
+        """Looks for tenants that wait for the models of unread streams."""
         by_key: dict[Key, list[Stream]] = {}
         for stream in streams:
             if stream.item.request.tenant:
@@ -90,7 +85,7 @@ class UnreadStreams:
             self._looking.discard(key)
 
     async def _guests(self, shares: Sequence[Share]) -> set[str]:
-        """Returns the tenants with an entry in the stream of another: the first one of a tenant may go there."""
+        """Returns the tenants with an entry in the stream of another: the first entry of a tenant may go there."""
         guests: set[str] = set()
         if len({tenant for share in shares for tenant in share.tenants}) > 1:
             for share in shares:
@@ -107,12 +102,12 @@ class UnreadStreams:
         shares: Sequence[Share],
         guests: set[str],
     ) -> None:
-        """Ends streams of tenants that hold more than others who wait, and notes who may have no more."""
+        """Ends streams of tenants that hold more than waiting ones, and notes which tenants may have no more."""
         count, now_s = batcher.model.executor.count, time.monotonic()
         holding = [stream for stream in streams if stream.holds_instance]
         unread = Counter(tenant for tenant, _ in {(stream.item.request.tenant, stream.source) for stream in holding})
         seen = {tenant for share in shares for tenant in share.tenants}
-        # As `SharedLimit` has it: as many as each has stay free.
+        # As in `SharedLimit`, as many instances as each tenant has stay free.
         full = {tenant for tenant, its in unread.items() if its >= count - unread.total() and seen - {tenant}}
         self._full[key] = full, now_s + _KNOWN_S
         if isinstance(batcher, IterativeBatcher):
@@ -121,7 +116,7 @@ class UnreadStreams:
         if len(running) < count:
             return
         held = Counter(tenant for one in running for tenant in _tenants(one.items))
-        if not holding and len(streams) >= OPEN_STREAMS // 2:  # a process that has so many open takes no batch either
+        if not holding and len(streams) >= OPEN_STREAMS // 2:  # such a process takes no batch either
             holding = streams
             held.update(stream.item.request.tenant for stream in streams)
         unread_s = {stream: stream.unread_s(now_s) for stream in holding}
@@ -137,7 +132,7 @@ def _tenants(items: Iterable[Pending]) -> set[str]:
 
 
 def _end_blocking(batcher: IterativeBatcher, holding: Sequence[Stream]) -> list[Stream]:
-    """Ends the unread streams that keep requests of other tenants from their next execution; returns the others."""
+    """Ends the unread streams that delay the next execution of other tenants' requests; returns the others."""
     waiting, left = batcher.waiting, list[Stream]()
     for stream in holding:
         unread = _tenants(one.item for one in holding if one.source is stream.source)
@@ -150,12 +145,12 @@ def _end_blocking(batcher: IterativeBatcher, holding: Sequence[Stream]) -> list[
 
 
 def _shares(held: "Counter[str]", shares: Sequence[Share], others: Iterable[str]) -> list[SlotShare]:
-    """Returns the tenants that hold instances, and those that wait for one in their shares, or are among others."""
+    """Returns the shares of tenants that hold instances, wait in `shares`, or are among `others`."""
     waiting = set(others)
     weights: dict[str, int] = {}
     for share in shares:
         weights.update(dict.fromkeys(share.tenants, share.weight))
-        if share.waiting and share.tenants:  # those that share a stream can't be told apart
+        if share.waiting and share.tenants:  # tenants that share a stream can't be told apart
             waiting.add(next((tenant for tenant in share.tenants if tenant not in held), share.tenants[0]))
     return [
         SlotShare(tenant, weights.get(tenant, 1), held[tenant], PATIENCE_S if tenant in waiting else -1.0)

@@ -1,6 +1,6 @@
-"""Pins of the model versions that a worker goes on with: they stay loaded though their version policy drops them.
+"""Pins the model versions that a worker still needs: they stay loaded though their version policy drops them.
 
-A sequence stays on the version that it has begun with, and an ensemble on those that it was loaded with.
+A sequence stays on the version that it began with, and an ensemble on those that it was loaded with.
 """
 
 import asyncio
@@ -17,20 +17,14 @@ from qinfer_workers.inference.models import Key
 logger = logging.getLogger(__name__)
 
 PIN_EVERY_S = 20.0
-"""The pause between two renewals."""
 
 _PIN_TTL_S = 60.0
 
 
 class VersionPins:
-    """See the module docstring.
+    """Keeps the pins of one worker for one reason, such as `sequences`.
 
-    Args:
-        store: Where pins are kept.
-        clock: The broker's time.
-        worker_id: Their holder.
-        reason: Their reason, such as `sequences`.
-        versions: Returns the versions to be kept now → the hash of what each must execute; empty = whatever is loaded.
+    `versions` returns the needed versions → the hash of what each must execute; empty = any.
     """
 
     def __init__(
@@ -51,11 +45,11 @@ class VersionPins:
         self._writing = asyncio.Lock()
 
     def changed(self) -> None:
-        """Has the pins written at once: other versions may be kept from now on."""
+        """Writes the pins at once, because the needed versions may have changed."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Writes them until cancelled."""
+        """Writes the pins until cancelled."""
         outage = OutageLog(logger, f"pins of {self._reason} not renewed", f"pins of {self._reason} are renewed again")
         while True:
             self._changed.clear()
@@ -71,7 +65,7 @@ class VersionPins:
                 continue
 
     async def write(self) -> None:
-        """Writes the pins of the versions to be kept, removes the others, and has everyone look where that is news.
+        """Writes the pins of the needed versions, removes the others, and wakes the store's readers after a change.
 
         Raises:
             BrokerUnavailable: The store can't be reached.

@@ -1,12 +1,12 @@
 """Warms loaded model instances up, so that the first request finds nothing left to initialise.
 
 Warm-up runs the samples of `model_warmup` before a model is READY. They must succeed, as in Triton. Models of the
-built-in runtimes also run a batch of a single row of zeros, which may fail: made-up shapes are not every model's idea
-of an input. Its second repetition teaches the latency model t(1). Code is never run with made-up data: models written
-in Python, and other people's backends, may count or send what they execute.
+built-in runtimes also run a row of zeros twice, which may fail, because models may reject made-up shapes; the second
+run teaches the latency model t(1). Models written in Python, and custom backends, never run with made-up data, because
+they may count or send their requests.
 
-A run ends where it calls another model, which may not be loaded yet; that fails nothing. A model with sequences sees
-one of a single step.
+Warm-up stops where a run calls another model, which may not be loaded yet; this is no failure. A model with sequences
+gets a sequence of a single step.
 """
 
 import logging
@@ -38,10 +38,9 @@ _Inputs = Mapping[str, WarmupInput]
 
 
 class _Unheard(OneResponse):
-    """A context whose answers are discarded.
+    """A context that discards answers.
 
-    Attributes:
-        called: Whether a call was asked for, and refused: what the backend does from there on tells nothing.
+    `called` is set when the model calls another one, which is refused: later results mean nothing.
     """
 
     def __init__(self) -> None:
@@ -61,11 +60,11 @@ class _Unheard(OneResponse):
             raise outputs
 
     def reschedule(self, item: int, states: tuple[Tensor, ...] = ()) -> None:
-        """Takes note of nothing: one iteration warms the model up."""
+        """Ignores the request: one iteration warms the model up."""
         del item, states
 
     def cancelled(self, item: int) -> bool:
-        """Tells that somebody waits."""
+        """Returns false."""
         del item
         return False
 
@@ -77,12 +76,6 @@ class _Unheard(OneResponse):
 
 def warm_up(backend: Backend, spec: ModelSpec, model_dir: Path = Path(), states: Sequence[Tensor] = ()) -> None:
     """Runs a loaded instance with the samples of its configuration.
-
-    Args:
-        backend: The instance.
-        spec: The model's configuration.
-        model_dir: The model's directory, for samples that are read from files.
-        states: The model's initial states.
 
     Raises:
         ModelLoadFailed: A sample of the configuration failed, or its file does not fit.
@@ -102,16 +95,10 @@ def warm_up(backend: Backend, spec: ModelSpec, model_dir: Path = Path(), states:
 def warm_up_with_zeros(
     backend: Backend, spec: ModelSpec, latency: LatencyModel, now_s: float, states: Sequence[Tensor] = ()
 ) -> None:
-    """Runs a loaded instance until its lazy initialisation is behind it; does nothing for a model that is code.
+    """Runs a loaded instance until its lazy initialisation is done, unless its model is code.
 
-    Nor does it run a decoupled model: nobody knows for how long that sends responses to zeros.
-
-    Args:
-        backend: The instance.
-        spec: The model's configuration.
-        latency: Learns from the last run.
-        now_s: The present, in the broker's time.
-        states: The model's initial states.
+    Decoupled models are left out, because they may answer zeros for an unknown time. `latency` learns from the last
+    run.
     """
     if spec.decoupled or spec.backend not in _AUTOMATIC:
         return
@@ -131,10 +118,7 @@ def warm_up_with_zeros(
 
 
 def _batch(spec: ModelSpec, inputs: _Inputs, count: int, states: Sequence[Tensor], model_dir: Path = Path()) -> Batch:
-    """Makes a batch of `count` requests of one row.
-
-    Of a model with sequences each is a sequence of a single step, unless the sample says otherwise.
-    """
+    """Makes a batch of `count` requests of one row, each a sequence of a single step if the model has sequences."""
     rows = (count,) if spec.max_batch_size else ()
     given = {
         name: _read(name, data, rows, model_dir)
@@ -157,7 +141,7 @@ def _batch(spec: ModelSpec, inputs: _Inputs, count: int, states: Sequence[Tensor
 
 
 def _read(name: str, data: WarmupInput, rows: tuple[int, ...], model_dir: Path) -> Array:
-    """Reads a file that begins with one row as it travels in a binary request, and repeats it for each row."""
+    """Reads a file that begins with one row in the form of a binary request, and repeats it for each row."""
     size = prod(data.dims) * DATATYPES[data.datatype].itemsize
     try:
         content = (model_dir / WARMUP_DIRECTORY / data.file).read_bytes()

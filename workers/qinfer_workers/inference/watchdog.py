@@ -1,10 +1,10 @@
-"""The watchdog of a worker's executions: warns of one that is late, and ends one that is over its model's limit.
+"""The watchdog of a worker's executions: warns of late ones, and ends those that exceed their model's limit.
 
-    backend that can be interrupted (`python`)   its process is killed; the items of the batch execute again, alone
-    another                                      the worker gives back what does not execute, and ends
+    interruptible backend (`python`)   its process is killed; the items of the batch execute again, alone
+    another                            the worker gives back everything else, and ends
 
-It looks from a thread of its own. Where a model holds the interpreter's lock no thread looks at anything: then the
-process beside the worker ends it (`qinfer_workers.due_table`).
+The watchdog has a thread of its own. A model that holds the GIL stops this thread, too: then the process beside the
+worker ends the worker (`qinfer_workers.due_table`).
 """
 
 import asyncio
@@ -27,17 +27,16 @@ from qinfer_workers.due_table import DueTable
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.25
-"""Seconds between two looks."""
 
 SHOWN_S = 1.0
-"""Executions that last shorter are not shown in the heartbeat."""
+"""Shorter executions are not shown in the heartbeat."""
 
 _STARVED_S = 1.0
-"""A look that comes so much too late ends nothing: what it looks at may have been kept from ending, as it was."""
+"""A look that is later than this ends nothing: the same pause may have kept an execution from ending."""
 
 Key = tuple[str, int]
 Leave = Callable[[ExecutionClock], None]
-"""Ends the worker for the sake of an execution that nothing else ends."""
+"""Ends the worker because of an execution that can't be ended otherwise."""
 
 
 class _Watched(NamedTuple):
@@ -47,13 +46,9 @@ class _Watched(NamedTuple):
 
 
 class ExecutionWatchdog:
-    """See the module docstring.
+    """Watches the instances of a worker; notes their limits in `table` for the renewer.
 
-    Args:
-        table: Where instances note until when they may execute, if another process reads it.
-
-    Attributes:
-        changed: Called on the event loop when models have become ready by their own `is_ready`, or are it no more.
+    `changed` is called on the event loop when models change between ready and not ready by their own `is_ready`.
     """
 
     def __init__(self, table: DueTable | None = None) -> None:
@@ -76,11 +71,7 @@ class ExecutionWatchdog:
         return watched
 
     async def run(self, leave: Leave) -> None:
-        """Looks until cancelled.
-
-        Args:
-            leave: Called on the event loop, once, for an execution that nothing but the end of the worker ends.
-        """
+        """Looks until cancelled; calls `leave` once, on the event loop, if only the worker's end can end an execution."""
         loop = asyncio.get_running_loop()
 
         def call_soon(clock: ExecutionClock) -> None:
@@ -98,11 +89,7 @@ class ExecutionWatchdog:
             self._stop.set()
 
     def executing(self, now_s: float) -> list[Executing]:
-        """Returns the executions, loads among them, that have lasted for a while.
-
-        Args:
-            now_s: The broker's time.
-        """
+        """Returns executions and loads that have lasted for a while; `now_s` is the broker's time."""
         found = []
         with self._lock:
             clocks = [one.clock for one in self._watched]
@@ -116,13 +103,13 @@ class ExecutionWatchdog:
         return found
 
     def unready(self) -> dict[Key, str]:
-        """Returns the model versions that are not ready by their own `is_ready`, of any instance, and why."""
+        """Returns the model versions of which an instance's own `is_ready` is false, and why."""
         with self._lock:
             watched = [(one.clock, one.unready) for one in self._watched if one.unready is not None]
         return {(clock.model, clock.version): reason for clock, unready in watched if (reason := _reason(unready))}
 
     def drain(self) -> dict[Key, dict[str, int]]:
-        """Returns the counts of what was ended since the last drain, as fields of the statistics."""
+        """Returns the counts of ended executions since the last drain, as fields of the statistics."""
         with self._lock:
             ended, self._ended = self._ended, Counter()
         return {key: {OVERDUE: count} for key, count in ended.items()}
@@ -148,7 +135,7 @@ class ExecutionWatchdog:
             if clock.expire(interrupt):
                 self._count(clock)
                 logger.error("execution over its limit: the model's process was killed", extra=extra)
-        elif clock.limit is clock.limits.execute:  # whoever waits for a load gives up by itself
+        elif clock.limit is clock.limits.execute:  # a load is given up by its caller
             self._count(clock)
             logger.error("execution over its limit: the worker gives back what it can, and ends", extra=extra)
             leave(clock)
@@ -158,7 +145,7 @@ class ExecutionWatchdog:
             self._ended[clock.model, clock.version] += 1
 
     def _left(self, clock: ExecutionClock) -> None:
-        """Forgets an instance that is unloaded, or was given up."""
+        """Removes an instance that is unloaded, or was given up."""
         with self._lock:
             self._watched = [one for one in self._watched if one.clock is not clock]
         self._warned.pop(clock, None)
@@ -192,7 +179,7 @@ def _shown(unready: dict[Key, str]) -> dict[str, str]:
 
 
 def _reason(unready: Callable[[], str]) -> str:
-    """Asks an instance why it is not ready; what it raises is its reason, so that it costs the worker nothing."""
+    """Returns why an instance is not ready; an exception that it raises counts as the reason."""
     try:
         return unready()
     except Exception as error:  # noqa: BLE001  a backend of others may raise anything

@@ -2,8 +2,8 @@
 
     queue.fetch ─▶ Intake ─▶ Batcher ─▶ instance threads ─▶ Publisher ─▶ queue.publish, queue.finish
 
-One fetch loop for each model version; stateful ones have a `SequenceService` instead. Everything but the model code and
-lease renewal runs on one event loop.
+Each stateless model version has a fetch loop, each stateful one a `SequenceService`. Everything except the model code
+and lease renewal runs on one event loop.
 """
 
 import asyncio
@@ -63,24 +63,14 @@ from qinfer_workers.jobs.scoring.shard_service import ShardService
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
-_MAX_RECLAIMS = 100  # in a row that yield nothing to run
+_MAX_RECLAIMS = 100  # in a row that yield no entry to run
 _AGAIN_S = 0.5
 
 
 class Worker:
     """Serves models until it is stopped.
 
-    Args:
-        settings: Its settings.
-        queue: The queue.
-        store: Desired state, heartbeats and statistics.
-        loader: Loads model versions.
-        worker_id: Unique for each start; the consumer name too.
-        renewals: Renews the leases.
-
-    Attributes:
-        spans: Records spans of its work; `None` = nobody records. To be set before it runs.
-        catalog: The models that its own may call; to be set before it runs, if another one is shared.
+    `worker_id` is unique for each start, and the consumer name. Set `spans` and `catalog` before it runs.
     """
 
     def __init__(
@@ -101,15 +91,15 @@ class Worker:
         self._cache, self._cached = settings.cache.plan, ModelCounts()
         self._serving: dict[Key, Serving] = {}
         self._leaving: dict[asyncio.Task[None], Serving] = {}
-        """Those that are replaced by another kind of serving, and end."""
+        """Servings that end because another kind of serving replaces them."""
         self._nested = NestedCounts(settings.metrics)
         self._step_pins = VersionPins(store, queue.clock, worker_id, "ensembles", self._steps)
         self._exclusive = asyncio.Lock()
         self.catalog = Catalog(store, settings.limits)
         self._is_quiescing = False
-        """Set while the worker quiesces and until it resumes: only models that executing batches call go on."""
+        """Set from quiescing to resuming: only models that executing batches call continue."""
         self._is_ending = False
-        """Set while the worker quiesces to end: the requests of ensembles that are here end, too."""
+        """Set while the worker quiesces before it ends: the requests of ensembles end, too."""
         self._keeper = LeaseKeeper(renewals, queue.clock, settings.worker.lease_s, self._lanes, self._lost)
         self._bulk = ShardService(settings, queue, self._keeper, worker_id)
         self._planner = Planner(store, settings.limits)
@@ -123,7 +113,7 @@ class Worker:
         self._heartbeat.unready, self._watchdog.changed = self._watchdog.unready, self._heartbeat.changed
 
     def follow_heartbeats(self, beaten: Callable[[WorkerRecord], None]) -> None:
-        """Has each heartbeat that was written told from now on."""
+        """Calls `beaten` with the record of each heartbeat written from now on."""
         self._heartbeat.beaten = beaten
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -164,7 +154,7 @@ class Worker:
                 await end(models, reclaimer, bulk, shadows, *pins)
                 await self._drain(heartbeat)
             finally:
-                # First: a batch that did not end in time is not answered because its calls are ended here.
+                # Close the publisher first: ending the calls of an unfinished batch must not answer it.
                 self._publisher.close()
                 calls = self._caller.close()
                 self._bulk.hurry()
@@ -179,7 +169,7 @@ class Worker:
             await end(renewals)
 
     def _open_caller(self, tasks: asyncio.TaskGroup) -> Caller:
-        """Makes what calls other models, with the response cache if there is one."""
+        """Makes the caller of other models, with the response cache if there is one."""
         caller = Caller(self._queue, self.catalog, self._id, tasks, self._limits, self._called)
         caller.endpoints = EndpointFollower(self.catalog, self._store, f"worker-{self._id}", self._queue)
         if self._cache is not None:
@@ -190,7 +180,7 @@ class Worker:
         return caller
 
     def _open_streams(self, tasks: asyncio.TaskGroup) -> Streams:
-        """Makes the table of the streams that leave this worker; their credits come by the caller's reply stream."""
+        """Makes the table of outgoing streams, whose credits arrive on the caller's reply stream."""
         limits, lease_s = self._limits, self._settings.lease_s
         outlet = StreamPublisher(self._queue, self._keeper, self._publisher, self._resumes, limits, lease_s)
         streams = outlet.streams = Streams(
@@ -246,11 +236,10 @@ class Worker:
         self._serve_bulk(batcher, loaded)
 
     def _begun(self, items: Sequence[Pending]) -> None:
-        """Takes note in the queue that requests wait no longer; steps of ensembles here have no entries."""
+        """Notes in the queue that requests no longer wait; local steps of ensembles have no entries."""
         self._queue.marks.begin([item.lease for item in items if item.lease.consumer])
 
     def _serve_ensemble(self, model: LoadedModel, loaded: Loaded, serving: Serving | None) -> None:
-        """Serves an ensemble, in place of what is served of its version."""
         plan = loaded.plan
         assert plan is not None
         if serving is not None and isinstance(serving.batcher, EnsembleBatcher):
@@ -270,12 +259,12 @@ class Worker:
         return serving.batcher if serving is not None and isinstance(serving.batcher, Batcher) else None
 
     def _steps(self) -> dict[Key, str]:
-        """Returns the model versions that ensembles run here, whatever these execute."""
+        """Returns the model versions that ensembles run here, without executed hashes."""
         batchers = [*self._ensembles(), *self._sequences.batchers()]
         return {key: "" for one in batchers if not isinstance(one, SequenceBatcher) for key in one.versions}
 
     def _begin(self, key: Key, batcher: LaneBatcher, before: Serving | None) -> None:
-        """Begins a serving, in place of one of another kind if there is any."""
+        """Begins a serving, and ends the one of another kind that it replaces."""
         if before is not None:
             task = self._tasks.create_task(self._leave(before))
             self._leaving[task] = before
@@ -284,12 +273,12 @@ class Worker:
         serving.fetcher = self._tasks.create_task(self._fetch_loop(serving))
 
     def _serve_bulk(self, batcher: LaneBatcher, loaded: Loaded) -> None:
-        """Has bulk jobs executed too, but on models with sequences, which they refuse."""
+        """Lets bulk jobs use a model; jobs refuse models with sequences."""
         if isinstance(batcher, Batcher):
             self._bulk.serve(batcher, loaded)
 
     async def _leave(self, serving: Serving) -> None:
-        """Ends a serving whose model is scheduled in another way from now on, by another serving."""
+        """Ends a serving that another kind of serving has replaced."""
         if isinstance(serving.batcher, JobBatcher):
             await self._bulk.retire(serving.batcher)
         await serving.pause()
@@ -298,7 +287,7 @@ class Worker:
         self._heartbeat.collect(serving.batcher)
 
     def resize(self, loaded: Loaded, surplus: int) -> None:
-        """Goes on with the instances of a version that is served, more or fewer of them, under a new generation."""
+        """Continues with more or fewer instances of a served version, under a new generation."""
         key = loaded.spec.name, loaded.version
         if key in self._sequences:
             self._sequences.go_on(loaded)
@@ -309,12 +298,12 @@ class Worker:
         executor.grow(loaded.instances)
         executor.shrink(surplus)
         batcher.model = replace(batcher.model, spec=loaded.spec, generation=loaded.generation)
-        # More instances may start what waits.
+        # More instances may start waiting requests.
         batcher.admit(())
         self._serve_bulk(batcher, loaded)
 
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
-        """Answers waiting requests of a model version and unloads it; returns whether it did and is still unwanted."""
+        """Answers waiting requests of a model version and unloads it; returns false if it is wanted again."""
         if (model, version) in self._sequences:
             return await self._sequences.retire((model, version), is_wanted)
         serving = self._serving[model, version]
@@ -337,7 +326,7 @@ class Worker:
         self._heartbeat.collect(serving.batcher)
 
     def _resumes(self, item: Pending) -> bool:
-        """Tells whether an item's model gives the same responses each time."""
+        """Returns whether an item's model gives the same responses each time."""
         lane = item.lease.entry.lane
         serving = self._serving.get((lane.model, lane.version))
         return serving is not None and serving.batcher.model.spec.stream_resume
@@ -346,7 +335,7 @@ class Worker:
         return [*(serving.batcher for serving in self._servings()), *self._sequences.batchers()]
 
     def _servings(self) -> list[Serving]:
-        """Returns all servings, those included that end."""
+        """Returns all servings, including the ending ones."""
         return [*self._serving.values(), *self._leaving.values()]
 
     def _lanes(self) -> list[Lane]:
@@ -384,7 +373,7 @@ class Worker:
                     await asyncio.sleep(0)
                 else:
                     batcher.admit(())
-            # The broker's state, or its refusal: either may pass.
+            # The broker's state or its refusal may pass.
             except QinferError as error:
                 outage.failed(error.message)
                 await asyncio.sleep(_RETRY_S)
@@ -392,7 +381,7 @@ class Worker:
                 quiet.set()
 
     def _take_in(self, serving: Serving, leases: Sequence[Lease]) -> None:
-        """Makes items of leases, holds and admits them; those with external payloads as soon as these are read."""
+        """Makes items of leases, holds and admits them; those with external payloads once these are read."""
         batcher = serving.batcher
         ready, external = self._intake.items(batcher, leases)
         self._keeper.hold(ready)
@@ -429,7 +418,7 @@ class Worker:
             self._streams.lose(item)
 
     async def _reclaim_loop(self) -> None:
-        """Looks for entries of dead workers, twice in a lease time; see `Lookout` for where."""
+        """Looks for entries of dead workers twice in a lease time, in the servings that `Lookout` chooses."""
         outage = OutageLog(logger, "nothing reclaimed", "reclaiming again")
         lookout = Lookout(self._queue, self._store, self._settings, self._id)
         while True:
@@ -450,19 +439,19 @@ class Worker:
                 outage.over()
 
     async def _begin_again(self, serving: Serving, batcher: EnsembleBatcher) -> None:
-        """Begins the requests of an ensemble anew that dead workers held.
+        """Restarts the requests of an ensemble that dead workers held.
 
-        They execute nothing, and what their steps are is counted there; to wait for them would be to wait for steps, of
-        which some may be among the suspects that are looked for after this.
+        An ensemble executes nothing itself: crashes are counted at its steps. It does not wait for its requests,
+        because their steps may be among the suspects that run after this.
         """
         while batcher.has_room and (suspects := await self._next_suspect(serving)):
             batcher.admit(suspects)
 
     async def _has_suspects(self, serving: Serving) -> bool:
-        """Tells whether there is anything to reclaim, and leaves it where it is.
+        """Returns whether there is an entry to reclaim, and leaves it in the queue.
 
-        To hold it until this worker executes nothing else would count an execution, should the worker die before; and
-        another worker may be free sooner.
+        Holding it while this worker becomes idle would count an execution if the worker died first, and another worker
+        may be free sooner.
         """
         for _ in range(_MAX_RECLAIMS):
             leases = await self._reclaim(serving)
@@ -478,20 +467,20 @@ class Worker:
     async def _run_suspects(self, key: Key, serving: Serving) -> None:
         """Runs dead workers' entries one by one, while this worker holds nothing else.
 
-        A model that a suspect calls is the exception: it serves on until the suspect has ended, or both would wait.
+        A model that a suspect calls serves until the suspect has ended; both would wait for each other otherwise.
         """
         async with self._quiesced():
-            # It takes a while to quiesce: the model may be gone by now.
+            # The model may be gone: quiescing takes a while.
             while self._serving.get(key) is serving and (suspects := await self._next_suspect(serving)):
                 serving.batcher.admit(suspects)
                 await serving.batcher.idle()
-                # What the suspect called has resumed.
+                # Pause the models that the suspect called.
                 await self._quiesce()
                 # Otherwise a crash of the next one would count against this one.
                 await self._publisher.flush()
 
     async def _next_suspect(self, serving: Serving) -> list[Pending]:
-        """Takes and holds one entry, if any: were there more, a crash on the first would count against the others."""
+        """Takes and holds at most one entry: a crash on it must not count against others."""
         for _ in range(_MAX_RECLAIMS):
             leases = await self._reclaim(serving)
             ready, external = self._intake.items(serving.batcher, leases)
@@ -504,7 +493,7 @@ class Worker:
         return []
 
     async def _reclaim(self, serving: Serving) -> list[Lease]:
-        """Reclaims one entry, if there is any that this worker does not hold already."""
+        """Reclaims one entry that this worker does not hold already, if there is any."""
         for _ in range(_MAX_RECLAIMS):
             leases = await self._queue.reclaim(serving.lanes, self._id, self._settings.lease_s, 1)
             mine = [lease for lease in leases if not self._keeper.holds(lease.entry)]
@@ -515,7 +504,7 @@ class Worker:
 
     @asynccontextmanager
     async def _quiesced(self) -> AsyncIterator[None]:
-        """Quiesces the worker for the block, and resumes it afterwards."""
+        """Quiesces the worker for the duration of the block."""
         async with self._exclusive:
             try:
                 await self._bulk.pause()
@@ -533,7 +522,7 @@ class Worker:
     async def _quiesce(self) -> None:
         """Pauses all models and waits until nothing executes; a model that a batch calls is paused after the batch.
 
-        Requests of ensembles that are here wait for their next steps, unless the worker is to end.
+        Requests of ensembles wait for their next steps, unless the worker ends.
         """
         self._is_quiescing = True
         if self._leaving:
@@ -549,20 +538,20 @@ class Worker:
         return [one.batcher for one in self._servings() if isinstance(one.batcher, EnsembleBatcher)]
 
     def _step_called(self, lane: Lane) -> None:
-        """Resumes a model for a step of an ensemble: in the end, or because an executing batch calls the ensemble."""
+        """Resumes a model for a step of an ensemble that an executing batch calls, or while the worker ends."""
         if self._is_quiescing and (self._is_ending or not all(batcher.paused for batcher in self._ensembles())):
             self._called(lane)
 
     def _called(self, lane: Lane) -> None:
-        """Resumes a model that an executing batch calls, if it was paused already."""
+        """Resumes a paused model that an executing batch calls."""
         serving = self._serving.get((lane.model, lane.version))
         if self._is_quiescing and serving is not None:
             serving.batcher.resume()
 
     async def _drain(self, heartbeat: asyncio.Task[None]) -> None:
-        """Finishes executing batches within `drain_s`; another worker reclaims the rest.
+        """Finishes executing batches within `drain_s`; other workers reclaim the rest.
 
-        Once nothing executes, what is left to do needs Redis, and waits no longer than `PATIENCE_S` for it.
+        After the last batch, only writes to Redis remain, which wait at most `PATIENCE_S` for it.
         """
         self._heartbeat.drains()
         logger.info("draining", extra={"executing": sum(b.executing for b in self._batchers())})
@@ -574,7 +563,7 @@ class Worker:
                 for model, version in list(self._serving):
                     await self._end_serving(model, version)
                 await self._publisher.settle()
-                # Otherwise it could beat once more after the last beat.
+                # Otherwise the heartbeat could beat once more after the last beat.
                 await end(heartbeat)
                 await self._heartbeat.beat()
                 await self._store.retire(self._id)
@@ -586,7 +575,7 @@ class Worker:
             self._heartbeat.missed = lambda _: None
 
     def _give_up(self, clock: ExecutionClock) -> None:
-        """Gives back what does not execute, and ends the process, because an instance hangs."""
+        """Gives back everything that does not execute, and ends the process, because an instance hangs."""
         self._heartbeat.drains()
         self._bulk.hurry()
         key, item, error = (clock.model, clock.version), clock.alone(), overdue_error(clock)
@@ -600,18 +589,18 @@ class Worker:
         self._tasks.create_task(end_worker(pauses, self._publisher, self._retire))
 
     async def _retire(self) -> None:
-        """Writes what was counted, and says that the worker is gone."""
+        """Writes the counts, and records that the worker is gone."""
         await self._heartbeat.add_counts()
         await self._store.retire(self._id)
 
     async def _end_batches(self) -> None:
-        """Ends what executes of plain models, and fetches nothing more."""
+        """Ends the executions of plain models, and fetches no more."""
         async with self._exclusive:
             await self._bulk.pause()
             self._is_ending = True
             await self._quiesce()
             await self._streams.ended()
-            # What the streams called has resumed.
+            # Pause the models that the streams called.
             await self._quiesce()
         self._is_quiescing = False
 
@@ -626,7 +615,7 @@ async def end(*tasks: "asyncio.Task[Any]") -> None:
 
 
 def _log_reclaimed(item: Pending) -> None:
-    """Names a request that a worker held when it died or hung: of what ends workers, it is the first to look at."""
+    """Logs a request whose worker died or hung: it is the first suspect for the crash."""
     lease, request = item.lease, item.request
     extra = {"request_id": request.id, "model": request.model, "version": request.version, "tenant": request.tenant}
     logger.warning("reclaimed", extra={**extra, "entry_id": lease.entry.entry_id, "deliveries": lease.deliveries})

@@ -1,10 +1,10 @@
-"""The requests of an ensemble in a worker: in place of a `Batcher`, which executes; ensembles only ask others to.
+"""The requests of an ensemble in a worker, with the interface of a `Batcher`; only the steps' models execute.
 
     admit ─▶ Runs ─▶ steps of other models … ─▶ answered, together with others of this turn ─▶ outlet.answer
 
-A request that waits for its steps has no instance and no thread. How many are held is bounded, by number and by bytes,
-so that a worker's memory is. Steps of ensembles within ensembles are steps of the outer one: no request waits for
-another's place here. The responses of decoupled ensembles leave one by one, by a stream (`streams`).
+A request that waits for its steps has no instance and no thread. The number and the bytes of held requests are bounded,
+and so is the worker's memory. Steps of ensembles within ensembles are steps of the outer one: no request waits for
+another's place here. A stream sends the responses of decoupled ensembles one by one (`streams`).
 """
 
 import asyncio
@@ -28,19 +28,9 @@ MAX_BYTES = 256 * 2**20
 
 
 class EnsembleBatcher:
-    """See the module docstring; the worker sees a `Batcher`.
+    """Holds the requests of an ensemble, as the module's head describes.
 
-    Args:
-        model: The ensemble.
-        plan: What it runs.
-        parts: What the ensembles of the worker share.
-        outlet: Where answers go.
-
-    Attributes:
-        model: The same.
-        tally: The statistics.
-        paused: No more requests are welcome.
-        expected_ends: None: it executes nothing.
+    `expected_ends` is empty, because it executes nothing itself.
     """
 
     def __init__(self, model: LoadedModel, plan: Plan, parts: RunParts, outlet: Outlet) -> None:
@@ -58,7 +48,7 @@ class EnsembleBatcher:
         self._look()
 
     def replace_plan(self, model: LoadedModel, plan: Plan) -> None:
-        """Goes on with another generation; requests that have begun end on the steps that they began with."""
+        """Continues with another generation; requests in progress keep the plan that they began with."""
         self.model = model
         self._runs.replace(model, plan)
 
@@ -69,7 +59,7 @@ class EnsembleBatcher:
 
     @property
     def executing(self) -> int:
-        """Requests that have begun: all that are here."""
+        """Requests in progress."""
         return len(self._runs)
 
     @property
@@ -79,18 +69,18 @@ class EnsembleBatcher:
 
     @property
     def versions(self) -> frozenset[tuple[str, int]]:
-        """The model versions that present and further requests run."""
+        """The model versions that current and future requests run."""
         return self._runs.versions
 
     def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns 0: its speed is that of its steps' models, which other requests share."""
+        """Returns 0: requests share the speed of the steps' models with others."""
         return 0.0
 
     def classify(self, item: Pending) -> None:
         """Sets nothing: requests of an ensemble are not batched."""
 
     def admit(self, items: Sequence[Pending]) -> None:
-        """Takes items in, and begins them."""
+        """Begins items."""
         now_s = self._parts.clock.now_s()
         for item in items:
             if item.deadline_s <= now_s:
@@ -101,7 +91,7 @@ class EnsembleBatcher:
         self._look()
 
     async def fetchable(self) -> None:
-        """Waits until more items are welcome."""
+        """Waits until more items may be fetched."""
         await self._fetchable.wait()
 
     def welcome(self, lanes: Sequence[Lane]) -> Sequence[Lane]:
@@ -110,11 +100,11 @@ class EnsembleBatcher:
 
     @property
     def has_room(self) -> bool:
-        """Whether more requests are welcome."""
+        """Whether more requests may be fetched."""
         return self._fetchable.is_set()
 
     def room(self) -> tuple[int, float]:
-        """Tells how many entries to fetch now, and for how many seconds to wait for the first: for ever."""
+        """Returns how many entries to fetch now, and for how many seconds to wait for the first: without limit."""
         return max(MAX_REQUESTS - len(self._runs), 1), NEVER_S
 
     def lost(self, item: Pending) -> None:
@@ -129,12 +119,12 @@ class EnsembleBatcher:
         self._outlet.answer(items, self._runs.failures(items, error))
 
     def hold(self) -> None:
-        """Asks for no more requests; those that are here go on."""
+        """Stops fetching; requests in progress continue."""
         self.paused = True
         self._look()
 
     async def pause(self) -> None:
-        """Asks for no more requests, and returns when those that are here have ended."""
+        """Stops fetching, and returns when the requests in progress have ended."""
         self.hold()
         await self._idle.wait()
 
@@ -148,7 +138,7 @@ class EnsembleBatcher:
         self._look()
 
     def _answered(self, item: Pending, response: Response | None) -> None:
-        """Takes note of a request that has ended; its response leaves with those of this turn, which ended with it.
+        """Notes the end of a request; its response leaves with the others of this turn of the event loop.
 
         Requests that began apart end together, with the batch of their last step.
         """
@@ -168,7 +158,7 @@ class EnsembleBatcher:
         self._look()
 
     def _look(self) -> None:
-        """Opens or closes the fetch gate, and the one of those who wait until nothing is here."""
+        """Opens or closes the fetch gate, and wakes those who wait until no request is here."""
         (self._idle.clear if len(self._runs) or self._answers else self._idle.set)()
         is_open = not self.paused and len(self._runs) < MAX_REQUESTS and self._held_bytes < MAX_BYTES
         (self._fetchable.set if is_open else self._fetchable.clear)()

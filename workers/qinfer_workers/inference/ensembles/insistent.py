@@ -1,11 +1,10 @@
-"""Steps that are submitted again while Redis is away: a request that a worker holds does not fail by that.
+"""Steps that are submitted again while Redis is away, so that an outage does not fail the ensemble's request.
 
     submit_step ─▶ submitted ─▶ (the broker is away) ─▶ a pause ─▶ submitted again … until the deadline
 
-So are those of asynchronous requests, which nobody sends again, while a model has too much to do. Where no time is left
-to wait, they have expired; a caller that waits is told what the trouble is.
-What was submitted before may be executed all the same, and its answer is dropped; a step of a sequence has a number,
-and is executed once.
+Steps of asynchronous requests, which have no client to retry them, are also submitted again while a model is
+overloaded; at their deadline they expire. A waiting caller gets the error itself. An earlier submission may still be
+executed, and its answer is dropped; a step of a sequence has a number, and is executed once.
 """
 
 import asyncio
@@ -25,12 +24,7 @@ _OF_STORED = _AWAY | {ErrorCode.QUEUE_FULL.value, ErrorCode.DEADLINE_INFEASIBLE.
 
 
 class InsistentSteps:
-    """See the module docstring: a way of steps over another one.
-
-    Args:
-        steps: That one.
-        is_stored: The request is an asynchronous one.
-    """
+    """Submits steps through `steps`, repeatedly; `is_stored` marks an asynchronous request."""
 
     def __init__(self, steps: Steps, *, is_stored: bool) -> None:
         self.steps = steps
@@ -39,7 +33,7 @@ class InsistentSteps:
         self.loop = asyncio.get_running_loop()
 
     def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
-        """See `Steps`."""
+        """Submits a step, and again after failures that may pass."""
         insisted = _Insisted(self, step, request, sink)
         insisted.begin(timeout_s)
         return insisted
@@ -68,7 +62,7 @@ class _Insisted:
 
     @property
     def is_taken(self) -> bool:
-        """See `Submitted`."""
+        """Whether it is a step of a sequence that is known to be in the queue."""
         return self._was_taken or (self._submitted is not None and self._submitted.is_taken)
 
     def begin(self, timeout_s: float) -> None:
@@ -81,7 +75,7 @@ class _Insisted:
                 raise (DeadlineExceeded(TIMED_OUT) if self._expires(error.code) else error) from None
 
     def deliver(self, response: Response) -> None:
-        """See `Sink`."""
+        """Passes on a response, unless the step is submitted again."""
         failure = response.failure
         if failure is not None and not self._has_responded:
             self._was_taken = self.is_taken
@@ -91,28 +85,28 @@ class _Insisted:
                 response = msgspec.structs.replace(response, failure=Failure.of(DeadlineExceeded(TIMED_OUT)))
         self._has_responded = True
         if response.final:
-            # What was submitted refers to this sink: such cycles would be the garbage collector's work, all at once.
+            # The submitted step refers to this sink: break the cycle, or the garbage collector has to.
             self._was_taken, self._submitted = self.is_taken, None
         self._sink.deliver(response)
 
     def cancel(self) -> None:
-        """See `Submitted`."""
+        """Cancels the step and its retries."""
         if self._timer is not None:
             self._timer.cancel()
         if self._submitted is not None:
             self._submitted.cancel()
 
     def took(self, nbytes: int) -> None:
-        """See `Submitted`."""
+        """Reports bytes taken."""
         if self._submitted is not None:
             self._submitted.took(nbytes)
 
     def _expires(self, code: str) -> bool:
-        """Tells whether a last failure only means that there was no time to wait longer."""
+        """Returns whether a last failure only means that no time was left to retry."""
         return self._way.is_stored and code in _OF_STORED
 
     def _waits(self, code: str) -> bool:
-        """Has it submitted again after a pause, if that may help and there is time for it."""
+        """Schedules another submission, if that may help and there is time for it."""
         if code not in self._way.failures:
             return False
         self._failures += 1
@@ -125,7 +119,7 @@ class _Insisted:
 
     def _again(self) -> None:
         self._timer = None
-        # The submission has written to it.
+        # The submission has changed the request.
         request = msgspec.structs.replace(
             self._request, generation=0, attempt=0, timeout_s=self._queue_timeout_s, payload=False
         )

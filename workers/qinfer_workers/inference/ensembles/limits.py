@@ -1,6 +1,6 @@
 """The bound on the requests of each step of an ensemble that are in flight in a worker (`max_inflight_requests`).
 
-    submit_step ─▶ submitted                 where fewer than the bound are in flight, of whichever requests
+    submit_step ─▶ submitted                 if fewer than the bound are in flight, of all requests together
                 └▶ parked ─▶ submitted       when one of them has ended, the oldest first
                           └▶ failed          when its time is over
 
@@ -18,13 +18,7 @@ from qinfer_workers.inference.ensembles.run import Steps, Submitted
 
 
 class StepLimits:
-    """See the module docstring; one for each plan.
-
-    Args:
-        most: So many requests of a step are in flight at most.
-        now_s: Returns the broker's time.
-        call_later: Sets a timer: (delay in seconds, callback); an event loop's `call_later`.
-    """
+    """Bounds the requests of each step of one plan to `most` in flight."""
 
     def __init__(
         self, most: int, now_s: Callable[[], float], call_later: Callable[[float, Callable[[], None]], Timer]
@@ -49,17 +43,17 @@ class StepLimits:
         return False
 
     def unpark(self, limited: "_Limited") -> None:
-        """Takes note that a parked request is not to be submitted."""
+        """Removes a parked request without submitting it."""
         parked = self._parked[limited.key]
         del parked[limited]
         if not parked:
             del self._parked[limited.key]
 
     def leave(self, key: int) -> None:
-        """Takes note that a request of a step has ended, and lets parked ones go on."""
+        """Notes the end of a step's request, and submits parked ones."""
         self._in_flight[key] -= 1
         if self._is_going_on:
-            return  # what goes on may end at once: no deeper
+            return  # a resumed request may end at once: no recursion
         self._is_going_on = True
         try:
             while limited := self._next():
@@ -79,14 +73,14 @@ class StepLimits:
 
 
 class _LimitedSteps:
-    """The way of the steps of one request; see `StepLimits.over`."""
+    """Submits the steps of one request within the limits."""
 
     def __init__(self, steps: Steps, limits: StepLimits) -> None:
         self._steps = steps
         self._limits = limits
 
     def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
-        """See `Steps`."""
+        """Submits or parks a step."""
         until_s = self._limits.now_s() + timeout_s
 
         def submit(taker: Sink) -> Submitted:
@@ -104,11 +98,7 @@ class _LimitedSteps:
 
 
 class _Limited:
-    """A request of a step that is in flight or parked, and the sink of its responses.
-
-    Attributes:
-        key: Its step.
-    """
+    """A request of a step that is in flight or parked, and the sink of its responses."""
 
     __slots__ = ("_has_begun", "_is_over", "_limits", "_sink", "_submit", "_submitted", "_timer", "_was_taken", "key")
     no_stream = ""
@@ -124,11 +114,11 @@ class _Limited:
 
     @property
     def is_taken(self) -> bool:
-        """See `Submitted`."""
+        """Whether it is a step of a sequence that is known to be in the queue."""
         return self._was_taken or (self._submitted is not None and self._submitted.is_taken)
 
     def begin(self) -> None:
-        """Submits it.
+        """Submits the request.
 
         Raises:
             QinferError: It is refused.
@@ -141,7 +131,7 @@ class _Limited:
             raise
 
     def set_timer(self, timeout_s: float) -> None:
-        """Has it fail when it was parked for so long."""
+        """Fails the request if it is still parked after the timeout."""
         self._timer = self._limits.call_later(timeout_s, self._expire)
 
     def go_on(self) -> None:
@@ -153,24 +143,24 @@ class _Limited:
             self._deliver_failure(error)
 
     def deliver(self, response: Response) -> None:
-        """See `Sink`."""
+        """Passes on a response; the final one frees the place."""
         if not response.final:
             self._sink.deliver(response)
             return
         self._was_taken = self.is_taken
-        # The step refers to this sink: such cycles would be the garbage collector's work, all at once.
+        # The step refers to this sink: break the cycle, or the garbage collector has to.
         self._submitted = None
         self._sink.deliver(response)
         self._end()
 
     def cancel(self) -> None:
-        """See `Submitted`."""
+        """Cancels the request."""
         if self._submitted is not None:
             self._submitted.cancel()
         self._end()
 
     def took(self, nbytes: int) -> None:
-        """See `Submitted`."""
+        """Reports bytes taken."""
         if self._submitted is not None:
             self._submitted.took(nbytes)
 

@@ -1,11 +1,11 @@
-"""The short cut of steps: one whose model is in this worker joins that model's next batch, without Redis and a copy.
+"""The short cut of steps: a step whose model is in this worker joins its next batch, without Redis and a copy.
 
     Submission.submit ─▶ take ─▶ Batcher.admit … Batcher ─▶ answer ─▶ PendingRequests.deliver
                                      └─ give_back ─▶ Submission.enqueue: into the lane after all
 
-It is taken only where it overtakes nobody: what comes by the lane is in the same queue, nothing of others waits in the
-lane, and the next batch has room. Models with priorities or queue policies, whose limits and order are the lanes', get
-all steps by their lanes.
+A step takes it only if it overtakes no request: entries of the lane join the same queue, no others wait in the lane,
+and the next batch has room. All steps go through the lane if the model has priorities or queue policies, because the
+lanes enforce their limits and order.
 """
 
 import asyncio
@@ -24,27 +24,16 @@ from qinfer.submission.submit import Submission
 
 
 class LocalItem(execution.Pending, kw_only=True, eq=False, gc=False):
-    """A step in a batcher of this worker; its lease names the lane only.
-
-    Attributes:
-        waiting: The same as `Submission` has it.
-    """
+    """A step in a batcher of this worker; its lease names the lane only."""
 
     waiting: Pending
 
 
 class LocalSteps:
-    """See the module docstring: the `Door` of the worker's submission, and the `Outlet` of its batchers.
+    """The `Door` of the worker's submission, and the `Outlet` of its batchers.
 
-    Args:
-        outlet: Where items go that are no steps.
-        clock: The broker's time.
-        batcher_of: Returns the batcher of a model version of this worker that takes steps, if there is one.
-        called: Told the lane of each step, and again when it goes into its lane after all.
-
-    Attributes:
-        called: The same.
-        submission: Where answers go, and steps that are given back. To be set before a step is taken.
+    Items that are no steps go on to `outlet`. `called` gets the lane of each step, and again when the step goes into
+    its lane. Set `submission` before a step is taken.
     """
 
     def __init__(
@@ -68,7 +57,7 @@ class LocalSteps:
     def take(
         self, served: Served, request: InferRequest, rows: int, waiting: Pending, *, must_join: bool = True
     ) -> bool:
-        """See `Door`."""
+        """Takes a step if its batcher is here, as `Door.take` describes."""
         batcher = self._batcher_of(served.spec.name, served.version)
         if batcher is None or batcher.model.generation != served.generation:
             return False
@@ -96,21 +85,21 @@ class LocalSteps:
         return True
 
     def serves(self, model: str, version: int) -> bool:
-        """Tells whether a model version has a batcher here that takes requests past the lane."""
+        """Returns whether a model version has a batcher here that takes requests past the lane."""
         return self._batcher_of(model, version) is not None
 
     def has_more(self, model: str, version: int, count: int) -> bool:
-        """Tells whether a model version has more than so many instances here, and takes requests past the lane."""
+        """Returns whether a batcher here takes requests past the lane, and has more than `count` instances."""
         batcher = self._batcher_of(model, version)
         return batcher is not None and batcher.model.executor.count > count
 
     def counts(self) -> dict[tuple[str, int], int]:
-        """Returns how many are in the batchers of each model version, waiting or executing."""
+        """Returns how many steps of each model version wait or execute in its batcher."""
         lanes = [item.lease.entry.lane for item in self._items.values()]
         return dict(Counter((lane.model, lane.version) for lane in lanes))
 
     def leave(self, waiting: Pending) -> None:
-        """Forgets a step that nobody waits for any more, if it is here."""
+        """Drops a step whose caller has left, if it is here."""
         item = self._items.pop(waiting.request_id, None)
         if item is None:
             return
@@ -120,7 +109,7 @@ class LocalSteps:
             batcher.lost(item)
 
     def answer(self, items: Sequence[execution.Pending], responses: Sequence[Response]) -> None:
-        """See `Outlet`: answers of steps go to their ensembles, soon; the others to the outlet."""
+        """Delivers the answers of steps to their ensembles, soon; the others go to the outlet."""
         if not self._items:
             self._outlet.answer(items, responses)
             return
@@ -136,7 +125,7 @@ class LocalSteps:
             self._outlet.answer(others, [one for one in responses if one.request_id not in mine])
 
     def give_back(self, items: Sequence[execution.Pending]) -> None:
-        """See `Outlet`: steps go into their lanes."""
+        """Puts steps into their lanes; the other items go to the outlet."""
         for item in items:
             if isinstance(item, LocalItem):
                 self._enqueue(item)
@@ -144,7 +133,7 @@ class LocalSteps:
             self._outlet.give_back(others)
 
     def delay(self, items: Sequence[execution.Pending]) -> None:
-        """See `Outlet`: models that delay take no steps here."""
+        """Passes items to the outlet: models that delay take no steps here."""
         self._outlet.delay(items)
 
     def _admit(self) -> None:
@@ -161,7 +150,7 @@ class LocalSteps:
                 batcher.admit(here)
 
     def _enqueue(self, item: LocalItem) -> None:
-        """Puts a step into its lane that is not to be executed here."""
+        """Puts a step that is not executed here into its lane."""
         if item.lost or self._items.pop(item.request.id, None) is None:
             return
         item.request.timeout_s = max(item.deadline_s - self._clock.now_s(), 0.001)
@@ -174,7 +163,7 @@ class LocalSteps:
             self._call_soon(self.called, item.lease.entry.lane)
 
     def _answer(self, response: Response) -> None:
-        """Notes an answer; it is delivered with the others of this turn, when no batcher is in the middle of one."""
+        """Notes an answer for the end of this turn, when no batcher is in the middle of one."""
         self._items.pop(response.request_id, None)
         if not self._answers:
             self._call_soon(self._deliver)

@@ -1,7 +1,7 @@
-"""The plans of a worker's ensembles: when one is loaded, each step gets a version of those that are READY then.
+"""The plans of a worker's ensembles: at the load of one, each step gets a version that is READY then.
 
-It waits for models that load, wherever they are loaded, and fails with those that can't be. A bulk job has a plan of
-its own: of the versions with which it was made, as long as those execute what they did then.
+A load waits for models that are still loading on any worker, and fails with those that can't be loaded. The plan of a
+bulk job has the versions that it was made with, as long as those execute the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,50 +24,35 @@ class NotYet(QinferError):
 
 
 class Planned(NamedTuple):
-    """The plan of an ensemble version, and what it runs.
-
-    Attributes:
-        plan: Its plan.
-        steps: The version of each model that it uses, in the order of the steps.
-    """
+    """The plan of an ensemble version, and the version of each model that it uses, in the order of the steps."""
 
     plan: Plan
     steps: tuple[StepVersion, ...] = ()
 
 
 class PlannedAgain(NamedTuple):
-    """The plan of an ensemble as a job runs it.
-
-    Attributes:
-        plan: The plan.
-        generations: The generation of each model that it uses, as it was stored when that was looked up.
-    """
+    """The plan of an ensemble as a job runs it, and the generation of each model at that time."""
 
     plan: Plan
     generations: Mapping[str, int]
 
 
 class Planner:
-    """Plans ensembles of what the store says.
-
-    Args:
-        store: Holds the desired state, configurations, and what workers report.
-        limits: Timeouts of models that set none.
-    """
+    """Plans ensembles by the state of the store."""
 
     def __init__(self, store: ControlStore, limits: LimitSettings) -> None:
         self._store = store
         self._limits = limits
 
     async def look(self, spec: ModelSpec) -> Planned:
-        """Plans an ensemble, if all that it uses is loaded.
+        """Plans an ensemble, if all models that it uses are loaded.
 
         Raises:
-            NotYet: Something is still being loaded; look again when the store wakes.
-            ModelLoadFailed: It does not fit its models, or one of them is not to be loaded, or can't be.
+            NotYet: A model is still being loaded; look again when the store wakes.
+            ModelLoadFailed: The ensemble does not fit its models, or one of them is unloaded, or can't be loaded.
             BrokerUnavailable: The store can't be reached.
         """
-        workers = await self._store.workers()  # first: they must not be ahead of the configurations
+        workers = await self._store.workers()  # read first: they must not be ahead of the configurations
         desired = {name: wish for name, wish in (await self._store.desired()).items() if wish.load}
         stored = await self._stored(spec)
         if spec.name in stored:
@@ -88,16 +73,13 @@ class Planner:
         return Planned(plan(spec, resolve), tuple(steps))
 
     async def again(self, executes: Sequence[Executed]) -> PlannedAgain:
-        """Plans an ensemble with the versions with which a job was made; its outputs have the labels of its steps.
-
-        Args:
-            executes: What it executed then, itself first, and its steps.
+        """Plans an ensemble with the versions of a job, itself first; its outputs have the labels of its steps.
 
         Raises:
-            NotYet: Workers do not execute the same now, as far as is known.
+            NotYet: Workers do not execute the same versions now, or have not reported it yet.
             BrokerUnavailable: The store can't be reached.
         """
-        # First: what is loaded of a later generation is no longer current.
+        # Read first: versions loaded of a later generation are no longer current.
         stored = await self._store.models({one.model for one in executes})
         workers = await self._store.workers()
         for one in executes:
@@ -118,12 +100,12 @@ class Planner:
         return PlannedAgain(plan(spec, resolve), {name: one.generation for name, one in stored.items()})
 
     async def is_current(self, planned: PlannedAgain) -> bool:
-        """Tells whether the models of a job's plan are of the same generations still: nothing of them has changed."""
+        """Returns whether the models of a job's plan still have the same generations."""
         stored = await self._store.models(planned.generations)
         return {name: one.generation for name, one in stored.items()} == planned.generations
 
     async def _stored(self, spec: ModelSpec) -> dict[str, StoredModel]:
-        """Reads what an ensemble uses, directly or not."""
+        """Reads the models that an ensemble uses, directly or not."""
         found: dict[str, StoredModel] = {}
         missing = {step.model for step in spec.steps}
         while missing:
@@ -143,7 +125,7 @@ class _View(NamedTuple):
     limits: LimitSettings
 
     def resolve(self, step: EnsembleStep) -> Resolved:
-        """Returns the version that a step runs: the highest that is READY, but for those that only pins keep."""
+        """Returns the version that a step runs: the highest READY one that not only pins keep."""
         stored, status = self.stored.get(step.model), self.statuses.get(step.model)
         if stored is None or status is None:
             raise ModelLoadFailed(_unknown(self.ensemble.name, step.model))

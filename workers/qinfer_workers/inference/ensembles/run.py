@@ -1,13 +1,13 @@
-"""One request of an ensemble on its way through the steps: no task and no thread, only answers that come.
+"""One request of an ensemble on its way through the steps, driven by answers, without a task or a thread.
 
     begin ─▶ submit steps ─▶ (answers) ─▶ stepped ─▶ submit more … ─▶ ended: outputs, or the failure of a step
 
-Where a step is decoupled, each of its responses is a `Branch` that goes through the steps behind it:
+Each response of a decoupled step becomes a `Branch` that goes through the steps behind it:
 
     branch ─▶ decoupled step ─▶ streamed ─▶ branch, branch, … ─▶ Responses.send, in the order of the step's responses
 
-A response of a decoupled step counts as taken when all that follows from it has left; so its worker's window bounds
-what is here. A failure has its place among the responses, too: those before it leave first.
+A response of a decoupled step counts as taken when all responses that follow from it have left, so its worker's window
+bounds the responses held here. A failure keeps its place in that order: earlier responses leave first.
 """
 
 import time
@@ -28,52 +28,48 @@ from qinfer.tensors import Tensor
 from qinfer_workers.inference.ensembles.values import Value, renamed, reshaped
 
 MAX_BRANCHES = 16
-"""By default, so many responses of a decoupled step are in the steps behind it at once (`max_inflight_requests`)."""
+"""Default of `max_inflight_requests`: responses of a decoupled step that the steps behind it process at once."""
 
 
 class Submitted(Protocol):
-    """A step that was submitted.
-
-    Attributes:
-        is_taken: It is a step of a sequence, and known to be there.
-    """
+    """A step that was submitted."""
 
     @property
     def is_taken(self) -> bool:
-        """See the class."""
+        """Whether it is a step of a sequence that is known to be in the queue."""
         ...
 
     def cancel(self) -> None:
-        """Has the step not executed, if it has not begun; its answer will not come."""
+        """Cancels the step unless it has begun, and discards its answer."""
         ...
 
     def took(self, nbytes: int) -> None:
-        """Has the worker of a decoupled step told that so many bytes of its responses more were taken."""
+        """Tells the worker of a decoupled step how many more bytes of its responses were taken."""
         ...
 
 
 class Steps(Protocol):
-    """The way of steps to their models."""
+    """Submits steps to their models."""
 
     def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
-        """Submits a step; its answer, or its failure, goes to the sink, and not before this returns.
+        """Submits a step; its answer or failure goes to the sink, after this returns.
 
         Raises:
-            QinferError: It is refused.
+            QinferError: The step is refused.
         """
         ...
 
 
 class Responses(Protocol):
-    """The way of the responses of a decoupled ensemble, but the failure, or the empty one, that it may end with."""
+    """Takes the responses of a decoupled ensemble, except a failure or an empty response at its end."""
 
     def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
-        """Sends a response; false = there is no room yet: `Run.go_on` is to be called when there is."""
+        """Sends a response; returns false if there is no room yet: call `Run.go_on` when there is."""
         ...
 
 
 Outcome = tuple[Tensor, ...] | Failure
-"""What a request ends with; no outputs where it is decoupled."""
+"""The end of a request: its outputs (none if it is decoupled), or its failure."""
 
 
 class Spent(msgspec.Struct):
@@ -100,16 +96,12 @@ class Spent(msgspec.Struct):
 
 
 class _Branch:
-    """The way of a request through one stage of the plan, and of what follows from it.
+    """The way of a request through one stage of the plan, and the branches that follow from it.
 
-    Attributes:
-        flow: The way.
-        open: The steps that run, by their positions.
-        failure: Why it ends, behind what was before, and the ensembles that the step which failed belongs to.
-        source: The decoupled step that ends the stage, and its position; `None` = it has not begun, or there is none.
-        came: Its responses that have no branch yet.
-        parts: Those that have, in order.
-        nbytes: The size of the response that it begins with.
+    `open` are the running steps by position. `failure` ends the branch behind its earlier responses, and names the
+    positions of the nested ensembles that failed. `source` is the decoupled step that ends the stage, with its
+    position; `came` are its responses without a branch, and `parts` the branches of the earlier ones, in order.
+    `nbytes` is the size of the branch's first response.
     """
 
     __slots__ = ("came", "failure", "flow", "nbytes", "open", "parts", "source")
@@ -125,17 +117,17 @@ class _Branch:
 
     @property
     def is_at_its_end(self) -> bool:
-        """Whether its first part is the last thing that follows from it."""
+        """Whether only its first part is left to send."""
         return len(self.parts) == 1 and not (self.came or self.open or self.failure)
 
     def cancel(self) -> None:
-        """Cancels the steps that run, but not those of its parts."""
+        """Cancels its running steps, but not those of its parts."""
         for submitted in self.open.values():
             submitted.cancel()
         self.open.clear()
 
     def stop(self) -> None:
-        """Cancels everything."""
+        """Cancels its steps and those of its parts."""
         self.cancel()
         for part in self.parts:
             part.stop()
@@ -144,22 +136,11 @@ class _Branch:
 
 
 class Run:
-    """See the module docstring.
+    """Runs one request of an ensemble through its plan, as the module's head describes.
 
-    Args:
-        item: The request that the worker holds.
-        plan: What it runs.
-        steps: Where steps go.
-        now_s: Returns the broker's time.
-        ended: Called once, with the outputs or the failure, unless it is stopped.
-        responses: Where responses go, if the plan is of a decoupled ensemble.
-
-    Attributes:
-        plan: The same.
-        spent: The time that it took so far.
-        nested: The same of each ensemble within it, by its position in the plan.
-        failed_in: Positions of the ensembles within it in which a step has failed.
-        parameters: The parameters of its present response.
+    `ended` is called once, with the outputs or the failure, unless the run is stopped. `nested` holds the time spent in
+    each nested ensemble by its position in the plan, `failed_in` the positions of those in which a step failed, and
+    `parameters` those of the present response.
     """
 
     __slots__ = (
@@ -199,17 +180,17 @@ class Run:
         self.go_on()
 
     def stop(self) -> None:
-        """Ends it without an answer: nobody waits for it any more."""
+        """Ends the run without an answer."""
         self._is_over = True
         self._root.stop()
 
     def go_on(self) -> None:
-        """Sends the responses that are ready and for which there is room; ends when all have left."""
+        """Sends the ready responses for which there is room; ends when all have left."""
         if not self._is_over and self._has_left(self._root) and not self._is_over:
             self._over(())
 
     def stepped(self, branch: _Branch, number: int, response: Response, rows: int) -> None:
-        """Takes the answer of a step, and goes on."""
+        """Takes the answer of a step, and submits the next steps."""
         if self._is_over or not response.final or branch.open.pop(number, None) is None:
             return
         step = self.plan.steps[number]
@@ -222,8 +203,8 @@ class Run:
         self.go_on()
 
     def streamed(self, branch: _Branch, number: int, response: Response, rows: int) -> None:
-        """Takes a response of a decoupled step, and goes on."""
-        del rows  # a response may have others
+        """Takes a response of a decoupled step, and sends or branches it."""
+        del rows  # a response may have another number of rows
         if self._is_over or number not in branch.open:
             return
         step = self.plan.steps[number]
@@ -246,9 +227,9 @@ class Run:
             self.nested[position].add(timing, now_ns)
 
     def _has_left(self, branch: _Branch, *, is_last: bool = True) -> bool:
-        """Sends what is ready of a branch; tells whether nothing of it is left. The first failure ends the run.
+        """Sends the ready responses of a branch; returns whether all have left. The first failure ends the run.
 
-        As in Triton, a response is final if nothing is under way when it leaves, which is known only then.
+        As in Triton, a response is final if nothing else is in flight when it leaves, which is known only then.
         """
         self._branch_off(branch)
         while branch.parts:
@@ -268,7 +249,7 @@ class Run:
         return branch.source is not None or self._send(branch, is_last=is_last)
 
     def _branch_off(self, branch: _Branch) -> None:
-        """Begins branches of the responses that have come, as many as may be under way."""
+        """Begins branches of arrived responses, up to the maximum in flight."""
         while branch.came and len(branch.parts) < self._most:
             response = branch.came.popleft()
             assert branch.source is not None, "it is its response"
@@ -285,7 +266,6 @@ class Run:
             self._submit_all(part, flow.receive(number, made))
 
     def _submit_all(self, branch: _Branch, ready: list[int]) -> None:
-        """Submits the steps that may run."""
         for number in ready:
             step = self.plan.steps[number]
             for position in step.within:
@@ -331,7 +311,7 @@ class Run:
             branch.source = number, submitted
 
     def _send(self, branch: _Branch, *, is_last: bool) -> bool:
-        """Ends with the outputs of a branch that is through, or sends them; returns whether it goes on."""
+        """Ends with the outputs of a completed branch, or sends them; returns whether the run continues."""
         spec, flow = self.plan.spec, branch.flow
         dims = {output.name: output.dims for output in spec.outputs}
         batched, made = spec.max_batch_size > 0, flow.outputs()
@@ -357,7 +337,7 @@ class Run:
         return False
 
     def _fail(self, branch: _Branch, step: PlanStep, failure: Failure) -> None:
-        """Ends a branch with the failure of a step, whose code stays as in Triton; the message names both."""
+        """Ends a branch with the failure of a step; the code stays as in Triton, the message names both models."""
         branch.cancel()
         text = f"in ensemble '{self.plan.spec.name}', step of model '{step.model.name}': {failure.message}"
         branch.failure = Failure(failure.code, text, failure.retryable), step.within
@@ -369,9 +349,9 @@ class Run:
 
 
 def _of_sequence(flags: Sequence | None, made: list[Value]) -> dict[str, Scalar]:
-    """Returns the sequence of a request as parameters of its response, as Triton's ensembles have it.
+    """Returns the sequence of a request as parameters of its response, as Triton's ensembles do.
 
-    A response of a step may tell of another sequence. Without outputs there are no parameters.
+    The response of a step may name another sequence. Without outputs there are no parameters.
     """
     if not made:
         return {}
@@ -385,7 +365,7 @@ def _of_sequence(flags: Sequence | None, made: list[Value]) -> dict[str, Scalar]
 
 
 class _StepSink:
-    """Receiver of the answers of one step; `take` gets the rows of its request, too."""
+    """Passes the answers of one step to `take`, with the rows of its request."""
 
     __slots__ = ("_rows", "_take")
     no_stream = ""
@@ -395,5 +375,5 @@ class _StepSink:
         self._rows = rows
 
     def deliver(self, response: Response) -> None:
-        """See `Sink`."""
+        """Passes an answer on."""
         self._take(response, self._rows)

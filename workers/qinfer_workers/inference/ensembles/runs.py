@@ -1,8 +1,8 @@
-"""The requests of an ensemble version that are under way in a worker: how they begin, and what is told of their end.
+"""The requests of an ensemble version in progress in a worker: how they begin, and how their end is reported.
 
-    begin ─▶ Run ─▶ … ─▶ answered, with the response; without one where it is decoupled: those have left by a stream
+    begin ─▶ Run ─▶ … ─▶ answered, with the response; without one if decoupled: a stream has sent the responses
 
-Whoever holds the requests decides when they begin, and what becomes of the responses.
+The owner of the requests decides when they begin, and publishes the responses.
 """
 
 import asyncio
@@ -32,11 +32,7 @@ STEP_FAILED = "step_failed"
 
 
 class NestedCounts(ModelCounts):
-    """Statistics of ensembles that are steps of others: they have no request of their own in a lane.
-
-    Args:
-        metrics: What is to be counted.
-    """
+    """Statistics of ensembles that are steps of others, and so have no request of their own in a lane."""
 
     def __init__(self, metrics: MetricsSettings) -> None:
         super().__init__()
@@ -44,7 +40,7 @@ class NestedCounts(ModelCounts):
         self._tallies: dict[tuple[str, int], StatsTally] = {}
 
     def tally(self, ensemble: str, version: int) -> StatsTally:
-        """Returns where the requests of an ensemble version are counted."""
+        """Returns the tally of an ensemble version."""
         tally = self._tallies.get((ensemble, version))
         if tally is None:
             tally = self._tallies[ensemble, version] = StatsTally()
@@ -52,7 +48,7 @@ class NestedCounts(ModelCounts):
         return tally
 
     def drain(self) -> dict[tuple[str, int], dict[str, int]]:
-        """See the base."""
+        """Returns the counts since the last drain."""
         for (ensemble, version), tally in self._tallies.items():
             self.merge(ensemble, version, tally.drain())
         self._tallies.clear()
@@ -84,12 +80,8 @@ class NoInstances:
 class RunParts(NamedTuple):
     """The parts of a worker that its ensembles share.
 
-    Attributes:
-        clock: The broker's time, in which deadlines and enqueue times are.
-        near: The usual way of steps to their models, which may be the short cut.
-        far: The way of the steps of requests that a worker held which has died: by the lanes.
-        nested: Where ensembles within others are counted.
-        follow: Waits until steps may be submitted.
+    `near` submits steps, if possible by the short cut; `far` submits them through lanes. `nested` counts ensembles
+    within others, and `follow` waits until steps may be submitted.
     """
 
     clock: ServerClock
@@ -101,24 +93,15 @@ class RunParts(NamedTuple):
     def way_of(self, item: Pending) -> Steps:
         """Returns the way of a request's steps.
 
-        What may have ended a worker is not to do so unseen, under the lease of the ensemble's entry.
+        Steps of a suspect request go through the queue, so that a crash is counted.
         """
         return InsistentSteps(self.far if item.alone else self.near, is_stored=not item.request.reply_to)
 
 
 class Runs:
-    """See the module docstring.
+    """The requests of an ensemble version that are in progress.
 
-    Args:
-        model: The ensemble.
-        plan: What it runs.
-        parts: What the ensembles of the worker share.
-        answered: Called with each request that has ended, which is here no more, and its response if there is one to
-            be published.
-
-    Attributes:
-        tally: The statistics.
-        completed: Requests that have ended.
+    `answered` gets each request that has ended, and its response if there is one to publish.
     """
 
     def __init__(
@@ -138,7 +121,7 @@ class Runs:
         self.replace(model, plan)
 
     def replace(self, model: LoadedModel, plan: Plan) -> None:
-        """Goes on with another generation; requests that have begun end on the steps that they began with."""
+        """Continues with another generation; requests in progress keep the plan that they began with."""
         self._model = model
         self._plan = plan
         most = plan.spec.max_inflight
@@ -154,7 +137,7 @@ class Runs:
 
     @property
     def versions(self) -> frozenset[tuple[str, int]]:
-        """The model versions that present and further requests run."""
+        """The model versions that current and future requests run."""
         return self._plan.versions.union(*[run.plan.versions for run in self._runs.values()])
 
     def begin(self, item: Pending, steps: Steps) -> None:
@@ -167,7 +150,7 @@ class Runs:
         run.begin()
 
     def stop(self, item: Pending) -> None:
-        """Ends a request that needs no answer any more: steps that have not begun are taken out of the queue."""
+        """Ends a request without an answer, and takes steps that have not begun out of the queue."""
         self._runs[item].stop()
         self._forget(item)
 
@@ -176,7 +159,7 @@ class Runs:
         return self._responder.failures(items, error, self._clock.now_s(), self.tally)
 
     def _recorded(self, item: Pending, steps: Steps) -> Steps:
-        """Returns a way of steps that records them, if the item's request is recorded."""
+        """Returns a recording way of steps, if the request is traced."""
         spans = self._model.observer
         trace = spans.ensemble(item, self._plan) if isinstance(spans, Spans) else None
         if trace is None:
@@ -185,7 +168,6 @@ class Runs:
         return trace.over(steps)
 
     def _open_stream(self, item: Pending) -> StreamedResponses | None:
-        """Opens the way of the responses to a request of a decoupled ensemble."""
         table = self._model.streams
         if table is None:
             return None
@@ -194,13 +176,12 @@ class Runs:
         return streamed
 
     def _leave(self, item: Pending) -> None:
-        """Ends a request whose caller takes no responses any more."""
+        """Ends a request whose caller takes no more responses."""
         if item in self._runs:
             self.stop(item)
             self._answered(item, None)
 
     def _ended(self, run: Run, item: Pending, outcome: Outcome) -> None:
-        """Answers a request that has ended."""
         failure = outcome if isinstance(outcome, Failure) else None
         if item in self._traces:
             self._traces[item].ended(failure)
@@ -273,6 +254,6 @@ class Runs:
 
 
 def _count_success(tally: StatsTally, rows: int, spent: Spent, waited_ns: int, begin_s: float) -> None:
-    """Counts a request as Triton does: its steps' times, added up, and as its duration what has passed."""
+    """Counts a request as Triton does: the sum of its steps' times, and the elapsed time as its duration."""
     tally.executed(rows, [waited_ns], spent.input_ns, spent.infer_ns, spent.output_ns, begin_s)
     tally.lasted_longer(spent.end_ns - spent.begin_ns - spent.computed_ns)

@@ -1,11 +1,10 @@
-"""The sequences of a stateful ensemble in a worker: in place of a `SequenceBatcher`, which executes steps.
+"""The sequences of a stateful ensemble in a worker, with the interface of a `SequenceBatcher`.
 
     adopt, admit ─▶ Runs, one step of each sequence at a time ─▶ outlet.executed, or outlet.broken
 
-A step of the ensemble's sequence is a step of each of the sequences of its stateful models, which have the same
-correlation id. These are numbered, and the state of the ensemble's sequence is how many each model has got: a step that
-is executed again, because a worker has died, asks for the same numbers again, and gets the responses that were
-committed.
+A step of the ensemble's sequence is a step of one sequence of each of its stateful models, all with the same
+correlation id. Steps are numbered, and the state of the ensemble's sequence is the number of steps that each model has
+got. A step that is repeated after a crash has the same numbers, and gets the responses that were committed.
 """
 
 import asyncio
@@ -45,17 +44,13 @@ _STATE = "steps"
 _ENDINGS: dict[str, type[QinferError]] = {
     error.code.value: error for error in (SequenceEnded, SequenceLost, DeadlineExceeded, Cancelled, BrokerUnavailable)
 }
-"""The failures of a step after which its sequence has ended, or may have."""
+"""Failures of a step after which its sequence has ended, or may have."""
 
 
 class _Kept:
     """A sequence that this worker owns.
 
-    Attributes:
-        counts: Stateful model → how many steps it has got.
-        waiting: The steps behind the one that runs.
-        running: That one.
-        is_over: No step of it is run any more.
+    `counts` holds the steps that each stateful model has got; after `is_over`, no step runs.
     """
 
     __slots__ = ("counts", "is_over", "running", "waiting")
@@ -68,20 +63,9 @@ class _Kept:
 
 
 class EnsembleSteps:
-    """See the module docstring.
+    """Runs the sequences of an ensemble, as the module's head describes.
 
-    Args:
-        model: The ensemble.
-        plan: What it runs.
-        parts: What the ensembles of the worker share.
-        outlet: Where steps go.
-
-    Attributes:
-        model: The same.
-        tally: The statistics.
-        paused: No step begins.
-        waiting: Steps that wait.
-        expected_ends: None: it executes nothing.
+    `expected_ends` is empty, because it executes nothing itself.
     """
 
     def __init__(self, model: LoadedModel, plan: Plan, parts: RunParts, outlet: StepOutlet) -> None:
@@ -106,21 +90,21 @@ class EnsembleSteps:
 
     @property
     def executing(self) -> int:
-        """Steps that are under way."""
+        """Steps in progress."""
         return len(self._runs)
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is under way or waits; for any thread."""
+        """Whether any step is in progress or waits; for any thread."""
         return bool(self.executing or self.waiting)
 
     @property
     def free_slots(self) -> int:
-        """How many sequences more it takes."""
+        """How many more sequences it takes."""
         return max(MAX_ENSEMBLE_SEQUENCES - len(self._kept), 0)
 
     def is_idle(self, sequence: SequenceId) -> bool:
-        """Tells whether nothing of a sequence is under way or waits."""
+        """Returns whether no step of a sequence is in progress or waits."""
         kept = self._kept.get(sequence)
         return kept is None or (kept.running is None and not kept.waiting)
 
@@ -134,31 +118,31 @@ class EnsembleSteps:
         await self._parts.follow()
 
     def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns 0: its speed is that of its steps' models, which other requests share."""
+        """Returns 0: requests share the speed of the steps' models with others."""
         return 0.0
 
     def adopt(self, sequence: SequenceId, committed: int, states: States | None) -> None:
-        """Takes a sequence that this worker owns now; see `SequenceBatcher.adopt`."""
+        """Takes a sequence that this worker now owns, as `SequenceBatcher.adopt` does."""
         del committed
         counts = to_numpy(states[0]).tolist() if states else [0] * len(self._stateful)
         self._kept[sequence] = _Kept(dict(zip(self._stateful, counts, strict=True)))
 
     def admit(self, step: PendingStep) -> None:
-        """Takes a step of a sequence that was adopted; those of one sequence come in their order. Then `pump`."""
+        """Takes a step of an adopted sequence, in the order of its steps; call `pump` afterwards."""
         kept = self._kept[step.place.sequence]
         kept.waiting.append(step)
         self.waiting += 1
         self._ready[step.place.sequence] = None
 
     def pump(self) -> None:
-        """Begins the next step of each sequence of which none is under way."""
+        """Begins the next step of each sequence without a step in progress."""
         while self._ready and not self.paused:
             sequence, _ = self._ready.popitem()
             if (kept := self._kept.get(sequence)) is not None:
                 self._begin(kept)
 
     def drop(self, sequence: SequenceId) -> None:
-        """Forgets a sequence that has ended, or that another worker owns; what is under way is not answered."""
+        """Removes a sequence that has ended, or that another worker owns; a step in progress is not answered."""
         kept = self._kept.pop(sequence, None)
         if kept is None:
             return
@@ -171,7 +155,7 @@ class EnsembleSteps:
         self._look()
 
     def cancel(self, sequence: SequenceId, number: int) -> bool:
-        """Breaks a sequence at a step that waits; False where that step is under way, or not here."""
+        """Breaks a sequence at a waiting step; returns false if that step is in progress, or not here."""
         kept = self._kept.get(sequence)
         steps = list(kept.waiting) if kept else []
         broken = [step for step in steps if step.place.number >= number]
@@ -183,11 +167,11 @@ class EnsembleSteps:
         return True
 
     def hold(self) -> None:
-        """Begins no step any more; those that are under way go on."""
+        """Begins no more steps; steps in progress continue."""
         self.paused = True
 
     async def pause(self) -> None:
-        """Begins no step any more, and waits until none is under way."""
+        """Begins no more steps, and waits until none is in progress."""
         self.hold()
         await self._idle.wait()
 
@@ -215,7 +199,7 @@ class EnsembleSteps:
         self._look()
 
     def _answered(self, item: Pending, response: Response | None) -> None:
-        """Takes note of a step that has ended, and begins the next one."""
+        """Handles the end of a step, and begins the next one."""
         self._look()
         assert isinstance(item, PendingStep), "it was admitted here"
         assert response is not None, "no stateful ensemble is decoupled"
@@ -227,7 +211,7 @@ class EnsembleSteps:
             self._break(kept, item, _ENDINGS.get(failure.code, InferenceFailed)(failure.message))
             return
         kept.counts = steps.counts()
-        # A step that has failed behind a stateful one has changed that, too.
+        # A step that failed behind a stateful model has changed that model's sequence, too.
         counts = np.array([kept.counts[model] for model in self._stateful], "<i8")
         item.state, item.changes_failing = (from_numpy(_STATE, counts),), True
         self._outlet.executed([item], [response])
@@ -235,14 +219,13 @@ class EnsembleSteps:
         self.pump()
 
     def _is_certain(self, item: PendingStep, steps: "_NumberedSteps") -> bool:
-        """Tells whether it is known which stateful models have got a step that failed.
+        """Returns whether it is known which stateful models have got a failed step.
 
-        If it was begun before, by a worker that has died, it may have come further then.
+        A worker that died may have got further with the step.
         """
         return steps.are_known and (item.lease.deliveries <= 1 or steps.are_all(self._stateful))
 
     def _break(self, kept: _Kept, step: PendingStep, error: QinferError) -> None:
-        """Ends a sequence that can't go on."""
         kept.is_over = True
         self._outlet.broken(step, error)
 
@@ -251,16 +234,7 @@ class EnsembleSteps:
 
 
 class _NumberedSteps:
-    """The way of the steps of one run, of which those of stateful models get flags and numbers.
-
-    Args:
-        steps: Where they go.
-        item: The step of the ensemble's sequence that is run.
-        counts: How many steps each stateful model has got before.
-
-    Attributes:
-        item: The same.
-    """
+    """Submits the steps of one run, and gives those of stateful models flags and numbers."""
 
     def __init__(self, steps: Steps, item: PendingStep, counts: dict[str, int]) -> None:
         self.item = item
@@ -270,11 +244,11 @@ class _NumberedSteps:
 
     @property
     def are_known(self) -> bool:
-        """Whether it is known of each that was submitted whether its model has got it."""
+        """Whether it is known of each submitted step if its model has got it."""
         return all(step.is_known for step in self._submitted.values())
 
     def are_all(self, stateful: Sequence[str]) -> bool:
-        """Tells whether all stateful models have got theirs."""
+        """Returns whether all stateful models have got their steps."""
         return all(model in self._submitted and self._submitted[model].is_taken for model in stateful)
 
     def counts(self) -> dict[str, int]:
@@ -283,7 +257,7 @@ class _NumberedSteps:
         return self._counts | {model: self._counts[model] + 1 for model in taken}
 
     def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
-        """See `Steps`."""
+        """Submits a step as `Steps.submit_step` does."""
         if not step.model.is_stateful:
             return self._steps.submit_step(step, request, sink, timeout_s)
         model, flags = step.model.name, self.item.request.sequence
@@ -315,7 +289,7 @@ class _NumberedStep:
 
     @property
     def is_taken(self) -> bool:
-        """Whether its model has got it, for certain."""
+        """Whether its model has certainly got it."""
         return self._is_answered or self.submitted.is_taken
 
     @property
@@ -324,16 +298,16 @@ class _NumberedStep:
         return self._has_ended or self.is_taken
 
     def deliver(self, response: Response) -> None:
-        """See `Sink`."""
+        """Passes on the response."""
         self._has_ended = True
-        # An answer may come before the word that the step was taken; only those of workers name the model.
+        # An answer may arrive before the note that the step was taken; only answers of workers name the model.
         self._is_answered = response.failure is None or bool(response.model)
         self._sink.deliver(response)
 
     def cancel(self) -> None:
-        """See `Submitted`."""
+        """Cancels the step."""
         self.submitted.cancel()
 
     def took(self, nbytes: int) -> None:
-        """See `Submitted`."""
+        """Reports bytes taken."""
         self.submitted.took(nbytes)

@@ -1,8 +1,9 @@
-"""The responses of a decoupled ensemble to one request: a stream of the worker's, as that of a decoupled model.
+"""The responses of a decoupled ensemble to one request: a stream of the worker, as for a decoupled model.
 
     Run ─▶ send ─▶ Stream ─▶ StreamOutlet … the caller takes ─▶ Run.go_on
 
-The event loop can't wait for room in the stream's window, so the run keeps what does not fit, and is called again.
+The event loop can't wait for room in the stream's window, so the run keeps responses that do not fit, and is called
+again.
 """
 
 import time
@@ -18,18 +19,10 @@ from qinfer_workers.inference.ensembles.run import Run
 
 
 class StreamedResponses:
-    """See the module docstring: the `Responses` of a run, and the `Source` of a stream.
+    """The `Responses` of a run, and the `Source` of a stream.
 
-    Args:
-        table: The worker's open streams.
-        item: The request.
-        responder: Makes the responses.
-        counted: Called with each response that leaves.
-        dropped: Called when nobody waits for responses any more.
-
-    Attributes:
-        responder: The same.
-        can_ask: False: a caller that cancels ends the run.
+    `counted` gets each response that leaves; `dropped` is called when the caller takes no more. `can_ask` is false,
+    because a caller that cancels ends the run.
     """
 
     can_ask = False
@@ -58,7 +51,7 @@ class StreamedResponses:
         self._table.watch()
 
     def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
-        """See `Responses`; one that does not fit the configuration ends the stream by an error."""
+        """Sends a response if there is room; one that does not fit the configuration ends the stream by an error."""
         with suppress(Cancelled):
             if not self._stream.offer(outputs, final=final, parameters=self._run.parameters):
                 return False
@@ -73,18 +66,18 @@ class StreamedResponses:
             self._stream.send(failure or (), final=True, wait=False)
 
     def timing(self, item: Pending, now_s: float) -> Timing:
-        """See `Source`."""
+        """Returns the times of the request so far."""
         lasted_ns = time.perf_counter_ns() - self._begin_ns
         waited_ns = int((now_s - item.enqueued_s) * 1e9) - lasted_ns
         return Timing(max(waited_ns, 0), 0, lasted_ns, 0, item.rows)
 
     def count(self, stream: Stream, response: Response) -> None:
-        """See `Source`."""
+        """Counts a response."""
         del stream
         self._counted(self._run, self._item, response)
 
     def _took(self, nbytes: int) -> None:
-        """Goes on with what had no room; 0 = nobody waits any more."""
+        """Sends the responses that had no room; ends the run at 0, when the caller takes no more."""
         if nbytes:
             self._run.go_on()
         else:

@@ -1,10 +1,10 @@
 """The spans of ensembles whose requests are recorded: one for each ensemble, and one for each step beneath it.
 
 request (the gateway's) ─┬─ queue      enqueued → its first steps begin
-└─ ensemble   first step begins → last one has ended
-├─ step        submitted → answered; beneath it what its model's worker records
-├─ ensemble    the same of one that is a step
-└─ publish
+                         └─ ensemble   first step begins → last one has ended
+                            ├─ step        submitted → answered; its worker's spans are beneath it
+                            ├─ ensemble    the same for one that is a step
+                            └─ publish
 """
 
 import logging
@@ -23,13 +23,9 @@ _LEFT = Failure("cancelled", "nobody waits for it any more")
 
 
 class RunTrace:
-    """The spans of one request; made when its first steps are about to begin.
+    """The spans of one recorded request; made before its first steps begin.
 
-    Args:
-        tracer: Takes them.
-        now_s: Returns the broker's time.
-        item: The request, which is recorded; what follows from it is part of the ensemble's span from now on.
-        plan: What it runs.
+    Later spans of the request belong to the ensemble's span.
     """
 
     def __init__(self, tracer: Tracer, now_s: Callable[[], float], item: Pending, plan: Plan) -> None:
@@ -56,7 +52,7 @@ class RunTrace:
         return _TracedSteps(self, steps)
 
     def ended(self, failure: Failure | None) -> None:
-        """Takes note of how the request has ended; without it, nobody waited for its end."""
+        """Notes how the request has ended; without this call, its caller has left."""
         self._failure = failure
 
     def close(self) -> None:
@@ -85,16 +81,16 @@ class RunTrace:
 
 
 class _TracedSteps:
-    """The way of steps that records them."""
+    """Submits steps, and records them."""
 
     def __init__(self, trace: RunTrace, steps: Steps) -> None:
         self._trace = trace
         self._steps = steps
 
     def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
-        """See `Steps`."""
+        """Submits a step with a span."""
         traced: _TracedSink | None = None
-        with _FENCE:  # it is run all the same
+        with _FENCE:  # the step runs without it
             traced = _TracedSink(self._trace, step, sink, self._trace.start(step))
             request.trace = traced.span.trace
         if traced is None:
@@ -120,7 +116,7 @@ class _TracedSink:
         self._sink = sink
 
     def deliver(self, response: Response) -> None:
-        """See `Sink`."""
+        """Passes on a response; the final one ends the span."""
         if response.final:
             self.end(response.failure)
         self._sink.deliver(response)
@@ -141,16 +137,16 @@ class _TracedSubmitted:
 
     @property
     def is_taken(self) -> bool:
-        """See `Submitted`."""
+        """Whether it is a step of a sequence that is known to be in the queue."""
         return self._submitted.is_taken
 
     def cancel(self) -> None:
-        """See `Submitted`."""
+        """Cancels the step, and ends its span."""
         self._submitted.cancel()
         self._sink.end(_LEFT)
 
     def took(self, nbytes: int) -> None:
-        """See `Submitted`."""
+        """Reports bytes taken."""
         self._submitted.took(nbytes)
 
 

@@ -12,12 +12,9 @@ from qinfer.tensors import Tensor, element_count
 
 
 class Value(msgspec.Struct, frozen=True):
-    """A tensor, and the response that it comes from.
+    """A tensor, with the parameters of the response that it comes from.
 
-    Attributes:
-        tensor: The tensor.
-        rows: The rows of the request that made it; 0 = its maker has no batch dimension.
-        parameters: The parameters of the response.
+    `rows` are those of the request that made it; 0 = its maker has no batch dimension.
     """
 
     tensor: Tensor
@@ -32,14 +29,10 @@ def renamed(value: Value, name: str, dims: tuple[int, ...], *, batched: bool) ->
 
 
 def reshaped(values: list[tuple[str, Value]], reshapes: Mapping[str, tuple[Reshape, ...]]) -> list[tuple[str, Value]]:
-    """Returns tensors as the ensembles that they come through reshape them.
-
-    Args:
-        values: (name, tensor).
-        reshapes: Name → what is done to the tensor's shape, in order.
+    """Returns named tensors in the shapes that the ensembles on their way give them.
 
     Raises:
-        InvalidRequest: A step has made another number of elements than an ensemble's configuration says.
+        InvalidRequest: The number of elements does not match an ensemble's configuration.
     """
     found = []
     for name, value in values:
