@@ -1,10 +1,10 @@
-"""The instants at which executions must have ended, in memory that a worker shares with the process that watches it.
+"""The instants at which executions must have ended, in memory shared with the process that watches the worker.
 
     worker: DueTable ── a double for each instance ──▶ renewer: DueReader, `overdue`
 
 A worker whose model holds the GIL can't report anything, so it writes in advance until when it may be silent: 8 bytes
-at the beginning and the end of each execution, without a system call. Instants are on the monotonic clock, which the
-processes of a machine share. The imports are cheap in time and memory.
+at the begin and end of each execution, without a system call. Instants are on the monotonic clock, which processes of a
+machine share. The imports are cheap.
 """
 
 import mmap
@@ -14,7 +14,7 @@ from collections.abc import Iterable, MutableSequence
 from typing import cast
 
 SLOTS = 1024
-"""Instances that have a place; only the worker watches further ones."""
+"""Only the worker watches further instances."""
 
 NAME_BYTES = 256
 """Longer names are cut."""
@@ -22,11 +22,11 @@ NAME_BYTES = 256
 _DOUBLES = SLOTS * 8
 
 GRACE_S = 5.0
-"""Seconds after an instant in which the worker may give back its entries and end by itself."""
+"""Seconds that the worker has to give back its entries and end by itself."""
 
 
 class DueTable:
-    """The worker's side of the table; the reader inherits the descriptor `fd`."""
+    """The worker's side; the reader inherits the descriptor `fd`."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("qinfer-due")
@@ -37,7 +37,7 @@ class DueTable:
         self._lock = threading.Lock()
 
     def place(self, name: str) -> tuple[MutableSequence[float], int]:
-        """Returns the sequence, and the place in it, where an instance notes its instant."""
+        """Returns the sequence, and the index in it, for an instance's instant."""
         with self._lock:
             if not self._free:
                 return [0.0], 0
@@ -56,14 +56,14 @@ class DueTable:
 
 
 class DueReader:
-    """The watching process's side of the table."""
+    """The watching process's side."""
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         self._due = memoryview(self._memory)[:_DOUBLES].cast("d")
 
     def overdue(self, now_s: float) -> list[str]:
-        """Returns the names of the instances whose instant and grace time have passed."""
+        """Returns the names of the instances whose instant and grace have passed."""
         return [self._name(place) for place in overdue(self._due, now_s)]
 
     def _name(self, place: int) -> str:
@@ -72,5 +72,5 @@ class DueReader:
 
 
 def overdue(due: Iterable[float], now_s: float) -> list[int]:
-    """Returns the places of the instants that passed longer than the grace time ago; 0 is no instant. Pure."""
+    """Returns the indices of passed instants, after the grace; 0 is no instant. Pure."""
     return [place for place, due_s in enumerate(due) if 0.0 < due_s < now_s - GRACE_S]

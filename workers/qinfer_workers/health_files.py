@@ -1,7 +1,7 @@
 """Two files whose ages show a program's health, for probes that start no Python.
 
-Workers, bulk workers, beat and bridges touch `live` while the event loop runs, even without Redis. Only workers touch
-`ready`, with each written heartbeat while the models are loaded; it is removed when one is not.
+`live` is touched while the event loop runs, even without Redis. Workers also touch `ready` at each written heartbeat,
+and remove it when a model is not loaded.
 """
 
 import asyncio
@@ -18,12 +18,9 @@ _EVERY_S = 5.0
 
 
 class HealthFiles:
-    """The health files in a process's directory, which is made if it is missing.
+    """The health files in a directory of the process.
 
     With `strict`, a model that failed to load makes the worker not ready.
-
-    Raises:
-        SettingsError: They can't be written.
     """
 
     def __init__(self, directory: Path, *, strict: bool) -> None:
@@ -43,7 +40,7 @@ class HealthFiles:
             await asyncio.sleep(_EVERY_S)
 
     def beaten(self, record: WorkerRecord) -> None:
-        """Touches or removes `ready` after a written heartbeat."""
+        """Touches or removes `ready`."""
         with contextlib.suppress(OSError):
             if record.lacks(strict=self._strict):
                 self._ready.unlink(missing_ok=True)

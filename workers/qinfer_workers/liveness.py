@@ -1,4 +1,4 @@
-"""The immediate exit of a program whose threads may wait for an unreachable broker or store."""
+"""Ends a program whose threads may wait for an unreachable broker or store."""
 
 import logging
 import os

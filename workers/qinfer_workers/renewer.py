@@ -1,18 +1,16 @@
 """The renewer: a process beside a worker that renews its leases, `python -m qinfer_workers.renewer PID`.
 
-A thread would need the GIL, which a model's code may hold for longer than a lease. The worker starts this small process
+A thread would need the GIL, which model code may hold for longer than a lease. The worker starts this small process
 (`renewals.ProcessRenewals`) and talks to it over two pipes:
 
     worker ── Hello, then each second Held ──▶ stdin │ renewer │ stdout ── Report, one a renewal ──▶ worker
 
-The renewer renews the leases that the worker reported last. When reports stop, because the GIL is held, it asks Redis
-for the entries that the worker has fetched since then, and renews those too. When the worker is gone, or stopped
-(SIGSTOP), it renews nothing, so that others take over the work.
+The renewer renews the last reported leases. Without reports, because the GIL is held, it asks Redis for entries that
+the worker has fetched since, and renews those too. When the worker is gone, or stopped (SIGSTOP), it renews nothing, so
+that others take over.
 
-The renewer also kills a worker whose execution exceeds its model's limit and which has not ended by itself, because the
-GIL is held (`due_table`, decision 0031).
-
-It imports no part of qinfer that would import numpy or pydantic.
+It also kills a worker whose execution exceeds its model's limit and which does not end by itself (`due_table`, decision
+0031). It imports neither numpy nor pydantic.
 """
 
 import os
@@ -35,10 +33,8 @@ from qinfer.queue.clients import Login, blocking_client
 from qinfer_workers.due_table import NAME_BYTES, DueReader
 
 REPORTS_PER_RENEWAL = 3
-"""Reports of held leases between two renewals."""
 
 GUARD_S = 0.5
-"""Seconds between two checks for executions over their limit."""
 
 _RETRY_S = 0.5
 _PAGE = 1000
@@ -48,9 +44,8 @@ _READ_BYTES = 1 << 16
 class Hello(msgspec.Struct, array_like=True):
     """The first message: how to renew. It has Redis' password, so it uses the pipe, and is never logged.
 
-    Leases that were fetched and not reported are renewed for `longest_s` at most. `due` is the inherited descriptor
-    of the worker's `DueTable`; 0 = it has none. `overdue_field` is the field of a model version's statistics that
-    counts executions over their limit.
+    Unreported leases are renewed for `longest_s` at most. `due` is the inherited descriptor of the worker's `DueTable`;
+    0 = none. `overdue_field` is the statistic that counts executions over their limit.
     """
 
     redis: Login
@@ -67,10 +62,9 @@ class Hello(msgspec.Struct, array_like=True):
 
 
 class Held(msgspec.Struct, array_like=True):
-    """The held leases: the key of each lane that the worker fetches from → entry id → until when to renew it.
+    """The held leases: key of each lane that the worker fetches from → entry id → until when to renew it (monotonic).
 
-    Instants are on the monotonic clock, which the processes of a machine share. `owners` maps the owners of sequences
-    to the keys of their leases; `now` asks for a renewal at once.
+    `owners` maps owners of sequences to the keys of their leases; `now` asks for a renewal at once.
     """
 
     lanes: dict[bytes, dict[bytes, float]]
@@ -81,8 +75,7 @@ class Held(msgspec.Struct, array_like=True):
 class Report(msgspec.Struct, array_like=True):
     """The outcome of a renewal.
 
-    `lost` has (lane's key, entry id); `failed` maps unreachable lanes and owners to the reason; `ended` are the owners
-    whose lease has ended.
+    `lost` has (lane's key, entry id), `failed` the reason by lane or owner, `ended` the owners without a lease.
     """
 
     began_s: float
@@ -93,7 +86,7 @@ class Report(msgspec.Struct, array_like=True):
 
 
 class Renewer:
-    """Renews the leases of one worker; blocking. Connects at the first renewal, when a cluster must be reachable."""
+    """Renews the leases of one worker; blocking. Connects at the first renewal."""
 
     def __init__(self, hello: Hello, client: Any = None) -> None:
         self._hello = hello
@@ -139,7 +132,6 @@ class Renewer:
         return report
 
     def _look(self, lane: bytes, now_s: float) -> None:
-        """Notes the entries that the worker has fetched from a lane since its last report."""
         group, consumer, known = self._hello.group, self._hello.consumer, self._reported.lanes[lane]
         unreported = self._unreported.setdefault(lane, {})
         since_s = now_s - self._reported_s + self._hello.every_s  # its reply may have been in transit
@@ -167,13 +159,10 @@ class Renewer:
 
 
 class _Inbox:
-    """Messages from the worker."""
-
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def read(self, wait_s: float) -> bool:
-        """Waits for bytes and takes those available; returns false at end of file."""
         ready, _, _ = select.select([sys.stdin.fileno()], [], [], max(wait_s, 0.0))
         if not ready:
             return True
@@ -182,7 +171,6 @@ class _Inbox:
         return bool(found)
 
     def take(self) -> bytes | None:
-        """Returns the next complete message, without its length."""
         if len(self._bytes) < LENGTH.size:
             return None
         end = LENGTH.size + LENGTH.unpack_from(self._bytes)[0]
@@ -194,17 +182,12 @@ class _Inbox:
 
 
 class _Outbox:
-    """Reports to the worker."""
-
     def __init__(self) -> None:
         self._unsent: list[tuple[bytes, bytes]] = []
         self._unreported = 0
 
     def send(self, report: Report) -> None:
-        """Sends a report; while the pipe is full, keeps only the lost leases and the count for the next one.
-
-        Waiting for the worker would let its leases expire.
-        """
+        """Sends a report; while the pipe is full, keeps only lost leases and counts, so that no lease expires."""
         report.lost = self._unsent + report.lost
         report.renewed += self._unreported
         _, ready, _ = select.select([], [sys.stdout.fileno()], [], 0)
@@ -215,7 +198,6 @@ class _Outbox:
 
 
 def _is_running(pid: int) -> bool:
-    """Returns whether a process exists and is neither stopped nor dead."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state = file.read().rpartition(b") ")[2][:1]
@@ -225,7 +207,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _guard(parent: int, due: DueReader, hello: Hello) -> None:
-    """Kills a worker that executes beyond a limit and does not end by itself, and counts its executions."""
+    """Kills a worker that stays over a limit, and counts its executions."""
     while os.getppid() == parent:
         time.sleep(GUARD_S)
         if _is_running(parent) and (overdue := due.overdue(time.monotonic())):
@@ -238,7 +220,6 @@ def _guard(parent: int, due: DueReader, hello: Hello) -> None:
 
 
 def _count(overdue: list[str], hello: Hello) -> None:
-    """Counts executions on behalf of the killed worker."""
     client: Any = blocking_client(hello.redis)
     for name in overdue:
         model, _, version = name.rpartition(":")
@@ -247,7 +228,7 @@ def _count(overdue: list[str], hello: Hello) -> None:
 
 
 def killed_line(models: list[str], pid: int, log_format: str) -> str:
-    """Returns the line of the worker's log; qinfer's logging would import the settings, which are large."""
+    """Returns the line of the worker's log; qinfer's logging would import the large settings."""
     at, event = datetime.now(UTC).isoformat(timespec="milliseconds"), "worker killed: an execution is over its limit"
     if log_format == "text":
         return f"{at[11:23]} ERROR   renewer: {event} models={','.join(models)} pid={pid}\n"
@@ -256,7 +237,6 @@ def killed_line(models: list[str], pid: int, log_format: str) -> str:
 
 
 def _serve(parent: int) -> None:
-    """Renews until the worker is gone."""
     inbox, outbox, renewer, due_s, is_well = _Inbox(), _Outbox(), None, 0.0, True
     decoder = msgspec.msgpack.Decoder(Held)
     while inbox.read(due_s - time.monotonic() if renewer else _RETRY_S) and os.getppid() == parent:
@@ -270,7 +250,7 @@ def _serve(parent: int) -> None:
                 continue
             held = decoder.decode(message)
             renewer.report(held)
-            if held.now and is_well:  # else a worker that waits for a success would ask again and again
+            if held.now and is_well:  # else a worker that waits for a success would ask in a loop
                 due_s = 0.0
         if renewer is None or time.monotonic() < due_s:
             continue
@@ -283,10 +263,10 @@ def _serve(parent: int) -> None:
 
 
 def main() -> int:
-    """Serves the worker whose process id is the first argument; a change of parent means that it is gone."""
+    """Serves the worker whose process id is the first argument."""
     protect_process(os.environ)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)  # they are for the worker, which still needs its leases to drain
+        signal.signal(signum, signal.SIG_IGN)  # they are for the worker, which needs its leases to drain
     try:
         _serve(int(sys.argv[1]))
     except BrokenPipeError:

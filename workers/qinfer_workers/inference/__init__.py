@@ -1,1 +1,1 @@
-"""The inference worker: fetches, batches, executes, publishes."""
+"""The inference worker."""

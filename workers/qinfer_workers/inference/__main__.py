@@ -1,6 +1,6 @@
 """The inference worker's composition root: `python -m qinfer_workers.inference`.
 
-Only this module reads the environment and builds adapters. SIGTERM and SIGINT drain it, SIGHUP does nothing.
+SIGTERM and SIGINT drain it; SIGHUP does nothing.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ from qinfer_workers.inference.worker import Worker
 logger = logging.getLogger("qinfer_workers.inference")
 
 GC_THRESHOLD = 50_000
-"""Allocations between collections: requests make no cycles, so frequent collections only cost latency."""
+"""Requests make no cycles, so frequent collections only cost latency."""
 
 
 async def serve(settings: Settings) -> None:
@@ -101,7 +101,6 @@ async def serve(settings: Settings) -> None:
 
 
 def _set_up_backends(settings: Settings) -> None:
-    """Sets where backends may keep files, and which variables models' processes see."""
     worker, cache_dir = settings.worker, settings.repository.cache_dir
     if cache_dir:
         use_engine_cache(Path(cache_dir) / "engines")
@@ -110,7 +109,7 @@ def _set_up_backends(settings: Settings) -> None:
 
 
 def main() -> int:
-    """Reads the settings, serves, and returns the exit status."""
+    """Runs the program and returns the exit status."""
     protect_process(os.environ)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # SIGHUP is for gateways; child processes ignore it too
     try:
@@ -132,7 +131,7 @@ def main() -> int:
 
 
 def _leave(status: list[int]) -> None:
-    """Exits at once if threads are left in a runtime: the interpreter would kill them, and C++ aborts then."""
+    """Exits at once if a runtime's threads are left: C++ aborts when the interpreter kills them."""
     if are_threads_left():
         logging.shutdown()
         sys.stdout.flush()

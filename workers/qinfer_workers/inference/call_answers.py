@@ -1,4 +1,4 @@
-"""The answers of calls between models, on their way from the event loop to the thread that waits: one, or a stream."""
+"""The answers of calls between models, from the event loop to the waiting thread: one, or a stream."""
 
 import asyncio
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from qinfer.errors import (
 from qinfer.submission.pending import Pending
 
 GRACE_S = 1.0
-"""Seconds for the event loop to report a deadline; a thread that outlives the loop waits no longer."""
+"""Seconds for the event loop to report a deadline, unless it has ended."""
 
 EXPIRED = "Request timeout expired"
 _CANCELLED = "the call was cancelled"
@@ -40,13 +40,13 @@ _ANSWERED = (
     UnknownFailure,
     UnsupportedFeature,
 )
-"""The errors that a model may answer with, whose codes the calling model gets."""
+"""Errors that a model may answer with; the calling model gets their codes."""
 _ALSO_HERE = (*_ANSWERED, BrokerUnavailable, DeadlineExceeded, QueueFull, StreamBroken)
 _RAISED: dict[str, type[QinferError]] = {error.code: error for error in _ALSO_HERE}
 
 
 class Answer:
-    """The sink of a call: a future that a thread waits for."""
+    """The sink of a call, for a waiting thread."""
 
     no_stream = ""
 
@@ -54,10 +54,10 @@ class Answer:
         self.future: Future[Response] = Future()
 
     def submitted(self, pending: Pending) -> None:
-        """Ignores the request: the answer arrives by itself."""
+        """Does nothing."""
 
     def fail(self, error: QinferError) -> None:
-        """Ends a call that was not enqueued."""
+        """Fails a call that was not enqueued."""
         self.future.set_exception(error)
 
     def deliver(self, response: Response) -> None:
@@ -67,10 +67,7 @@ class Answer:
 
 
 class Inbox:
-    """The sink of a call to a decoupled model: the event loop delivers responses, and a thread takes them.
-
-    `cancel` takes a request out of the queue, and returns whether it was pending.
-    """
+    """The sink of a call to a decoupled model: the event loop delivers, a thread takes."""
 
     no_stream = ""
 
@@ -87,7 +84,7 @@ class Inbox:
             self.leave()
 
     def fail(self, error: QinferError) -> None:
-        """Ends a call that was not enqueued."""
+        """Fails a call that was not enqueued."""
         self.came.put(error)
 
     def deliver(self, response: Response) -> None:
@@ -95,12 +92,12 @@ class Inbox:
         self.came.put(response)
 
     def took(self, nbytes: int) -> None:
-        """Reports the bytes that the thread has taken."""
+        """Reports bytes that the thread has taken."""
         if self._pending is not None and self._pending.stream is not None:
             self._pending.stream.took(nbytes)
 
     def cancel(self) -> None:
-        """Cancels at the called model, whose responses still come; otherwise ends the call at once."""
+        """Asks the called model to end, and waits for its last responses; else ends the call at once."""
         stream = None if self._pending is None else self._pending.stream
         if stream is not None and stream.cancel():
             return
@@ -109,17 +106,17 @@ class Inbox:
             self.came.put(Cancelled(_CANCELLED))
 
     def leave(self) -> None:
-        """Cancels a request without a waiting thread."""
+        """Cancels the request."""
         self._is_left = True
         if self._pending is not None:
             self._cancel(self._pending)
 
 
 class Responses:
-    """The responses of a call to a decoupled model, as a thread of the calling model takes them; made by `Caller`.
+    """The responses of a call to a decoupled model, for a thread of the calling model.
 
-    The called model sends at the pace at which this one takes: a window of responses is held here. The last response is
-    `final`, and may be empty. Closing or dropping the iterator earlier cancels the call.
+    A window of responses is held here, so the called model sends at this one's pace. The last response is `final`, and
+    may be empty. Closing or dropping the iterator earlier cancels the call.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, inbox: Inbox, model: str, left_s: Callable[[], float]) -> None:
@@ -134,12 +131,7 @@ class Responses:
         return self
 
     def __next__(self) -> Response:
-        """Waits for the next response; blocks this thread.
-
-        Raises:
-            StopIteration: The last one was the final one, or the call was closed.
-            QinferError: The call failed, as `Caller.call` does.
-        """
+        """Waits for the next response; blocks this thread."""
         if self._has_ended:
             raise StopIteration
         if self._untaken_bytes:
@@ -162,7 +154,7 @@ class Responses:
         return came
 
     def cancel(self) -> None:
-        """Asks the called model to end; for any thread. Its further responses come, or else `Cancelled`."""
+        """Asks the called model to end; for any thread. Its further responses follow, or `Cancelled`."""
         if not self._has_ended:
             self._on_loop(self._inbox.cancel)
 
@@ -176,7 +168,7 @@ class Responses:
         self.close()
 
     def _on_loop(self, callback: Callable[..., None], *args: int) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and all calls ended
+        with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, *args)
 
 

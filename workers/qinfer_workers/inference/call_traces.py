@@ -1,7 +1,7 @@
-"""The traces of calls and steps that are made for traced requests, for the trace files of gateways.
+"""Traces of the calls and steps of traced requests, for the trace files of gateways.
 
-A gateway marks a request that it traces (`InferRequest.calls`). Each call of its model and each step of its ensemble is
-noted here when it has ended, and the notes travel to the gateway with the last response (`Response.called`).
+A gateway marks a request that it traces (`InferRequest.calls`). Each ended call or step is noted here, and the notes
+travel to the gateway with the last response (`Response.called`).
 """
 
 import logging
@@ -17,14 +17,14 @@ from qinfer.tensors import Tensor
 _FENCE = Fence(logging.getLogger(__name__), "traces of calls lost, the calls go on without")
 
 MOST_TENSOR_BYTES = 16 * 1024
-"""Bytes of a tensor that are kept."""
+"""Of one tensor."""
 
 MOST_BYTES = 64 * 1024
-"""Bytes of all tensors of a call that are kept; further ones are left out."""
+"""Of all tensors of a call; further tensors are left out."""
 
 
 def traced(request: InferRequest, sink: Sink, now_s: Callable[[], float]) -> tuple[InferRequest, Sink]:
-    """Returns the request and the sink of a call, which notes the call if it is made for a traced request."""
+    """Returns the request and the sink of a call, which notes the call if it serves a traced request."""
     if request.calls is None:
         return request, sink
     own = msgspec.structs.replace(request, calls=CallTraces(has_tensors=request.calls.has_tensors))
@@ -32,7 +32,7 @@ def traced(request: InferRequest, sink: Sink, now_s: Callable[[], float]) -> tup
 
 
 class _NotingSink:
-    """The sink of a call, which notes the call before its caller has the last response."""
+    """Notes the call before its caller gets the last response."""
 
     def __init__(self, sink: Sink, request: InferRequest, into: CallTraces, now_s: Callable[[], float]) -> None:
         self.no_stream = sink.no_stream
@@ -46,8 +46,7 @@ class _NotingSink:
             self._keep(request.inputs, is_output=False)
 
     def deliver(self, response: Response) -> None:
-        """Notes a response and passes it on."""
-        with _FENCE:  # as above
+        with _FENCE:
             self._keep(response.outputs, is_output=True)
             if response.final:
                 self._into.add(self._called(response))

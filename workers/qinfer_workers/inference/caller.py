@@ -1,14 +1,11 @@
-"""Calls between models: requests of model code go into the queue, the answers to the threads that wait.
+"""Calls between models: requests of model code go into the queue, the answers to the waiting threads.
 
     instance thread ── resolve, check ──▶ event loop ── Submission.submit ──▶ lane ──▶ any worker
           ▲                                   │
           └──────────── answer ───────────────┴◀── reply:worker-<id>
 
-The worker is a client of the queue, like a gateway, and can call models that it does not host. It opens its reply
-stream and reads the catalog at the first call. The reply stream also carries the credits of the worker's own streams.
-
-A call may name an endpoint; the worker chooses the target by the same declarations as gateways. Steps of ensembles name
-models only.
+Like a gateway, the worker is a client of the queue, and calls models that it does not host. It opens its reply stream
+and reads the catalog at the first call. The stream also carries the credits of its own streams.
 """
 
 import asyncio
@@ -52,10 +49,10 @@ from qinfer_workers.inference.ensembles.local import LocalSteps
 logger = logging.getLogger(__name__)
 
 FRESH_S = 2.0
-"""Before a call, a view of the models that is older is read again, as in a gateway."""
+"""The greatest age of the view of models before a call, as in a gateway."""
 
 RECHECK_S = 0.25
-"""A refusal by a view that is older counts only when another look confirms it."""
+"""A refusal by an older view needs a second look."""
 
 _ENDING = "the worker ends"
 _DECOUPLED = (
@@ -69,7 +66,7 @@ class CallLimits(Protocol):
     """The rate limiter as calls use it."""
 
     def holds(self, callers: Sequence[Holder]) -> bool:
-        """Returns whether executions that wait for a call hold resources."""
+        """Returns whether waiting executions hold resources."""
         ...
 
     def conflict(self, spec: ModelSpec, callers: Sequence[Holder]) -> str:
@@ -78,10 +75,9 @@ class CallLimits(Protocol):
 
 
 class Caller:
-    """The `Caller` of a worker's executions; made on the event loop, called from the threads of its instances.
+    """The `Caller` of a worker's executions; made on the event loop, called from instance threads.
 
-    On the event loop, `called` gets the lane of each called model version, and `credited` the credits that arrive.
-    `limiter` is `None` without a rate limiter, `endpoints` is `None` if calls can't name endpoints.
+    On the event loop, `called` gets the lane of each called model version, and `credited` arriving credits.
     """
 
     local: LocalSteps
@@ -118,16 +114,16 @@ class Caller:
         self._is_following = False
 
     def go_short(self, local: LocalSteps) -> None:
-        """Lets steps of ensembles take the short cut through local batchers; call it before the first step."""
+        """Sets the short cut of steps, before the first one."""
         self.local = local
         local.submission = self._submission
 
     def use(self, cache: ResponseCache) -> None:
-        """Caches the responses of called models; call it before the first call."""
+        """Caches responses of called models; call it before the first call."""
         self._submission.use(cache)
 
     def call(self, request: InferRequest, deadline_s: float) -> Response:
-        """Calls a model as `qinfer.batching.execution.Caller.call` describes."""
+        """Implements `qinfer.batching.execution.Caller.call`."""
         deadline_s = self._deadline_s(request, deadline_s)
         request = self._aimed(request, deadline_s)
         served = self._checked(request, deadline_s)
@@ -143,7 +139,7 @@ class Caller:
         return response
 
     def stream(self, request: InferRequest, deadline_s: float) -> Responses:
-        """Calls a model as `qinfer.batching.execution.Caller.stream` describes."""
+        """Implements `qinfer.batching.execution.Caller.stream`."""
         deadline_s = self._deadline_s(request, deadline_s)
         request = self._aimed(request, deadline_s)
         served = self._checked(request, deadline_s)
@@ -152,7 +148,7 @@ class Caller:
         return Responses(self._loop, inbox, request.model, lambda: deadline_s - self._now_s())
 
     async def follow(self) -> None:
-        """Follows the catalog from the first call on, for steps of ensembles; returns once it was read.
+        """Follows the catalog for steps of ensembles; returns once it was read.
 
         Raises:
             BrokerUnavailable: The catalog can't be read now.
@@ -173,9 +169,9 @@ class Caller:
         cached: bool = True,
         near: bool = True,
     ) -> "Submitted":
-        """Submits a step of an ensemble, `timeout_s` before its deadline; call it on the event loop, after `follow`.
+        """Submits a step of an ensemble on the event loop, after `follow`.
 
-        Without `cached`, the response cache is not used; without `near`, neither is the short cut.
+        `cached` allows the response cache, `near` the short cut through a local batcher.
         """
         if self._is_closed:
             raise Cancelled(_ENDING)
@@ -197,7 +193,7 @@ class Caller:
                 pending = self._submission.submit(served, request, sink, timeout_s)
         except QinferError:
             raise
-        except Exception:  # the boundary, as in `_submit`
+        except Exception:
             logger.exception("step failed")
             raise _unexpected() from None
         self.local.called(served.lane)
@@ -214,14 +210,13 @@ class Caller:
         return [*self._open, *self._background]
 
     async def discard(self) -> None:
-        """Removes abandoned requests from the queue now; if Redis is away, their deadlines end them."""
+        """Removes abandoned requests from the queue; without Redis, their deadlines end them."""
         await self._submission.pending.discard()
 
     def _now_s(self) -> float:
         return self._queue.clock.now_s()
 
     def _deadline_s(self, request: InferRequest, deadline_s: float) -> float:
-        """Returns the deadline of a request of this thread, shortened by its own timeout."""
         if threading.get_ident() == self._loop_thread:
             raise InferenceFailed("a batch that the event loop executes can't call another model")
         return min(deadline_s, self._now_s() + request.timeout_s) if request.timeout_s else deadline_s
@@ -230,21 +225,16 @@ class Caller:
         timeout_s = min(deadline_s - self._now_s(), served.spec.max_timeout_s)
         if timeout_s <= 0:
             raise DeadlineExceeded(EXPIRED)
-        # The submission changes it. The deadline includes its timeout, so the queue gets none.
+        # The submission changes it. The deadline includes its timeout.
         request = msgspec.structs.replace(request, generation=0, attempt=0, timeout_s=0.0, payload=False)
         check(request, served)
         try:
             self._loop.call_soon_threadsafe(self._submit, served, request, answer, timeout_s)
-        except RuntimeError:  # the loop is closed
+        except RuntimeError:
             raise Cancelled(_ENDING) from None
 
     def _aimed(self, request: InferRequest, deadline_s: float) -> InferRequest:
-        """Returns a request for the chosen target, if it names an endpoint; blocks this thread.
-
-        Raises:
-            ModelNotFound: No target has the version that it names.
-            BrokerUnavailable: It names another version than the stable one, and the endpoints can't be followed now.
-        """
+        """Returns a request for the chosen target, if it names an endpoint."""
         endpoints = self.endpoints
         if endpoints is None:
             return request
@@ -257,11 +247,7 @@ class Caller:
         return aimed
 
     def _checked(self, request: InferRequest, deadline_s: float) -> Served:
-        """Finds the model of a call and checks that the call does not wait for itself; blocks this thread.
-
-        Raises:
-            InferenceFailed: It would wait for itself, or the calls are nested too deep.
-        """
+        """Finds the model of a call, and raises `InferenceFailed` for a call that waits for itself or is too deep."""
         holders = request.holders
         if depth_of(holders) > self._max_depth:
             raise InferenceFailed(
@@ -278,15 +264,15 @@ class Caller:
         return served
 
     def _endless(self, request: InferRequest, served: Served) -> str:
-        """Returns why a request would wait for itself by this view; empty = it would not."""
+        """Returns why a request would wait for itself; empty = it would not."""
         spec, version = served.spec, served.version
         if served.wait_s or spec.steps:
-            return ""  # no worker has the model yet; an ensemble holds no instance, and its steps are checked
+            return ""  # no worker has the model yet; an ensemble's steps are checked
         workers = sum(worker.is_ready(spec.name, version) for worker in self._catalog.workers())
         return endless(request.holders, spec.name, version, workers * spec.instance_count)
 
     def _served(self, model: str, version: int, deadline_s: float) -> Served:
-        """Finds the model, without the event loop if the view is fresh: a view is replaced whole, never changed."""
+        """Finds the model in this thread if the view is fresh: a view is replaced whole, never changed."""
         if self._now_s() - self._refreshed_at <= FRESH_S:
             with suppress(ModelNotFound, ModelNotReady):
                 return self._catalog.resolve(model, version)
@@ -295,7 +281,7 @@ class Caller:
     def _on_loop(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:  # the loop is closed
+        except RuntimeError:
             work.close()
             raise Cancelled(_ENDING) from None
 
@@ -309,7 +295,7 @@ class Caller:
             answer.submitted(held or self._submission.submit(served, request, sink, timeout_s))
         except QinferError as error:
             answer.fail(error)
-        except Exception:  # the boundary: an unexpected failure of a call must not end the worker
+        except Exception:  # the boundary: no failure of a call may end the worker
             logger.exception("call failed")
             answer.fail(_unexpected())
         else:
@@ -318,10 +304,8 @@ class Caller:
     def _submit_held(self, served: Served, request: InferRequest, sink: Sink, timeout_s: float) -> Pending | None:
         """Submits a call past the lane, because its callers hold resources or instances; `None` = use the lane.
 
-        In the lane, it could stay behind requests that wait for the same resources, so it goes straight to the batcher.
-
-        Raises:
-            InferenceFailed: Its callers hold resources that the model needs and can't get.
+        In the lane it could stay behind requests that wait for its callers. Raises `InferenceFailed` if its callers
+        hold what the model needs.
         """
         limiter, spec = self.limiter, served.spec
         if limiter is None or not spec.is_limited:
@@ -336,20 +320,18 @@ class Caller:
         if not is_here and (reason := limiter.conflict(spec, request.holders)):
             raise InferenceFailed(reason)
         self._called(served.lane)  # its batcher may be paused
-        # While the model is loaded anew, the batcher may be of another generation: the request uses the lane then.
+        # The batcher may be of another generation during a load: the lane is used then.
         return self._submission.submit_here(served, request, sink, timeout_s, self.local)
 
     def _outcome(self, outcome: "Future[T]", deadline_s: float) -> T:
-        """Waits for a result of the event loop; blocks this thread."""
         try:
             return outcome.result(max(deadline_s - self._now_s(), 0.0) + GRACE_S)
         except TimeoutError:
             raise DeadlineExceeded(EXPIRED) from None
-        except CancelledError:  # `close` ended it
+        except CancelledError:
             raise Cancelled(_ENDING) from None
 
     async def _look(self) -> None:
-        """Reads models and endpoints, and follows the endpoints from the first call on."""
         await self.listen()
         await self._refresh(FRESH_S)
         if self.endpoints is not None and not self._is_following_endpoints:
@@ -359,7 +341,6 @@ class Caller:
                 self._background.append(self._tasks.create_task(self.endpoints.run()))
 
     async def _resolve(self, model: str, version: int) -> Served:
-        """Finds the model on the event loop, after reading the view again if necessary."""
         await self.listen()
         await self._refresh(FRESH_S)
         with suppress(ModelNotFound, ModelNotReady):
@@ -368,7 +349,7 @@ class Caller:
         return self._catalog.asked(model, version)
 
     async def _within(self, work: Coroutine[Any, Any, T], deadline_s: float) -> T:
-        """Runs work for a call on the event loop until the call's deadline, or the worker's end."""
+        """Runs work for a call until the call's deadline or the worker's end."""
         if self._is_closed:
             work.close()
             raise Cancelled(_ENDING)
@@ -382,14 +363,14 @@ class Caller:
             raise DeadlineExceeded(EXPIRED) from None
         except QinferError:
             raise
-        except Exception:  # the boundary, as in `_submit`
+        except Exception:
             logger.exception("call failed")
             raise _unexpected() from None
         finally:
             self._open.discard(task)
 
     async def _refresh(self, older_than_s: float) -> None:
-        """Reads the models again if the view is older; while the store is away, the last view remains in use."""
+        """Reads the models again if the view is older; without the store, keeps the last view."""
         async with self._refreshing:
             if self._now_s() - self._refreshed_at <= older_than_s:
                 return
@@ -410,7 +391,6 @@ class Caller:
         await self._listening.wait()
 
     def _receive(self, blob: bytes) -> None:
-        """Takes answers of calls, or credits."""
         if not is_credits(blob):
             self._submission.pending.receive(blob)
             return
@@ -426,7 +406,7 @@ class FarSteps(NamedTuple):
     caller: Caller
 
     def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> "Submitted":
-        """Submits a step as `Caller.submit_step` does."""
+        """Submits a step through its lane."""
         return self.caller.submit_step(step, request, sink, timeout_s, near=False)
 
 
@@ -439,16 +419,16 @@ class Submitted(NamedTuple):
 
     @property
     def is_taken(self) -> bool:
-        """Whether it is a step of a sequence that is known to be in the queue."""
+        """Whether the queue is known to have the step of a sequence."""
         return self.pending.step is not None and self.pending.step.place is not None
 
     def cancel(self) -> None:
-        """Takes the step out of the queue or its batcher, and discards later answers."""
+        """Takes the step out of the queue or its batcher."""
         self.table.cancel(self.pending)
         self.local.leave(self.pending)
 
     def took(self, nbytes: int) -> None:
-        """Tells the worker of a decoupled step how many more bytes of its responses were taken."""
+        """Reports bytes taken of a decoupled step's responses."""
         if self.pending.stream is not None:
             self.pending.stream.took(nbytes)
 

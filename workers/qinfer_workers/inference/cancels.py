@@ -1,8 +1,8 @@
 """Watches for cancelled requests, so that a worker drops them within half a second.
 
-    gateway ── Queue.cancel ──▶ `cancels` of the model's slot ── read here ──▶ LeaseKeeper.cancel
+gateway ── Queue.cancel ──▶ `cancels` of the model's slot ── read here ──▶ LeaseKeeper.cancel
 
-Only items held for a while are looked up, so that fast models cost nothing.
+The watch looks at items held for a while, so that fast models cost nothing.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 EVERY_S = 0.2
 
 HELD_S = 0.1
-"""Items held for a shorter time are not looked up."""
+"""Items held for less are not looked up."""
 
 
 class CancelWatch:
@@ -43,14 +43,13 @@ class CancelWatch:
                 self._outage.failed(error.message)
 
     async def look(self) -> None:
-        """Asks once about each partition with an item that has been held for a while."""
+        """Asks once about each partition with an item held for a while."""
         partitions: dict[tuple[str, int], list[Held]] = {}
         for item in self._keeper.held_before(time.monotonic() - HELD_S):
             lane = item.lease.entry.lane
             partitions.setdefault((lane.model, lane.partition), []).append(item)
         self._read = {place: mark for place, mark in self._read.items() if place in partitions}
         for (model, partition), items in partitions.items():
-            # A request can't be cancelled before it is enqueued.
             since = min([item.lease.entry.enqueued_s for item in items])
             after = self._read.get((model, partition), str(int(since * 1000) - 1))
             found = await self._queue.marks.cancelled(model, partition, after)

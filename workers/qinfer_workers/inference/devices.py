@@ -1,4 +1,4 @@
-"""The devices that a worker has, and those of a model's instances."""
+"""The devices of a worker, and of a model's instances."""
 
 import re
 from collections.abc import Collection
@@ -13,8 +13,7 @@ _GPU = re.compile(r"nvidia\d+")
 def gpus_here(allowed: tuple[int, ...] | None, visible: str | None, dev: Path = Path("/dev")) -> tuple[int, ...]:
     """Returns the GPUs that this worker may use, by index, ascending.
 
-    The setting `worker.gpus` (`allowed`) takes precedence over CUDA_VISIBLE_DEVICES (`visible`), with which CUDA sees
-    only the listed devices, numbered from 0.
+    The setting `allowed` takes precedence over CUDA_VISIBLE_DEVICES (`visible`), whose devices CUDA numbers from 0.
     """
     if allowed is not None:
         return tuple(sorted(set(allowed)))
@@ -27,27 +26,23 @@ def gpus_here(allowed: tuple[int, ...] | None, visible: str | None, dev: Path = 
 
 
 def known_as(gpus: Collection[int], visible: str | None) -> dict[int, str]:
-    """Returns CUDA's number of each GPU → its id in NVML, which numbers all GPUs of a machine: indices or UUIDs."""
+    """Returns CUDA's number of each GPU → its id in NVML, an index or a UUID."""
     listed = [part.strip() for part in visible.split(",")] if visible else []
     return {number: listed[number] if number < len(listed) else str(number) for number in gpus}
 
 
 def named(gpus: Collection[int]) -> str:
-    """Returns the devices of a worker as its heartbeat lists them: `cpu`, or `cpu, gpu 0, gpu 1`."""
+    """Returns the devices as the heartbeat lists them: `cpu`, or `cpu, gpu 0, gpu 1`."""
     return ", ".join(["cpu", *(f"gpu {number}" for number in gpus)])
 
 
 def groups_of(spec: ModelSpec, gpus: Collection[int]) -> list[InstanceSpec]:
-    """Returns the instance groups of this worker; those on GPUs that it lacks are omitted."""
+    """Returns the instance groups, without those on GPUs that this worker lacks."""
     return [group for group in spec.instances if group.device.kind == "cpu" or group.device.number in gpus]
 
 
 def devices_of(spec: ModelSpec, gpus: Collection[int]) -> tuple[Device, ...]:
-    """Returns the device of each instance of this worker; instances on GPUs that the worker lacks are omitted.
-
-    Raises:
-        ModelLoadFailed: All are omitted.
-    """
+    """Returns the device of each instance, without those on GPUs that this worker lacks."""
     devices = tuple(group.device for group in groups_of(spec, gpus) for _ in range(group.count))
     if not devices:
         numbers = sorted({group.device.number for group in spec.instances})

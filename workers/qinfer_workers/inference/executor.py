@@ -1,7 +1,7 @@
 """Instance threads: one thread for each model instance, all fed from one queue, or each from its own.
 
-Lean on purpose: a `SimpleQueue` in and `call_soon_threadsafe` out cost a few microseconds a batch, a concurrent future
-several times that. The runtimes release the GIL while they compute, so that the event loop runs beside them.
+A `SimpleQueue` in and `call_soon_threadsafe` out cost a few microseconds a batch, a concurrent future several times
+that. The runtimes release the GIL while they compute.
 """
 
 import asyncio
@@ -24,10 +24,7 @@ from qinfer.observe.model_metrics import ModelSeries
 logger = logging.getLogger(__name__)
 
 SHORT_S = 0.0005
-"""Executions expected to take at most this long run on the event loop.
-
-Two thread switches and the contention for the GIL would cost more than they gain (decision 0006).
-"""
+"""Shorter executions run on the event loop: thread switches would cost more (decision 0006)."""
 
 _LEAVE_S = 10.0
 _threads: "WeakSet[threading.Thread]" = WeakSet()
@@ -37,7 +34,7 @@ T = TypeVar("T")
 
 
 class Borrower(Protocol):
-    """Uses a lent instance for a while, outside the batcher's executions."""
+    """Uses a lent instance."""
 
     def run(self, instance: Backend) -> None:
         """Uses the instance, in its thread; raises nothing."""
@@ -48,7 +45,7 @@ _Job = tuple[Execution | Borrower, Callable[..., None]]
 
 
 async def in_thread(name: str, call: Callable[[], T]) -> T:
-    """Runs a blocking call in a thread of its own, which a process that ends does not wait for."""
+    """Runs a blocking call in a daemon thread."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -64,7 +61,7 @@ async def in_thread(name: str, call: Callable[[], T]) -> T:
 
 
 def are_threads_left() -> bool:
-    """Returns whether threads still load or execute, which the interpreter would end abruptly."""
+    """Returns whether threads still load or execute."""
     return any(thread.is_alive() for thread in _threads)
 
 
@@ -74,12 +71,8 @@ def _start(thread: threading.Thread) -> None:
 
 
 class _End(Enum):
-    """Ends the thread of the instance that takes it."""
-
     ALL = "all"
-    """All threads end."""
     ONE = "one"
-    """The other threads continue."""
 
 
 _Jobs = queue.SimpleQueue[_Job | _End]
@@ -88,7 +81,7 @@ _Jobs = queue.SimpleQueue[_Job | _End]
 class ThreadExecutor:
     """Runs executions on loaded backends: the `Executor` of `qinfer.batching.batcher`.
 
-    `done` callbacks run on `loop`. With `pinned`, each instance has a queue, and executions name their instance.
+    With `pinned`, each instance has a queue, and executions name their instance.
     """
 
     def __init__(
@@ -102,7 +95,6 @@ class ThreadExecutor:
         self._started = 0
         self._running = 0
         self._queues: list[_Jobs] = []
-        """The queue of each instance: one shared queue, unless they are pinned."""
         self.grow(instances)
 
     def grow(self, instances: Sequence[Backend]) -> None:
@@ -115,11 +107,11 @@ class ThreadExecutor:
             self._started += 1
             jobs: _Jobs = queue.SimpleQueue() if self._pinned or not self._queues else self._queues[0]
             self._queues.append(jobs)
-            # Daemons: a call that never returns must not keep a drained worker from exiting.
+            # Daemons: a call that never returns must not keep a drained worker alive.
             _start(threading.Thread(target=self._serve, args=(instance, jobs), name=name, daemon=True))
 
     def shrink(self, surplus: int) -> None:
-        """Unloads `surplus` instances: idle ones first, or the last ones if pinned; at least one must remain."""
+        """Unloads surplus instances, idle ones first unless pinned; at least one must remain."""
         self.count -= surplus
         for _ in range(surplus):
             self._queues.pop().put(_End.ONE)
@@ -137,7 +129,7 @@ class ThreadExecutor:
         self._queues[instance].put((execution, done))
 
     def lend(self, borrower: Borrower, done: Callable[[Borrower], None]) -> None:
-        """Lends an instance as soon as one is free; `done` is called on the event loop when it is given back."""
+        """Lends an instance as soon as one is free; calls `done` on the event loop afterwards."""
         self._running += 1
         self._queues[0].put((borrower, done))
 
@@ -150,18 +142,18 @@ class ThreadExecutor:
         return added_up(use for instance in list(self._instances) for use in memory_of(instance))
 
     def metrics(self) -> list[ModelSeries]:
-        """Returns the metrics of the instances' models; for any thread."""
+        """Returns the metrics of the models; for any thread."""
         return [one for instance in list(self._instances) for one in metrics_of(instance)]
 
     def recall(self) -> list[Execution]:
-        """Takes back the executions that no instance has taken; borrowers stay."""
+        """Takes back the executions that have not begun."""
         recalled: list[Execution] = []
         for jobs in dict.fromkeys(self._queues):
             recalled += self._recall(jobs)
         return recalled
 
     def retire(self) -> None:
-        """Unloads every instance once it has executed its queued batches, and their streams have ended."""
+        """Unloads the instances after their queued executions and streams."""
         for jobs in self._queues:
             jobs.put(_End.ALL)
 
@@ -184,7 +176,6 @@ class ThreadExecutor:
         self._on_loop = all(instance.short_on_loop for instance in self._instances)
 
     def _leave(self, instance: Backend, left: threading.Event) -> None:
-        """Removes an instance, so that nothing runs on it any more."""
         self._instances.remove(instance)
         self._note_instances()
         left.set()
@@ -199,11 +190,11 @@ class ThreadExecutor:
             try:
                 self._loop.call_soon_threadsafe(self._ended, execution, done)
             except RuntimeError:
-                return  # the loop is closed: the process is ending, and the leases pass to another worker
-            del job, execution, done  # an idle instance must not keep its last batch's tensors alive
+                return  # the process is ending
+            del job, execution, done  # an idle instance must not keep its last tensors alive
         if job is _End.ONE:
             left = threading.Event()
-            with suppress(RuntimeError):  # the loop is closed
+            with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._leave, instance, left)
                 left.wait(_LEAVE_S)
         for stream in streams:

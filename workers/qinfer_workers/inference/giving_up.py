@@ -1,4 +1,4 @@
-"""The abrupt end of a worker: an instance hangs and can't be ended otherwise, or Redis is away."""
+"""The abrupt end of a worker, because an instance hangs or Redis is away."""
 
 import asyncio
 import logging
@@ -18,11 +18,11 @@ from qinfer_workers.inference.serving import LaneBatcher
 logger = logging.getLogger(__name__)
 
 STATUS = 70
-"""The exit status of a worker that has ended itself (EX_SOFTWARE of sysexits.h)."""
+"""EX_SOFTWARE of sysexits.h."""
 
 _SETTLE_S = 1.0
 _OTHERS_S = GRACE_S - 2 * _SETTLE_S
-"""How long batches of other instances may take to end."""
+"""For batches of other instances."""
 
 
 def overdue_error(clock: ExecutionClock) -> ExecutionOverdue:
@@ -31,7 +31,7 @@ def overdue_error(clock: ExecutionClock) -> ExecutionOverdue:
 
 
 def fail_overdue(batcher: LaneBatcher, item: Pending, error: ExecutionOverdue) -> None:
-    """Answers an item that has executed alone for too long; another execution would last as long."""
+    """Answers an item that has executed alone for too long; another try would take as long."""
     if (streams := batcher.model.streams) is not None:
         streams.cancel(item, error)
     else:
@@ -41,11 +41,7 @@ def fail_overdue(batcher: LaneBatcher, item: Pending, error: ExecutionOverdue) -
 async def end_worker(
     pauses: Sequence[Coroutine[Any, Any, Any]], publisher: Publisher, retire: Callable[[], Awaitable[None]]
 ) -> None:
-    """Gives back unexecuted items, publishes finished ones, and ends the process.
-
-    `pauses` give back items and then wait for executions, but not for the one that hangs; `retire` records the worker's
-    end.
-    """
+    """Gives back unexecuted items, publishes finished ones, and ends the process."""
     tasks = [asyncio.ensure_future(pause) for pause in pauses]
     await asyncio.wait(tasks, timeout=_OTHERS_S)
     with suppress(TimeoutError, QinferError):
@@ -57,7 +53,7 @@ async def end_worker(
 
 
 def cut_short(drain: asyncio.Timeout, away_s: float) -> None:
-    """Ends a drain now, if Redis is away for too long."""
+    """Ends a drain if Redis is away for too long."""
     if away_s >= PATIENCE_S and not drain.expired():
         logger.warning("drain cut short: nothing executes, and redis is away", extra={"away_s": round(away_s, 1)})
         drain.reschedule(asyncio.get_running_loop().time())

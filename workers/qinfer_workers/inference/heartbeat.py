@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 SPEEDS_EVERY_S = 10.0
 _SPEEDS_AGAIN = 20
-"""Speeds that are written again each time, although unchanged."""
+"""Unchanged speeds that are written again each time."""
 _NO_METRICS = model_metrics.record_of(())
 
 _States = Callable[[], dict[str, dict[int, VersionState]]]
@@ -41,7 +41,7 @@ AnyBatcher = LaneBatcher | SequenceBatcher | EnsembleSteps
 _LoadTimes = Callable[[], dict[str, dict[int, float]]]
 _Memory = Callable[[], dict[str, dict[int, tuple[MemoryUse, ...]]]]
 USAGE_EVERY_S = 2.0
-"""Seconds between two measurements of resource usage: Triton's interval."""
+"""Triton's interval."""
 
 
 class Tally(Protocol):
@@ -55,8 +55,7 @@ class Tally(Protocol):
 class Heartbeat:
     """Writes the worker's record and adds its statistics.
 
-    The attributes supply fields of the record, except `tallies`, which are added to the statistics. `beaten` gets each
-    record that was written, `missed` the seconds since the first of the beats that failed.
+    `beaten` gets each written record, `missed` the seconds since the first of the failed beats.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Heartbeat:
         self._last_completed = 0
         self._unsent: dict[Key, dict[str, int]] = {}
         self._pushes = CountPushes(store.client)
-        self._adding = asyncio.Lock()  # after waiting for this lock, all counts have been added
+        self._adding = asyncio.Lock()  # its waiters find all counts added
         self._metrics = _NO_METRICS
         self._metrics_put_at_s = self._started_at
         self._speeds: dict[Key, Speed] = {}
@@ -103,7 +102,7 @@ class Heartbeat:
         self._changed.set()
 
     def drains(self) -> None:
-        """Announces that the worker fetches no more, and only finishes what it holds."""
+        """Announces that the worker fetches no more."""
         self._draining = True
         self.changed()
 
@@ -120,7 +119,7 @@ class Heartbeat:
 
     async def _beat_on(self) -> None:
         outage = OutageLog(logger, "no heartbeat", "heartbeats again")
-        # True until readers of the record were woken.
+        # until readers of the record were woken
         is_news = False
         while True:
             is_news = is_news or self._changed.is_set()
@@ -141,7 +140,7 @@ class Heartbeat:
                 continue
 
     async def beat(self) -> None:
-        """Writes one record, and adds the statistics since the last."""
+        """Writes one record and the statistics since the last."""
         batchers, states = list(self._batchers()), self._states()
         for (model, version), reason in self.unready().items():
             if (state := states.get(model, {}).get(version)) is not None:
@@ -181,7 +180,7 @@ class Heartbeat:
         await self._put_speeds({_key(batcher) for batcher in batchers}, now_s)
 
     async def add_counts(self) -> None:
-        """Adds to the statistics all that was counted before the call."""
+        """Adds all counts made before the call to the statistics."""
         async with self._adding:
             for batcher in list(self._batchers()):
                 self.collect(batcher)
@@ -192,7 +191,7 @@ class Heartbeat:
             await self.flush()
 
     async def _tell_metrics(self) -> None:
-        """Writes the models' own metrics when they have changed, and now and then in case Redis has lost them.
+        """Writes changed model metrics, and unchanged ones now and then in case Redis has lost them.
 
         A thread reads them: a model may have tens of thousands.
         """
@@ -207,7 +206,7 @@ class Heartbeat:
         self._metrics, self._metrics_put_at_s = record, now_s
 
     async def _answer_reads(self) -> None:
-        """Adds the counts when a client reads the statistics of a model that is here, until cancelled."""
+        """Adds the counts whenever a client reads the statistics of a model that is here."""
         last = "0-0"
         while True:
             try:
@@ -220,7 +219,7 @@ class Heartbeat:
                 await asyncio.sleep(self._settings.heartbeat_every_s)
 
     def collect(self, batcher: AnyBatcher) -> None:
-        """Takes a batcher's statistics since the last time, and its speed, for the next beat."""
+        """Takes a batcher's statistics and speed for the next beat."""
         key, deltas, rps = _key(batcher), batcher.tally.drain(), batcher.speed_rps()
         if deltas:
             stats.add(self._unsent.setdefault(key, {}), deltas)
@@ -236,24 +235,23 @@ class Heartbeat:
         return Underway(busy=_busy(batchers), direct=by_model(direct))
 
     def _memory(self) -> dict[str, dict[int, tuple[MemoryUse, ...]]]:
-        """Measures the memory of the models, in the thread that measures all resources."""
         executors = {_key(batcher): batcher.model.executor for batcher in list(self._batchers())}
         found = {key: one.memory() for key, one in executors.items() if isinstance(one, ThreadExecutor)}
         return by_model({key: uses for key, uses in found.items() if uses})
 
     async def flush(self) -> None:
-        """Adds the collected statistics; retries later what cannot be added now."""
+        """Adds the collected statistics; failed ones are kept for later."""
         for key in list(self._unsent):
             deltas = self._unsent.pop(key)
             try:
-                # A drain cancels a beat and beats once more: a write in progress must not be counted again.
+                # A drain cancels a beat and beats again: a write in progress must not be repeated.
                 await asyncio.shield(self._store.add_stats(*key, deltas))
             except Exception:
                 stats.add(self._unsent.setdefault(key, {}), deltas)
                 raise
 
     async def _put_speeds(self, served: set[Key], now_s: float) -> None:
-        """Writes speeds: changed ones and a few others every few seconds, those of versions no longer served at once.
+        """Writes changed speeds and a few others every few seconds, those of versions no longer served at once.
 
         The others have turns, because Redis may have lost them.
         """
@@ -285,7 +283,6 @@ def _speeds(batchers: Iterable[AnyBatcher], *, at_best: bool) -> dict[str, dict[
 
 
 def _busy(batchers: Iterable[AnyBatcher]) -> dict[str, dict[int, int]]:
-    """Counts executing requests, without those that wait for a free instance."""
     busy = {}
     for batcher in batchers:
         queued = sum(len(execution.items) for execution in batcher.expected_ends if not execution.begin_ns)
@@ -294,11 +291,7 @@ def _busy(batchers: Iterable[AnyBatcher]) -> dict[str, dict[int, int]]:
 
 
 class ResourceUsage:
-    """Measures CPU time, memory and GPUs in a thread: slow files and drivers must not delay a heartbeat.
-
-    `models` measures the models' memory; it may fail while one is loaded or unloaded. The attributes are the last
-    measurements.
-    """
+    """Measures CPU time, memory and GPUs in a thread: slow drivers must not delay a heartbeat."""
 
     def __init__(self, gpus: Collection[int], models: _Memory = dict, every_s: float = USAGE_EVERY_S) -> None:
         self.process: ProcessUse | None = None
@@ -310,7 +303,7 @@ class ResourceUsage:
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Starts the thread, which ends with `stop`."""
+        """Starts the thread."""
         threading.Thread(target=self._run, name="resource-usage", daemon=True).start()
 
     def stop(self) -> None:
@@ -318,7 +311,7 @@ class ResourceUsage:
         self._ended.set()
 
     def read(self) -> None:
-        """Measures once. CPU time never falls, though a process that just ended may be in neither account."""
+        """Measures once. CPU time never falls, although a just ended process may be counted nowhere."""
         use = read_use()
         if use is not None:
             cpu_s = max(use.cpu_s, self.process.cpu_s if self.process is not None else 0.0)
@@ -326,7 +319,7 @@ class ResourceUsage:
         self.gpus = self._meter.read()
         try:
             self.memory = self._models()
-        except Exception:  # the boundary to backends, one of which may be unloaded right now
+        except Exception:  # the boundary to backends, which may be unloading
             logger.debug("memory of models not measured", exc_info=True)
 
     def _run(self) -> None:

@@ -2,8 +2,7 @@
 
     leases ─▶ decode ─▶ tried too often? ─▶ payload apart? ─▶ ready        rejected items go to the publisher
 
-A request of a tenant that names a sequence waits like one with its payload apart, until Redis has given the id by which
-the model knows the sequence: requests of other tenants may name the same one (`ToldIds`).
+Tenants may use the same sequence id, so a request waits until Redis has given the id that the model gets (`ToldIds`).
 """
 
 import asyncio
@@ -32,29 +31,28 @@ from qinfer_workers.inference.serving import LaneBatcher
 logger = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
-"""Delay before an unreadable entry is released; this worker would fetch it again at once otherwise."""
+"""Delay of releases, so that this worker does not fetch the same entry again at once."""
 
 LEAST_DELIVERIES = 2
-"""An entry that shared a batch when its worker died has one delivery that is no evidence against it."""
+"""The first delivery may have ended because of another item of its batch."""
 BROKEN = "the worker that executed the request ended in the middle of its responses; send the request again"
-"""The reason why a stream is not executed again."""
 
 
 _TOLD_S = 60.0
-"""Seconds for which the id that a model is told is remembered; Redis keeps it for five minutes."""
+"""Redis keeps the id for five minutes."""
 
 _MOST_TOLD = 65536
 
 
 class Taken(NamedTuple):
-    """The items of some leases: those that can run, and those with something still to be read."""
+    """Items that can run, and items with something still to be read."""
 
     ready: list[Pending]
     external: list[Pending]
 
 
 class ToldIds:
-    """The ids of sequences that are given to models without sequences; stateful models have their `SequenceService`."""
+    """The sequence ids that models without sequences get."""
 
     def __init__(self, queue: Queue, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         self._queue = queue
@@ -62,7 +60,7 @@ class ToldIds:
         self._known: dict[tuple[str, SequenceId], tuple[int | str, float]] = {}
 
     def tell(self, request: InferRequest) -> bool:
-        """Puts the id into a request; returns false if it is needed and not known yet."""
+        """Puts the id into a request; returns false if it is needed and unknown."""
         flags = request.sequence
         if flags is None or not flags.id or not request.tenant or isinstance(flags, ToldSequence):
             return True
@@ -73,11 +71,7 @@ class ToldIds:
         return True
 
     async def ask(self, request: InferRequest, spec: ModelSpec) -> None:
-        """Asks Redis for the id of a request, and puts it in.
-
-        Raises:
-            QinferError: Redis is away.
-        """
+        """Asks Redis for the id of a request, and puts it in."""
         model, sequence = named = _named(request)
         bits = 64 if spec.sequences is None else spec.sequences.told_bits
         told = await self._queue.sequences(model, request.partition).tell(sequence, bits)
@@ -88,7 +82,7 @@ class ToldIds:
 
 
 class Intake:
-    """Makes pending items of leases; gives up entries that were delivered more than `max_deliveries` times."""
+    """Makes pending items of leases."""
 
     def __init__(self, queue: Queue, publisher: Publisher, max_deliveries: int) -> None:
         self._queue = queue
@@ -99,7 +93,7 @@ class Intake:
         self._outage = OutageLog(logger, "payloads not read, trying again", "payloads are read again")
 
     def items(self, batcher: LaneBatcher, leases: Iterable[Lease]) -> Taken:
-        """Decodes leases; those that can't be executed are buried, answered or released, and left out."""
+        """Decodes leases; those that can't be executed are buried, answered or released."""
         taken = Taken([], [])
         for lease in leases:
             try:
@@ -119,7 +113,7 @@ class Intake:
         return taken
 
     async def whole(self, batcher: LaneBatcher, leases: Sequence[Lease]) -> list[Lease]:
-        """Answers reclaimed entries of which a dead worker has sent a part; returns the others, to be executed."""
+        """Answers entries of which a dead worker has sent a part; returns the others."""
         spec = batcher.model.spec
         if not spec.decoupled or spec.stream_resume:
             return list(leases)
@@ -130,7 +124,6 @@ class Intake:
         return whole
 
     def _break(self, batcher: LaneBatcher, lease: Lease) -> None:
-        """Answers an entry whose stream is broken: the rest of its responses can't be reproduced."""
         try:
             request = self._reader.decode(lease.frame)
         except PayloadApart as external:
@@ -144,10 +137,9 @@ class Intake:
         batcher.fail([item], StreamBroken(BROKEN))
 
     async def complete(self, batcher: LaneBatcher, external: Sequence[Pending]) -> list[Pending]:
-        """Reads the payloads and ids that items still lack; leaves out items that are not to be executed.
+        """Reads the payloads and ids that items lack; drops cancelled and expired items, whose payload is gone.
 
-        A missing payload belongs to a cancelled or expired request, whose caller is gone. A cancellation of this task
-        gives all items back.
+        A cancellation of this task gives all items back.
         """
         reads = [asyncio.ensure_future(self._rest(batcher, item)) for item in external]
         try:
@@ -161,7 +153,7 @@ class Intake:
             ]
             self._publisher.give_back(left)
             raise
-        # Nothing is awaited from here on: the model may change at each await.
+        # No await from here on: the model may change at each.
         return [
             item
             for item, payload in zip(external, payloads, strict=True)
@@ -169,12 +161,12 @@ class Intake:
         ]
 
     def put_off(self, external: Iterable[Pending]) -> None:
-        """Leaves items whose tensors can't be read now to another worker, or to this one after a while."""
+        """Releases items later, because their tensors can't be read now."""
         for item in external:
             self._publisher.release_later(item, PAUSE_S)
 
     def is_readable(self, batcher: LaneBatcher, lease: Lease) -> bool:
-        """Returns whether this version can read an entry; releases one of a newer qinfer for another worker."""
+        """Returns whether this version can read an entry; releases one of a newer qinfer."""
         try:
             decode_request(lease.frame)
         except NewerVersion:
@@ -185,7 +177,7 @@ class Intake:
         return True
 
     def fits(self, batcher: LaneBatcher, item: Pending) -> bool:
-        """Checks an item that was admitted under another generation; answers it if it does not fit any more."""
+        """Validates an item admitted under another generation; answers it if it does not fit."""
         try:
             item.rows = validate(item.request, batcher.model.spec)
             if batcher.model.spec.sequences is not None:
@@ -197,7 +189,6 @@ class Intake:
         return True
 
     def _is_tried(self, batcher: LaneBatcher, item: Pending) -> bool:
-        """Counts a redelivery; buries and answers an item that was delivered too often."""
         batcher.tally.redelivered()
         if item.lease.deliveries <= self._most:
             return True
@@ -205,7 +196,6 @@ class Intake:
         return False
 
     def _unreadable(self, batcher: LaneBatcher, lease: Lease, error: CorruptEntry) -> None:
-        """Releases an entry that a newer qinfer wrote, and buries a damaged one."""
         if isinstance(error, NewerVersion):
             self._release_newer(batcher, lease)
             return
@@ -214,7 +204,7 @@ class Intake:
 
     def _pending(self, batcher: LaneBatcher, lease: Lease, request: InferRequest) -> Pending:
         enqueued_s = lease.entry.enqueued_s
-        request.version = batcher.model.version  # differs from the submitted one if the entry was moved while it waited
+        request.version = batcher.model.version  # changes if the entry was moved while it waited
         return Pending(
             rows=1,
             key=None,
@@ -226,7 +216,6 @@ class Intake:
         )
 
     def _is_ready(self, batcher: LaneBatcher, item: Pending) -> bool:
-        """Sets the rows and the key by the tensors; validates an item that another generation has checked."""
         if item.request.generation != batcher.model.generation:
             return self.fits(batcher, item)
         inputs = item.request.inputs
@@ -241,13 +230,13 @@ class Intake:
         self._publisher.release_later(self._pending(batcher, lease, unknown), PAUSE_S)
 
     def _is_told(self, batcher: LaneBatcher, request: InferRequest) -> bool:
-        """Puts the sequence's id into a request; returns false if it is not known yet. Ensembles need no id."""
+        """Puts the sequence's id into a request, except for ensembles; returns false if it is unknown."""
         return isinstance(batcher, EnsembleBatcher) or self._told.tell(request)
 
     async def _rest(self, batcher: LaneBatcher, item: Pending) -> bytes | None:
         """Reads an item's tensors; puts it off if they can't be read now, finishes it if they are gone.
 
-        Tensors missing from the payload store were deleted there by others: the item is buried.
+        Tensors deleted from the payload store by others make the item a dead letter.
         """
         try:
             if not self._is_told(batcher, item.request):
@@ -280,7 +269,6 @@ class Intake:
         return self._is_ready(batcher, item)
 
     def _bury(self, batcher: LaneBatcher, item: Pending, error: QinferError) -> None:
-        """Makes an item a dead letter, and answers its caller with the reason."""
         deliveries, failure = item.lease.deliveries, Failure.of(error)
         extra = {**_log_data(item.lease), "request_id": item.request.id, "deliveries": deliveries, "code": failure.code}
         logger.error("given up", extra=extra)
@@ -296,13 +284,12 @@ class Intake:
 
 
 def _named(request: InferRequest) -> tuple[str, SequenceId]:
-    """Returns the model of a request, and the sequence that it names."""
     assert request.sequence is not None, "it names one"
     return request.model, SequenceId(request.tenant, request.sequence.id)
 
 
 def given_up(deliveries: int, spec: ModelSpec) -> InferenceFailed:
-    """Returns the error of a request that was delivered too often; it names the limit of its executions."""
+    """Returns the error of a request that was delivered too often."""
     text = f"the request was given up: {deliveries - 1} executions did not end"
     if spec.execute_timeout_s:
         text += f"; the limit of each is {spec.execute_timeout_s:g} s ({EXECUTE_TIMEOUT})"

@@ -1,8 +1,8 @@
-"""Instance threads that execute only with the resources that the rate limiter has granted.
+"""Instance threads that execute only with resources granted by the rate limiter.
 
 A plain model's batcher waits for a *permit*, and then forms the batch (`PermitExecutor`). Steps of sequences are
-batched for their own instance first, and that batch waits (`StagedExecutor`). An instance that is lent for bulk work
-holds its resources until it is given back.
+batched for their own instance first, and the batch waits (`StagedExecutor`). A lent instance holds its resources until
+it is given back.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ _Work = tuple[Execution | Borrower, _Done]
 
 
 class Limiter(Protocol):
-    """The rate limiter as executors use it, on the event loop; it grants resources by calling `Instance.granted`."""
+    """The rate limiter on the event loop; it grants resources by `Instance.granted`."""
 
     def wait(self, instance: Instance, callers: tuple[Holder, ...]) -> None:
         """Notes that an instance has work."""
         ...
 
     def leave(self, instance: Instance) -> None:
-        """Notes that an instance has no work any more."""
+        """Notes that an instance has no work."""
         ...
 
     def ended(self, instance: Instance, *, has_executed: bool) -> None:
@@ -37,11 +37,11 @@ class Limiter(Protocol):
         ...
 
     def remove(self, instances: Sequence[Instance]) -> None:
-        """Removes instances that execute nothing any more."""
+        """Removes idle instances."""
         ...
 
     def holds(self, callers: Sequence[Holder]) -> bool:
-        """Returns whether any of these callers holds resources."""
+        """Returns whether callers hold resources."""
         ...
 
     def refusal(self, instances: Sequence[Instance], callers: Sequence[Holder]) -> str:
@@ -50,7 +50,7 @@ class Limiter(Protocol):
 
 
 class LimitedExecutor(ThreadExecutor):
-    """The common part of both executors; `instances` are the backends as the limiter knows them."""
+    """The common part; `instances` are the backends as the limiter knows them."""
 
     def __init__(
         self,
@@ -69,12 +69,12 @@ class LimitedExecutor(ThreadExecutor):
             instance.granted = self._granted
 
     def run_now(self, execution: Execution, expected_s: float, instance: int = 0) -> bool:
-        """Runs nothing on the event loop: limited executions are rarely that short."""
+        """Returns false."""
         del execution, expected_s, instance
         return False
 
     def is_held(self, callers: Sequence[Holder]) -> bool:
-        """Returns whether any of these callers holds resources."""
+        """Returns whether callers hold resources."""
         return bool(callers) and self._limiter.holds(callers)
 
     def refusal(self, callers: Sequence[Holder]) -> str:
@@ -82,14 +82,14 @@ class LimitedExecutor(ThreadExecutor):
         return self._limiter.refusal(self._limited, callers)
 
     def recall(self) -> list[Execution]:
-        """Takes back the executions that no instance has taken, and frees their resources."""
+        """Takes back the executions that have not begun, and frees their resources."""
         recalled = super().recall()
         for execution in recalled:
             self._free(execution, has_executed=False)
         return recalled
 
     def retire(self) -> None:
-        """Unloads every instance once it has executed its queued batches."""
+        """Unloads the instances after their queued executions."""
         self._is_retired = True
         super().retire()
         self._forget()
@@ -98,7 +98,6 @@ class LimitedExecutor(ThreadExecutor):
         raise NotImplementedError
 
     def _begin(self, work: _Work, instance: Instance) -> None:
-        """Executes work on an instance, with its grant."""
         execution, done = work
         self._holding[execution] = instance
         if isinstance(execution, Execution):
@@ -118,14 +117,13 @@ class LimitedExecutor(ThreadExecutor):
         self._forget()
 
     def _forget(self) -> None:
-        """Leaves the limiter, once nothing executes any more."""
         if self._is_retired and not self._holding and self._limited:
             self._limiter.remove(self._limited)
             self._limited = []
 
 
 class PermitExecutor(LimitedExecutor):
-    """The executor of a plain model: the `PermittedExecutor` of `qinfer.batching.limited`."""
+    """The `PermittedExecutor` of `qinfer.batching.limited`, for plain models."""
 
     def __init__(self, *args: Any) -> None:
         self.permitted: Callable[[], None] = lambda: None
@@ -141,7 +139,7 @@ class PermitExecutor(LimitedExecutor):
         return len(self._unused)
 
     def want(self, count: int, callers: Sequence[Holder]) -> None:
-        """Asks for `count` permits on behalf of callers, and returns surplus ones."""
+        """Asks for `count` permits, and returns surplus ones."""
         self._wanted, self._callers = count, tuple(callers)
         while len(self._unused) > count:
             self._limiter.ended(self._unused.pop(), has_executed=False)
@@ -159,14 +157,14 @@ class PermitExecutor(LimitedExecutor):
         self._stage()
 
     def retire(self) -> None:
-        """Unloads the instances, after waiting borrowers have used theirs."""
+        """Unloads the instances, after waiting borrowers."""
         self._is_leaving = True
         self.want(0, ())
         if not self._borrowers:
             super().retire()
 
     def _stage(self) -> None:
-        """Makes as many instances wait as there is work for, those with the lowest scores."""
+        """Makes the instances with the lowest scores wait, one for each piece of work."""
         count = self._wanted - len(self._unused) + len(self._borrowers)
         waiting = [instance for instance in self._limited if instance.order]
         if count == len(waiting) and not (count and (self._callers or any(i.callers for i in waiting))):
@@ -190,14 +188,14 @@ class PermitExecutor(LimitedExecutor):
 
 
 class StagedExecutor(LimitedExecutor):
-    """The executor of a model with sequences, whose batches are for one instance each."""
+    """The executor of a model with sequences."""
 
     def __init__(self, *args: Any) -> None:
         self._staged: dict[Instance, _Work] = {}
         super().__init__(*args)
 
     def start(self, execution: Execution, done: _Done, instance: int = 0) -> None:
-        """Executes on an instance once it has its resources; fails if its callers hold resources that it needs in vain."""
+        """Executes once the instance has its resources; fails if its callers hold them."""
         callers = {holder.token: holder for item in execution.items for holder in item.request.holders}
         reason = self.refusal(tuple(callers.values())) if callers else ""
         if reason:
@@ -210,7 +208,7 @@ class StagedExecutor(LimitedExecutor):
         self._limiter.wait(self._limited[instance], tuple(callers.values()))
 
     def recall(self) -> list[Execution]:
-        """Takes back the executions that did not begin."""
+        """Takes back the executions that have not begun."""
         staged = [execution for execution, _ in self._staged.values() if isinstance(execution, Execution)]
         for instance in self._staged:
             self._limiter.leave(instance)
@@ -218,7 +216,7 @@ class StagedExecutor(LimitedExecutor):
         return [*staged, *super().recall()]
 
     def retire(self) -> None:
-        """Unloads the instances, after batches that wait for resources have executed."""
+        """Unloads the instances, after waiting batches."""
         self._is_leaving = True
         if not self._staged:
             super().retire()

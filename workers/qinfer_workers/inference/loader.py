@@ -1,4 +1,4 @@
-"""Loads model versions, as little of them as has changed; completes pending configurations."""
+"""Loads the changed parts of model versions; completes pending configurations."""
 
 import logging
 from collections import Counter
@@ -40,9 +40,8 @@ VersionDir = Callable[[str, int, str, str], Path]
 class Loaded:
     """A model version that is loaded.
 
-    `identity` is equal for two generations with the same files and configuration, except for the instances.
-    `content_hash` is the control store's hash of them; `executed_hash` that of the files read, empty if they changed
-    during the load. `initial_states` follow `SequenceSpec.states`, `instances` are the newly loaded ones.
+    `identity` is equal for generations that differ at most in their instances. `content_hash` is the control store's
+    hash, `executed_hash` that of the loaded files, empty if they changed meanwhile.
     """
 
     spec: ModelSpec
@@ -59,7 +58,7 @@ class Loaded:
     steps: tuple[StepVersion, ...] = ()
 
     def hash_like(self, other: str) -> str:
-        """Returns its hash of the same kind as another hash, for comparison."""
+        """Returns its hash of the same kind as another one."""
         return self.executed_hash if is_executed(other) else self.content_hash
 
     def executes(self, hashes: Collection[str]) -> bool:
@@ -71,11 +70,11 @@ class Kind(Enum):
     """The extent of a load's changes."""
 
     NEW = "new"
-    """All: `instances` replace any earlier ones."""
+    """`instances` replace any earlier ones."""
     RESIZED = "resized"
-    """The number of instances: `instances` are added, or `surplus` of them end."""
+    """`instances` are added, or `surplus` of them end."""
     SAME = "same"
-    """The generation only."""
+    """Only the generation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +89,7 @@ class Change:
 class Loader:
     """Loads and completes models; blocking, for a thread.
 
-    `version_dir` fetches the files of a version, `factory` and `completers` are looked up by backend name, and
-    `limiter` refuses models whose resources can never be granted. Models that only compute are also run with zeros
-    (`with_zeros`).
+    Models that only compute also run with zeros (`with_zeros`).
     """
 
     limiter: Callable[[ModelSpec], None] | None = None
@@ -115,7 +112,6 @@ class Loader:
         self._with_zeros = with_zeros
         self.watchdog = ExecutionWatchdog()
         self._read: dict[tuple[str, int], dict[Any, str]] = {}
-        """The hashes of files read before, for `VersionFiles.executed_hash`."""
 
     def load(
         self,
@@ -126,19 +122,16 @@ class Loader:
         pinned: Collection[str] = (),
         planned: Planned | None = None,
     ) -> Change:
-        """Loads the instances of a version that differ from the served ones, and warms them up.
+        """Loads the changed instances of a version, and warms them up.
 
-        `pinned` are the hashes that a version kept by pins may execute; empty = any.
-
-        Raises:
-            QinferError: An instance can't be loaded, or the version differs from the pinned one. All new instances are
-            unloaded.
+        `pinned` are the hashes that a version kept by pins may execute; empty = any. An error unloads all new
+        instances.
         """
         directory = self._version_dir(stored.files, version, stored.location, stored.content_hash)
         try:
             files = VersionFiles(stored, directory)
             executed_hash = files.executed_hash(self._read.setdefault((spec.name, version), {}))
-        except OSError as error:  # they are being changed
+        except OSError as error:
             raise ModelLoadFailed(f"the model's files can't be read: {error.strerror}") from None
         loaded = Loaded(
             spec=spec,
@@ -168,17 +161,16 @@ class Loader:
         return Change(kind=Kind.NEW, loaded=replace(loaded, instances=instances, latency=latency))
 
     def _kept(self, loaded: Loaded, directory: Path, serving: Loaded | None) -> Change | None:
-        """Continues with more or fewer of the served instances; `None` = all are to be loaded anew."""
+        """Adjusts the number of served instances; `None` = all are to be loaded anew."""
         if serving is None or serving.identity != loaded.identity:
             return None
         if serving.spec.instances != loaded.spec.instances and (serving.spec.is_limited or loaded.spec.is_limited):
-            return None  # the limiter knows each instance
+            return None
         missing = list((Counter(loaded.devices) - Counter(serving.devices)).elements())
         surplus = list((Counter(serving.devices) - Counter(loaded.devices)).elements())
         if not missing and not surplus:
             return Change(kind=Kind.SAME, loaded=loaded)
-        # Any idle instance may end, so surplus instances can't be chosen by device. Sequences are bound to their
-        # instances, so none of these may end.
+        # Any idle instance may end, on whichever device. Instances with sequences must not end.
         is_resizable = not surplus or (not missing and len(set(serving.devices)) == 1)
         if (sequences := loaded.spec.sequences) is not None:
             is_resizable = not surplus and isinstance(sequences.strategy, DirectSpec) and not sequences.iterative
@@ -188,11 +180,7 @@ class Loader:
         return Change(kind=Kind.RESIZED, loaded=replace(loaded, instances=added), surplus=len(surplus))
 
     def complete(self, stored: StoredModel) -> Completion:
-        """Completes the configuration of a model that is stored as pending; the model's own mistake is a result too.
-
-        Raises:
-            QinferError: This worker lacks the files or the runtime; another one may have them.
-        """
+        """Completes the configuration of a model stored as pending; the model's own mistake is a result too."""
         if self._completers is None:
             raise ModelLoadFailed(f"this worker can't complete configurations of backend '{stored.pending}'")
         directory = self._version_dir(stored.files, stored.versions[-1], stored.location, stored.content_hash)
@@ -264,21 +252,17 @@ def _unload(instances: Sequence[Backend]) -> None:
     for instance in instances:
         try:
             instance.unload()
-        except Exception:  # the boundary to backends: the others are unloaded all the same
+        except Exception:  # the boundary to backends: unload the others
             logger.exception("model instance not unloaded")
 
 
 def _without_path(text: str, directory: Path) -> str:
-    """Returns a foreign error's text without the path of the model's files: clients read it."""
+    """Hides the path of the model's files from clients."""
     return text.replace(f"{directory.parent}/", "").replace(str(directory.parent), "the model's directory")
 
 
 def initial_states(spec: ModelSpec, model_dir: Path) -> tuple[Tensor, ...]:
-    """Returns the states that a model's sequences begin with, some of them read from files.
-
-    Raises:
-        ModelLoadFailed: A file is missing, or has fewer bytes than its state.
-    """
+    """Returns the states that a model's sequences begin with."""
     states = []
     for state in spec.sequences.states if spec.sequences is not None else ():
         try:

@@ -1,8 +1,7 @@
 """Chooses the lanes in which to look for entries of dead workers.
 
-An entry whose lease ends was taken by a worker. A living worker looks for a while in each lane that it has taken
-entries from, and in all of them after a broken connection. When a worker stops beating, all others look in all of their
-lanes. Quiet lanes have turns, a few at a time.
+A worker looks for a while in each lane that it has taken entries from, and in all of them after a broken connection, or
+when another worker stops beating. Quiet lanes have turns, a few at a time.
 """
 
 import time
@@ -19,17 +18,17 @@ from qinfer_workers.inference.serving import Serving
 T = TypeVar("T", bound=Serving)
 
 _LOOKS_PER_S = 1.0
-"""Quiet lanes that are looked at in each second."""
+"""Quiet lanes that have their turn in a second."""
 
 _SILENT_BEATS = 3
-"""A worker that misses this many beats may be dead."""
+"""Missed beats after which a worker may be dead."""
 
 _LEASES = 2.5
-"""Lease times for which a lane is looked at after an event: by then every lease has ended."""
+"""Lease times for which a lane is watched after an event: by then every lease has ended."""
 
 
 class Lookout:
-    """Chooses the model versions in whose lanes one worker looks."""
+    """Chooses the lanes of one worker."""
 
     def __init__(self, queue: Queue, store: ControlStore, settings: WorkerSettings, worker_id: str) -> None:
         self._queue = queue
@@ -37,7 +36,7 @@ class Lookout:
         self._settings = settings
         self._id = worker_id
         self._beats: dict[str, tuple[float, float]] = {}
-        """Each worker's last beat, and the instant of this process's clock at which it was first seen."""
+        """Each worker's last beat, and when it was first seen on our clock."""
         self._silent: set[str] = set()
         self._turn = 0
         queue.doorbell.stirred_s = _LEASES * settings.lease_s
@@ -58,7 +57,7 @@ class Lookout:
         ]
 
     async def _is_one_missing(self) -> bool:
-        """Returns whether a worker has gone, or stopped beating, since the last look; `True` if that is unknown."""
+        """Returns whether a worker has gone, or stopped beating, since the last look; `True` if unknown."""
         try:
             beats = await self._store.beats()
         except BrokerUnavailable:

@@ -1,7 +1,7 @@
 """The files of a model version that a worker loads: the identity of a load, and the hash of what is executed.
 
-Loads are compared by size and modification time of the files, without reading them. The *executed hash* is that of the
-content: files that were copied, touched or fetched again have the same one, on any machine.
+Loads are compared by size and modification time, without reading files. The *executed hash* is that of the content,
+equal for copies on any machine.
 """
 
 import hashlib
@@ -17,12 +17,11 @@ from qinfer.models.repository.files import IGNORED
 from qinfer.models.state import StoredModel
 
 WARMUP_DIRECTORY = "warmup"
-"""The directory of a model's warm-up samples, beside its version directories."""
+"""Beside the version directories."""
 INITIAL_STATES = "initial_state"
-"""The directory of the states that its sequences begin with."""
 
 _OF_ALL_VERSIONS = ("instance_group", "version_policy")
-"""Parts of a configuration that may change without a new load of a version."""
+"""Parts of a configuration that may change without a new load."""
 _NOT_READ = ("config.pbtxt", "configs", MANIFEST)
 """Names beside the versions that no backend reads."""
 
@@ -30,15 +29,14 @@ _EXECUTED = (
     *("platform", "backend", "runtime", "default_model_filename", "cc_model_filenames", "model_operations"),
     *("input", "output", "batch_input", "batch_output", "optimization", "ensemble_scheduling"),
 )
-"""Parts of a configuration that decide a version's answers. The others say how it is scheduled."""
+"""Parts of a configuration that decide a version's answers."""
 _OF_SEQUENCES = ("control_input", "state", "iterative_sequence")
 """The same of its `sequence_batching`."""
 _SCHEDULING = (DEFAULT_TIMEOUT, MAX_TIMEOUT, LANE_CAPACITY, MIN_WORKERS)
-"""Parameters that say how a version is scheduled."""
 
 
 class _Stamp(NamedTuple):
-    """Marks of one state of a file; the inode reveals a file that was replaced within one tick of the clock."""
+    """The inode reveals a file that was replaced within one tick of the clock."""
 
     size: int
     mtime_ns: int
@@ -46,11 +44,7 @@ class _Stamp(NamedTuple):
 
 
 class VersionFiles:
-    """The files of a version as they are when this is made; blocking.
-
-    Raises:
-        OSError: They are being changed.
-    """
+    """The files of a version as they are when this is made; blocking."""
 
     def __init__(self, stored: StoredModel, directory: Path) -> None:
         self._stored = stored
@@ -59,7 +53,7 @@ class VersionFiles:
         self._stamps = self._stamped()
 
     def identity(self) -> str:
-        """Returns a text that is equal for two generations with the same load, except for the instances."""
+        """Returns a text that is equal for generations that differ at most in their instances."""
         config = {part: value for part, value in self._config.items() if part not in _OF_ALL_VERSIONS}
         digest = hashlib.sha256(json.dumps([config, self._stored.labels], sort_keys=True).encode())
         if not self._directory.is_dir():  # a backend without files
@@ -69,15 +63,11 @@ class VersionFiles:
         return digest.hexdigest()
 
     def executed_hash(self, known: dict[tuple[str, _Stamp], str]) -> str:
-        """Returns the hash of what the version executes, and replaces `known`, the hashes of files read before.
-
-        Raises:
-            OSError: A file is gone.
-        """
+        """Returns the hash of what the version executes; `known` caches the hashes of files."""
         config = {part: self._config.get(part) for part in _EXECUTED}
         parameters = self._config.get("parameters", {})
         config["parameters"] = {name: value for name, value in parameters.items() if name not in _SCHEDULING}
-        # The maximum number of rows changes no answer; a batch dimension does.
+        # The batch size changes no answer; a batch dimension does.
         config["has_batch_dimension"] = bool(self._config.get("max_batch_size"))
         if sequences := self._config.get("sequence_batching"):
             config["sequence_batching"] = {part: sequences.get(part) for part in _OF_SEQUENCES}
@@ -93,7 +83,7 @@ class VersionFiles:
         return f"{EXECUTED}{digest.hexdigest()}"
 
     def are_as_before(self) -> bool:
-        """Returns whether all files are unchanged; a model may have written others beside them."""
+        """Returns whether no file has changed; a model may have written others."""
         try:
             now = self._stamped()
         except OSError:
@@ -105,7 +95,6 @@ class VersionFiles:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def _stamped(self) -> Mapping[str, _Stamp]:
-        """Returns the stamp of each file by its path below the model's directory."""
         found = {}
         for path in _files(self._directory):
             status = path.stat()
@@ -115,7 +104,6 @@ class VersionFiles:
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    """Yields the files of a version, and the shared ones beside the versions."""
     beside = directory.parent.iterdir() if directory.is_dir() else ()
     shared = [path for path in beside if not path.name.isdecimal() and path.name not in _NOT_READ]
     for root in sorted([directory, *shared]):
@@ -126,6 +114,5 @@ def _files(directory: Path) -> Iterator[Path]:
 
 
 def _is_part(path: Path, root: Path) -> bool:
-    """Returns whether a file is the model's own, rather than made by running it."""
     parts: Sequence[str] = path.relative_to(root.parent).parts
     return IGNORED not in parts

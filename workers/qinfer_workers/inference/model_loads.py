@@ -1,9 +1,9 @@
-"""Models that load and unload models: requests of a model's threads, carried out on the worker's event loop.
+"""Loads and unloads models for model code, on the worker's event loop.
 
     instance thread ── load, unload, is_ready ──▶ event loop ── ModelControl ──▶ desired state ──▶ all workers
 
-The worker acts as a gateway does for a client: it reads the model repository, writes the desired state and waits for
-the reports of workers. It therefore needs the repository's control mode and overlay in its own settings.
+Like a gateway, the worker reads the model repository, writes the desired state and waits for reports. It therefore
+needs the repository's control mode and overlay in its own settings.
 """
 
 import asyncio
@@ -21,10 +21,7 @@ _ENDING = "the worker ends"
 
 
 class ModelLoads:
-    """The `ManagesModels` of a worker's models; made on its event loop, called from other threads.
-
-    `control` refreshes `catalog`, the worker's view of the models.
-    """
+    """The `ManagesModels` of a worker's models; made on its event loop, called from other threads."""
 
     def __init__(self, control: ModelControl, catalog: Catalog) -> None:
         self._control = control
@@ -33,11 +30,11 @@ class ModelLoads:
         self._is_over = False
 
     def load(self, model: str, config: str, files: Mapping[str, bytes]) -> None:
-        """Loads a model, as `ManagesModels.load` describes."""
+        """Loads a model."""
         self._done(self._control.load(model, config, files))
 
     def unload(self, model: str, *, unload_dependents: bool) -> None:
-        """Unloads a model, as `ManagesModels.unload` describes."""
+        """Unloads a model."""
         self._done(self._control.unload(model, unload_dependents=unload_dependents))
 
     def is_ready(self, model: str, version: int) -> bool:
@@ -58,13 +55,13 @@ class ModelLoads:
             return False
 
     def _done(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the event loop, and waits for it; its calls have time limits of their own."""
+        """Waits for a coroutine on the event loop; its calls have time limits of their own."""
         if self._is_over:
             work.close()
             raise Cancelled(_ENDING)
         try:
             outcome = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:  # the loop is closed
+        except RuntimeError:
             work.close()
             raise Cancelled(_ENDING) from None
         try:

@@ -1,9 +1,9 @@
 """The models that this worker serves: loads and unloads instances to match the desired state.
 
 Everything is re-read at start, when woken and every 10 s. A new generation is loaded and warmed up beside the old one,
-which serves until then, and continues to serve if the new one fails; the heartbeat carries the reason. While a model
-changes, it has a task of its own, so that a long load does not delay other models. A pinned version that the version
-policy has dropped stays loaded, and is loaded again only with the hash that it was pinned for.
+which serves until then, and continues if the new one fails. Each changing model has a task, so that a long load does
+not delay others. A pinned version that the version policy has dropped stays loaded, and is loaded again only with its
+pinned hash.
 """
 
 import asyncio
@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 REREAD_S = 10.0
 _REREAD = 20
-"""Models that are re-read at each look without news, in case a writer died before it sent any."""
+"""Models re-read at each look, in case a writer died before it sent news."""
 RELOAD_S = 30.0
-"""Seconds before the first retry of a load whose files can't be reached; later retries wait ever longer."""
+"""Seconds before the first retry of a load whose files can't be reached; later ones wait longer."""
 LONGEST_RELOAD_S = 240.0
 _RETRY_S = 1.0
 
@@ -58,22 +58,22 @@ class Host(Protocol):
     """Serves loaded models, as `worker.Worker` does."""
 
     def serve(self, loaded: Loaded) -> None:
-        """Serves a model version, in place of its earlier generation if there is one."""
+        """Serves a model version, in place of its earlier generation."""
         ...
 
     def resize(self, loaded: Loaded, surplus: int) -> None:
-        """Continues with more or fewer instances of a served version, under a new generation."""
+        """Changes the number of instances of a served version, under a new generation."""
         ...
 
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
-        """Answers waiting requests of a model version and unloads it; returns false if it is wanted again."""
+        """Answers waiting requests and unloads a version; returns false if it is wanted again."""
         ...
 
 
 class Wanted(NamedTuple):
     """A stored model whose versions are to be loaded.
 
-    `kept` maps the versions that only pins keep loaded to the hashes that they may execute (`pins.kept_by_pins`).
+    `kept` maps versions that only pins keep to the hashes that they may execute (`pins.kept_by_pins`).
     """
 
     stored: StoredModel
@@ -81,7 +81,7 @@ class Wanted(NamedTuple):
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """All versions that are to be loaded."""
+        """All versions to be loaded."""
         return (*self.stored.versions, *self.kept)
 
 
@@ -104,26 +104,25 @@ class Models:
         self._slots = asyncio.Semaphore(settings.load_threads)
         self._planner = Planner(store, limits)
         self._looked = asyncio.Event()
-        """Set when the desired state was read again."""
         self._seen = Snapshot()
         self._loss = OutageLog(logger, "Redis has lost its data", "Redis has data again")
         self._wanted: dict[str, Wanted] = {}
         self._settled: dict[str, Wanted] = {}
-        """The wishes last fulfilled, or tried: a failed load is retried only if time may help."""
+        """The wishes fulfilled or tried last: a failed load is retried only if time may help."""
         self._again_at: dict[str, float] = {}
         self._tries: Counter[Key] = Counter()
-        """Failures in a row of loads that are retried."""
-        """When to retry a load, in the event loop's time, is in `_again_at`."""
+        """Failures in a row of retried loads."""
+        """`_again_at` is in the event loop's time."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._turn = 0
-        """The first model of the next turn of re-reads."""
+        """The first model of the next turn."""
         self._loaded: dict[Key, Loaded] = {}
         self._load_s: dict[Key, float] = {}
         self._states: dict[Key, VersionState] = {}
         self.counts = ModelCounts()
 
     def states(self) -> dict[str, dict[int, VersionState]]:
-        """Returns model → version → state, as the heartbeat shows it."""
+        """Returns model → version → state."""
         return by_model(self._states)
 
     def load_times(self) -> dict[str, dict[int, float]]:
@@ -131,7 +130,7 @@ class Models:
         return by_model(self._load_s)
 
     async def run(self, changed: Callable[[], None]) -> None:
-        """Follows the desired state until cancelled; calls `changed` whenever a state changed."""
+        """Follows the desired state until cancelled; calls `changed` after each change of a state."""
         self._changed = changed
         outage = OutageLog(logger, "desired state unknown", "desired state known again")
         is_news = True
@@ -152,7 +151,7 @@ class Models:
     async def _read(self, *, is_news: bool) -> bool:
         """Reads the desired state; returns false if Redis lost its data, which must not unload models.
 
-        Without news, only a few of the models of known generation are read, in turns.
+        Without news, few of the models of known generation are read, in turns.
         """
         installation = await self._store.installation()
         now = Snapshot(installation=installation, desired=await self._store.desired())
@@ -171,7 +170,6 @@ class Models:
         return True
 
     def _due(self, mine: Sequence[str], desired: Mapping[str, Desired]) -> list[str]:
-        """Returns the models to read again without news."""
         first, self._turn = self._turn, (self._turn + _REREAD) % max(len(mine), 1)
         turns = {mine[(first + number) % len(mine)] for number in range(min(_REREAD, len(mine)))}
         known = {name: wanted.stored.generation for name, wanted in self._wanted.items()}
@@ -179,7 +177,6 @@ class Models:
         return [name for name in mine if name in pending or known.get(name) != desired[name].generation]
 
     def _start(self, tasks: asyncio.TaskGroup) -> None:
-        """Starts a task for each model that differs from the desired state and has no task."""
         known = {*self._wanted, *self._settled, *(name for name, _ in self._states)}
         for name in known - self._tasks.keys():
             if not self._is_settled(name):
@@ -207,7 +204,7 @@ class Models:
             del self._tasks[name]
 
     async def _make_so(self, name: str, wanted: Wanted | None) -> None:
-        """Loads the wanted versions, then unloads the rest if all loads succeeded, so that there is no gap."""
+        """Loads first, then unloads, so that there is no gap."""
         if wanted is not None and wanted.stored.pending:
             await self._complete_config(wanted.stored)
             return
@@ -219,7 +216,7 @@ class Models:
                 unloads.create_task(self._unload(key))
 
     async def _load_all(self, name: str, wanted: Wanted) -> bool:
-        """Loads the wanted versions of a model; returns whether all versions of its policy are served now."""
+        """Loads the wanted versions; returns whether all versions of the policy are served."""
         stored = wanted.stored
         async with asyncio.TaskGroup() as loads:
             results = [loads.create_task(self._load((name, version), stored)) for version in stored.versions]
@@ -236,7 +233,7 @@ class Models:
         return True
 
     async def _load(self, key: Key, model: StoredModel, hashes: frozenset[str] = frozenset()) -> bool:
-        """Loads a version; returns whether it is served now.
+        """Loads a version; returns whether it is served.
 
         `hashes` are those that a version kept by pins may execute; empty = any.
         """
@@ -253,21 +250,21 @@ class Models:
             if planned is not None:
                 spec = planned.plan.spec
             elif spec.steps:
-                return False  # the desired state has changed
+                return False
             async with self._slots:
                 change = await in_thread(
                     f"load-{name}", lambda: self._loader.load(spec, version, model, serving, hashes, planned)
                 )
-        except Exception as error:  # the boundary to backends: any error fails this load only
+        except Exception as error:  # the boundary to backends: it fails this load only
             if isinstance(error, QinferError) and error.__cause__ is None:
-                logger.error("load failed", extra={**extra, "error": error.message})  # the text is the whole reason
+                logger.error("load failed", extra={**extra, "error": error.message})  # the text says it all
             else:
                 logger.exception("load failed", extra=extra)
             self._fail(key, model.generation, error)
-            if hashes and name not in self._again_at:  # its files may come back, or memory may become free
+            if hashes and name not in self._again_at:  # files or memory may come back
                 self._try_later(key)
             return False
-        if name not in self._wanted and change.kind is not Kind.SAME:  # unloaded meanwhile
+        if name not in self._wanted and change.kind is not Kind.SAME:
             await in_thread(f"unload-{name}", lambda: self._loader.discard(change))
             if serving is None:
                 del self._states[key]
@@ -291,11 +288,7 @@ class Models:
         return True
 
     async def _plan(self, spec: ModelSpec, key: Key, generation: int) -> Planned | None:
-        """Plans an ensemble once the models that it uses are loaded; `None` = the desired state has changed.
-
-        Raises:
-            ModelLoadFailed: They can't be loaded, or the ensemble does not fit them.
-        """
+        """Plans an ensemble once its models are loaded; `None` = the desired state has changed."""
         while (wanted := self._wanted.get(key[0])) is not None and wanted.stored.generation == generation:
             looked = self._looked
             try:
@@ -326,7 +319,6 @@ class Models:
         self._again_at[key[0]] = asyncio.get_running_loop().time() + wait_s
 
     def _fail(self, key: Key, generation: int, error: Exception) -> None:
-        """Records a failed load; versions of an earlier generation continue to serve."""
         reason = error.message if isinstance(error, QinferError) else f"{type(error).__name__}: {error}"
         self.counts.add(*key, LOAD_FAILURES)
         if isinstance(error, QinferError) and error.retryable:
@@ -359,7 +351,6 @@ class Models:
         return wanted is not None and key[1] in wanted.versions
 
     async def _complete_config(self, model: StoredModel) -> None:
-        """Completes and stores a configuration; the model comes again under the next generation."""
         for version in model.versions:
             self._show_loading((model.model, version), model.generation, PENDING_REASON)
         try:

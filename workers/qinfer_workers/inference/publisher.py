@@ -4,7 +4,7 @@
     asynchronous         settle, which stores the answer and removes the entry in one step
     dead letter          bury; then answer in one of the two ways
 
-While Redis is away, the publisher retries until the lease is lost; the new owner of the entry answers instead.
+While Redis is away, the publisher retries until the lease is lost; the entry's new owner answers then.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 Place = tuple[Lane, str]
-"""The lane and the id of an entry."""
+"""Lane and entry id."""
 
 
 class Held(Protocol):
@@ -59,7 +59,7 @@ class Held(Protocol):
 
     @property
     def deadline_s(self) -> float:
-        """The instant at which its caller stops waiting, in the broker's time."""
+        """When its caller stops waiting, in the broker's time."""
         ...
 
     def lose(self) -> None:
@@ -71,26 +71,25 @@ class Renewals(Protocol):
     """Renews the leases of a keeper."""
 
     async def run(self, keeper: "LeaseKeeper") -> None:
-        """Renews until cancelled, and reports each outcome to `LeaseKeeper.renewed`."""
+        """Renews until cancelled, and reports to `LeaseKeeper.renewed`."""
         ...
 
     def ask(self) -> None:
-        """Starts a renewal of all held leases at once."""
+        """Renews all held leases at once."""
         ...
 
 
 class OwnerLease(NamedTuple):
-    """The lease of an owner of sequences or of resources; a renewal that finds it ended calls `ended`."""
+    """The lease of an owner of sequences or resources; `ended` is called when a renewal finds it ended."""
 
     keys: Sequence[bytes]
     ended: Callable[[], None] = lambda: None
 
 
 class LeaseKeeper:
-    """Tracks the leases of this worker: when they were last renewed, and which are lost.
+    """Tracks when this worker's leases were renewed, and which are lost.
 
-    All methods run on the event loop, except `held`, which any thread may call. `owners` adds leases to each renewal,
-    and `on_lost` gets each held item whose lease is lost.
+    Used on the event loop, except `held`. `on_lost` gets each held item whose lease is lost.
     """
 
     def __init__(
@@ -116,21 +115,18 @@ class LeaseKeeper:
         self._renewed = asyncio.Event()
 
     async def run(self) -> None:
-        """Runs the renewals until cancelled."""
+        """Renews until cancelled."""
         await self._renewals.run(self)
 
     async def watch(self, lanes: Collection[Lane]) -> None:
-        """Waits until the leases of later fetches will be renewed, even while model code blocks the interpreter."""
+        """Waits until leases of later fetches will be renewed, even while model code holds the GIL."""
         asked_s = time.monotonic()
         while self._renewed_at < asked_s or not self.can_renew(lanes):
             self._renewals.ask()
             await self._renewed.wait()
 
     def can_renew(self, lanes: Iterable[Lane]) -> bool:
-        """Returns whether the last renewal on these lanes succeeded, and less than a lease time ago.
-
-        Without renewals, a worker must not fetch: others would take the entries while they execute here.
-        """
+        """Returns whether leases on these lanes can be renewed; if not, fetched entries would pass to others."""
         is_fresh = self._renewed_at > time.monotonic() - self._lease_s
         return is_fresh and (not self._failing or self._failing.keys().isdisjoint(lanes))
 
@@ -148,42 +144,40 @@ class LeaseKeeper:
                 self._held.pop(item, None)
 
     def holds(self, entry: Entry) -> bool:
-        """Returns whether this worker holds an entry already."""
+        """Returns whether this worker holds an entry."""
         place = entry.lane, entry.entry_id
         return any(place_of(item) == place for item in self.held())
 
     def held(self) -> list[Held]:
-        """Returns the held items."""
+        """Returns the held items; for any thread."""
         with self._lock:
             return list(self._held)
 
     def held_before(self, instant_s: float) -> list[Held]:
-        """Returns the items held since before an instant of the monotonic clock."""
+        """Returns the items held since before a monotonic instant."""
         with self._lock:
             return [item for item, since_s in self._held.items() if since_s < instant_s]
 
     def cancel(self, places: Collection[Place]) -> None:
-        """Drops the items at these places, which a cancellation has taken off the queue."""
+        """Drops items whose entries a cancellation has removed."""
         for item in self.held():
             if place_of(item) in places:
                 self.drop([item])
                 self._on_lost(item)
 
     def wanted(self) -> list[tuple[Held, float]]:
-        """Returns the items whose leases are to be renewed, and the end of each renewal on the monotonic clock.
+        """Returns the items to renew, and until when on the monotonic clock: one lease time after the deadline.
 
-        Renewals end one lease time after the deadline, so that a model that never returns does not keep an entry in
-        flight forever.
+        An item of a model that never returns must not stay in flight forever.
         """
         now_s = time.monotonic()
         ends = ((item, self._clock.to_monotonic_s(item.deadline_s) + self._lease_s) for item in self.held())
         return [(item, end_s) for item, end_s in ends if end_s > now_s]
 
     def is_sure(self, items: Iterable[Held]) -> bool:
-        """Returns whether no lease of these items can have ended unnoticed.
+        """Returns whether no lease of these items can have ended unnoticed, as during a SIGSTOP.
 
-        The last successful renewal covered the items held then; later ones were fetched after it. It may be too long
-        ago after a SIGSTOP, or after a call that stopped the interpreter.
+        Items held at the last successful renewal were renewed by it; later ones were fetched after it.
         """
         since_s = time.monotonic() - self._lease_s
         return self._renewed_at > since_s and (
@@ -191,7 +185,7 @@ class LeaseKeeper:
         )
 
     async def confirm(self, items: Iterable[Held]) -> None:
-        """Waits until each of these held items has been renewed after now, or found lost."""
+        """Waits until each of these held items was renewed after now, or found lost."""
         asked_s = time.monotonic()
         items = list(items)
         while any(self._sure_at(item) < asked_s for item in items):
@@ -199,10 +193,7 @@ class LeaseKeeper:
             await self._renewed.wait()
 
     def renewed(self, began_s: float, lost: Collection[Place], failed: Collection[Lane] = (), count: int = 0) -> None:
-        """Takes the outcome of a renewal that began at `began_s` of the monotonic clock.
-
-        `lost` are the places that others own or have finished, and `failed` the lanes that could not be asked.
-        """
+        """Takes the outcome of a renewal that began at `began_s`; `failed` lanes could not be asked."""
         self.renewals += count
         self._failing = {lane: self._failing.get(lane, self._renewed_at) for lane in failed}
         self._renewed_at = began_s
@@ -213,7 +204,7 @@ class LeaseKeeper:
         found = 0
         for item in self.held():
             if place_of(item) not in lost or not self._is_older(item, began_s):
-                continue  # else it was finished meanwhile, or released and fetched again
+                continue  # finished meanwhile, or released and fetched again
             self.drop([item])
             logger.debug("lease lost", extra={"entry_id": item.lease.entry.entry_id})
             self._on_lost(item)
@@ -235,14 +226,14 @@ def place_of(item: Held) -> Place:
 
 
 FINISH_DELAY_S = 0.01
-"""Published items wait at most this long to be finished in one write with the next answers.
+"""Longest wait of published items to be finished in one write with the next answers.
 
-Callers do not wait for the finish, and a separate write costs more than its content. If the worker crashes in between,
-another worker executes the items again; the gateway ignores the second answer.
+No caller waits for it, and a separate write costs more than its content. After a crash in between, another worker
+executes the items again, and the gateway ignores the second answer.
 """
 
 FINISH_COUNT = 16
-"""Published items that are finished at once; fewer wait up to half of `FINISH_DELAY_S` for later answers."""
+"""Items finished at once; fewer wait up to half of `FINISH_DELAY_S` for later answers."""
 
 _Work = Callable[[], Awaitable[None]]
 _After = Callable[[Sequence[Pending]], None]
@@ -253,7 +244,7 @@ _TICK_S = 0.001  # resolution of an event loop's clock
 
 
 class Publisher:
-    """The `Outlet` of the worker's batchers; it drops the lease of each item before it finishes the entry."""
+    """The `Outlet` of the worker's batchers."""
 
     def __init__(self, queue: Queue, keeper: LeaseKeeper, tasks: asyncio.TaskGroup, spans: Spans | None = None) -> None:
         self._queue = queue
@@ -268,17 +259,17 @@ class Publisher:
         self._finish_at_s = 0.0
         self._later: dict[Pending, asyncio.TimerHandle] = {}
         self._large: Counter[tuple[str, int]] = Counter()
-        """Bytes of large answers that Redis has not taken yet, by model version."""
+        """Bytes of large answers that Redis has not taken yet."""
         self._caught_up = asyncio.Event()
         self._outage = OutageLog(logger, "broker unavailable, trying again", "the broker takes answers again")
         self._closed = False
 
     def hold(self, items: Sequence[Pending]) -> None:
-        """Renews the leases of items that are answered without having been admitted."""
+        """Renews leases of items that are answered without being admitted."""
         self._keeper.hold(items)
 
     def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
-        """Publishes responses and then finishes the items' entries; settles asynchronous requests."""
+        """Publishes responses and then finishes the entries; settles asynchronous requests."""
         begin_ns = time.perf_counter_ns()
         if [True for item in items if not item.request.reply_to]:
             self._answer_mixed(items, responses, begin_ns)
@@ -288,7 +279,7 @@ class Publisher:
             self._finish_now()
 
     def is_behind(self, model: str, version: int) -> bool:
-        """Returns whether a model version must not fetch, because too many bytes of its large answers wait for Redis."""
+        """Returns whether too many bytes of a model version's answers wait for Redis to fetch more."""
         return self._large[model, version] > MOST_BYTES
 
     async def catch_up(self, model: str, version: int) -> None:
@@ -312,7 +303,7 @@ class Publisher:
         self.spawn(lambda: self._queue.release([item.lease for item in items]), items, self._keeper.drop)
 
     def delay(self, items: Sequence[Pending]) -> None:
-        """Moves items to the `.delayed` lanes of their lanes, behind the others of their level."""
+        """Moves items to the `.delayed` lanes of their lanes."""
         by_lane: dict[str, list[Pending]] = {}
         for item in items:
             by_lane.setdefault(item.lease.entry.lane.name, []).append(item)
@@ -321,7 +312,7 @@ class Publisher:
             self.spawn(partial(self._queue.delay, leases, delayed_name(name)), group, self._keeper.drop)
 
     def bury(self, lease: Lease, error: QinferError, tally: StatsTally, answer: _Answer | None = None) -> None:
-        """Makes an entry a dead letter, and then answers the caller, if one waits."""
+        """Makes an entry a dead letter, and then answers a waiting caller."""
         request_id = answer[1].request_id if answer else ""
         items = [answer[0]] if answer else []
         self._keeper.hold(items)
@@ -342,7 +333,7 @@ class Publisher:
             if item.request.reply_to:
                 await self._queue.publish(item.request.reply_to, encode_responses([response]))
             else:
-                # The queue can't count the deliveries: the entry is gone.
+                # The queue can't count deliveries of a removed entry.
                 await self._queue.requests.settle([settlement_of(item, response, attempt=lease.deliveries - 1)])
 
         self.spawn(work, held=items)
@@ -353,24 +344,24 @@ class Publisher:
         self.spawn(lambda: self._queue.finish([item.lease.entry]))
 
     def release_later(self, item: Pending, delay_s: float) -> None:
-        """Releases an entry that this worker can't read after a delay, so that it does not fetch it again at once."""
+        """Releases an unreadable entry after a delay: this worker would fetch it again at once."""
         self._keeper.hold([item])
         self._later[item] = self._loop.call_later(delay_s, self._release, item)
 
     async def settle(self) -> None:
-        """Waits until all accepted work is done; releases delayed entries now."""
+        """Waits for all accepted work; releases delayed entries now."""
         for item in list(self._later):
             self._release(item)
         await self.flush()
 
     async def flush(self) -> None:
-        """Waits until all accepted work is done, except delayed releases."""
+        """Waits for all accepted work, except delayed releases."""
         while self._open or self._published:
             self._finish_now()
             await asyncio.wait(self._open)
 
     def close(self) -> None:
-        """Stops and abandons unfinished entries; another worker takes them when their leases expire."""
+        """Stops; leases of unfinished entries expire."""
         self._closed = True
         for timer in self._later.values():
             timer.cancel()
@@ -408,10 +399,10 @@ class Publisher:
         self._count(items, begin_ns)
 
     async def _store(self, items: Sequence[Pending], response: Response) -> Response:
-        """Stores a response's outputs outside the reply stream, and returns the response to publish instead."""
+        """Stores a response's outputs outside the reply stream; returns the response to publish instead."""
         item = next(item for item in items if item.request.id == response.request_id)
         lane, tenant = item.lease.entry.lane, item.request.tenant
-        blob = await asyncio.to_thread(encode_responses, [response])  # copies the blob while other threads run
+        blob = await asyncio.to_thread(encode_responses, [response])  # copies while other threads run
         try:
             with self._waits(lane, len(blob)):
                 await self._queue.store_result(lane, response.request_id, blob, STORED_TTL_S, tenant)
@@ -420,13 +411,12 @@ class Publisher:
         return msgspec.structs.replace(response, outputs=(), stored=True)
 
     async def _settle(self, answers: Sequence[_Answer], begin_ns: int) -> None:
-        """Ends asynchronous requests; requests that have ended already are not changed."""
         items = [item for item, _ in answers]
         if not self._keeper.is_sure(items):
             await self._keeper.confirm(items)
         answers = [answer for answer in answers if not answer[0].lost]
         settlements = [settlement_of(item, response) for item, response in answers]
-        # Large settlements keep their leases, although a renewal just after the write may find these lost.
+        # Large settlements keep their leases, although a renewal just after may find them lost.
         large = [each for each in settlements if not self._queue.requests.ends_at_once(each)]
         if not large:
             self._keeper.drop(items)
@@ -459,7 +449,7 @@ class Publisher:
         self._published.extend(items)
 
     def _finish_due(self) -> None:
-        """Finishes entries that no later batch has finished; batches share the timer, so it may fire early."""
+        """Finishes entries left by later batches; the shared timer may fire early."""
         self._timer = None
         if self._published and self._loop.time() + _TICK_S < self._finish_at_s:
             self._timer = self._loop.call_at(self._finish_at_s, self._finish_due)
@@ -469,7 +459,7 @@ class Publisher:
     def _finish_now(self) -> None:
         if self._published:
             items, self._published = self._published, []
-            self._keeper.drop(items)  # before they are finished: a renewal just after would find their leases lost
+            self._keeper.drop(items)  # a renewal after the finish would find their leases lost
             self.spawn(lambda: self._queue.finish([item.lease.entry for item in items if not item.lost]), items)
 
     def _count(self, items: Sequence[Pending], begin_ns: int) -> None:
@@ -477,7 +467,7 @@ class Publisher:
         self.durations.published(lane.model, lane.version, time.perf_counter_ns() - begin_ns)
 
     def recorded(self, items: Sequence[Pending], work: _Work) -> _Work:
-        """Returns work that publishes answers, recorded in spans where requests are traced."""
+        """Returns work that publishes answers, with spans if requests are traced."""
         return work if self._spans is None else self._spans.around(items, work)
 
     def spawn(
@@ -488,7 +478,7 @@ class Publisher:
         *,
         held: Sequence[Pending] = (),
     ) -> "asyncio.Task[None] | None":
-        """Starts work that is repeated while Redis is away; returns `None` if the publisher is closed."""
+        """Starts work that is repeated while Redis is away; returns `None` if closed."""
         if self._closed:
             return None
         task = self._tasks.create_task(self._insist(work, items, after, held or items))
@@ -499,10 +489,9 @@ class Publisher:
     async def _insist(
         self, work: _Work, items: Sequence[Pending], after: _After | None, held: Sequence[Pending]
     ) -> None:
-        """Runs the work, repeatedly while Redis is away; readers drop duplicates.
+        """Repeats work while Redis is away (readers drop duplicates), or until the leases of all `items` are lost.
 
-        Gives up when the leases of all `items` are lost. After another refusal, the leases of `held` are left to
-        expire.
+        After another refusal, the leases of `held` are left to expire.
         """
         failures = 0
         while not _are_lost(items):
@@ -533,7 +522,7 @@ def _failed(response: Response, error: QinferError) -> Response:
 
 
 def _chunks(items: Sequence[Pending], responses: Sequence[Response]) -> Iterator[tuple[str, Sequence[Response], bool]]:
-    """Splits the responses for each process into chunks; a response with too large outputs is a chunk of its own."""
+    """Splits each process's responses into chunks; a response with too large outputs is a chunk of its own."""
     for address, group in _by_address(items, responses).items():
         if sum([len(tensor.data) for response in group for tensor in response.outputs]) <= CHUNK_BYTES:
             yield address, group, False
@@ -554,7 +543,7 @@ def _chunks(items: Sequence[Pending], responses: Sequence[Response]) -> Iterator
 
 
 def _by_address(items: Sequence[Pending], responses: Sequence[Response]) -> dict[str, Sequence[Response]]:
-    """Groups responses by the reply stream of their caller; mostly one gateway waits for a whole batch."""
+    """Groups responses by reply stream; mostly one gateway waits for a whole batch."""
     address = items[0].request.reply_to
     if not [True for item in items if item.lost or item.request.reply_to != address]:
         return {address: responses}
@@ -574,9 +563,9 @@ _STATES = {
 
 
 def settlement_of(item: Pending, response: Response, *, attempt: int | None = None) -> Settlement:
-    """Returns the settlement of an asynchronous request, of which `response` is the final one.
+    """Returns the settlement of an asynchronous request.
 
-    `attempt` is the execution that ended it, by default that of the response; 0 lets the queue count the deliveries.
+    `attempt` is the execution that ended it, by default that of the response; 0 lets the queue count deliveries.
     """
     request, failure = item.request, response.failure
     if attempt is None:

@@ -4,8 +4,8 @@
                                     │ missing, idle         ▲
                                     └──────▶ SharedUnits ───┘ exchanges global units in Redis
 
-Decisions are made once an event-loop tick, after all its events. Units of global resources that Redis gave to this
-worker stay here between executions, until other workers wait for them.
+Decisions are made once an event-loop tick. Units of global resources stay here between executions, until other workers
+wait for them.
 """
 
 import asyncio
@@ -32,14 +32,10 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
 _PARTS = 3
-"""A lease is renewed after this fraction of its time (1/3)."""
 
 
 class RateLimiter:
-    """Grants resources to instances. Used on the event loop, except `check`, which any thread may call.
-
-    `resources` exchanges the units that are shared by all workers, under a lease of `lease_s`.
-    """
+    """Grants resources to instances; on the event loop, except `check`."""
 
     def __init__(
         self, maxima: Sequence[Maximum], resources: Resources, lease_s: float, gpus: Collection[int] = ()
@@ -50,18 +46,14 @@ class RateLimiter:
         self._is_due = False
 
     def check(self, spec: ModelSpec) -> None:
-        """Refuses a model whose instances would never get their resources.
-
-        Raises:
-            ModelLoadFailed: With Triton's text.
-        """
+        """Refuses a model whose instances would never get their resources, with Triton's text."""
         try:
             self.ledger.check(groups_of(spec, self._gpus))
         except ValueError as error:
             raise ModelLoadFailed(str(error)) from None
 
     def executor(self, loaded: Loaded, loop: asyncio.AbstractEventLoop, name: str) -> LimitedExecutor:
-        """Returns the executor of a loaded model that is limited."""
+        """Returns the executor of a limited model."""
         groups = [group for group in groups_of(loaded.spec, self._gpus) for _ in range(group.count)]
         instances = [self._instance(loaded.spec.name, group) for group in groups]
         kind: type[LimitedExecutor] = StagedExecutor if loaded.spec.sequences else PermitExecutor
@@ -71,12 +63,12 @@ class RateLimiter:
         return executor
 
     def wait(self, instance: Instance, callers: tuple[Holder, ...]) -> None:
-        """Notes that an instance has work, as `limited_executors.Limiter` describes."""
+        """Notes that an instance has work."""
         self.ledger.wait(instance, callers)
         self._changed()
 
     def leave(self, instance: Instance) -> None:
-        """Notes that an instance has no work any more."""
+        """Notes that an instance has no work."""
         self.ledger.leave(instance)
         self._changed()
 
@@ -86,12 +78,12 @@ class RateLimiter:
         self._changed()
 
     def remove(self, instances: Sequence[Instance]) -> None:
-        """Removes instances that execute nothing any more."""
+        """Removes idle instances."""
         self.ledger.remove(instances)
         self._changed()
 
     def holds(self, callers: Sequence[Holder]) -> bool:
-        """Returns whether any of these callers holds resources."""
+        """Returns whether callers hold resources."""
         return self.ledger.holds(callers)
 
     def conflict(self, spec: ModelSpec, callers: Sequence[Holder]) -> str:
@@ -108,7 +100,6 @@ class RateLimiter:
         return Instance(model, needs_of(group), group.priority, lambda _: None)
 
     def _changed(self) -> None:
-        """Decides at the end of this tick."""
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._decide_all)
@@ -139,7 +130,7 @@ def open_limiter(
 
 
 class SharedUnits:
-    """The units of global resources that this worker has, for `Ledger.pool`; `decide` is called when there are more."""
+    """The units of global resources that this worker has, for `Ledger.pool`."""
 
     def __init__(self, ledger: Ledger, resources: Resources, lease_s: float, decide: Callable[[], None]) -> None:
         self._ledger = ledger
@@ -148,11 +139,11 @@ class SharedUnits:
         self._decide = decide
         self._opened, self._changed = asyncio.Event(), asyncio.Event()
         self._wanted: frozenset[str] = frozenset()
-        """The resources that other workers wait for."""
+        """Resources that other workers wait for."""
         self._back: dict[str, int] = {}
         """Units that are being given back."""
         self._asked: dict[tuple[tuple[str, int], ...], tuple[Wish, float]] = {}
-        """The wishes that Redis has queued, and when to repeat them on the monotonic clock."""
+        """The queued wishes, and when to repeat them on the monotonic clock."""
         self._valid_until_s = 0.0
 
     @property
@@ -161,13 +152,13 @@ class SharedUnits:
         return self._opened.is_set()
 
     def open(self) -> None:
-        """Starts the exchange, if there are global resources now."""
+        """Starts the exchange, if there are global resources."""
         if any(resource.device == GLOBAL for resource in self._ledger.maxima):
             self._opened.set()
             self._changed.set()
 
     def look(self) -> None:
-        """Gives back units that other workers wait for, and drops all units once the lease may have ended."""
+        """Gives back units that others wait for, and drops all once the lease may have ended."""
         pool = self._ledger.pool
         if pool and time.monotonic() >= self._valid_until_s:
             pool.clear()
@@ -180,12 +171,12 @@ class SharedUnits:
                 self._changed.set()
 
     def want(self) -> None:
-        """Starts an exchange if units are missing, or no longer are."""
+        """Starts an exchange if the missing units may have changed."""
         if self.is_open and (self._asked or self._ledger.missing()):
             self._changed.set()
 
     async def run(self) -> None:
-        """Exchanges units until cancelled, once there are global resources."""
+        """Exchanges units until cancelled."""
         await self._opened.wait()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read())
@@ -205,14 +196,14 @@ class SharedUnits:
                         await self._changed.wait()
 
     async def leave(self) -> None:
-        """Ends the lease, when nothing executes any more; without Redis it expires."""
+        """Ends the lease; without Redis it expires."""
         with suppress(QinferError):
             if self.is_open:
                 await self._resources.leave()
         await self._resources.close()
 
     async def _exchange(self) -> float:
-        """Does all exchanges that are due; returns the seconds until the next one."""
+        """Does all due exchanges; returns the seconds until the next."""
         missing = {_key(units): Wish(units, is_callee) for units, is_callee in self._ledger.missing()}
         given_up = [wish for key, (wish, _) in self._asked.items() if key not in missing]
         self._asked = {key: asked for key, asked in self._asked.items() if key in missing}
@@ -232,10 +223,9 @@ class SharedUnits:
         return self._valid_until_s - self._lease_s * (1 - 1 / _PARTS)
 
     async def _once(self, wish: Wish | None, given_up: Sequence[Wish] = ()) -> None:
-        """Exchanges units once, and updates the pool."""
         pool = self._ledger.pool
         for name in wish.units if wish is not None else ():
-            # All of a wish's units are granted together, so that idle ones are given back first.
+            # A wish is granted whole: idle units are given back first.
             idle = max(self._ledger.idle(name), 0)
             if idle:
                 pool[name] -= idle
@@ -253,7 +243,7 @@ class SharedUnits:
                 self._asked.pop(key, None)
             elif key in self._asked:
                 self._asked[key] = wish, began_s + done.retry_s
-        # Serves the instances in turn here first, then other workers.
+        # Local instances in turn come before other workers.
         self._decide()
         self.look()
 

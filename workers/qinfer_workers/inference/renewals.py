@@ -1,7 +1,4 @@
-"""Starts the process that renews a worker's leases, and talks to it.
-
-It is a process, `qinfer_workers.renewer`, because a model that keeps the GIL would stop a thread.
-"""
+"""Starts the process that renews a worker's leases, and talks to it: a model that keeps the GIL would stop a thread."""
 
 import asyncio
 import logging
@@ -36,7 +33,7 @@ _LONGEST_RETRY_S = 5.0
 class ProcessRenewals:
     """Renews leases in a process that is restarted if it ends.
 
-    The process gets the variables of `environment` that it needs, and ends a worker that exceeds the limits in `due`.
+    The process also ends a worker that exceeds the limits in `due`.
     """
 
     def __init__(
@@ -78,7 +75,7 @@ class ProcessRenewals:
             await asyncio.sleep(self._backoff.next_s())
 
     async def _run_one(self, keeper: LeaseKeeper) -> int | None:
-        """Starts a process and talks to it until it ends; returns its exit status."""
+        """Talks to a process until it ends; returns its exit status."""
         command = [sys.executable, "-P", "-m", renewer.__name__, str(os.getpid())]
         process = await asyncio.create_subprocess_exec(
             *command, env=self._environment, stdin=PIPE, stdout=PIPE, pass_fds=self._inherited
@@ -95,14 +92,13 @@ class ProcessRenewals:
         return process.returncode
 
     def ask(self) -> None:
-        """Starts a renewal at once."""
+        """Renews at once."""
         self._asked.set()
 
     async def _send(self, process: Process, keeper: LeaseKeeper) -> None:
-        """Sends the held leases repeatedly."""
         assert process.stdin is not None
         pause_s = self._hello.every_s / renewer.REPORTS_PER_RENEWAL
-        with suppress(ConnectionError):  # the process ended: `_listen` handles it
+        with suppress(ConnectionError):  # `_listen` handles its end
             process.stdin.write(packed(self._hello))
             while True:
                 held = self._held(keeper)
@@ -126,7 +122,6 @@ class ProcessRenewals:
         return held
 
     async def _listen(self, process: Process, keeper: LeaseKeeper) -> None:
-        """Hands reports to the keeper until the process ends."""
         assert process.stdout is not None
         decoder = msgspec.msgpack.Decoder(renewer.Report)
         with suppress(asyncio.IncompleteReadError, ConnectionError):

@@ -4,9 +4,9 @@
       ▲               └── wait ◀─┘        each life that ends sends its owner a ticket, which `take` returns
       └── leave ◀───────────┘
 
-The loop owns as many sequences as there are free slots. When its lease has ended, because Redis or the worker was away
-for too long, it drops all of them: other workers own them. A worker that has owned none for a while gives up its lease,
-and asks nothing until a sequence waits for an owner. `qinfer.queue.sequences` describes the protocol.
+The loop owns as many sequences as there are free slots. If its lease ends, because Redis or the worker was away, it
+drops all of them: other workers own them. After a while without sequences it gives up the lease, until one waits for an
+owner. `qinfer.queue.sequences` describes the protocol.
 """
 
 import asyncio
@@ -56,11 +56,11 @@ logger = logging.getLogger(__name__)
 
 GIVEN_UP = "another tenant waited for a slot of the model, of which this one had the most"
 RELOADED = "the model was loaded anew with another configuration"
-_PARTITION = 0  # the only partition, until models are spread
+_PARTITION = 0  # until models are spread
 _RETRY_S = 0.5
 _LOOK_S = 0.2
 _LOOK_AT_SLOTS_S = 0.5
-_NEVER = 2**63  # greater than any step number
+_NEVER = 2**63  # above any step number
 _MAX_WAITING = 2000  # steps here, beyond which none are taken
 
 
@@ -78,12 +78,12 @@ class Parts(NamedTuple):
 
 
 class _Held:
-    """A life of a sequence that this worker owns, under a token.
+    """A life of a sequence that this worker owns.
 
-    Steps are counted from 1. `committed` and `executed` are the last step that is committed, and the last one that is
-    or will be. From step `ends_at` on, nothing is executed; `ending` is the error that Redis gets once all earlier
-    steps are committed. `entries` maps each uncommitted step to its entry, `repeated` are duplicates that wait for the
-    first response, and `arriving` reads the payload of the last step taken, ahead of later steps.
+    `committed` and `executed` are the last step committed, and the last executed in order to be. From step `ends_at`
+    on, nothing is executed; Redis gets the error `ending` once all earlier steps are committed. `entries` maps
+    uncommitted steps to their entries, `repeated` are duplicates that wait for the first response, `arriving` reads the
+    payload of the last step.
     """
 
     def __init__(self, owned: Owned) -> None:
@@ -98,16 +98,15 @@ class _Held:
         self._told_id = told_id(owned.sequence, owned.told)
 
     def tell(self, request: InferRequest) -> None:
-        """Gives the model an id that no sequence of another tenant has."""
+        """Gives the model an id that no other tenant's sequence has."""
         if request.sequence is not None:
             request.sequence = request.sequence.told(self._told_id)
 
 
 class SequenceService:
-    """Owns sequences of a stateful model version and runs their steps, as the module's head describes.
+    """Owns sequences of a stateful model version and runs their steps.
 
-    `initial` are the states before a sequence's first step. `ensemble` makes the runner of steps if the model is an
-    ensemble. `generations` are those of the model whose sequences continue here.
+    Sequences of all `generations` continue here.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class SequenceService:
         self._parts = parts
         self._model, self._version = model.spec.name, model.version
         self._sequences = parts.queue.sequences(self._model, _PARTITION)
-        # Each generation is an owner of its own, so that a new one does not own the sequences that the old one drains.
+        # A new generation must not own the sequences that the old one drains.
         self._owner = f"{parts.worker_id}-{model.version}-{model.generation}"
         self.batcher: SequenceBatcher | EnsembleSteps
         if ensemble is None:
@@ -129,7 +128,7 @@ class SequenceService:
         else:
             self.batcher = ensemble(self)
         assert model.spec.sequences is not None, "only stateful models have a service"
-        # An ensemble's steps name the caller's id, and their models get other ids.
+        # Steps of an ensemble carry the caller's id; their models get other ids.
         self._told_bits = None if model.spec.sequences.of_steps else model.spec.sequences.told_bits
         self._is_explicit = model.spec.sequences.is_explicit
         idle_s = model.spec.sequences.max_idle_s
@@ -165,7 +164,7 @@ class SequenceService:
         self._steps.put(steps, responses)
 
     def broken(self, step: PendingStep, error: QinferError) -> None:
-        """Ends the sequence of a step that is not executed, and answers its remaining steps."""
+        """Ends the sequence of an unexecuted step, and answers its remaining steps."""
         self._end(step.place, step.token, error)
 
     def idle(self, sequences: Sequence[SequenceId]) -> None:
@@ -185,11 +184,11 @@ class SequenceService:
     async def drain(self, limit_s: float, is_wanted: Callable[[], bool], *, hands_over: bool) -> bool:
         """Stops owning sequences and gives back the open ones; returns false if the version is wanted again.
 
-        Waits at most `limit_s` for sequences to end by themselves. If other workers have the version (`hands_over`), it
-        waits only for sequences whose state is in memory, and only while a program is live that submits requests.
+        Waits at most `limit_s` for sequences to end. If other workers have the version (`hands_over`), it waits only
+        for those with state in memory, while a program that submits requests is live.
         """
         self._is_draining = True
-        self._tickets.ring()  # wakes the loop, which notices an ended lease
+        self._tickets.ring()  # the loop notices an ended lease
         if self._is_explicit or not hands_over:
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit_s):
@@ -211,9 +210,9 @@ class SequenceService:
         return True
 
     async def give_up(self, overdue: PendingStep | None, error: QinferError) -> None:
-        """Gives back idle sequences first, then the others, because an instance hangs.
+        """Gives back idle sequences, then the others, because an instance hangs.
 
-        The step `overdue` has executed alone for too long and gets the error; its sequence is not given back.
+        The `overdue` step gets the error, and its sequence is not given back.
         """
         batcher = self.batcher
         if isinstance(batcher, EnsembleSteps):
@@ -231,7 +230,7 @@ class SequenceService:
         await self._sequences.give_back(self._owner, list(moving))
 
     async def _is_deserted(self) -> bool:
-        """Returns whether no program that submits requests is live, so that no sequence gets another step."""
+        """Returns whether no program that submits requests is live."""
         with suppress(BrokerUnavailable):
             return not any([await self._parts.store.live_processes(program) for program in CALLERS])
         return False
@@ -262,13 +261,12 @@ class SequenceService:
                     await self._leave()
                 else:
                     await self._lose()
-            # The broker's state or its refusal may pass.
+            # either may pass
             except QinferError as error:
                 self._outage.failed(error.message)
                 await asyncio.sleep(_RETRY_S)
 
     async def _join(self) -> None:
-        """Begins a lease, once a sequence waits for an owner."""
         is_called = await self._tickets.wait("", _LOOK_S, has_slots=True)
         self._recover()
         while not is_called:
@@ -280,12 +278,11 @@ class SequenceService:
     async def _leave(self) -> None:
         self._parts.keeper.owners.pop(self._owner, None)
         while not await self._sequences.leave(self._owner, [self._version]):
-            # Reap sequences that it owns without knowing, because a reply was lost.
+            # Reap sequences that it owns unknowingly, because a reply was lost.
             await self._sequences.renew(self._owner, [self._version], 0.0)
             await self._sequences.reap()
 
     async def _lose(self) -> None:
-        """Drops all sequences after the lease has ended."""
         logger.warning("lease on sequences lost", extra={"model": self._model, "count": len(self._held)})
         self._forget_all()
         # Executing steps would meet the same sequences again.
@@ -293,7 +290,7 @@ class SequenceService:
         self.batcher.resume()
 
     async def _serve(self) -> bool:
-        """Owns sequences and takes their steps; returns true when it has nothing to do, false when its lease has ended."""
+        """Owns sequences and takes their steps; returns true when idle, false when its lease has ended."""
         sequences, owner, version = self._sequences, self._owner, self._version
         ticket, busy_s = "", time.monotonic()
         while True:
@@ -326,13 +323,12 @@ class SequenceService:
             await self._wait(ticket, has_slots=has_slots, is_idle=is_idle)
 
     async def _slow_down(self) -> None:
-        """Waits while too many steps wait here."""
         if self.batcher.waiting > _MAX_WAITING:
             self._changed.clear()
             await self._changed.wait()
 
     async def _wait(self, ticket: str, *, has_slots: bool, is_idle: bool) -> None:
-        if is_idle:  # A waiting sequence wakes a full worker, too, which may have to give up a slot for it.
+        if is_idle:  # A waiting sequence wakes a full worker, too: it may have to give up a slot.
             await self._tickets.sleep(ticket, has_slots=has_slots or not self._is_draining)
             self._look_at_s = 0.0
         else:
@@ -343,7 +339,6 @@ class SequenceService:
             self._outage.over()
 
     async def _share_slots(self) -> None:
-        """Gives up slots for waiting tenants that have fewer, where all slots are taken; twice a second."""
         if self._is_draining or self.batcher.free_slots > 0:
             self._is_waited_for = False
             return
@@ -358,7 +353,7 @@ class SequenceService:
                 await self._give_up_slot(victim)
 
     def _to_give_up(self, turn: SlotTurn) -> SequenceId | None:
-        """Returns the sequence whose slot is given up: an idle one first, then the one held longest."""
+        """Returns an idle sequence first, then the one held longest."""
         before_s = time.monotonic() - turn.least_s
         of_giver = [
             sequence
@@ -368,7 +363,7 @@ class SequenceService:
         return min(of_giver, key=lambda one: (not self.batcher.is_idle(one), self._held[one].since_s), default=None)
 
     async def _give_up_slot(self, sequence: SequenceId) -> None:
-        """Gives a sequence back until its tenant's next turn; a sequence with its state in memory ends."""
+        """Gives a sequence back until its tenant's next turn; one with state in memory ends."""
         held = self._held.get(sequence)
         if held is None:
             return
@@ -378,7 +373,7 @@ class SequenceService:
             self._forget(sequence)
 
     async def _adopt(self, owned: Owned) -> QinferError | None:
-        """Takes over a sequence with its last committed states; returns the error if these can't be read now."""
+        """Takes over a sequence with its committed states; returns the error if these can't be read now."""
         held = _Held(owned)
         if owned.generation not in self.generations:
             self._end(_next_of(held), owned.token, SequenceLost(RELOADED))
@@ -391,7 +386,7 @@ class SequenceService:
             except CorruptEntry as error:
                 self._end(_next_of(held), owned.token, SequenceLost(error.message))
                 return None
-            except QinferError as error:  # unreadable for all workers, or for this one only
+            except QinferError as error:  # for all workers, or for this one only
                 self._spawn(partial(self._sequences.give_back, self._owner, [owned.sequence]))
                 return error
         self._forget(owned.sequence)
@@ -424,13 +419,12 @@ class SequenceService:
             self._receive(held, taken.place, taken.token, lease)
 
     def _cancel(self, held: _Held, place: Place) -> None:
-        """Ends a life at a step whose caller has left, unless the step has executed already."""
+        """Ends a life at a step whose caller has left, unless the step has executed."""
         is_here = place.number in held.entries and place.number > held.executed
         if is_here and not self.batcher.cancel(place.sequence, place.number):
             self._end(place, held.owned.token, Cancelled(LEFT))
 
     def _receive(self, held: _Held, place: Place, token: int, lease: Lease) -> None:
-        """Decodes a step, and admits it once its payload is there, behind the steps before it."""
         is_apart = False
         try:
             request = self._reader.decode(lease.frame)
@@ -470,7 +464,7 @@ class SequenceService:
     async def _arrive(
         self, held: _Held, before: "asyncio.Task[None] | None", step: PendingStep, *, is_apart: bool
     ) -> None:
-        """Reads the payload of a step, if it has one, and admits the step behind the one before it."""
+        """Reads the payload of a step, and admits it behind the step before it."""
         problem: QinferError | None = None
         if is_apart:
             try:
@@ -539,7 +533,7 @@ class SequenceService:
             self._forget(sequence)
 
     def _end(self, place: Place, token: int, error: QinferError) -> None:
-        """Ends a life by an error at a step, once the steps before it are committed; a deadline ends it at once."""
+        """Ends a life by an error once earlier steps are committed; a deadline ends it at once."""
         held = self._held.get(place.sequence)
         self._changed.set()  # fewer steps may wait
         if held is None or held.owned.token != token:
@@ -549,14 +543,12 @@ class SequenceService:
             self._end_if_due(held, error)
 
     def _end_if_due(self, held: _Held, error: QinferError) -> None:
-        """Ends a life by the noted error, unless an earlier step is not committed yet."""
+        """Ends a life by the noted error, unless an earlier step is uncommitted."""
         if isinstance(error, DeadlineExceeded) or not any(number < held.ends_at for number in held.entries):
             held.ending = None
             self._end_now(Place(held.owned.sequence, held.owned.life, held.ends_at), held.owned.token, error)
 
     def _end_now(self, place: Place, token: int, error: QinferError) -> None:
-        """Ends a life by an error, and answers its remaining steps."""
-
         async def work() -> None:
             await self._sequences.fail(place, Failure.of(error), token)
             for _, failure in await answer_rest(self._parts.queue, self._sequences):
@@ -567,8 +559,6 @@ class SequenceService:
         self._spawn(work)
 
     def _spawn(self, work: Callable[[], object]) -> None:
-        """Starts work that is repeated while Redis is away."""
-
         async def run() -> None:
             outcome = work()
             if asyncio.iscoroutine(outcome):
@@ -578,5 +568,4 @@ class SequenceService:
 
 
 def _next_of(held: _Held) -> Place:
-    """Returns the place of the step that is executed next."""
     return Place(held.owned.sequence, held.owned.life, held.executed + 1)

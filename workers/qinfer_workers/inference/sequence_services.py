@@ -1,7 +1,7 @@
 """The stateful model versions of a worker: a `SequenceService` for each, and for each that is being replaced.
 
-A sequence stays on the model that it began with. A version with open sequences is pinned, so that it stays loaded
-though the version policy drops it; a replaced generation continues until its sequences have ended.
+A sequence stays on the model that it began with: a version with open sequences is pinned, and a replaced generation
+continues until its sequences have ended.
 """
 
 import asyncio
@@ -23,11 +23,10 @@ from qinfer_workers.inference.sequence_service import Parts, SequenceService
 from qinfer_workers.inference.version_pins import VersionPins
 
 StepsBatcher = SequenceBatcher | EnsembleSteps
-"""The batcher of a stateful model version."""
 
 
 class SequenceServices:
-    """Owns the sequence services of a worker; `collect` takes the statistics of a batcher that ends."""
+    """Owns the sequence services of a worker."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class SequenceServices:
         return key in self._services
 
     def batchers(self) -> list[StepsBatcher]:
-        """Returns the batchers of all services, including the ending ones."""
+        """Returns the batchers of all services, including ending ones."""
         return [service.batcher for service in self._all()]
 
     def serve(self, model: LoadedModel, loaded: Loaded) -> None:
@@ -65,7 +64,7 @@ class SequenceServices:
             self._leaving[before] = self._parts.tasks.create_task(self._leave(before))
 
     def go_on(self, loaded: Loaded) -> None:
-        """Continues a version under a new generation that differs at most by additional instances."""
+        """Continues a version under a generation that at most adds instances."""
         service = self._services[loaded.spec.name, loaded.version]
         service.generations.add(loaded.generation)
         batcher, added = service.batcher, loaded.instances
@@ -74,9 +73,9 @@ class SequenceServices:
             batcher.grow(replace(batcher.model, spec=loaded.spec, generation=loaded.generation), len(added))
 
     async def retire(self, key: Key, is_wanted: Callable[[], bool]) -> bool:
-        """Waits for the sequences of a version to end, and unloads it; returns whether it did.
+        """Waits for a version's sequences to end, and unloads it; returns whether it did.
 
-        If only the version policy has dropped the version, a pin makes it wanted again until they end.
+        If only the version policy dropped it, a pin makes it wanted again until then.
         """
         service = self._services[key]
         if service.has_open:
@@ -88,21 +87,18 @@ class SequenceServices:
         return True
 
     async def drain_ensembles(self) -> None:
-        """Gives back the sequences of ensembles, whose steps need their models until then."""
+        """Gives back the sequences of ensembles, while their steps' models are still here."""
         await self._drain([one for one in self._all() if isinstance(one.batcher, EnsembleSteps)])
 
     async def drain(self) -> None:
-        """Gives back all others; those whose state is in memory first have half of the drain's time to end.
+        """Gives back all others; those with state in memory first have half of the drain's time to end.
 
-        Without a live gateway they are given back at once, because no further steps can arrive.
+        Without a live gateway no further steps can arrive, and nothing waits.
         """
         await self._drain([one for one in self._all() if not isinstance(one.batcher, EnsembleSteps)])
 
     async def give_up(self, key: Key, item: object, error: QinferError) -> None:
-        """Gives back everything that does not execute, because an instance of the version `key` hangs.
-
-        A step that has executed there alone for too long is answered with the error.
-        """
+        """Gives back unexecuted steps, because an instance of version `key` hangs; its overdue step gets the error."""
         overdue = item if isinstance(item, PendingStep) else None
         hung = self._services.get(key)
         services = [(one, overdue if one is hung else None) for one in self._all()]
@@ -119,7 +115,7 @@ class SequenceServices:
         return [*self._services.values(), *self._leaving]
 
     async def pause(self) -> None:
-        """Begins no more executions and waits until none is left; steps of ensembles in progress continue."""
+        """Begins no more executions and waits for current ones; steps of ensembles continue."""
         async with asyncio.TaskGroup() as pauses:
             for batcher in self.batchers():
                 if isinstance(batcher, EnsembleSteps):

@@ -1,4 +1,4 @@
-"""A model version that a worker serves: its batcher, the lanes that it reads, and its reads of external payloads."""
+"""A model version that a worker serves: its batcher, its lanes, and its reads of external payloads."""
 
 import asyncio
 import time
@@ -15,27 +15,27 @@ from qinfer.queue.lanes import Queue
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
 
 LaneBatcher = Batcher | IterativeBatcher | EnsembleBatcher
-"""The batcher of a model version whose requests come by lanes."""
+"""The batcher of a model version with lanes."""
 
 _LOOK_S = 0.05
-# Gateways learn at the same time as the worker that a model is to be unloaded.
+# Gateways learn of an unload at the same time as the worker.
 _GRACE_S = 0.2
 
 
 MAX_READS = 16
-"""While payloads of this many requests are being read, no further reads begin."""
+"""Requests whose payloads are read at a time."""
 
 SLOW_S = 0.25
-"""Slower reads no longer count as requests in the worker: a slow store delays only the requests that need it."""
+"""Slower reads no longer count as requests in the worker: a slow store delays only its own requests."""
 
 STALLED_S = 2.0
 """When `MAX_READS` reads are stalled for this long, requests without external payloads are fetched."""
 
 
 class PayloadReads:
-    """The tasks that read the external payloads of one model version's requests.
+    """The tasks that read external payloads of one model version.
 
-    `open` maps each to the number of its requests, and to its start on the monotonic clock.
+    `open` maps each to the number of its requests, and to its monotonic start.
     """
 
     def __init__(self) -> None:
@@ -48,13 +48,13 @@ class PayloadReads:
         return sum(count for count, _ in self.open.values()) >= MAX_READS
 
     def add(self, task: "asyncio.Task[None]", count: int) -> None:
-        """Tracks a task that reads the payloads of `count` requests, and admits these."""
+        """Tracks a task that reads and admits `count` requests."""
         self._changed_s = time.monotonic()
         self.open[task] = count, self._changed_s
         task.add_done_callback(self._ended)
 
     async def room(self, count: int) -> int:
-        """Returns how many of `count` requests may be fetched in addition; if none, waits for a read and returns 0."""
+        """Returns how many of `count` requests may be fetched; if none, waits for a read and returns 0."""
         now_s = time.monotonic()
         fresh = [(number, began_s) for number, began_s in self.open.values() if now_s - began_s < SLOW_S]
         left = count - sum(number for number, _ in fresh)
@@ -69,7 +69,7 @@ class PayloadReads:
         return 0
 
     async def stop(self) -> None:
-        """Cancels the open reads; their requests are given back."""
+        """Cancels the open reads, which give back their requests."""
         if tasks := list(self.open):
             for task in tasks:
                 task.cancel()
@@ -83,12 +83,11 @@ class PayloadReads:
 class Serving:
     """A model version that the worker serves.
 
-    `lanes` are read in order; those of an earlier configuration come last, until they are empty (`is_settled`). `quiet`
-    is set while no fetch is in progress: entries of a cancelled fetch would stay leased.
+    `lanes` of an earlier configuration come last, until they are empty (`is_settled`). `quiet` is set while no fetch is
+    in progress: entries of a cancelled fetch would stay leased.
     """
 
     fetcher: "asyncio.Task[None]"
-    """The task that fetches for it."""
 
     def __init__(self, batcher: LaneBatcher, metrics: MetricsSettings) -> None:
         self.batcher = batcher
@@ -105,15 +104,15 @@ class Serving:
         return self.batcher.paused and not executes and self.quiet.is_set() and not self.reads.open
 
     async def pause(self, *, ends: bool = True) -> None:
-        """Stops taking requests, and returns when nothing is in progress.
+        """Takes no more requests, and returns when nothing is in progress.
 
-        Without `ends`, the requests of an ensemble, which execute nothing, continue after the pause.
+        Without `ends`, requests of an ensemble, which execute nothing, are held instead.
         """
         if isinstance(self.batcher, EnsembleBatcher) and self._is_held(ends=ends):
             self.batcher.hold()
         else:
             await self.batcher.pause()
-        # Each payload read has begun by then, and gives back its requests when it is stopped.
+        # Each read has begun by then, and gives back its requests when stopped.
         await self.quiet.wait()
         await self.reads.stop()
         if not self._is_held(ends=ends):
@@ -123,13 +122,13 @@ class Serving:
         return isinstance(self.batcher, EnsembleBatcher) and not ends
 
     def reread(self) -> None:
-        """Takes a new configuration; the lanes of the last one are still read for now."""
+        """Takes a new configuration; the lanes of the last are still read."""
         own = self._own()
         self.lanes = own + tuple(lane for lane in self.lanes if lane not in own)
         self.is_settled = False
 
     async def find_leftovers(self, queue: Queue) -> None:
-        """Reads lanes that only an earlier configuration had, while they hold entries."""
+        """Finds lanes of an earlier configuration that still hold entries."""
         if self.is_settled:
             return
         own = self._own()
@@ -138,20 +137,20 @@ class Serving:
         others = [lane for lane in others if lane not in own]
         depths = await queue.depth(others)
         if own != self._own():
-            return  # reconfigured meanwhile
+            return
         left = tuple(lane for lane, depth in zip(others, depths, strict=True) if depth)
         self.lanes = own + left
         self.is_settled = not left
 
     async def drain(self, queue: Queue, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
-        """Serves until the lanes are empty, for the limit at most; returns false once it is wanted again."""
+        """Serves until the lanes are empty or the limit passes; returns false if wanted again."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + limit_s
         was_empty = False
         while not is_wanted():
             try:
                 is_empty = not any(await queue.depth(self.lanes))
-            except QinferError:  # the lanes can't be read now
+            except QinferError:  # unknown
                 is_empty = False
             if (is_empty and was_empty) or loop.time() >= until_s:
                 return True

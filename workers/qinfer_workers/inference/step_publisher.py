@@ -2,12 +2,11 @@
 
     SequenceBatcher ─▶ put ─▶ commit (state, response and number together) ─▶ publish ─▶ finish
 
-One commit is in progress at a time, for one step of each sequence: steps of one sequence are committed in order, and
-those executed meanwhile are committed together. A step whose sequence another worker owns is not published. A step that
-Redis refuses, because its state is too large or memory is short, breaks its sequence.
+Commits run one at a time, for one step of each sequence. A step whose sequence another worker owns is not published. A
+step that Redis refuses, for its size or for lack of memory, breaks its sequence.
 
-A state in the model's memory can't be restored: of such sequences, only the last step and steps that may be sent again
-are committed. The others are published at once.
+A state in the model's memory can't be restored: such sequences commit only their last step, and steps that may be sent
+again. The others are published at once.
 """
 
 import asyncio
@@ -34,8 +33,6 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 2.0
 
 
 class _Executed(msgspec.Struct, frozen=True, eq=False):
-    """An executed step, its response, and both as they are committed."""
-
     step: PendingStep
     response: Response
     committed: Committed
@@ -44,8 +41,8 @@ class _Executed(msgspec.Struct, frozen=True, eq=False):
 class StepPublisher:
     """Commits and publishes the steps of a model's sequences.
 
-    `is_explicit` says that their state is in the model's memory. `settled` gets each step, and whether it is committed;
-    if not, another worker owns its sequence. `broken` gets each step that can't be committed, and the error.
+    `is_explicit` = the state is in the model's memory. `settled` gets each step, and whether it is committed (else
+    another worker owns its sequence); `broken` each step that can't be.
     """
 
     def __init__(
@@ -71,7 +68,7 @@ class StepPublisher:
         self._outage = OutageLog(logger, "steps not committed, trying again", "steps are committed again")
 
     def put(self, steps: Sequence[PendingStep], responses: Sequence[Response]) -> None:
-        """Takes executed steps with their responses, in the order in which those of a sequence were executed."""
+        """Takes executed steps with their responses, in order within each sequence."""
         by_id = {response.request_id: response for response in responses if response.final}
         if free := [step for step in steps if not self._is_committed(step)]:
             self._publish_uncommitted(free, [by_id[step.request.id] for step in free])
@@ -102,7 +99,7 @@ class StepPublisher:
             self._quiet.set()
 
     async def flush(self) -> None:
-        """Waits until all steps that were put are committed, published without a commit, or lost."""
+        """Waits until all steps are committed, published without a commit, or lost."""
         await self._quiet.wait()
         if self._uncommitted:
             await asyncio.wait(self._uncommitted)
@@ -112,7 +109,6 @@ class StepPublisher:
         return not self._is_explicit or step.end or (flags is not None and flags.step > 0)
 
     def _next(self) -> list[_Executed]:
-        """Takes the first waiting step of each sequence."""
         group: dict[SequenceId, _Executed] = {}
         left: list[_Executed] = []
         for executed in self._waiting:
@@ -125,7 +121,7 @@ class StepPublisher:
         return list(group.values())
 
     async def _commit(self, group: list[_Executed]) -> None:
-        """Commits steps, repeatedly while Redis is away: committing a step twice is harmless."""
+        """Commits steps, repeatedly while Redis is away; a second commit is harmless."""
         begin_ns = time.perf_counter_ns()
         backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
         while True:
@@ -147,7 +143,7 @@ class StepPublisher:
             return
 
     async def _commit_alone(self, group: list[_Executed], error: QinferError) -> None:
-        """Commits the steps of a refused commit one by one; a refused single step breaks its sequence."""
+        """Commits the steps of a refused commit one by one, to find the refused one."""
         if len(group) == 1:
             self._broken(group[0].step, error)
             return
@@ -155,11 +151,9 @@ class StepPublisher:
             await self._commit([executed])
 
     def _publish_uncommitted(self, steps: Sequence[PendingStep], responses: Sequence[Response]) -> None:
-        """Publishes uncommitted steps, and settles each once it is published."""
-
         def settle(_: object) -> None:
             for step in steps:
-                self._settled(step, True)  # no commit is needed
+                self._settled(step, True)
 
         task = self._publish(steps, responses, time.perf_counter_ns())
         if task is not None:

@@ -1,11 +1,11 @@
-"""Publishes the streams of decoupled models: responses one after another, in order for each caller.
+"""Publishes the streams of decoupled models, in order for each caller.
 
     a caller waits   publish to `reply_to`: one task for each process sends all that has come, up to 1 MiB at a time
     asynchronous     store response after response; one task for each request
     the final one    the entry is finished, or the request settled, as `Publisher` does it
 
-An entry is marked before its first response leaves: a worker that reclaims it does not execute it, because its caller
-has a part of another execution's responses. Models whose responses are the same each time need no mark.
+An entry is marked before its first response leaves, unless its model gives the same responses each time: a worker that
+reclaims it does not execute it, because the caller has a part of another execution's responses.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ _MAX_RESPONSES = 1000  # in one blob
 class StreamPublisher:
     """The `StreamOutlet` of a worker.
 
-    `resumes` returns whether an item's model gives the same responses each time. A mark is kept for `mark_s` longer
-    than its request. Set `streams` before the first response.
+    `resumes` returns whether an item's model gives the same responses each time. A mark outlives its request by
+    `mark_s`.
     """
 
     streams: Streams
@@ -70,7 +70,7 @@ class StreamPublisher:
             waiting.append(each)
 
     async def _run(self, name: str) -> None:
-        """Publishes until nothing waits; after an outage of Redis it runs again with the unsent responses."""
+        """Publishes until nothing waits; runs again after an outage of Redis."""
         waiting = self._waiting[name]
         while waiting:
             group = _first_of(waiting)
@@ -109,7 +109,7 @@ class StreamPublisher:
         self._publisher.durations.published(lane.model, lane.version, time.perf_counter_ns() - begin_ns)
 
     async def _mark(self, group: Sequence[Sent]) -> None:
-        """Marks the entries whose first response, but not their last, leaves now."""
+        """Marks the entries whose first, but not last, response leaves now."""
         first = [item for item, response in group if not (response.index or response.final or self._resumes(item))]
         if not first:
             return
@@ -119,13 +119,12 @@ class StreamPublisher:
         )
 
     async def _unmark(self, group: Sequence[Sent]) -> None:
-        """Removes the marks of streams that end now: if the entries remain, no caller waits for them."""
+        """Removes the marks of ended streams, whose callers wait no more."""
         ended = [item.lease.entry for item, last in group if last.final and last.index and not self._resumes(item)]
         if ended:
             await self._queue.marks.forget(ended)
 
     async def _settle(self, group: Sequence[Sent]) -> None:
-        """Stores responses of an asynchronous request, and settles it after the final one."""
         item, last = group[-1]
         others = group[:-1] if last.final else group
         error = await self._store(others) if others else None
@@ -152,7 +151,7 @@ class StreamPublisher:
         return None
 
     def _drop(self, items: Sequence[Pending]) -> None:
-        """Ends streams silently, whose callers are gone or can't get the rest."""
+        """Ends streams silently: the caller is gone, or can't get the rest."""
         self._keeper.drop(items)
         for item in items:
             item.lose()
@@ -160,7 +159,6 @@ class StreamPublisher:
 
 
 def _first_of(waiting: "deque[Sent]") -> list[Sent]:
-    """Returns the first waiting responses, up to 1 MiB of outputs; at least one."""
     group: list[Sent] = []
     size = 0
     for each in waiting:

@@ -5,9 +5,8 @@
                                 ├─ execute
                                 └─ publish
 
-A batch belongs to the trace of its first recorded request, so the trace of a request that ran alone is complete. Each
-execution of a job's shard is a span `shard` in the trace of the request that created the job. A request of an ensemble
-has no batch: `ensembles/traces.py` makes its spans.
+A batch belongs to the trace of its first recorded request. Each execution of a job's shard is a span `shard` in the
+trace of the request that created the job. `ensembles/traces.py` makes the spans of ensembles.
 """
 
 import logging
@@ -44,7 +43,7 @@ _Work = Callable[[], Awaitable[None]]
 
 
 class ShardPlace(NamedTuple):
-    """One execution of a shard of a job, for its span; `deliveries` includes this one."""
+    """One execution of a shard; `deliveries` includes this one."""
 
     record: JobRecord
     number: int
@@ -53,17 +52,14 @@ class ShardPlace(NamedTuple):
 
 
 class Spans:
-    """Records spans: the `Observer` of the worker's batchers, and of its publisher."""
+    """The `Observer` of the worker's batchers, and of its publisher."""
 
     def __init__(self, tracer: Tracer, clock: ServerClock) -> None:
         self._tracer = tracer
         self._now_s = clock.now_s
 
     def executed(self, execution: Execution, begin_s: float) -> None:
-        """Records an execution, as `qinfer.batching.execution.Observer.executed` describes.
-
-        Later spans of the answered items belong to the batch.
-        """
+        """Records an execution; later spans of its answered items belong to the batch."""
         recorded = [item for item in execution.items if is_sampled(item.request.trace)]
         if not recorded:
             return
@@ -94,14 +90,14 @@ class Spans:
                 item.request.trace = batch.trace
 
     def refused(self, items: Sequence[Pending], error: QinferError, now_s: float) -> None:
-        """Records items that were answered with an error without being executed."""
+        """Records items that were refused."""
         for item in items:
             if is_sampled(item.request.trace):
                 queue = self._tracer.start("queue", item.request.trace, item.enqueued_s)
                 queue.end(max(now_s, item.enqueued_s), _about(item), _told(error))
 
     def ensemble(self, item: Pending, plan: Plan) -> RunTrace | None:
-        """Begins the spans of a request of an ensemble; `None` = it is not recorded."""
+        """Begins the spans of an ensemble's request; `None` = it is not recorded."""
         if not is_sampled(item.request.trace):
             return None
         with _FENCE:  # it runs without spans otherwise
@@ -111,7 +107,7 @@ class Spans:
     def shard(
         self, place: ShardPlace, outcome: ShardOutcome | None, begin_s: float, error: tuple[str, str] | None
     ) -> None:
-        """Records an execution of a shard that has just ended; `outcome` is `None` if it was not completed."""
+        """Records an ended execution of a shard; `outcome` is `None` if it was not completed."""
         record = place.record
         if not is_sampled(record.trace):
             return
@@ -126,7 +122,7 @@ class Spans:
         }
         if outcome is not None:
             about = {**about, "qinfer.failed_rows": outcome.failed_rows}
-        with _FENCE:  # the scores count without it
+        with _FENCE:
             self._tracer.start("shard", record.trace, begin_s).end(self._now_s(), about, error)
 
     def around(self, items: Sequence[Pending], publish: _Work) -> _Work:
@@ -151,12 +147,12 @@ class Spans:
         return recorded
 
     def _publishing(self, batches: Sequence[str]) -> list[Span]:
-        with _FENCE:  # the answers are published without it
+        with _FENCE:
             return [self._tracer.start("publish", batch, self._now_s()) for batch in batches]
         return []
 
     def _published(self, spans: Sequence[Span], about: Attributes, error: tuple[str, str] | None) -> None:
-        with _FENCE:  # a published answer must not be retried
+        with _FENCE:
             for span in spans:
                 span.end(self._now_s(), about, error)
 

@@ -1,12 +1,11 @@
-"""Frees instances that are held by streams which their tenant does not read while other tenants wait for the model.
+"""Frees instances held by streams that their tenant does not read while other tenants wait for the model.
 
     Streams ── unread, twice a second ──▶ UnreadStreams ── who waits? ──▶ Redis
                                               ├─▶ Stream.cancel: the tenant with the most gives up an instance
                                               └─▶ refused: it gets no further one while it has its share
 
-Without other tenants, a tenant keeps its streams until nothing was read for `QINFER_LIMITS__STREAM_STALL_S`. A batch of
-an iterative model advances with all of its requests, so an unread stream delays those of other tenants that have begun,
-too.
+Without other tenants, streams end after `QINFER_LIMITS__STREAM_STALL_S` unread. A batch of an iterative model advances
+as a whole, so an unread stream also delays requests of others that have begun.
 """
 
 import asyncio
@@ -34,8 +33,8 @@ REFUSED = (
     f"responses of model '{{}}' hold its instances because they are read slower than {LEAST_RATE // 1024} KiB/s, and "
     "other tenants use it; read them, or end these requests, before you send others"
 )
-_GUESTS = 16  # first entries of a stream that may be a guest's, which was added when no other entry waited
-_KNOWN_S = 2.0  # seconds for which a look counts; the next one comes sooner if there is anything to see
+_GUESTS = 16  # entries looked at for a guest's: it came when no other entry waited
+_KNOWN_S = 2.0  # until the next look
 
 Key = tuple[str, int]
 
@@ -49,7 +48,7 @@ class UnreadStreams:
         self._serving_of = serving_of
         self._looking: set[Key] = set()
         self._full: dict[Key, tuple[set[str], float]] = {}
-        """The tenants that get no further instance of a model version, and until when this is known."""
+        """The tenants that get no further instance, and until when this is known."""
 
     def found(self, streams: Sequence[Stream]) -> None:
         """Looks for tenants that wait for the models of unread streams."""
@@ -63,7 +62,7 @@ class UnreadStreams:
                 self._tasks.create_task(self._look(key, group))
 
     def refused(self, batcher: Batcher | IterativeBatcher, items: Sequence[Pending]) -> list[Pending]:
-        """Answers the items of tenants whose unread streams have their share of the instances; returns the others."""
+        """Answers items of tenants whose unread streams have their share of instances; returns the others."""
         spec = batcher.model.spec
         tenants, until_s = self._full.get((spec.name, batcher.model.version), (set(), 0.0))
         over = [item for item in items if item.request.tenant in tenants] if time.monotonic() < until_s else []
@@ -80,12 +79,12 @@ class UnreadStreams:
             shares = [share for group in found for share in group]
             self._decide(key, serving.batcher, streams, shares, await self._guests(shares))
         except QinferError:
-            return  # the next look is soon
+            return
         finally:
             self._looking.discard(key)
 
     async def _guests(self, shares: Sequence[Share]) -> set[str]:
-        """Returns the tenants with an entry in the stream of another: the first entry of a tenant may go there."""
+        """Returns the tenants with an entry in another's stream: a tenant's first entry may go there."""
         guests: set[str] = set()
         if len({tenant for share in shares for tenant in share.tenants}) > 1:
             for share in shares:
@@ -102,7 +101,7 @@ class UnreadStreams:
         shares: Sequence[Share],
         guests: set[str],
     ) -> None:
-        """Ends streams of tenants that hold more than waiting ones, and notes which tenants may have no more."""
+        """Ends streams of tenants that hold more than waiting ones, and notes which may have no more."""
         count, now_s = batcher.model.executor.count, time.monotonic()
         holding = [stream for stream in streams if stream.holds_instance]
         unread = Counter(tenant for tenant, _ in {(stream.item.request.tenant, stream.source) for stream in holding})
@@ -132,7 +131,7 @@ def _tenants(items: Iterable[Pending]) -> set[str]:
 
 
 def _end_blocking(batcher: IterativeBatcher, holding: Sequence[Stream]) -> list[Stream]:
-    """Ends the unread streams that delay the next execution of other tenants' requests; returns the others."""
+    """Ends unread streams that delay other tenants' requests; returns the others."""
     waiting, left = batcher.waiting, list[Stream]()
     for stream in holding:
         unread = _tenants(one.item for one in holding if one.source is stream.source)

@@ -1,6 +1,6 @@
-"""Pins the model versions that a worker still needs: they stay loaded though their version policy drops them.
+"""Pins model versions that a worker needs, so that they stay loaded when their version policy drops them.
 
-A sequence stays on the version that it began with, and an ensemble on those that it was loaded with.
+A sequence stays on the version that it began with, an ensemble on those that it was loaded with.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ _PIN_TTL_S = 60.0
 
 
 class VersionPins:
-    """Keeps the pins of one worker for one reason, such as `sequences`.
+    """Keeps a worker's pins for one reason, such as `sequences`.
 
-    `versions` returns the needed versions → the hash of what each must execute; empty = any.
+    `versions` returns the needed versions → the hash that each must execute; empty = any.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class VersionPins:
         self._writing = asyncio.Lock()
 
     def changed(self) -> None:
-        """Writes the pins at once, because the needed versions may have changed."""
+        """Triggers a write of the pins."""
         self._changed.set()
 
     async def run(self) -> None:
@@ -65,11 +65,7 @@ class VersionPins:
                 continue
 
     async def write(self) -> None:
-        """Writes the pins of the needed versions, removes the others, and wakes the store's readers after a change.
-
-        Raises:
-            BrokerUnavailable: The store can't be reached.
-        """
+        """Writes the needed pins, removes the others, and wakes the store's readers after a change."""
         async with self._writing:
             versions = self._versions()
             is_news = versions.keys() != self._pinned

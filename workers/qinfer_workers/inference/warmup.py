@@ -1,11 +1,10 @@
-"""Warms loaded model instances up, so that the first request finds nothing left to initialise.
+"""Warms up loaded model instances, before they get requests.
 
-Warm-up runs the samples of `model_warmup` before a model is READY. They must succeed, as in Triton. Models of the
-built-in runtimes also run a row of zeros twice, which may fail, because models may reject made-up shapes; the second
-run teaches the latency model t(1). Models written in Python, and custom backends, never run with made-up data, because
-they may count or send their requests.
+The samples of `model_warmup` run before a model is READY, and must succeed, as in Triton. Models of the built-in
+runtimes also run a row of zeros twice, which may fail; the second run teaches the latency model t(1). Models in Python
+and custom backends never get made-up data, because they may count or send it.
 
-Warm-up stops where a run calls another model, which may not be loaded yet; this is no failure. A model with sequences
+A run that calls another model stops there without a failure: that model may not be loaded yet. A model with sequences
 gets a sequence of a single step.
 """
 
@@ -32,16 +31,12 @@ from qinfer_workers.inference.model_files import WARMUP_DIRECTORY
 logger = logging.getLogger(__name__)
 
 _AUTOMATIC = frozenset(("onnxruntime", "openvino", "pytorch", "tensorrt", "stub"))
-"""Backends whose models only compute."""
 
 _Inputs = Mapping[str, WarmupInput]
 
 
 class _Unheard(OneResponse):
-    """A context that discards answers.
-
-    `called` is set when the model calls another one, which is refused: later results mean nothing.
-    """
+    """Discards answers; after `called`, a refused call to another model, results mean nothing."""
 
     def __init__(self) -> None:
         self.called = False
@@ -54,22 +49,19 @@ class _Unheard(OneResponse):
         final: bool = True,
         parameters: Mapping[str, Scalar] | None = None,
     ) -> None:
-        """Raises the item's own failure, if it is one."""
         del item, final, parameters
         if isinstance(outputs, QinferError):
             raise outputs
 
     def reschedule(self, item: int, states: tuple[Tensor, ...] = ()) -> None:
-        """Ignores the request: one iteration warms the model up."""
         del item, states
 
     def cancelled(self, item: int) -> bool:
-        """Returns false."""
         del item
         return False
 
     def call(self, request: InferRequest) -> Response:
-        """Refuses: a model that is being loaded can't wait for another that may be loaded after it."""
+        """Refuses: the called model may be loaded after this one."""
         self.called = True
         raise ModelNotReady(f"model '{request.model}' can't be called during warm-up")
 
@@ -78,7 +70,7 @@ def warm_up(backend: Backend, spec: ModelSpec, model_dir: Path = Path(), states:
     """Runs a loaded instance with the samples of its configuration.
 
     Raises:
-        ModelLoadFailed: A sample of the configuration failed, or its file does not fit.
+        ModelLoadFailed: A sample failed, or its file does not fit.
     """
     for sample in spec.warmup:
         batch = _batch(spec, sample.inputs, sample.batch_size, states, model_dir)
@@ -86,7 +78,7 @@ def warm_up(backend: Backend, spec: ModelSpec, model_dir: Path = Path(), states:
         try:
             for _ in range(sample.count):
                 backend.execute(batch, ctx)
-        except Exception as error:  # the boundary to the model's code
+        except Exception as error:
             if ctx.called:
                 continue
             raise ModelLoadFailed(f"failed to run warmup sample '{sample.name}': {error}") from error
@@ -95,10 +87,9 @@ def warm_up(backend: Backend, spec: ModelSpec, model_dir: Path = Path(), states:
 def warm_up_with_zeros(
     backend: Backend, spec: ModelSpec, latency: LatencyModel, now_s: float, states: Sequence[Tensor] = ()
 ) -> None:
-    """Runs a loaded instance until its lazy initialisation is done, unless its model is code.
+    """Runs a loaded instance with zeros, unless its model is code.
 
-    Decoupled models are left out, because they may answer zeros for an unknown time. `latency` learns from the last
-    run.
+    Decoupled models might answer zeros without end, and are left out. `latency` learns from the last run.
     """
     if spec.decoupled or spec.backend not in _AUTOMATIC:
         return
@@ -118,7 +109,7 @@ def warm_up_with_zeros(
 
 
 def _batch(spec: ModelSpec, inputs: _Inputs, count: int, states: Sequence[Tensor], model_dir: Path = Path()) -> Batch:
-    """Makes a batch of `count` requests of one row, each a sequence of a single step if the model has sequences."""
+    """Makes a batch of `count` one-row requests, each a sequence of a single step if the model has sequences."""
     rows = (count,) if spec.max_batch_size else ()
     given = {
         name: _read(name, data, rows, model_dir)
@@ -141,7 +132,7 @@ def _batch(spec: ModelSpec, inputs: _Inputs, count: int, states: Sequence[Tensor
 
 
 def _read(name: str, data: WarmupInput, rows: tuple[int, ...], model_dir: Path) -> Array:
-    """Reads a file that begins with one row in the form of a binary request, and repeats it for each row."""
+    """Reads a row from a file, encoded as in a binary request, and repeats it."""
     size = prod(data.dims) * DATATYPES[data.datatype].itemsize
     try:
         content = (model_dir / WARMUP_DIRECTORY / data.file).read_bytes()

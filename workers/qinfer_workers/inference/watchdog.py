@@ -1,10 +1,10 @@
-"""The watchdog of a worker's executions: warns of late ones, and ends those that exceed their model's limit.
+"""The watchdog of a worker's executions: warns of late ones, and ends those over their model's limit.
 
     interruptible backend (`python`)   its process is killed; the items of the batch execute again, alone
     another                            the worker gives back everything else, and ends
 
-The watchdog has a thread of its own. A model that holds the GIL stops this thread, too: then the process beside the
-worker ends the worker (`qinfer_workers.due_table`).
+The watchdog has its own thread. A model that holds the GIL stops it: then the renewer process ends the worker
+(`qinfer_workers.due_table`).
 """
 
 import asyncio
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.25
 
 SHOWN_S = 1.0
-"""Shorter executions are not shown in the heartbeat."""
+"""Shorter executions are not in the heartbeat."""
 
 _STARVED_S = 1.0
-"""A look that is later than this ends nothing: the same pause may have kept an execution from ending."""
+"""A look this late ends nothing: executions may have been stalled with it."""
 
 Key = tuple[str, int]
 Leave = Callable[[ExecutionClock], None]
-"""Ends the worker because of an execution that can't be ended otherwise."""
+"""Ends the worker because of an execution."""
 
 
 class _Watched(NamedTuple):
@@ -48,7 +48,7 @@ class _Watched(NamedTuple):
 class ExecutionWatchdog:
     """Watches the instances of a worker; notes their limits in `table` for the renewer.
 
-    `changed` is called on the event loop when models change between ready and not ready by their own `is_ready`.
+    `changed` is called on the event loop when models' own `is_ready` changes.
     """
 
     def __init__(self, table: DueTable | None = None) -> None:
@@ -71,11 +71,11 @@ class ExecutionWatchdog:
         return watched
 
     async def run(self, leave: Leave) -> None:
-        """Looks until cancelled; calls `leave` once, on the event loop, if only the worker's end can end an execution."""
+        """Looks until cancelled; calls `leave` once if only the worker's end can end an execution."""
         loop = asyncio.get_running_loop()
 
         def call_soon(clock: ExecutionClock) -> None:
-            with suppress(RuntimeError):  # the loop is closed: the process is ending
+            with suppress(RuntimeError):
                 loop.call_soon_threadsafe(leave, clock)
 
         def changed() -> None:
@@ -103,13 +103,13 @@ class ExecutionWatchdog:
         return found
 
     def unready(self) -> dict[Key, str]:
-        """Returns the model versions of which an instance's own `is_ready` is false, and why."""
+        """Returns the model versions with an instance that is not ready by its own `is_ready`, and why."""
         with self._lock:
             watched = [(one.clock, one.unready) for one in self._watched if one.unready is not None]
         return {(clock.model, clock.version): reason for clock, unready in watched if (reason := _reason(unready))}
 
     def drain(self) -> dict[Key, dict[str, int]]:
-        """Returns the counts of ended executions since the last drain, as fields of the statistics."""
+        """Returns the counts of ended executions, as fields of the statistics."""
         with self._lock:
             ended, self._ended = self._ended, Counter()
         return {key: {OVERDUE: count} for key, count in ended.items()}
@@ -135,7 +135,7 @@ class ExecutionWatchdog:
             if clock.expire(interrupt):
                 self._count(clock)
                 logger.error("execution over its limit: the model's process was killed", extra=extra)
-        elif clock.limit is clock.limits.execute:  # a load is given up by its caller
+        elif clock.limit is clock.limits.execute:  # the loader ends an overdue load
             self._count(clock)
             logger.error("execution over its limit: the worker gives back what it can, and ends", extra=extra)
             leave(clock)
@@ -145,7 +145,6 @@ class ExecutionWatchdog:
             self._ended[clock.model, clock.version] += 1
 
     def _left(self, clock: ExecutionClock) -> None:
-        """Removes an instance that is unloaded, or was given up."""
         with self._lock:
             self._watched = [one for one in self._watched if one.clock is not clock]
         self._warned.pop(clock, None)
@@ -179,7 +178,7 @@ def _shown(unready: dict[Key, str]) -> dict[str, str]:
 
 
 def _reason(unready: Callable[[], str]) -> str:
-    """Returns why an instance is not ready; an exception that it raises counts as the reason."""
+    """Returns why an instance is not ready, or the error that it raised."""
     try:
         return unready()
     except Exception as error:  # noqa: BLE001  a backend of others may raise anything

@@ -2,8 +2,8 @@
 
     queue.fetch ─▶ Intake ─▶ Batcher ─▶ instance threads ─▶ Publisher ─▶ queue.publish, queue.finish
 
-Each stateless model version has a fetch loop, each stateful one a `SequenceService`. Everything except the model code
-and lease renewal runs on one event loop.
+Each stateless model version has a fetch loop, each stateful one a `SequenceService`. Only model code and lease renewal
+run outside the event loop.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ _AGAIN_S = 0.5
 class Worker:
     """Serves models until it is stopped.
 
-    `worker_id` is unique for each start, and the consumer name. Set `spans` and `catalog` before it runs.
+    `worker_id` is unique for each start. Set `spans` and `catalog` before it runs.
     """
 
     def __init__(
@@ -91,15 +91,15 @@ class Worker:
         self._cache, self._cached = settings.cache.plan, ModelCounts()
         self._serving: dict[Key, Serving] = {}
         self._leaving: dict[asyncio.Task[None], Serving] = {}
-        """Servings that end because another kind of serving replaces them."""
+        """Servings that another kind replaces."""
         self._nested = NestedCounts(settings.metrics)
         self._step_pins = VersionPins(store, queue.clock, worker_id, "ensembles", self._steps)
         self._exclusive = asyncio.Lock()
         self.catalog = Catalog(store, settings.limits)
         self._is_quiescing = False
-        """Set from quiescing to resuming: only models that executing batches call continue."""
+        """Only models that executing batches call continue."""
         self._is_ending = False
-        """Set while the worker quiesces before it ends: the requests of ensembles end, too."""
+        """The requests of ensembles end, too."""
         self._keeper = LeaseKeeper(renewals, queue.clock, settings.worker.lease_s, self._lanes, self._lost)
         self._bulk = ShardService(settings, queue, self._keeper, worker_id)
         self._planner = Planner(store, settings.limits)
@@ -113,7 +113,7 @@ class Worker:
         self._heartbeat.unready, self._watchdog.changed = self._watchdog.unready, self._heartbeat.changed
 
     def follow_heartbeats(self, beaten: Callable[[WorkerRecord], None]) -> None:
-        """Calls `beaten` with the record of each heartbeat written from now on."""
+        """Sends each written heartbeat to `beaten`."""
         self._heartbeat.beaten = beaten
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -154,7 +154,7 @@ class Worker:
                 await end(models, reclaimer, bulk, shadows, *pins)
                 await self._drain(heartbeat)
             finally:
-                # Close the publisher first: ending the calls of an unfinished batch must not answer it.
+                # First: ending the calls of an unfinished batch must not answer it.
                 self._publisher.close()
                 calls = self._caller.close()
                 self._bulk.hurry()
@@ -169,7 +169,6 @@ class Worker:
             await end(renewals)
 
     def _open_caller(self, tasks: asyncio.TaskGroup) -> Caller:
-        """Makes the caller of other models, with the response cache if there is one."""
         caller = Caller(self._queue, self.catalog, self._id, tasks, self._limits, self._called)
         caller.endpoints = EndpointFollower(self.catalog, self._store, f"worker-{self._id}", self._queue)
         if self._cache is not None:
@@ -180,7 +179,6 @@ class Worker:
         return caller
 
     def _open_streams(self, tasks: asyncio.TaskGroup) -> Streams:
-        """Makes the table of outgoing streams, whose credits arrive on the caller's reply stream."""
         limits, lease_s = self._limits, self._settings.lease_s
         outlet = StreamPublisher(self._queue, self._keeper, self._publisher, self._resumes, limits, lease_s)
         streams = outlet.streams = Streams(
@@ -192,7 +190,7 @@ class Worker:
         return streams
 
     def serve(self, loaded: Loaded) -> None:
-        """Serves a model version, in place of its earlier generation if there is one."""
+        """Serves a model version, in place of its earlier generation."""
         spec, key = loaded.spec, (loaded.spec.name, loaded.version)
         if spec.is_cached and self._cache is None:
             extra = {"model": spec.name, "version": loaded.version, "hint": "set QINFER_CACHE__CONFIG"}
@@ -236,7 +234,7 @@ class Worker:
         self._serve_bulk(batcher, loaded)
 
     def _begun(self, items: Sequence[Pending]) -> None:
-        """Notes in the queue that requests no longer wait; local steps of ensembles have no entries."""
+        """Notes that requests no longer wait; local steps of ensembles have no entries."""
         self._queue.marks.begin([item.lease for item in items if item.lease.consumer])
 
     def _serve_ensemble(self, model: LoadedModel, loaded: Loaded, serving: Serving | None) -> None:
@@ -254,17 +252,15 @@ class Worker:
         self._bulk.serve(batcher, loaded)
 
     def _plain_batcher(self, model: str, version: int) -> Batcher | None:
-        """Returns the batcher of a model version that is served here, if it is a plain one."""
         serving = self._serving.get((model, version))
         return serving.batcher if serving is not None and isinstance(serving.batcher, Batcher) else None
 
     def _steps(self) -> dict[Key, str]:
-        """Returns the model versions that ensembles run here, without executed hashes."""
+        """Returns the model versions that ensembles run here, for any hash."""
         batchers = [*self._ensembles(), *self._sequences.batchers()]
         return {key: "" for one in batchers if not isinstance(one, SequenceBatcher) for key in one.versions}
 
     def _begin(self, key: Key, batcher: LaneBatcher, before: Serving | None) -> None:
-        """Begins a serving, and ends the one of another kind that it replaces."""
         if before is not None:
             task = self._tasks.create_task(self._leave(before))
             self._leaving[task] = before
@@ -273,12 +269,10 @@ class Worker:
         serving.fetcher = self._tasks.create_task(self._fetch_loop(serving))
 
     def _serve_bulk(self, batcher: LaneBatcher, loaded: Loaded) -> None:
-        """Lets bulk jobs use a model; jobs refuse models with sequences."""
         if isinstance(batcher, Batcher):
             self._bulk.serve(batcher, loaded)
 
     async def _leave(self, serving: Serving) -> None:
-        """Ends a serving that another kind of serving has replaced."""
         if isinstance(serving.batcher, JobBatcher):
             await self._bulk.retire(serving.batcher)
         await serving.pause()
@@ -287,7 +281,7 @@ class Worker:
         self._heartbeat.collect(serving.batcher)
 
     def resize(self, loaded: Loaded, surplus: int) -> None:
-        """Continues with more or fewer instances of a served version, under a new generation."""
+        """Changes the number of instances of a served version, under a new generation."""
         key = loaded.spec.name, loaded.version
         if key in self._sequences:
             self._sequences.go_on(loaded)
@@ -303,7 +297,7 @@ class Worker:
         self._serve_bulk(batcher, loaded)
 
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
-        """Answers waiting requests of a model version and unloads it; returns false if it is wanted again."""
+        """Answers waiting requests and unloads a version; returns false if it is wanted again."""
         if (model, version) in self._sequences:
             return await self._sequences.retire((model, version), is_wanted)
         serving = self._serving[model, version]
@@ -326,7 +320,6 @@ class Worker:
         self._heartbeat.collect(serving.batcher)
 
     def _resumes(self, item: Pending) -> bool:
-        """Returns whether an item's model gives the same responses each time."""
         lane = item.lease.entry.lane
         serving = self._serving.get((lane.model, lane.version))
         return serving is not None and serving.batcher.model.spec.stream_resume
@@ -335,14 +328,12 @@ class Worker:
         return [*(serving.batcher for serving in self._servings()), *self._sequences.batchers()]
 
     def _servings(self) -> list[Serving]:
-        """Returns all servings, including the ending ones."""
         return [*self._serving.values(), *self._leaving.values()]
 
     def _lanes(self) -> list[Lane]:
         return [lane for serving in self._serving.values() for lane in self._queue.sources(serving.lanes)]
 
     async def _fetch_loop(self, serving: Serving) -> None:
-        """Fetches whenever the batcher has room."""
         batcher, quiet, longest_s = serving.batcher, serving.quiet, self._settings.max_wait_s
         key = batcher.model.spec.name, batcher.model.version
         outage = OutageLog(logger, "nothing fetched", "fetching again")
@@ -369,11 +360,11 @@ class Worker:
                     outage.over()
                 if leases:
                     self._take_in(serving, leases)
-                    # Answers that are ready leave in one write with the next fetch.
+                    # Ready answers leave in one write with the next fetch.
                     await asyncio.sleep(0)
                 else:
                     batcher.admit(())
-            # The broker's state or its refusal may pass.
+            # either may pass
             except QinferError as error:
                 outage.failed(error.message)
                 await asyncio.sleep(_RETRY_S)
@@ -381,7 +372,7 @@ class Worker:
                 quiet.set()
 
     def _take_in(self, serving: Serving, leases: Sequence[Lease]) -> None:
-        """Makes items of leases, holds and admits them; those with external payloads once these are read."""
+        """Holds and admits the items of leases; those with external payloads once these are read."""
         batcher = serving.batcher
         ready, external = self._intake.items(batcher, leases)
         self._keeper.hold(ready)
@@ -418,7 +409,7 @@ class Worker:
             self._streams.lose(item)
 
     async def _reclaim_loop(self) -> None:
-        """Looks for entries of dead workers twice in a lease time, in the servings that `Lookout` chooses."""
+        """Looks for entries of dead workers twice in a lease time."""
         outage = OutageLog(logger, "nothing reclaimed", "reclaiming again")
         lookout = Lookout(self._queue, self._store, self._settings, self._id)
         while True:
@@ -441,8 +432,8 @@ class Worker:
     async def _begin_again(self, serving: Serving, batcher: EnsembleBatcher) -> None:
         """Restarts the requests of an ensemble that dead workers held.
 
-        An ensemble executes nothing itself: crashes are counted at its steps. It does not wait for its requests,
-        because their steps may be among the suspects that run after this.
+        An ensemble executes nothing: crashes are counted at its steps. It must not be waited for, because its steps may
+        be among the suspects that run after this.
         """
         while batcher.has_room and (suspects := await self._next_suspect(serving)):
             batcher.admit(suspects)
@@ -450,8 +441,7 @@ class Worker:
     async def _has_suspects(self, serving: Serving) -> bool:
         """Returns whether there is an entry to reclaim, and leaves it in the queue.
 
-        Holding it while this worker becomes idle would count an execution if the worker died first, and another worker
-        may be free sooner.
+        Holding it while this worker quiesces would count an execution if the worker died; another may be free sooner.
         """
         for _ in range(_MAX_RECLAIMS):
             leases = await self._reclaim(serving)
@@ -467,16 +457,16 @@ class Worker:
     async def _run_suspects(self, key: Key, serving: Serving) -> None:
         """Runs dead workers' entries one by one, while this worker holds nothing else.
 
-        A model that a suspect calls serves until the suspect has ended; both would wait for each other otherwise.
+        A model that a suspect calls serves until the suspect has ended, or both would wait.
         """
         async with self._quiesced():
-            # The model may be gone: quiescing takes a while.
+            # The model may be gone by now.
             while self._serving.get(key) is serving and (suspects := await self._next_suspect(serving)):
                 serving.batcher.admit(suspects)
                 await serving.batcher.idle()
                 # Pause the models that the suspect called.
                 await self._quiesce()
-                # Otherwise a crash of the next one would count against this one.
+                # A crash of the next one must not count against this one.
                 await self._publisher.flush()
 
     async def _next_suspect(self, serving: Serving) -> list[Pending]:
@@ -493,7 +483,6 @@ class Worker:
         return []
 
     async def _reclaim(self, serving: Serving) -> list[Lease]:
-        """Reclaims one entry that this worker does not hold already, if there is any."""
         for _ in range(_MAX_RECLAIMS):
             leases = await self._queue.reclaim(serving.lanes, self._id, self._settings.lease_s, 1)
             mine = [lease for lease in leases if not self._keeper.holds(lease.entry)]
@@ -504,7 +493,6 @@ class Worker:
 
     @asynccontextmanager
     async def _quiesced(self) -> AsyncIterator[None]:
-        """Quiesces the worker for the duration of the block."""
         async with self._exclusive:
             try:
                 await self._bulk.pause()
@@ -520,7 +508,7 @@ class Worker:
                     serving.batcher.resume()
 
     async def _quiesce(self) -> None:
-        """Pauses all models and waits until nothing executes; a model that a batch calls is paused after the batch.
+        """Pauses all models and waits until nothing executes; a model that a batch calls is paused after it.
 
         Requests of ensembles wait for their next steps, unless the worker ends.
         """
@@ -538,12 +526,11 @@ class Worker:
         return [one.batcher for one in self._servings() if isinstance(one.batcher, EnsembleBatcher)]
 
     def _step_called(self, lane: Lane) -> None:
-        """Resumes a model for a step of an ensemble that an executing batch calls, or while the worker ends."""
+        """Resumes a model for a step that an executing batch's ensemble needs, or while the worker ends."""
         if self._is_quiescing and (self._is_ending or not all(batcher.paused for batcher in self._ensembles())):
             self._called(lane)
 
     def _called(self, lane: Lane) -> None:
-        """Resumes a paused model that an executing batch calls."""
         serving = self._serving.get((lane.model, lane.version))
         if self._is_quiescing and serving is not None:
             serving.batcher.resume()
@@ -551,7 +538,7 @@ class Worker:
     async def _drain(self, heartbeat: asyncio.Task[None]) -> None:
         """Finishes executing batches within `drain_s`; other workers reclaim the rest.
 
-        After the last batch, only writes to Redis remain, which wait at most `PATIENCE_S` for it.
+        The writes to Redis after the last batch wait at most `PATIENCE_S` for it.
         """
         self._heartbeat.drains()
         logger.info("draining", extra={"executing": sum(b.executing for b in self._batchers())})
@@ -563,7 +550,7 @@ class Worker:
                 for model, version in list(self._serving):
                     await self._end_serving(model, version)
                 await self._publisher.settle()
-                # Otherwise the heartbeat could beat once more after the last beat.
+                # The heartbeat must not beat after the last beat.
                 await end(heartbeat)
                 await self._heartbeat.beat()
                 await self._store.retire(self._id)
@@ -589,12 +576,10 @@ class Worker:
         self._tasks.create_task(end_worker(pauses, self._publisher, self._retire))
 
     async def _retire(self) -> None:
-        """Writes the counts, and records that the worker is gone."""
         await self._heartbeat.add_counts()
         await self._store.retire(self._id)
 
     async def _end_batches(self) -> None:
-        """Ends the executions of plain models, and fetches no more."""
         async with self._exclusive:
             await self._bulk.pause()
             self._is_ending = True
@@ -606,7 +591,7 @@ class Worker:
 
 
 async def end(*tasks: "asyncio.Task[Any]") -> None:
-    """Cancels tasks until they are done: redis-py swallows a cancellation that comes while it connects."""
+    """Cancels tasks until they are done: redis-py swallows a cancellation while it connects."""
     pending = set(tasks)
     while pending:
         for task in pending:
@@ -615,7 +600,7 @@ async def end(*tasks: "asyncio.Task[Any]") -> None:
 
 
 def _log_reclaimed(item: Pending) -> None:
-    """Logs a request whose worker died or hung: it is the first suspect for the crash."""
+    """Logs a request whose worker died or hung, as a suspect for the cause."""
     lease, request = item.lease, item.request
     extra = {"request_id": request.id, "model": request.model, "version": request.version, "tenant": request.tenant}
     logger.warning("reclaimed", extra={**extra, "entry_id": lease.entry.entry_id, "deliveries": lease.deliveries})

@@ -1,1 +1,1 @@
-"""Ensembles in a worker: what they run is planned (`plans`), and requests go from step to step (`batcher`, `run`)."""
+"""Ensembles in a worker: plans (`plans`), and requests on their way through the steps (`batcher`, `run`)."""

@@ -2,9 +2,9 @@
 
     admit ─▶ Runs ─▶ steps of other models … ─▶ answered, together with others of this turn ─▶ outlet.answer
 
-A request that waits for its steps has no instance and no thread. The number and the bytes of held requests are bounded,
-and so is the worker's memory. Steps of ensembles within ensembles are steps of the outer one: no request waits for
-another's place here. A stream sends the responses of decoupled ensembles one by one (`streams`).
+A waiting request has no instance and no thread; number and bytes of held requests are bounded. Steps of nested
+ensembles are steps of the outer one, so that no request waits for another's place. Responses of decoupled ensembles
+leave by `streams`.
 """
 
 import asyncio
@@ -21,17 +21,14 @@ from qinfer.queue.entries import Lane
 from qinfer_workers.inference.ensembles.runs import RunParts, Runs
 
 MAX_REQUESTS = 256
-"""The most requests of one ensemble version that a worker holds."""
+"""Of one ensemble version."""
 
 MAX_BYTES = 256 * 2**20
-"""While the inputs of its requests are larger, no more are fetched."""
+"""No more requests are fetched above these bytes of inputs."""
 
 
 class EnsembleBatcher:
-    """Holds the requests of an ensemble, as the module's head describes.
-
-    `expected_ends` is empty, because it executes nothing itself.
-    """
+    """Holds the requests of an ensemble."""
 
     def __init__(self, model: LoadedModel, plan: Plan, parts: RunParts, outlet: Outlet) -> None:
         self.model = model
@@ -48,7 +45,7 @@ class EnsembleBatcher:
         self._look()
 
     def replace_plan(self, model: LoadedModel, plan: Plan) -> None:
-        """Continues with another generation; requests in progress keep the plan that they began with."""
+        """Continues with another generation; current requests keep their plan."""
         self.model = model
         self._runs.replace(model, plan)
 
@@ -73,11 +70,11 @@ class EnsembleBatcher:
         return self._runs.versions
 
     def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns 0: requests share the speed of the steps' models with others."""
+        """Returns 0: the steps' models are shared with other requests."""
         return 0.0
 
     def classify(self, item: Pending) -> None:
-        """Sets nothing: requests of an ensemble are not batched."""
+        """Does nothing: requests of an ensemble are not batched."""
 
     def admit(self, items: Sequence[Pending]) -> None:
         """Begins items."""
@@ -95,7 +92,7 @@ class EnsembleBatcher:
         await self._fetchable.wait()
 
     def welcome(self, lanes: Sequence[Lane]) -> Sequence[Lane]:
-        """Returns the lanes from which to fetch now: all."""
+        """Returns all lanes."""
         return lanes
 
     @property
@@ -104,7 +101,7 @@ class EnsembleBatcher:
         return self._fetchable.is_set()
 
     def room(self) -> tuple[int, float]:
-        """Returns how many entries to fetch now, and for how many seconds to wait for the first: without limit."""
+        """Returns how many entries to fetch, and how long to wait for the first: without limit."""
         return max(MAX_REQUESTS - len(self._runs), 1), NEVER_S
 
     def lost(self, item: Pending) -> None:
@@ -115,16 +112,16 @@ class EnsembleBatcher:
             self._forget(item)
 
     def fail(self, items: Sequence[Pending], error: QinferError) -> None:
-        """Answers items with an error, without executing them."""
+        """Answers items with an error."""
         self._outlet.answer(items, self._runs.failures(items, error))
 
     def hold(self) -> None:
-        """Stops fetching; requests in progress continue."""
+        """Stops fetching."""
         self.paused = True
         self._look()
 
     async def pause(self) -> None:
-        """Stops fetching, and returns when the requests in progress have ended."""
+        """Stops fetching, and waits for the requests in progress."""
         self.hold()
         await self._idle.wait()
 
@@ -138,7 +135,7 @@ class EnsembleBatcher:
         self._look()
 
     def _answered(self, item: Pending, response: Response | None) -> None:
-        """Notes the end of a request; its response leaves with the others of this turn of the event loop.
+        """Notes the end of a request; its response leaves with others of this turn of the event loop.
 
         Requests that began apart end together, with the batch of their last step.
         """
@@ -158,7 +155,6 @@ class EnsembleBatcher:
         self._look()
 
     def _look(self) -> None:
-        """Opens or closes the fetch gate, and wakes those who wait until no request is here."""
         (self._idle.clear if len(self._runs) or self._answers else self._idle.set)()
         is_open = not self.paused and len(self._runs) < MAX_REQUESTS and self._held_bytes < MAX_BYTES
         (self._fetchable.set if is_open else self._fetchable.clear)()

@@ -2,9 +2,9 @@
 
     submit_step ─▶ submitted ─▶ (the broker is away) ─▶ a pause ─▶ submitted again … until the deadline
 
-Steps of asynchronous requests, which have no client to retry them, are also submitted again while a model is
-overloaded; at their deadline they expire. A waiting caller gets the error itself. An earlier submission may still be
-executed, and its answer is dropped; a step of a sequence has a number, and is executed once.
+Steps of asynchronous requests, which no client retries, are also repeated while a model is overloaded, and expire at
+the deadline; a waiting caller gets the error itself. An earlier submission may still be executed: its answer is
+dropped, and numbers let a step of a sequence execute once.
 """
 
 import asyncio
@@ -62,11 +62,9 @@ class _Insisted:
 
     @property
     def is_taken(self) -> bool:
-        """Whether it is a step of a sequence that is known to be in the queue."""
         return self._was_taken or (self._submitted is not None and self._submitted.is_taken)
 
     def begin(self, timeout_s: float) -> None:
-        """Submits it for the first time."""
         self._until_s = self._way.loop.time() + timeout_s
         try:
             self._submitted = self._way.steps.submit_step(self._step, self._request, self, timeout_s)
@@ -75,7 +73,6 @@ class _Insisted:
                 raise (DeadlineExceeded(TIMED_OUT) if self._expires(error.code) else error) from None
 
     def deliver(self, response: Response) -> None:
-        """Passes on a response, unless the step is submitted again."""
         failure = response.failure
         if failure is not None and not self._has_responded:
             self._was_taken = self.is_taken
@@ -85,28 +82,26 @@ class _Insisted:
                 response = msgspec.structs.replace(response, failure=Failure.of(DeadlineExceeded(TIMED_OUT)))
         self._has_responded = True
         if response.final:
-            # The submitted step refers to this sink: break the cycle, or the garbage collector has to.
+            # Break the cycle with the step, or the garbage collector has to.
             self._was_taken, self._submitted = self.is_taken, None
         self._sink.deliver(response)
 
     def cancel(self) -> None:
-        """Cancels the step and its retries."""
         if self._timer is not None:
             self._timer.cancel()
         if self._submitted is not None:
             self._submitted.cancel()
 
     def took(self, nbytes: int) -> None:
-        """Reports bytes taken."""
         if self._submitted is not None:
             self._submitted.took(nbytes)
 
     def _expires(self, code: str) -> bool:
-        """Returns whether a last failure only means that no time was left to retry."""
+        """Returns whether a failure only means that no time was left to retry."""
         return self._way.is_stored and code in _OF_STORED
 
     def _waits(self, code: str) -> bool:
-        """Schedules another submission, if that may help and there is time for it."""
+        """Schedules another submission, if that may help in time."""
         if code not in self._way.failures:
             return False
         self._failures += 1
@@ -119,7 +114,6 @@ class _Insisted:
 
     def _again(self) -> None:
         self._timer = None
-        # The submission has changed the request.
         request = msgspec.structs.replace(
             self._request, generation=0, attempt=0, timeout_s=self._queue_timeout_s, payload=False
         )

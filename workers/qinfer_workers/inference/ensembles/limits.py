@@ -18,7 +18,7 @@ from qinfer_workers.inference.ensembles.run import Steps, Submitted
 
 
 class StepLimits:
-    """Bounds the requests of each step of one plan to `most` in flight."""
+    """Bounds the requests in flight of each step of one plan."""
 
     def __init__(
         self, most: int, now_s: Callable[[], float], call_later: Callable[[float, Callable[[], None]], Timer]
@@ -31,11 +31,11 @@ class StepLimits:
         self._is_going_on = False
 
     def over(self, steps: Steps) -> Steps:
-        """Returns a way of the steps of one request that keeps the bound."""
+        """Returns a way of one request's steps that keeps the bound."""
         return _LimitedSteps(steps, self)
 
     def enter(self, limited: "_Limited") -> bool:
-        """Counts a request of a step, if there is room; parks it otherwise."""
+        """Counts a request of a step; parks it if there is no room."""
         if self._in_flight[limited.key] < self._most:
             self._in_flight[limited.key] += 1
             return True
@@ -43,7 +43,7 @@ class StepLimits:
         return False
 
     def unpark(self, limited: "_Limited") -> None:
-        """Removes a parked request without submitting it."""
+        """Removes a parked request."""
         parked = self._parked[limited.key]
         del parked[limited]
         if not parked:
@@ -62,7 +62,6 @@ class StepLimits:
             self._is_going_on = False
 
     def _next(self) -> "_Limited | None":
-        """Takes a parked request for which there is room, and counts it."""
         for key, parked in self._parked.items():
             if self._in_flight[key] < self._most:
                 self._in_flight[key] += 1
@@ -73,14 +72,11 @@ class StepLimits:
 
 
 class _LimitedSteps:
-    """Submits the steps of one request within the limits."""
-
     def __init__(self, steps: Steps, limits: StepLimits) -> None:
         self._steps = steps
         self._limits = limits
 
     def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
-        """Submits or parks a step."""
         until_s = self._limits.now_s() + timeout_s
 
         def submit(taker: Sink) -> Submitted:
@@ -98,7 +94,7 @@ class _LimitedSteps:
 
 
 class _Limited:
-    """A request of a step that is in flight or parked, and the sink of its responses."""
+    """A request of a step, in flight or parked, and the sink of its responses."""
 
     __slots__ = ("_has_begun", "_is_over", "_limits", "_sink", "_submit", "_submitted", "_timer", "_was_taken", "key")
     no_stream = ""
@@ -114,15 +110,9 @@ class _Limited:
 
     @property
     def is_taken(self) -> bool:
-        """Whether it is a step of a sequence that is known to be in the queue."""
         return self._was_taken or (self._submitted is not None and self._submitted.is_taken)
 
     def begin(self) -> None:
-        """Submits the request.
-
-        Raises:
-            QinferError: It is refused.
-        """
         self._has_begun = True
         try:
             self._submitted = self._submit(self)
@@ -131,11 +121,9 @@ class _Limited:
             raise
 
     def set_timer(self, timeout_s: float) -> None:
-        """Fails the request if it is still parked after the timeout."""
         self._timer = self._limits.call_later(timeout_s, self._expire)
 
     def go_on(self) -> None:
-        """Submits it after it was parked."""
         self._stop_timer()
         try:
             self.begin()
@@ -143,24 +131,21 @@ class _Limited:
             self._deliver_failure(error)
 
     def deliver(self, response: Response) -> None:
-        """Passes on a response; the final one frees the place."""
         if not response.final:
             self._sink.deliver(response)
             return
         self._was_taken = self.is_taken
-        # The step refers to this sink: break the cycle, or the garbage collector has to.
+        # Break the cycle with the step, or the garbage collector has to.
         self._submitted = None
         self._sink.deliver(response)
         self._end()
 
     def cancel(self) -> None:
-        """Cancels the request."""
         if self._submitted is not None:
             self._submitted.cancel()
         self._end()
 
     def took(self, nbytes: int) -> None:
-        """Reports bytes taken."""
         if self._submitted is not None:
             self._submitted.took(nbytes)
 

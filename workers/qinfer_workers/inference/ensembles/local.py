@@ -3,9 +3,8 @@
     Submission.submit ─▶ take ─▶ Batcher.admit … Batcher ─▶ answer ─▶ PendingRequests.deliver
                                      └─ give_back ─▶ Submission.enqueue: into the lane after all
 
-A step takes it only if it overtakes no request: entries of the lane join the same queue, no others wait in the lane,
-and the next batch has room. All steps go through the lane if the model has priorities or queue policies, because the
-lanes enforce their limits and order.
+A step must not overtake requests: it takes the short cut only if no others wait in the lane, and the next batch has
+room. Models with priorities or queue policies get all steps by their lanes, which enforce these.
 """
 
 import asyncio
@@ -30,10 +29,9 @@ class LocalItem(execution.Pending, kw_only=True, eq=False, gc=False):
 
 
 class LocalSteps:
-    """The `Door` of the worker's submission, and the `Outlet` of its batchers.
+    """The `Door` of the worker's submission, and the `Outlet` of its batchers; other items go to `outlet`.
 
-    Items that are no steps go on to `outlet`. `called` gets the lane of each step, and again when the step goes into
-    its lane. Set `submission` before a step is taken.
+    `called` gets the lane of each step, and again when the step goes into its lane.
     """
 
     def __init__(
@@ -57,7 +55,7 @@ class LocalSteps:
     def take(
         self, served: Served, request: InferRequest, rows: int, waiting: Pending, *, must_join: bool = True
     ) -> bool:
-        """Takes a step if its batcher is here, as `Door.take` describes."""
+        """Takes a step if its batcher is here."""
         batcher = self._batcher_of(served.spec.name, served.version)
         if batcher is None or batcher.model.generation != served.generation:
             return False
@@ -85,7 +83,7 @@ class LocalSteps:
         return True
 
     def serves(self, model: str, version: int) -> bool:
-        """Returns whether a model version has a batcher here that takes requests past the lane."""
+        """Returns whether a batcher here takes requests past the lane."""
         return self._batcher_of(model, version) is not None
 
     def has_more(self, model: str, version: int, count: int) -> bool:
@@ -94,12 +92,12 @@ class LocalSteps:
         return batcher is not None and batcher.model.executor.count > count
 
     def counts(self) -> dict[tuple[str, int], int]:
-        """Returns how many steps of each model version wait or execute in its batcher."""
+        """Returns the number of local steps of each model version."""
         lanes = [item.lease.entry.lane for item in self._items.values()]
         return dict(Counter((lane.model, lane.version) for lane in lanes))
 
     def leave(self, waiting: Pending) -> None:
-        """Drops a step whose caller has left, if it is here."""
+        """Drops a step whose caller has left."""
         item = self._items.pop(waiting.request_id, None)
         if item is None:
             return
@@ -109,7 +107,7 @@ class LocalSteps:
             batcher.lost(item)
 
     def answer(self, items: Sequence[execution.Pending], responses: Sequence[Response]) -> None:
-        """Delivers the answers of steps to their ensembles, soon; the others go to the outlet."""
+        """Delivers answers of steps soon; others go to the outlet."""
         if not self._items:
             self._outlet.answer(items, responses)
             return
@@ -125,7 +123,7 @@ class LocalSteps:
             self._outlet.answer(others, [one for one in responses if one.request_id not in mine])
 
     def give_back(self, items: Sequence[execution.Pending]) -> None:
-        """Puts steps into their lanes; the other items go to the outlet."""
+        """Puts steps into their lanes; others go to the outlet."""
         for item in items:
             if isinstance(item, LocalItem):
                 self._enqueue(item)
@@ -137,7 +135,7 @@ class LocalSteps:
         self._outlet.delay(items)
 
     def _admit(self) -> None:
-        """Hands the steps of one turn of the event loop to their batchers, so that they can share a batch."""
+        """Admits the steps of one turn of the event loop together, so that they can share a batch."""
         taken, self._taken = self._taken, {}
         for batcher, items in taken.items():
             here = [item for item in items if not item.lost]
@@ -150,7 +148,6 @@ class LocalSteps:
                 batcher.admit(here)
 
     def _enqueue(self, item: LocalItem) -> None:
-        """Puts a step that is not executed here into its lane."""
         if item.lost or self._items.pop(item.request.id, None) is None:
             return
         item.request.timeout_s = max(item.deadline_s - self._clock.now_s(), 0.001)
@@ -159,11 +156,11 @@ class LocalSteps:
         except QinferError as error:
             self._answer(Response(request_id=item.request.id, failure=Failure.of(error)))
         else:
-            # Not at once: its batcher is about to pause.
+            # later: its batcher is about to pause
             self._call_soon(self.called, item.lease.entry.lane)
 
     def _answer(self, response: Response) -> None:
-        """Notes an answer for the end of this turn, when no batcher is in the middle of one."""
+        """Delivers an answer at the end of this turn, when no batcher is in the middle of one."""
         self._items.pop(response.request_id, None)
         if not self._answers:
             self._call_soon(self._deliver)

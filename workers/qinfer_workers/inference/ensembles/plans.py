@@ -1,7 +1,7 @@
-"""The plans of a worker's ensembles: at the load of one, each step gets a version that is READY then.
+"""The plans of a worker's ensembles: when one is loaded, each step gets a version that is READY.
 
-A load waits for models that are still loading on any worker, and fails with those that can't be loaded. The plan of a
-bulk job has the versions that it was made with, as long as those execute the same.
+A load waits for models that are still loading on any worker, and fails with those that can't be loaded. A bulk job's
+plan has the versions that it was made with, as long as those execute the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,14 +24,14 @@ class NotYet(QinferError):
 
 
 class Planned(NamedTuple):
-    """The plan of an ensemble version, and the version of each model that it uses, in the order of the steps."""
+    """The plan of an ensemble version, and the version of each model, in the order of the steps."""
 
     plan: Plan
     steps: tuple[StepVersion, ...] = ()
 
 
 class PlannedAgain(NamedTuple):
-    """The plan of an ensemble as a job runs it, and the generation of each model at that time."""
+    """The plan of an ensemble as a job runs it, and the generation of each model."""
 
     plan: Plan
     generations: Mapping[str, int]
@@ -49,10 +49,9 @@ class Planner:
 
         Raises:
             NotYet: A model is still being loaded; look again when the store wakes.
-            ModelLoadFailed: The ensemble does not fit its models, or one of them is unloaded, or can't be loaded.
-            BrokerUnavailable: The store can't be reached.
+            ModelLoadFailed: The ensemble does not fit its models, or one of them can't be loaded.
         """
-        workers = await self._store.workers()  # read first: they must not be ahead of the configurations
+        workers = await self._store.workers()  # read first: must not be ahead of the configurations
         desired = {name: wish for name, wish in (await self._store.desired()).items() if wish.load}
         stored = await self._stored(spec)
         if spec.name in stored:
@@ -73,13 +72,12 @@ class Planner:
         return Planned(plan(spec, resolve), tuple(steps))
 
     async def again(self, executes: Sequence[Executed]) -> PlannedAgain:
-        """Plans an ensemble with the versions of a job, itself first; its outputs have the labels of its steps.
+        """Plans an ensemble with a job's versions, itself first; its outputs have the labels of its steps.
 
         Raises:
-            NotYet: Workers do not execute the same versions now, or have not reported it yet.
-            BrokerUnavailable: The store can't be reached.
+            NotYet: No worker is known to execute the same versions now.
         """
-        # Read first: versions loaded of a later generation are no longer current.
+        # Read first: versions of a later generation are not current.
         stored = await self._store.models({one.model for one in executes})
         workers = await self._store.workers()
         for one in executes:
@@ -100,12 +98,11 @@ class Planner:
         return PlannedAgain(plan(spec, resolve), {name: one.generation for name, one in stored.items()})
 
     async def is_current(self, planned: PlannedAgain) -> bool:
-        """Returns whether the models of a job's plan still have the same generations."""
+        """Returns whether the models of a job's plan have the same generations."""
         stored = await self._store.models(planned.generations)
         return {name: one.generation for name, one in stored.items()} == planned.generations
 
     async def _stored(self, spec: ModelSpec) -> dict[str, StoredModel]:
-        """Reads the models that an ensemble uses, directly or not."""
         found: dict[str, StoredModel] = {}
         missing = {step.model for step in spec.steps}
         while missing:
@@ -116,8 +113,6 @@ class Planner:
 
 
 class _View(NamedTuple):
-    """The state of the models that an ensemble uses."""
-
     ensemble: ModelSpec
     stored: Mapping[str, StoredModel]
     statuses: Mapping[str, ModelStatus]
@@ -125,7 +120,7 @@ class _View(NamedTuple):
     limits: LimitSettings
 
     def resolve(self, step: EnsembleStep) -> Resolved:
-        """Returns the version that a step runs: the highest READY one that not only pins keep."""
+        """Returns the highest READY version, except those that only pins keep."""
         stored, status = self.stored.get(step.model), self.statuses.get(step.model)
         if stored is None or status is None:
             raise ModelLoadFailed(_unknown(self.ensemble.name, step.model))

@@ -6,8 +6,8 @@ Each response of a decoupled step becomes a `Branch` that goes through the steps
 
     branch ─▶ decoupled step ─▶ streamed ─▶ branch, branch, … ─▶ Responses.send, in the order of the step's responses
 
-A response of a decoupled step counts as taken when all responses that follow from it have left, so its worker's window
-bounds the responses held here. A failure keeps its place in that order: earlier responses leave first.
+A response counts as taken when all that follows from it has left, so the window of the step's worker bounds the
+responses held here. Responses before a failure leave first.
 """
 
 import time
@@ -28,7 +28,7 @@ from qinfer.tensors import Tensor
 from qinfer_workers.inference.ensembles.values import Value, renamed, reshaped
 
 MAX_BRANCHES = 16
-"""Default of `max_inflight_requests`: responses of a decoupled step that the steps behind it process at once."""
+"""Default of `max_inflight_requests`, for the responses of a decoupled step."""
 
 
 class Submitted(Protocol):
@@ -36,7 +36,7 @@ class Submitted(Protocol):
 
     @property
     def is_taken(self) -> bool:
-        """Whether it is a step of a sequence that is known to be in the queue."""
+        """Whether the queue is known to have the step of a sequence."""
         ...
 
     def cancel(self) -> None:
@@ -44,7 +44,7 @@ class Submitted(Protocol):
         ...
 
     def took(self, nbytes: int) -> None:
-        """Tells the worker of a decoupled step how many more bytes of its responses were taken."""
+        """Reports bytes taken of a decoupled step's responses."""
         ...
 
 
@@ -52,28 +52,24 @@ class Steps(Protocol):
     """Submits steps to their models."""
 
     def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
-        """Submits a step; its answer or failure goes to the sink, after this returns.
-
-        Raises:
-            QinferError: The step is refused.
-        """
+        """Submits a step; its answer or failure goes to the sink, after this returns."""
         ...
 
 
 class Responses(Protocol):
-    """Takes the responses of a decoupled ensemble, except a failure or an empty response at its end."""
+    """Takes the responses of a decoupled ensemble, except a failure or an empty one at its end."""
 
     def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
-        """Sends a response; returns false if there is no room yet: call `Run.go_on` when there is."""
+        """Sends a response; returns false if there is no room: call `Run.go_on` when there is."""
         ...
 
 
 Outcome = tuple[Tensor, ...] | Failure
-"""The end of a request: its outputs (none if it is decoupled), or its failure."""
+"""The outputs (none if decoupled), or the failure."""
 
 
 class Spent(msgspec.Struct):
-    """The time that steps have taken, from the beginning of the first to the end of the last one."""
+    """The time that steps have taken together."""
 
     begin_ns: int
     end_ns: int = 0
@@ -82,7 +78,7 @@ class Spent(msgspec.Struct):
     output_ns: int = 0
 
     def add(self, timing: Timing | None, now_ns: int) -> None:
-        """Adds a step that has ended."""
+        """Adds an ended step."""
         self.end_ns = now_ns
         if timing is not None:
             self.input_ns += timing.input_ns
@@ -91,17 +87,16 @@ class Spent(msgspec.Struct):
 
     @property
     def computed_ns(self) -> int:
-        """Nanoseconds of all steps together, without their waits."""
+        """Nanoseconds without waits."""
         return self.input_ns + self.infer_ns + self.output_ns
 
 
 class _Branch:
     """The way of a request through one stage of the plan, and the branches that follow from it.
 
-    `open` are the running steps by position. `failure` ends the branch behind its earlier responses, and names the
-    positions of the nested ensembles that failed. `source` is the decoupled step that ends the stage, with its
-    position; `came` are its responses without a branch, and `parts` the branches of the earlier ones, in order.
-    `nbytes` is the size of the branch's first response.
+    `open` are the running steps by position. `failure` ends the branch behind its earlier responses; its numbers are
+    the failed nested ensembles. `source` is the decoupled step that ends the stage; `came` are its responses without a
+    branch, `parts` the branches of earlier ones.
     """
 
     __slots__ = ("came", "failure", "flow", "nbytes", "open", "parts", "source")
@@ -117,17 +112,14 @@ class _Branch:
 
     @property
     def is_at_its_end(self) -> bool:
-        """Whether only its first part is left to send."""
         return len(self.parts) == 1 and not (self.came or self.open or self.failure)
 
     def cancel(self) -> None:
-        """Cancels its running steps, but not those of its parts."""
         for submitted in self.open.values():
             submitted.cancel()
         self.open.clear()
 
     def stop(self) -> None:
-        """Cancels its steps and those of its parts."""
         self.cancel()
         for part in self.parts:
             part.stop()
@@ -136,11 +128,10 @@ class _Branch:
 
 
 class Run:
-    """Runs one request of an ensemble through its plan, as the module's head describes.
+    """Runs one request of an ensemble through its plan.
 
-    `ended` is called once, with the outputs or the failure, unless the run is stopped. `nested` holds the time spent in
-    each nested ensemble by its position in the plan, `failed_in` the positions of those in which a step failed, and
-    `parameters` those of the present response.
+    `ended` is called once, unless the run is stopped. `nested` is the time spent in nested ensembles by position,
+    `failed_in` the positions of failed ones, `parameters` those of the present response.
     """
 
     __slots__ = (
@@ -203,7 +194,7 @@ class Run:
         self.go_on()
 
     def streamed(self, branch: _Branch, number: int, response: Response, rows: int) -> None:
-        """Takes a response of a decoupled step, and sends or branches it."""
+        """Takes a response of a decoupled step."""
         del rows  # a response may have another number of rows
         if self._is_over or number not in branch.open:
             return
@@ -229,7 +220,7 @@ class Run:
     def _has_left(self, branch: _Branch, *, is_last: bool = True) -> bool:
         """Sends the ready responses of a branch; returns whether all have left. The first failure ends the run.
 
-        As in Triton, a response is final if nothing else is in flight when it leaves, which is known only then.
+        As in Triton, a response is final if nothing else is in flight when it leaves.
         """
         self._branch_off(branch)
         while branch.parts:
@@ -249,7 +240,6 @@ class Run:
         return branch.source is not None or self._send(branch, is_last=is_last)
 
     def _branch_off(self, branch: _Branch) -> None:
-        """Begins branches of arrived responses, up to the maximum in flight."""
         while branch.came and len(branch.parts) < self._most:
             response = branch.came.popleft()
             assert branch.source is not None, "it is its response"
@@ -302,7 +292,7 @@ class Run:
             trace=asked.trace,
             calls=asked.calls,
         )
-        if asked.holders:  # a model has asked, and its instance waits
+        if asked.holders:  # a model waits for the answer
             request.holders = extended([asked.holders], Holder("", asked.model, {}, asked.version))
         take = self.streamed if model.decoupled else self.stepped
         submitted = self._steps.submit_step(step, request, _StepSink(partial(take, branch, number), rows), timeout_s)
@@ -311,7 +301,7 @@ class Run:
             branch.source = number, submitted
 
     def _send(self, branch: _Branch, *, is_last: bool) -> bool:
-        """Ends with the outputs of a completed branch, or sends them; returns whether the run continues."""
+        """Sends the outputs of a completed branch, or ends with them; returns whether the run continues."""
         spec, flow = self.plan.spec, branch.flow
         dims = {output.name: output.dims for output in spec.outputs}
         batched, made = spec.max_batch_size > 0, flow.outputs()
@@ -337,7 +327,7 @@ class Run:
         return False
 
     def _fail(self, branch: _Branch, step: PlanStep, failure: Failure) -> None:
-        """Ends a branch with the failure of a step; the code stays as in Triton, the message names both models."""
+        """Ends a branch with a step's failure; the code stays as in Triton."""
         branch.cancel()
         text = f"in ensemble '{self.plan.spec.name}', step of model '{step.model.name}': {failure.message}"
         branch.failure = Failure(failure.code, text, failure.retryable), step.within
@@ -365,8 +355,6 @@ def _of_sequence(flags: Sequence | None, made: list[Value]) -> dict[str, Scalar]
 
 
 class _StepSink:
-    """Passes the answers of one step to `take`, with the rows of its request."""
-
     __slots__ = ("_rows", "_take")
     no_stream = ""
 
@@ -375,5 +363,4 @@ class _StepSink:
         self._rows = rows
 
     def deliver(self, response: Response) -> None:
-        """Passes an answer on."""
         self._take(response, self._rows)

@@ -1,8 +1,8 @@
-"""The requests of an ensemble version in progress in a worker: how they begin, and how their end is reported.
+"""The requests of an ensemble version that are in progress in a worker.
 
     begin ─▶ Run ─▶ … ─▶ answered, with the response; without one if decoupled: a stream has sent the responses
 
-The owner of the requests decides when they begin, and publishes the responses.
+Their owner decides when they begin, and publishes the responses.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from qinfer_workers.inference.ensembles.traces import RunTrace
 from qinfer_workers.inference.tracing import Spans
 
 STEP_FAILED = "step_failed"
-"""The reason of an ensemble's failures in statistics, Triton's OTHER (reference §4); a step's model counts its own."""
+"""The reason in statistics, Triton's OTHER (reference §4); a step's model counts its own."""
 
 
 class NestedCounts(ModelCounts):
-    """Statistics of ensembles that are steps of others, and so have no request of their own in a lane."""
+    """Statistics of ensembles that are steps of others."""
 
     def __init__(self, metrics: MetricsSettings) -> None:
         super().__init__()
@@ -61,12 +61,12 @@ class NoInstances:
     count = 0
 
     def run_now(self, execution: Execution, expected_s: float, instance: int = 0) -> bool:
-        """Refuses."""
+        """Returns false."""
         del execution, expected_s, instance
         return False
 
     def start(self, execution: Execution, done: Callable[[Execution], None], instance: int = 0) -> None:
-        """Is never called: an ensemble makes no executions."""
+        """Fails: an ensemble makes no executions."""
         raise AssertionError("an ensemble has no instance to execute anything on", execution, done, instance)
 
     def recall(self) -> list[Execution]:
@@ -74,14 +74,13 @@ class NoInstances:
         return []
 
     def retire(self) -> None:
-        """Has nothing to unload."""
+        """Does nothing."""
 
 
 class RunParts(NamedTuple):
     """The parts of a worker that its ensembles share.
 
-    `near` submits steps, if possible by the short cut; `far` submits them through lanes. `nested` counts ensembles
-    within others, and `follow` waits until steps may be submitted.
+    `near` submits steps by the short cut if possible, `far` through lanes. `follow` waits until steps may be submitted.
     """
 
     clock: ServerClock
@@ -91,17 +90,14 @@ class RunParts(NamedTuple):
     follow: Callable[[], Awaitable[None]]
 
     def way_of(self, item: Pending) -> Steps:
-        """Returns the way of a request's steps.
-
-        Steps of a suspect request go through the queue, so that a crash is counted.
-        """
+        """Returns the way of a request's steps: those of a suspect go through the queue, so that a crash is counted."""
         return InsistentSteps(self.far if item.alone else self.near, is_stored=not item.request.reply_to)
 
 
 class Runs:
-    """The requests of an ensemble version that are in progress.
+    """The requests of an ensemble version in progress.
 
-    `answered` gets each request that has ended, and its response if there is one to publish.
+    `answered` gets each ended request, and its response if there is one to publish.
     """
 
     def __init__(
@@ -121,7 +117,7 @@ class Runs:
         self.replace(model, plan)
 
     def replace(self, model: LoadedModel, plan: Plan) -> None:
-        """Continues with another generation; requests in progress keep the plan that they began with."""
+        """Continues with another generation; current requests keep their plan."""
         self._model = model
         self._plan = plan
         most = plan.spec.max_inflight
@@ -150,7 +146,7 @@ class Runs:
         run.begin()
 
     def stop(self, item: Pending) -> None:
-        """Ends a request without an answer, and takes steps that have not begun out of the queue."""
+        """Ends a request without an answer; steps that have not begun leave the queue."""
         self._runs[item].stop()
         self._forget(item)
 
@@ -159,7 +155,6 @@ class Runs:
         return self._responder.failures(items, error, self._clock.now_s(), self.tally)
 
     def _recorded(self, item: Pending, steps: Steps) -> Steps:
-        """Returns a recording way of steps, if the request is traced."""
         spans = self._model.observer
         trace = spans.ensemble(item, self._plan) if isinstance(spans, Spans) else None
         if trace is None:
@@ -176,7 +171,6 @@ class Runs:
         return streamed
 
     def _leave(self, item: Pending) -> None:
-        """Ends a request whose caller takes no more responses."""
         if item in self._runs:
             self.stop(item)
             self._answered(item, None)
@@ -220,7 +214,6 @@ class Runs:
         return max(int((self._clock.now_s() - item.enqueued_s) * 1e9) - lasted_ns, 0)
 
     def _count_stream(self, run: Run, item: Pending, response: Response) -> None:
-        """Counts a response of a stream, and with the final one its request."""
         timing = response.timing or Timing()
         self.tally.responses.responded(response.index, end_of(response), timing.infer_ns)
         if not response.index and response.failure is None:
@@ -230,7 +223,7 @@ class Runs:
             self._count(run, item, self._waited_ns(run, item), response.failure)
 
     def _count(self, run: Run, item: Pending, waited_ns: int, failure: Failure | None) -> None:
-        """Counts a request, and the ensembles within it whose steps have run."""
+        """Counts a request, and its nested ensembles whose steps have run."""
         begin_s = self._clock.now_s() - (time.perf_counter_ns() - run.spent.begin_ns) / 1e9
         if failure is None:
             _count_success(self.tally, item.rows, run.spent, waited_ns, begin_s)
@@ -254,6 +247,6 @@ class Runs:
 
 
 def _count_success(tally: StatsTally, rows: int, spent: Spent, waited_ns: int, begin_s: float) -> None:
-    """Counts a request as Triton does: the sum of its steps' times, and the elapsed time as its duration."""
+    """Counts the steps' times and the elapsed time, as Triton does."""
     tally.executed(rows, [waited_ns], spent.input_ns, spent.infer_ns, spent.output_ns, begin_s)
     tally.lasted_longer(spent.end_ns - spent.begin_ns - spent.computed_ns)

@@ -2,9 +2,9 @@
 
     adopt, admit ─▶ Runs, one step of each sequence at a time ─▶ outlet.executed, or outlet.broken
 
-A step of the ensemble's sequence is a step of one sequence of each of its stateful models, all with the same
-correlation id. Steps are numbered, and the state of the ensemble's sequence is the number of steps that each model has
-got. A step that is repeated after a crash has the same numbers, and gets the responses that were committed.
+A step of the ensemble's sequence is a step of a sequence of each of its stateful models, with the same correlation id.
+The state of the ensemble's sequence is the number of steps that each model has got: a step repeated after a crash has
+the same numbers, and gets the committed responses.
 """
 
 import asyncio
@@ -44,14 +44,11 @@ _STATE = "steps"
 _ENDINGS: dict[str, type[QinferError]] = {
     error.code.value: error for error in (SequenceEnded, SequenceLost, DeadlineExceeded, Cancelled, BrokerUnavailable)
 }
-"""Failures of a step after which its sequence has ended, or may have."""
+"""Failures after which a step's sequence has ended, or may have."""
 
 
 class _Kept:
-    """A sequence that this worker owns.
-
-    `counts` holds the steps that each stateful model has got; after `is_over`, no step runs.
-    """
+    """A sequence that this worker owns; `counts` are the steps that each stateful model has got."""
 
     __slots__ = ("counts", "is_over", "running", "waiting")
 
@@ -63,10 +60,7 @@ class _Kept:
 
 
 class EnsembleSteps:
-    """Runs the sequences of an ensemble, as the module's head describes.
-
-    `expected_ends` is empty, because it executes nothing itself.
-    """
+    """Runs the sequences of an ensemble."""
 
     def __init__(self, model: LoadedModel, plan: Plan, parts: RunParts, outlet: StepOutlet) -> None:
         self.model = model
@@ -95,7 +89,7 @@ class EnsembleSteps:
 
     @property
     def has_work(self) -> bool:
-        """Whether any step is in progress or waits; for any thread."""
+        """Whether any step is here; for any thread."""
         return bool(self.executing or self.waiting)
 
     @property
@@ -104,7 +98,7 @@ class EnsembleSteps:
         return max(MAX_ENSEMBLE_SEQUENCES - len(self._kept), 0)
 
     def is_idle(self, sequence: SequenceId) -> bool:
-        """Returns whether no step of a sequence is in progress or waits."""
+        """Returns whether no step of a sequence is here."""
         kept = self._kept.get(sequence)
         return kept is None or (kept.running is None and not kept.waiting)
 
@@ -118,17 +112,17 @@ class EnsembleSteps:
         await self._parts.follow()
 
     def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns 0: requests share the speed of the steps' models with others."""
+        """Returns 0: the steps' models are shared with other requests."""
         return 0.0
 
     def adopt(self, sequence: SequenceId, committed: int, states: States | None) -> None:
-        """Takes a sequence that this worker now owns, as `SequenceBatcher.adopt` does."""
+        """Takes a sequence that this worker now owns."""
         del committed
         counts = to_numpy(states[0]).tolist() if states else [0] * len(self._stateful)
         self._kept[sequence] = _Kept(dict(zip(self._stateful, counts, strict=True)))
 
     def admit(self, step: PendingStep) -> None:
-        """Takes a step of an adopted sequence, in the order of its steps; call `pump` afterwards."""
+        """Takes the next step of an adopted sequence; call `pump` afterwards."""
         kept = self._kept[step.place.sequence]
         kept.waiting.append(step)
         self.waiting += 1
@@ -142,7 +136,7 @@ class EnsembleSteps:
                 self._begin(kept)
 
     def drop(self, sequence: SequenceId) -> None:
-        """Removes a sequence that has ended, or that another worker owns; a step in progress is not answered."""
+        """Removes a sequence that ended or has another owner; a current step is not answered."""
         kept = self._kept.pop(sequence, None)
         if kept is None:
             return
@@ -155,7 +149,7 @@ class EnsembleSteps:
         self._look()
 
     def cancel(self, sequence: SequenceId, number: int) -> bool:
-        """Breaks a sequence at a waiting step; returns false if that step is in progress, or not here."""
+        """Breaks a sequence at a waiting step; returns false if that step is not waiting here."""
         kept = self._kept.get(sequence)
         steps = list(kept.waiting) if kept else []
         broken = [step for step in steps if step.place.number >= number]
@@ -167,11 +161,11 @@ class EnsembleSteps:
         return True
 
     def hold(self) -> None:
-        """Begins no more steps; steps in progress continue."""
+        """Begins no more steps."""
         self.paused = True
 
     async def pause(self) -> None:
-        """Begins no more steps, and waits until none is in progress."""
+        """Begins no more steps, and waits for current ones."""
         self.hold()
         await self._idle.wait()
 
@@ -199,7 +193,6 @@ class EnsembleSteps:
         self._look()
 
     def _answered(self, item: Pending, response: Response | None) -> None:
-        """Handles the end of a step, and begins the next one."""
         self._look()
         assert isinstance(item, PendingStep), "it was admitted here"
         assert response is not None, "no stateful ensemble is decoupled"
@@ -211,7 +204,7 @@ class EnsembleSteps:
             self._break(kept, item, _ENDINGS.get(failure.code, InferenceFailed)(failure.message))
             return
         kept.counts = steps.counts()
-        # A step that failed behind a stateful model has changed that model's sequence, too.
+        # A failed step may have changed the sequences of stateful models before it.
         counts = np.array([kept.counts[model] for model in self._stateful], "<i8")
         item.state, item.changes_failing = (from_numpy(_STATE, counts),), True
         self._outlet.executed([item], [response])
@@ -219,10 +212,7 @@ class EnsembleSteps:
         self.pump()
 
     def _is_certain(self, item: PendingStep, steps: "_NumberedSteps") -> bool:
-        """Returns whether it is known which stateful models have got a failed step.
-
-        A worker that died may have got further with the step.
-        """
+        """Returns whether it is known which models have got a failed step: a dead worker may have got further."""
         return steps.are_known and (item.lease.deliveries <= 1 or steps.are_all(self._stateful))
 
     def _break(self, kept: _Kept, step: PendingStep, error: QinferError) -> None:
@@ -234,7 +224,7 @@ class EnsembleSteps:
 
 
 class _NumberedSteps:
-    """Submits the steps of one run, and gives those of stateful models flags and numbers."""
+    """Submits the steps of one run, and numbers those of stateful models."""
 
     def __init__(self, steps: Steps, item: PendingStep, counts: dict[str, int]) -> None:
         self.item = item
@@ -244,20 +234,16 @@ class _NumberedSteps:
 
     @property
     def are_known(self) -> bool:
-        """Whether it is known of each submitted step if its model has got it."""
         return all(step.is_known for step in self._submitted.values())
 
     def are_all(self, stateful: Sequence[str]) -> bool:
-        """Returns whether all stateful models have got their steps."""
         return all(model in self._submitted and self._submitted[model].is_taken for model in stateful)
 
     def counts(self) -> dict[str, int]:
-        """Returns how many steps each stateful model has got by now."""
         taken = [model for model, step in self._submitted.items() if step.is_taken]
         return self._counts | {model: self._counts[model] + 1 for model in taken}
 
     def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
-        """Submits a step as `Steps.submit_step` does."""
         if not step.model.is_stateful:
             return self._steps.submit_step(step, request, sink, timeout_s)
         model, flags = step.model.name, self.item.request.sequence
@@ -289,25 +275,20 @@ class _NumberedStep:
 
     @property
     def is_taken(self) -> bool:
-        """Whether its model has certainly got it."""
         return self._is_answered or self.submitted.is_taken
 
     @property
     def is_known(self) -> bool:
-        """Whether it is known if its model has got it."""
         return self._has_ended or self.is_taken
 
     def deliver(self, response: Response) -> None:
-        """Passes on the response."""
         self._has_ended = True
-        # An answer may arrive before the note that the step was taken; only answers of workers name the model.
+        # An answer may arrive before the note that the step was taken; only workers' answers name the model.
         self._is_answered = response.failure is None or bool(response.model)
         self._sink.deliver(response)
 
     def cancel(self) -> None:
-        """Cancels the step."""
         self.submitted.cancel()
 
     def took(self, nbytes: int) -> None:
-        """Reports bytes taken."""
         self.submitted.took(nbytes)

@@ -1,9 +1,8 @@
-"""The responses of a decoupled ensemble to one request: a stream of the worker, as for a decoupled model.
+"""The responses of a decoupled ensemble to one request, as a stream of the worker.
 
     Run ─▶ send ─▶ Stream ─▶ StreamOutlet … the caller takes ─▶ Run.go_on
 
-The event loop can't wait for room in the stream's window, so the run keeps responses that do not fit, and is called
-again.
+The event loop can't wait for room in the stream's window: the run keeps what does not fit, and is called again.
 """
 
 import time
@@ -21,8 +20,7 @@ from qinfer_workers.inference.ensembles.run import Run
 class StreamedResponses:
     """The `Responses` of a run, and the `Source` of a stream.
 
-    `counted` gets each response that leaves; `dropped` is called when the caller takes no more. `can_ask` is false,
-    because a caller that cancels ends the run.
+    `counted` gets each response that leaves; `dropped` is called when the caller takes no more.
     """
 
     can_ask = False
@@ -45,13 +43,13 @@ class StreamedResponses:
         self._stream = table.open(item, self)
 
     def follow(self, run: Run) -> None:
-        """Takes the responses of a run from now on."""
+        """Takes the responses of a run."""
         self._run = run
         self._stream.on_taken(self._took)
         self._table.watch()
 
     def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
-        """Sends a response if there is room; one that does not fit the configuration ends the stream by an error."""
+        """Sends a response if there is room; one that does not fit the configuration ends the stream."""
         with suppress(Cancelled):
             if not self._stream.offer(outputs, final=final, parameters=self._run.parameters):
                 return False
@@ -61,7 +59,7 @@ class StreamedResponses:
         return False
 
     def end(self, failure: Failure | None) -> None:
-        """Sends the final response, if it has not left yet: a failure, or an empty one."""
+        """Sends the final response, unless it has left."""
         with suppress(Cancelled, OutputMismatch):
             self._stream.send(failure or (), final=True, wait=False)
 
@@ -77,7 +75,7 @@ class StreamedResponses:
         self._counted(self._run, self._item, response)
 
     def _took(self, nbytes: int) -> None:
-        """Sends the responses that had no room; ends the run at 0, when the caller takes no more."""
+        """Continues when bytes were taken; 0 = the caller takes no more."""
         if nbytes:
             self._run.go_on()
         else:

@@ -1,10 +1,12 @@
-"""The spans of ensembles whose requests are recorded: one for each ensemble, and one for each step beneath it.
+"""The spans of recorded requests of ensembles: one for each ensemble, and one for each step beneath it.
 
-request (the gateway's) ─┬─ queue      enqueued → its first steps begin
-                         └─ ensemble   first step begins → last one has ended
-                            ├─ step        submitted → answered; its worker's spans are beneath it
-                            ├─ ensemble    the same for one that is a step
-                            └─ publish
+    request (the gateway's) ─┬─ queue      enqueued → its first steps begin
+                             └─ ensemble   first step begins → last one has ended
+                                ├─ step        submitted → answered; its worker's spans are beneath it
+                                ├─ ensemble    a nested one
+                                └─ publish
+
+`qinfer_workers.inference.tracing` makes the spans of other requests.
 """
 
 import logging
@@ -23,10 +25,7 @@ _LEFT = Failure("cancelled", "nobody waits for it any more")
 
 
 class RunTrace:
-    """The spans of one recorded request; made before its first steps begin.
-
-    Later spans of the request belong to the ensemble's span.
-    """
+    """The spans of one recorded request, made before its first steps."""
 
     def __init__(self, tracer: Tracer, now_s: Callable[[], float], item: Pending, plan: Plan) -> None:
         self._tracer = tracer
@@ -52,7 +51,7 @@ class RunTrace:
         return _TracedSteps(self, steps)
 
     def ended(self, failure: Failure | None) -> None:
-        """Notes how the request has ended; without this call, its caller has left."""
+        """Notes the end of the request; without it, its caller has left."""
         self._failure = failure
 
     def close(self) -> None:
@@ -64,7 +63,7 @@ class RunTrace:
             self._span.end(now_s, self._about, error)
 
     def start(self, step: PlanStep) -> Span:
-        """Begins the span of a step, and of the ensembles that it belongs to."""
+        """Begins the span of a step, and of its nested ensembles."""
         parent, now_s = self._span, self._now_s()
         for position in step.within:
             if position not in self._nested:
@@ -81,14 +80,11 @@ class RunTrace:
 
 
 class _TracedSteps:
-    """Submits steps, and records them."""
-
     def __init__(self, trace: RunTrace, steps: Steps) -> None:
         self._trace = trace
         self._steps = steps
 
     def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
-        """Submits a step with a span."""
         traced: _TracedSink | None = None
         with _FENCE:  # the step runs without it
             traced = _TracedSink(self._trace, step, sink, self._trace.start(step))
@@ -104,8 +100,6 @@ class _TracedSteps:
 
 
 class _TracedSink:
-    """The sink of a step that ends its span."""
-
     no_stream = ""
 
     def __init__(self, trace: RunTrace, step: PlanStep, sink: Sink, span: Span) -> None:
@@ -116,37 +110,30 @@ class _TracedSink:
         self._sink = sink
 
     def deliver(self, response: Response) -> None:
-        """Passes on a response; the final one ends the span."""
         if response.final:
             self.end(response.failure)
         self._sink.deliver(response)
 
     def end(self, failure: Failure | None) -> None:
-        """Ends the span; further calls have no effect."""
         if not self._has_ended:
             self._has_ended = True
             self._trace.end(self.span, self._step, failure)
 
 
 class _TracedSubmitted:
-    """A step that was submitted, and its span."""
-
     def __init__(self, submitted: Submitted, sink: _TracedSink) -> None:
         self._submitted = submitted
         self._sink = sink
 
     @property
     def is_taken(self) -> bool:
-        """Whether it is a step of a sequence that is known to be in the queue."""
         return self._submitted.is_taken
 
     def cancel(self) -> None:
-        """Cancels the step, and ends its span."""
         self._submitted.cancel()
         self._sink.end(_LEFT)
 
     def took(self, nbytes: int) -> None:
-        """Reports bytes taken."""
         self._submitted.took(nbytes)
 
 

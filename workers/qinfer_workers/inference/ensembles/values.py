@@ -1,4 +1,4 @@
-"""Tensors between the steps of an ensemble: their names and shapes change, and their bytes are never copied."""
+"""Tensors between the steps of an ensemble: names and shapes change, bytes are never copied."""
 
 from collections.abc import Mapping
 
@@ -12,9 +12,9 @@ from qinfer.tensors import Tensor, element_count
 
 
 class Value(msgspec.Struct, frozen=True):
-    """A tensor, with the parameters of the response that it comes from.
+    """A tensor, with the parameters of its response.
 
-    `rows` are those of the request that made it; 0 = its maker has no batch dimension.
+    `rows` are those of its request; 0 = its maker has no batch dimension.
     """
 
     tensor: Tensor
