@@ -1,11 +1,10 @@
 """The bridge's composition root: `python -m qinfer_workers.bridge CONFIG [--check]`.
 
-The only place of this program that reads the environment. Redis and limits are `QINFER_…` variables, as for the other
-programs; the routes are in the file. SIGTERM and SIGINT end it: it takes no more messages, accepts and acknowledges
-what it has in hand, publishes what has ended, and leaves the rest to the queues.
+Redis and limits are `QINFER_…` variables, as for the other programs; the routes are in the file. After SIGTERM or
+SIGINT it takes no more messages, finishes those in hand, and leaves the rest to the queues.
 
-While Redis is away at the start it waits. Exit codes: 0 after a stop, 1 when a check fails, 2 for a wrong setting, 70
-when a part of it died.
+At the start it waits for Redis. Exit codes: 0 after a stop, 1 when a check fails, 2 for a wrong setting, 70 when a part
+of it died.
 """
 
 import argparse
@@ -30,7 +29,7 @@ from qinfer_workers.liveness import end
 logger = logging.getLogger("qinfer_workers.bridge")
 
 GC_THRESHOLD = 50_000
-"""Allocations between collections: messages make no cycles, so that frequent ones find nothing."""
+"""Messages make no cycles, so frequent collections find nothing."""
 
 
 async def _serve(config: BridgeConfig, settings: Settings) -> int:
@@ -59,7 +58,7 @@ async def _check(config: BridgeConfig, settings: Settings) -> int:
 def main() -> int:
     """Reads the configuration, serves or checks it, and returns the exit status."""
     protect_process(os.environ)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it means gateways
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is for gateways
     parser = argparse.ArgumentParser(prog="python -m qinfer_workers.bridge")
     parser.add_argument("config", type=Path)
     parser.add_argument("--check", action="store_true")
@@ -67,7 +66,7 @@ def main() -> int:
     try:
         settings = load_settings()
         config = load_config(options.config, os.environ)
-        is_quiet = options.check and settings.log.level == "INFO"  # a check says all by itself
+        is_quiet = options.check and settings.log.level == "INFO"  # a check prints its results
         log = settings.log.model_copy(update={"level": "WARNING"}) if is_quiet else settings.log
         logs.configure(log, "bridge", unknown=settings.unknown)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -80,7 +79,7 @@ def main() -> int:
     except BrokerUnavailable as error:
         logs.cannot_start(os.environ, "qinfer bridge", error.message)
         return 1
-    except Exception:  # the boundary: threads that wait for a broker would keep the process, and its supervisor waiting
+    except Exception:  # the boundary: threads that wait for a broker would keep the process alive
         logger.exception("bridge failed")
         return os.EX_SOFTWARE
 

@@ -1,7 +1,7 @@
-"""The bridge's configuration: its routes, each of them one source → model → sink, and the file that they are in.
+"""The bridge's configuration file: its routes, each with one source, model and sink.
 
-The file is YAML or TOML; every mistake in it is named with its route and field. Passwords do not belong in the file:
-`${NAME}` in a URL or a transport option stands for an environment variable.
+The file is YAML or TOML; errors name the route and the field. `${NAME}` in a URL or a transport option stands for an
+environment variable, so that no password is in the file.
 """
 
 import os
@@ -45,7 +45,7 @@ class InputMap(_Part):
     Attributes:
         columns: One column, or several scalar columns that become the elements of a row in this order.
         shape: The shape of one row, without the batch dimension; empty = the tensor's.
-        null: What becomes of nulls: `error`, `nan`, or the value that replaces them, for all columns or by column.
+        null: The treatment of nulls: `error`, `nan`, or the value that replaces them, for all columns or by column.
     """
 
     columns: tuple[str, ...]
@@ -57,14 +57,14 @@ class BodyOptions(_Part):
     """The `body` part of a route: how bodies are read, and replies written.
 
     Attributes:
-        format: What bodies are, whatever their content type says.
-        input: The input that raw bodies are for; empty = the model's only one of BYTES or UINT8.
+        format: The format of all bodies; overrides their content type.
+        input: The input for raw bodies; empty = the model's only one of BYTES or UINT8.
         columns: Input → its column, its scalar columns, or columns and shape, for JSON objects, JSON lines and Arrow;
-            default: the column of the input's name. As in bulk jobs.
+        default: the column of the input's name. As in bulk jobs.
         reply: The form of replies.
-        content_type: What messages are that have no content type; empty = `application/json` where they begin with `{`,
-            raw otherwise.
-        max_bytes: Larger bodies are refused, and those that are larger when they are unpacked.
+        content_type: The content type of messages without one; empty = `application/json` if they begin with `{`, raw
+        otherwise.
+        max_bytes: Larger bodies are refused, before and after decompression.
         max_json_depth: Deepest JSON nesting.
     """
 
@@ -108,7 +108,6 @@ _MAX_QUEUE_BYTES = 255  # of AMQP
 
 
 def _short(name: str) -> str:
-    """Checks the name of a queue or an exchange."""
     if len(name.encode()) > _MAX_QUEUE_BYTES:
         raise ValueError(f"it takes {len(name.encode())} bytes; use at most {_MAX_QUEUE_BYTES}")
     return name
@@ -122,10 +121,10 @@ def _checked(url: SecretStr) -> SecretStr:
     scheme, separator, _ = text.partition("://")
     if not separator or scheme.partition("+")[0] not in TRANSPORT_ALIASES:
         raise ValueError("expected a URL of kombu, such as amqp://…, redis://… or sqs://…")
-    for part in text.split(";"):  # kombu's way to name several brokers
+    for part in text.split(";"):  # kombu separates several brokers by semicolons
         try:
             _ = urlsplit(part).port
-        except ValueError:  # its text may have a part of the password
+        except ValueError:  # the exception's text may have a part of the password
             raise ValueError(
                 "the port can't be read; in a password write / as %2F, @ as %40, : as %3A, # as %23 and ? as %3F, or "
                 "give it as ${NAME}, which is quoted for you"
@@ -140,12 +139,11 @@ class SourceOptions(_Part):
     """The queue that messages come from.
 
     Attributes:
-        url: The broker, as kombu writes it: `amqp://…`, `redis://…`, `sqs://…`.
+        url: The broker, in kombu's notation: `amqp://…`, `redis://…`, `sqs://…`.
         queue: The queue.
-        prefetch: So many messages are taken before they are accepted.
-        declare: Make the queue, durable, where there is none.
-        id_header: The header with the message's id, where there is neither `message_id`, nor `reply_to` with
-            `correlation_id`.
+        prefetch: The most messages taken before they are accepted.
+        declare: Make a durable queue if it is missing.
+        id_header: The header with the message's id, used without `message_id`, or `reply_to` with `correlation_id`.
         options: kombu's options of the transport, such as `visibility_timeout`.
     """
 
@@ -162,12 +160,12 @@ class SinkOptions(_Part):
 
     Attributes:
         url: The broker; default: the source's.
-        reply_to: A message's own `reply_to` goes first.
-        exchange: Where other predictions go; empty = the default exchange, whose routing keys are names of queues.
-        routing_key: As the exchange needs it; empty, with no exchange: only `reply_to` is answered.
-        declare: Make the queue, durable, where there is none; an exchange must be there.
-        carry_headers: Headers of a message that its reply has too.
-        options: kombu's options of the transport; default: the source's, where the URL is.
+        reply_to: A message's own `reply_to` takes precedence.
+        exchange: The exchange for other predictions; empty = the default exchange, whose routing keys are queue names.
+        routing_key: The routing key for the exchange; empty, with no exchange: only `reply_to` is answered.
+        declare: Make a durable queue if it is missing; an exchange must exist.
+        carry_headers: Headers of a message that are copied to its reply.
+        options: kombu's options of the transport; default: the source's, if the URL is.
     """
 
     url: _Url | None = None
@@ -180,7 +178,7 @@ class SinkOptions(_Part):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether there is a place for predictions besides `reply_to`."""
+        """Whether predictions can go elsewhere than to `reply_to`."""
         return bool(self.exchange or self.routing_key)
 
     @model_validator(mode="after")
@@ -200,17 +198,17 @@ class RouteOptions(_Part):
     """A route: one source → model → sink.
 
     Attributes:
-        name: Of the route; in metrics, logs, and the ids of requests.
+        name: The name in metrics, logs, and ids of requests.
         model: The model, or an endpoint.
         version: Its version; 0 = the newest, or the one that the endpoint chooses.
         priority: The priority level of the requests; 0 = the model's default.
-        tenant: Whose requests they are, where keys of several tenants can look at them.
-        timeout_s: How long a message's prediction is worth waiting for, from its acceptance.
-        max_waiting: So many requests may wait in the model's lane; default: half of what the lane holds.
-        source: Where messages come from.
-        sink: Where predictions go.
-        responses: What is sent of a decoupled model, once its stream has ended: `one` = a message with the list of all
-            responses, `each` = a message for each of them. Other models give one response, and it has no effect.
+        tenant: The tenant that owns the requests, if keys of several tenants can look at them.
+        timeout_s: Seconds from a message's acceptance after which its prediction is not needed.
+        max_waiting: The most requests that wait in the model's lane; default: half of the lane's capacity.
+        source: The source of messages.
+        sink: The destination of predictions.
+        responses: The replies for a decoupled model, once its stream has ended: `one` = a message with the list of all
+        responses, `each` = a message for each of them. Other models give one response, and it has no effect.
         dead_letter: The queue, on the source's broker, for messages that can't be answered; default `<queue>.dead`.
         body: How bodies are read, and replies written.
     """
@@ -245,7 +243,7 @@ class RouteOptions(_Part):
 
     @property
     def queues(self) -> Sequence[tuple[str, str]]:
-        """The source, then where its messages go: broker and queue, as far as they are known by name."""
+        """The source, then the known destinations of its messages, as (broker, queue)."""
         queues = [(self.source_url, self.source.queue), (self.source_url, self.dead_letters)]
         if self.sink.routing_key and not self.sink.exchange:
             queues.append((self.sink_url, self.sink.routing_key))
@@ -253,12 +251,12 @@ class RouteOptions(_Part):
 
     @property
     def source_url(self) -> str:
-        """The broker that messages come from, with its password."""
+        """The broker of the source, with its password."""
         return self.source.url.get_secret_value()
 
     @property
     def sink_url(self) -> str:
-        """The broker that predictions go to, with its password."""
+        """The broker of the sink, with its password."""
         return self.source_url if self.sink.url is None else self.sink.url.get_secret_value()
 
     @property
@@ -268,12 +266,12 @@ class RouteOptions(_Part):
 
     @property
     def dead_letters(self) -> str:
-        """The queue for messages that cannot be answered."""
+        """The queue for messages that can't be answered."""
         return self.dead_letter or f"{self.source.queue}.dead"
 
     @property
     def outbox(self) -> str:
-        """The name of the outbox that the requests' ends go to."""
+        """The outbox for the ends of the route's requests."""
         return f"bridge:{self.name}"
 
 
@@ -281,10 +279,10 @@ class BridgeConfig(_Part):
     """The whole file.
 
     Attributes:
-        result_ttl_s: How long an answer is kept after its request's end, to be told to a repetition.
-        retry_s: An answer that the sink's broker has not confirmed is published again after so many seconds.
-        metrics_host: Where metrics are served.
-        metrics_port: The port; 0 = they are not.
+        result_ttl_s: How long an answer is kept after its request's end, for repeated messages.
+        retry_s: Seconds after which an unconfirmed answer is published again.
+        metrics_host: The address that serves metrics.
+        metrics_port: The port; 0 = no metrics.
         routes: The routes.
     """
 
@@ -319,30 +317,20 @@ class BridgeConfig(_Part):
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _MAX_FILE_BYTES = 2**20
 _SHOWN = frozenset({"prefetch", "declare", "reply_to", "version", "priority", "timeout_s", "max_waiting", "max_bytes"})
-"""Fields whose texts are shown when they are wrong; others may have a password that was put there by mistake."""
+"""Fields whose wrong values are shown; others may hold a password by mistake."""
 
 
 def load_config(path: Path, environment: Mapping[str, str]) -> BridgeConfig:
-    """Reads a file.
-
-    Args:
-        path: `.yaml`, `.yml` or `.toml`.
-        environment: What `${NAME}` stands for.
+    """Reads a file; `${NAME}` stands for a variable of `environment`.
 
     Raises:
-        SettingsError: It can't be read, or something in it is wrong: all of that is named, passwords are not.
+        SettingsError: The file can't be read, or has errors; all are named, without passwords.
     """
     return parse_config(_read(path), environment, path.name)
 
 
 def parse_config(document: object, environment: Mapping[str, str], name: str = "configuration") -> BridgeConfig:
-    """Checks the content of a file; see `load_config`.
-
-    Args:
-        document: The file's content, parsed.
-        environment: What `${NAME}` stands for.
-        name: Of the file, for messages.
-    """
+    """Checks the parsed content of a file, as `load_config` does."""
     if not isinstance(document, dict):
         raise SettingsError(f"{name}: expected a mapping with 'routes'")
     routes = document.get("routes")
@@ -370,7 +358,6 @@ def _read(path: Path) -> object:
 
 
 def _filled(route: Any, environment: Mapping[str, str], who: str) -> Any:
-    """Returns a route with the variables of its URLs and transport options filled in."""
     if not isinstance(route, dict):
         return route
     filled = dict(route)
@@ -385,7 +372,7 @@ def _filled(route: Any, environment: Mapping[str, str], who: str) -> Any:
 
 
 def _substituted(value: Any, environment: Mapping[str, str], where: str, *, is_url: bool) -> Any:
-    """Fills variables in; within a URL their values are quoted, a URL that is one variable is taken as it is."""
+    """Fills in variables; within a URL their values are quoted, unless the URL is one variable."""
     if isinstance(value, dict):
         return {key: _substituted(each, environment, f"{where}.{key}", is_url=False) for key, each in value.items()}
     if isinstance(value, list):
@@ -408,14 +395,13 @@ def _who(number: int, route: Any) -> str:
 
 
 def _where(location: tuple[int | str, ...], routes: Any) -> str:
-    """Writes where a mistake is: `route 'digits'.source.queue`."""
     if len(location) > 1 and location[0] == "routes" and isinstance(location[1], int) and isinstance(routes, list):
         return ".".join([_who(location[1], routes[location[1]]), *map(str, location[2:])])
     return ".".join(map(str, location)) or "file"
 
 
 def _text(text: str, error: ErrorDetails) -> str:
-    """Describes the errors of a file; shows a value only if it cannot be a secret."""
+    """Describes an error; shows a value only if it can't be a secret."""
     if error["type"] == "extra_forbidden":
         return text
     value, name = error["input"], error["loc"][-1] if error["loc"] else ""

@@ -1,8 +1,8 @@
 """Ends of requests, on the loop: taken from the route's outbox, rendered in a thread, published, and confirmed.
 
-The responses that a decoupled model gave are read with the end of their stream, one stream at a time. Up to
-`MOST_IN_HAND` ends are under way at a time. An end that is not confirmed in its pause is delivered again, to any
-bridge of the route; one that is still in hand here then is not published twice.
+Stored responses of a decoupled model are read with the end of their stream, one stream at a time. An end that is not
+confirmed in its pause is delivered again, to any bridge of the route; an end that is still in hand here is not
+published twice.
 """
 
 import asyncio
@@ -24,30 +24,24 @@ logger = logging.getLogger(__name__)
 MOST_AT_ONCE = 500
 MOST_IN_HAND = 4 * MOST_AT_ONCE
 MOST_BYTES_IN_HAND = 64 * 2**20
-"""No more is taken while the results in hand are as large: a sink that is away must not fill the memory."""
+"""No more are taken while results in hand exceed it: an unreachable sink must not fill the memory."""
 
 REREAD_S = 1.0
-"""The outbox is read so often without a hint: hints may be missed."""
+"""Seconds after which the outbox is read without a hint, which may be lost."""
 
 PACE_S = 0.01
-"""The shortest time between two reads that are not full, so that each finds many."""
+"""The shortest time between two partial reads, so that each finds many."""
 
 _LONGEST_PAUSE_S = 1.0
 _MESSAGE_BYTES = 1000
-"""A message in hand takes so many bytes, besides its body: about."""
+"""A message's approximate size besides its body."""
 
 
 class Endings:
     """The ends of a route's requests; made on the loop.
 
-    Args:
-        delivery: The queue.
-        model: The model.
-        kind: The outbox; what is not confirmed in its pause comes again.
-        render: Makes the messages of an end, in a thread, with the responses that are stored before the final one;
-            `None` = nobody is sent any.
-        post: Publishes them.
-        took: Called when requests have left the queue.
+    `render` makes the messages of an end in a thread, from its stored responses too (`None` = there is no recipient);
+    `post` publishes them; `took` is called when requests have left the queue.
     """
 
     def __init__(
@@ -65,7 +59,7 @@ class Endings:
         self._render_one = render
         self._post = post
         self._took = took
-        self._in_hand: dict[str, int] = {}  # ends → the sizes of their results, in bytes
+        self._in_hand: dict[str, int] = {}
         self._in_hand_bytes = 0
         self._confirmed: deque[str] = deque()
         self._news = asyncio.Event()
@@ -79,11 +73,11 @@ class Endings:
 
     @property
     def in_hand(self) -> int:
-        """Ends that were taken and are not confirmed."""
+        """Ends that are not confirmed."""
         return len(self._in_hand)
 
     def wake(self) -> None:
-        """Notes that there may be something in the outbox."""
+        """Notes that the outbox may have ends."""
         self._news.set()
 
     def confirm(self, ending_ids: Sequence[str]) -> None:
@@ -92,7 +86,7 @@ class Endings:
         self._to_confirm.set()
 
     def drop(self, ending_id: str) -> None:
-        """Lets go of an end that could not be published now: it is delivered again."""
+        """Drops an end that can't be published now: it is delivered again."""
         self._forget(ending_id)
         self._to_confirm.set()
 
@@ -142,7 +136,7 @@ class Endings:
         self._to_confirm.set()
 
     async def _render_stream(self, ending: Ending) -> None:
-        """Publishes the end of a stream once there is room for its responses; else it is delivered again."""
+        """Publishes the end of a stream once there is room for its responses, or leaves it to a later delivery."""
         while self._in_hand_bytes >= MOST_BYTES_IN_HAND and not self._stopping:
             self._room.clear()
             await self._room.wait()
@@ -194,6 +188,6 @@ class Endings:
 
 
 def _is_stream(ending: Ending) -> bool:
-    """Tells whether an end has responses besides the final one; those of a request that failed are not sent."""
+    """Returns whether an end has stored responses; those of a failed request are not sent."""
     record = ending.record
     return record is not None and record.decoupled and record.state is RequestState.SUCCEEDED

@@ -1,7 +1,7 @@
 """Acceptance of messages into the model's queue, on the loop.
 
-A batch is one write. Messages that find the lane full, or the queue away, are tried again in order, fewer at a time,
-when there may be room: after answers were taken, or after a pause. Meanwhile the source's prefetch is used up.
+A batch is one write. If the lane is full, or the queue unreachable, messages are retried in order, fewer at a time,
+once answers were taken or after a pause. Meanwhile the source stops at its prefetch.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 MOST_AT_ONCE = 256
 FEWEST_AT_ONCE = 16
 ROOM_S = 1.0
-"""Seconds after which a full lane is tried again, whatever happens."""
+"""Seconds after which a full lane is tried again in any case."""
 
-_QUIET_S = 10.0  # a full lane has room for a few messages whenever some are answered
+_QUIET_S = 10.0  # a full lane has room for a few messages at each answer
 _SHORTEST_S = 0.02
 _AWAY_S = 0.1
 _ID_USED = "the id of the message was used before with another body; give each its own id"
 
 
 class Disposition(Enum):
-    """The disposition of a message: it was accepted now or before, is refused, or waits for the lane or the queue."""
+    """The disposition of a message: accepted now or before, refused, or waiting for the lane or the queue."""
 
     NEW = "new"
     KNOWN = "known"
@@ -44,7 +44,7 @@ class Disposition(Enum):
 
 
 def disposition_of(work: Work, result: Accepted | QinferError) -> tuple[Disposition, QinferError | None]:
-    """Returns the disposition of a message by the outcome of its acceptance, and the error behind it."""
+    """Returns a message's disposition by the outcome of its acceptance, and the error behind it."""
     if isinstance(result, Accepted):
         if result.body_hash == work.acceptance.body_hash:
             return (Disposition.NEW if result.is_new else Disposition.KNOWN), None
@@ -53,21 +53,15 @@ def disposition_of(work: Work, result: Accepted | QinferError) -> tuple[Disposit
         return Disposition.FULL, result
     if isinstance(result, RequestError):
         return Disposition.REFUSE, result
-    # An outage of the queue, and no fault of the message: it is accepted when that is over.
+    # The queue is unreachable: the message is accepted later.
     return Disposition.AWAY, result
 
 
 class Intake:
     """The acceptance of a route's messages; made on the loop.
 
-    Args:
-        name: The route's.
-        accept: Accepts requests: `Requests.accept_all`.
-        done: Has messages acknowledged.
-        refuse: Puts messages with the dead letters.
-        again: Called when a message had been accepted before: if its request has ended, its reply is published again.
-        epoch: Returns that of the source's connection: messages of earlier ones come again.
-        tally: Counts.
+    `again` is called for a message that was accepted before: the reply of an ended request is published again. `epoch`
+    is that of the source's connection: messages of earlier ones are delivered again.
     """
 
     def __init__(  # noqa: PLR0913 - keywords: what a message passes through
@@ -138,7 +132,7 @@ class Intake:
         self._some.set()
 
     async def _accept_batch(self) -> Disposition | None:
-        """Accepts some messages; returns why others are to wait, if they are."""
+        """Accepts some messages; returns the reason why others have to wait, if any do."""
         self._room.clear()
         epoch, batch = self._epoch(), list[Work]()
         while self._waiting and len(batch) < self._size:

@@ -3,12 +3,11 @@
     source ──receive──▶ read ──▶ `accept` (the loop)         `done` (any thread) ──▶ acknowledge ──▶ source
                           └────▶ `refuse` (dead letters)
 
-Nobody else touches a connection; messages, receipts and outcomes are handed over in batches. A message stays
-unacknowledged until its receipt comes by `done`: it is accepted, or its dead letter is confirmed. Where neither
-happens, the source's prefetch is used up, and the source sends no more: nothing else bounds what is in hand.
+A connection is used by its thread only, which exchanges batches with the loop. A message stays unacknowledged until its
+receipt arrives by `done`: it is accepted, or its dead letter confirmed. Until then it counts against the source's
+prefetch, the only bound on messages in hand.
 
-What a broker has not confirmed is kept, and published again over the next connection when one breaks: the broker may
-have had it, so that the same message may come twice, and none is lost.
+Unconfirmed messages are published again over the next connection: one may arrive twice, and none is lost.
 """
 
 import logging
@@ -34,13 +33,9 @@ L = TypeVar("L", Source, Sink)
 
 
 class LinkThread(ABC, Generic[L]):
-    """A thread that holds one connection, and opens another one when it breaks; `start`, then `stop`, then `join`.
+    """A thread that holds one connection, and replaces it when it breaks; `start`, then `stop`, then `join`.
 
-    Args:
-        route: The route's name.
-        connection: The connection's name in metrics and logs: `source`, `sink`, `dead_letters`.
-        outage: The log line of a connection that can't be had.
-        tally: Counts.
+    `connection` is its name in metrics and logs: `source`, `sink`, `dead_letters`.
     """
 
     def __init__(self, route: str, connection: str, outage: str, tally: RouteTally) -> None:
@@ -59,7 +54,7 @@ class LinkThread(ABC, Generic[L]):
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends when everything is taken care of; for any thread."""
+        """Ends when all work is done; for any thread."""
         self._stopping.set()
         self._wake()
 
@@ -75,14 +70,14 @@ class LinkThread(ABC, Generic[L]):
 
     @abstractmethod
     def _serve(self, link: L) -> None:
-        """Uses a connection until the thread is to end, or an exception shows that the connection is broken."""
+        """Uses a connection until the end, or until an exception shows that it is broken."""
 
     @property
     def _is_over(self) -> bool:
         return self._stopping.is_set()
 
     def _works(self) -> None:
-        """Notes that the connection is of use."""
+        """Notes a working connection."""
         self._backoff.reset()
         self._outage.over()
 
@@ -130,19 +125,9 @@ _LAST_S = 0.02
 
 
 class Consumer(LinkThread[Source]):
-    """The consumer of a route; `start`, `stop` when nothing more is to be taken, then `finish` when all is done.
+    """The consumer of a route; `stop` ends the intake, `finish` the acknowledgements.
 
-    Args:
-        name: The route's.
-        connect: Opens the source; gets the epoch of the connection.
-        reader: Reads messages.
-        resolve: Finds the model version to read them for; safe in any thread.
-        accept: Gets what was read.
-        refuse: Gets what could not be read, and why.
-        tally: Counts.
-
-    Attributes:
-        epoch: Of the connection that stands, or stood last.
+    `resolve` finds the model version to read messages for; `refuse` gets unreadable messages with their errors.
     """
 
     def __init__(  # noqa: PLR0913 - keywords: what a message passes through
@@ -176,7 +161,7 @@ class Consumer(LinkThread[Source]):
         self._wake()
 
     def finish(self) -> None:
-        """Acknowledges finished messages, and ends; for any thread, after `stop`, which only stops the intake."""
+        """Acknowledges finished messages, and ends; for any thread, after `stop`."""
         self._finished.set()
 
     def _open(self) -> Source:
@@ -217,7 +202,7 @@ class Consumer(LinkThread[Source]):
         self._tally.unacknowledged -= len(receipts)
 
     def _read_held(self) -> None:
-        """Reads what was received; where the model is not known, or the route does not fit it, it stays."""
+        """Reads received messages; keeps them if the model is unknown, or the route does not fit it."""
         try:
             self._reader.use(self._resolve())
         except QinferError as error:
@@ -232,7 +217,7 @@ class Consumer(LinkThread[Source]):
                 works.append(self._reader.read(message))
             except QinferError as error:
                 refused.append((message, error))
-            except Exception:  # the boundary: one message must not keep all others from their predictions
+            except Exception:  # the boundary: one message must not block all others
                 logger.exception("a message could not be read", extra={"route": self._route})
                 refused.append((message, QinferError("internal error; the bridge's log has more")))
         self._tally.unidentified += sum(not work.is_identified for work in works)
@@ -246,14 +231,9 @@ _SETTLE_S = 1.0
 
 
 class Publisher(LinkThread[Sink]):
-    """The publisher of a route to one broker; `start`, then `stop`, which settles all that was posted first.
+    """The publisher of a route to one broker; `stop` settles all posted messages first.
 
-    Args:
-        name: The route's.
-        connection: Its name in metrics and logs: `sink`, `dead_letters`.
-        connect: Opens the sink.
-        settled: Gets the outcomes of messages, in this thread.
-        tally: Counts.
+    `settled` gets the outcomes of messages, in this thread.
     """
 
     def __init__(
@@ -268,8 +248,8 @@ class Publisher(LinkThread[Sink]):
         self._connect = connect
         self._settled = settled
         self._inbox: deque[Outgoing] = deque()
-        self._unsettled: dict[Outgoing, None] = {}  # in the order in which they were posted
-        self._is_careful = False  # one of those that are unsettled has ended a connection
+        self._unsettled: dict[Outgoing, None] = {}  # in posted order
+        self._is_careful = False  # an unsettled message has ended a connection
 
     def post(self, messages: Sequence[Outgoing]) -> None:
         """Publishes messages in the thread, in order; for any thread."""
@@ -315,7 +295,6 @@ class Publisher(LinkThread[Sink]):
         self._is_careful = False
 
     def _take(self, settled: Settled) -> bool:
-        """Passes outcomes on; returns whether there were any."""
         for messages in settled:
             for message in messages:
                 self._unsettled.pop(message, None)

@@ -1,6 +1,6 @@
-"""Messages of the bridge: as a source delivers them, as they are noted until the reply, and as they are published.
+"""Messages of the bridge: as delivered by a source, as noted until the reply, and as published.
 
-Ids are bytes: some producers put the 16 bytes of a UUID where others put text, and they go back as they came.
+Ids are bytes: some producers use the 16 bytes of a UUID instead of text, and get them back unchanged.
 """
 
 import hashlib
@@ -23,26 +23,16 @@ FINAL_HEADER = "x-qinfer-response-final"
 
 
 class Receipt(msgspec.Struct, frozen=True, gc=False):
-    """The handle that acknowledges a message: its tag, valid for one connection, which is `epoch`."""
+    """The handle that acknowledges a message: its tag, valid for the connection `epoch`."""
 
     epoch: int
     tag: int | str
 
 
 class Delivered(msgspec.Struct, kw_only=True):
-    """A message of a source.
+    """A message of a source, with the producer's properties; empty = not set.
 
-    Attributes:
-        receipt: To acknowledge it.
-        body: Its body.
-        content_type: As the producer said; empty = it did not.
-        content_encoding: As the producer said.
-        headers: Its headers.
-        message_id: As the producer set it; empty = it did not.
-        correlation_id: The same.
-        reply_to: Where its sender wants the reply; empty = it does not say.
-        broker_id: An id that the broker made and that survives redelivery; empty = there is none.
-        broken: Why its properties can't be read; empty = they can.
+    `broker_id` is an id of the broker that survives redelivery; `broken` the reason why properties can't be read.
     """
 
     receipt: Receipt
@@ -58,15 +48,7 @@ class Delivered(msgspec.Struct, kw_only=True):
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
-    """The part of a message that is kept with its request until that has ended, to send the reply.
-
-    Attributes:
-        reply: How its body is written.
-        message_id: The message's id, as it was identified.
-        reply_to: Where its sender wants the reply.
-        correlation_id: Goes back with it.
-        headers: Headers of the message that its reply has too.
-    """
+    """The part of a message that is kept with its request, to send the reply."""
 
     reply: ReplyEncoding
     message_id: bytes = b""
@@ -76,7 +58,7 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Place(StrEnum):
-    """The destination of an outgoing message, which determines the handling if no queue takes it."""
+    """The destination of a message, which decides the handling if no queue takes it."""
 
     REPLY = "reply"
     SINK = "sink"
@@ -84,20 +66,7 @@ class Place(StrEnum):
 
 
 class Outgoing(msgspec.Struct, kw_only=True, eq=False):
-    """A message to publish.
-
-    Attributes:
-        place: Its destination.
-        exchange: Where to; empty = the default exchange.
-        routing_key: Where to.
-        body: Its body.
-        content_type: Its content type.
-        headers: Its headers, text.
-        message_id: Its id.
-        correlation_id: That of the message it answers.
-        reply_to: That of a message that goes to the dead letters.
-        group: The messages that it is published with.
-    """
+    """A message to publish; `group` are the messages published with it."""
 
     place: Place
     exchange: bytes = b""
@@ -112,13 +81,10 @@ class Outgoing(msgspec.Struct, kw_only=True, eq=False):
 
 
 class PublishGroup(msgspec.Struct, kw_only=True, eq=False):
-    """Messages that are published for one reason; when all are confirmed, it is done.
+    """Messages that are published for one reason.
 
-    Attributes:
-        ending_id: The outbox's entry to confirm then; empty = none.
-        receipt: The message to acknowledge then; `None` = none.
-        left: How many messages are not confirmed yet.
-        failed: A message of it was not taken: it is to be tried again.
+    Once `left` is 0, the outbox's entry `ending_id` is confirmed, or the message of `receipt` acknowledged; if one
+    message `failed`, the group is tried again.
     """
 
     ending_id: str = ""
@@ -128,11 +94,9 @@ class PublishGroup(msgspec.Struct, kw_only=True, eq=False):
 
 
 def identity(message: Delivered, id_header: str | None) -> bytes:
-    """Returns the identity of a message, the same when it is delivered again; empty = it has none.
+    """Returns the identity of a message, equal at each delivery; empty = it has no id.
 
-    Args:
-        message: The message.
-        id_header: A header that has it, where the properties do not.
+    `id_header` names a header for messages whose properties have no id.
     """
     if message.message_id:
         return message.message_id
@@ -144,21 +108,16 @@ def identity(message: Delivered, id_header: str | None) -> bytes:
 
 
 def request_id(route: str, message_id: bytes, model: str) -> str:
-    """Returns the id of the request that a message becomes: the same each time that it is delivered.
+    """Returns the id of a message's request, equal at each delivery.
 
-    It has the form of the ids that gateways make, so that `GET /v1/requests/{id}` finds it.
-
-    Args:
-        route: The route's name.
-        message_id: The message's identity.
-        model: The model.
+    It has the form of gateways' ids, so that `GET /v1/requests/{id}` finds it.
     """
     digest = hashlib.blake2b(route.encode() + b"\0" + message_id, digest_size=13)
     return f"{digest.hexdigest().upper()}.0.{model}"
 
 
 def body_hash(message: Delivered) -> str:
-    """Returns the hash by which a message that is delivered again is known to be the same."""
+    """Returns the hash by which a redelivered message is recognised."""
     digest = hashlib.sha256(message.content_type.encode("utf-8", "surrogatepass") + b"\0")
     digest.update(message.body)
     return digest.hexdigest()

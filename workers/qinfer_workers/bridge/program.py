@@ -35,26 +35,19 @@ from qinfer_workers.bridge.versions import RouteVersions
 logger = logging.getLogger("qinfer_workers.bridge")
 
 REPORT_EVERY_S = 1.0
-"""Seconds between two reports."""
 
 REPORT_TTL_S = 15.0
 """Seconds without a report after which a bridge is not counted as live."""
 
 CLOSE_S = 5.0
-"""Seconds that the end waits for the last report; then Redis is away, and the counts of that report are lost."""
+"""Seconds for the last report; without Redis, its counts are lost."""
 
 
 class Reporter:
-    """A thread that adds the bridge's counts to the installation's metrics.
+    """A thread that adds the bridge's counts to the installation's metrics, independently of messages.
 
-    Messages never wait for it, nor it for them. A report is written every second, and once more at the end. While Redis
-    is away the tallies go on growing, and the first report that is stored has all of them.
-
-    Args:
-        process: The bridge's name.
-        tallies: What its routes count.
-        connect: Opens where reports are kept; called in the thread, within a loop.
-        every_s: Seconds between two reports.
+    A report is written every second, and once more at the end. Without Redis the tallies grow, and the first stored
+    report has all counts.
     """
 
     def __init__(
@@ -79,8 +72,8 @@ class Reporter:
         self._thread.start()
 
     def close(self) -> None:
-        """Writes the last report, and ends the thread; gives up on a Redis that does not answer. Blocks."""
-        with contextlib.suppress(RuntimeError):  # it has just ended
+        """Writes the last report if Redis answers, and ends the thread. Blocks."""
+        with contextlib.suppress(RuntimeError):  # the loop has just ended
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(CLOSE_S)
 
@@ -97,7 +90,7 @@ class Reporter:
                     async with asyncio.timeout(self._every_s):
                         await self._stop.wait()
             await self._report(reports, 0.0)
-            if not self._sequence.is_complete:  # that report was the one before, once more
+            if not self._sequence.is_complete:  # the last one repeated an earlier report
                 await self._report(reports, 0.0)
         finally:
             with contextlib.suppress(QinferError, OSError):
@@ -117,18 +110,7 @@ class Reporter:
 
 
 class Bridge:
-    """A bridge process; made on its loop.
-
-    Args:
-        config: What it does.
-        delivery: The queue.
-        endpoints: The endpoints, which were looked at, and the models.
-        settings: Limits.
-
-    Attributes:
-        process: Its name.
-        routes: Its routes.
-    """
+    """A bridge process; made on its loop."""
 
     def __init__(self, config: BridgeConfig, delivery: Queue, endpoints: EndpointFollower, settings: Settings) -> None:
         self._config = config
@@ -165,7 +147,6 @@ class Bridge:
                 task.cancel()
 
     def _on_hint(self, _: bytes) -> None:
-        """Notes that requests have ended: the outboxes have them."""
         for route in self.routes:
             route.wake()
 
@@ -196,7 +177,7 @@ class Bridge:
 
 
 class Links(NamedTuple):
-    """A bridge's ways to Redis."""
+    """A bridge's connections to Redis."""
 
     delivery: Queue
     store: ControlStore
@@ -209,11 +190,7 @@ async def _once(work: Callable[[], Awaitable[Any]]) -> Any:
 
 @asynccontextmanager
 async def open_links(settings: Settings, *, waits: bool = True) -> AsyncIterator[Links]:
-    """Connects to Redis, and takes a first look at models and endpoints.
-
-    Args:
-        settings: Where Redis is.
-        waits: Wait while it is away.
+    """Connects to Redis, and takes a first look at models and endpoints; `waits` until Redis is reachable.
 
     Raises:
         BrokerUnavailable: Redis can't be reached, and `waits` is not set.
@@ -236,7 +213,7 @@ async def serve(config: BridgeConfig, settings: Settings, links: Links, stop: as
     """Runs a bridge until `stop` is set.
 
     Raises:
-        SettingsError: The port of the metrics can't be had.
+        SettingsError: The port of the metrics can't be used.
     """
     delivery, store, endpoints = links
     async with AsyncExitStack() as opened:
@@ -258,15 +235,9 @@ async def serve(config: BridgeConfig, settings: Settings, links: Links, stop: as
 
 
 async def check(config: BridgeConfig, settings: Settings, say: Callable[[str], None]) -> bool:
-    """Tries everything that a bridge needs, and moves no message.
+    """Tries everything that a bridge needs, without moving a message; returns whether all is well.
 
-    Args:
-        config: What the bridge would do.
-        settings: Where the queue is.
-        say: Gets a line for each thing.
-
-    Returns:
-        Whether everything is there.
+    `say` gets a line for each check.
 
     Raises:
         BrokerUnavailable: Redis can't be reached.
@@ -278,7 +249,6 @@ async def check(config: BridgeConfig, settings: Settings, say: Callable[[str], N
 
 
 async def _check_route(route: RouteOptions, endpoints: EndpointFollower, say: Callable[[str], None]) -> bool:
-    """Checks the model, or the endpoint, and the brokers of a route."""
     is_well = True
     try:
         versions = RouteVersions(route, endpoints.view)

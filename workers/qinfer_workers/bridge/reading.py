@@ -19,9 +19,9 @@ from qinfer_workers.bridge.replies import ReplyEncoding
 from qinfer_workers.bridge.versions import RouteVersions
 
 PARTITION = 0
-"""The partition that requests of bridges go to."""
+"""The partition of a bridge's requests."""
 
-_MAX_SHORT_BYTES = 255  # of AMQP, where replies may go
+_MAX_SHORT_BYTES = 255  # of AMQP, which may carry the reply
 _NO_ARROW_LIST = (
     "the model is decoupled, and a reply in Arrow can't be a list of its responses; set the route's 'responses' to "
     "each, or 'reply' of its 'body' to jsonl or kserve"
@@ -29,13 +29,7 @@ _NO_ARROW_LIST = (
 
 
 class Work(msgspec.Struct, frozen=True):
-    """A message that was read.
-
-    Attributes:
-        message: The message.
-        acceptance: What it becomes.
-        is_identified: Whether it is recognised when it comes again.
-    """
+    """A message that was read; `is_identified` = it is recognised at another delivery."""
 
     message: Delivered
     acceptance: Acceptance
@@ -45,12 +39,7 @@ class Work(msgspec.Struct, frozen=True):
 class Reader:
     """Reads the messages of a route; for one thread.
 
-    Args:
-        route: The route.
-        result_ttl_s: How long answers are kept.
-        watcher: The reply address that is told when a request ends.
-        inline_max_bytes: Larger tensors travel beside the stream.
-        versions: Chooses the version that executes a message.
+    `watcher` is the reply address that is notified when a request ends.
     """
 
     def __init__(
@@ -66,7 +55,7 @@ class Reader:
         self._codec: BodyCodec | None = None
 
     def use(self, served: Served) -> None:
-        """Sets the model version that messages are read for from now on.
+        """Sets the model version to read messages for.
 
         Raises:
             InvalidRequest: The route's `body` does not fit the model.
@@ -79,7 +68,7 @@ class Reader:
         """Makes a request of a message; after `use`.
 
         Raises:
-            QinferError: It can't be read, does not fit the model, or can't be answered; the text says why.
+            QinferError: It can't be read, does not fit the model, or can't be answered.
         """
         served, codec, route = self._served, self._codec, self._route
         assert served is not None
@@ -132,15 +121,14 @@ class Reader:
         return Work(message, acceptance, bool(message_id))
 
     def _named(self, reply: ReplyEncoding) -> ReplyEncoding:
-        """Returns the encoding of a reply that has the endpoint's name in place of the model's."""
+        """Replaces the model's name in a reply by the endpoint's."""
         plan = msgspec.structs.replace(reply.plan or OutputPlan(), endpoint=self._route.model)
         return msgspec.structs.replace(reply, plan=plan)
 
     def _notes(self, message: Delivered, message_id: bytes, reply: ReplyEncoding) -> bytes:
         """Returns the data that is kept for the reply.
 
-        Raises:
-            InvalidRequest: It is too much, or there is nowhere to send a reply to.
+        Raises `InvalidRequest` if it is too much, or there is no destination for a reply.
         """
         sink = self._route.sink
         reply_to = message.reply_to if sink.reply_to else b""
@@ -165,13 +153,13 @@ class Reader:
 
 
 def _header_in_any_case(message: Delivered, name: str) -> str | None:
-    """Returns a header as text, by its name in lower case."""
+    """Returns a header as text by its lower-case name."""
     named = (key for key in message.headers if isinstance(key, str) and key.lower() == name)
     return next((_header(message, key) for key in named), None)
 
 
 def body_codec(route: RouteOptions, served: Served) -> BodyCodec:
-    """Returns what reads the bodies of a route's messages.
+    """Returns the codec for the bodies of a route's messages.
 
     Raises:
         InvalidRequest: The route's `body` does not fit the model.
@@ -182,12 +170,10 @@ def body_codec(route: RouteOptions, served: Served) -> BodyCodec:
 
 
 def _is_list(route: RouteOptions, spec: ModelSpec) -> bool:
-    """Tells whether replies are lists of responses."""
     return spec.decoupled and route.responses == "one"
 
 
 def _header(message: Delivered, name: str) -> str:
-    """Returns a header as text; empty = there is none."""
     value = message.headers.get(name)
     if value is None:
         return ""

@@ -1,7 +1,4 @@
-"""Rendering of published messages: predictions, errors for callers, dead letters. Pure.
-
-Large outputs take a while: call it in a thread.
-"""
+"""Rendering of published messages: predictions, errors for callers, dead letters. Pure, and slow for large outputs."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,32 +32,24 @@ from qinfer_workers.bridge.replies import Encoded, encode, encode_error, encode_
 logger = logging.getLogger(__name__)
 
 GONE = "gone"
-"""The state of a request whose response is not kept any more."""
+"""The state of a request whose response has expired."""
 
 REFUSED = "refused"
-"""The state in the reply to a message that was not accepted."""
+"""The state in the reply to a refused message."""
 
 MAX_EACH = 10_000
-"""The most responses of a stream that are sent one by one: all of them are in memory until they are confirmed."""
+"""The most responses of a stream sent one by one: all are in memory until they are confirmed."""
 
 _MAX_REASON = 2000
 _MAX_SHORT = 255
 _MAX_KEPT_BYTES = 64 * 1024
-"""The most bytes of a refused message's headers: with the reasons they must fit one AMQP frame, which has 128 KiB."""
+"""The most bytes of a refused message's headers: with the reasons they must fit one AMQP frame of 128 KiB."""
 _GONE_TEXT = "the prediction was there; the time that it is kept for is over"
 _notes = msgspec.msgpack.Decoder(Note)
 
 
 class Rendered(NamedTuple):
-    """The end of one request as it is published.
-
-    Attributes:
-        state: How it ended.
-        group: Confirmed when all of its messages are.
-        messages: What is published.
-        ending: The end.
-        final: The last response; `None` = there is none, or it is gone.
-    """
+    """The end of one request as it is published; `group` is confirmed when all its messages are."""
 
     state: str
     group: PublishGroup
@@ -72,14 +61,11 @@ class Rendered(NamedTuple):
 def render(route: RouteOptions, ending: Ending, stored: Sequence[bytes] = ()) -> Rendered | None:
     """Returns the messages to publish for an ended request; `None` = there is no recipient.
 
-    Args:
-        route: The route.
-        ending: The end, as the outbox gave it.
-        stored: The responses of a decoupled model before the final one, encoded.
+    `stored` are the encoded responses of a decoupled model before the final one.
     """
     try:
         note = _notes.decode(ending.notes)
-    except msgspec.MsgspecError:  # of a later version, or damaged: nobody knows whom to send anything
+    except msgspec.MsgspecError:  # written by a later version, or damaged: the recipient is unknown
         logger.exception("an ended request's notes can't be read", extra={"request": ending.request_id})
         return None
     group = PublishGroup(ending_id=ending.id)
@@ -103,14 +89,9 @@ def render(route: RouteOptions, ending: Ending, stored: Sequence[bytes] = ()) ->
 
 
 def refusal(route: RouteOptions, message: Delivered, error: QinferError) -> Iterator[Outgoing]:
-    """Yields the error for the sender of a refused message, where it gave a `reply_to`, and the dead letter.
+    """Yields the error for the sender of a refused message, if it gave a `reply_to`, and the dead letter.
 
-    Nothing waits for the confirm of the first: should it be lost, there is the dead letter.
-
-    Args:
-        route: The route.
-        message: The message, acknowledged when the dead letter is confirmed.
-        error: Why it is refused.
+    Only the dead letter's confirm is awaited; the error may be lost.
     """
     code = error.code.value
     ids = {"message_id": message.message_id[:_MAX_SHORT], "correlation_id": message.correlation_id[:_MAX_SHORT]}
@@ -138,7 +119,6 @@ def refusal(route: RouteOptions, message: Delivered, error: QinferError) -> Iter
 
 
 def _kept(headers: Mapping[str, object]) -> dict[str, str]:
-    """Returns the headers that a dead letter has too: texts, as many as there is room for."""
     kept: dict[str, str] = {}
     room = _MAX_KEPT_BYTES
     for name, value in headers.items():
@@ -152,7 +132,7 @@ def _kept(headers: Mapping[str, object]) -> dict[str, str]:
 
 
 def _outcome(ending: Ending, stored: Sequence[bytes]) -> tuple[str, Sequence[Response], Failure | None]:
-    """Returns how a request ended: its state, its responses as far as they are known, and its failure."""
+    """Returns a request's final state, its known responses, and its failure."""
     record = ending.record
     gone = GONE, (), Failure(ErrorCode.RESULT_EXPIRED.value, _GONE_TEXT)
     if record is None:
@@ -167,19 +147,14 @@ def _outcome(ending: Ending, stored: Sequence[bytes]) -> tuple[str, Sequence[Res
     if record.state is not RequestState.SUCCEEDED:
         failure = final.failure if final is not None else None
         return record.state.value, responses, failure or Failure(record.code, record.message)
-    # The index of the final response is the number of those before it: the time of some may just be over.
+    # Its index counts the responses before it, some of which may just have expired.
     if final is None or final.index != len(responses) - 1:
         return gone
     return record.state.value, responses, final.failure
 
 
 def _encoded_stream(route: RouteOptions, note: Note, responses: Sequence[Response]) -> Iterator[Encoded]:
-    """Yields the replies for a stream; an empty final response is left out, unless it is the only message.
-
-    Raises:
-        PayloadTooLarge: It has more responses than are sent one by one.
-        QinferError: A response can't be encoded.
-    """
+    """Yields the replies for a stream; an empty final response is left out, unless it is the only one."""
     saying = [response for response in responses if response.says_something]
     if route.responses == "one":
         yield encode_list(note.reply, saying)
@@ -201,7 +176,7 @@ def _encoded_stream(route: RouteOptions, note: Note, responses: Sequence[Respons
 def _failed(
     route: RouteOptions, note: Note, failure: Failure, headers: dict[str, str], group: PublishGroup
 ) -> list[Outgoing]:
-    """Returns the dead letter of a request that failed, and the error for its caller where one waits."""
+    """Returns the dead letter of a failed request, and the error for a waiting caller."""
     encoded = encode_error(failure.message, note.reply.client_id)
     dead_letter = Outgoing(
         place=Place.DEAD_LETTER,
@@ -220,7 +195,6 @@ def _failed(
 
 
 def _reply(route: RouteOptions, note: Note, encoded: Encoded, headers: dict[str, str], group: PublishGroup) -> Outgoing:
-    """Returns a message for the caller, or for the route's sink."""
     sink = route.sink
     is_reply = bool(note.reply_to)
     return Outgoing(

@@ -1,7 +1,7 @@
 """Responses → the bodies of reply messages: KServe (JSON, or with binary tensors), JSON lines, Arrow; and errors. Pure.
 
-In rows an output of one element a row becomes a plain value, `[k]` a list, `[a, b]` lists in lists, as the columns of a
-bulk job's output. BYTES become texts, unless the model's parameter `qinfer.binary_outputs` names the output.
+In rows, an output with one element a row becomes a plain value, `[k]` a list, `[a, b]` nested lists, as in a bulk job's
+output. BYTES become text, unless the model's parameter `qinfer.binary_outputs` names the output.
 """
 
 import io
@@ -28,12 +28,9 @@ Form = Literal["kserve", "json", "jsonl", "arrow-stream", "arrow-file"]
 
 
 class OutputColumn(msgspec.Struct, frozen=True, array_like=True):
-    """An output whose column can't be derived from one response alone.
+    """An output whose column can't be derived from one response.
 
-    Attributes:
-        name: The output.
-        dims: Its dimensions without the batch dimension; -1 is variable.
-        is_binary: Whether its BYTES are no text.
+    -1 in `dims` is variable; the BYTES of `is_binary` outputs are no text.
     """
 
     name: str
@@ -44,14 +41,9 @@ class OutputColumn(msgspec.Struct, frozen=True, array_like=True):
 def json_lines(outputs: Iterable[Tensor], columns: Mapping[str, OutputColumn], *, is_batched: bool) -> bytes:
     """Returns a JSON object for each row; NaN and infinities are null.
 
-    Args:
-        outputs: The outputs.
-        columns: What is known of some of them, by name.
-        is_batched: Whether the first dimension counts rows.
-
     Raises:
         InvalidRequest: An output's bytes are not UTF-8.
-        OutputMismatch: An output's bytes do not fill its shape, or it has another number of rows.
+        OutputMismatch: An output's bytes do not fill its shape, or its number of rows differs.
     """
     values = {}
     for tensor in outputs:
@@ -69,15 +61,9 @@ def arrow_batch(
 ) -> bytes:
     """Returns a record batch with a column for each output, as Arrow's stream or file.
 
-    Args:
-        outputs: The outputs.
-        columns: What is known of some of them, by name.
-        is_batched: Whether the first dimension counts rows.
-        is_file: Whether it is to be a file.
-
     Raises:
-        InvalidRequest: An output's bytes are not UTF-8, and it is not known to be no text.
-        OutputMismatch: An output's bytes do not fill its shape, or it has another number of rows.
+        InvalidRequest: An output's bytes are not UTF-8, and it is not declared binary.
+        OutputMismatch: An output's bytes do not fill its shape, or its number of rows differs.
     """
     values = {}
     for tensor in outputs:
@@ -93,7 +79,7 @@ def arrow_batch(
 
 
 def _rows(tensor: Tensor, column: OutputColumn | None, *, is_batched: bool) -> tuple[Any, tuple[int, ...]]:
-    """Returns an output as an array of rows, and the dimensions of a row; none when it has one element."""
+    """Returns an output as an array of rows, and the dimensions of a row; empty if it has one element."""
     array = to_numpy(tensor)
     if not is_batched:
         array = array[np.newaxis]
@@ -142,15 +128,10 @@ def _check_counts(values: Mapping[str, Any]) -> None:
 
 
 class ReplyEncoding(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """The encoding of the reply to one message; small, because it is kept with the request until that has ended.
+    """The encoding of a message's reply; small, because it is kept until the request has ended.
 
-    Attributes:
-        form: The form of the body; `json` = the object of one row.
-        client_id: The `id` of a KServe request, echoed.
-        plan: How the outputs of a KServe reply travel, with the names of classes unless these are many; `None` = as
-            JSON.
-        columns: For rows, the outputs whose shape varies or whose BYTES are no text.
-        is_batched: Whether the first dimension of outputs counts rows.
+    `form` `json` is the object of one row. `plan` is for the outputs of KServe replies (`None` = JSON), `columns` for
+    rows whose shape varies or whose BYTES are no text.
     """
 
     form: Form = "kserve"
@@ -161,13 +142,7 @@ class ReplyEncoding(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
 
 
 class Encoded(NamedTuple):
-    """A reply before it is published.
-
-    Attributes:
-        content_type: Its content type.
-        body: Its body.
-        headers: Headers that are needed to read it: `inference-header-content-length`, where tensors are binary.
-    """
+    """A reply before it is published; `headers` has `inference-header-content-length` if tensors are binary."""
 
     content_type: str
     body: bytes
@@ -185,16 +160,10 @@ _ROW_TYPES: Mapping[Form, str] = {
 
 
 def encode(reply: ReplyEncoding, response: Response, spec: ModelSpec | None = None) -> Encoded:
-    """Encodes a response that carries outputs.
-
-    Args:
-        reply: How.
-        response: The response; its failure, if any, is not looked at.
-        spec: The configuration of the model that answered, if it is known: for names of classes that were too many to
-            be kept.
+    """Encodes a response with outputs; `spec` supplies the class names that were too many to keep.
 
     Raises:
-        InvalidRequest: An output can't travel in this form; the message says in which it can.
+        InvalidRequest: An output can't be sent in this form; the message names a form that works.
         OutputMismatch: An output's bytes do not fill its shape.
     """
     if reply.form == "kserve":
@@ -210,25 +179,16 @@ def encode(reply: ReplyEncoding, response: Response, spec: ModelSpec | None = No
 
 
 def encode_one(reply: ReplyEncoding, response: Response) -> Encoded:
-    """Encodes one of a decoupled model's responses: outputs, or an error that the model gave and went on.
-
-    Raises:
-        InvalidRequest: As `encode`.
-        OutputMismatch: As `encode`.
-    """
+    """Encodes one of a decoupled model's responses: outputs, or an error after which it continued."""
     if response.failure is None:
         return encode(reply, response)
     return encode_error(response.failure.message, reply.client_id)
 
 
 def encode_list(reply: ReplyEncoding, responses: Iterable[Response]) -> Encoded:
-    """Encodes all responses of a decoupled model as one reply: `{"responses": […]}`, then all binary outputs in order.
+    """Encodes all responses of a decoupled model as `{"responses": […]}`, then all binary outputs in order.
 
-    An element is what `encode_one` gives, of JSON lines a list of the rows.
-
-    Raises:
-        InvalidRequest: As `encode`; or it is to be Arrow, which has no such list.
-        OutputMismatch: As `encode`.
+    JSON lines become a list of rows. Raises `InvalidRequest` for Arrow, which has no such list.
     """
     if reply.form.startswith("arrow"):
         raise InvalidRequest("the responses of a decoupled model can't be one reply in Arrow; send JSON or JSON lines")
@@ -246,11 +206,7 @@ def encode_list(reply: ReplyEncoding, responses: Iterable[Response]) -> Encoded:
 
 
 def _object(lines: bytes, response: Response) -> bytes:
-    """Returns the object of the only row; a decoupled model's response without outputs is an empty one.
-
-    Raises:
-        OutputMismatch: There are more rows, or fewer.
-    """
+    """Returns the object of the only row; empty for a decoupled model's response without outputs."""
     if not response.outputs:
         return b"{}"
     rows = lines.splitlines()
@@ -260,13 +216,13 @@ def _object(lines: bytes, response: Response) -> bytes:
 
 
 def bound(plan: OutputPlan, spec: ModelSpec) -> OutputPlan:
-    """Completes a plan by the names of classes, which the model's configuration has."""
+    """Completes a plan with the class names of the model's configuration."""
     labels = {output.name: output.labels for output in spec.outputs}
     return bind(plan, labels, batched=spec.max_batch_size > 0)
 
 
 def encode_error(message: str, client_id: str = "") -> Encoded:
-    """Encodes the reason for a missing prediction: KServe's `{"error": …}`, with the request's `id` if it had one."""
+    """Encodes the reason for a missing prediction as KServe's `{"error": …}`, with the request's `id` if it has one."""
     body = {"error": message, "id": client_id} if client_id else {"error": message}
     return Encoded(_JSON, msgspec.json.encode(body))
 
@@ -281,21 +237,20 @@ def _kserve(reply: ReplyEncoding, response: Response, spec: ModelSpec | None) ->
         binary = {tensor.name: True for tensor in response.outputs if not _is_json(tensor, plan)}
         if not binary:
             raise
-        # The prediction exists, and nobody can be asked again for it: what JSON can't carry follows it as it is.
+        # The request can't be repeated: outputs that JSON can't carry are sent as binary data.
         plan = msgspec.structs.replace(plan, overrides={**plan.overrides, **binary})
         encoded = encode_infer(response, reply.client_id, plan)
     return _with_binary(encoded.body, encoded.json_length)
 
 
 def _with_binary(body: bytes, json_length: int | None) -> Encoded:
-    """Returns a reply in JSON, whose length is given if binary outputs follow."""
     if json_length is None:
         return Encoded(_JSON, body)
     return Encoded("application/octet-stream", body, {JSON_LENGTH_HEADER: str(json_length)})
 
 
 def _is_json(tensor: Tensor, plan: OutputPlan) -> bool:
-    """Returns whether an output can travel as JSON, or travels as binary data already."""
+    """Returns whether an output can be sent as JSON, or is sent as binary data already."""
     if plan.is_binary(tensor.name) or (plan.special is not None and tensor.name in plan.special):
         return True
     if tensor.datatype != "BYTES":

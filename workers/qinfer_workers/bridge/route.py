@@ -6,11 +6,11 @@
                               Endings: take from the outbox
                               render (a thread of the pool) ───▶ publish
                               confirm  ◀──────batch───────────── the broker's confirms
-    dead letters of what can't be read, or conflicts: ─────────▶ publish
+    dead letters of unreadable messages and conflicts: ────────▶ publish
     acknowledge  ◀──receipts── settled  ◀──────────────────────── the broker's confirms
 
-Nothing is acknowledged before it is in the model's queue, or its dead letter is confirmed; no end leaves the outbox
-before its reply is confirmed. So whatever is killed, the message or the end is delivered again, and its id shows it.
+A message is acknowledged only when it is in the model's queue, or its dead letter is confirmed; an end leaves the
+outbox only when its reply is confirmed. After a crash, the message or the end is delivered again, with the same id.
 """
 
 import asyncio
@@ -39,28 +39,15 @@ from qinfer_workers.bridge.versions import RouteVersions
 logger = logging.getLogger(__name__)
 
 AGAIN_S = 1.0
-"""Seconds after which a dead letter that no queue took is published again."""
+"""Seconds after which an undeliverable dead letter is published again."""
 
 NO_STEP_S = 0.1
 LAST_STEP_S = 5.0
-"""Seconds that each of the last steps may take: what is in hand then is delivered again, to the next bridge."""
+"""Seconds for each of the last steps; unfinished messages are delivered again, to the next bridge."""
 
 
 class Route:
-    """A route of a bridge; made on the loop.
-
-    Args:
-        options: The route.
-        config: The rest of the file.
-        delivery: The queue.
-        endpoints: The endpoints, and the models.
-        inline_max_bytes: Larger tensors travel beside the stream.
-
-    Attributes:
-        options: As given.
-        tally: Its counts.
-        versions: The version that messages go to.
-    """
+    """A route of a bridge; made on the loop."""
 
     def __init__(
         self,
@@ -75,7 +62,7 @@ class Route:
         self.tally = RouteTally(options.name)
         self._observed = endpoints.observed
         self._loop = asyncio.get_running_loop()
-        self._states: dict[str, str] = {}  # publish groups of ends in hand, by id → how they ended
+        self._states: dict[str, str] = {}  # ends in hand, by id → final state
         self._lost = OutageLog(logger, "no queue takes what is published", remind_s=REMIND_S, route=options.name)
         self._publishers = self._make_publishers()
         self._intake = Intake(
@@ -126,14 +113,14 @@ class Route:
                 task.cancel()
         for publisher in publishers:
             publisher.stop()
-        for publisher in publishers:  # dead letters before their messages: else these would come again
+        for publisher in publishers:  # first: or their messages would be delivered again
             await asyncio.to_thread(publisher.join, NO_STEP_S if late else LAST_STEP_S)
         self._consumer.finish()
         await asyncio.to_thread(self._consumer.join, LAST_STEP_S)
         logger.info("route stopped", extra={"route": self.options.name})
 
     def stop(self) -> None:
-        """Takes nothing more; on the loop."""
+        """Takes no more messages; on the loop."""
         self._consumer.stop()
         self._intake.stop()
         self._endings.stop()
@@ -143,7 +130,6 @@ class Route:
         self.tally.unconfirmed = self._endings.in_hand
 
     def _make_publishers(self) -> dict[bool, Publisher]:
-        """Creates a publisher, for replies or for dead letters."""
         options, source = self.options, self.options.source
         fixed = [options.sink.routing_key] if options.sink.declare and not options.sink.exchange else []
         queues = [queue for queue in fixed if queue]
@@ -167,7 +153,6 @@ class Route:
         self._consumer.done(receipts)
 
     def _refuse(self, refused: Sequence[Refused]) -> None:
-        """Puts messages with the dead letters; for any thread."""
         for _, error in refused:
             count(self.tally.refused, error.code.value)
         self._publish([each for message, error in refused for each in refusal(self.options, message, error)])
@@ -179,9 +164,9 @@ class Route:
         self._publish([message for each in rendered for message in each.messages])
 
     def _observe(self, rendered: Rendered) -> None:
-        """Counts the end of a request for a canary on trial, once; how long messages wait says nothing about it.
+        """Counts the end of a request for a canary on trial, once, without its wait.
 
-        A route that names a version has no target chosen, and is no evidence.
+        A route that names a version chooses no target, and is no evidence.
         """
         ending, record = rendered.ending, rendered.ending.record
         if ending.attempts > 1 or record is None or self.options.version or not self._observed.by_target:
@@ -201,7 +186,6 @@ class Route:
                 self._publishers[is_dead_letter].post(some)
 
     def _on_settled(self, settled: Settled) -> None:
-        """Takes the outcomes of a publisher, in its thread."""
         self._loop.call_soon_threadsafe(self._settle, settled)
 
     def _settle(self, settled: Settled) -> None:
@@ -211,7 +195,7 @@ class Route:
             self._settle_one(message, confirmed, done)
         for message in settled.unroutable:
             count(self.tally.unroutable, message.place.value)
-            if message.place is not Place.REPLY:  # its caller is gone; a queue that is missing may be made yet
+            if message.place is not Place.REPLY:  # its caller is gone; other queues may yet be made
                 message.group.failed = True
                 self._lost.failed(f"{message.place.value}: '{(message.exchange or message.routing_key).decode()}'")
             self._settle_one(message, confirmed, done)
@@ -225,7 +209,7 @@ class Route:
             self._done(done)
 
     def _settle_one(self, message: Outgoing, confirmed: list[str], done: list[Receipt]) -> None:
-        """Counts a message of its group as finished; adds complete groups to `confirmed` or `done`."""
+        """Notes that a message of its group is settled; adds complete groups to `confirmed` or `done`."""
         group: PublishGroup = message.group
         group.left -= 1
         if group.left:

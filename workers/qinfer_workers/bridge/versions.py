@@ -1,8 +1,8 @@
-"""The model version that a route's messages go to: the one that it names, or the one that its endpoint chooses.
+"""The model version for a route's messages: the one that it names, or the one that its endpoint chooses.
 
-The endpoint of a route answers with versions of one model. Requests, their ids and the route's outbox belong to a
-model, whatever the version: so a message that is delivered again finds its request, however the weights have changed
-meanwhile, and is not executed again. A target in another model gets no messages of bridges; the stable one has them.
+Requests, their ids and the route's outbox belong to a model, not to a version: so a redelivered message finds its
+request, even after the endpoint's weights have changed. A route therefore uses only targets in one model; the stable
+target replaces others.
 """
 
 from collections.abc import Iterator
@@ -17,14 +17,9 @@ from qinfer_workers.bridge.config import RouteOptions
 
 
 class RouteVersions:
-    """See the module docstring; for any thread.
+    """Chooses the version for a route's messages; for any thread.
 
-    Args:
-        route: The route.
-        endpoints: The endpoints, and the models.
-
-    Attributes:
-        model: The model whose versions answer, for as long as the bridge runs.
+    `model` is fixed for as long as the bridge runs.
     """
 
     def __init__(self, route: RouteOptions, endpoints: Endpoints) -> None:
@@ -39,12 +34,12 @@ class RouteVersions:
         return self._route.model in self._endpoints.by_name
 
     def resolve(self) -> Served:
-        """Finds the version that messages are read for: the one that the route names, the newest, or the stable one.
+        """Returns the version to read messages for: the route's, the newest, or the stable one.
 
         Raises:
-            ModelNotFound: There is none.
-            ModelNotReady: It can't be loaded, or the endpoint's stable target is in another model by now.
-            BrokerUnavailable: The route names a canary's version, and no changes of endpoints are heard of.
+            ModelNotFound: There is no such version.
+            ModelNotReady: It can't be loaded, or the endpoint's stable target is now in another model.
+            BrokerUnavailable: The route names a canary's version, and the endpoints can't be followed.
         """
         route, endpoints = self._route, self._endpoints
         asked = InferRequest(model=route.model, version=route.version, inputs=())
@@ -60,13 +55,7 @@ class RouteVersions:
         return endpoints.catalog.accepting(asked.model, asked.version)
 
     def choose(self, request: InferRequest, header: Header, stable: Served) -> Served:
-        """Chooses the version that executes a message to an endpoint; the one that the route names, if it does.
-
-        Args:
-            request: The message as a request.
-            header: Its headers.
-            stable: What it was read for, which executes it where what is chosen can't.
-        """
+        """Returns the version that executes a message; `stable`, for which it was read, if the chosen one can't."""
         route, endpoints = self._route, self._endpoints
         if route.version:
             return stable
@@ -81,7 +70,7 @@ class RouteVersions:
         return stable
 
     def left_out(self) -> Iterator[str]:
-        """Yields which targets of the endpoint get no messages of the route, in words."""
+        """Describes the endpoint's targets that get no messages of the route."""
         routed = self._endpoints.by_name.get(self._route.model)
         for target in () if routed is None else routed.endpoint.answering:
             if target.model != self.model:

@@ -1,6 +1,6 @@
 """Watches for cancelled requests, so that a worker drops them within half a second.
 
-gateway ── Queue.cancel ──▶ `cancels` of the model's slot ── read here ──▶ LeaseKeeper.cancel
+    gateway ── Queue.cancel ──▶ `cancels` of the model's slot ── read here ──▶ LeaseKeeper.cancel
 
 The watch looks at items held for a while, so that fast models cost nothing.
 """

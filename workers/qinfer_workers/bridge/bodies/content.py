@@ -1,4 +1,4 @@
-"""The description of a message's body: its content type, compression and encoding, where its JSON ends. Pure."""
+"""The description of a message's body: content type, compression and encoding, the end of its JSON. Pure."""
 
 import bz2
 import lzma
@@ -13,15 +13,15 @@ from qinfer.jobs.job import shown
 from qinfer.tensors import Bytes
 
 Kind = Literal["", "kserve", "json", "row", "jsonl", "arrow-stream", "arrow-file", "raw", "text"]
-"""The kind of a body; empty = the message does not say, `json` = a KServe request, or a row, by its members."""
+"""Empty = the message does not say; `json` = a KServe request or a row, by its members."""
 
 JSON_LENGTH_HEADER = "inference-header-content-length"
 COMPRESSION_HEADER = "compression"
-"""The header in which kombu, and so Celery, names the compression of a body, outside of its content encoding."""
+"""The header in which kombu and Celery name a body's compression, outside of its content encoding."""
 
 _KINDS: Mapping[str, Kind] = {
     "": "",
-    "application/data": "",  # what kombu says of bytes
+    "application/data": "",  # kombu's type of bytes
     "application/json": "json",
     "text/json": "json",
     "application/x-ndjson": "jsonl",
@@ -47,7 +47,7 @@ _COMPRESSIONS: Mapping[str, str] = {
     "brotli": "brotli", "br": "brotli", "application/x-brotli": "brotli",
 }  # fmt: skip
 """Names in content encodings and in `compression` (kombu/compression.py, and HTTP's) → codec."""
-_XZ_MEMORY_BYTES = 128 * 2**20  # of its dictionary, which the body asks for; that of the highest preset takes 65 MiB
+_XZ_MEMORY_BYTES = 128 * 2**20  # for the body's dictionary; the highest preset takes 65 MiB
 _DECOMPRESSORS: Mapping[str, Callable[[], Any]] = {
     "zlib": lambda: zlib.decompressobj(wbits=47),  # kombu's gzip is the zlib container; the first bytes tell
     "bz2": bz2.BZ2Decompressor,
@@ -59,10 +59,7 @@ _MAX_TYPE_CHARACTERS = 256
 class Content(NamedTuple):
     """A content type.
 
-    Attributes:
-        kind: What the body is.
-        json_length: The text of its parameter `inference-header-content-length`; `None` = it has none.
-        problem: Why no body of this type can be read; empty = it can.
+    `json_length` is its parameter `inference-header-content-length`; `problem` the reason why no such body can be read.
     """
 
     kind: Kind
@@ -88,12 +85,7 @@ def parse_content_type(text: str) -> Content:
 
 
 def json_length(content: Content, headers: Mapping[str, object] | None, body_bytes: int) -> int | None:
-    """Returns where the JSON of a body ends and its binary tensors begin; `None` when the message does not say.
-
-    Args:
-        content: Its content type.
-        headers: Its headers, names in any case.
-        body_bytes: The size of the body.
+    """Returns the end of a body's JSON, behind which binary tensors begin; `None` = the message does not say.
 
     Raises:
         InvalidRequest: It is no integer, or not within the body.
@@ -115,16 +107,10 @@ def json_length(content: Content, headers: Mapping[str, object] | None, body_byt
 
 
 def unpacked(body: Bytes | str, content_encoding: str | None, max_bytes: int, compression: object = None) -> Bytes:
-    """Returns a body without its compression and its encoding.
-
-    Args:
-        body: As it came; a text is made UTF-8.
-        content_encoding: As the message says, which may be a character set.
-        max_bytes: The largest body.
-        compression: As the message's header of this name says; it is around the content encoding.
+    """Returns a body without its `compression`, the outer one, and its encoding, which may be a character set.
 
     Raises:
-        InvalidRequest: It is empty, too large, damaged, or its compression or encoding is not known.
+        InvalidRequest: It is empty, too large or damaged, or its compression or encoding is unknown.
     """
     if isinstance(body, str):
         try:
@@ -143,7 +129,7 @@ def unpacked(body: Bytes | str, content_encoding: str | None, max_bytes: int, co
 
 
 def _decompressed(body: Bytes, field: str, value: object, max_bytes: int) -> Bytes:
-    """Undoes a compression that a field of the message names; no more than `max_bytes` become of any body."""
+    """Decompresses a body to at most `max_bytes`."""
     text = value.decode("latin-1") if isinstance(value, bytes) else str(value)
     name = text.strip().lower().replace("_", "-")
     if name in _PLAIN:
@@ -168,7 +154,7 @@ def _decompressed(body: Bytes, field: str, value: object, max_bytes: int) -> Byt
 
 
 def _begin_of(body: Bytes, codec: str, max_bytes: int) -> tuple[bytes, bytes | None]:
-    """Returns what a compressed body begins with, and what is behind its end; `None` = it has no end."""
+    """Returns the first bytes of a decompressed body, and the data behind its end; `None` = it has no end."""
     if codec in _DECOMPRESSORS:
         decompressor = _DECOMPRESSORS[codec]()
         plain = decompressor.decompress(body, max_bytes)

@@ -1,11 +1,11 @@
 """Message bodies → inference requests, by their content type or the route. Pure; every body is read or refused.
 
-    application/json                                 KServe JSON; a row, if the route has columns and it no `inputs`
+    application/json                                 KServe JSON; a row if the route has columns and it has no `inputs`
     application/vnd.kserve…; with the header         KServe JSON ‖ binary tensors
     inference-header-content-length: any type
-    application/x-ndjson, application/jsonl          rows, by the route's columns: one request of so many rows
+    application/x-ndjson, application/jsonl          rows, by the route's columns: one request with all of them
     application/vnd.apache.arrow.stream, ….file      the same in Arrow
-    anything else                                    the data of one input as it is, such as an image or a text
+    anything else                                    the data of one input, such as an image or a text
 
 The reply has the same form, unless the route says otherwise.
 """
@@ -44,14 +44,10 @@ _LENGTH = struct.Struct("<I")
 
 
 class RawInput:
-    """Makes tensors of raw bodies; one for each model.
-
-    Args:
-        name: The input that bodies are for, of any datatype; empty = the model's only one of BYTES or UINT8.
-        spec: The model.
+    """Makes tensors of raw bodies for the input `name`; empty = the model's only one of BYTES or UINT8.
 
     Raises:
-        InvalidRequest: There is no such input, or a number of bytes tells too little of its shape.
+        InvalidRequest: There is no such input, or its shape does not follow from a number of bytes.
     """
 
     def __init__(self, name: str, spec: ModelSpec) -> None:
@@ -75,11 +71,7 @@ class RawInput:
             self._problem = _shape_problem(self._tensor)
 
     def tensor(self, body: Bytes) -> Tensor:
-        """Makes the tensor of a body; whether the bytes fill its shape is checked with the request.
-
-        Raises:
-            InvalidRequest: The model has no one input for raw bodies.
-        """
+        """Makes the tensor of a body, without checking its size."""
         expected = self._tensor
         if expected is None or self._problem:
             raise InvalidRequest(f"the body is raw data, and {self._problem}")
@@ -113,7 +105,7 @@ MAX_REPLY_BYTES = 4096
 """The most bytes of an encoded `ReplyEncoding`."""
 
 _LONG_ID = 512
-_MAX_REASON = 1000  # names that the sender chose may be long
+_MAX_REASON = 1000  # names chosen by the sender may be long
 _PLAIN_PLAN = OutputPlan()
 _FORMS: Mapping[str, Form] = {"kserve": "kserve", "jsonl": "jsonl", "arrow": "arrow-stream"}
 _SAME: Mapping[Kind, Form] = {
@@ -126,13 +118,7 @@ _ARROW_FILE = b"ARROW1"  # https://arrow.apache.org/docs/format/Columnar.html#ip
 
 
 class Decoded(NamedTuple):
-    """A message as a request.
-
-    Attributes:
-        request: The request, checked against its model; `priority` and `timeout_s` are set if the body says so.
-        reply: How its reply is to be written.
-        rows: Its batch size.
-    """
+    """A message as a validated request; `priority` and `timeout_s` are set if the body has them."""
 
     request: InferRequest
     reply: ReplyEncoding
@@ -140,20 +126,10 @@ class Decoded(NamedTuple):
 
 
 class BodyCodec:
-    """Reads the bodies of a route's messages for one version of its model; in any thread.
-
-    Made again when the model's configuration changes.
-
-    Args:
-        options: The `body` part of the route.
-        spec: The model's configuration.
-        version: The version that requests ask for; 0 = the newest.
-
-    Attributes:
-        spec: As given.
+    """Reads the bodies of a route's messages for one version and configuration of its model; in any thread.
 
     Raises:
-        InvalidRequest: The options do not fit the model: the route's mistake, and no message's.
+        InvalidRequest: The route's options do not fit the model.
     """
 
     def __init__(self, options: BodyOptions, spec: ModelSpec, version: int = 0) -> None:
@@ -178,16 +154,13 @@ class BodyCodec:
         headers: Mapping[str, object] | None = None,
         content_encoding: str | None = "",
     ) -> Decoded:
-        """Makes a request of a message.
+        """Makes a request of a message; binary tensors become views into the body.
 
-        Args:
-            body: The body; binary tensors become views into it.
-            content_type: Its content type, with parameters; empty = none is known.
-            headers: The message's headers; `inference-header-content-length`, in any case, and `compression` count.
-            content_encoding: `gzip` or another compression; or a character set, as kombu gives it.
+        `headers` may have `inference-header-content-length`, in any case, and `compression`; `content_encoding` may be
+        a character set, as kombu gives it.
 
         Raises:
-            InvalidRequest: It can't be read, or does not fit the model; the message says why, and what to do.
+            InvalidRequest: The message can't be read, or does not fit the model.
         """
         try:
             return self._decode(body, content_type, headers, content_encoding)
@@ -223,11 +196,7 @@ class BodyCodec:
         return Decoded(request, self._replies[self._form(kind)], validate(request, self.spec))
 
     def _kind(self, body: Bytes, content: Content, headers: Mapping[str, object] | None) -> tuple[Kind, int | None]:
-        """Returns what a body is, and where its JSON ends if the message says so.
-
-        Raises:
-            InvalidRequest: The message contradicts its body, or its text is no UTF-8.
-        """
+        """Returns the kind of a body, and the end of its JSON if the message gives it."""
         wanted = self._options.format
         if wanted == "raw":
             return "raw", None
@@ -265,10 +234,9 @@ class BodyCodec:
         return Decoded(request, reply, rows)
 
     def _kept(self, reply: ReplyEncoding, client_id: str, plan: OutputPlan) -> ReplyEncoding:
-        """Returns how a KServe request is answered, as much of it as may be kept.
+        """Returns the parts of a KServe request's reply encoding that are kept.
 
-        Raises:
-            InvalidRequest: It is too much.
+        Raises `InvalidRequest` if they are too large.
         """
         if plan.special is not None:
             with_labels = msgspec.structs.replace(reply, client_id=client_id, plan=bound(plan, self.spec))
@@ -288,7 +256,7 @@ class BodyCodec:
 
 
 class _NoRegions:
-    """The shared memory of messages: there is none."""
+    """Refuses shared memory."""
 
     def view(self, name: str, offset: int, byte_size: int) -> NoReturn:
         raise _no_shared_memory()
@@ -321,7 +289,6 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def _has_inputs(body: Bytes) -> bool:
-    """Tells whether a body is a JSON object with `inputs`, as KServe requests are."""
     try:
         return _members.decode(body).inputs is not msgspec.UNSET
     except _UNREADABLE:
@@ -329,7 +296,7 @@ def _has_inputs(body: Bytes) -> bool:
 
 
 def _without_inputs(body: Bytes) -> str:
-    """Returns the reason for refusing a JSON object that has no `inputs`; empty = it is none."""
+    """Returns the reason for refusing a JSON object without `inputs`; empty = it is something else."""
     if len(body) > LARGE_BYTES:
         return ""
     try:
@@ -367,7 +334,7 @@ def _check_size(reply: ReplyEncoding) -> None:
 
 
 def _columns(spec: ModelSpec) -> tuple[OutputColumn, ...]:
-    """Returns the outputs whose columns cannot be derived from a response."""
+    """Returns the outputs whose columns can't be derived from a response."""
     binary = {name.strip() for name in spec.parameters.get(BINARY_OUTPUTS, "").split(",")}
     return tuple(
         OutputColumn(tensor.name, tensor.dims, tensor.name in binary)

@@ -1,11 +1,10 @@
-"""Bodies of rows, as JSON lines or Arrow → a request's tensors, by the same rules as the rows of bulk jobs.
+"""Bodies of rows, as JSON lines or Arrow → a request's tensors, by the rules of bulk jobs.
 
-One message is one request: a row that no tensor can be made of refuses the message, and its number is in the reason.
+One message is one request: a row that can't be converted refuses the message, and its number is in the reason.
 
-Nothing in an Arrow body is trusted: sizes are checked before anything is unpacked, and offsets before anything follows
-them. pyarrow believes the size that stands before each compressed buffer, and allocates it, so these sizes are added up
-first. The layout is that of the IPC format: messages whose metadata is a flatbuffer `Message`, which pyarrow has
-checked.
+Arrow bodies are not trusted: sizes are checked before decompression, and offsets before use. pyarrow allocates the size
+given before each compressed buffer, so these sizes are added up first. The layout is that of the IPC format: messages
+with a flatbuffer `Message` as metadata, which pyarrow has checked.
 """
 
 import io
@@ -44,15 +43,10 @@ _BATCH_BUFFERS, _BATCH_COMPRESSION = 2, 3
 
 
 def check_unpacked(body: Bytes, max_bytes: int, *, is_file: bool) -> None:
-    """Makes sure that unpacking takes no more memory than it may.
-
-    Args:
-        body: A file or a stream whose schema could be read.
-        max_bytes: What all compressed buffers may become together.
-        is_file: Whether it is a file.
+    """Checks that a body whose schema could be read does not decompress to more than `max_bytes`.
 
     Raises:
-        InvalidRequest: They become larger, or there are too many of them.
+        InvalidRequest: It does, or has too many batches.
         pyarrow.ArrowException, OSError, ValueError: The data is damaged.
     """
     total = 0
@@ -68,12 +62,12 @@ def check_unpacked(body: Bytes, max_bytes: int, *, is_file: bool) -> None:
 
 
 def _of_stream(body: Bytes) -> Iterator["pa.Message"]:
-    """Reads the messages of a stream, of which the first is the schema."""
+    """Yields the messages of a stream, of which the first is the schema."""
     return iter(pa.ipc.MessageReader.open_stream(pa.py_buffer(body)))
 
 
 def _of_file(body: Bytes) -> Iterator["pa.Message"]:
-    """Reads the messages that a file's footer points to."""
+    """Yields the messages that a file's footer points to."""
     view = memoryview(body)
     size, _ = TAIL.unpack(view[-TAIL.size :])
     footer = bytes(view[len(view) - TAIL.size - size : len(view) - TAIL.size])
@@ -125,18 +119,13 @@ BROKEN = (
     pa.ArrowException, OSError, EOFError, ValueError, TypeError, LookupError, ArithmeticError, NotImplementedError,
     MemoryError,
 )  # fmt: skip
-"""The exceptions that pyarrow raises for data that it can't read."""
+"""pyarrow's exceptions for unreadable data."""
 
 _MAX_REASON = 200
 
 
 class ArrowLimits(NamedTuple):
-    """The limits of one body.
-
-    Attributes:
-        rows: So many rows.
-        size_bytes: So many bytes, when dictionaries and compression are undone.
-    """
+    """The limits of one body; `size_bytes` applies after dictionaries and compression are undone."""
 
     rows: int
     size_bytes: int
@@ -146,12 +135,12 @@ class ArrowLimits(NamedTuple):
         return f"the message has more rows than the {self.rows} that the model takes in one request; send several"
 
     def too_large(self) -> str:
-        """Returns the error of unpacked values that are too large."""
+        """Returns the error of too large values."""
         return f"the rows take more than {self.size_bytes} bytes when they are unpacked; send fewer in one message"
 
 
 def explained(error: BaseException) -> str:
-    """Returns the text of a parser's error, cut to a length for messages."""
+    """Returns the shortened text of a parser's error."""
     text = " ".join(str(error).split())
     return (text if len(text) <= _MAX_REASON else text[:_MAX_REASON] + "…") or type(error).__name__
 
@@ -172,16 +161,10 @@ def read_schema(body: Bytes, form: ArrowForm) -> pa.Schema:
 
 
 def read_batch(body: Bytes, form: ArrowForm, columns: Sequence[str], limits: ArrowLimits) -> pa.RecordBatch:
-    """Reads columns of a body.
-
-    Args:
-        body: The body.
-        form: Whether it is a stream or a file.
-        columns: The columns that are wanted; each is there once.
-        limits: The limits.
+    """Reads columns of a body, each of which it has once.
 
     Raises:
-        InvalidRequest: It is damaged, or larger than the limits.
+        InvalidRequest: It is damaged, or exceeds the limits.
     """
     try:
         check_unpacked(body, limits.size_bytes, is_file=form == "arrow-file")
@@ -208,7 +191,7 @@ def _open(body: Bytes, form: ArrowForm, options: Any = None) -> Any:
 
 
 def _batches(reader: Any, limits: ArrowLimits) -> Iterator[pa.RecordBatch]:
-    """Reads the batches that have rows."""
+    """Yields the batches with rows."""
     rows, size_bytes = 0, 0
     is_file = hasattr(reader, "num_record_batches")
     batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
@@ -216,7 +199,7 @@ def _batches(reader: Any, limits: ArrowLimits) -> Iterator[pa.RecordBatch]:
         rows += batch.num_rows
         if rows > limits.rows:
             raise InvalidRequest(limits.too_many_rows())
-        batch.validate(full=True)  # or damaged offsets would lead anywhere in memory
+        batch.validate(full=True)  # damaged offsets would read any memory
         for column in batch.columns:
             size_bytes += _size(column, limits)
         if size_bytes > limits.size_bytes:
@@ -261,7 +244,7 @@ def _broken(form: ArrowForm, error: BaseException) -> InvalidRequest:
 
 
 _MAX_KNOWN_SCHEMAS = 64
-_ELEMENTS_A_VALUE = 4  # numbers that take the memory of a value of other JSON
+_ELEMENTS_A_VALUE = 4  # numbers that take the memory of another JSON value
 _SHOWN = 20
 _ABSENT = object()
 
@@ -269,12 +252,8 @@ _ABSENT = object()
 class RowInputs:
     """Makes a model's inputs of rows; one for each route and configuration.
 
-    Args:
-        options: The route's columns and limits.
-        spec: The model.
-
     Raises:
-        InvalidRequest: The columns are of no input, or can't fill one.
+        InvalidRequest: The columns belong to no input, or can't fill one.
     """
 
     def __init__(self, options: BodyOptions, spec: ModelSpec) -> None:
@@ -287,14 +266,10 @@ class RowInputs:
         self._check_columns()
 
     def decode(self, body: Bytes, form: str) -> tuple[Tensor, ...]:
-        """Makes the tensors of a body.
-
-        Args:
-            body: The body.
-            form: `row`, `jsonl`, `arrow-stream` or `arrow-file`.
+        """Makes the tensors of a body of form `row`, `jsonl`, `arrow-stream` or `arrow-file`.
 
         Raises:
-            InvalidRequest: It can't be read, has too many rows or none, or a row does not fit.
+            InvalidRequest: It can't be read, has too many rows or no rows, or a row does not fit.
         """
         try:
             if form in ("row", "jsonl"):
@@ -373,7 +348,7 @@ class RowInputs:
                 raise InvalidRequest(f"row {count} is no JSON object: {explained(error)}") from None
 
     def _check(self, row: bytes) -> None:
-        """Checks a row before it becomes objects: elements of inputs are the smallest of these."""
+        """Checks a row's size before it becomes objects, of which elements of inputs are the smallest."""
         if len(row) > LARGE_BYTES:
             check_size(row, self._max_depth, _ELEMENTS_A_VALUE * self._limits.size_bytes, "max_bytes of the route")
         else:
@@ -406,7 +381,6 @@ class RowInputs:
 
 
 def _array(name: str, rows: Sequence[Mapping[str, Any]], tensor: TensorSpec) -> pa.Array:
-    """Makes a column of the rows' values."""
     values = [row.get(name, _ABSENT) for row in rows]
     if _ABSENT in values:
         row = values.index(_ABSENT)
@@ -416,7 +390,7 @@ def _array(name: str, rows: Sequence[Mapping[str, Any]], tensor: TensorSpec) -> 
     try:
         return pa.array(values)
     except BROKEN as error:
-        # The shortest run of rows that can't be one column ends with the row that does not fit.
+        # The shortest run of rows that can't be one column ends with the misfit.
         row = bisect_left(range(len(values)), True, key=lambda end: not _is_column(values[: end + 1]))
         raise InvalidRequest(
             f"row {row + 1}: '{shown(name)}' does not fit the rows before, or is mixed in itself: {explained(error)}"

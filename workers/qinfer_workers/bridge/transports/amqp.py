@@ -1,7 +1,6 @@
 """AMQP 0-9-1 (RabbitMQ): kombu opens the connection and py-amqp the channel; messages go by `amqp_frames`.
 
-Acknowledgements are few, one for many messages, and so are the broker's confirms: hundreds of messages are on their way
-at a time, in both directions.
+Hundreds of messages are in flight in both directions: acknowledgements and confirms are for many at once.
 """
 
 import logging
@@ -24,11 +23,7 @@ from qinfer_workers.bridge.transports.base import MessageRefused, Settled
 
 
 class Waker:
-    """Waits for one socket of another owner, or for `wake`.
-
-    Args:
-        watched: The socket.
-    """
+    """Waits for one socket of another owner, or for `wake`."""
 
     def __init__(self, watched: socket.socket) -> None:
         self._watched = watched
@@ -42,7 +37,7 @@ class Waker:
     def wait(self, timeout_s: float) -> bool:
         """Waits up to `timeout_s` seconds; returns whether the socket has data."""
         pending = getattr(self._watched, "pending", None)
-        if pending is not None and pending():  # TLS: it was read, and is not taken yet
+        if pending is not None and pending():  # TLS has decrypted data that was not taken
             return True
         is_ready = False
         for key, _ in self._selector.select(timeout_s):
@@ -55,11 +50,11 @@ class Waker:
 
     def wake(self) -> None:
         """Ends a `wait`, or the next one; for other threads, and after `close` too."""
-        with suppress(OSError):  # full: it will wake up anyway; closed: nobody waits any more
+        with suppress(OSError):  # full: it wakes up anyway; closed: no thread waits
             self._theirs.send(b"\0")
 
     def close(self) -> None:
-        """Closes everything but the watched socket."""
+        """Closes everything except the watched socket."""
         self._selector.close()
         self._ours.close()
         self._theirs.close()
@@ -78,12 +73,7 @@ _WRITE_BYTES = 256 * 1024
 
 
 def missing_queues(client: Connection, queues: Sequence[str], exchange: str) -> list[str]:
-    """Returns those queues that there are not; changes nothing, and takes no message.
-
-    Args:
-        client: A connection of kombu over AMQP, open.
-        queues: Names of queues.
-        exchange: Must be there; empty = the default exchange.
+    """Returns the missing queues, without changing anything.
 
     Raises:
         NotFound: There is no such exchange.
@@ -103,12 +93,6 @@ def _is_there(channel: Any, queue: str) -> bool:
 
 
 class _Link:
-    """A connection of either direction.
-
-    Args:
-        client: A connection of kombu over AMQP, open.
-    """
-
     def __init__(self, client: Connection) -> None:
         self._client = client
         self._connection: Any = client.connection
@@ -132,7 +116,7 @@ class _Link:
         data = self._connection.transport.sock.recv(_RECEIVE_BYTES)
         if not data:
             raise ConnectionResetError("the broker closed the connection")
-        self._connection.bytes_recv += 1  # heartbeats are due when nothing else comes and goes
+        self._connection.bytes_recv += 1  # heartbeats are due only when nothing else is sent or received
         return self._reader.feed(data)
 
     def _write(self, data: bytes) -> None:
@@ -140,19 +124,19 @@ class _Link:
         self._connection.bytes_sent += 1
 
     def _declare(self, queues: Sequence[str]) -> None:
-        """Makes queues, durable; those that there are stay as they are."""
+        """Makes missing queues, durable; others stay as they are."""
         for queue in queues:
             if not _is_there(self._channel, queue):
                 self._channel.queue_declare(queue, durable=True, auto_delete=False)
 
     def wake(self) -> None:
-        """See `Source.wake`."""
+        """Ends a wait."""
         self._waker.wake()
 
     def close(self) -> None:
         """Closes the connection, and waits briefly until the broker has read all data."""
         connection, deadline_s = self._connection, time.monotonic() + _CLOSE_S
-        with suppress(Exception):  # it may be broken, in any way; nothing that was written depends on this
+        with suppress(Exception):  # it may be broken in any way; nothing written depends on this
             connection.send_method(spec.Connection.Close, "BsBB", (0, "", 0, 0))
             while connection.connected and time.monotonic() < deadline_s:
                 self._read(0.1)
@@ -161,13 +145,7 @@ class _Link:
 
 
 class AmqpSource(_Link):
-    """`Source` over AMQP.
-
-    Args:
-        client: A connection of kombu, open.
-        options: The queue, and how it is read.
-        epoch: Of this connection.
-    """
+    """`Source` over AMQP."""
 
     def __init__(self, client: Connection, options: SourceOptions, epoch: int) -> None:
         super().__init__(client)
@@ -180,18 +158,18 @@ class AmqpSource(_Link):
         self._begin(FrameReader(self._channel.channel_id, epoch, self._connection.on_inbound_frame))
 
     def receive(self, timeout_s: float) -> list[Delivered]:
-        """See `Source.receive`."""
+        """Implements `Source.receive`."""
         if self._acks.waits:
             timeout_s = min(timeout_s, _ACK_PATIENCE_S)
             self._acknowledge([])
         return self._read(timeout_s)
 
     def acknowledge(self, receipts: Sequence[Receipt]) -> None:
-        """See `Source.acknowledge`."""
+        """Implements `Source.acknowledge`."""
         self._acknowledge([int(receipt.tag) for receipt in receipts if receipt.epoch == self.epoch])
 
     def close(self) -> None:
-        """See `Source.close`."""
+        """Acknowledges the rest, and closes the connection."""
         with suppress(OSError):
             self._write(ack_frames(self._channel.channel_id, Due(0, self._acks.left())))
         super().close()
@@ -203,13 +181,7 @@ class AmqpSource(_Link):
 
 
 class AmqpSink(_Link):
-    """`Sink` over AMQP, with publisher confirms.
-
-    Args:
-        client: A connection of kombu, open.
-        queues: To be made where they are missing.
-        exchange: Must be there: to publish to one that is not ends the connection; empty = the default exchange.
-    """
+    """`Sink` over AMQP, with publisher confirms; the exchange must exist."""
 
     def __init__(self, client: Connection, queues: Sequence[str], exchange: str = "") -> None:
         super().__init__(client)
@@ -217,7 +189,7 @@ class AmqpSink(_Link):
         if exchange:
             self._channel.exchange_declare(exchange, "", passive=True)
         self._channel.confirm_select()
-        self._sent: dict[int, Outgoing] = {}  # by tag, ascending: those without a confirm
+        self._sent: dict[int, Outgoing] = {}  # unconfirmed, by ascending tag
         self._last_tag = 0
         self._returned: set[int] = set()  # tags
         self._taken: list[Outgoing] = []
@@ -230,7 +202,7 @@ class AmqpSink(_Link):
         )
 
     def send(self, messages: Sequence[Outgoing]) -> None:
-        """See `Sink.send`."""
+        """Implements `Sink.send`."""
         channel_id, longest = self._channel.channel_id, self._connection.frame_max
         pieces: list[bytes] = []
         size = 0
@@ -251,10 +223,10 @@ class AmqpSink(_Link):
             self._write(b"".join(pieces))
 
     def settle(self, timeout_s: float) -> Settled:
-        """See `Sink.settle`."""
+        """Implements `Sink.settle`."""
         try:
             self._read(0.0 if self._refused else timeout_s)
-        except ChannelError as error:  # such as a message that is larger than the broker takes
+        except ChannelError as error:  # such as a message too large for the broker
             raise MessageRefused(str(error)) from error
         settled = Settled(self._taken, self._refused, self._unroutable)
         self._taken, self._refused, self._unroutable = [], [], []
@@ -275,7 +247,7 @@ class AmqpSink(_Link):
                 self._refused.append(message)
 
     def _on_return(self, returned: Returned) -> None:
-        """Marks the message that comes back: the broker's confirm follows it."""
+        """Marks a returned message, which the broker's confirm follows."""
         for tag, message in self._sent.items():
             if tag not in self._returned and returned == (message.exchange, message.routing_key, message.message_id):
                 self._returned.add(tag)
@@ -283,5 +255,5 @@ class AmqpSink(_Link):
 
 
 def _unexpected(*_: object) -> None:
-    """Takes messages that py-amqp read itself; there are none."""
+    """Fails: the reader takes all messages."""
     raise AssertionError("a message went by the reader")

@@ -1,8 +1,8 @@
 """AMQP 0-9-1 frames of the three methods that occur once per message: deliver, publish and acknowledge. Pure.
 
-py-amqp reads a frame with three system calls and writes each message with one, which is most of what a message costs.
-Here all that has arrived is cut up at once, a whole batch is written at once, and one acknowledgement stands for all
-messages up to a tag; every other frame is left to py-amqp.
+py-amqp's system calls, three to read a frame and one to write a message, are most of a message's cost. Here all arrived
+data is split at once, a batch is written at once, and one acknowledgement covers all messages up to a tag. py-amqp gets
+all other frames.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,12 +17,7 @@ from qinfer_workers.bridge.messages import Delivered, Outgoing, Receipt
 
 
 class Due(NamedTuple):
-    """Acknowledgements that are due.
-
-    Attributes:
-        up_to: All messages up to this tag; 0 = none.
-        tags: And these.
-    """
+    """Due acknowledgements: all messages up to a tag (0 = none), and single ones."""
 
     up_to: int = 0
     tags: Sequence[int] = ()
@@ -31,34 +26,26 @@ class Due(NamedTuple):
 class AckLine:
     """The acknowledgements of one AMQP channel, which numbers its messages from 1.
 
-    What is done out of order waits for those before it, which mostly follow within moments; after `patience_s` seconds
-    it is acknowledged singly, so that one message that can't be done keeps no others from the source.
-
-    Args:
-        patience_s: How long.
+    Messages done out of order wait for earlier ones; after `patience_s` seconds they are acknowledged singly, so that
+    one stuck message does not hold up the source.
     """
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
-        self._done_to = 0  # every tag up to this one is done
+        self._done_to = 0  # all tags up to this one are done
         self._beyond: set[int] = set()  # done, and not acknowledged
         self._single: set[int] = set()  # beyond too, and acknowledged singly
         self._waits_since_s: float | None = None
 
     def due(self, done: Iterable[int], now_s: float) -> Due:
-        """Adds tags of finished messages, and returns the tags to acknowledge now.
-
-        Args:
-            done: Tags, each once.
-            now_s: Monotonic time.
-        """
+        """Adds tags of finished messages, each once, and returns the acknowledgements due at a monotonic instant."""
         beyond, single = self._beyond, self._single
         beyond.update(done)
         up_to, following = 0, self._done_to + 1
         while True:
             if following in beyond:
                 beyond.remove(following)
-                up_to = following  # RabbitMQ refuses a tag that was acknowledged before, for many too
+                up_to = following  # RabbitMQ refuses a tag that was acknowledged before
             elif following in single:
                 single.remove(following)
             else:
@@ -79,11 +66,11 @@ class AckLine:
 
     @property
     def waits(self) -> bool:
-        """Whether something is done and not acknowledged."""
+        """Whether finished messages are not acknowledged."""
         return bool(self._beyond)
 
     def left(self) -> list[int]:
-        """Returns the finished tags that are not acknowledged, at the end."""
+        """Returns the finished tags that are not acknowledged."""
         return sorted(self._beyond)
 
 
@@ -106,16 +93,16 @@ _MANDATORY = b"\x01"
 _OVERHEAD_BYTES = 8
 _MAX_SHORT_BYTES = 255
 _WRITTEN = "surrogatepass"
-"""The way in which py-amqp reads texts: bytes that are no text to others go back as they came."""
+"""py-amqp's error handler: undecodable bytes survive a round trip."""
 _UNREADABLE = (IndexError, error, ValueError, OverflowError, OSError, RecursionError, AMQPError)
 
 
 class BrokenFrames(Exception):
-    """The bytes that arrived are no AMQP; the connection is of no use any more."""
+    """The received bytes are no AMQP; the connection is unusable."""
 
 
 class Returned(NamedTuple):
-    """A message that no queue took: where it was to go, and its id."""
+    """A message that no queue took: its destination and its id."""
 
     exchange: bytes
     routing_key: bytes
@@ -123,18 +110,14 @@ class Returned(NamedTuple):
 
 
 def _ignore(*_: object) -> None:
-    """Takes what a connection that only consumes, or only publishes, never gets."""
+    """Does nothing."""
 
 
 class FrameReader:
     """Splits the data of a connection into messages, confirms, and frames for py-amqp.
 
-    Args:
-        channel: The channel whose messages and confirms are read here.
-        epoch: For the receipts.
-        other: Called with each other frame.
-        confirmed: Called with each confirm of the broker: tag, whether for all up to it, whether it took them.
-        returned: Called with each message that no queue took.
+    `confirmed` gets a tag, whether it stands for all up to it, and whether the broker took them; `returned` gets
+    messages that no queue took; `other` gets all other frames.
     """
 
     def __init__(
@@ -151,7 +134,7 @@ class FrameReader:
         self._confirmed = confirmed
         self._returned = returned
         self._rest = b""
-        self._method = b""  # of the message whose content comes
+        self._method = b""  # of the message whose content follows
         self._header = b""
         self._left_bytes = 0
         self._parts: list[bytes] = []
@@ -181,7 +164,7 @@ class FrameReader:
         return messages
 
     def _take(self, kind: int, payload: bytes, messages: list[Delivered]) -> bool:
-        """Reads a frame of the channel; returns whether it is of a kind that is handled here."""
+        """Reads a frame of the channel; returns false if py-amqp has to."""
         if kind == _METHOD:
             method = payload[:4]
             if method in (_DELIVER, _RETURN):
@@ -220,13 +203,7 @@ class FrameReader:
 
 
 def message_of(receipt: Receipt, header: bytes, body: bytes) -> Delivered:
-    """Reads a content header, and makes the message; one whose properties can't be read says so.
-
-    Args:
-        receipt: To acknowledge it.
-        header: The payload of its header frame.
-        body: Its body.
-    """
+    """Makes a message of a content header and a body; unreadable properties are noted in `broken`."""
     message = Delivered(receipt=receipt, body=body)
     try:
         _read_properties(message, header)
@@ -281,12 +258,9 @@ def _ack_frame(channel: int, tag: int, *, is_multiple: bool) -> bytes:
 
 
 def publish_frames(channel: int, message: Outgoing, max_frame_bytes: int) -> bytes:
-    """Returns the frames that publish a message: persistent, and returned where no queue takes it.
+    """Returns the frames that publish a message: persistent, and returned if no queue takes it.
 
-    Args:
-        channel: The channel.
-        message: The message; its ids and keys are at most 255 bytes long.
-        max_frame_bytes: The longest frame that the connection takes.
+    Its ids and keys have at most 255 bytes.
 
     Raises:
         ValueError: Its properties do not fit one frame: the broker would end the connection.

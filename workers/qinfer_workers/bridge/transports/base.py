@@ -1,7 +1,7 @@
-"""The ports to other queues: where messages come from, and where they are published. Each serves one thread.
+"""The ports to other queues, sources and sinks. Each serves one thread.
 
-`amqp` has them for AMQP 0-9-1, `redis_list` has the source for Redis, and `kombu` what is left, over the transports of
-kombu. A link is one connection: when it breaks, which shows as any exception but those named here, a `LinkThread` opens
+`amqp` implements them for AMQP 0-9-1, `redis_list` the source for Redis, and `kombu` the rest, over kombu's transports.
+A link is one connection: any exception except those named here shows that it is broken, and a `LinkThread` opens
 another one, with a new epoch.
 """
 
@@ -12,22 +12,18 @@ from qinfer_workers.bridge.messages import Delivered, Outgoing, Receipt
 
 
 class MessageRefused(Exception):
-    """The broker ended a connection because of one of the messages that were published, without saying which."""
+    """The broker ended a connection because of a published message, without naming it."""
 
 
 class Source(Protocol):
-    """A connection that consumes from one queue; unacknowledged messages return to the queue when it ends.
-
-    Attributes:
-        epoch: Tells this connection's receipts from those of others.
-    """
+    """A connection that consumes from one queue; unacknowledged messages return to the queue when it ends."""
 
     epoch: int
 
     def receive(self, timeout_s: float) -> list[Delivered]:
-        """Waits for messages, up to `timeout_s` seconds, or until `wake`; acknowledges and beats its heart besides.
+        """Waits for messages, up to `timeout_s` seconds, or until `wake`; also acknowledges, and sends heartbeats.
 
-        No more are outstanding, received and not acknowledged, than the source's prefetch says.
+        No more messages than the source's prefetch are unacknowledged.
         """
         ...
 
@@ -45,13 +41,7 @@ class Source(Protocol):
 
 
 class Settled(NamedTuple):
-    """The outcomes of published messages.
-
-    Attributes:
-        taken: A queue has them.
-        refused: The broker could not take them now.
-        unroutable: There is no queue where they were to go.
-    """
+    """The outcomes of published messages: a queue has them, the broker refused them, or no queue exists."""
 
     taken: Sequence[Outgoing] = ()
     refused: Sequence[Outgoing] = ()
@@ -62,14 +52,14 @@ class Sink(Protocol):
     """A connection that publishes."""
 
     def send(self, messages: Sequence[Outgoing]) -> None:
-        """Publishes messages; does not wait until the broker has confirmed them."""
+        """Publishes messages, without waiting for the broker's confirms."""
         ...
 
     def settle(self, timeout_s: float) -> Settled:
-        """Waits for news, up to `timeout_s` seconds, or until `wake`; each message is settled once.
+        """Waits for outcomes, up to `timeout_s` seconds, or until `wake`; each message is settled once.
 
         Raises:
-            MessageRefused: See there.
+            MessageRefused: A message ended the connection.
         """
         ...
 

@@ -1,7 +1,7 @@
-"""Opens the connections to other queues: AMQP or Redis where the URL says so, else a transport of kombu such as SQS.
+"""Opens the connections to other queues: AMQP or Redis by the URL, else a transport of kombu such as SQS.
 
-Those transports hand over one message at a time. To publish by them, Redis included, is to wait for the answer of the
-broker, which is the confirm.
+kombu's transports deliver one message at a time. Publishing by them, or to Redis, waits for the broker's answer, which
+is the confirm.
 """
 
 import threading
@@ -19,19 +19,14 @@ from qinfer_workers.bridge.transports.amqp import CONNECT_S, HEARTBEAT_S, AmqpSi
 from qinfer_workers.bridge.transports.base import Settled, Sink, Source
 from qinfer_workers.bridge.transports.redis_list import ListSource, check_lists, is_redis
 
-_SQS_WAIT_S = 1  # kombu's own 10 s would keep acknowledgements, and the end of the program, waiting
+_SQS_WAIT_S = 1  # kombu's 10 s would delay acknowledgements and the end of the program
 
 
 def open_source(options: SourceOptions, max_bytes: int, epoch: int) -> Source:
-    """Connects, makes the queue where it is missing, and begins to consume.
-
-    Args:
-        options: The queue, and where it is.
-        max_bytes: The largest body.
-        epoch: Of the connection.
+    """Connects, makes a missing queue, and begins to consume.
 
     Raises:
-        Exception: Of kombu, its transport, or the system: the broker is away or refuses.
+        Exception: Of kombu, its transport, or the system: the broker is unreachable or refuses.
     """
     with _connected(options.url.get_secret_value(), options.options) as client:
         if is_redis(client):
@@ -40,13 +35,7 @@ def open_source(options: SourceOptions, max_bytes: int, epoch: int) -> Source:
 
 
 def open_sink(url: str, options: Mapping[str, Any], queues: Sequence[str], exchange: str = "") -> Sink:
-    """Connects to publish.
-
-    Args:
-        url: The broker.
-        options: kombu's options of the transport.
-        queues: To be made where they are missing.
-        exchange: Must be there, where the transport knows exchanges; empty = the default one.
+    """Connects to publish, and makes missing queues; the exchange must exist, if the transport has exchanges.
 
     Raises:
         Exception: As `open_source`.
@@ -56,13 +45,7 @@ def open_sink(url: str, options: Mapping[str, Any], queues: Sequence[str], excha
 
 
 def look(url: str, options: Mapping[str, Any], queues: Sequence[str], exchange: str = "") -> list[str]:
-    """Connects, moves no message, and returns those queues that are missing, where the transport can tell.
-
-    Args:
-        url: The broker.
-        options: kombu's options of the transport.
-        queues: Names of queues.
-        exchange: Must be there, where the transport knows exchanges; empty = the default one.
+    """Connects, moves no message, and returns the missing queues, if the transport can tell.
 
     Raises:
         Exception: As `open_source`.
@@ -81,7 +64,7 @@ def look(url: str, options: Mapping[str, Any], queues: Sequence[str], exchange: 
 
 @contextmanager
 def _connected(url: str, options: Mapping[str, Any]) -> Iterator[Connection]:
-    """Connects; an exception in the block, as when connecting, closes the connection."""
+    """Connects; closes the connection after an exception."""
     if url.lower().startswith("sqs"):
         options = {"wait_time_seconds": _SQS_WAIT_S, **options}
     elif url.lower().startswith(("redis", "sentinel")):
@@ -106,13 +89,7 @@ _MOST_AT_ONCE = 100
 
 
 class KombuSource:
-    """`Source` over a transport that kombu makes a queue of; a wait for messages can't be cut short, so it is short.
-
-    Args:
-        client: A connection of kombu, open.
-        options: The queue, and how it is read.
-        epoch: Of this connection.
-    """
+    """`Source` over a queue that kombu emulates; its waits are short, because they can't be interrupted."""
 
     def __init__(self, client: Connection, options: SourceOptions, epoch: int) -> None:
         self.epoch = epoch
@@ -129,13 +106,13 @@ class KombuSource:
         self._channel.basic_consume(options.queue, no_ack=False, callback=self._on_message, consumer_tag="bridge")
 
     def receive(self, timeout_s: float) -> list[Delivered]:
-        """See `Source.receive`."""
+        """Implements `Source.receive`."""
         if len(self._outstanding) >= self._prefetch:
             self._awake.wait(timeout_s)
             self._awake.clear()
             return []
         self._awake.clear()
-        wait_s = _BATCH_S if self._outstanding else min(timeout_s, _IDLE_S)  # what is outstanding is soon done
+        wait_s = _BATCH_S if self._outstanding else min(timeout_s, _IDLE_S)  # outstanding messages are soon done
         ends_s = time.monotonic() + wait_s + _BATCH_S
         with suppress(TimeoutError):
             while len(self._outstanding) < self._prefetch and len(self._received) < _MOST_AT_ONCE:
@@ -147,20 +124,20 @@ class KombuSource:
         return received
 
     def acknowledge(self, receipts: Sequence[Receipt]) -> None:
-        """See `Source.acknowledge`."""
+        """Implements `Source.acknowledge`."""
         for receipt in receipts:
             if receipt.epoch == self.epoch:
                 self._channel.basic_ack(receipt.tag)
                 self._outstanding.discard(str(receipt.tag))
 
     def wake(self) -> None:
-        """See `Source.wake`."""
+        """Ends a wait."""
         self._awake.set()
 
     def close(self) -> None:
-        """See `Source.close`; puts unacknowledged messages back."""
-        with suppress(Exception):  # it may be broken, in any way; then the broker puts it back, when its time is over
-            self._channel.qos.restore_unacked()  # `close` would write what can't be put back to a file, bodies and all
+        """Puts unacknowledged messages back, and closes the connection."""
+        with suppress(Exception):  # it may be broken in any way; the broker puts messages back at their timeout
+            self._channel.qos.restore_unacked()  # `close` would write the rest to a file, with bodies
         with suppress(Exception):
             self._channel.close()
         _release(self._client, self._channel)
@@ -171,14 +148,10 @@ class KombuSource:
 
 
 class KombuSink:
-    """`Sink` over a transport that kombu makes a queue of.
+    """`Sink` over a queue that kombu emulates.
 
-    What can't be published may be the connection's fault, or the message's own, such as its size; kombu does not tell.
-    So the message is given back as refused, and another connection goes on with those after it.
-
-    Args:
-        client: A connection of kombu, open.
-        queues: To be made where they are missing.
+    kombu does not tell whether the connection or the message, such as its size, is the cause of a failure: the message
+    is given back as refused, and another connection continues after it.
     """
 
     def __init__(self, client: Connection, queues: Sequence[str]) -> None:
@@ -192,10 +165,10 @@ class KombuSink:
             self._channel.queue_declare(queue, durable=True)
 
     def send(self, messages: Sequence[Outgoing]) -> None:
-        """See `Sink.send`."""
+        """Implements `Sink.send`."""
         for message in messages:
             if self._broken is not None:
-                return  # the rest goes by the next connection
+                return  # the next connection sends the rest
             try:
                 self._publish(message)
                 self._taken.append(message)
@@ -204,7 +177,7 @@ class KombuSink:
                 self._refused.append(message)
 
     def settle(self, timeout_s: float) -> Settled:
-        """See `Sink.settle`."""
+        """Implements `Sink.settle`."""
         settled = Settled(self._taken, self._refused)
         if not any(settled):
             if self._broken is not None:
@@ -215,11 +188,11 @@ class KombuSink:
         return settled
 
     def wake(self) -> None:
-        """See `Sink.wake`."""
+        """Ends a wait."""
         self._awake.set()
 
     def close(self) -> None:
-        """See `Sink.close`."""
+        """Closes the connection."""
         _release(self._client, self._channel)
 
     def _publish(self, message: Outgoing) -> None:
@@ -244,7 +217,7 @@ class KombuSink:
 
 
 def _compressed(kind: Any) -> Any:
-    """Returns a class of kombu's messages whose bodies stay as they came: kombu decompresses them without a bound."""
+    """Returns a message class that leaves bodies compressed: kombu decompresses them without a bound."""
 
     class Compressed(kind):  # type: ignore[misc]  # each transport has its own
         def __init__(self, payload: dict[str, Any], channel: Any = None, **more: Any) -> None:
@@ -262,7 +235,6 @@ def _compressed(kind: Any) -> Any:
 
 
 def _delivered(receipt: Receipt, message: Any) -> Delivered:
-    """Makes a message of kombu's."""
     properties = message.properties
     body = message.body or b""
     return Delivered(
@@ -280,7 +252,7 @@ def _delivered(receipt: Receipt, message: Any) -> Delivered:
 
 
 def _broker_id(properties: Any) -> object:
-    """Returns what stays the same when a message is delivered again: SQS changes the tag, and has an id of its own."""
+    """Returns an id that survives redelivery: SQS changes the tag, and has an id of its own."""
     info = properties.get("delivery_info")
     sqs = info.get("sqs_message") if isinstance(info, dict) else None
     return sqs.get("MessageId") if isinstance(sqs, dict) else properties.get("delivery_tag")
@@ -297,7 +269,7 @@ def _id(value: object) -> bytes:
 
 
 def _release(client: Connection, channel: Any) -> None:
-    """Closes a connection, which may be broken in any way, and the one of boto that kombu's SQS channel leaves open."""
+    """Closes a possibly broken connection, and boto's, which kombu's SQS channel leaves open."""
     with suppress(Exception):
         client.release()
     with suppress(Exception):

@@ -1,13 +1,13 @@
-"""A source over a list of Redis: nothing leaves the list without a place where it is kept until it is done.
+"""A source over a list of Redis that keeps each message until it is done.
 
-    <list>            as producers push it (LPUSH): any text, or the envelopes that kombu and Celery write
-    <list>:arriving   list of the one message that a blocked reader was woken by
+    <list>            as producers push it (LPUSH): any text, or the envelopes of kombu and Celery
+    <list>:arriving   list of the one message that woke a blocked reader
     <list>:taken      hash of id → text: messages in hand, with the ids that they got when they were taken
     <list>:leases     sorted set of these ids by the end of their lease
     <list>:oversized  hash of id → text: messages too large for the bridge, which stay there; their dead letters say so
 
-A script moves messages from the lists to `taken`, so that a bridge may be killed at any moment: when a lease has ended,
-the next bridge has its message, with the same id. A lease is renewed as long as its message is in hand.
+A script moves messages from the lists to `taken`. When a bridge is killed, the leases end, and the next bridge gets its
+messages with the same ids. Leases of messages in hand are renewed.
 """
 
 import base64
@@ -33,21 +33,21 @@ _TAKE = load_script("take", "now_ms", package=_PACKAGE).text
 _LEASE = load_script("lease", "now_ms", package=_PACKAGE).text
 
 LEASE_S = 30.0
-"""Seconds after which a message of a killed bridge is taken by another; option `visibility_timeout` overrides it."""
+"""Seconds after which another bridge takes a killed one's messages; option `visibility_timeout` overrides it."""
 
 MAX_BYTES_IN_HAND = 256 * 2**20
-"""No more messages are taken while those that are not acknowledged take so many bytes."""
+"""The most bytes of unacknowledged messages."""
 
 _IDLE_S = 0.25
 _BUSY_S = 0.05
 _MOST_AT_ONCE = 100
 _ENOUGH_BYTES = 16 * 2**20
-_ENVELOPE_BYTES = 64 * 2**10  # of kombu: properties and headers
-_SEPARATOR, _PRIORITIES = "\x06\x16", (0, 3, 6, 9)  # as kombu names the lists of priorities
+_ENVELOPE_BYTES = 64 * 2**10  # kombu's properties and headers
+_SEPARATOR, _PRIORITIES = "\x06\x16", (0, 3, 6, 9)  # kombu's names of priority lists
 
 
 def is_redis(client: Connection) -> bool:
-    """Tells whether a connection is one to Redis, directly or by Sentinels: its queues are lists."""
+    """Returns whether a connection is to Redis, directly or by Sentinels."""
     return bool(client.transport.driver_name == "redis")
 
 
@@ -76,14 +76,10 @@ def _lease_s(options: Mapping[str, Any]) -> float:
 
 
 class ListSource:
-    """`Source` over a list of Redis.
+    """`Source` over a list of Redis, reached like kombu's `client`.
 
-    Args:
-        client: A connection of kombu, open; knows how to reach Redis.
-        options: The list, and how it is read; of kombu's options of the transport `visibility_timeout`,
-            `global_keyprefix`, `priority_steps` and `sep` count here.
-        epoch: Of this connection.
-        max_bytes: The largest body; entries larger than its envelope in base64 are not fetched.
+    kombu's transport options `visibility_timeout`, `global_keyprefix`, `priority_steps` and `sep` apply. Entries larger
+    than the envelope of `max_bytes` in base64 are not fetched.
 
     Raises:
         SettingsError: An option can't be used.
@@ -112,7 +108,7 @@ class ListSource:
         self._lease_script = self._redis.register_script(_LEASE)
 
     def receive(self, timeout_s: float) -> list[Delivered]:
-        """See `Source.receive`."""
+        """Implements `Source.receive`."""
         self._renew()
         if len(self._outstanding) >= self._prefetch or self._outstanding_bytes >= MAX_BYTES_IN_HAND:
             self._awake.wait(timeout_s)
@@ -121,7 +117,7 @@ class ListSource:
         self._awake.clear()
         found = self._take()
         if not found:
-            # What is outstanding is soon done, and then to be confirmed.
+            # Outstanding messages are soon to be acknowledged.
             wait_s = _BUSY_S if self._outstanding else min(timeout_s, _IDLE_S)
             move = ("BLMOVE", self._list, self._arriving, "RIGHT", "LEFT", wait_s)
             if self._redis.execute_command(*move) is not None:
@@ -129,10 +125,10 @@ class ListSource:
         return found
 
     def acknowledge(self, receipts: Sequence[Receipt]) -> None:
-        """See `Source.acknowledge`."""
+        """Implements `Source.acknowledge`."""
         done = [str(receipt.tag) for receipt in receipts if receipt.epoch == self.epoch]
         if done:
-            # No transaction: Redis refuses one while it is full. A lease that is left alone is of no message.
+            # No transaction: a full Redis refuses it. A leftover lease has no message.
             with self._redis.pipeline(transaction=False) as pipe:
                 pipe.hdel(self._taken, *done)
                 pipe.zrem(self._leases, *done)
@@ -140,14 +136,14 @@ class ListSource:
             self._outstanding_bytes -= sum(self._outstanding.pop(tag, 0) for tag in done)
 
     def wake(self) -> None:
-        """See `Source.wake`."""
+        """Ends a wait."""
         self._awake.set()
 
     def close(self) -> None:
-        """See `Source.close`; the leases of unacknowledged messages end at once."""
+        """Ends the leases of unacknowledged messages, and closes the connection."""
         with suppress(redis.RedisError, OSError):
             self._set_leases(0)
-        with suppress(Exception):  # it may be broken, in any way
+        with suppress(Exception):  # it may be broken in any way
             self._client.release()
 
     def _take(self) -> list[Delivered]:
@@ -157,7 +153,7 @@ class ListSource:
         found: list[Delivered] = []
         for tag, size, text in zip(words, words, words, strict=True):
             name = tag.decode()
-            # One of this connection's own, whose lease was not renewed in time, is in hand already.
+            # A message of this connection whose lease has ended is in hand already.
             if name not in self._outstanding:
                 self._outstanding[name] = 0 if text is None else size
                 self._outstanding_bytes += self._outstanding[name]
@@ -205,12 +201,9 @@ _envelopes = msgspec.json.Decoder(_Envelope)
 
 
 def delivered(receipt: Receipt, tag: bytes, text: bytes) -> Delivered:
-    """Makes a message of an entry of a list: of what is in kombu's envelope, or of the entry itself.
+    """Makes a message of a list's entry: of kombu's envelope, or of the whole entry.
 
-    Args:
-        receipt: Acknowledges it.
-        tag: The id that it has since it was taken.
-        text: The entry.
+    `tag` is the id that it got when it was taken.
     """
     try:
         envelope = _envelopes.decode(text) if b'"delivery_tag"' in text else None
