@@ -1,4 +1,4 @@
-"""`qinfer bridge`: messages of another queue to a model and back; replaces itself by `qinfer_workers.bridge`."""
+"""`qinfer bridge`: messages of another queue to a model and back; replaces its process by `qinfer_workers.bridge`."""
 
 import importlib.util
 import os
@@ -33,13 +33,13 @@ def bridge(
 ) -> None:
     """Move messages from a queue to a model, and the predictions to a queue: RabbitMQ, Redis, SQS and others.
 
-    Any number of bridges may run, also with the same file. SIGTERM drains: messages in progress are finished, the
-    rest stay in their queue.
+    Any number of bridges may run, also with the same file. SIGTERM drains: messages in progress are finished, the rest
+    stay in their queue.
 
     While Redis is unreachable at the start, a bridge waits for it.
 
-    Exit codes: 0 stopped, or all checks passed; 1 a check failed; 2 the file or a setting is wrong,
-    as of the other programs; 64 an option is wrong, or no Redis is known.
+    Exit codes: 0 stopped, or all checks passed; 1 a check failed; 2 the file or a setting is wrong, as for the other
+    programs; 64 an option is wrong, or no Redis is known.
     """
     from qinfer.cli.overview import redis_settings
 

@@ -1,4 +1,4 @@
-"""The command line's client of a gateway: `qinfer.Client` without repetitions, as a person waits for the answer."""
+"""The command line's client of a gateway: `qinfer.Client` without retries, because a person waits for the answer."""
 
 import json
 import os
@@ -22,19 +22,13 @@ TIMEOUT_S = 300.0
 
 
 class GatewayClient(Client):
-    """A client without repetitions, with the environment's API key and certificate authorities, but no proxy.
+    """A client without retries, with the environment's API key and certificate authorities, but no proxy.
 
-    Args:
-        url: The gateway's URL.
-        verify: Check the certificate; off only for a gateway of this machine that the program has started itself.
-        timeout_s: How long a call may take.
-
-    Raises:
-        InvalidRequest: The URL is malformed.
+    `verify` is off only for a gateway of this machine that the program itself has started.
     """
 
     def __init__(self, url: str, *, verify: bool = True, timeout_s: float = TIMEOUT_S) -> None:
-        # Reads SSL_CERT_FILE and SSL_CERT_DIR.
+        # reads SSL_CERT_FILE and SSL_CERT_DIR
         transport = httpx.HTTPTransport(verify=verify)
         super().__init__(url, timeout_s=timeout_s, max_retries=0, transport=transport)
 
@@ -48,19 +42,11 @@ class GatewayClient(Client):
         return decode_json(reply.content, list[dict[str, Any]])
 
     def endpoint(self, name: str) -> dict[str, Any]:
-        """Returns an endpoint and its state.
-
-        Raises:
-            EndpointNotFound: There is none of that name.
-        """
+        """Returns an endpoint and its state."""
         return self._on_endpoint("GET", name)
 
     def endpoint_differences(self, name: str) -> dict[str, Any]:
-        """Returns how the answers of an endpoint's shadows differ from its stable target's.
-
-        Raises:
-            EndpointNotFound: There is none of that name.
-        """
+        """Returns the differences between the answers of an endpoint's shadows and its stable target's."""
         return self._on_endpoint("GET", name, suffix="/differences")
 
     def put_endpoint(self, name: str, declaration: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,11 +58,7 @@ class GatewayClient(Client):
         return self._on_endpoint("POST", name, suffix=f"/{decision}")
 
     def delete_endpoint(self, name: str, revision: int | None) -> None:
-        """Removes an endpoint.
-
-        Raises:
-            EndpointNotFound: There is none of that name.
-        """
+        """Removes an endpoint."""
         query = "" if revision is None else f"?revision={revision}"
         path = f"{_ENDPOINTS}/{quote(name, safe='')}{query}"
         self._run(call(self._policy, Send("DELETE", path, {}), not_found=EndpointNotFound))
@@ -89,11 +71,7 @@ class GatewayClient(Client):
 
 
 def decode_json(content: bytes, kind: type[T]) -> T:
-    """Reads what a gateway has answered.
-
-    Raises:
-        Unreachable: It is something else.
-    """
+    """Decodes a gateway's answer."""
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -1,8 +1,8 @@
 """Common parts of all commands: options, completion of model names, errors as text, JSON output.
 
-Exit codes are those of sysexits(3): 0 done, 1 failed, 64 refused: wrong usage, wrong settings, or not allowed, 66 an
-input of a bulk job is missing, 69 unreachable: the server can't be reached, is overloaded or can't do it now, and the
-same command may work later.
+Exit codes are those of sysexits(3): 0 done, 1 failed, 64 refused (wrong usage, wrong settings, not allowed), 66 an
+input of a bulk job is missing, 69 the server can't be reached, is overloaded or can't do it now: the same command may
+work later.
 """
 
 import json
@@ -33,18 +33,17 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 FAILED, USAGE, NO_INPUT, UNREACHABLE = 1, 64, 66, 69
-"""The exit codes of commands that fail."""
 
 COMPLETION_TIMEOUT_S = 0.3
-"""Completion answers while somebody waits after a key press."""
+"""Completion must not delay typing."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 DEFAULT_URL = ""
-"""The gateway of commands without `--url`: that of the nearest `qinfer up`, else the one at the usual port."""
+"""The gateway of commands without `--url`: the one of the nearest `qinfer up`, else the one at the usual port."""
 
 
 def gateway_url(url: str = DEFAULT_URL) -> str:
-    """Returns the URL of a command's gateway: the given one, that of the nearest `qinfer up`, or that at port 8000."""
+    """Returns the URL of a command's gateway: the given one, else the nearest `qinfer up`'s, else port 8000."""
     if url:
         return url
     from qinfer.cli.local import runfile
@@ -87,14 +86,14 @@ _WORDS = (
     ("Input should be", "expected"),
 )
 _CommandError: Any = typer.BadParameter.__mro__[2]
-"""click's error of wrong usage; some versions of typer bring a click of their own."""
+"""click's error of wrong usage; some versions of typer have their own copy of click."""
 
 
 def model_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Returns the names of models that begin with what was typed; typer's callback.
+    """Returns the models whose names begin with the typed text; typer's callback.
 
-    The Redis is that of the command: --redis, QINFER_REDIS__URL, or a running `qinfer up` of its --data-dir. A cluster
-    or Sentinels take too long to ask.
+    It asks the command's Redis: --redis, QINFER_REDIS__URL, or a running `qinfer up` of its --data-dir. A cluster or
+    Sentinels take too long.
     """
     try:
         from redis import Redis
@@ -117,7 +116,7 @@ def model_names(ctx: typer.Context, incomplete: str) -> list[str]:
         }
         with Redis.from_url(url, retry=Retry(NoBackoff(), 0), **timeouts) as client:
             names = sorted(name.decode() for name in client.hgetall(keys.desired()))
-    # A line that is being typed is no place for errors.
+    # Completion shows no errors.
     except Exception:  # noqa: BLE001
         return []
     return [name for name in names if name.startswith(incomplete)]
@@ -134,19 +133,19 @@ class Command(TyperCommand):
     """A command whose usage line is like that of other tools: `qinfer submit [OPTIONS] MODEL INPUT... OUTPUT`."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Returns what follows the command's name."""
+        """Returns the usage line after the command's name."""
         arguments = [one for one in self.params if one.param_type_name == "argument"]
         return ["[OPTIONS]", *map(usage_of, arguments)]
 
 
 def usage_of(argument: Any) -> str:
-    """Returns an argument as usage lines have it: `NAME`, `NAME...`, `[NAME]` or `[NAME...]`."""
+    """Returns an argument as usage lines show it: `NAME`, `NAME...`, `[NAME]` or `[NAME...]`."""
     name = (argument.metavar or argument.name.upper()) + ("" if argument.nargs == 1 else "...")
     return name if argument.required else f"[{name}]"
 
 
 class Commands(typer.Typer):
-    """A group of commands of the class `Command`."""
+    """A group of `Command`s."""
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[F], F]:
         """Returns typer's decorator."""
@@ -156,8 +155,8 @@ class Commands(typer.Typer):
 class ErrorsAsText(TyperGroup):
     """Turns each error of a command into one red line and an exit code; a traceback is a bug.
 
-    With `--json` the error is a JSON object on stdout, too: `{"error": {"code", "message", "exit_code"}}`. The
-    installation without extras has the client's packages only: the error of other commands names the extra.
+    With `--json` the error is also a JSON object on stdout: `{"error": {"code", "message", "exit_code"}}`. The
+    installation without extras has only the client's packages, so errors of other commands name the extra.
     """
 
     def main(self, args: Any = None, prog_name: str | None = None, *_: Any, **extra: Any) -> Any:
@@ -190,14 +189,14 @@ class ErrorsAsText(TyperGroup):
 
 
 def _with_remedy(error: QinferError) -> str:
-    """Returns an error's message, with what to do about it at a command line."""
+    """Returns an error's message, with its remedy at a command line."""
     if isinstance(error, BrokerUnavailable) and error.message.endswith(_TRY_AGAIN):  # Redis answers, and refuses
         return error.message.removesuffix(_TRY_AGAIN) + _REDIS_REMEDY
     return error.message + (_KEY_REMEDY if isinstance(error, Unauthorized) else "")
 
 
 def in_words(message: str) -> str:
-    """Returns the message about a wrong option without the words that some versions of typer take from pydantic."""
+    """Returns a message about a wrong option without the wording that some versions of typer take from pydantic."""
     for theirs, ours in _WORDS:
         message = message.replace(theirs, ours)
     return message
@@ -213,7 +212,7 @@ def exit_code(error: QinferError) -> int:
 
 
 def fail(message: str, code: str, status: int, *, as_json: bool, is_shown: bool = False) -> int:
-    """Prints an error on stderr, unless that is done, and with `as_json` on stdout; returns the exit code."""
+    """Prints an error on stderr, unless it was shown, and with `as_json` on stdout; returns the exit code."""
     if not is_shown:
         print_error(message)
     if as_json:
@@ -230,15 +229,15 @@ def print_error(message: str) -> None:
 
 
 def print_json(value: object) -> None:
-    """Prints a value, msgspec's structs too, as one line of strict JSON on stdout, at once also into a pipe."""
+    """Prints a value or a msgspec struct as one line of strict JSON on stdout, unbuffered."""
     import msgspec
 
-    # Only the encoder has null for NaN and infinities, which most parsers refuse.
+    # Only msgspec's encoder writes null for NaN and infinities, which most parsers refuse.
     print(json.dumps(msgspec.json.decode(msgspec.json.encode(value))), flush=True)
 
 
 def show(value: object, view: "str | Callable[[], RenderableType]", *, as_json: bool) -> None:
-    """Prints a value as JSON; else a text about it, or what a function makes of it for the terminal."""
+    """Prints a value as JSON; else its text, or the result of a function for the terminal."""
     if as_json:
         print_json(value)
     elif isinstance(view, str):

@@ -53,15 +53,8 @@ class InputRow(msgspec.Struct, frozen=True, kw_only=True):
 class DeadLetterDetails(msgspec.Struct, frozen=True, kw_only=True):
     """The result of `qinfer dlq show`.
 
-    Attributes:
-        row: The dead letter.
-        kind: The kind of request: one of the three texts below.
-        timeout_s: The request's timeout.
-        tenant: The request's tenant.
-        parameters: The request's custom parameters.
-        inputs: The request's inputs.
-        problem: The reason why the request can't be decoded; else empty.
-        written: The files that were written.
+    `kind` is one of the texts below, `problem` the reason why the request can't be decoded, `written` the paths of
+    written files.
     """
 
     SYNCHRONOUS: ClassVar[str] = "synchronous request"
@@ -79,11 +72,7 @@ class DeadLetterDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose(ids: Sequence[str] | None, *, everything: bool) -> Sequence[str] | None:
-    """Returns the ids of the dead letters to process; `None` = all.
-
-    Raises:
-        InvalidRequest: Neither ids nor `--all` were given, or both, or an id is malformed.
-    """
+    """Returns the ids of the dead letters to process; `None` = all."""
     if bool(ids) == everything:
         raise InvalidRequest("name dead letters by their ids, or give --all; `qinfer dlq list MODEL` lists them")
     for letter_id in ids or ():
@@ -92,36 +81,19 @@ def choose(ids: Sequence[str] | None, *, everything: bool) -> Sequence[str] | No
 
 
 def require_yes(*, yes: bool) -> None:
-    """Checks that `--yes` was given.
-
-    Raises:
-        InvalidRequest: The option is missing.
-    """
+    """Checks that `--yes` was given."""
     if not yes:
         raise InvalidRequest("purge removes dead letters for good; add --yes to confirm")
 
 
 def run_list(settings: RedisSettings, model: str, after: str, count: int) -> list[DeadLetterRow]:
-    """Returns a page of a model's dead letters.
-
-    Raises:
-        InvalidRequest: `after` is not an id.
-        BrokerUnavailable: Redis can't be reached.
-    """
+    """Returns a page of a model's dead letters."""
     page = _run(settings, lambda letters: letters.list(model, after=after, count=count), needs_payloads=False)
     return [_row(letter) for letter in page]
 
 
 def run_list_all(settings: RedisSettings, count: int) -> list[DeadLetterRow]:
-    """Returns the oldest dead letters of each model that was ever loaded.
-
-    Args:
-        settings: The settings of Redis.
-        count: The most of one model.
-
-    Raises:
-        BrokerUnavailable: Redis can't be reached.
-    """
+    """Returns the oldest dead letters, at most `count`, of each model that was ever loaded."""
 
     async def listed() -> list[DeadLetterRow]:
         async with connected(settings) as (store, queue):
@@ -133,14 +105,8 @@ def run_list_all(settings: RedisSettings, count: int) -> list[DeadLetterRow]:
 
 
 def run_show(settings: RedisSettings, model: str, letter_id: str, directory: Path | None) -> DeadLetterDetails:
-    """Returns a decoded dead letter; writes its tensors to `directory`.
-
-    Raises:
-        InvalidRequest: `letter_id` is not an id.
-        CommandFailed: The dead letter does not exist, or its tensors can't be written.
-        BrokerUnavailable: Redis can't be reached.
-    """
-    # Raises an error for a malformed id.
+    """Returns a decoded dead letter; writes its tensors to `directory`."""
+    # raises an error for a malformed id
     place_after(letter_id)
     letter = _run(settings, lambda letters: letters.show(model, letter_id))
     if letter is None:
@@ -159,12 +125,7 @@ def run_show(settings: RedisSettings, model: str, letter_id: str, directory: Pat
 
 
 def run_replay(settings: RedisSettings, model: str, ids: Sequence[str] | None) -> int:
-    """Puts dead letters back; returns how many.
-
-    Raises:
-        CommandFailed: A given one does not exist; earlier ones were put back.
-        BrokerUnavailable: Redis can't be reached.
-    """
+    """Puts dead letters back; returns their number."""
 
     async def replay(letters: DeadLetters) -> int:
         count = 0
@@ -179,11 +140,7 @@ def run_replay(settings: RedisSettings, model: str, ids: Sequence[str] | None) -
 
 
 def run_purge(settings: RedisSettings, model: str, ids: Sequence[str] | None) -> int:
-    """Removes dead letters; returns how many there were.
-
-    Raises:
-        BrokerUnavailable: Redis can't be reached.
-    """
+    """Removes dead letters; returns their number."""
     return _run(settings, lambda letters: letters.purge(model, ids))
 
 
@@ -204,7 +161,7 @@ def _run(
 
 
 async def _all_ids(letters: DeadLetters, model: str) -> list[str]:
-    """Returns the ids of all present dead letters, so that none is replayed twice when it fails again meanwhile."""
+    """Returns the ids of all present dead letters, so that one that fails again is replayed only once."""
     ids: list[str] = []
     while page := await letters.list(model, after=ids[-1] if ids else "", count=_PAGE):
         ids += [letter.id for letter in page]
@@ -248,7 +205,7 @@ def _letter(letter: DeadLetter, request: InferRequest, written: tuple[str, ...])
 def _written(
     directory: Path | None, tensors: Sequence[Tensor] = (), files: dict[str, bytes] | None = None
 ) -> tuple[str, ...]:
-    """Writes tensors and files to a directory, which is created; returns their paths, none without a directory."""
+    """Writes tensors and files to a directory, if one is given; returns their paths."""
     if directory is None:
         return ()
     paths: list[str] = []

@@ -141,7 +141,7 @@ def _print_rows(model: str, rows: "list[DeadLetterRow]") -> None:
     names = [] if model else ["model"]
     table = Table(
         *(Column(name, overflow="fold") for name in names),
-        # An id that is cut can't be given to another command.
+        # A cut id can't be given to another command.
         Column("id", no_wrap=True, min_width=max(len(row.id) for row in rows)),
         *(Column(name, overflow="fold") for name in ("buried at", "lane", "request")),
         *(Column(name, justify="right", overflow="fold") for name in ("deliveries", "bytes")),

@@ -24,7 +24,7 @@ ROLLBACK_EXAMPLE = "Example: qinfer endpoints rollback digit-reader"
 PAUSE_EXAMPLE = "Example: qinfer endpoints pause digit-reader"
 RESUME_EXAMPLE = "Example: qinfer endpoints resume digit-reader"
 
-_EVENTS = 8  # of the latest ones
+_EVENTS = 8  # the latest ones
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The endpoint's name.")]
 RevisionOption = Annotated[
@@ -45,10 +45,10 @@ def list_endpoints(*, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False)
 
 @app.command("show", epilog=SHOW_EXAMPLE, short_help="Show an endpoint, its targets and their requests.")
 def show_endpoint(name: NameArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
-    """Show an endpoint: its targets with the shares that they are to get and have got, and what is wrong with it.
+    """Show an endpoint: its targets with their configured and actual shares, and its problems.
 
-    Of a canary it shows the step, the numbers of the checks, and what happened. The requests are those that the
-    gateway at the URL has passed on since it started.
+    Of a canary it shows the step, the numbers of the checks, and the events. The requests are those that the gateway at
+    the URL has forwarded since it started.
     """
     from qinfer.cli.client import GatewayClient
 
@@ -61,7 +61,7 @@ def show_endpoint(name: NameArgument, *, url: UrlOption = DEFAULT_URL, as_json: 
 def show_differences(name: NameArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """Show how the answers of an endpoint's shadows differ from those that callers got, with the most different rows.
 
-    They are those that the gateway at the URL has compared since it started. Requires the scope admin.
+    The gateway at the URL has compared them since it started. Requires the scope admin.
     """
     from qinfer.cli.client import GatewayClient
 
@@ -78,9 +78,9 @@ def put_endpoint(
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
-    """Declare an endpoint, or change it, as a file says: every gateway goes by it within a second.
+    """Declare an endpoint, or change it, as a file says: every gateway follows within a second.
 
-    Without a name in the file it has that of the file. Requires the scope admin.
+    The default name is that of the file. Requires the scope admin.
     """
     from msgspec import structs, to_builtins
 
@@ -103,7 +103,7 @@ def delete_endpoint(
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove an endpoint: its name is then that of a model, if there is one. Requires the scope admin."""
+    """Remove an endpoint: its name then stands for the model of that name, if any. Requires the scope admin."""
     from qinfer.cli.client import GatewayClient
 
     with GatewayClient(url) as client:
@@ -113,7 +113,7 @@ def delete_endpoint(
 
 @app.command("promote", epilog=PROMOTE_EXAMPLE, short_help="Promote a canary to its next step.")
 def promote(name: NameArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
-    """Promote a canary to its next step, whatever the checks say; after the last one it becomes the stable target.
+    """Promote a canary to its next step, regardless of the checks; after the last one it becomes the stable target.
 
     Requires the scope admin.
     """
@@ -122,7 +122,7 @@ def promote(name: NameArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOp
 
 @app.command("rollback", epilog=ROLLBACK_EXAMPLE, short_help="Roll a canary back.")
 def rollback(name: NameArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
-    """Roll a canary back: it gets no requests any more. `show` tells when every gateway has confirmed it.
+    """Roll a canary back: it gets no more requests. `show` tells when every gateway has confirmed it.
 
     Requires the scope admin.
     """
@@ -131,13 +131,13 @@ def rollback(name: NameArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonO
 
 @app.command("pause", epilog=PAUSE_EXAMPLE, short_help="Keep a canary in its step.")
 def pause(name: NameArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
-    """Keep a canary in its step, with its share; the checks go on, and may roll it back. Requires the scope admin."""
+    """Keep a canary in its step, with its share; checks continue, and may roll it back. Requires the scope admin."""
     _decide(name, "pause", url, as_json=as_json)
 
 
 @app.command("resume", epilog=RESUME_EXAMPLE, short_help="Let a paused canary go on, or try it again.")
 def resume(name: NameArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
-    """Let a paused canary go on, or try again from the first step what was rolled back. Requires the scope admin."""
+    """Let a paused canary continue, or retry a rolled back one from the first step. Requires the scope admin."""
     _decide(name, "resume", url, as_json=as_json)
 
 
@@ -244,7 +244,7 @@ def _sentence(event: "Mapping[str, Any]") -> str:
 
 
 def _tried(one: "Mapping[str, Any]") -> str:
-    """Names what is on trial: a version, or where it is another model's, both."""
+    """Returns the version on trial, with its model if that is another one."""
     return f"{one['model']}:{one['version']}" if one.get("model") else f"version {one['version']}"
 
 

@@ -57,7 +57,7 @@ def infer(
     """Run one inference: send tensors, print the response.
 
     Datatypes come from the model's metadata, and a missing batch dimension is added. One number (x=3) gets all
-    dimensions of an input that holds one.
+    dimensions of an input with one element.
     """
     from qinfer.cli.client import GatewayClient
     from qinfer.cli.inputs import read_inputs, read_sequence
@@ -157,7 +157,7 @@ def bench(
 
 
 def _ask_once(client: "GatewayClient", asked: Asked, *, streaming: bool, is_stateful: bool) -> None:
-    """Sends one request: a wrong input, or a model that is not ready, fails here."""
+    """Sends one request, so that a wrong input, or a model that is not ready, fails here."""
     if streaming:
         for _ in client.infer_stream(**asked):
             pass
@@ -168,7 +168,7 @@ def _ask_once(client: "GatewayClient", asked: Asked, *, streaming: bool, is_stat
 
 
 def _encoder(url: str, asked: Asked, *, binary: bool, streaming: bool) -> "Callable[[Mapping[str, Scalar]], Target]":
-    """Returns what makes the whole request of its parameters."""
+    """Returns a function that makes the whole request from its parameters."""
     from qinfer.cli.client import api_key
     from qinfer.cli.load import Target
     from qinfer.client.model_flows import model_path
@@ -187,7 +187,7 @@ def _encoder(url: str, asked: Asked, *, binary: bool, streaming: bool) -> "Calla
 def _connections(
     encode: "Callable[[Mapping[str, Scalar]], Target]", per_sequence: int, *, streaming: bool
 ) -> "MakeConnection":
-    """Returns what makes the connections: of sequences where they have steps, else of streams or plain requests."""
+    """Returns a factory of connections for sequences (if they have steps), streams or plain requests."""
     from qinfer.cli.load import Connection, SequenceConnection, StepRequests, StreamConnection
 
     if per_sequence:

@@ -1,4 +1,4 @@
-"""Turns `--input name=VALUE` into the tensors that a model's metadata asks for."""
+"""Turns `--input name=VALUE` into the tensors of a model's inputs."""
 
 import json
 import math
@@ -20,16 +20,7 @@ Array = npt.NDArray[Any]
 
 
 def read_inputs(options: Sequence[str], inputs: Sequence[TensorMetadata], model: str) -> list[Tensor]:
-    """Reads the `--input` options of a command.
-
-    Args:
-        options: `name=VALUE` each; VALUE is a `.npy` or `.json` file, JSON text, or `zeros`.
-        inputs: The model's inputs.
-        model: The model's name, for messages.
-
-    Raises:
-        InvalidRequest: An option can't be read, or names no input of the model, or there is none.
-    """
+    """Reads the `--input` options of a command: `name=VALUE` with a `.npy` or `.json` file, JSON text, or `zeros`."""
     known = {i.name: i for i in inputs}
     allowed = ", ".join(f"{i.name} ({i.datatype} {list(i.shape)})" for i in inputs)
     tensors: dict[str, Tensor] = {}
@@ -50,11 +41,7 @@ def read_inputs(options: Sequence[str], inputs: Sequence[TensorMetadata], model:
 
 
 def read_sequence(sequence_id: str, *, start: bool, end: bool) -> dict[str, Scalar]:
-    """Reads the options of a step of a sequence as parameters of its request; none without an id.
-
-    Raises:
-        InvalidRequest: START or END has no id.
-    """
+    """Reads the options of a step of a sequence as parameters of its request; empty without an id."""
     if sequence_id:
         number = int(sequence_id) if sequence_id.isascii() and sequence_id.isdecimal() else 0
         return sequence_parameters(number or sequence_id, start=start, end=end)
@@ -64,12 +51,7 @@ def read_sequence(sequence_id: str, *, start: bool, end: bool) -> dict[str, Scal
 
 
 def fill(inputs: Sequence[TensorMetadata], make: Callable[[str, tuple[int, ...]], Array]) -> list[Tensor]:
-    """Makes a tensor for each input, with 1 for its variable dimensions.
-
-    Args:
-        inputs: The model's inputs.
-        make: Called with datatype and shape, such as `zeros` and `random`.
-    """
+    """Makes a tensor for each input by `zeros` or `random`, with 1 for its variable dimensions."""
     return [from_numpy(i.name, make(i.datatype, concrete(i.shape)), i.datatype) for i in inputs]
 
 
@@ -98,7 +80,7 @@ def concrete(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def add_batch_dimension(array: Array, shape: Sequence[int]) -> Array:
-    """Adds a first dimension of 1 when the array lacks exactly that of the shape; one number gets all dimensions."""
+    """Adds a first dimension of 1 if the array lacks just the shape's first one; one number gets all dimensions."""
     if array.ndim == 0 and shape and math.prod(concrete(shape)) == 1:
         return array.reshape(concrete(shape))
     return array[np.newaxis] if shape and shape[0] == -1 and array.ndim == len(shape) - 1 else array
@@ -114,7 +96,7 @@ def _read_value(wanted: TensorMetadata, value: str) -> Array:
         return as_array(wanted.name, wanted.datatype, json.loads(text))
     except OSError as error:
         raise InvalidRequest(f"input '{wanted.name}': {value} can't be read: {error.strerror or error}") from None
-    # Errors of json, numpy, and UTF-8.
+    # errors of json, numpy, and UTF-8
     except (ValueError, EOFError) as error:
         shown = value if value.endswith((".npy", ".json")) else f"'{value[:60]}'"
         raise InvalidRequest(

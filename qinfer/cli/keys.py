@@ -35,7 +35,6 @@ class ScopeName(StrEnum):
 
 
 def _duration(text: str) -> timedelta:
-    """Reads a duration such as `90d`, `24h`, `30m` or `10s`."""
     found = re.fullmatch(r"([0-9]{1,6})([smhd])", text.strip())
     if found is None:
         raise typer.BadParameter(f"'{text}' is no duration; write such as 90d, 24h, 30m or 10s")
@@ -76,7 +75,7 @@ def new_key(
 
 @app.command("list")
 def list_keys(*, file: FileOption = Path("keys.json"), as_json: JsonOption = False) -> None:
-    """List the keys of a key file: names, rights and validity. The keys themselves are kept nowhere."""
+    """List the keys of a key file: names, rights and validity. The keys themselves are not stored."""
     from qinfer.core.api_keys import read_keys
 
     rows = [_row(key) for key in read_keys(file)]
@@ -90,7 +89,7 @@ def revoke(
     file: FileOption = Path("keys.json"),
     as_json: JsonOption = False,
 ) -> None:
-    """Revoke a key: remove it from the key file. Within 2 seconds no gateway takes it any more, on open streams too."""
+    """Revoke a key: remove it from the key file. Within 2 seconds all gateways refuse it, on open streams too."""
     from qinfer.core.api_keys import revoke_key
 
     entry = revoke_key(file, key_id)
@@ -134,7 +133,7 @@ def _table(rows: "list[dict[str, str]]") -> "RenderableType":
 
     table = Table(*rows[0] if rows else (), title="API keys (times in UTC)", title_justify="left")
     for row in rows:
-        # Two whole instants do not fit into 80 columns beside the rest.
+        # Two complete instants do not fit into 80 columns.
         times = {name: row[name][:16].replace("T", " ") for name in ("created", "expires")}
         table.add_row(*(value or "-" for value in (row | times).values()))
     return table

@@ -1,7 +1,7 @@
 """The load generator of `qinfer bench`: keep-alive connections that send one prepared request over and over.
 
-A minimal HTTP/1.1 client over asyncio protocols: general clients cost more than the server that they measure. Of a
-stream it reads no more than where an event ends, and whether that is a response or an error.
+A minimal HTTP/1.1 client over asyncio protocols: general clients cost more than the server that they measure. Streams
+are parsed only for the ends of events, and for errors.
 
     Connection           the same request over and over
     StreamConnection     the same, answered by a stream
@@ -63,17 +63,9 @@ class Target:
 class Report:
     """The result of a load test.
 
-    Attributes:
-        concurrency: Number of connections.
-        duration_s: Seconds from the first request to the last answer.
-        latencies_s: The latency of each successful answer.
-        errors: Answers other than 200, and lost connections.
-        first_error: The text of the first error.
-        mean_batch: Rows per execution during the test; `None` = not reported by the server.
-        first_s: Of each stream the time to its first response; `None` = there are no streams.
-        between_s: The times between two responses of a stream.
-        sequences_ended: Sequences whose last step was answered; `None` = requests are no steps of sequences.
-        sequences_lost: Sequences of which a step failed.
+    `latencies_s` has successful answers, `errors` counts answers other than 200 and lost connections. `first_s`
+    (streams) and `sequences_ended` (sequences) are `None` for other requests; `between_s` are times between responses.
+    `mean_batch` is in rows per execution.
     """
 
     concurrency: int
@@ -93,7 +85,7 @@ class Report:
         return len(self.latencies_s) / self.duration_s if self.duration_s else 0.0
 
     def percentile_s(self, percent: float) -> float:
-        """Returns a percentile of the latencies, by nearest rank; 0 without any."""
+        """Returns a percentile of the latencies, by nearest rank; 0 without answers."""
         return percentile(self.latencies_s, percent)
 
     @property
@@ -141,23 +133,13 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def run_load(target: Target, concurrency: int, duration_s: float, make: "MakeConnection") -> Report:
-    """Loads a target; SIGINT ends it early.
-
-    Args:
-        target: The gateway.
-        concurrency: Number of connections.
-        duration_s: How long.
-        make: Makes a connection, which knows what to send.
-
-    Raises:
-        CommandFailed: The server can't be reached.
-    """
+    """Loads a target over connections made by `make`; SIGINT ends it early."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_load(target, concurrency, duration_s, make))
 
 
 def batch_counts(metrics_text: str, model: str) -> tuple[float, float]:
-    """Reads (rows executed, executions) of a model from `/metrics`; zeros where they are not shown."""
+    """Reads (rows executed, executions) of a model from `/metrics`; zeros if they are not shown."""
     from prometheus_client.parser import text_string_to_metric_families
 
     rows = executions = 0.0
@@ -209,7 +191,6 @@ class Connection(asyncio.Protocol):
         self._body_received(data)
 
     def _body_received(self, data: bytes) -> None:
-        """Reads a piece of the body of an answer."""
         if self._status != 200:
             self._buffer += data
         self._missing_bytes -= len(data)
@@ -253,7 +234,7 @@ class Connection(asyncio.Protocol):
 
 
 class StreamConnection(Connection):
-    """The same of streams: takes the time of each response, a server-sent event (api: `/v1/…/infer_stream`)."""
+    """Measures the times of streamed responses, which are server-sent events (`/v1/…/infer_stream`)."""
 
     def __init__(self, request: bytes, report: Report, ended: Callable[[Connection], None]) -> None:
         super().__init__(request, report, ended)
@@ -292,17 +273,12 @@ class StreamConnection(Connection):
 
 
 class StepRequests:
-    """The requests of sequences with consecutive ids, which begin at a random one: other loads have others.
-
-    Args:
-        encode: Makes a request of its parameters.
-        per_sequence: Steps of a sequence.
-    """
+    """The requests of sequences, with consecutive ids from a random one, so that concurrent loads use other ids."""
 
     def __init__(self, encode: Callable[[Mapping[str, Scalar]], bytes], per_sequence: int) -> None:
         self.encode = encode
         self.per_sequence = per_sequence
-        # Of 31 bits: a model may take the id as INT32.
+        # 31 bits: a model may take the id as INT32.
         self._ids = count(1 + randbelow(2**30))
 
     def next_id(self) -> int:
@@ -311,14 +287,14 @@ class StepRequests:
 
 
 class SequenceConnection(Connection):
-    """The same of sequences: sends the steps of one, from START to END, and begins another; `stop` ends it first."""
+    """Sends the steps of a sequence, from START to END, and begins another one; `stop` ends the current one first."""
 
     def __init__(self, steps: StepRequests, report: Report, ended: Callable[[Connection], None]) -> None:
         super().__init__(b"", report, ended)
         report.sequences_ended = report.sequences_ended or 0
         self._steps = steps
         self._id = 0
-        # Steps of the present sequence; 0 = there is none.
+        # Steps of the present sequence; 0 = there is none yet.
         self._number = 0
         self._is_last = False
 
@@ -355,7 +331,7 @@ class SequenceConnection(Connection):
 
 
 MakeConnection = Callable[[Report, Callable[[Connection], None]], Connection]
-"""Makes a connection, of where it reports to and what it calls when it has ended."""
+"""Makes a connection with its report, and the function to call at its end."""
 
 
 async def _load(target: Target, concurrency: int, duration_s: float, make: MakeConnection) -> Report:

@@ -1,7 +1,7 @@
 """The command line: `qinfer up | example | infer | submit | jobs | label | bridge | status | workers | models | …`.
 
 This module and the command modules hold options and help texts only; a command imports the rest when it runs, so that
-`qinfer --help` takes little longer than the start of Python.
+`qinfer --help` is fast.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ app = Commands(
     epilog="Start with: qinfer up --model-repository ./models",
     cls=ErrorsAsText,
     no_args_is_help=True,
-    # Boxes cut the names of options on a terminal of 80 columns.
+    # Boxes cut the names of options at 80 columns.
     rich_markup_mode=None,
     # Locals may hold a password.
     pretty_exceptions_show_locals=False,
@@ -51,7 +51,7 @@ _commands: list[tuple[Callable[..., None] | typer.Typer, str, str | None]] = [
     (healthcheck.app, "healthcheck", "Health check for this host or container."),
     (infer.bench, infer.BENCH_EXAMPLE, "Load-test a model."),
 ]
-"""Command and its example, or group and its name; and a shorter help text for the list of commands."""
+"""A command and its example, or a group and its name; and a shorter help text for the list of commands."""
 
 for _command, _text, _short in _commands:
     if isinstance(_command, typer.Typer):

@@ -63,7 +63,7 @@ def sync_models(
     data_dir: DataDirOption = Path(".qinfer"),
     as_json: JsonOption = False,
 ) -> None:
-    """Make the desired state what a repository holds: load new and changed models, unload removed ones.
+    """Make a repository's content the desired state: load new and changed models, unload removed ones.
 
     Exit codes: 0 done (with --wait: all models are ready), 1 a model can't be read, or with --wait can't be loaded, 69
     with --wait: a model is not ready in time.
@@ -89,7 +89,7 @@ def sync_models(
 def _wait(
     settings: "RedisSettings", synced: "list[SyncedModel]", timeout_s: float, failed: dict[str, str]
 ) -> dict[str, str]:
-    """Waits until the models are ready; adds those that can't be loaded to `failed`, returns those that are late."""
+    """Waits until the models are ready; adds failed ones to `failed`, returns late ones."""
     from qinfer.cli.overview import run_wait
     from qinfer.models.readiness import Progress
 
@@ -181,7 +181,7 @@ def unload_model(model: ModelArgument, *, url: UrlOption = DEFAULT_URL, as_json:
 
 @contextlib.contextmanager
 def _with_remedy() -> Iterator[None]:
-    """Adds the remedy to Triton's refusal of load requests, whose text has none."""
+    """Adds the remedy to Triton's refusal of load requests, whose text lacks it."""
     try:
         yield
     except QinferError as error:

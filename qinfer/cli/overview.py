@@ -29,17 +29,13 @@ from qinfer.queue.entries import Share
 from qinfer.queue.lanes import Queue
 
 LOOK_S = 1.0
-"""The longest time between two looks at what is waited for."""
+"""The longest time between two looks during a wait."""
 
 
 class PinRow(msgspec.Struct, frozen=True, kw_only=True):
     """A pin of a model version.
 
-    Attributes:
-        reason: The kind of the holder, such as `job`.
-        holder: The id of the holder.
-        content_hash: What the version must execute; empty = anything.
-        expires_s: Seconds until it ends unless it is renewed.
+    `reason` is the kind of the holder, such as `job`; an empty `content_hash` lets the version execute anything.
     """
 
     reason: str
@@ -51,13 +47,8 @@ class PinRow(msgspec.Struct, frozen=True, kw_only=True):
 class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
     """A model version over all workers.
 
-    Attributes:
-        name: The model's name.
-        version: The version; 0 = the model can't be loaded at all.
-        state: The best state on any worker.
-        reason: The reason for not being READY.
-        pending: The version is loading, or no worker has reported on it yet.
-        pins: The pins that keep it loaded.
+    `version` is 0 if the model can't be loaded at all, `state` the best state on any worker. A `pending` version is
+    loading, or not reported yet.
     """
 
     name: str
@@ -71,12 +62,8 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
 class ShareRow(msgspec.Struct, frozen=True, kw_only=True):
     """The share that some tenants have of a lane.
 
-    Attributes:
-        tenants: Whose it is; several where a lane has more tenants than streams. The first may also hold what is
-            nobody's.
-        weight: The weight of these tenants together.
-        part: Their part of what is fetched while all tenants of the lane wait.
-        depth: Entries of the share, waiting and in flight.
+    It belongs to several tenants if the lane has more tenants than streams. `part` is their part of the fetched entries
+    while all tenants wait, `depth` their waiting and executing entries.
     """
 
     tenants: tuple[str, ...]
@@ -88,14 +75,7 @@ class ShareRow(msgspec.Struct, frozen=True, kw_only=True):
 class LaneRow(msgspec.Struct, frozen=True, kw_only=True):
     """A lane.
 
-    Attributes:
-        model: The model's name.
-        version: The version.
-        name: The lane's name.
-        depth: Entries of the lane, waiting and in flight; of a bulk lane: shards.
-        in_flight: Entries that a worker holds.
-        oldest_age_s: The age of the oldest entry; 0 = the lane is empty.
-        shares: The shares of its tenants; none while it has no tenants.
+    `depth` counts waiting and executing entries, of a bulk lane shards; `in_flight` those that a worker holds.
     """
 
     model: str
@@ -108,18 +88,10 @@ class LaneRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The work of a model version, as autoscalers see it; see `qinfer.models.work.VersionWork`.
+    """The work of a model version, as autoscalers see it (`qinfer.models.work.VersionWork`).
 
-    Attributes:
-        model: The model's name.
-        version: The version.
-        requests: Entries of the online lanes.
-        rows: Rows of these entries, and `bulk_rows`.
-        bulk_rows: Remaining rows of open jobs.
-        rows_per_s: The speed of one worker; 0 = not known.
-        work_s: Seconds that one worker needs for all rows.
-        oldest_age_s: The age of the oldest request.
-        workers: Live workers on which the version is READY.
+    `rows` are those of the online lanes' entries and `bulk_rows`, the remaining rows of open jobs. `rows_per_s` is the
+    speed of one worker (0 = unknown), `work_s` its time for all rows.
     """
 
     model: str
@@ -134,15 +106,7 @@ class WorkRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SequencesRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The sequences of a stateful model.
-
-    Attributes:
-        model: The model's name.
-        open: Sequences that have begun and not ended, those that wait among them.
-        waiting: Sequences that wait for a worker with a free slot.
-        handed_over: Sequences that went on at another worker.
-        lost: Sequences whose state was lost.
-    """
+    """The sequences of a stateful model; `handed_over` ones continued on another worker."""
 
     model: str
     open: int
@@ -152,15 +116,7 @@ class SequencesRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WaitingJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A bulk job that has not ended and can't go on now.
-
-    Attributes:
-        id: The job's id.
-        model: The model's name.
-        version: The version.
-        state: The job's state.
-        waiting: Why it can't go on.
-    """
+    """A bulk job that can't continue now, and the reason (`waiting`)."""
 
     id: str
     model: str
@@ -180,17 +136,10 @@ class WorkerModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExecutingRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that an instance of a worker has been executing for more than a second.
+    """A load, warm-up or execution that has lasted for more than a second, and a text about it.
 
-    Attributes:
-        model: The model's name.
-        version: The version.
-        what: `execution`, `warm-up` or `load`.
-        since: When it began, in Redis' time.
-        seconds: How long that has been at the last heartbeat.
-        limit_s: How long it may take; 0 = there is no limit.
-        is_late: Half of that is over, or 300 s without a limit.
-        text: All of this for people.
+    `since` is in Redis' time, `seconds` as of the last heartbeat. It is late after half of `limit_s`, or 300 s without
+    a limit.
     """
 
     model: str
@@ -206,19 +155,8 @@ class ExecutingRow(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     """A live worker.
 
-    Attributes:
-        id: The worker's id.
-        device: The worker's device.
-        ready: READY versions, as `model:version`.
-        executing: Requests in execution.
-        throughput_rps: Requests per second over the last heartbeats.
-        up_s: Seconds since the start.
-        host: The name of the machine or container.
-        state: `ready`, `loading`, `draining`, or `trouble` if a model could not be loaded.
-        models: All model versions, in whatever state.
-        clock_offset_s: Redis' time minus the worker's clock.
-        frame_versions: Readable frame versions.
-        long: What its instances have been executing for more than a second.
+    `ready` are `model:version`, `state` is `ready`, `loading`, `draining`, or `trouble` if a model could not be loaded.
+    `clock_offset_s` is Redis' time minus the worker's clock.
     """
 
     id: str
@@ -249,11 +187,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def redis_settings(url: str, data_dir: Path) -> RedisSettings:
-    """Returns the settings of a command's Redis: at `url`, else that of the `qinfer up` running in `data_dir`.
-
-    Raises:
-        SettingsError: Neither exists, or a variable is wrong.
-    """
+    """Returns the settings of a command's Redis: at `url`, else that of the `qinfer up` running in `data_dir`."""
     settings = load_settings().redis
     if not url:
         run = runfile.nearest(data_dir)
@@ -278,43 +212,19 @@ def with_url(settings: RedisSettings, url: str) -> RedisSettings:
 
 
 def run_overview(settings: RedisSettings, *, max_up_s: float = math.inf) -> Overview:
-    """Connects, reads an overview, disconnects.
-
-    Args:
-        settings: The settings of Redis.
-        max_up_s: Workers that have been running for longer are left out.
-
-    Raises:
-        BrokerUnavailable: Redis can't be reached.
-    """
+    """Connects and reads an overview, without workers that have been running for more than `max_up_s`."""
     return asyncio.run(_overview(settings, max_up_s))
 
 
 def run_sync(settings: RedisSettings, repository: RepositorySettings, *, may_empty: bool) -> list[SyncedModel]:
-    """Writes the content of the repositories as the desired state, in any control mode.
-
-    Args:
-        settings: The settings of Redis.
-        repository: The settings of the repositories.
-        may_empty: See `control.sync.sync`.
-
-    Raises:
-        BrokerUnavailable: Redis can't be reached.
-        SettingsError: A repository can't be read, or none has a model.
-    """
+    """Writes the content of the repositories as the desired state, in any control mode (`qinfer.models.sync.sync`)."""
     return asyncio.run(
         _sync(settings, repository, partial(sync, min_workers=repository.min_workers, may_empty=may_empty))
     )
 
 
 class WaitedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """How the load of a model has ended, or that it goes on.
-
-    Attributes:
-        model: Its name.
-        progress: `ready`, `failed` or `waiting`.
-        reason: Why it is not ready.
-    """
+    """The progress of a model's load, and the reason why it is not ready."""
 
     model: str
     progress: Progress
@@ -322,21 +232,12 @@ class WaitedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_wait(settings: RedisSettings, synced: Sequence[SyncedModel], timeout_s: float) -> list[WaitedModel]:
-    """Waits until every model that was synced is ready or has failed, or the time is over.
-
-    Raises:
-        BrokerUnavailable: Redis can't be reached.
-    """
+    """Waits until every synced model is ready or has failed, or the time is over."""
     return asyncio.run(_wait(settings, [model.model for model in synced if not model.removed], timeout_s))
 
 
 def run_start(settings: RedisSettings, repository: RepositorySettings) -> list[SyncedModel]:
-    """Writes the desired state for a start in the present control mode.
-
-    Raises:
-        BrokerUnavailable: Redis can't be reached.
-        SettingsError: A repository can't be read, or has no model of a name to load.
-    """
+    """Writes the desired state for a start in the present control mode."""
     return asyncio.run(_sync(settings, repository, partial(start, settings=repository, again=True)))
 
 
@@ -394,7 +295,7 @@ def model_rows(status: ModelStatus, workers: Sequence[WorkerRecord]) -> Iterator
 def _with_pins(
     rows: Sequence[ModelRow], pins: Sequence[Pin], now_s: float, why_gone: Callable[[Pin], str]
 ) -> list[ModelRow]:
-    """Returns rows with their pins, sorted, and why these can't be kept; each pinned version has a row."""
+    """Returns sorted rows with their pins, and the reason if these can't be kept; each pinned version has a row."""
     pinned: dict[tuple[str, int], list[PinRow]] = {}
     lost: dict[tuple[str, int], str] = {}
     for pin in pins:
@@ -425,7 +326,7 @@ async def _lane_rows(work: Sequence[VersionWork], delivery: Queue) -> tuple[Lane
             version=lane.lane.version,
             name=lane.lane.name,
             depth=lane.entries,
-            # The number was read later.
+            # read later than the depth
             in_flight=min(held, lane.entries),
             oldest_age_s=round(lane.oldest_age_s, 3),
             shares=share_rows(of_lane),
@@ -505,7 +406,7 @@ async def _wait(settings: RedisSettings, names: Sequence[str], timeout_s: float)
             left_s = ends_s - time.monotonic()
             if left_s <= 0 or all(model.progress is not Progress.WAITING for model in found):
                 return found
-            # Workers wake whoever waits when they have loaded a model.
+            # Workers wake the wait when they have loaded a model.
             await store.wait(min(LOOK_S, left_s))
 
 

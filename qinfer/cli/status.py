@@ -26,8 +26,9 @@ def status(
     """Show models, lanes, workers and gateways.
 
     Reads Redis and needs no gateway. Depth counts waiting and executing requests. Work is the seconds that one worker
-    needs for them, with a ? where the model has never been executed and its speed is assumed. What an instance has been
-    executing for more than a second is shown below the workers, with since when; at the end, why bulk jobs can't go on.
+    needs for them, with a ? if the model has never been executed and its speed is assumed. The rows below the workers
+    show executions that have lasted for more than a second, with their start; the last rows show why bulk jobs can't
+    continue.
     """
     from qinfer.cli.overview import Overview, redis_settings, run_overview
     from qinfer.cli.tables import Watch, overview_tables
@@ -85,7 +86,7 @@ def workers(
     """Show the live workers and bulk workers.
 
     State is ready, loading, draining, or trouble if a model could not be loaded. Clock is Redis' time minus the
-    worker's. What an instance has been executing for more than a second is shown below, with since when.
+    worker's. The rows below show executions that have lasted for more than a second, with their start.
     """
     from qinfer.cli.overview import redis_settings, run_overview
     from qinfer.cli.tables import workers_tables

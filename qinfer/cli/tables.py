@@ -1,4 +1,4 @@
-"""Views of the terminal: models, lanes and workers as tables, and `Watch`, which refreshes one until Ctrl-C."""
+"""Terminal views: models, lanes and workers as tables, and `Watch`, which refreshes one until Ctrl-C."""
 
 import logging
 import sys
@@ -19,9 +19,9 @@ from qinfer.errors import QinferError
 from qinfer.models.sync import SyncedModel
 
 _MAX_HOLDERS = 3
-"""So many holders of pins are shown of a version; JSON has all."""
+"""Holders of pins shown for a version; JSON has all."""
 _NAMED = 3
-"""So many tenants are named of a share; JSON has all."""
+"""Tenants named for a share; JSON has all."""
 NO_WORKER = "no live worker: requests wait in their lanes"
 NO_GATEWAY = "no live gateway: nobody can send requests"
 
@@ -71,7 +71,7 @@ def models_tables(overview: Overview) -> RenderableType:
 
 
 def models_table(models: Iterable[ModelRow]) -> Table:
-    """Returns the models with their state, why they are not READY, and what keeps them loaded."""
+    """Returns the models with their states and pins, and the reasons for not being READY."""
     table = Table("model", "version", "state", "reason", "pinned by", title="Models", title_justify="left")
     for model in models:
         version = str(model.version) if model.version else "-"
@@ -93,7 +93,7 @@ def sequences_table(sequences: Iterable[SequencesRow]) -> Table:
 
 
 def index_table(entries: Iterable[Mapping[str, str]]) -> Table:
-    """Returns the models of the repositories, as a gateway's index has them."""
+    """Returns the models of a gateway's index."""
     table = Table("model", "version", "state", "reason", title="Index", title_justify="left")
     for entry in entries:
         state = entry.get("state", "")
@@ -103,7 +103,7 @@ def index_table(entries: Iterable[Mapping[str, str]]) -> Table:
 
 
 def synced_table(synced: Iterable[SyncedModel]) -> Table:
-    """Returns what a sync did with each model."""
+    """Returns the results of a sync."""
     table = Table("model", "versions", "generation", "result", title="Synced", title_justify="left")
     for model in synced:
         what = "removed" if model.removed else "written" if model.changed else "unchanged"
@@ -176,7 +176,7 @@ def _age(lane_or_work: LaneRow | WorkRow, count: int) -> str:
 
 
 def _work(row: WorkRow | None) -> tuple[str, str]:
-    """Returns rows and seconds of work, with a ? where the speed is assumed."""
+    """Returns rows and seconds of work, with a ? if the speed is assumed."""
     if row is None or not row.rows:
         return "-", "-"
     return f"{row.rows:,}", duration(row.work_s) if row.rows_per_s else f"{duration(row.work_s)}?"
@@ -208,7 +208,7 @@ def _lanes_table(lanes: Sequence[LaneRow], work: dict[tuple[str, int], WorkRow],
 
 
 def _shares_table(lanes: Iterable[LaneRow]) -> Table:
-    """Returns the shares of lanes that several tenants use; of a share of many, the first ones."""
+    """Returns the shares of lanes that several tenants use, each with its first tenants."""
     names = (_name("model"), _number("version"), "lane", _name("tenants"))
     table = _table("Shares of tenants", *names, *map(_number, ("weight", "share", "depth")))
     for lane in lanes:
@@ -242,18 +242,16 @@ def _workers_table(workers: Iterable[WorkerRow], *, is_whole: bool = False) -> T
 
 
 def _long(workers: Iterable[WorkerRow]) -> Iterator[Text]:
-    """Yields what has been executing for a while; what is late in colour."""
+    """Yields long executions, late ones in colour."""
     for worker in workers:
         for one in worker.long:
             yield Text(f"{worker.id}: {one.text}", style="red" if one.is_late else "")
 
 
 class Watch:
-    """Reads and shows the overview repeatedly until Ctrl-C: in place on a terminal, block after block elsewhere.
+    """Reads and shows the overview repeatedly until Ctrl-C: in place on a terminal, else block after block.
 
-    Args:
-        read: Reads it; its `QinferError`s are shown, and end nothing.
-        interval_s: Seconds between the end of a reading and the next.
+    A `QinferError` of `read` is shown, and the next reading follows `interval_s` later.
     """
 
     def __init__(self, read: Callable[[], Overview], interval_s: float) -> None:
@@ -276,7 +274,7 @@ class Watch:
                     self._repeat(lambda: live.update(self.block(), refresh=True))
 
     def block(self) -> RenderableType:
-        """Reads once and returns the view: of the last value and the error, if reading fails."""
+        """Reads once and returns the view; if reading fails, the last value and the error."""
         now = time.strftime("%H:%M:%S")
         try:
             self._last, self._problem, self._failing_since = self._read(), "", ""

@@ -49,16 +49,10 @@ class _Workers(NamedTuple):
 
 
 def examine(redis_url: str, data_dir: Path, repositories: Sequence[str], *, load: bool = True) -> list[Finding]:
-    """Runs all checks; blocking, for seconds.
+    """Runs all checks, blocking for seconds; returns the findings, without secrets.
 
-    Args:
-        redis_url: The URL of Redis; empty = that of a `qinfer up` running in `data_dir`, or else of the settings.
-        data_dir: The data directory of a running `qinfer up`.
-        repositories: The model repositories; empty = those of the settings.
-        load: Load the backends' runtimes.
-
-    Returns:
-        The findings, without secrets.
+    An empty `redis_url` is that of a `qinfer up` running in `data_dir`, or else the settings'; empty `repositories` are
+    the settings'. `load` loads the backends' runtimes.
     """
     findings = [*examine_installation()]
     try:
@@ -92,7 +86,7 @@ def _redis(settings: Settings, url: str, data_dir: Path) -> RedisSettings:
     try:
         return redis_settings(url, data_dir)
     except SettingsError:
-        # No `qinfer up` is running: programs that start now use the settings.
+        # no `qinfer up` is running: new programs use the settings
         return settings.redis
 
 
@@ -145,14 +139,13 @@ async def _read_workers(settings: RedisSettings) -> _Workers:
 
 
 def _broker_db(settings: Settings, node: Address) -> int | None:
-    """Returns the database of Celery's tasks if they are in the Redis of the queue; else `None`."""
+    """Returns the database of Celery's tasks if they are in the Redis of the queue."""
     if not (settings.bulk.enabled and settings.stores.allow) or settings.bulk.broker_url.get_secret_value():
         return None
     return None if settings.redis.cluster else node.db
 
 
 def _secrets(settings: Settings) -> list[str]:
-    """Returns the secrets, which no message may show."""
     found = [value for section in _sections(settings) for value in section]
     for url in (settings.redis.url, settings.bulk.broker_url):
         try:
@@ -182,14 +175,7 @@ def examine_gateways(gateways: Sequence[str]) -> Iterator[Finding]:
 def examine_workers(
     workers: Sequence[WorkerRecord], bulk_workers: Sequence[str], beats: Sequence[str], *, needs_bulk: bool
 ) -> Iterator[Finding]:
-    """Yields the findings about the workers.
-
-    Args:
-        workers: The live workers.
-        bulk_workers: The live bulk workers.
-        beats: The live processes with Celery's beat.
-        needs_bulk: Bulk jobs can be submitted.
-    """
+    """Yields the findings about the workers; `beats` are the live processes with Celery's beat."""
     if workers:
         draining = sum(worker.draining for worker in workers)
         drains = f", {draining} draining" if draining else ""
@@ -247,7 +233,7 @@ def examine_models(
 
 
 def _frames(workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
-    """Compares the frame versions of workers with that of this installation, and with one another."""
+    """Compares the frame versions of workers with this installation's, and with one another."""
     behind = [worker.id for worker in workers if FRAME_VERSION not in worker.frame_versions]
     if behind:
         yield problem(
@@ -269,11 +255,7 @@ _TIMEOUT_S = 3.0
 
 
 def examine_installation(path: Sequence[str] | None = None) -> Iterator[Finding]:
-    """Yields a problem if the distribution `qinfer`, which is another project's, is installed beside qinfer-ml.
-
-    Args:
-        path: Folders to search for distributions; default: those of Python's imports.
-    """
+    """Yields a problem if another project's distribution `qinfer` is installed beside qinfer-ml."""
     where = sys.path if path is None else list(path)
     for other in distributions(name="qinfer", path=where):
         if any(file.parts[:1] == ("qinfer",) for file in other.files or ()):
@@ -372,11 +354,7 @@ _DEFAULT = "models"
 
 
 def read_models(settings: RepositorySettings) -> tuple[list[Finding], Sequence[StoredModel]]:
-    """Reads every model of the repositories; blocking.
-
-    Returns:
-        The findings, and the models.
-    """
+    """Reads every model of the repositories, blocking; returns the findings and the models."""
     subject = "model repository"
     is_default = settings.path == _DEFAULT
     if is_default and not Path(_DEFAULT).is_dir():
@@ -405,7 +383,7 @@ def read_models(settings: RepositorySettings) -> tuple[list[Finding], Sequence[S
 
 
 def needed_backends(models: Sequence[StoredModel]) -> dict[str, str]:
-    """Returns the backends in the models' configurations, each with the name of a model; ensembles have none."""
+    """Returns the backends in the models' configurations, each with the name of a model; ensembles are left out."""
     return {
         from_json(model.config).backend: model.model for model in reversed(models) if model.config and not model.uses
     }
@@ -446,11 +424,7 @@ def _store(subject: str, url: str) -> Finding:
 
 
 def _within(work: Callable[[], T]) -> T:
-    """Runs blocking work in a thread, which is abandoned when it takes too long.
-
-    Raises:
-        TimeoutError: The work took too long.
-    """
+    """Runs blocking work in a thread, which is abandoned when it takes too long."""
     threads = ThreadPoolExecutor(1, thread_name_prefix="doctor")
     try:
         return threads.submit(work).result(_LIMIT_S)
@@ -459,7 +433,6 @@ def _within(work: Callable[[], T]) -> T:
 
 
 def _shown(path: str) -> str:
-    """Returns a repository's path or URL without user and password."""
     parts = urlsplit(path)
     return (
         path.replace(f"{parts.netloc.rpartition('@')[0]}@", "") if "@" in parts.netloc and ":" in parts.netloc else path

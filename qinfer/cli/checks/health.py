@@ -1,4 +1,4 @@
-"""The checks of `qinfer healthcheck`, with few imports, as they run every few seconds in each container.
+"""The checks of `qinfer healthcheck`, with few imports, because they run every few seconds in each container.
 
 Liveness never depends on Redis: a restart of the program does not bring Redis back, and workers outlive its absence.
 """
@@ -36,13 +36,7 @@ class Health(NamedTuple):
 
 
 def gateway_health(url: str, *, ready: bool, timeout_s: float) -> Health:
-    """Checks a gateway over HTTP.
-
-    Args:
-        url: The gateway's URL; empty = that of this machine, at the port of the settings.
-        ready: Check readiness instead of liveness.
-        timeout_s: How long to wait for the answer.
-    """
+    """Checks a gateway over HTTP; an empty `url` is this machine's, at the port of the settings."""
     try:
         settings = load_settings().http
     except QinferError as error:
@@ -60,14 +54,10 @@ def gateway_health(url: str, *, ready: bool, timeout_s: float) -> Health:
 
 
 def program_health(program: str, redis: str, data_dir: Path, *, ready: bool, timeout_s: float) -> Health:
-    """Checks that a program on this host sends heartbeats, or reports its liveness.
+    """Checks that `WORKER`, `BULK`, `BEAT` or `BRIDGE` on this host sends heartbeats, or reports its liveness.
 
-    Args:
-        program: `WORKER`, `BULK`, `BEAT` or `BRIDGE`.
-        redis: The URL of the Redis; empty = that of the `qinfer up` running in `data_dir`.
-        data_dir: The data directory of a running `qinfer up`.
-        ready: Check that Redis is reachable, too, and that the models of a worker are loaded.
-        timeout_s: How long to wait for Redis.
+    The Redis is that of `redis` or of the `qinfer up` running in `data_dir`. `ready` also checks that Redis is
+    reachable, and that the models of a worker are loaded.
     """
     host = socket.gethostname()
     try:
@@ -88,13 +78,9 @@ def program_health(program: str, redis: str, data_dir: Path, *, ready: bool, tim
 
 
 def judge(workers: Sequence[WorkerRecord], host: str, *, ready: bool, strict: bool) -> Health:
-    """Judges from the heartbeats whether a worker on a host is healthy; pure.
+    """Judges by the heartbeats whether a worker on a host is healthy; pure.
 
-    Args:
-        workers: All live workers.
-        host: The host.
-        ready: Check that the models are loaded, too.
-        strict: A model that failed to load makes a worker not ready, as with the whole server.
+    `ready` also checks that the models are loaded; with `strict`, a model that failed to load makes a worker not ready.
     """
     here = [worker for worker in workers if worker.host == host]
     if not here:
@@ -130,7 +116,7 @@ def _asked(redis: str, data_dir: Path, question: "Callable[[ControlStore], Await
 def _status(scheme: str, host: str, port: int | None, path: str, timeout_s: float, *, verify: bool) -> int:
     if scheme == "https":
         context = ssl.create_default_context()
-        # The gateway is on this machine, and its certificate has the name by which others reach it.
+        # A local gateway's certificate has the name by which others reach it.
         if not verify:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         connection: http.client.HTTPConnection = http.client.HTTPSConnection(

@@ -53,7 +53,7 @@ _PROGRAMS = {
     While Redis is unreachable a bridge counts as alive, because a restart would not help; with --ready it does not.
     """,
 }
-"""Programs that Redis knows to be live, and the help texts of their commands."""
+"""Programs with a liveness in Redis, and the help texts of their commands."""
 
 
 def _add_command(program: str, text: str) -> None:
@@ -80,7 +80,6 @@ for _program, _text in _PROGRAMS.items():
 
 
 def _print(program: str, health: tuple[bool, str], *, as_json: bool) -> None:
-    """Prints the result; exits with 1 if the program is not healthy."""
     is_healthy, text = health
     if as_json:
         print_json({"program": program, "healthy": is_healthy, "detail": text})

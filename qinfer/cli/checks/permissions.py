@@ -1,6 +1,6 @@
-"""Checks the permissions of a Redis user: tries every command of the programs on keys of the check's own.
+"""Checks the permissions of a Redis user: tries every command of the programs on scratch keys.
 
-Shared keys are not changed: the check removes only members of a name that nobody else uses.
+Shared keys are not changed: the check removes only members with a random name.
 """
 
 import secrets
@@ -28,14 +28,7 @@ def examine_permissions(
 ) -> Iterator[Finding]:
     """Tries every command and every kind of key; blocking.
 
-    Args:
-        client: A connection of the user.
-        settings: The settings of Redis.
-        user: The user's name.
-        broker_db: The database of Celery's tasks, if they are in this Redis.
-
-    Raises:
-        RedisError: The connection broke.
+    `broker_db` is the database of Celery's tasks, if they are in this Redis.
     """
     subject = "permissions"
     nonce = secrets.token_hex(8)
@@ -136,9 +129,9 @@ def _grant(name: str, command: str | int) -> str:
 
 
 def _may(client: Any, words: Words) -> bool:
-    """Tells whether a command is allowed, even if it fails; the two clients share no typed interface."""
+    """Returns whether a command is allowed, even if it fails; the two clients share no typed interface."""
     if isinstance(client, redis.RedisCluster) and words[0] in _OF_CLIENT:
-        # The client would not be connected without them.
+        # a connected client was allowed these
         return True
     try:
         client.execute_command(*words)

@@ -17,7 +17,7 @@ from qinfer.queue.nodes import failed_files, memory_share, replicas_of
 
 SKEW_WARNING_S = 1.0
 SKEW_PROBLEM_S = 300.0
-"""Object stores refuse requests that were signed with a clock that is this wrong; some allow a little more."""
+"""Object stores refuse requests signed with a clock that is this wrong; some allow a little more."""
 
 _MEMORY_WARNING, _MEMORY_PROBLEM = 0.8, 0.95
 _CLIENTS_WARNING = 0.8
@@ -36,13 +36,8 @@ _IN_FILE = "and put it into redis.conf"
 class Node(NamedTuple):
     """The state of a node.
 
-    Attributes:
-        place: The node's host and port, or socket.
-        info: The result of INFO; empty where it is forbidden.
-        config: The relevant settings; empty where CONFIG GET is forbidden.
-        offset_s: The node's clock minus this machine's.
-        is_private: The node belongs to `qinfer up`.
-        at: The place as a prefix of texts, where there are several nodes.
+    `info` and `config` are empty if the commands are forbidden. `offset_s` is the node's clock minus this machine's;
+    `is_private` = it belongs to `qinfer up`; `at` is the prefix of texts if there are several nodes.
     """
 
     place: str
@@ -54,11 +49,7 @@ class Node(NamedTuple):
 
 
 def nodes_of(client: "redis.Redis | redis.RedisCluster", place: str) -> list[Node]:
-    """Reads the state of a node, or of every primary of a cluster; blocking.
-
-    Raises:
-        RedisError, RedisClusterException, OSError: A node can't be reached.
-    """
+    """Reads the state of a node, or of every primary of a cluster; blocking."""
     if isinstance(client, redis.RedisCluster):
         client.ping()
         primaries = client.get_primaries()  # type: ignore[no-untyped-call]  # redis-py has no types for it

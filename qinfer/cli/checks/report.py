@@ -6,7 +6,6 @@ from enum import StrEnum
 import msgspec
 
 HIDDEN = "…"
-"""Replaces a secret."""
 
 
 class Level(StrEnum):
@@ -18,14 +17,7 @@ class Level(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line of the report.
-
-    Attributes:
-        subject: The subject of the check.
-        level: Severity.
-        text: The finding.
-        remedy: The remedy; empty where none is needed.
-    """
+    """One line of the report; `remedy` is empty if there is nothing to do."""
 
     subject: str
     level: Level
@@ -49,7 +41,7 @@ def problem(subject: str, text: str, remedy: str = "") -> Finding:
 
 
 def without(secrets: Iterable[str], findings: Iterable[Finding]) -> list[Finding]:
-    """Returns the findings with every secret hidden, wherever its text comes from."""
+    """Returns the findings with every secret hidden."""
     hidden = sorted({secret for secret in secrets if secret}, key=len, reverse=True)
 
     def clean(text: str) -> str:

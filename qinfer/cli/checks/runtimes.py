@@ -1,4 +1,4 @@
-"""Checks of backends and GPUs. Each runtime is loaded in a process of its own, as it may crash."""
+"""Checks of backends and GPUs. Each runtime is loaded in a process of its own, because it may crash."""
 
 import json
 import subprocess
@@ -17,13 +17,10 @@ _LIMIT_S = 90.0
 
 
 class Runtime(NamedTuple):
-    """The runtime of a backend.
+    """The runtime of a backend, in the extra of qinfer-ml that installs it.
 
-    Attributes:
-        module: The module to import.
-        packages: The distributions that may contain the module.
-        extra: The extra of qinfer-ml to install.
-        devices: A Python expression, after the import, for the usable devices.
+    `packages` are the distributions that may contain the module; `devices` is a Python expression, after the import,
+    for the usable devices.
     """
 
     module: str
@@ -60,9 +57,7 @@ class Loaded(NamedTuple):
 def examine_backends(needed: Mapping[str, str], *, load: bool) -> Iterator[Finding]:
     """Yields a finding for each backend.
 
-    Args:
-        needed: Backend → a model of the repositories that needs it.
-        load: Load the runtimes; else only search for their packages.
+    `needed` maps backends to a model of the repositories that needs them. Without `load`, only packages are searched.
     """
     installed = {name: runtime for name, runtime in RUNTIMES.items() if find_spec(runtime.module) is not None}
     with ThreadPoolExecutor(2, thread_name_prefix="runtimes") as threads:
@@ -106,11 +101,7 @@ def load_runtime(runtime: Runtime) -> Loaded:
 
 
 def examine_gpus(dev: Path = Path("/dev")) -> Iterator[Finding]:
-    """Yields a finding for each NVIDIA GPU, or that there is none.
-
-    Args:
-        dev: The system's folder of devices.
-    """
+    """Yields a finding for each NVIDIA GPU, or one if there is no GPU; `dev` is the system's folder of devices."""
     here = sorted(path.name for path in dev.glob("nvidia[0-9]*"))
     if find_spec("pynvml") is None:
         if here:

@@ -1,4 +1,4 @@
-"""`qinfer example`: files to begin with.
+"""`qinfer example`: example files.
 
 `scripts/generate_example.py` makes those of `digits`; rules and dashboards of `monitoring` are links into `deploy/`.
 """

@@ -1,4 +1,4 @@
-"""`qinfer example`: writes files to begin with, for whoever has installed qinfer and has none yet."""
+"""`qinfer example`: writes example files for new users."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _HERE = Path(__file__).parent
 
 
 class Name(StrEnum):
-    """The examples that there are."""
+    """The names of the examples."""
 
     digits = "digits"
     monitoring = "monitoring"
@@ -68,11 +68,7 @@ def example(
 
 
 def write(name: Name, folder: Path) -> list[Path]:
-    """Writes the files of an example; returns their paths.
-
-    Raises:
-        CommandFailed: A file can't be written.
-    """
+    """Writes the files of an example; returns their paths."""
     files = _digits() if name == Name.digits else _monitoring()
     written = {folder / path: content for path, content in files.items()}
     try:

@@ -23,18 +23,14 @@ from qinfer.labeling.rules import wanted_outputs
 
 _STDOUT = ("-", "/dev/stdout")
 _MAX_UNFIT = 100
-"""If none of this many first rows fits the mapping, the mapping is wrong and not the rows."""
+"""If none of the first rows fits the mapping, the mapping is wrong."""
 
 
 class Chosen(NamedTuple):
-    """Output format.
+    """The output format of pre-annotations.
 
-    Attributes:
-        labels: The mapping.
-        label_config: The label config for the check of results; `None` = no check.
-        format: The format.
-        fields: Field of a task → column.
-        key: The column that identifies rows; empty = their number does.
+    `label_config` checks results unless it is `None`; `fields` maps those of tasks to columns; `key` is the column that
+    identifies rows, or empty for their number.
     """
 
     labels: Labels
@@ -45,14 +41,7 @@ class Chosen(NamedTuple):
 
 
 class Report:
-    """Counts of written and omitted rows.
-
-    Attributes:
-        written: Rows in the file.
-        failed: Rows with an error of the job.
-        unfit: Rows whose outputs or fields do not fit the mapping or the format.
-        first: The first omitted row, and why.
-    """
+    """Counts of written and omitted rows: `failed` in the job, or `unfit` for the mapping or the format."""
 
     def __init__(self) -> None:
         self.written = self.failed = self.unfit = 0
@@ -64,7 +53,7 @@ class Report:
         self.first = self.first or f"row {row.number}: {why}"
 
     def left_out(self) -> str:
-        """Returns a text about omitted rows; empty = there are none."""
+        """Returns a text about omitted rows; empty = there are none so far."""
         if not (self.failed or self.unfit):
             return ""
         return (
@@ -74,16 +63,7 @@ class Report:
 
 
 def chosen_fields(rows: JobRows, labels: Labels, given: Sequence[str]) -> dict[str, str]:
-    """Returns the fields of the tasks: the given ones, else all columns that tools can show.
-
-    Args:
-        rows: The output.
-        labels: The mapping, whose outputs are not fields.
-        given: Names of columns, or NAME=COLUMN.
-
-    Raises:
-        InvalidRequest: A field has no name.
-    """
+    """Returns the fields of the tasks: the given NAME or NAME=COLUMN, else all columns that tools can show."""
     if not given:
         return {name: name for name in rows.fields(wanted_outputs(labels.results))}
     fields: dict[str, str] = {}
@@ -96,18 +76,9 @@ def chosen_fields(rows: JobRows, labels: Labels, given: Sequence[str]) -> dict[s
 
 
 def write_annotations(rows: JobRows, chosen: Chosen, out: str, *, by_confidence: bool, limit: int) -> Report:
-    """Writes the file, which appears whole or not at all.
+    """Writes the file, which appears complete or not at all.
 
-    Args:
-        rows: The output of the job.
-        chosen: Output format.
-        out: The file; `-` = stdout.
-        by_confidence: Write the least confident rows first, instead of in the output's order.
-        limit: Maximum number of rows; 0 = all.
-
-    Raises:
-        CommandFailed: The file can't be written, or no row fits the mapping.
-        QinferError: The output can't be read.
+    `by_confidence` writes the least confident rows first; `limit` 0 = all.
     """
     report = Report()
     scored = _scored(rows, chosen, report)
@@ -126,7 +97,7 @@ def _scored(rows: JobRows, chosen: Chosen, report: Report) -> Iterator[tuple[flo
     """Yields the confidence and the encoded form of each row that fits."""
     version = model_version(rows.model, rows.version)
     fields = dict(chosen.fields)
-    # No column has this name.
+    # no column has this name
     own_key = "" if not chosen.key or chosen.key in fields.values() else "\0key"
     if own_key:
         fields[own_key] = chosen.key
@@ -151,7 +122,7 @@ def _scored(rows: JobRows, chosen: Chosen, report: Report) -> Iterator[tuple[flo
 
 
 def _key(value: object, number: int, kind: Format) -> str | int:
-    """Returns a row's key, as text where the format requires it, or else its number."""
+    """Returns a row's key, as text if the format requires it, or else its number."""
     if value is None:
         return number
     return value if isinstance(value, int) and kind.layout != "labels" else str(value)
@@ -207,7 +178,7 @@ def _opened(out: str) -> Iterator[BinaryIO]:
         if out in _STDOUT:
             yield sys.stdout.buffer
             sys.stdout.buffer.flush()
-        # A pipe or a device is not replaced.
+        # a pipe or a device is not replaced
         elif os.path.exists(out) and not stat.S_ISREG(os.stat(out).st_mode):
             with open(out, "wb") as file:
                 yield file
@@ -215,7 +186,7 @@ def _opened(out: str) -> Iterator[BinaryIO]:
             with _replaced(Path(os.path.realpath(out))) as file:
                 yield file
     except BrokenPipeError:
-        # The reader has ended.
+        # the reader has ended
         raise
     except OSError as error:
         name = "stdout" if out in _STDOUT else out

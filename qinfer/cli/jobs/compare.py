@@ -1,4 +1,4 @@
-"""`qinfer compare`: two targets score the same rows as bulk jobs, and where they differ is shown."""
+"""`qinfer compare`: two targets score the same rows as bulk jobs, and the command shows where they differ."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -121,8 +121,8 @@ def compare(
     Both score the same rows as bulk jobs, whose outputs stay in the output folder; it is replaced by the next
     comparison of the same targets. Ctrl-C cancels the jobs.
 
-    Exit codes: 0 the rows agree, but for the share of --allow; 1 more of them differ, or a job has failed; 64 wrong
-    usage or a job that is refused; 66 no such input; 69 the server can't be reached or is overloaded; 130, 143 signals
+    Exit codes: 0 the rows agree, except for the share of --allow; 1 more of them differ, or a job has failed; 64 wrong
+    usage or a refused job; 66 no such input; 69 the server can't be reached or is overloaded; 130, 143 signals
     """
     try:
         from qinfer.cli.jobs.compared_outputs import OutputComparison
@@ -160,11 +160,7 @@ def _two_targets(stable: str, canary: str) -> list[Target]:
 
 
 def read_target(text: str) -> Target:
-    """Reads `MODEL:VERSION` or `MODEL`; version 0 = the highest ready one.
-
-    Raises:
-        InvalidRequest: There is no name.
-    """
+    """Reads `MODEL:VERSION` or `MODEL`; version 0 = the highest ready one."""
     name, colon, version = text.rpartition(":")
     if not (colon and version.isascii() and version.isdecimal() and len(version) < 20):
         name, version = text, "0"
@@ -174,11 +170,7 @@ def read_target(text: str) -> Target:
 
 
 def read_rules(agree: Sequence[str], rule: "Rule") -> dict[str, "Rule"]:
-    """Reads `--agree`: output → its rule; "" → the rule of all others.
-
-    Raises:
-        InvalidRequest: There is no such rule.
-    """
+    """Reads `--agree`: output → its rule; "" → the rule of all others."""
     import msgspec
 
     rules = {"": rule}
@@ -190,7 +182,7 @@ def read_rules(agree: Sequence[str], rule: "Rule") -> dict[str, "Rule"]:
 
 
 def beside(location: str) -> str:
-    """Returns the folder `_compare` beside what is read: a file, a folder, or the files of a pattern."""
+    """Returns the folder `_compare` beside the inputs: a file, a folder, or the files of a pattern."""
     fixed = re.split(r"[*\[]", location, maxsplit=1)[0]
     folder, slash, _ = fixed.rstrip("/").rpartition("/") if fixed == location else fixed.rpartition("/")
     if "**" in location:
@@ -200,7 +192,6 @@ def beside(location: str) -> str:
 
 
 def _options(given: Mapping[str, Any]) -> "JobOptions":
-    """Returns the options of both jobs from the parameters of `compare`."""
     return {
         "columns": read_columns(given["column"] or [], given["shape"] or [], given["null"] or []),
         "input_format": given["input_format"],
@@ -220,12 +211,7 @@ def _options(given: Mapping[str, Any]) -> "JobOptions":
 def _outputs(
     client: "Client", targets: Sequence[Target], wanted: Sequence[str], rules: Mapping[str, "Rule"]
 ) -> tuple[list[str], list[str]]:
-    """Returns the outputs to compare, and those of one target only.
-
-    Raises:
-        InvalidRequest: The targets have no output in common, or a rule is for another one.
-        ModelNotFound: A target does not exist.
-    """
+    """Returns the outputs to compare, and those of one target only."""
     known = [[one.name for one in client.metadata(model, version or None).outputs] for model, version in targets]
     common = [name for name in known[0] if name in known[1]]
     has = f"both have the outputs: {', '.join(common) or 'none'}"
@@ -243,12 +229,7 @@ def _scored(
     folder: str,
     options: "JobOptions",
 ) -> list["JobStatus"]:
-    """Has both targets score the inputs, and waits for both; cancels the jobs if anything comes between.
-
-    Raises:
-        CommandFailed: A job has failed.
-        typer.Exit: A signal has come.
-    """
+    """Submits a job for each target, and waits for both; cancels the jobs after an error or a signal."""
     jobs: list[Job] = []
     done: list[JobStatus] = []
     with StopSignals(wanted=True) as stop:

@@ -14,17 +14,10 @@ from qinfer.traffic.differences import Rule, Sample, Samples, Summary, compared
 
 
 class OutputDifferences(msgspec.Struct, frozen=True, kw_only=True):
-    """How an output differs.
+    """The differences of an output, by the rule `by`, over the rows that both targets scored.
 
-    Attributes:
-        output: The output.
-        by: The rule by which its rows agree.
-        rows: Rows that both targets scored.
-        agreeing: How many of them agree.
-        agreement: Their share.
-        largest: The largest distance; `None` = the output has no distances.
-        mean: The mean distance; `None` likewise.
-        unmeasured: Rows without a distance: one target alone has a NaN, or the shapes differ.
+    `largest` and `mean` are distances, or `None`; `unmeasured` rows have none: one target alone has a NaN, or the
+    shapes differ.
     """
 
     output: str
@@ -38,19 +31,11 @@ class OutputDifferences(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """How two targets differ.
+    """The differences of two targets.
 
-    Attributes:
-        stable: The target that is compared with, as `MODEL:VERSION`.
-        canary: The other one.
-        rows: Rows of the inputs.
-        differing: Rows in which an output does not agree, or that one target alone could not score.
-        allowed: The share of rows that may differ.
-        differ: Whether more do.
-        failed: Rows that `stable`, `canary` or `both` could not score.
-        outputs: The outputs that both have.
-        others: Outputs of one of them, which are not compared.
-        samples: The rows in which each output differs most.
+    `differing` are rows in which an output does not agree, or that one target alone could not score; `differ` = more
+    than the share `allowed`. `failed` counts rows that `stable`, `canary` or `both` could not score. `others` are
+    outputs of one target, and `samples` the rows with the largest differences.
     """
 
     stable: str
@@ -68,11 +53,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 class OutputComparison:
     """The comparison of the outputs of two jobs.
 
-    Args:
-        outputs: The outputs that both have.
-        rules: Output → when its rows agree; "" → the same for all others.
-        show: How many of the most different rows are kept of each output.
-        redact: Keep no values of these rows.
+    `rules` maps outputs to rules; "" is for all others. `show` of the most different rows of each output are kept,
+    without values if `redact` is set.
     """
 
     def __init__(self, outputs: Sequence[str], rules: Mapping[str, Rule], show: int, *, redact: bool) -> None:
@@ -83,14 +65,7 @@ class OutputComparison:
         self._failed = {"stable": 0, "canary": 0, "both": 0}
 
     def read(self, stable: JobRows, canary: JobRows) -> None:
-        """Reads and compares all rows.
-
-        Raises:
-            CommandFailed: The jobs did not score the same rows.
-            InvalidRequest: An output can't be compared by its rule.
-            ResultNotFound: A part does not exist.
-            StoreError: The store can't be read.
-        """
+        """Reads and compares all rows."""
         key = [stable.key] if stable.key else list(PLACE_COLUMNS)
         columns = list(dict.fromkeys([*self._sums, *key, *ERROR_COLUMNS]))
         for batch, other in _side_by_side(stable.batches(columns), canary.batches(columns)):
@@ -99,14 +74,7 @@ class OutputComparison:
             self._take(batch, other, key)
 
     def result(self, stable: str, canary: str, others: Sequence[str], allowed: float) -> Comparison:
-        """Returns what was found.
-
-        Args:
-            stable: The name of the target that is compared with.
-            canary: That of the other one.
-            others: Outputs of one of them.
-            allowed: The share of rows that may differ.
-        """
+        """Returns the comparison; `others` are outputs of one target."""
         return Comparison(
             stable=stable,
             canary=canary,
@@ -146,7 +114,7 @@ class OutputComparison:
 def _side_by_side(
     first: Iterator[pa.RecordBatch], second: Iterator[pa.RecordBatch]
 ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
-    """Yields the same rows of two outputs, whose parts may be cut elsewhere."""
+    """Yields the same rows of two outputs, whose parts may have other sizes."""
     one = other = None
     while True:
         one = one if one is not None and one.num_rows else next(first, None)
@@ -164,7 +132,7 @@ def _side_by_side(
 
 
 def _names(key: Sequence[pa.Array]) -> list[str]:
-    """Returns what identifies rows: their key, or the file's name, the row group and the row."""
+    """Returns the identities of rows: their key, or the file's name, the row group and the row."""
     values: list[list[Any]] = [column.to_pylist() for column in key]
     if len(values) > 1:
         values[0] = [str(url).rpartition("/")[2] for url in values[0]]

@@ -207,7 +207,7 @@ _OPTIONS = {
     "deadline": "deadline_s",
     "job_id": "id",
 }
-"""Parameter of `submit` → the option of the job, where their names differ."""
+"""Parameter of `submit` → the option of the job, if their names differ."""
 _OF_CSV = {"delimiter", "quote", "escape", "decimal_point", "encoding", "header", "column_names"}
 """Parameters of `submit` that are fields of `csv`."""
 _OTHERS = _OF_CSV | {
@@ -311,9 +311,9 @@ def submit(
     Inputs are Parquet, Arrow, CSV or JSON lines in any location that the server allows (QINFER_STORES__ALLOW).
 
     Exit codes: 0 submitted (with --wait: completed), 1 the job has failed, has expired or was cancelled, 64 wrong usage
-    or a job that is refused, 66 an input does not exist (with --wait-for-inputs: not in time), 69 the server can't be
-    reached or is overloaded (repeat the command with its --id), 130 or 143 stopped by SIGINT or SIGTERM: the job goes
-    on, but for --cancel-on-exit.
+    or a refused job, 66 an input does not exist (with --wait-for-inputs: not in time), 69 the server can't be reached
+    or is overloaded (repeat the command with its --id), 130 or 143 stopped by SIGINT or SIGTERM: the job continues,
+    except with --cancel-on-exit.
     """
     options = job_options(context.params)
     with _client(url) as client, StopSignals(wanted=cancel_on_exit) as stop:
@@ -343,14 +343,7 @@ def _estimated(estimate: "JobEstimate") -> str:
 
 
 def job_options(given: Mapping[str, Any]) -> "JobOptions":
-    """Returns the options of a job; those without a value are left out, for the server to decide.
-
-    Args:
-        given: The parameters of `submit` by name.
-
-    Raises:
-        InvalidRequest: A parameter can't be read, or needs another one.
-    """
+    """Returns the options of a job from the parameters of `submit`; the server decides about those without a value."""
     if given["resume"] and not given["job_id"]:
         raise InvalidRequest("--resume finds the job by its id; add the --id that it was submitted with")
     if given["cancel_on_exit"] and not given["wait"]:
@@ -368,7 +361,7 @@ def job_options(given: Mapping[str, Any]) -> "JobOptions":
 
 
 def csv_form(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what is said of the form of CSV: what is said at all, for an empty quote says that there is none."""
+    """Returns the given options of CSV; an empty quote means that values have no quotes."""
     form = {name: given[name] for name in _OF_CSV if given[name] is not None}
     form["column_names"] = given["column_names"].split(",") if given["column_names"] else None
     return {name: value for name, value in form.items() if value not in (None, True)}
@@ -415,7 +408,7 @@ def wait_for_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: J
     """Wait until a job ends, and show progress.
 
     Exit codes: 0 completed, 1 failed, cancelled or expired, 64 no such job, 69 the server can't be reached, 130
-    interrupted; the job goes on.
+    interrupted; the job continues.
     """
     with _client(url) as client:
         finish(client.job(job_id), url, wait=True, as_json=as_json)
@@ -486,8 +479,7 @@ def prune_jobs(
 ) -> None:
     """Delete the records of ended jobs; their outputs are kept.
 
-    At most 10,000 of the newest jobs are looked at. Records are deleted by themselves, too
-    (QINFER_BULK__RECORD_TTL_S).
+    Only the newest 10,000 jobs are considered. The server also deletes records by age (QINFER_BULK__RECORD_TTL_S).
     """
     from qinfer.errors import JobNotFound
 
@@ -507,11 +499,7 @@ def prune_jobs(
 
 
 def _age(text: str) -> timedelta:
-    """Reads an age such as `30d`.
-
-    Raises:
-        InvalidRequest: The text is no age.
-    """
+    """Reads an age such as `30d`."""
     number, unit = text[:-1], _UNITS.get(text[-1:])
     if unit is None or not (number.isascii() and number.isdecimal() and len(number) <= 5):
         raise InvalidRequest(f"--older-than '{text}' can't be read; expected such as 90m, 12h, 30d or 8w")
@@ -519,13 +507,11 @@ def _age(text: str) -> timedelta:
 
 
 def _instant(status: "JobStatus", name: str) -> datetime | None:
-    """Returns an instant of a job; `None` where it has none."""
     text = status.fields.get(name)
     return datetime.fromisoformat(text) if text else None
 
 
 def _took(status: "JobStatus") -> str:
-    """Returns how long a job has run, so far or until its end."""
     from qinfer.client.job_progress import duration
 
     started, ended = _instant(status, "started_at"), _instant(status, "ended_at")
@@ -644,11 +630,7 @@ def _counts(total: int, done: int, failed: int) -> str:
 
 
 def read_columns(columns: Sequence[str], shapes: Sequence[str], nulls: Sequence[str] = ()) -> dict[str, object]:
-    """Reads `--column`, `--shape` and `--null` into the columns of a job.
-
-    Raises:
-        InvalidRequest: An option can't be read.
-    """
+    """Reads `--column`, `--shape` and `--null` into the columns of a job."""
     named = {tensor: text.split(",") for tensor, text in pairs("--column", columns).items()}
     more: dict[str, dict[str, object]] = {}
     for tensor, text in pairs("--shape", shapes).items():
@@ -666,11 +648,7 @@ def read_columns(columns: Sequence[str], shapes: Sequence[str], nulls: Sequence[
 
 
 def pairs(option: str, values: Sequence[str]) -> dict[str, str]:
-    """Reads `NAME=TEXT` options.
-
-    Raises:
-        InvalidRequest: An option is not of that form, or a name is given twice.
-    """
+    """Reads `NAME=TEXT` options."""
     found: dict[str, str] = {}
     for value in values:
         name, separator, text = value.partition("=")
@@ -697,7 +675,7 @@ def _sizes(tensor: str, text: str) -> list[int]:
 
 
 def _value(text: str) -> object:
-    """Reads a value: JSON if it can be, such as `0`, `true` or `"0"`, else the text that it is."""
+    """Reads a value: JSON if possible, such as `0`, `true` or `"0"`, else the text itself."""
     import msgspec
 
     try:

@@ -123,7 +123,7 @@ def label(
             f"mapping '{labels.name}' is for model '{labels.model}' version {labels.version or 'any'}; "
             f"the job was scored by '{rows.model}' version {rows.version}"
         )
-    # In such a layout the names of images identify them.
+    # Such layouts identify images by name.
     key = id_column or ("" if kind.layout == "labels" else rows.key)
     fields = chosen_fields(rows, labels, field or [])
     if Path(out).suffix == ".json":
@@ -153,11 +153,7 @@ def _print_missing(field: str, fields: Mapping[str, str], columns: Sequence[str]
 
 
 def _folder(job: str, url: str) -> str:
-    """Returns the folder of a job's output.
-
-    Raises:
-        CommandFailed: The job has not ended.
-    """
+    """Returns the folder of a job's output."""
     if "://" in job or "/" in job or Path(job).is_dir():
         return job
     from qinfer.cli.client import GatewayClient

@@ -1,7 +1,4 @@
-"""Reads the output of a bulk job row by row, in bounded memory: a batch of rows at a time, part after part.
-
-Of parts that are text, a whole part is held at a time.
-"""
+"""Reads the output of a bulk job row by row, in bounded memory: a batch of rows at a time, or a whole part of text."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,14 +25,7 @@ _MICROSECONDS: dict[type[pa.DataType], Callable[[Any], pa.DataType]] = {
 
 
 class Row(NamedTuple):
-    """A row of an output.
-
-    Attributes:
-        number: The row's number in the output, from 1 on.
-        fields: Field → value.
-        outputs: Output → its values; empty when the row failed.
-        error: The error of a failed row; else empty.
-    """
+    """A row of an output, numbered from 1; a failed row has an error and no outputs."""
 
     number: int
     fields: dict[str, Any]
@@ -44,27 +34,13 @@ class Row(NamedTuple):
 
 
 class _Planned(msgspec.Struct):
-    """The part of a plan that reading needs."""
-
     spec: JobSpec
 
 
 class JobRows:
-    """The rows of a bulk job's output.
+    """The rows of a bulk job's output in a folder; `partial` accepts a job that ended early.
 
-    Args:
-        url: The folder.
-        partial: Accept the output of a job that ended early.
-
-    Attributes:
-        model: The model that scored the rows.
-        version: The model's version.
-        key: The column that identifies rows; empty = there is none.
-
-    Raises:
-        ResultNotFound: There is no output, or it is incomplete.
-        StoreError: The output can't be read.
-        UnsupportedFeature: A library is missing.
+    `key` is the column that identifies rows, or empty.
     """
 
     def __init__(self, url: str, *, partial: bool = False) -> None:
@@ -91,17 +67,7 @@ class JobRows:
         return self._schema
 
     def rows(self, outputs: Sequence[str], fields: Mapping[str, str]) -> Iterator[Row]:
-        """Reads the rows in order.
-
-        Args:
-            outputs: The model's outputs to read.
-            fields: Name → column.
-
-        Raises:
-            InvalidRequest: There is no such column.
-            ResultNotFound: A part does not exist, or does not have the rows of the manifest.
-            StoreError: The store can't be read.
-        """
+        """Reads the rows in order; `fields` maps names to columns."""
         columns = {name: self._column(name) for name in outputs}
         is_split = self._manifest.failed_rows == "separate"
         errors = () if is_split else ERROR_COLUMNS
@@ -126,12 +92,7 @@ class JobRows:
             raise ResultNotFound(f"the output has {number} rows, and its manifest says {expected}")
 
     def batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        """Reads columns in order, as many rows at a time as each part has them.
-
-        Raises:
-            ResultNotFound: A part does not exist.
-            StoreError: The store can't be read.
-        """
+        """Reads columns in order, in batches of the parts' sizes."""
         import pyarrow.ipc
         import pyarrow.parquet as pq
 
@@ -193,7 +154,7 @@ class JobRows:
 
 
 def _is_plain(kind: pa.DataType) -> bool:
-    """Tells whether labeling tools can show a column's values: text, numbers, instants."""
+    """Returns whether labeling tools can show a column's values: text, numbers, instants."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return not (pa.types.is_nested(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
@@ -215,7 +176,7 @@ def _values(column: pa.Array) -> list[Any]:
 
 
 def stacked(column: pa.Array) -> Array | Sequence[Array]:
-    """Returns an output's values without nulls as one array, `[rows, …]`; row by row where the sizes of rows vary."""
+    """Returns an output's values without nulls as one array, `[rows, …]`; row by row if the sizes of rows vary."""
     shape, values = [len(column)], column
     while pa.types.is_fixed_size_list(values.type):
         shape.append(values.type.list_size)
@@ -224,7 +185,7 @@ def stacked(column: pa.Array) -> Array | Sequence[Array]:
 
 
 def _arrays(column: pa.Array) -> Sequence[Array]:
-    """Returns an output's values row by row; lists in lists become one row of values."""
+    """Returns an output's values row by row; nested lists become one row of values."""
     offsets = np.arange(len(column) + 1, dtype=np.int64)
     values = column
     while pa.types.is_nested(values.type):
@@ -232,7 +193,7 @@ def _arrays(column: pa.Array) -> Sequence[Array]:
             offsets = (offsets + values.offset) * values.type.list_size
         else:
             offsets = values.offsets.to_numpy()[offsets]
-        # All values, also where the column is a slice of them.
+        # includes values outside of a slice
         values = values.values
     flat = _flat(values)
     return [flat[offsets[i] : offsets[i + 1]] for i in range(len(column))]

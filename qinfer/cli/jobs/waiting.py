@@ -13,15 +13,11 @@ if TYPE_CHECKING:
     from qinfer.client import Job, JobStatus
 
 BY_SIGNAL = 128
-"""The exit code of a program that a signal stops is greater than the signal's number by so many."""
+"""Added to a signal's number, the exit code of a program that it stops."""
 
 
 class Stopped(BaseException):
-    """Interrupts the wait for a job; raised by the handler of a signal.
-
-    Attributes:
-        signum: The signal's number.
-    """
+    """Interrupts the wait for a job; raised by the handler of a signal."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -29,11 +25,7 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """Turns SIGINT and SIGTERM into `Stopped`, and keeps the first one back until the job's id is known.
-
-    Args:
-        wanted: Whether it does so; else the signals do as ever.
-    """
+    """If `wanted`, turns SIGINT and SIGTERM into `Stopped`, and delays the first one until the job's id is known."""
 
     def __init__(self, *, wanted: bool = False) -> None:
         self.wanted = wanted
@@ -53,17 +45,13 @@ class StopSignals:
         """Lets signals interrupt from now on.
 
         Raises:
-            Stopped: A signal has come before.
+            Stopped: A signal arrived before.
         """
         self._keeps = False
         self.check()
 
     def check(self) -> None:
-        """Ends what can be interrupted before the job is sent.
-
-        Raises:
-            Stopped: A signal has come before.
-        """
+        """Interrupts the wait before the job is sent."""
         if self._kept:
             raise Stopped(self._kept[0])
 
@@ -75,11 +63,7 @@ class StopSignals:
 
 
 class MissingInputs:
-    """Says on stderr which input is waited for: when another one is, and every `EVERY_S` seconds.
-
-    Args:
-        stop: The signals that end the wait.
-    """
+    """Prints the missing input on stderr when it changes, and every `EVERY_S` seconds."""
 
     EVERY_S = 30.0
 
@@ -88,7 +72,7 @@ class MissingInputs:
         self._why, self._said_s = "", 0.0
 
     def __call__(self, why: str, left_s: float) -> None:
-        """Takes a look that has found an input missing, and the seconds that are left; raises `Stopped`."""
+        """Takes the missing input, and the seconds left; raises `Stopped`."""
         from qinfer.client.job_progress import duration
 
         self._stop.check()
@@ -100,12 +84,7 @@ class MissingInputs:
 def finish(job: "Job", url: str, *, wait: bool, as_json: bool, stop: StopSignals | None = None) -> None:
     """Prints the status of a job, or waits for its end and prints the last one.
 
-    Args:
-        job: The job.
-        url: The gateway's URL, for the commands that are named.
-        wait: Wait for the end.
-        as_json: Print JSON.
-        stop: The signals that cancel the job during the wait.
+    During the wait, `stop` signals cancel the job.
 
     Raises:
         typer.Exit: The job has not completed (1), or the wait was interrupted (128 and the number of the signal).

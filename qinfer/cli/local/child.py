@@ -1,9 +1,9 @@
 """Runs a program as a child of `qinfer up` that ends with it: `python -m qinfer.cli.local.child CPUS MODULE`.
 
 The child's standard input is a pipe whose other end only the supervisor holds and never writes to. When the supervisor
-dies, even by SIGKILL, the kernel closes that end and the read below returns: the program gets SIGTERM and drains, so
-that no orphan holds the port of the next `qinfer up`. (`PR_SET_PDEATHSIG` needs Linux and code between fork and exec,
-and misses a parent that dies before the call.)
+dies, even by SIGKILL, the kernel closes that end: the program gets SIGTERM and drains, so that no orphan holds the port
+of the next `qinfer up`. (`PR_SET_PDEATHSIG` needs Linux and code between fork and exec, and misses a parent that dies
+before the call.)
 """
 
 import os
@@ -21,7 +21,7 @@ ORPHAN_DRAIN_S = 60.0
 def main() -> None:
     """Runs the module of the second argument as `__main__`, on the cores in the first one, if any."""
     protect_process(os.environ)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the program is there
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the program sets a handler
     cpus, sys.argv = sys.argv[1], sys.argv[2:]
     if cpus:
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})

@@ -1,13 +1,13 @@
 """The local deployment of `qinfer up`: the processes of one machine, started, awaited, supervised and stopped.
 
-    private Redis ◀── gateway (qinfer_api)             each a child of the supervisor, configured by QINFER_… variables;
-                  ◀── workers (qinfer_workers.inference)      each with an environment of its own: what it reads
+    private Redis ◀── gateway (qinfer_api)             each a child of the supervisor, configured by QINFER_… variables
+                  ◀── workers (qinfer_workers.inference)      each with its own environment of the variables it reads
                   ◀── bulk worker (qinfer_workers.jobs)
 
-The gateway stops first, so that requests in flight are still answered, then the workers, then Redis. The bulk worker
-starts when the models are loaded, so as not to delay them, and stops with the workers.
+The gateway stops first, so that requests in flight are answered, then the workers, then Redis. The bulk worker starts
+when the models are loaded, and stops with the workers.
 
-This process runs as long as the others do, so it imports little; `qinfer.cli.local.preparation` does the rest, apart.
+This process runs as long as the others, so it imports little; `qinfer.cli.local.preparation` runs in another process.
 """
 
 import os
@@ -29,21 +29,16 @@ if TYPE_CHECKING:
     from qinfer.cli.scaling.scaler import Autoscaler
 
 POLL_S = 0.25
-"""Seconds between two reads of the workers' reports while they start."""
+"""Seconds between two reads of the workers' reports during a start."""
 GATEWAY_POLICY = RestartPolicy(give_up_after=3)
 REDIS_POLICY = RestartPolicy(give_up_after=5)
 WORKER_POLICY = RestartPolicy()
 PORT_WAIT_S = 10.0
-"""Seconds to wait for the port of a killed `qinfer up`, whose gateway notices and ends."""
+"""Seconds to wait for the port of a killed `qinfer up`, whose gateway is ending."""
 
 
 def run_deployment(options: UpOptions) -> None:
-    """Runs everything until a signal asks to stop.
-
-    Raises:
-        SettingsError: An option or setting can't work: no repository, port in use, data directory in use.
-        GaveUp: The gateway or Redis failed repeatedly.
-    """
+    """Runs everything until a signal asks to stop."""
     protect_process(os.environ)
     messages = JsonMessages() if options.settings["log"]["format"] == "json" else Messages()
     with (
@@ -66,14 +61,7 @@ def run_deployment(options: UpOptions) -> None:
 
 
 class FixedPool:
-    """A worker pool of fixed size.
-
-    Args:
-        supervisor: The supervisor of the workers.
-        env: The workers' environment.
-        count: The number of workers.
-        drain_s: A worker's own drain limit in seconds.
-    """
+    """A worker pool of fixed size."""
 
     def __init__(self, supervisor: Supervisor, env: Mapping[str, str], count: int, drain_s: float) -> None:
         self._supervisor = supervisor
@@ -94,19 +82,14 @@ class FixedPool:
         """Does nothing: the number of workers stays."""
 
     def close(self) -> None:
-        """Does nothing: the workers are the supervisor's to stop."""
+        """Does nothing: the supervisor stops the workers."""
 
 
 WorkerPool = Union[FixedPool, "Autoscaler"]
 
 
 class PrivateRedis:
-    """The embedded Redis as a process under the supervisor.
-
-    Args:
-        options: The options of `qinfer up`.
-        env: Its whole environment.
-    """
+    """The embedded Redis as a process under the supervisor."""
 
     name = "Redis"
 
@@ -124,11 +107,11 @@ class PrivateRedis:
         self._redis.start()
 
     def poll(self) -> int | None:
-        """See `Process`."""
+        """Returns the exit code, or `None` while Redis is running."""
         return self._redis.process.poll() if self._redis.process else 0
 
     def terminate(self) -> None:
-        """Ends Redis with its data on disk, and waits for the end, which is near as nobody writes any more."""
+        """Ends Redis with its data on disk, and waits for the end, which is near without writers."""
         self._redis.stop()
 
     kill = terminate
@@ -138,15 +121,7 @@ class PrivateRedis:
 
 
 class LocalDeployment:
-    """The gateway, the workers and the bulk worker of one `qinfer up`.
-
-    Args:
-        options: The options.
-        plan: The settings that supervision needs.
-        preparer: Prepares the start, and looks how far it is; closed when the models are loaded.
-        supervisor: The supervisor of the processes.
-        messages: Says what happens.
-    """
+    """The gateway, the workers and the bulk worker of one `qinfer up`."""
 
     def __init__(
         self, options: UpOptions, plan: Plan, preparer: Preparer, supervisor: Supervisor, messages: Messages
@@ -161,9 +136,7 @@ class LocalDeployment:
     def serve(self, redis_url: str, *, after_a_kill: bool = False) -> None:
         """Starts, waits until ready, serves until a signal asks to stop, drains.
 
-        Args:
-            redis_url: The URL of the Redis with the queue.
-            after_a_kill: The last `qinfer up` here was killed: its gateway may still hold the port for a moment.
+        Waits for the port if the last `qinfer up` was killed (`after_a_kill`): its gateway may still hold it.
         """
         options, supervisor = self._options, self._supervisor
         ports = self._claim_ports(PORT_WAIT_S if after_a_kill else 0.0)
@@ -205,7 +178,6 @@ class LocalDeployment:
         return make_autoscaler(settings, self._supervisor, env, self._messages.say)
 
     def _wait_until_settled(self, pool: WorkerPool) -> None:
-        """Waits until the models are loaded or failed."""
         began_s = self._clock.monotonic_s()
         with self._messages.progress("starting…") as update:
             while not self._supervisor.stop_asked:

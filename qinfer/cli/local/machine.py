@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from qinfer.core.settings import Settings
 
 CHOSEN_PORTS = range(16384, 32768)
-"""A free port is one of these, if possible: the kernel gives the higher ones to outgoing connections, which could take
-the port before the gateway does, or while a crashed gateway is restarted."""
+"""The range of free ports: the kernel uses higher ones for outgoing connections, which could take a gateway's port."""
 
 _TRIES = 16
 
@@ -37,11 +36,7 @@ def repository_places(path: str) -> list[str]:
 
 
 def check_repository(place: str) -> None:
-    """Checks that a directory of a repository exists; URLs are not checked.
-
-    Raises:
-        SettingsError: The directory does not exist; the message shows the layout of a repository.
-    """
+    """Checks that a directory of a repository exists; URLs are not checked."""
     path = Path(place)
     if "://" not in place and not path.is_dir():
         what = "is not a directory" if path.exists() else "does not exist"
@@ -49,13 +44,7 @@ def check_repository(place: str) -> None:
 
 
 class GatewayAddress(NamedTuple):
-    """An address at which the gateway listens.
-
-    Attributes:
-        host: The address to bind.
-        port: The port; 0 for any.
-        option: The option that sets the port.
-    """
+    """An address at which the gateway listens (port 0 = any), and the option that sets it."""
 
     host: str
     port: int
@@ -63,7 +52,7 @@ class GatewayAddress(NamedTuple):
 
 
 def gateway_addresses(settings: "Settings") -> list[GatewayAddress]:
-    """Returns the addresses of HTTP, gRPC and metrics, where they are enabled; that of HTTP is the others' default."""
+    """Returns the enabled addresses of HTTP, gRPC and metrics; HTTP's host is the default of the others."""
     host = settings.http.host
     found = [GatewayAddress(host, settings.http.port, "--http-port")]
     if settings.grpc.enabled:
@@ -76,17 +65,9 @@ def gateway_addresses(settings: "Settings") -> list[GatewayAddress]:
 def claim_ports(addresses: Sequence[GatewayAddress], try_again: Callable[[], bool]) -> list[int]:
     """Checks that the gateway can bind its ports, and chooses free ones in place of 0.
 
-    Args:
-        addresses: The gateway's addresses.
-        try_again: Called while a port is in use; may wait, and returns whether to try again.
-
-    Returns:
-        The port of each address.
-
-    Raises:
-        SettingsError: A port is in use, or can't be bound.
+    While a port is in use, `try_again` may wait, and returns whether to retry.
     """
-    # Ports are held until all are chosen, so that none is chosen twice; requested ones go first.
+    # Ports are held until all are chosen, so that each is chosen once; requested ones go first.
     with ExitStack() as held:
         chosen: dict[GatewayAddress, int] = {}
         for address in sorted(addresses, key=lambda one: not one.port):
@@ -111,7 +92,6 @@ def _bound(address: GatewayAddress, try_again: Callable[[], bool]) -> socket.soc
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """Binds a port; 0 = a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for _ in range(0 if port else _TRIES):
         with suppress(OSError):
@@ -130,9 +110,7 @@ def local_url(host: str, port: int, *, tls: bool = False) -> str:
 def share_cpus(cpus: Sequence[int], processes: int) -> list[tuple[int, ...]]:
     """Divides the cores among workers: a runtime starts a thread for each core that it may use.
 
-    Returns:
-        The cores of each process; empty for a single one, which needs no limit. With more processes than cores, each
-        has one core, and some share it.
+    A single process gets no limit (empty). With more processes than cores, each has one core, and some share it.
     """
     if processes == 1 or not cpus:
         return [()] * processes
@@ -143,7 +121,7 @@ def share_cpus(cpus: Sequence[int], processes: int) -> list[tuple[int, ...]]:
 
 
 def usable_cpus() -> list[int]:
-    """Returns the cores that this process may use; none on systems without this information."""
+    """Returns the cores that this process may use; empty on systems without this information."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 

@@ -1,6 +1,6 @@
-"""Messages of `qinfer up` about itself: lines for people, or JSON objects like those of the programs that it starts.
+"""Messages of `qinfer up` about itself: text, or JSON objects like those of the programs that it starts.
 
-Imports little, as the supervisor does; `qinfer.observe.logs` would bring the settings along.
+`qinfer.observe.logs` is not used, because it imports the large settings.
 """
 
 import json
@@ -16,7 +16,7 @@ from rich.text import Text
 
 
 def are_json(arguments: Sequence[str]) -> bool:
-    """Tells whether a command line, though it may be wrong, is that of a `qinfer up` whose messages are JSON."""
+    """Returns whether a command line, possibly a wrong one, is a `qinfer up` with JSON messages."""
     if arguments[:1] != ["up"]:
         return False
     chosen = [os.environ.get("QINFER_LOG__FORMAT", "")]
@@ -26,27 +26,27 @@ def are_json(arguments: Sequence[str]) -> bool:
 
 
 class Messages:
-    """Lines for people, on stderr."""
+    """Lines of text, on stderr."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, soft_wrap=True)
 
     def say(self, line: str) -> None:
-        """Says what happens."""
+        """Reports an event."""
         self._console.print(Text(f"qinfer: {line}"))
 
     def warn(self, line: str) -> None:
-        """Says what went wrong."""
+        """Reports a problem."""
         self._console.print(Text(f"qinfer: {line}", style="yellow"))
 
     def show(self, lines: Sequence[str]) -> None:
-        """Shows the summary; its lines are rich's markup."""
+        """Shows the summary, whose lines are rich's markup."""
         for line in lines:
-            # A command that is cut into lines can't be pasted.
+            # A wrapped command can't be pasted.
             self._console.print(Text.from_markup(line), soft_wrap=True)
 
     def progress(self, text: str) -> AbstractContextManager[Callable[[str], None]]:
-        """Shows how far the start is, until the block ends; yields what changes the text."""
+        """Shows the progress of the start until the block ends; yields a function that changes the text."""
         return _Spinner(self._console, text)
 
 
@@ -66,15 +66,15 @@ class JsonMessages(Messages):
     """JSON objects, one a line, on stderr."""
 
     def say(self, line: str) -> None:
-        """Says what happens."""
+        """Reports an event."""
         self._write("INFO", line)
 
     def warn(self, line: str) -> None:
-        """Says what went wrong."""
+        """Reports a problem."""
         self._write("WARNING", line)
 
     def fail(self, message: str) -> None:
-        """Says why it ends."""
+        """Reports the reason for the end."""
         self._write("ERROR", "qinfer up failed", error=message)
 
     def show(self, lines: Sequence[str]) -> None:

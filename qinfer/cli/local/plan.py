@@ -1,4 +1,4 @@
-"""The options of `qinfer up`, and what its preparation makes of them; plain values, which cross between processes."""
+"""The options of `qinfer up` and the results of its preparation: plain values, which cross between processes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,16 +15,9 @@ Sections = Mapping[str, Mapping[str, Any]]
 class UpOptions:
     """The options of `qinfer up`.
 
-    Attributes:
-        settings: Values in place of the environment's; a port 0 is any free one. Of the repository those that are
-            empty are the environment's.
-        allow_client_shm: Clients on this host may pass tensors in system shared memory.
-        data_dir: The directory of the private Redis' data.
-        redis_url: The Redis to use; empty = a private one.
-        redis_memory_bytes: The memory of the private Redis above which it takes no writes; 0 = half of what there is.
-        workers: The number of workers.
-        autoscale: The minimum and maximum number of workers, in place of `workers`.
-        ready_timeout_s: Seconds to wait until the models are loaded.
+    `settings` replace the environment's, except empty ones of the repository; port 0 is any free one. Without
+    `redis_url` a private Redis runs, which takes no writes above `redis_memory_bytes` (0 = half of the memory).
+    `autoscale` is the minimum and maximum number of workers, in place of `workers`.
     """
 
     settings: Sections
@@ -47,13 +40,7 @@ class Ports(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The part of the settings that supervision needs.
-
-    Attributes:
-        addresses: The gateway's addresses.
-        gateway_drain_s: The gateway's own drain limit in seconds.
-        worker_drain_s: A worker's own drain limit in seconds.
-    """
+    """The settings that supervision needs."""
 
     addresses: Sequence[GatewayAddress]
     gateway_drain_s: float
@@ -64,12 +51,8 @@ class Plan:
 class Launch:
     """The values with which the programs start.
 
-    Attributes:
-        url: The gateway's URL.
-        variables: The programs' settings, as variables of the environment.
-        pass_env: Further variables for all programs, by name or pattern.
-        model_env: Further variables for workers and the code of models.
-        no_bulk: The reason why there is no bulk worker; empty = there is one.
+    `variables` are the programs' settings, as environment variables; `pass_env` further variables for all programs, by
+    name or pattern; `model_env` those for workers and model code. `no_bulk` is the reason for not having a bulk worker.
     """
 
     url: str
@@ -83,10 +66,7 @@ class Launch:
 class Progress:
     """The state of a start.
 
-    Attributes:
-        pending: Model versions that are loading, or of which no worker has reported.
-        workers: Live workers.
-        is_live: The gateway answers.
+    `pending` counts model versions that are loading, or not reported by any worker; `is_live` = the gateway answers.
     """
 
     pending: int

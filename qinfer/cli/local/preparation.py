@@ -1,6 +1,6 @@
 """The preparation of `qinfer up`, and its summary: the settings, the repositories, the first look at Redis and gateway.
 
-All that needs redis-py, numpy, httpx and pydantic is here, and runs in a process that ends when the models are loaded
+This code needs redis-py, numpy, httpx and pydantic. It runs in a process that ends when the models are loaded
 (`qinfer.cli.local.preparer`), so that the supervisor stays small.
 """
 
@@ -37,17 +37,7 @@ _FOR_JOBS = ("celery", "pyarrow")
 
 
 class Preparation:
-    """Everything that `qinfer up` does with its settings, and with Redis and the gateway as their client.
-
-    Args:
-        options: The options.
-
-    Attributes:
-        settings: The settings of the environment and the options.
-
-    Raises:
-        SettingsError: An option or setting can't work.
-    """
+    """The part of `qinfer up` that reads settings, and uses Redis and the gateway as their client."""
 
     def __init__(self, options: UpOptions) -> None:
         settings = load_settings()
@@ -56,11 +46,7 @@ class Preparation:
         self._overview = Overview(models=(), lanes=(), workers=())
 
     def plan(self) -> Plan:
-        """Checks the settings, and returns those that supervision needs.
-
-        Raises:
-            SettingsError: There is no such repository, or the gateway would be open to strangers.
-        """
+        """Checks the settings, and returns those that supervision needs."""
         settings = self.settings
         for place in settings.repository.path.split(","):
             check_repository(place)
@@ -72,16 +58,7 @@ class Preparation:
         )
 
     def begin(self, redis_url: str, ports: Ports) -> Launch:
-        """Writes the desired state of the models to Redis, before the programs start.
-
-        Args:
-            redis_url: The URL of the Redis with the queue.
-            ports: The gateway's ports.
-
-        Raises:
-            BrokerUnavailable: Redis can't be reached.
-            SettingsError: A repository can't be read, or has no model of a name to load.
-        """
+        """Writes the desired state of the models to Redis, before the programs start."""
         self.settings = self.settings.model_copy(update={"redis": with_url(self.settings.redis, redis_url)})
         run_start(self.settings.redis, self.settings.repository)
         url = local_url(self.settings.http.host, ports.http, tls=bool(self.settings.http.tls_certfile))
@@ -95,27 +72,16 @@ class Preparation:
         )
 
     def look(self, least: int, up_s: float) -> Progress:
-        """Looks how far workers and gateway are.
-
-        Args:
-            least: The number of workers that are always running.
-            up_s: Seconds since the start; workers of an earlier one do not count.
-        """
+        """Returns the progress of workers and gateway, `up_s` after the start; `least` workers are always running."""
         # While Redis can't be reached, the last overview is kept.
         with contextlib.suppress(BrokerUnavailable):
             self._overview = run_overview(self.settings.redis, max_up_s=up_s + 1.0)
-        # Without a worker nobody reports on the models, and models that need none are ready.
+        # Without a worker there are no reports on the models, and models that need none are ready.
         pending = sum(m.pending and (bool(least) or m.state is not State.READY) for m in self._overview.models)
         return Progress(pending=pending, workers=len(self._overview.workers), is_live=self._client.is_live())
 
     def summary(self, launch: Launch, ports: Ports, workers: str) -> list[str]:
-        """Returns the lines that say what is running, as `look` saw it last.
-
-        Args:
-            launch: The values with which the programs started.
-            ports: The gateway's ports.
-            workers: The number of workers, in words.
-        """
+        """Returns the lines that say what is running, as of the last `look`."""
         models = self._overview.models
         facts = [
             _fact("URL", (launch.url, "bold cyan"), ("   /docs and /metrics too", "dim")),
@@ -127,7 +93,7 @@ class Preparation:
             _fact("Stop", "Ctrl-C", ("   answers what was accepted first; twice: at once", "dim")),
         ]
         ready = next((m.name for m in models if m.state is State.READY), None)
-        # An example is not worth a failure.
+        # a missing example is no failure
         with contextlib.suppress(QinferError):
             if ready:
                 line = example_line(launch.url, self._client.metadata(ready), self._client.config(ready))
@@ -136,7 +102,6 @@ class Preparation:
         return [(Text("  ") + line).markup if line else "" for line in lines]
 
     def _other_ports(self, ports: Ports) -> Iterator[Text]:
-        """Yields the addresses of gRPC and metrics, where they are enabled."""
         settings = self.settings
         if ports.grpc:
             address = local_url(settings.grpc.host or settings.http.host, ports.grpc)
@@ -164,19 +129,11 @@ class Preparation:
 
 
 EXECUTE_TIMEOUT_S = 300.0
-"""How long an execution may take under `qinfer up`, unless model or environment say otherwise."""
+"""How long an execution may take under `qinfer up`, unless model or environment set a limit."""
 
 
 def completed(options: UpOptions, settings: Settings) -> Sections:
-    """Returns the values that `qinfer up` and its programs use in place of the environment's.
-
-    Args:
-        options: The options.
-        settings: The settings of the environment.
-
-    Raises:
-        SettingsError: A location of --allow-store is none.
-    """
+    """Returns the values that `qinfer up` and its programs use in place of the environment's."""
     given = settings.repository
     repository = {name: getattr(given, name) for name in ("path", "overlay", "load_models", "min_workers")}
     repository |= {name: value for name, value in options.settings["repository"].items() if value not in ("", ())}
@@ -211,15 +168,7 @@ def scaling_settings(options: UpOptions, redis_url: str) -> Settings:
 
 
 def allowed_stores(given: Sequence[str], settings: Settings) -> tuple[str, ...]:
-    """Returns the locations that jobs may read and write: those of the options, and of the setting.
-
-    Args:
-        given: URLs such as s3://bucket/folder, and directories of this machine.
-        settings: The settings, for `stores.allow`.
-
-    Raises:
-        SettingsError: A location is neither.
-    """
+    """Returns the locations that jobs may read and write: the given URLs and directories, and those of the setting."""
     urls = [place if "://" in place else f"file://{Path(place).resolve()}" for place in given]
     try:
         return tuple(dict.fromkeys([*map(normalised, urls), *settings.stores.allow]))
@@ -228,12 +177,7 @@ def allowed_stores(given: Sequence[str], settings: Settings) -> tuple[str, ...]:
 
 
 def why_no_bulk_worker(settings: Settings, redis_url: str) -> str:
-    """Returns the reason or the remedy if there is no bulk worker; empty = one can run.
-
-    Args:
-        settings: The settings.
-        redis_url: The URL of the Redis with the queue.
-    """
+    """Returns the reason or the remedy for having no bulk worker; empty = one can run."""
     if not settings.bulk.enabled:
         return "QINFER_BULK__ENABLED is false"
     if not settings.stores.allow:
@@ -248,12 +192,7 @@ def why_no_bulk_worker(settings: Settings, redis_url: str) -> str:
 
 
 def jobs_line(settings: Settings, no_worker: str) -> str:
-    """Returns the text about bulk jobs in the summary.
-
-    Args:
-        settings: The settings, with the allowed locations.
-        no_worker: The reason why there is no bulk worker; empty = there is one.
-    """
+    """Returns the summary's text about bulk jobs."""
     return f"off; {no_worker}" if no_worker else f"within {', '.join(settings.stores.allow)}"
 
 
@@ -262,13 +201,9 @@ INLINE_ELEMENTS = 16
 
 
 def example_line(url: str, model: ModelMetadata, config: Mapping[str, Any]) -> str:
-    """Returns a short shell line that sends zeros to a model, whatever the size of its inputs.
+    """Returns a short shell line that sends zeros to a model, with inputs of any size.
 
-    Args:
-        url: The gateway's URL.
-        model: The model.
-        config: Its configuration: responses of a decoupled model have to be streamed, and a stateful one is sent a
-            sequence of one step.
+    By its configuration, a decoupled model's responses are streamed, and a stateful one gets a sequence of one step.
     """
     is_decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled"))
     batching = config.get("sequence_batching", {})

@@ -1,7 +1,7 @@
-"""The process beside `qinfer up` that prepares a start: a `Preparation` that is asked over a pipe.
+"""The process beside `qinfer up` that prepares a start: a `Preparation`, called over a pipe.
 
-Memory that Python has taken for imports is given back by the end of a process only. The supervisor runs for months and
-needs none of them; with them it would be five times as large.
+Only the end of a process frees the memory of its imports. The supervisor runs for months and does not need them; they
+would make it five times as large.
 """
 
 import signal
@@ -29,11 +29,8 @@ _BUILT_IN = {error.__name__: error for error in (ModuleNotFoundError, ImportErro
 class _Answer(msgspec.Struct, omit_defaults=True):
     """The result of a method, or the error that it raised.
 
-    Attributes:
-        result: The result.
-        error: The error's class; empty = there is none.
-        args: The error's arguments that are numbers or text.
-        module: The module that an `ImportError` misses.
+    `error` is the error's class, or empty; `args` its arguments that are numbers or text; `module` the one that an
+    `ImportError` misses.
     """
 
     result: Any = None
@@ -50,7 +47,6 @@ class _Answer(msgspec.Struct, omit_defaults=True):
         return cls(error=_known(type(error)), args=args, module=getattr(error, "name", None))
 
     def raised(self) -> Exception:
-        """Returns the error, to be raised again."""
         if self.error in _BUILT_IN:
             error = _BUILT_IN[self.error](*self.args)
             if isinstance(error, ImportError):
@@ -63,16 +59,12 @@ class _Answer(msgspec.Struct, omit_defaults=True):
 
 
 def _known(kind: type[Exception]) -> str:
-    """Returns the name of an error's class, or of the nearest class above that the other process knows."""
+    """Returns the name of an error's class, or of the nearest base class that the other process knows."""
     return next(each.__name__ for each in kind.__mro__ if each.__name__ in _BUILT_IN or hasattr(errors, each.__name__))
 
 
 class Preparer:
-    """A `Preparation` in a process of its own; a context manager. Its methods raise what those of `Preparation` raise.
-
-    Args:
-        options: The options of `qinfer up`.
-    """
+    """A `Preparation` in a process of its own; a context manager. Its methods raise the errors of `Preparation`."""
 
     def __init__(self, options: UpOptions) -> None:
         self._options = options
@@ -92,27 +84,27 @@ class Preparer:
     def close(self) -> None:
         """Ends the process; a second time changes nothing."""
         self._pipe.close()
-        # It may be waiting for Redis, and has nothing to save.
+        # It may wait for Redis, and has nothing to save.
         self._process.kill()
         self._process.join()
 
     def plan(self) -> Plan:
-        """See `Preparation.plan`."""
+        """Calls `Preparation.plan`."""
         plan: Plan = self._ask("plan")
         return plan
 
     def begin(self, redis_url: str, ports: Ports) -> Launch:
-        """See `Preparation.begin`."""
+        """Calls `Preparation.begin`."""
         launch: Launch = self._ask("begin", redis_url, ports)
         return launch
 
     def look(self, least: int, up_s: float) -> Progress:
-        """See `Preparation.look`."""
+        """Calls `Preparation.look`."""
         progress: Progress = self._ask("look", least, up_s)
         return progress
 
     def summary(self, launch: Launch, ports: Ports, workers: str) -> Sequence[str]:
-        """See `Preparation.summary`; lines with rich's markup."""
+        """Calls `Preparation.summary`."""
         lines: list[str] = self._ask("summary", launch, ports, workers)
         return lines
 
@@ -131,7 +123,7 @@ def _serve(pipe: "Connection[Any, Any]", theirs: "Connection[Any, Any]", options
     """Answers until the other end of the pipe is closed, by intent or by the supervisor's death."""
     theirs.close()
     for number in (signal.SIGINT, signal.SIGHUP):
-        # They mean the supervisor, which ends this process.
+        # They are for the supervisor, which ends this process.
         signal.signal(number, signal.SIG_IGN)
     preparation = None
     with suppress(EOFError, ConnectionError):

@@ -11,20 +11,14 @@ DATA_DIR = Path(".qinfer")
 
 
 class RunFile(msgspec.Struct, frozen=True):
-    """The content of the run file of a `qinfer up`.
-
-    Attributes:
-        pid: The process id of `qinfer up`.
-        url: The gateway's URL.
-        redis_url: The private Redis' URL.
-    """
+    """The content of the run file of a `qinfer up`."""
 
     pid: int
     url: str
     redis_url: str
 
     def is_alive(self) -> bool:
-        """Tells whether a process of that id exists; after a crash it may be another program."""
+        """Returns whether a process of that id exists; after a crash it may be another program."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -43,11 +37,7 @@ def read(data_dir: Path) -> RunFile | None:
 
 
 def nearest(data_dir: Path = DATA_DIR) -> RunFile | None:
-    """Returns the run file of a running `qinfer up`: in a data directory, or one of its name in a directory above.
-
-    Args:
-        data_dir: The data directory; only a relative one is looked for in the directories above the current one.
-    """
+    """Returns the run file of a running `qinfer up`; a relative data directory may be in any directory above, too."""
     here = Path.cwd()
     for directory in dict.fromkeys(above / data_dir for above in (here, *here.parents)):
         run = read(directory)
@@ -57,7 +47,7 @@ def nearest(data_dir: Path = DATA_DIR) -> RunFile | None:
 
 
 def write(data_dir: Path, run: RunFile) -> None:
-    """Writes the run file, whole or not at all."""
+    """Writes the run file atomically."""
     temporary = data_dir / f"{NAME}.new"
     temporary.write_text(json.dumps(msgspec.to_builtins(run)) + "\n", encoding="utf-8")
     temporary.replace(data_dir / NAME)

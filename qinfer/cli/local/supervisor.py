@@ -1,8 +1,8 @@
 """A small synchronous supervisor: starts processes, restarts crashed ones, stops them in order.
 
 It sleeps in one `select` on the wake-up socket that Python writes signals to: SIGCHLD when a process ended, SIGINT and
-SIGTERM when it should stop. SIGHUP stops it if its terminal was closed, and is passed on to the processes otherwise:
-they read their files again. Nothing is polled. Decisions about restarts (`after_exit`) are pure.
+SIGTERM to stop. SIGHUP stops it if its terminal was closed; otherwise it is passed on to the processes, which read
+their files again. Nothing is polled. Decisions about restarts (`after_exit`) are pure.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from qinfer.errors import QinferError, SettingsError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POKE = b"\0"
-"""The number of no signal."""
+"""no signal has this number"""
 
 
 KILL_MARGIN_S = 5.0
@@ -35,12 +35,8 @@ KILL_MARGIN_S = 5.0
 class RestartPolicy:
     """The treatment of a process that ended by itself.
 
-    Attributes:
-        first_delay_s: Seconds before the first restart; doubled with each failure in a row.
-        max_delay_s: The longest delay.
-        stable_s: Seconds of running after which earlier failures are forgotten.
-        give_up_after: Failures in a row after which the process is not restarted; `None` = never give up.
-        hopeless_codes: Exit codes that no restart can cure, such as 2 for wrong settings; only with `give_up_after`.
+    The delay doubles with each failure in a row, until the process has run for `stable_s`. With `give_up_after`
+    (failures in a row; `None` = never), it is not restarted after a hopeless exit code, such as 2 for wrong settings.
     """
 
     first_delay_s: float = 0.5
@@ -52,26 +48,14 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A decision about a process that ended by itself.
-
-    Attributes:
-        failures: Failures of the process in a row, this one included.
-        delay_s: Seconds until the restart; `None` = give up.
-    """
+    """The failures in a row so far, and the seconds until the restart; `None` = give up."""
 
     failures: int
     delay_s: float | None
 
 
 def after_exit(policy: RestartPolicy, *, failures: int, ran_s: float, code: int) -> Verdict:
-    """Decides about a process that ended by itself.
-
-    Args:
-        policy: The treatment.
-        failures: Failures of the process in a row before this one.
-        ran_s: Seconds that the process ran.
-        code: The exit code; negative = the signal that killed it, as `subprocess` reports it.
-    """
+    """Decides about a process that ended by itself; a negative `code` is the signal that killed it."""
     failures = 1 if ran_s >= policy.stable_s else failures + 1
     if policy.give_up_after is not None and (failures >= policy.give_up_after or code in policy.hopeless_codes):
         return Verdict(failures, None)
@@ -112,18 +96,15 @@ class Process(Protocol):
         ...
 
     def reload(self) -> None:
-        """Has the process read its files again."""
+        """Makes the process read its files again."""
         ...
 
 
 class Program:
     """A Python module run as a child that ends with its supervisor (`qinfer.cli.local.child`).
 
-    Args:
-        name: The name in messages.
-        module: The module, run as with `python -m`.
-        env: The whole environment. It carries settings, since every user of the machine can read arguments.
-        cpus: The cores that the program may use; empty = all.
+    `env` is the whole environment; it carries settings, since every user of the machine can read arguments. Empty
+    `cpus` = all cores.
     """
 
     def __init__(self, name: str, module: str, env: Mapping[str, str], cpus: Sequence[int] = ()) -> None:
@@ -143,7 +124,7 @@ class Program:
         self._popen = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, process_group=0)  # noqa: S603  # our own modules
 
     def poll(self) -> int | None:
-        """See `Process`."""
+        """Returns the exit code, or `None` while the program is running."""
         assert self._popen is not None
         code = self._popen.poll()
         if code is not None and self._popen.stdin is not None:
@@ -151,23 +132,23 @@ class Program:
         return code
 
     def terminate(self) -> None:
-        """See `Process`."""
+        """Sends SIGTERM."""
         assert self._popen is not None
         self._popen.terminate()
 
     def kill(self) -> None:
-        """See `Process`."""
+        """Sends SIGKILL."""
         assert self._popen is not None
         self._popen.kill()
 
     def reload(self) -> None:
-        """See `Process`."""
+        """Sends SIGHUP."""
         assert self._popen is not None
         self._popen.send_signal(signal.SIGHUP)
 
 
 class GaveUp(QinferError):
-    """The repeated failure of a process without which nothing works."""
+    """A process without which nothing works failed repeatedly."""
 
 
 @dataclass(slots=True)
@@ -186,11 +167,9 @@ class _Child:
 
 
 class Supervisor:
-    """Starts, restarts and stops processes; a context manager that owns the signal handlers of its own process.
+    """Starts, restarts and stops processes; a context manager that owns its process's signal handlers.
 
-    Args:
-        say: Called with a line of text about each crash, restart and kill.
-        clock: Measures time.
+    `say` gets a line of text about each crash, restart and kill.
     """
 
     def __init__(self, say: Callable[[str], None], clock: Clock | None = None) -> None:
@@ -215,7 +194,7 @@ class Supervisor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Restores the signals; kills processes that are still running, because an error came before `stop`."""
+        """Restores the signals; kills processes that an error before `stop` has left running."""
         for child in self._children:
             if not child.ended and child.restart_at_s is None:
                 child.process.kill()
@@ -231,13 +210,7 @@ class Supervisor:
         return self._stops_asked > 0
 
     def add(self, process: Process, policy: RestartPolicy, *, stop_s: float) -> None:
-        """Starts a process and supervises it from now on.
-
-        Args:
-            process: The process.
-            policy: The treatment of its failures.
-            stop_s: Seconds between `terminate` and `kill`.
-        """
+        """Starts and supervises a process; `stop_s` are the seconds between `terminate` and `kill`."""
         process.start()
         self._children.append(_Child(process, policy, stop_s, started_s=self._clock.monotonic_s()))
 
@@ -255,7 +228,7 @@ class Supervisor:
         if select.select([self._reader], [], [], timeout_s)[0]:
             numbers = self._reader.recv(4096)
             self._stops_asked += numbers.count(signal.SIGINT)
-            if signal.SIGTERM in numbers:  # a further one changes nothing, as Triton has it
+            if signal.SIGTERM in numbers:  # a further one changes nothing, as in Triton
                 self._stops_asked = max(self._stops_asked, 1)
             if signal.SIGHUP in numbers:
                 self._hung_up()
@@ -265,27 +238,23 @@ class Supervisor:
 
     def poke(self) -> None:
         """Makes `wait` return; any thread may call it."""
-        # A full socket makes `wait` return anyway; a closed one means that nobody waits.
+        # A full socket wakes `wait` anyway; a closed one has no waiter.
         with contextlib.suppress(OSError):
             self._writer.send(_POKE)
 
     def dismiss(self, process: Process) -> None:
-        """Asks a process to end without waiting; `wait` kills it if it takes too long, and forgets it at its end."""
+        """Asks a process to end without waiting; `wait` kills it if it takes too long."""
         for child in self._children:
             if child.process is process and not child.stopping:
                 child.kill_at_s = self._clock.monotonic_s() + child.stop_s
                 self._ask_to_end(child)
 
     def supervises(self, process: Process) -> bool:
-        """Tells whether a process is running, waits for its restart, or was asked to end and has not."""
+        """Returns whether a process is running, ending, or waiting for its restart."""
         return any(child.process is process and not child.ended for child in self._children)
 
     def run(self, step: Callable[[], None] = lambda: None) -> None:
-        """Supervises the processes until a signal asks to stop; raises as `wait`.
-
-        Args:
-            step: Called after each `wait`.
-        """
+        """Returns whether a process is running, ending, or waiting for its restart."""
         while not self.stop_asked:
             self.wait()
             step()
@@ -294,10 +263,6 @@ class Supervisor:
         """Asks processes to end and waits for them; supervises the others meanwhile.
 
         Processes that take too long are killed, and all of them after a further Ctrl-C.
-
-        Args:
-            processes: The processes.
-            meanwhile: Called after each `wait`.
         """
         self._stopping = True
         children = [c for c in self._children if c.process in processes and not c.ended]
@@ -326,7 +291,7 @@ class Supervisor:
     def _ask_to_end(self, child: _Child) -> None:
         child.stopping = True
         if child.restart_at_s is not None:
-            # The process has ended already.
+            # it has ended already
             child.restart_at_s, child.kill_at_s, child.ended = None, None, True
         else:
             child.process.terminate()
@@ -375,7 +340,7 @@ class Supervisor:
 
 
 def _has_terminal() -> bool:
-    """Tells whether the process has a terminal; one that was closed is none."""
+    """Returns whether the process has an open terminal."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:

@@ -1,7 +1,7 @@
 """A pool of worker processes whose number changes: started, identified by their heartbeats, drained.
 
-Each worker has a *slot*: a number from 1 on with its share of the cores, as for the maximum number of workers. So one
-worker is as fast as the next, however many are running. A draining worker keeps its slot until it has ended.
+Each worker has a *slot*: a number from 1 on with its share of the cores, computed for the maximum number of workers, so
+that all workers are equally fast. A draining worker keeps its slot until it has ended.
 """
 
 import socket
@@ -13,18 +13,11 @@ from qinfer.models.state import State, WorkerRecord
 
 MODULE = "qinfer_workers.inference"
 _MAX_STARTS = 3
-"""Starts after which a crashing worker does not count as starting any more."""
+"""Starts after which a crashing worker no longer counts as starting."""
 
 
 class PoolWorker(Program):
-    """A worker process of a pool, with its history.
-
-    Args:
-        slot: The worker's number, from 1 on.
-        env: See `Program`.
-        cpus: See `Program`.
-        clock: Measures time.
-    """
+    """A worker process of a pool, with its history."""
 
     def __init__(self, slot: int, env: Mapping[str, str], cpus: Sequence[int], clock: Clock) -> None:
         super().__init__(f"worker {slot}", MODULE, env, cpus)
@@ -37,31 +30,22 @@ class PoolWorker(Program):
         self._clock = clock
 
     def start(self) -> None:
-        """Counts, and starts the worker; see `Program`."""
+        """Counts, and starts the worker."""
         self.starts += 1
         self.started_s = self._clock.monotonic_s()
         self.is_ready = False
         super().start()
 
     def kill(self) -> None:
-        """Counts, and kills the worker; see `Program`."""
+        """Counts, and kills the worker."""
         self.kills += 1
         super().kill()
 
 
 class ScalingPool:
-    """A pool of workers under a supervisor.
+    """A pool of workers under a supervisor, at most one for each slot of `shares`.
 
-    Args:
-        supervisor: The supervisor of the workers.
-        env: The workers' environment.
-        shares: The cores of each slot; as many slots as there may be workers.
-        stop_s: Seconds that a worker may drain before it is killed.
-        policy: The treatment of crashed workers.
-        clock: Measures time.
-
-    Attributes:
-        start_s: The longest time from the start of a worker until it served.
+    `start_s` is the longest time from the start of a worker until it served.
     """
 
     def __init__(
@@ -88,7 +72,7 @@ class ScalingPool:
 
     @property
     def size(self) -> int:
-        """Workers that are to stay: serving, starting, or waiting for their restart."""
+        """Workers that serve, start, or wait for their restart."""
         return len(self._here)
 
     @property
@@ -113,16 +97,16 @@ class ScalingPool:
 
     @property
     def restarts(self) -> int:
-        """The number of restarts after a worker ended by itself."""
+        """Restarts of workers that ended by themselves."""
         return self._gone_restarts + sum(worker.starts - 1 for worker in self._here + self._leaving)
 
     @property
     def kills(self) -> int:
-        """The number of workers that were killed because they did not end in time."""
+        """Workers that were killed because they did not end in time."""
         return self._gone_kills + sum(worker.kills for worker in self._here + self._leaving)
 
     def update(self, records: Iterable[WorkerRecord]) -> None:
-        """Takes the heartbeats of all live workers, which tell the ones of the pool that are serving."""
+        """Takes the heartbeats of all live workers, which show which workers of the pool are serving."""
         host = socket.gethostname()
         # An id is <host>-<pid>-<random>.
         by_start = {record.id.rpartition("-")[0]: record for record in records}
@@ -139,12 +123,9 @@ class ScalingPool:
             self._gone_kills += worker.kills
 
     def resize(self, target: int) -> None:
-        """Starts or drains workers until there are `target`; some may start later, as a slot has one process at most.
+        """Starts or drains workers until there are `target`; a slot that is still draining starts its worker later.
 
         Workers that are not serving leave first, then those that execute least, then the latest.
-
-        Raises:
-            OSError: A process can't be started.
         """
         while self.size > target:
             worker = min(self._here, key=lambda one: (one.is_ready, one.executing, -one.started_s))
@@ -160,6 +141,6 @@ class ScalingPool:
 
 
 def _serves(record: WorkerRecord) -> bool:
-    """Tells whether a worker has loaded its models; one that has not begun reports none."""
+    """Returns whether a worker has loaded its models; one that has not begun reports no models."""
     states = [version.state for versions in record.models.values() for version in versions.values()]
     return State.LOADING not in states and bool(states)

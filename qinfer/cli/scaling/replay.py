@@ -25,20 +25,13 @@ _FIGURES: Mapping[str, tuple[str, str, Callable[[Outcome, float], float]]] = {
     "turns": ("of them reversals", "{}", lambda of, _: of.turns),
     "left_rows": ("rows left at the end", "{:,}", lambda of, _: of.left),
 }
-"""Name of a figure → its label, its format, and the way from an outcome and the seconds after which a wait is late."""
+"""Name of a figure → its label, its format, and its value for an outcome and the seconds after which a wait is late."""
 
 
 def run_replay(path: Path, options: Mapping[str, float], late_s: float | None, *, as_json: bool = False) -> None:
-    """Prints the outcome of a policy on the traffic of a record.
+    """Prints the outcome of a policy, given as fields of `AutoscaleSettings`, on the traffic of a record.
 
-    Args:
-        path: The record.
-        options: The policy, as fields of `AutoscaleSettings`.
-        late_s: Seconds after which a wait is late; `None` = the target plus a worker's start-up time.
-        as_json: Print JSON instead of a table.
-
-    Raises:
-        SettingsError: The file can't be read or is no record, or the options contradict one another.
+    A wait is late after `late_s`; `None` = the target plus a worker's start-up time.
     """
     if late_s is not None and not math.isfinite(late_s):
         raise SettingsError(f"--late-s must be a number of seconds, got {late_s}")
@@ -69,12 +62,7 @@ def run_replay(path: Path, options: Mapping[str, float], late_s: float | None, *
 
 
 def figures(outcome: Outcome, late_s: float) -> dict[str, float]:
-    """Returns the figures of an outcome.
-
-    Args:
-        outcome: The outcome of a trace.
-        late_s: Seconds after which a wait is late.
-    """
+    """Returns the figures of an outcome."""
     return {name: figure(outcome, late_s) for name, (_, _, figure) in _FIGURES.items()}
 
 

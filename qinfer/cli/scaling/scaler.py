@@ -2,9 +2,9 @@
 
     QueueWatch (thread): Redis ──▶ Reading ──▶ decide_share (pure) ──▶ ScalingPool: workers under the supervisor
 
-Autoscalers of the same models share the work: each knows the others by their records, decides for all, and does its
-share. While the queue can't be read, running workers are kept; an unreachable Redis blocks the thread only. Each
-decision is logged with its numbers; Redis has the latest one, and counts of all.
+Autoscalers of the same models share the work: each reads the others' records, decides for all, and does its share.
+While the queue can't be read, running workers are kept; an unreachable Redis blocks the thread only. Each decision is
+logged with its numbers; Redis has the latest one, and the counts of all.
 """
 
 import asyncio
@@ -49,17 +49,10 @@ CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The state of the queue and its workers at one instant.
+    """The state of the queue and its workers at one monotonic instant.
 
-    Attributes:
-        at_s: The monotonic time.
-        work: The work of each version.
-        rows: Rows executed so far, of each version.
-        workers: The heartbeats of all live workers.
-        load_s: The longest load time of a model.
-        floors: Model → live workers that it needs to be READY, where it needs any.
-        scalers: The records of all live autoscalers, of whatever models.
-        sequences: The sequences of each stateful model.
+    `rows` are those executed so far, `load_s` the longest load time of a model, `floors` the live workers that models
+    need to be READY. `scalers` are the records of all live autoscalers.
     """
 
     at_s: float
@@ -80,11 +73,7 @@ class Away:
 
 
 async def read(store: ControlStore, delivery: Queue, globs: Sequence[str], clock: Clock) -> Reading:
-    """Reads the input of an autoscaler, about the models that its workers load.
-
-    Raises:
-        BrokerUnavailable: The store or the queue can't be reached.
-    """
+    """Reads the input of an autoscaler, about the models that its workers load."""
     models = await read_work(store, delivery, Jobs(delivery).open_rows)
     work = tuple(one for one in models if is_placed(one.model, globs))
     versions = [(one.model, one.version) for one in work]
@@ -108,11 +97,7 @@ async def read(store: ControlStore, delivery: Queue, globs: Sequence[str], clock
 class QueueWatch:
     """Reads the queue every few seconds until closed, and publishes the autoscaler's own record.
 
-    Args:
-        redis: The Redis with the queue.
-        globs: The models that count.
-        every_s: Seconds between two readings.
-        on_news: Called in the thread when there is a new reading; must not block.
+    `on_news` is called in the thread when there is a new reading; it must not block.
     """
 
     def __init__(self, redis: RedisSettings, globs: Sequence[str], every_s: float, on_news: Callable[[], None]) -> None:
@@ -148,7 +133,7 @@ class QueueWatch:
         self._call(self._has_record.set)
 
     def close(self) -> None:
-        """Removes the record and ends the thread; gives up on a Redis that does not answer."""
+        """Removes the record if Redis answers, and ends the thread."""
         if self._thread.is_alive():
             self._call(self._end)
             self._thread.join(CLOSE_S)
@@ -156,7 +141,7 @@ class QueueWatch:
             self._loop.close()
 
     def _call(self, callback: Callable[[], None]) -> None:
-        # The thread may have just ended.
+        # the thread may have just ended
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback)
 
@@ -174,7 +159,7 @@ class QueueWatch:
                 await self._while_connected()
             except QinferError as error:
                 self._put(Away(error.message))
-            # The loop boundary: an unexpected error may pass, and the workers are to be kept.
+            # The loop boundary: an unexpected error may pass, and must not end the workers.
             except Exception:
                 logger.exception("queue not read")
                 self._put(Away("its state can't be read"))
@@ -203,7 +188,7 @@ class QueueWatch:
             raise
 
     async def _publish_until_next(self, store: ControlStore) -> None:
-        """Waits until the next reading is due; meanwhile writes new records at once, as the others need them."""
+        """Waits for the next reading; writes new records at once, because the others need them."""
         next_s = self._loop.time() + self._every_s
         while not self._stop.is_set() and (left_s := next_s - self._loop.time()) > 0:
             with contextlib.suppress(TimeoutError):
@@ -228,11 +213,7 @@ class QueueWatch:
 
 
 def policy_of(settings: AutoscaleSettings) -> ScalingPolicy:
-    """Returns the policy of the settings; an unset maximum is the number of cores.
-
-    Raises:
-        SettingsError: The numbers contradict one another.
-    """
+    """Returns the policy of the settings; an unset maximum is the number of cores."""
     return ScalingPolicy(
         min_workers=settings.min_workers,
         max_workers=settings.max_workers or max(len(usable_cpus()), settings.min_workers, 1),
@@ -255,15 +236,8 @@ def crowded(policy: ScalingPolicy) -> str:
 class Autoscaler:
     """Keeps as many workers running as the work needs.
 
-    Args:
-        policy: The scaling policy.
-        pool: The workers.
-        watch: Reads the queue.
-        places: Globs of the models that the workers load.
-        say: Called with a line of text about each change and each problem. Without it problems are logged, as changes
-            are in any case.
-        clock: Measures time.
-        record: The record of observations and decisions, if any.
+    `places` are globs of the models that the workers load. `say` gets a line about each change and problem; without it
+    problems are logged, as changes always are.
     """
 
     def __init__(
@@ -318,7 +292,7 @@ class Autoscaler:
         self._watch.start()
 
     def close(self) -> None:
-        """Stops reading; the workers are the supervisor's to stop."""
+        """Stops reading; the supervisor stops the workers."""
         self._watch.close()
 
     def step(self) -> None:
@@ -370,7 +344,6 @@ class Autoscaler:
         )
 
     def _keep_workers(self, reason: str) -> None:
-        """Reports once that the queue can't be read."""
         if not self._is_away:
             self._is_away = True
             self._peers.distrust_missing()
@@ -460,15 +433,7 @@ class Autoscaler:
 
 
 def run_autoscaler(redis: RedisSettings, options: Mapping[str, float | str]) -> None:
-    """Runs until a signal asks to stop, then drains all workers.
-
-    Args:
-        redis: The Redis with the queue.
-        options: Fields of `AutoscaleSettings` in place of the environment's.
-
-    Raises:
-        SettingsError: The limits contradict one another, a variable is wrong, or the record can't be written.
-    """
+    """Runs until a signal asks to stop, then drains all workers; `options` replace fields of `AutoscaleSettings`."""
     protect_process(os.environ)
     settings = load_settings()
     scaling = settings.autoscale.model_copy(update=dict(options))
@@ -492,17 +457,7 @@ def run_autoscaler(redis: RedisSettings, options: Mapping[str, float | str]) -> 
 def make_autoscaler(
     settings: Settings, supervisor: Supervisor, env: Mapping[str, str], say: Callable[[str], None] | None = None
 ) -> Autoscaler:
-    """Returns an autoscaler whose workers are under a supervisor.
-
-    Args:
-        settings: The settings, with the Redis of the queue and the limits.
-        supervisor: The supervisor of the workers.
-        env: The workers' environment.
-        say: Called with lines of text; without it they are logged.
-
-    Raises:
-        SettingsError: The limits contradict one another, or the record can't be written.
-    """
+    """Returns an autoscaler whose workers are under a supervisor."""
     policy = policy_of(settings.autoscale)
     if warning := crowded(policy):
         if say is not None:

@@ -190,12 +190,7 @@ async def _once(work: Callable[[], Awaitable[Any]]) -> Any:
 
 @asynccontextmanager
 async def open_links(settings: Settings, *, waits: bool = True) -> AsyncIterator[Links]:
-    """Connects to Redis, and takes a first look at models and endpoints; `waits` until Redis is reachable.
-
-    Raises:
-        BrokerUnavailable: Redis can't be reached, and `waits` is not set.
-        SettingsError: Redis refuses.
-    """
+    """Connects to Redis, and takes a first look at models and endpoints; `waits` until Redis is reachable."""
     step = wait_for_redis if waits else _once
     async with AsyncExitStack() as opened:
         delivery = await step(partial(Queue.connect, settings.redis, settings.limits))
@@ -210,11 +205,7 @@ async def open_links(settings: Settings, *, waits: bool = True) -> AsyncIterator
 
 
 async def serve(config: BridgeConfig, settings: Settings, links: Links, stop: asyncio.Event) -> None:
-    """Runs a bridge until `stop` is set.
-
-    Raises:
-        SettingsError: The port of the metrics can't be used.
-    """
+    """Runs a bridge until `stop` is set."""
     delivery, store, endpoints = links
     async with AsyncExitStack() as opened:
         bridge = Bridge(config, delivery, endpoints, settings)
@@ -238,10 +229,6 @@ async def check(config: BridgeConfig, settings: Settings, say: Callable[[str], N
     """Tries everything that a bridge needs, without moving a message; returns whether all is well.
 
     `say` gets a line for each check.
-
-    Raises:
-        BrokerUnavailable: Redis can't be reached.
-        SettingsError: Redis refuses.
     """
     async with open_links(settings, waits=False) as links:
         results = [await _check_route(route, links.endpoints, say) for route in config.routes]

@@ -55,21 +55,13 @@ class Reader:
         self._codec: BodyCodec | None = None
 
     def use(self, served: Served) -> None:
-        """Sets the model version to read messages for.
-
-        Raises:
-            InvalidRequest: The route's `body` does not fit the model.
-        """
+        """Sets the model version to read messages for."""
         if served is not self._served:
             self._codec = body_codec(self._route, served)
             self._served = served
 
     def read(self, message: Delivered) -> Work:
-        """Makes a request of a message; after `use`.
-
-        Raises:
-            QinferError: It can't be read, does not fit the model, or can't be answered.
-        """
+        """Makes a request of a message; after `use`."""
         served, codec, route = self._served, self._codec, self._route
         assert served is not None
         assert codec is not None
@@ -159,11 +151,7 @@ def _header_in_any_case(message: Delivered, name: str) -> str | None:
 
 
 def body_codec(route: RouteOptions, served: Served) -> BodyCodec:
-    """Returns the codec for the bodies of a route's messages.
-
-    Raises:
-        InvalidRequest: The route's `body` does not fit the model.
-    """
+    """Returns the codec for the bodies of a route's messages."""
     if _is_list(route, served.spec) and route.body.reply == "arrow":
         raise InvalidRequest(_NO_ARROW_LIST)
     return BodyCodec(route.body, served.spec, served.version)

@@ -39,12 +39,7 @@ class OutputColumn(msgspec.Struct, frozen=True, array_like=True):
 
 
 def json_lines(outputs: Iterable[Tensor], columns: Mapping[str, OutputColumn], *, is_batched: bool) -> bytes:
-    """Returns a JSON object for each row; NaN and infinities are null.
-
-    Raises:
-        InvalidRequest: An output's bytes are not UTF-8.
-        OutputMismatch: An output's bytes do not fill its shape, or its number of rows differs.
-    """
+    """Returns a JSON object for each row; NaN and infinities are null."""
     values = {}
     for tensor in outputs:
         array, dims = _rows(tensor, columns.get(tensor.name), is_batched=is_batched)
@@ -59,12 +54,7 @@ def json_lines(outputs: Iterable[Tensor], columns: Mapping[str, OutputColumn], *
 def arrow_batch(
     outputs: Iterable[Tensor], columns: Mapping[str, OutputColumn], *, is_batched: bool, is_file: bool
 ) -> bytes:
-    """Returns a record batch with a column for each output, as Arrow's stream or file.
-
-    Raises:
-        InvalidRequest: An output's bytes are not UTF-8, and it is not declared binary.
-        OutputMismatch: An output's bytes do not fill its shape, or its number of rows differs.
-    """
+    """Returns a record batch with a column for each output, as Arrow's stream or file."""
     values = {}
     for tensor in outputs:
         column = columns.get(tensor.name)

@@ -148,11 +148,7 @@ class Caller:
         return Responses(self._loop, inbox, request.model, lambda: deadline_s - self._now_s())
 
     async def follow(self) -> None:
-        """Follows the catalog for steps of ensembles; returns once it was read.
-
-        Raises:
-            BrokerUnavailable: The catalog can't be read now.
-        """
+        """Follows the catalog for steps of ensembles; returns once it was read."""
         await self.listen()
         if not self._is_following:
             await self._refresh(FRESH_S)

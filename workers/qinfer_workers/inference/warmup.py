@@ -67,11 +67,7 @@ class _Unheard(OneResponse):
 
 
 def warm_up(backend: Backend, spec: ModelSpec, model_dir: Path = Path(), states: Sequence[Tensor] = ()) -> None:
-    """Runs a loaded instance with the samples of its configuration.
-
-    Raises:
-        ModelLoadFailed: A sample failed, or its file does not fit.
-    """
+    """Runs a loaded instance with the samples of its configuration."""
     for sample in spec.warmup:
         batch = _batch(spec, sample.inputs, sample.batch_size, states, model_dir)
         ctx = _Unheard()

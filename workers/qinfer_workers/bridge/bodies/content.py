@@ -85,11 +85,7 @@ def parse_content_type(text: str) -> Content:
 
 
 def json_length(content: Content, headers: Mapping[str, object] | None, body_bytes: int) -> int | None:
-    """Returns the end of a body's JSON, behind which binary tensors begin; `None` = the message does not say.
-
-    Raises:
-        InvalidRequest: It is no integer, or not within the body.
-    """
+    """Returns the end of a body's JSON, behind which binary tensors begin; `None` = the message does not say."""
     value: object = content.json_length
     for name, given in (headers or {}).items():
         if isinstance(name, str) and name.lower() == JSON_LENGTH_HEADER:
@@ -107,11 +103,7 @@ def json_length(content: Content, headers: Mapping[str, object] | None, body_byt
 
 
 def unpacked(body: Bytes | str, content_encoding: str | None, max_bytes: int, compression: object = None) -> Bytes:
-    """Returns a body without its `compression`, the outer one, and its encoding, which may be a character set.
-
-    Raises:
-        InvalidRequest: It is empty, too large or damaged, or its compression or encoding is unknown.
-    """
+    """Returns a body without its `compression`, the outer one, and its encoding, which may be a character set."""
     if isinstance(body, str):
         try:
             body = body.encode()

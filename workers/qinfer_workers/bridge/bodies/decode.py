@@ -44,11 +44,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class RawInput:
-    """Makes tensors of raw bodies for the input `name`; empty = the model's only one of BYTES or UINT8.
-
-    Raises:
-        InvalidRequest: There is no such input, or its shape does not follow from a number of bytes.
-    """
+    """Makes tensors of raw bodies for the input `name`; empty = the model's only one of BYTES or UINT8."""
 
     def __init__(self, name: str, spec: ModelSpec) -> None:
         self._tensor: TensorSpec | None = None
@@ -126,11 +122,7 @@ class Decoded(NamedTuple):
 
 
 class BodyCodec:
-    """Reads the bodies of a route's messages for one version and configuration of its model; in any thread.
-
-    Raises:
-        InvalidRequest: The route's options do not fit the model.
-    """
+    """Reads the bodies of a route's messages for one version and configuration of its model; in any thread."""
 
     def __init__(self, options: BodyOptions, spec: ModelSpec, version: int = 0) -> None:
         self.spec = spec
@@ -158,9 +150,6 @@ class BodyCodec:
 
         `headers` may have `inference-header-content-length`, in any case, and `compression`; `content_encoding` may be
         a character set, as kombu gives it.
-
-        Raises:
-            InvalidRequest: The message can't be read, or does not fit the model.
         """
         try:
             return self._decode(body, content_type, headers, content_encoding)

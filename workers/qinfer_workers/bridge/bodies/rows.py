@@ -146,11 +146,7 @@ def explained(error: BaseException) -> str:
 
 
 def read_schema(body: Bytes, form: ArrowForm) -> pa.Schema:
-    """Returns the columns of a body.
-
-    Raises:
-        InvalidRequest: It is no Arrow data of that form.
-    """
+    """Returns the columns of a body."""
     try:
         if form == "arrow-file":
             return open_arrow(pa.BufferReader(body)).schema
@@ -161,11 +157,7 @@ def read_schema(body: Bytes, form: ArrowForm) -> pa.Schema:
 
 
 def read_batch(body: Bytes, form: ArrowForm, columns: Sequence[str], limits: ArrowLimits) -> pa.RecordBatch:
-    """Reads columns of a body, each of which it has once.
-
-    Raises:
-        InvalidRequest: It is damaged, or exceeds the limits.
-    """
+    """Reads columns of a body, each of which it has once."""
     try:
         check_unpacked(body, limits.size_bytes, is_file=form == "arrow-file")
         schema = _open(body, form).schema
@@ -250,11 +242,7 @@ _ABSENT = object()
 
 
 class RowInputs:
-    """Makes a model's inputs of rows; one for each route and configuration.
-
-    Raises:
-        InvalidRequest: The columns belong to no input, or can't fill one.
-    """
+    """Makes a model's inputs of rows; one for each route and configuration."""
 
     def __init__(self, options: BodyOptions, spec: ModelSpec) -> None:
         self._spec = spec
@@ -266,11 +254,7 @@ class RowInputs:
         self._check_columns()
 
     def decode(self, body: Bytes, form: str) -> tuple[Tensor, ...]:
-        """Makes the tensors of a body of form `row`, `jsonl`, `arrow-stream` or `arrow-file`.
-
-        Raises:
-            InvalidRequest: It can't be read, has too many rows or no rows, or a row does not fit.
-        """
+        """Makes the tensors of a body of form `row`, `jsonl`, `arrow-stream` or `arrow-file`."""
         try:
             if form in ("row", "jsonl"):
                 record = self._of_json([self._row(bytes(body))] if form == "row" else list(self._rows(bytes(body))))

@@ -140,11 +140,7 @@ class FrameReader:
         self._parts: list[bytes] = []
 
     def feed(self, data: bytes) -> list[Delivered]:
-        """Adds received data, and returns the complete messages.
-
-        Raises:
-            BrokenFrames: It is no AMQP.
-        """
+        """Adds received data, and returns the complete messages."""
         if self._rest:
             data = self._rest + data
         messages: list[Delivered] = []

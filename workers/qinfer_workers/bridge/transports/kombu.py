@@ -35,21 +35,13 @@ def open_source(options: SourceOptions, max_bytes: int, epoch: int) -> Source:
 
 
 def open_sink(url: str, options: Mapping[str, Any], queues: Sequence[str], exchange: str = "") -> Sink:
-    """Connects to publish, and makes missing queues; the exchange must exist, if the transport has exchanges.
-
-    Raises:
-        Exception: As `open_source`.
-    """
+    """Connects to publish, and makes missing queues; the exchange must exist, if the transport has exchanges."""
     with _connected(url, options) as client:
         return AmqpSink(client, queues, exchange) if _is_amqp(client) else KombuSink(client, queues)
 
 
 def look(url: str, options: Mapping[str, Any], queues: Sequence[str], exchange: str = "") -> list[str]:
-    """Connects, moves no message, and returns the missing queues, if the transport can tell.
-
-    Raises:
-        Exception: As `open_source`.
-    """
+    """Connects, moves no message, and returns the missing queues, if the transport can tell."""
     missing: list[str] = []
     with _connected(url, options) as client:
         if _is_amqp(client):

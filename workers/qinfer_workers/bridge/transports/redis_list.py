@@ -52,12 +52,7 @@ def is_redis(client: Connection) -> bool:
 
 
 def check_lists(client: Connection, options: Mapping[str, Any], queues: Sequence[str]) -> None:
-    """Checks options of a source or sink, and that its queues are lists or missing.
-
-    Raises:
-        SettingsError: An option can't be used, or a queue's key is of another type.
-        redis.RedisError: Redis can't be reached.
-    """
+    """Checks options of a source or sink, and that its queues are lists or missing."""
     _lease_s(options)
     server: Any = redis.Redis(connection_pool=client.channel().pool)
     for name in (f"{options.get('global_keyprefix', '')}{queue}" for queue in queues):
@@ -80,10 +75,6 @@ class ListSource:
 
     kombu's transport options `visibility_timeout`, `global_keyprefix`, `priority_steps` and `sep` apply. Entries larger
     than the envelope of `max_bytes` in base64 are not fetched.
-
-    Raises:
-        SettingsError: An option can't be used.
-        redis.RedisError: Redis can't be reached.
     """
 
     def __init__(self, client: Connection, options: SourceOptions, epoch: int, max_bytes: int) -> None:

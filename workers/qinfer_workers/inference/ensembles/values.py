@@ -29,11 +29,7 @@ def renamed(value: Value, name: str, dims: tuple[int, ...], *, batched: bool) ->
 
 
 def reshaped(values: list[tuple[str, Value]], reshapes: Mapping[str, tuple[Reshape, ...]]) -> list[tuple[str, Value]]:
-    """Returns named tensors in the shapes that the ensembles on their way give them.
-
-    Raises:
-        InvalidRequest: The number of elements does not match an ensemble's configuration.
-    """
+    """Returns named tensors in the shapes that the ensembles on their way give them."""
     found = []
     for name, value in values:
         tensor = value.tensor
