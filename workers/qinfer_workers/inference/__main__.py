@@ -46,16 +46,16 @@ from qinfer_workers.inference.worker import Worker
 logger = logging.getLogger("qinfer_workers.inference")
 
 GC_THRESHOLD = 50_000
-"""Requests make no cycles, so frequent collections only cost latency."""
+"""Requests make no cycles, so collections find nothing."""
 
 
 async def serve(settings: Settings) -> None:
-    """Runs a worker until SIGTERM or SIGINT."""
+    """Runs a worker until a signal."""
     stop = asyncio.Event()
     loop, starting = asyncio.get_running_loop(), asyncio.current_task()
     assert starting is not None
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, starting.cancel)  # while it may wait for Redis
+        loop.add_signal_handler(signum, starting.cancel)
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     tracer = tracing.open_tracer(os.environ, tracing.WORKER, worker_id)
     health = open_health(settings)
@@ -122,7 +122,7 @@ def main() -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
-    except asyncio.CancelledError:  # by a signal, while it waits for Redis
+    except asyncio.CancelledError:
         return 0
     except (SettingsError, BrokerUnavailable) as error:
         logger.error("worker can't run", extra={"reason": error.message})
@@ -131,7 +131,7 @@ def main() -> int:
 
 
 def _leave(status: list[int]) -> None:
-    """Exits at once if a runtime's threads are left: C++ aborts when the interpreter kills them."""
+    """Exits at once if a runtime's threads are left, because C++ aborts otherwise."""
     if are_threads_left():
         logging.shutdown()
         sys.stdout.flush()
@@ -141,6 +141,6 @@ def _leave(status: list[int]) -> None:
 
 if __name__ == "__main__":
     ended = [1]
-    atexit.register(_leave, ended)  # registered first, and so called last
+    atexit.register(_leave, ended)
     ended[0] = main()
     sys.exit(ended[0])

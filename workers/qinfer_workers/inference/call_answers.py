@@ -26,7 +26,7 @@ from qinfer.errors import (
 from qinfer.submission.pending import Pending
 
 GRACE_S = 1.0
-"""Seconds for the event loop to report a deadline, unless it has ended."""
+"""For the event loop to report a deadline."""
 
 EXPIRED = "Request timeout expired"
 _CANCELLED = "the call was cancelled"
@@ -40,7 +40,7 @@ _ANSWERED = (
     UnknownFailure,
     UnsupportedFeature,
 )
-"""Errors that a model may answer with; the calling model gets their codes."""
+"""Errors whose codes the calling model gets."""
 _ALSO_HERE = (*_ANSWERED, BrokerUnavailable, DeadlineExceeded, QueueFull, StreamBroken)
 _RAISED: dict[str, type[QinferError]] = {error.code: error for error in _ALSO_HERE}
 
@@ -67,7 +67,7 @@ class Answer:
 
 
 class Inbox:
-    """The sink of a call to a decoupled model: the event loop delivers, a thread takes."""
+    """The sink of a call to a decoupled model, filled by the event loop for a thread."""
 
     no_stream = ""
 
@@ -97,7 +97,7 @@ class Inbox:
             self._pending.stream.took(nbytes)
 
     def cancel(self) -> None:
-        """Asks the called model to end, and waits for its last responses; else ends the call at once."""
+        """Asks the called model to end; ends the call at once if it can't be asked."""
         stream = None if self._pending is None else self._pending.stream
         if stream is not None and stream.cancel():
             return
@@ -115,8 +115,8 @@ class Inbox:
 class Responses:
     """The responses of a call to a decoupled model, for a thread of the calling model.
 
-    A window of responses is held here, so the called model sends at this one's pace. The last response is `final`, and
-    may be empty. Closing or dropping the iterator earlier cancels the call.
+    The called model sends at this one's pace. The last response is `final`, and may be empty. Closing or dropping the
+    iterator earlier cancels the call.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, inbox: Inbox, model: str, left_s: Callable[[], float]) -> None:
@@ -131,7 +131,7 @@ class Responses:
         return self
 
     def __next__(self) -> Response:
-        """Waits for the next response; blocks this thread."""
+        """Waits for the next response."""
         if self._has_ended:
             raise StopIteration
         if self._untaken_bytes:
@@ -154,7 +154,7 @@ class Responses:
         return came
 
     def cancel(self) -> None:
-        """Asks the called model to end; for any thread. Its further responses follow, or `Cancelled`."""
+        """Asks the called model to end; for any thread. Its last responses follow, or `Cancelled`."""
         if not self._has_ended:
             self._on_loop(self._inbox.cancel)
 

@@ -1,7 +1,7 @@
 """Traces of the calls and steps of traced requests, for the trace files of gateways.
 
-A gateway marks a request that it traces (`InferRequest.calls`). Each ended call or step is noted here, and the notes
-travel to the gateway with the last response (`Response.called`).
+A gateway marks a request that it traces (`InferRequest.calls`). Ended calls and steps are noted here, and return with
+the last response (`Response.called`).
 """
 
 import logging
@@ -24,7 +24,7 @@ MOST_BYTES = 64 * 1024
 
 
 def traced(request: InferRequest, sink: Sink, now_s: Callable[[], float]) -> tuple[InferRequest, Sink]:
-    """Returns the request and the sink of a call, which notes the call if it serves a traced request."""
+    """Returns the request and the sink of a call, with a note of it if it serves a traced request."""
     if request.calls is None:
         return request, sink
     own = msgspec.structs.replace(request, calls=CallTraces(has_tensors=request.calls.has_tensors))
@@ -32,8 +32,6 @@ def traced(request: InferRequest, sink: Sink, now_s: Callable[[], float]) -> tup
 
 
 class _NotingSink:
-    """Notes the call before its caller gets the last response."""
-
     def __init__(self, sink: Sink, request: InferRequest, into: CallTraces, now_s: Callable[[], float]) -> None:
         self.no_stream = sink.no_stream
         self._sink = sink
@@ -42,7 +40,7 @@ class _NotingSink:
         self._now_s = now_s
         self._begin_s = now_s()
         self._tensors: list[CalledTensor] = []
-        with _FENCE:  # the call continues without a trace
+        with _FENCE:
             self._keep(request.inputs, is_output=False)
 
     def deliver(self, response: Response) -> None:

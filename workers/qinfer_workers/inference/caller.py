@@ -4,8 +4,8 @@
           ▲                                   │
           └──────────── answer ───────────────┴◀── reply:worker-<id>
 
-Like a gateway, the worker is a client of the queue, and calls models that it does not host. It opens its reply stream
-and reads the catalog at the first call. The stream also carries the credits of its own streams.
+Like a gateway, the worker can call models that it does not host. It opens its reply stream, which also carries the
+credits of its own streams, at the first call.
 """
 
 import asyncio
@@ -49,10 +49,10 @@ from qinfer_workers.inference.ensembles.local import LocalSteps
 logger = logging.getLogger(__name__)
 
 FRESH_S = 2.0
-"""The greatest age of the view of models before a call, as in a gateway."""
+"""The greatest age of the view of models, as in a gateway."""
 
 RECHECK_S = 0.25
-"""A refusal by an older view needs a second look."""
+"""An older view's refusal needs a second look."""
 
 _ENDING = "the worker ends"
 _DECOUPLED = (
@@ -70,14 +70,14 @@ class CallLimits(Protocol):
         ...
 
     def conflict(self, spec: ModelSpec, callers: Sequence[Holder]) -> str:
-        """Returns why another worker can't run a model for executions that hold its resources; empty = it can."""
+        """Returns why only this worker could run a model for these callers; empty = others can."""
         ...
 
 
 class Caller:
     """The `Caller` of a worker's executions; made on the event loop, called from instance threads.
 
-    On the event loop, `called` gets the lane of each called model version, and `credited` arriving credits.
+    `called` gets the lane of each called model, and `credited` arriving credits.
     """
 
     local: LocalSteps
@@ -119,7 +119,7 @@ class Caller:
         local.submission = self._submission
 
     def use(self, cache: ResponseCache) -> None:
-        """Caches responses of called models; call it before the first call."""
+        """Caches responses of called models."""
         self._submission.use(cache)
 
     def call(self, request: InferRequest, deadline_s: float) -> Response:
@@ -200,13 +200,13 @@ class Caller:
         return self._submission.pending.has_any_of(model, version)
 
     def close(self) -> "list[asyncio.Task[Any]]":
-        """Refuses further calls, ends current ones with `Cancelled`, and returns the tasks to cancel."""
+        """Refuses further calls, ends current ones, and returns the tasks to cancel."""
         self._is_closed = True
         self._submission.pending.fail_all(Cancelled(_ENDING))
         return [*self._open, *self._background]
 
     async def discard(self) -> None:
-        """Removes abandoned requests from the queue; without Redis, their deadlines end them."""
+        """Removes abandoned requests from the queue; otherwise their deadlines end them."""
         await self._submission.pending.discard()
 
     def _now_s(self) -> float:
@@ -221,7 +221,6 @@ class Caller:
         timeout_s = min(deadline_s - self._now_s(), served.spec.max_timeout_s)
         if timeout_s <= 0:
             raise DeadlineExceeded(EXPIRED)
-        # The submission changes it. The deadline includes its timeout.
         request = msgspec.structs.replace(request, generation=0, attempt=0, timeout_s=0.0, payload=False)
         check(request, served)
         try:
@@ -230,7 +229,6 @@ class Caller:
             raise Cancelled(_ENDING) from None
 
     def _aimed(self, request: InferRequest, deadline_s: float) -> InferRequest:
-        """Returns a request for the chosen target, if it names an endpoint."""
         endpoints = self.endpoints
         if endpoints is None:
             return request
@@ -243,7 +241,7 @@ class Caller:
         return aimed
 
     def _checked(self, request: InferRequest, deadline_s: float) -> Served:
-        """Finds the model of a call, and raises `InferenceFailed` for a call that waits for itself or is too deep."""
+        """Finds the model of a call; refuses calls that wait for themselves or are too deep."""
         holders = request.holders
         if depth_of(holders) > self._max_depth:
             raise InferenceFailed(
@@ -263,12 +261,12 @@ class Caller:
         """Returns why a request would wait for itself; empty = it would not."""
         spec, version = served.spec, served.version
         if served.wait_s or spec.steps:
-            return ""  # no worker has the model yet; an ensemble's steps are checked
+            return ""  # no worker has it yet; an ensemble's steps are checked
         workers = sum(worker.is_ready(spec.name, version) for worker in self._catalog.workers())
         return endless(request.holders, spec.name, version, workers * spec.instance_count)
 
     def _served(self, model: str, version: int, deadline_s: float) -> Served:
-        """Finds the model in this thread if the view is fresh: a view is replaced whole, never changed."""
+        """Finds the model in this thread if the view is fresh: views are never changed."""
         if self._now_s() - self._refreshed_at <= FRESH_S:
             with suppress(ModelNotFound, ModelNotReady):
                 return self._catalog.resolve(model, version)
@@ -298,10 +296,9 @@ class Caller:
             self._called(served.lane)
 
     def _submit_held(self, served: Served, request: InferRequest, sink: Sink, timeout_s: float) -> Pending | None:
-        """Submits a call past the lane, because its callers hold resources or instances; `None` = use the lane.
+        """Submits a call past the lane if its callers hold resources or instances; `None` = use the lane.
 
-        In the lane it could stay behind requests that wait for its callers. Raises `InferenceFailed` if its callers
-        hold what the model needs.
+        In the lane it could stay behind requests that wait for its callers. A call that can't get its resources fails.
         """
         limiter, spec = self.limiter, served.spec
         if limiter is None or not spec.is_limited:
@@ -315,8 +312,8 @@ class Caller:
         is_here = self.local.serves(spec.name, served.version) and not spec.decoupled
         if not is_here and (reason := limiter.conflict(spec, request.holders)):
             raise InferenceFailed(reason)
-        self._called(served.lane)  # its batcher may be paused
-        # The batcher may be of another generation during a load: the lane is used then.
+        self._called(served.lane)
+        # A batcher of another generation refuses it: the lane is used then.
         return self._submission.submit_here(served, request, sink, timeout_s, self.local)
 
     def _outcome(self, outcome: "Future[T]", deadline_s: float) -> T:
@@ -332,7 +329,7 @@ class Caller:
         await self._refresh(FRESH_S)
         if self.endpoints is not None and not self._is_following_endpoints:
             await self.endpoints.look()
-            if not self._is_following_endpoints:  # another call may have started it meanwhile
+            if not self._is_following_endpoints:
                 self._is_following_endpoints = True
                 self._background.append(self._tasks.create_task(self.endpoints.run()))
 
@@ -345,7 +342,7 @@ class Caller:
         return self._catalog.asked(model, version)
 
     async def _within(self, work: Coroutine[Any, Any, T], deadline_s: float) -> T:
-        """Runs work for a call until the call's deadline or the worker's end."""
+        """Runs work for a call until its deadline or the worker's end."""
         if self._is_closed:
             work.close()
             raise Cancelled(_ENDING)
@@ -366,7 +363,7 @@ class Caller:
             self._open.discard(task)
 
     async def _refresh(self, older_than_s: float) -> None:
-        """Reads the models again if the view is older; without the store, keeps the last view."""
+        """Reads the models if the view is older; without the store, keeps the last view."""
         async with self._refreshing:
             if self._now_s() - self._refreshed_at <= older_than_s:
                 return
@@ -379,7 +376,7 @@ class Caller:
             self._refreshed_at = self._now_s()
 
     async def listen(self) -> None:
-        """Starts the reader of the reply stream at the first call; returns once the stream exists."""
+        """Reads the reply stream from the first call on; returns once the stream exists."""
         if not self._background:
             pending = self._submission.pending
             listener = self._queue.listen(self._owner, self._receive, self._listening.set, pending.lose_all)

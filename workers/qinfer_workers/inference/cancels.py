@@ -29,7 +29,7 @@ class CancelWatch:
         self._queue = queue
         self._keeper = keeper
         self._read: dict[tuple[str, int], str] = {}
-        """The last known mark of each partition."""
+        """The last known mark."""
         self._outage = OutageLog(logger, "cancelled requests not read", "cancelled requests are read again")
 
     async def run(self) -> None:
@@ -43,7 +43,7 @@ class CancelWatch:
                 self._outage.failed(error.message)
 
     async def look(self) -> None:
-        """Asks once about each partition with an item held for a while."""
+        """Looks once."""
         partitions: dict[tuple[str, int], list[Held]] = {}
         for item in self._keeper.held_before(time.monotonic() - HELD_S):
             lane = item.lease.entry.lane

@@ -11,10 +11,7 @@ _GPU = re.compile(r"nvidia\d+")
 
 
 def gpus_here(allowed: tuple[int, ...] | None, visible: str | None, dev: Path = Path("/dev")) -> tuple[int, ...]:
-    """Returns the GPUs that this worker may use, by index, ascending.
-
-    The setting `allowed` takes precedence over CUDA_VISIBLE_DEVICES (`visible`), whose devices CUDA numbers from 0.
-    """
+    """Returns the GPUs of this worker: `allowed`, or those in CUDA_VISIBLE_DEVICES (`visible`), or all."""
     if allowed is not None:
         return tuple(sorted(set(allowed)))
     if visible is not None:
@@ -32,17 +29,17 @@ def known_as(gpus: Collection[int], visible: str | None) -> dict[int, str]:
 
 
 def named(gpus: Collection[int]) -> str:
-    """Returns the devices as the heartbeat lists them: `cpu`, or `cpu, gpu 0, gpu 1`."""
+    """Returns the devices as the heartbeat lists them: `cpu, gpu 0, gpu 1`."""
     return ", ".join(["cpu", *(f"gpu {number}" for number in gpus)])
 
 
 def groups_of(spec: ModelSpec, gpus: Collection[int]) -> list[InstanceSpec]:
-    """Returns the instance groups, without those on GPUs that this worker lacks."""
+    """Returns the instance groups on devices of this worker."""
     return [group for group in spec.instances if group.device.kind == "cpu" or group.device.number in gpus]
 
 
 def devices_of(spec: ModelSpec, gpus: Collection[int]) -> tuple[Device, ...]:
-    """Returns the device of each instance, without those on GPUs that this worker lacks."""
+    """Returns the device of each instance of this worker."""
     devices = tuple(group.device for group in groups_of(spec, gpus) for _ in range(group.count))
     if not devices:
         numbers = sorted({group.device.number for group in spec.instances})

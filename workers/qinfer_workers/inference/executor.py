@@ -24,7 +24,7 @@ from qinfer.observe.model_metrics import ModelSeries
 logger = logging.getLogger(__name__)
 
 SHORT_S = 0.0005
-"""Shorter executions run on the event loop: thread switches would cost more (decision 0006)."""
+"""Shorter executions run on the event loop: thread switches cost more (decision 0006)."""
 
 _LEAVE_S = 10.0
 _threads: "WeakSet[threading.Thread]" = WeakSet()
@@ -107,29 +107,29 @@ class ThreadExecutor:
             self._started += 1
             jobs: _Jobs = queue.SimpleQueue() if self._pinned or not self._queues else self._queues[0]
             self._queues.append(jobs)
-            # Daemons: a call that never returns must not keep a drained worker alive.
+            # A call that never returns must not keep a drained worker alive.
             _start(threading.Thread(target=self._serve, args=(instance, jobs), name=name, daemon=True))
 
     def shrink(self, surplus: int) -> None:
-        """Unloads surplus instances, idle ones first unless pinned; at least one must remain."""
+        """Unloads surplus instances; at least one must remain."""
         self.count -= surplus
         for _ in range(surplus):
             self._queues.pop().put(_End.ONE)
 
     def run_now(self, execution: Execution, expected_s: float, instance: int = 0) -> bool:
-        """Executes at once if that is short and no instance is busy; returns whether it did."""
+        """Executes at once if that is short and no instance is busy."""
         if self._running or not self._on_loop or not 0 < expected_s <= SHORT_S:
             return False
         execution.run(self._instances[instance])
         return True
 
     def start(self, execution: Execution, done: _Done, instance: int = 0) -> None:
-        """Queues an execution for the first free instance, or for its own if pinned."""
+        """Queues an execution for any instance, or for its own if pinned."""
         self._running += 1
         self._queues[instance].put((execution, done))
 
     def lend(self, borrower: Borrower, done: Callable[[Borrower], None]) -> None:
-        """Lends an instance as soon as one is free; calls `done` on the event loop afterwards."""
+        """Lends the next free instance; calls `done` on the event loop afterwards."""
         self._running += 1
         self._queues[0].put((borrower, done))
 
@@ -191,7 +191,7 @@ class ThreadExecutor:
                 self._loop.call_soon_threadsafe(self._ended, execution, done)
             except RuntimeError:
                 return  # the process is ending
-            del job, execution, done  # an idle instance must not keep its last tensors alive
+            del job, execution, done  # frees the last batch's tensors
         if job is _End.ONE:
             left = threading.Event()
             with suppress(RuntimeError):

@@ -31,7 +31,7 @@ def overdue_error(clock: ExecutionClock) -> ExecutionOverdue:
 
 
 def fail_overdue(batcher: LaneBatcher, item: Pending, error: ExecutionOverdue) -> None:
-    """Answers an item that has executed alone for too long; another try would take as long."""
+    """Answers an item that has executed alone for too long, and would again."""
     if (streams := batcher.model.streams) is not None:
         streams.cancel(item, error)
     else:

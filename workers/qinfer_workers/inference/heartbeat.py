@@ -55,7 +55,7 @@ class Tally(Protocol):
 class Heartbeat:
     """Writes the worker's record and adds its statistics.
 
-    `beaten` gets each written record, `missed` the seconds since the first of the failed beats.
+    `missed` gets the seconds since the first of the failed beats.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Heartbeat:
         self._last_completed = 0
         self._unsent: dict[Key, dict[str, int]] = {}
         self._pushes = CountPushes(store.client)
-        self._adding = asyncio.Lock()  # its waiters find all counts added
+        self._adding = asyncio.Lock()
         self._metrics = _NO_METRICS
         self._metrics_put_at_s = self._started_at
         self._speeds: dict[Key, Speed] = {}
@@ -119,7 +119,6 @@ class Heartbeat:
 
     async def _beat_on(self) -> None:
         outage = OutageLog(logger, "no heartbeat", "heartbeats again")
-        # until readers of the record were woken
         is_news = False
         while True:
             is_news = is_news or self._changed.is_set()
@@ -180,7 +179,7 @@ class Heartbeat:
         await self._put_speeds({_key(batcher) for batcher in batchers}, now_s)
 
     async def add_counts(self) -> None:
-        """Adds all counts made before the call to the statistics."""
+        """Adds all counts so far to the statistics."""
         async with self._adding:
             for batcher in list(self._batchers()):
                 self.collect(batcher)
@@ -191,7 +190,7 @@ class Heartbeat:
             await self.flush()
 
     async def _tell_metrics(self) -> None:
-        """Writes changed model metrics, and unchanged ones now and then in case Redis has lost them.
+        """Writes changed model metrics, and others now and then in case Redis has lost them.
 
         A thread reads them: a model may have tens of thousands.
         """
@@ -206,7 +205,6 @@ class Heartbeat:
         self._metrics, self._metrics_put_at_s = record, now_s
 
     async def _answer_reads(self) -> None:
-        """Adds the counts whenever a client reads the statistics of a model that is here."""
         last = "0-0"
         while True:
             try:
@@ -240,20 +238,20 @@ class Heartbeat:
         return by_model({key: uses for key, uses in found.items() if uses})
 
     async def flush(self) -> None:
-        """Adds the collected statistics; failed ones are kept for later."""
+        """Adds the collected statistics, or keeps them for later."""
         for key in list(self._unsent):
             deltas = self._unsent.pop(key)
             try:
-                # A drain cancels a beat and beats again: a write in progress must not be repeated.
+                # A drain cancels a beat and beats again: no write may be repeated.
                 await asyncio.shield(self._store.add_stats(*key, deltas))
             except Exception:
                 stats.add(self._unsent.setdefault(key, {}), deltas)
                 raise
 
     async def _put_speeds(self, served: set[Key], now_s: float) -> None:
-        """Writes changed speeds and a few others every few seconds, those of versions no longer served at once.
+        """Writes changed speeds every few seconds, and those of versions no longer served at once.
 
-        The others have turns, because Redis may have lost them.
+        A few others are repeated in turns, because Redis may have lost them.
         """
         due = {key for key in self._speeds if key not in served}
         if now_s - self._speeds_put_at_s >= SPEEDS_EVERY_S:
@@ -264,7 +262,7 @@ class Heartbeat:
             self._speeds_put.pop(key, None)
             if (speed := self._speeds.get(key)) is not None:
                 await self._store.put_speed(*key, speed)
-                self._speeds_put[key] = speed  # moves to the end of the turn
+                self._speeds_put[key] = speed
             if key not in served:
                 self._speeds.pop(key, None)
                 self._speeds_put.pop(key, None)
@@ -311,7 +309,7 @@ class ResourceUsage:
         self._ended.set()
 
     def read(self) -> None:
-        """Measures once. CPU time never falls, although a just ended process may be counted nowhere."""
+        """Measures once. CPU time never falls, although an ending process may be counted nowhere."""
         use = read_use()
         if use is not None:
             cpu_s = max(use.cpu_s, self.process.cpu_s if self.process is not None else 0.0)
@@ -319,7 +317,7 @@ class ResourceUsage:
         self.gpus = self._meter.read()
         try:
             self.memory = self._models()
-        except Exception:  # the boundary to backends, which may be unloading
+        except Exception:
             logger.debug("memory of models not measured", exc_info=True)
 
     def _run(self) -> None:

@@ -31,10 +31,10 @@ from qinfer_workers.inference.serving import LaneBatcher
 logger = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
-"""Delay of releases, so that this worker does not fetch the same entry again at once."""
+"""Before releases, because this worker may fetch the entry again at once."""
 
 LEAST_DELIVERIES = 2
-"""The first delivery may have ended because of another item of its batch."""
+"""The first delivery may have failed because of another item of its batch."""
 BROKEN = "the worker that executed the request ended in the middle of its responses; send the request again"
 
 
@@ -45,7 +45,7 @@ _MOST_TOLD = 65536
 
 
 class Taken(NamedTuple):
-    """Items that can run, and items with something still to be read."""
+    """Items that can run, and items that still lack something."""
 
     ready: list[Pending]
     external: list[Pending]
@@ -93,7 +93,7 @@ class Intake:
         self._outage = OutageLog(logger, "payloads not read, trying again", "payloads are read again")
 
     def items(self, batcher: LaneBatcher, leases: Iterable[Lease]) -> Taken:
-        """Decodes leases; those that can't be executed are buried, answered or released."""
+        """Decodes leases; buries, answers or releases those that can't be executed."""
         taken = Taken([], [])
         for lease in leases:
             try:
@@ -139,7 +139,7 @@ class Intake:
     async def complete(self, batcher: LaneBatcher, external: Sequence[Pending]) -> list[Pending]:
         """Reads the payloads and ids that items lack; drops cancelled and expired items, whose payload is gone.
 
-        A cancellation of this task gives all items back.
+        A cancelled call gives all items back.
         """
         reads = [asyncio.ensure_future(self._rest(batcher, item)) for item in external]
         try:
@@ -161,7 +161,7 @@ class Intake:
         ]
 
     def put_off(self, external: Iterable[Pending]) -> None:
-        """Releases items later, because their tensors can't be read now."""
+        """Releases items later."""
         for item in external:
             self._publisher.release_later(item, PAUSE_S)
 
@@ -177,7 +177,7 @@ class Intake:
         return True
 
     def fits(self, batcher: LaneBatcher, item: Pending) -> bool:
-        """Validates an item admitted under another generation; answers it if it does not fit."""
+        """Validates an item of another generation; answers a misfit."""
         try:
             item.rows = validate(item.request, batcher.model.spec)
             if batcher.model.spec.sequences is not None:
@@ -204,7 +204,7 @@ class Intake:
 
     def _pending(self, batcher: LaneBatcher, lease: Lease, request: InferRequest) -> Pending:
         enqueued_s = lease.entry.enqueued_s
-        request.version = batcher.model.version  # changes if the entry was moved while it waited
+        request.version = batcher.model.version  # changed if the entry was moved
         return Pending(
             rows=1,
             key=None,
@@ -230,13 +230,12 @@ class Intake:
         self._publisher.release_later(self._pending(batcher, lease, unknown), PAUSE_S)
 
     def _is_told(self, batcher: LaneBatcher, request: InferRequest) -> bool:
-        """Puts the sequence's id into a request, except for ensembles; returns false if it is unknown."""
         return isinstance(batcher, EnsembleBatcher) or self._told.tell(request)
 
     async def _rest(self, batcher: LaneBatcher, item: Pending) -> bytes | None:
         """Reads an item's tensors; puts it off if they can't be read now, finishes it if they are gone.
 
-        Tensors deleted from the payload store by others make the item a dead letter.
+        Tensors missing from the payload store make the item a dead letter.
         """
         try:
             if not self._is_told(batcher, item.request):

@@ -1,8 +1,7 @@
 """Instance threads that execute only with resources granted by the rate limiter.
 
-A plain model's batcher waits for a *permit*, and then forms the batch (`PermitExecutor`). Steps of sequences are
-batched for their own instance first, and the batch waits (`StagedExecutor`). A lent instance holds its resources until
-it is given back.
+A plain model's batcher waits for a *permit*, and then forms the batch (`PermitExecutor`). A batch of sequence steps,
+which are bound to instances, is formed first and waits (`StagedExecutor`). A lent instance holds its resources.
 """
 
 import asyncio
@@ -50,7 +49,7 @@ class Limiter(Protocol):
 
 
 class LimitedExecutor(ThreadExecutor):
-    """The common part; `instances` are the backends as the limiter knows them."""
+    """The common part of both."""
 
     def __init__(
         self,
@@ -164,7 +163,6 @@ class PermitExecutor(LimitedExecutor):
             super().retire()
 
     def _stage(self) -> None:
-        """Makes the instances with the lowest scores wait, one for each piece of work."""
         count = self._wanted - len(self._unused) + len(self._borrowers)
         waiting = [instance for instance in self._limited if instance.order]
         if count == len(waiting) and not (count and (self._callers or any(i.callers for i in waiting))):

@@ -40,8 +40,8 @@ VersionDir = Callable[[str, int, str, str], Path]
 class Loaded:
     """A model version that is loaded.
 
-    `identity` is equal for generations that differ at most in their instances. `content_hash` is the control store's
-    hash, `executed_hash` that of the loaded files, empty if they changed meanwhile.
+    `identity` is equal for generations that differ at most in their instances. `executed_hash` is empty if files
+    changed during the load.
     """
 
     spec: ModelSpec
@@ -62,7 +62,7 @@ class Loaded:
         return self.executed_hash if is_executed(other) else self.content_hash
 
     def executes(self, hashes: Collection[str]) -> bool:
-        """Returns whether it executes one of these pinned hashes; an empty hash matches anything."""
+        """Returns whether it executes one of these hashes; an empty one matches anything."""
         return any(not one or self.hash_like(one) == one for one in hashes)
 
 
@@ -87,10 +87,7 @@ class Change:
 
 
 class Loader:
-    """Loads and completes models; blocking, for a thread.
-
-    Models that only compute also run with zeros (`with_zeros`).
-    """
+    """Loads and completes models; blocking, for a thread."""
 
     limiter: Callable[[ModelSpec], None] | None = None
 
@@ -122,10 +119,9 @@ class Loader:
         pinned: Collection[str] = (),
         planned: Planned | None = None,
     ) -> Change:
-        """Loads the changed instances of a version, and warms them up.
+        """Loads the changed instances of a version, and warms them up; an error unloads them.
 
-        `pinned` are the hashes that a version kept by pins may execute; empty = any. An error unloads all new
-        instances.
+        `pinned` are the hashes that a version kept by pins may execute; empty = any.
         """
         directory = self._version_dir(stored.files, version, stored.location, stored.content_hash)
         try:
@@ -161,7 +157,6 @@ class Loader:
         return Change(kind=Kind.NEW, loaded=replace(loaded, instances=instances, latency=latency))
 
     def _kept(self, loaded: Loaded, directory: Path, serving: Loaded | None) -> Change | None:
-        """Adjusts the number of served instances; `None` = all are to be loaded anew."""
         if serving is None or serving.identity != loaded.identity:
             return None
         if serving.spec.instances != loaded.spec.instances and (serving.spec.is_limited or loaded.spec.is_limited):
@@ -170,7 +165,7 @@ class Loader:
         surplus = list((Counter(serving.devices) - Counter(loaded.devices)).elements())
         if not missing and not surplus:
             return Change(kind=Kind.SAME, loaded=loaded)
-        # Any idle instance may end, on whichever device. Instances with sequences must not end.
+        # Any idle instance may end, on whichever device; one with sequences must not.
         is_resizable = not surplus or (not missing and len(set(serving.devices)) == 1)
         if (sequences := loaded.spec.sequences) is not None:
             is_resizable = not surplus and isinstance(sequences.strategy, DirectSpec) and not sequences.iterative
@@ -180,7 +175,7 @@ class Loader:
         return Change(kind=Kind.RESIZED, loaded=replace(loaded, instances=added), surplus=len(surplus))
 
     def complete(self, stored: StoredModel) -> Completion:
-        """Completes the configuration of a model stored as pending; the model's own mistake is a result too."""
+        """Completes a pending configuration; the model's own mistake is a result too."""
         if self._completers is None:
             raise ModelLoadFailed(f"this worker can't complete configurations of backend '{stored.pending}'")
         directory = self._version_dir(stored.files, stored.versions[-1], stored.location, stored.content_hash)
@@ -217,7 +212,7 @@ class Loader:
     def _instance(
         self, backend: Backend, loaded: Loaded, directory: Path, device: Device, latency: LatencyModel
     ) -> Backend:
-        """Loads an instance, and warms it up; abandons overdue calls, unless they can be interrupted."""
+        """Loads and warms up an instance; abandons overdue calls, unless they can be interrupted."""
         spec = loaded.spec
         instance = self.watchdog.watched(reshaped(with_ragged_batches(backend, spec), spec), spec, loaded.version)
         clock = instance.clock
@@ -252,7 +247,7 @@ def _unload(instances: Sequence[Backend]) -> None:
     for instance in instances:
         try:
             instance.unload()
-        except Exception:  # the boundary to backends: unload the others
+        except Exception:
             logger.exception("model instance not unloaded")
 
 

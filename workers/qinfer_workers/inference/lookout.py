@@ -1,7 +1,7 @@
 """Chooses the lanes in which to look for entries of dead workers.
 
-A worker looks for a while in each lane that it has taken entries from, and in all of them after a broken connection, or
-when another worker stops beating. Quiet lanes have turns, a few at a time.
+A worker watches each lane that it has taken entries from, and all of them after a broken connection, or when another
+worker stops beating. Quiet lanes have turns.
 """
 
 import time
@@ -24,7 +24,7 @@ _SILENT_BEATS = 3
 """Missed beats after which a worker may be dead."""
 
 _LEASES = 2.5
-"""Lease times for which a lane is watched after an event: by then every lease has ended."""
+"""Lease times for which a lane is watched: by then every lease has ended."""
 
 
 class Lookout:
@@ -36,7 +36,7 @@ class Lookout:
         self._settings = settings
         self._id = worker_id
         self._beats: dict[str, tuple[float, float]] = {}
-        """Each worker's last beat, and when it was first seen on our clock."""
+        """Each worker's last beat, and when we first saw it."""
         self._silent: set[str] = set()
         self._turn = 0
         queue.doorbell.stirred_s = _LEASES * settings.lease_s
@@ -57,7 +57,6 @@ class Lookout:
         ]
 
     async def _is_one_missing(self) -> bool:
-        """Returns whether a worker has gone, or stopped beating, since the last look; `True` if unknown."""
         try:
             beats = await self._store.beats()
         except BrokerUnavailable:

@@ -1,7 +1,7 @@
 """The files of a model version that a worker loads: the identity of a load, and the hash of what is executed.
 
-Loads are compared by size and modification time, without reading files. The *executed hash* is that of the content,
-equal for copies on any machine.
+Loads are compared by size and modification time of the files. The *executed hash* is that of their content, equal for
+copies on any machine.
 """
 
 import hashlib
@@ -21,7 +21,6 @@ WARMUP_DIRECTORY = "warmup"
 INITIAL_STATES = "initial_state"
 
 _OF_ALL_VERSIONS = ("instance_group", "version_policy")
-"""Parts of a configuration that may change without a new load."""
 _NOT_READ = ("config.pbtxt", "configs", MANIFEST)
 """Names beside the versions that no backend reads."""
 
@@ -29,9 +28,8 @@ _EXECUTED = (
     *("platform", "backend", "runtime", "default_model_filename", "cc_model_filenames", "model_operations"),
     *("input", "output", "batch_input", "batch_output", "optimization", "ensemble_scheduling"),
 )
-"""Parts of a configuration that decide a version's answers."""
+"""Decide a version's answers."""
 _OF_SEQUENCES = ("control_input", "state", "iterative_sequence")
-"""The same of its `sequence_batching`."""
 _SCHEDULING = (DEFAULT_TIMEOUT, MAX_TIMEOUT, LANE_CAPACITY, MIN_WORKERS)
 
 
@@ -53,7 +51,7 @@ class VersionFiles:
         self._stamps = self._stamped()
 
     def identity(self) -> str:
-        """Returns a text that is equal for generations that differ at most in their instances."""
+        """Returns a text that differs between loads with different files or configurations."""
         config = {part: value for part, value in self._config.items() if part not in _OF_ALL_VERSIONS}
         digest = hashlib.sha256(json.dumps([config, self._stored.labels], sort_keys=True).encode())
         if not self._directory.is_dir():  # a backend without files
@@ -63,11 +61,11 @@ class VersionFiles:
         return digest.hexdigest()
 
     def executed_hash(self, known: dict[tuple[str, _Stamp], str]) -> str:
-        """Returns the hash of what the version executes; `known` caches the hashes of files."""
+        """Returns the hash of what is executed; `known` caches the hashes of files."""
         config = {part: self._config.get(part) for part in _EXECUTED}
         parameters = self._config.get("parameters", {})
         config["parameters"] = {name: value for name, value in parameters.items() if name not in _SCHEDULING}
-        # The batch size changes no answer; a batch dimension does.
+        # Only the batch dimension may change answers.
         config["has_batch_dimension"] = bool(self._config.get("max_batch_size"))
         if sequences := self._config.get("sequence_batching"):
             config["sequence_batching"] = {part: sequences.get(part) for part in _OF_SEQUENCES}
@@ -83,7 +81,7 @@ class VersionFiles:
         return f"{EXECUTED}{digest.hexdigest()}"
 
     def are_as_before(self) -> bool:
-        """Returns whether no file has changed; a model may have written others."""
+        """Returns whether no file has changed; new ones don't count."""
         try:
             now = self._stamped()
         except OSError:

@@ -2,8 +2,7 @@
 
     instance thread ── load, unload, is_ready ──▶ event loop ── ModelControl ──▶ desired state ──▶ all workers
 
-Like a gateway, the worker reads the model repository, writes the desired state and waits for reports. It therefore
-needs the repository's control mode and overlay in its own settings.
+Like a gateway, the worker needs the repository's control mode and overlay in its settings.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ _ENDING = "the worker ends"
 
 
 class ModelLoads:
-    """The `ManagesModels` of a worker's models; made on its event loop, called from other threads."""
+    """The `ManagesModels` of a worker's models; called from other threads."""
 
     def __init__(self, control: ModelControl, catalog: Catalog) -> None:
         self._control = control
@@ -42,7 +41,7 @@ class ModelLoads:
         return self._done(self._look(model, version))
 
     async def end_with(self, stop: asyncio.Event) -> None:
-        """Waits for the end of the worker, then ends current loads and refuses others."""
+        """Waits for the worker's end, then ends current loads and refuses others."""
         await stop.wait()
         self._is_over = True
         self._control.end()
@@ -55,7 +54,6 @@ class ModelLoads:
             return False
 
     def _done(self, work: Coroutine[Any, Any, T]) -> T:
-        """Waits for a coroutine on the event loop; its calls have time limits of their own."""
         if self._is_over:
             work.close()
             raise Cancelled(_ENDING)

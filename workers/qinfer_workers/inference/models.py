@@ -1,9 +1,8 @@
 """The models that this worker serves: loads and unloads instances to match the desired state.
 
-Everything is re-read at start, when woken and every 10 s. A new generation is loaded and warmed up beside the old one,
-which serves until then, and continues if the new one fails. Each changing model has a task, so that a long load does
-not delay others. A pinned version that the version policy has dropped stays loaded, and is loaded again only with its
-pinned hash.
+Everything is re-read at start, when woken and every 10 s. A new generation is loaded beside the old one, which serves
+until then, or longer if the new one fails. Each changing model has a task, so that loads do not delay others. A pinned
+version that the version policy has dropped stays loaded, and is loaded again only with its pinned hash.
 """
 
 import asyncio
@@ -37,7 +36,7 @@ REREAD_S = 10.0
 _REREAD = 20
 """Models re-read at each look, in case a writer died before it sent news."""
 RELOAD_S = 30.0
-"""Seconds before the first retry of a load whose files can't be reached; later ones wait longer."""
+"""Before the first retry of a load whose files can't be reached; later ones wait longer."""
 LONGEST_RELOAD_S = 240.0
 _RETRY_S = 1.0
 
@@ -62,18 +61,18 @@ class Host(Protocol):
         ...
 
     def resize(self, loaded: Loaded, surplus: int) -> None:
-        """Changes the number of instances of a served version, under a new generation."""
+        """Changes the number of instances, under a new generation."""
         ...
 
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
-        """Answers waiting requests and unloads a version; returns false if it is wanted again."""
+        """Answers waiting requests and unloads a version; false = it is wanted again."""
         ...
 
 
 class Wanted(NamedTuple):
-    """A stored model whose versions are to be loaded.
+    """A stored model to be loaded.
 
-    `kept` maps versions that only pins keep to the hashes that they may execute (`pins.kept_by_pins`).
+    `kept` maps versions that only pins keep to their hashes (`pins.kept_by_pins`).
     """
 
     stored: StoredModel
@@ -108,14 +107,12 @@ class Models:
         self._loss = OutageLog(logger, "Redis has lost its data", "Redis has data again")
         self._wanted: dict[str, Wanted] = {}
         self._settled: dict[str, Wanted] = {}
-        """The wishes fulfilled or tried last: a failed load is retried only if time may help."""
+        """The wishes tried last: failed loads are retried only if time may help."""
         self._again_at: dict[str, float] = {}
         self._tries: Counter[Key] = Counter()
         """Failures in a row of retried loads."""
-        """`_again_at` is in the event loop's time."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._turn = 0
-        """The first model of the next turn."""
         self._loaded: dict[Key, Loaded] = {}
         self._load_s: dict[Key, float] = {}
         self._states: dict[Key, VersionState] = {}
@@ -149,9 +146,9 @@ class Models:
                     await asyncio.sleep(_RETRY_S)
 
     async def _read(self, *, is_news: bool) -> bool:
-        """Reads the desired state; returns false if Redis lost its data, which must not unload models.
+        """Reads the desired state; returns false if Redis lost its data, which must unload no models.
 
-        Without news, few of the models of known generation are read, in turns.
+        Without news, few known models are read, in turns.
         """
         installation = await self._store.installation()
         now = Snapshot(installation=installation, desired=await self._store.desired())
@@ -198,7 +195,7 @@ class Models:
                 self._settled.pop(name, None)
                 if wanted is not None:
                     self._settled[name] = wanted
-        except BrokerUnavailable as error:  # the next look starts it again
+        except BrokerUnavailable as error:
             logger.warning("model not settled", extra={"model": name, "reason": error.message})
         finally:
             del self._tasks[name]
@@ -216,7 +213,6 @@ class Models:
                 unloads.create_task(self._unload(key))
 
     async def _load_all(self, name: str, wanted: Wanted) -> bool:
-        """Loads the wanted versions; returns whether all versions of the policy are served."""
         stored = wanted.stored
         async with asyncio.TaskGroup() as loads:
             results = [loads.create_task(self._load((name, version), stored)) for version in stored.versions]
@@ -233,10 +229,7 @@ class Models:
         return True
 
     async def _load(self, key: Key, model: StoredModel, hashes: frozenset[str] = frozenset()) -> bool:
-        """Loads a version; returns whether it is served.
-
-        `hashes` are those that a version kept by pins may execute; empty = any.
-        """
+        """Loads a version, for pins with one of `hashes`; returns whether it is served."""
         name, version = key
         extra = {"model": name, "version": version, "generation": model.generation}
         began_s = time.monotonic()
@@ -255,13 +248,13 @@ class Models:
                 change = await in_thread(
                     f"load-{name}", lambda: self._loader.load(spec, version, model, serving, hashes, planned)
                 )
-        except Exception as error:  # the boundary to backends: it fails this load only
+        except Exception as error:
             if isinstance(error, QinferError) and error.__cause__ is None:
-                logger.error("load failed", extra={**extra, "error": error.message})  # the text says it all
+                logger.error("load failed", extra={**extra, "error": error.message})
             else:
                 logger.exception("load failed", extra=extra)
             self._fail(key, model.generation, error)
-            if hashes and name not in self._again_at:  # files or memory may come back
+            if hashes and name not in self._again_at:
                 self._try_later(key)
             return False
         if name not in self._wanted and change.kind is not Kind.SAME:
@@ -288,7 +281,7 @@ class Models:
         return True
 
     async def _plan(self, spec: ModelSpec, key: Key, generation: int) -> Planned | None:
-        """Plans an ensemble once its models are loaded; `None` = the desired state has changed."""
+        """Plans an ensemble once its models are loaded; `None` = it is no longer wanted."""
         while (wanted := self._wanted.get(key[0])) is not None and wanted.stored.generation == generation:
             looked = self._looked
             try:

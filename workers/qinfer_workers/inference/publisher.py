@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 
 Place = tuple[Lane, str]
-"""Lane and entry id."""
 
 
 class Held(Protocol):
@@ -80,16 +79,16 @@ class Renewals(Protocol):
 
 
 class OwnerLease(NamedTuple):
-    """The lease of an owner of sequences or resources; `ended` is called when a renewal finds it ended."""
+    """The lease of an owner of sequences or resources; `ended` is called when it has ended."""
 
     keys: Sequence[bytes]
     ended: Callable[[], None] = lambda: None
 
 
 class LeaseKeeper:
-    """Tracks when this worker's leases were renewed, and which are lost.
+    """Tracks which leases of this worker were renewed, and which are lost.
 
-    Used on the event loop, except `held`. `on_lost` gets each held item whose lease is lost.
+    Used on the event loop, except `held`.
     """
 
     def __init__(
@@ -166,9 +165,9 @@ class LeaseKeeper:
                 self._on_lost(item)
 
     def wanted(self) -> list[tuple[Held, float]]:
-        """Returns the items to renew, and until when on the monotonic clock: one lease time after the deadline.
+        """Returns the items to renew, and until when (monotonic): one lease time after the deadline.
 
-        An item of a model that never returns must not stay in flight forever.
+        A model that never returns must not keep an item in flight.
         """
         now_s = time.monotonic()
         ends = ((item, self._clock.to_monotonic_s(item.deadline_s) + self._lease_s) for item in self.held())
@@ -177,7 +176,7 @@ class LeaseKeeper:
     def is_sure(self, items: Iterable[Held]) -> bool:
         """Returns whether no lease of these items can have ended unnoticed, as during a SIGSTOP.
 
-        Items held at the last successful renewal were renewed by it; later ones were fetched after it.
+        The last renewal covered all items of that time; later ones are newer.
         """
         since_s = time.monotonic() - self._lease_s
         return self._renewed_at > since_s and (
@@ -185,7 +184,7 @@ class LeaseKeeper:
         )
 
     async def confirm(self, items: Iterable[Held]) -> None:
-        """Waits until each of these held items was renewed after now, or found lost."""
+        """Waits until each of these items was renewed after now, or found lost."""
         asked_s = time.monotonic()
         items = list(items)
         while any(self._sure_at(item) < asked_s for item in items):
@@ -193,7 +192,7 @@ class LeaseKeeper:
             await self._renewed.wait()
 
     def renewed(self, began_s: float, lost: Collection[Place], failed: Collection[Lane] = (), count: int = 0) -> None:
-        """Takes the outcome of a renewal that began at `began_s`; `failed` lanes could not be asked."""
+        """Takes the outcome of a renewal; `failed` lanes could not be asked."""
         self.renewals += count
         self._failing = {lane: self._failing.get(lane, self._renewed_at) for lane in failed}
         self._renewed_at = began_s
@@ -210,7 +209,7 @@ class LeaseKeeper:
             self._on_lost(item)
             found += 1
         self.losses += found
-        if found:  # mostly because callers went away, or gave up
+        if found:  # mostly because callers left
             logger.info("leases lost", extra={"count": found})
 
     def _sure_at(self, item: Held) -> float:
@@ -226,14 +225,14 @@ def place_of(item: Held) -> Place:
 
 
 FINISH_DELAY_S = 0.01
-"""Longest wait of published items to be finished in one write with the next answers.
+"""Longest wait of published items for one write with the next answers.
 
-No caller waits for it, and a separate write costs more than its content. After a crash in between, another worker
-executes the items again, and the gateway ignores the second answer.
+No caller waits for it, and a write costs more than its content. After a crash in between, another worker executes the
+items again, and the gateway ignores the second answer.
 """
 
 FINISH_COUNT = 16
-"""Items finished at once; fewer wait up to half of `FINISH_DELAY_S` for later answers."""
+"""Items finished at once; fewer wait up to half of `FINISH_DELAY_S`."""
 
 _Work = Callable[[], Awaitable[None]]
 _After = Callable[[Sequence[Pending]], None]
@@ -265,11 +264,11 @@ class Publisher:
         self._closed = False
 
     def hold(self, items: Sequence[Pending]) -> None:
-        """Renews leases of items that are answered without being admitted."""
+        """Renews leases of items that were not admitted."""
         self._keeper.hold(items)
 
     def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
-        """Publishes responses and then finishes the entries; settles asynchronous requests."""
+        """Publishes responses and finishes the entries; settles asynchronous requests."""
         begin_ns = time.perf_counter_ns()
         if [True for item in items if not item.request.reply_to]:
             self._answer_mixed(items, responses, begin_ns)
@@ -279,7 +278,7 @@ class Publisher:
             self._finish_now()
 
     def is_behind(self, model: str, version: int) -> bool:
-        """Returns whether too many bytes of a model version's answers wait for Redis to fetch more."""
+        """Returns whether a model version must not fetch, because its answers wait for Redis."""
         return self._large[model, version] > MOST_BYTES
 
     async def catch_up(self, model: str, version: int) -> None:
@@ -322,18 +321,18 @@ class Publisher:
             nonlocal tries
             tries += 1
             is_buried = await self._queue.bury(lease, request_id, error.code.value, error.message)
-            self._keeper.drop(items)  # not earlier: copying the tensors may take longer than a lease
+            self._keeper.drop(items)  # copying the tensors may take longer than a lease
             if is_buried:
                 tally.buried()
             elif tries == 1:
-                return  # the entry is gone, or another worker's
+                return
             if answer is None:
                 return
             item, response = answer
             if item.request.reply_to:
                 await self._queue.publish(item.request.reply_to, encode_responses([response]))
             else:
-                # The queue can't count deliveries of a removed entry.
+                # The queue can't count them any more.
                 await self._queue.requests.settle([settlement_of(item, response, attempt=lease.deliveries - 1)])
 
         self.spawn(work, held=items)
@@ -344,7 +343,7 @@ class Publisher:
         self.spawn(lambda: self._queue.finish([item.lease.entry]))
 
     def release_later(self, item: Pending, delay_s: float) -> None:
-        """Releases an unreadable entry after a delay: this worker would fetch it again at once."""
+        """Releases an unreadable entry after a delay, so that it is not fetched again at once."""
         self._keeper.hold([item])
         self._later[item] = self._loop.call_later(delay_s, self._release, item)
 
@@ -399,10 +398,10 @@ class Publisher:
         self._count(items, begin_ns)
 
     async def _store(self, items: Sequence[Pending], response: Response) -> Response:
-        """Stores a response's outputs outside the reply stream; returns the response to publish instead."""
+        """Stores outputs outside the reply stream; returns the response to publish."""
         item = next(item for item in items if item.request.id == response.request_id)
         lane, tenant = item.lease.entry.lane, item.request.tenant
-        blob = await asyncio.to_thread(encode_responses, [response])  # copies while other threads run
+        blob = await asyncio.to_thread(encode_responses, [response])
         try:
             with self._waits(lane, len(blob)):
                 await self._queue.store_result(lane, response.request_id, blob, STORED_TTL_S, tenant)
@@ -416,7 +415,7 @@ class Publisher:
             await self._keeper.confirm(items)
         answers = [answer for answer in answers if not answer[0].lost]
         settlements = [settlement_of(item, response) for item, response in answers]
-        # Large settlements keep their leases, although a renewal just after may find them lost.
+        # Large settlements keep their leases, which a renewal just after may find lost.
         large = [each for each in settlements if not self._queue.requests.ends_at_once(each)]
         if not large:
             self._keeper.drop(items)
@@ -432,7 +431,7 @@ class Publisher:
     async def _settle_all(self, answers: Sequence[_Answer], settlements: Sequence[Settlement]) -> None:
         try:
             await self._queue.requests.settle(settlements)
-        except PayloadTooLarge as error:  # it does not say which one is too large
+        except PayloadTooLarge as error:
             if len(answers) > 1:
                 for answer, settlement in zip(answers, settlements, strict=True):
                     await self._settle_all([answer], [settlement])
@@ -441,7 +440,7 @@ class Publisher:
             await self._queue.requests.settle([settlement_of(item, _failed(response, error))])
 
     def finish_soon(self, items: Sequence[Pending]) -> None:
-        """Finishes published items together with those of the next batches."""
+        """Finishes published items together with the next batches'."""
         if not self._published:
             self._finish_at_s = self._loop.time() + FINISH_DELAY_S
             if self._timer is None:
@@ -449,7 +448,6 @@ class Publisher:
         self._published.extend(items)
 
     def _finish_due(self) -> None:
-        """Finishes entries left by later batches; the shared timer may fire early."""
         self._timer = None
         if self._published and self._loop.time() + _TICK_S < self._finish_at_s:
             self._timer = self._loop.call_at(self._finish_at_s, self._finish_due)
@@ -467,7 +465,7 @@ class Publisher:
         self.durations.published(lane.model, lane.version, time.perf_counter_ns() - begin_ns)
 
     def recorded(self, items: Sequence[Pending], work: _Work) -> _Work:
-        """Returns work that publishes answers, with spans if requests are traced."""
+        """Returns work with spans, if its requests are traced."""
         return work if self._spans is None else self._spans.around(items, work)
 
     def spawn(
@@ -478,7 +476,7 @@ class Publisher:
         *,
         held: Sequence[Pending] = (),
     ) -> "asyncio.Task[None] | None":
-        """Starts work that is repeated while Redis is away; returns `None` if closed."""
+        """Starts work that is repeated while Redis is away; `None` = closed."""
         if self._closed:
             return None
         task = self._tasks.create_task(self._insist(work, items, after, held or items))
@@ -489,9 +487,9 @@ class Publisher:
     async def _insist(
         self, work: _Work, items: Sequence[Pending], after: _After | None, held: Sequence[Pending]
     ) -> None:
-        """Repeats work while Redis is away (readers drop duplicates), or until the leases of all `items` are lost.
+        """Repeats work while Redis is away, until the leases of all `items` are lost; readers drop duplicates.
 
-        After another refusal, the leases of `held` are left to expire.
+        After another refusal, the leases of `held` expire.
         """
         failures = 0
         while not _are_lost(items):
@@ -522,7 +520,7 @@ def _failed(response: Response, error: QinferError) -> Response:
 
 
 def _chunks(items: Sequence[Pending], responses: Sequence[Response]) -> Iterator[tuple[str, Sequence[Response], bool]]:
-    """Splits each process's responses into chunks; a response with too large outputs is a chunk of its own."""
+    """Splits each process's responses into chunks; a too large response is one of its own."""
     for address, group in _by_address(items, responses).items():
         if sum([len(tensor.data) for response in group for tensor in response.outputs]) <= CHUNK_BYTES:
             yield address, group, False
@@ -543,7 +541,7 @@ def _chunks(items: Sequence[Pending], responses: Sequence[Response]) -> Iterator
 
 
 def _by_address(items: Sequence[Pending], responses: Sequence[Response]) -> dict[str, Sequence[Response]]:
-    """Groups responses by reply stream; mostly one gateway waits for a whole batch."""
+    """Groups responses by reply stream; mostly there is one."""
     address = items[0].request.reply_to
     if not [True for item in items if item.lost or item.request.reply_to != address]:
         return {address: responses}
@@ -565,7 +563,7 @@ _STATES = {
 def settlement_of(item: Pending, response: Response, *, attempt: int | None = None) -> Settlement:
     """Returns the settlement of an asynchronous request.
 
-    `attempt` is the execution that ended it, by default that of the response; 0 lets the queue count deliveries.
+    `attempt` defaults to that of the response; 0 lets the queue count deliveries.
     """
     request, failure = item.request, response.failure
     if attempt is None:

@@ -46,7 +46,7 @@ class RateLimiter:
         self._is_due = False
 
     def check(self, spec: ModelSpec) -> None:
-        """Refuses a model whose instances would never get their resources, with Triton's text."""
+        """Refuses a model that would never get its resources, with Triton's text."""
         try:
             self.ledger.check(groups_of(spec, self._gpus))
         except ValueError as error:
@@ -87,7 +87,7 @@ class RateLimiter:
         return self.ledger.holds(callers)
 
     def conflict(self, spec: ModelSpec, callers: Sequence[Holder]) -> str:
-        """Returns why another worker can't run a model for executions that hold its resources; empty = it can."""
+        """Returns why only this worker could run a model for these callers; empty = others can."""
         return self.ledger.conflict(spec.name, map(needs_of, groups_of(spec, self._gpus)), callers)
 
     def refusal(self, instances: Sequence[Instance], callers: Sequence[Holder]) -> str:
@@ -118,7 +118,7 @@ class RateLimiter:
 def open_limiter(
     settings: Settings, queue: Queue, worker_id: str, keeper: LeaseKeeper, loader: Loader
 ) -> RateLimiter | None:
-    """Makes the rate limiter of a worker and has its lease renewed; `None` = it is off."""
+    """Makes the rate limiter of a worker; `None` = it is off."""
     if settings.rate_limit.mode == "off":
         return None
     lease_s = settings.worker.lease_s
@@ -130,7 +130,7 @@ def open_limiter(
 
 
 class SharedUnits:
-    """The units of global resources that this worker has, for `Ledger.pool`."""
+    """This worker's units of global resources, for `Ledger.pool`."""
 
     def __init__(self, ledger: Ledger, resources: Resources, lease_s: float, decide: Callable[[], None]) -> None:
         self._ledger = ledger
@@ -143,7 +143,7 @@ class SharedUnits:
         self._back: dict[str, int] = {}
         """Units that are being given back."""
         self._asked: dict[tuple[tuple[str, int], ...], tuple[Wish, float]] = {}
-        """The queued wishes, and when to repeat them on the monotonic clock."""
+        """Queued wishes, and when to repeat them (monotonic)."""
         self._valid_until_s = 0.0
 
     @property
@@ -158,7 +158,7 @@ class SharedUnits:
             self._changed.set()
 
     def look(self) -> None:
-        """Gives back units that others wait for, and drops all once the lease may have ended."""
+        """Gives back units that others wait for, and drops all when the lease may have ended."""
         pool = self._ledger.pool
         if pool and time.monotonic() >= self._valid_until_s:
             pool.clear()
@@ -203,7 +203,6 @@ class SharedUnits:
         await self._resources.close()
 
     async def _exchange(self) -> float:
-        """Does all due exchanges; returns the seconds until the next."""
         missing = {_key(units): Wish(units, is_callee) for units, is_callee in self._ledger.missing()}
         given_up = [wish for key, (wish, _) in self._asked.items() if key not in missing]
         self._asked = {key: asked for key, asked in self._asked.items() if key in missing}
@@ -225,7 +224,7 @@ class SharedUnits:
     async def _once(self, wish: Wish | None, given_up: Sequence[Wish] = ()) -> None:
         pool = self._ledger.pool
         for name in wish.units if wish is not None else ():
-            # A wish is granted whole: idle units are given back first.
+            # Wishes are granted whole: give idle units back first.
             idle = max(self._ledger.idle(name), 0)
             if idle:
                 pool[name] -= idle

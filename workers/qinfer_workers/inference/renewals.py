@@ -1,4 +1,4 @@
-"""Starts the process that renews a worker's leases, and talks to it: a model that keeps the GIL would stop a thread."""
+"""The process that renews a worker's leases: a model that keeps the GIL would stop a thread."""
 
 import asyncio
 import logging
@@ -66,7 +66,7 @@ class ProcessRenewals:
         self._backoff = Backoff(_RETRY_S, _LONGEST_RETRY_S)
 
     async def run(self, keeper: LeaseKeeper) -> None:
-        """Renews until cancelled; retries a failed start, with growing pauses."""
+        """Renews until cancelled, and restarts the process."""
         while True:
             try:
                 self._endings.failed(f"it ended with status {await self._run_one(keeper)}")
@@ -75,7 +75,6 @@ class ProcessRenewals:
             await asyncio.sleep(self._backoff.next_s())
 
     async def _run_one(self, keeper: LeaseKeeper) -> int | None:
-        """Talks to a process until it ends; returns its exit status."""
         command = [sys.executable, "-P", "-m", renewer.__name__, str(os.getpid())]
         process = await asyncio.create_subprocess_exec(
             *command, env=self._environment, stdin=PIPE, stdout=PIPE, pass_fds=self._inherited

@@ -4,9 +4,9 @@
       ▲               └── wait ◀─┘        each life that ends sends its owner a ticket, which `take` returns
       └── leave ◀───────────┘
 
-The loop owns as many sequences as there are free slots. If its lease ends, because Redis or the worker was away, it
-drops all of them: other workers own them. After a while without sequences it gives up the lease, until one waits for an
-owner. `qinfer.queue.sequences` describes the protocol.
+The loop owns as many sequences as there are free slots. If its lease ends, other workers own them, and it drops all.
+After a while without sequences it gives up the lease, until one waits for an owner. `qinfer.queue.sequences` describes
+the protocol.
 """
 
 import asyncio
@@ -80,10 +80,9 @@ class Parts(NamedTuple):
 class _Held:
     """A life of a sequence that this worker owns.
 
-    `committed` and `executed` are the last step committed, and the last executed in order to be. From step `ends_at`
-    on, nothing is executed; Redis gets the error `ending` once all earlier steps are committed. `entries` maps
-    uncommitted steps to their entries, `repeated` are duplicates that wait for the first response, `arriving` reads the
-    payload of the last step.
+    `executed` is the last step that is or will be committed. From step `ends_at` on, nothing is executed; Redis gets
+    the error `ending` once earlier steps are committed. `entries` are those of uncommitted steps, `repeated` duplicates
+    that wait for the first response; `arriving` reads the last payload.
     """
 
     def __init__(self, owned: Owned) -> None:
@@ -128,7 +127,7 @@ class SequenceService:
         else:
             self.batcher = ensemble(self)
         assert model.spec.sequences is not None, "only stateful models have a service"
-        # Steps of an ensemble carry the caller's id; their models get other ids.
+        # An ensemble's models get other ids than the caller's.
         self._told_bits = None if model.spec.sequences.of_steps else model.spec.sequences.told_bits
         self._is_explicit = model.spec.sequences.is_explicit
         idle_s = model.spec.sequences.max_idle_s
@@ -164,7 +163,7 @@ class SequenceService:
         self._steps.put(steps, responses)
 
     def broken(self, step: PendingStep, error: QinferError) -> None:
-        """Ends the sequence of an unexecuted step, and answers its remaining steps."""
+        """Ends the sequence of an unexecuted step, and answers the rest."""
         self._end(step.place, step.token, error)
 
     def idle(self, sequences: Sequence[SequenceId]) -> None:
@@ -182,10 +181,10 @@ class SequenceService:
                 self._end(_next_of(held), held.owned.token, error)
 
     async def drain(self, limit_s: float, is_wanted: Callable[[], bool], *, hands_over: bool) -> bool:
-        """Stops owning sequences and gives back the open ones; returns false if the version is wanted again.
+        """Gives back all sequences; returns false if the version is wanted again.
 
-        Waits at most `limit_s` for sequences to end. If other workers have the version (`hands_over`), it waits only
-        for those with state in memory, while a program that submits requests is live.
+        Waits at most `limit_s` for sequences to end. If other workers have the version (`hands_over`), only those with
+        state in memory are awaited, while a program that submits requests is live.
         """
         self._is_draining = True
         self._tickets.ring()  # the loop notices an ended lease
@@ -210,10 +209,7 @@ class SequenceService:
         return True
 
     async def give_up(self, overdue: PendingStep | None, error: QinferError) -> None:
-        """Gives back idle sequences, then the others, because an instance hangs.
-
-        The `overdue` step gets the error, and its sequence is not given back.
-        """
+        """Gives back idle sequences first, because an instance hangs; its `overdue` step gets the error."""
         batcher = self.batcher
         if isinstance(batcher, EnsembleSteps):
             await self.drain(0.0, lambda: False, hands_over=True)
@@ -278,7 +274,7 @@ class SequenceService:
     async def _leave(self) -> None:
         self._parts.keeper.owners.pop(self._owner, None)
         while not await self._sequences.leave(self._owner, [self._version]):
-            # Reap sequences that it owns unknowingly, because a reply was lost.
+            # It may own sequences unknowingly, if a reply was lost.
             await self._sequences.renew(self._owner, [self._version], 0.0)
             await self._sequences.reap()
 
@@ -290,7 +286,7 @@ class SequenceService:
         self.batcher.resume()
 
     async def _serve(self) -> bool:
-        """Owns sequences and takes their steps; returns true when idle, false when its lease has ended."""
+        """Owns sequences and takes steps; returns true when idle, false without a lease."""
         sequences, owner, version = self._sequences, self._owner, self._version
         ticket, busy_s = "", time.monotonic()
         while True:
@@ -328,7 +324,7 @@ class SequenceService:
             await self._changed.wait()
 
     async def _wait(self, ticket: str, *, has_slots: bool, is_idle: bool) -> None:
-        if is_idle:  # A waiting sequence wakes a full worker, too: it may have to give up a slot.
+        if is_idle:  # a waiting sequence may need one of its slots
             await self._tickets.sleep(ticket, has_slots=has_slots or not self._is_draining)
             self._look_at_s = 0.0
         else:
@@ -353,7 +349,6 @@ class SequenceService:
                 await self._give_up_slot(victim)
 
     def _to_give_up(self, turn: SlotTurn) -> SequenceId | None:
-        """Returns an idle sequence first, then the one held longest."""
         before_s = time.monotonic() - turn.least_s
         of_giver = [
             sequence
@@ -363,7 +358,7 @@ class SequenceService:
         return min(of_giver, key=lambda one: (not self.batcher.is_idle(one), self._held[one].since_s), default=None)
 
     async def _give_up_slot(self, sequence: SequenceId) -> None:
-        """Gives a sequence back until its tenant's next turn; one with state in memory ends."""
+        """Gives a sequence back until its tenant's turn; one with state in memory ends."""
         held = self._held.get(sequence)
         if held is None:
             return
@@ -373,7 +368,7 @@ class SequenceService:
             self._forget(sequence)
 
     async def _adopt(self, owned: Owned) -> QinferError | None:
-        """Takes over a sequence with its committed states; returns the error if these can't be read now."""
+        """Takes over a sequence; returns the error if its states can't be read now."""
         held = _Held(owned)
         if owned.generation not in self.generations:
             self._end(_next_of(held), owned.token, SequenceLost(RELOADED))
@@ -386,7 +381,7 @@ class SequenceService:
             except CorruptEntry as error:
                 self._end(_next_of(held), owned.token, SequenceLost(error.message))
                 return None
-            except QinferError as error:  # for all workers, or for this one only
+            except QinferError as error:
                 self._spawn(partial(self._sequences.give_back, self._owner, [owned.sequence]))
                 return error
         self._forget(owned.sequence)
@@ -395,7 +390,7 @@ class SequenceService:
         return None
 
     def _take_in(self, taken: Taken) -> None:
-        """Takes a step or the end of a life; drops those of sequences that are not held here."""
+        """Takes a step or the end of a life, unless the sequence is not held here."""
         place, lease = taken.place, taken.lease
         held = self._held.get(place.sequence)
         is_mine = held is not None and held.owned.token == taken.token and held.owned.life == place.life
@@ -406,7 +401,7 @@ class SequenceService:
                 self._forget(place.sequence)
             return
         if held is None or not is_mine or place.number >= held.ends_at:
-            if held is None:  # the reply that it is owned here was lost
+            if held is None:  # a reply was lost
                 self._spawn(partial(self._sequences.give_back, self._owner, [place.sequence]))
             return
         if place.number <= held.committed:
@@ -419,7 +414,7 @@ class SequenceService:
             self._receive(held, taken.place, taken.token, lease)
 
     def _cancel(self, held: _Held, place: Place) -> None:
-        """Ends a life at a step whose caller has left, unless the step has executed."""
+        """Ends a life at an unexecuted step whose caller has left."""
         is_here = place.number in held.entries and place.number > held.executed
         if is_here and not self.batcher.cancel(place.sequence, place.number):
             self._end(place, held.owned.token, Cancelled(LEFT))
@@ -464,7 +459,6 @@ class SequenceService:
     async def _arrive(
         self, held: _Held, before: "asyncio.Task[None] | None", step: PendingStep, *, is_apart: bool
     ) -> None:
-        """Reads the payload of a step, and admits it behind the step before it."""
         problem: QinferError | None = None
         if is_apart:
             try:
@@ -487,7 +481,6 @@ class SequenceService:
             held.arriving = None
 
     def _admit(self, step: PendingStep) -> None:
-        """Admits a step; one that does not fit its model ends its sequence."""
         try:
             if step.request.generation not in self.generations:
                 validate(step.request, self.batcher.model.spec)
@@ -496,7 +489,6 @@ class SequenceService:
             self.broken(step, error)
 
     def _settled(self, step: PendingStep, is_committed: bool) -> None:  # noqa: FBT001  the callback of a publisher
-        """Notes a commit; drops a sequence that another worker owns."""
         self._changed.set()
         held = self._held.get(step.place.sequence)
         if held is None or held.owned.token != step.token:
@@ -526,14 +518,14 @@ class SequenceService:
             self._answer_repeated(held)
             self.batcher.drop(sequence)
             self._changed.set()
-            self._tickets.ring()  # there may be a free slot
+            self._tickets.ring()
 
     def _forget_all(self) -> None:
         for sequence in list(self._held):
             self._forget(sequence)
 
     def _end(self, place: Place, token: int, error: QinferError) -> None:
-        """Ends a life by an error once earlier steps are committed; a deadline ends it at once."""
+        """Ends a life once earlier steps are committed; a deadline ends it at once."""
         held = self._held.get(place.sequence)
         self._changed.set()  # fewer steps may wait
         if held is None or held.owned.token != token:
@@ -543,7 +535,6 @@ class SequenceService:
             self._end_if_due(held, error)
 
     def _end_if_due(self, held: _Held, error: QinferError) -> None:
-        """Ends a life by the noted error, unless an earlier step is uncommitted."""
         if isinstance(error, DeadlineExceeded) or not any(number < held.ends_at for number in held.entries):
             held.ending = None
             self._end_now(Place(held.owned.sequence, held.owned.life, held.ends_at), held.owned.token, error)

@@ -75,7 +75,7 @@ class SequenceServices:
     async def retire(self, key: Key, is_wanted: Callable[[], bool]) -> bool:
         """Waits for a version's sequences to end, and unloads it; returns whether it did.
 
-        If only the version policy dropped it, a pin makes it wanted again until then.
+        A pin keeps a version that only its policy dropped wanted until then.
         """
         service = self._services[key]
         if service.has_open:
@@ -91,10 +91,7 @@ class SequenceServices:
         await self._drain([one for one in self._all() if isinstance(one.batcher, EnsembleSteps)])
 
     async def drain(self) -> None:
-        """Gives back all others; those with state in memory first have half of the drain's time to end.
-
-        Without a live gateway no further steps can arrive, and nothing waits.
-        """
+        """Gives back all others; those in memory have half of the drain's time to end while a gateway lives."""
         await self._drain([one for one in self._all() if not isinstance(one.batcher, EnsembleSteps)])
 
     async def give_up(self, key: Key, item: object, error: QinferError) -> None:
@@ -115,7 +112,7 @@ class SequenceServices:
         return [*self._services.values(), *self._leaving]
 
     async def pause(self) -> None:
-        """Begins no more executions and waits for current ones; steps of ensembles continue."""
+        """Begins no more executions and waits for current ones, except steps of ensembles."""
         async with asyncio.TaskGroup() as pauses:
             for batcher in self.batchers():
                 if isinstance(batcher, EnsembleSteps):

@@ -15,10 +15,9 @@ from qinfer.queue.lanes import Queue
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
 
 LaneBatcher = Batcher | IterativeBatcher | EnsembleBatcher
-"""The batcher of a model version with lanes."""
 
 _LOOK_S = 0.05
-# Gateways learn of an unload at the same time as the worker.
+# gateways learn of an unload only now
 _GRACE_S = 0.2
 
 
@@ -26,16 +25,16 @@ MAX_READS = 16
 """Requests whose payloads are read at a time."""
 
 SLOW_S = 0.25
-"""Slower reads no longer count as requests in the worker: a slow store delays only its own requests."""
+"""Slower reads no longer count, so that a slow store delays only its own requests."""
 
 STALLED_S = 2.0
-"""When `MAX_READS` reads are stalled for this long, requests without external payloads are fetched."""
+"""After this stall of `MAX_READS` reads, requests without external payloads are fetched."""
 
 
 class PayloadReads:
     """The tasks that read external payloads of one model version.
 
-    `open` maps each to the number of its requests, and to its monotonic start.
+    `open` maps them to the number of requests and the monotonic start.
     """
 
     def __init__(self) -> None:
@@ -54,7 +53,7 @@ class PayloadReads:
         task.add_done_callback(self._ended)
 
     async def room(self, count: int) -> int:
-        """Returns how many of `count` requests may be fetched; if none, waits for a read and returns 0."""
+        """Returns how many of `count` requests may be fetched; if none, waits for a read."""
         now_s = time.monotonic()
         fresh = [(number, began_s) for number, began_s in self.open.values() if now_s - began_s < SLOW_S]
         left = count - sum(number for number, _ in fresh)
@@ -84,7 +83,7 @@ class Serving:
     """A model version that the worker serves.
 
     `lanes` of an earlier configuration come last, until they are empty (`is_settled`). `quiet` is set while no fetch is
-    in progress: entries of a cancelled fetch would stay leased.
+    in progress: a cancelled fetch would leave leases.
     """
 
     fetcher: "asyncio.Task[None]"
@@ -104,15 +103,12 @@ class Serving:
         return self.batcher.paused and not executes and self.quiet.is_set() and not self.reads.open
 
     async def pause(self, *, ends: bool = True) -> None:
-        """Takes no more requests, and returns when nothing is in progress.
-
-        Without `ends`, requests of an ensemble, which execute nothing, are held instead.
-        """
+        """Takes no more requests, and waits for current ones; without `ends`, those of ensembles are held."""
         if isinstance(self.batcher, EnsembleBatcher) and self._is_held(ends=ends):
             self.batcher.hold()
         else:
             await self.batcher.pause()
-        # Each read has begun by then, and gives back its requests when stopped.
+        # Each read has begun by then, and can give back its requests.
         await self.quiet.wait()
         await self.reads.stop()
         if not self._is_held(ends=ends):
@@ -143,7 +139,7 @@ class Serving:
         self.is_settled = not left
 
     async def drain(self, queue: Queue, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
-        """Serves until the lanes are empty or the limit passes; returns false if wanted again."""
+        """Serves until the lanes are empty or time is over; false = it is wanted again."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + limit_s
         was_empty = False

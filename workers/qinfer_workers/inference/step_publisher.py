@@ -2,8 +2,8 @@
 
     SequenceBatcher ─▶ put ─▶ commit (state, response and number together) ─▶ publish ─▶ finish
 
-Commits run one at a time, for one step of each sequence. A step whose sequence another worker owns is not published. A
-step that Redis refuses, for its size or for lack of memory, breaks its sequence.
+Commits run one at a time, for one step of each sequence. A step whose sequence another worker owns is not published; a
+step that Redis refuses breaks its sequence.
 
 A state in the model's memory can't be restored: such sequences commit only their last step, and steps that may be sent
 again. The others are published at once.
@@ -28,7 +28,7 @@ from qinfer_workers.inference.publisher import Publisher
 
 logger = logging.getLogger(__name__)
 
-_TOGETHER = AT_ONCE  # one script: its steps are published while the next one runs
+_TOGETHER = AT_ONCE  # one script: its steps are published during the next one
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 2.0
 
 
@@ -41,8 +41,8 @@ class _Executed(msgspec.Struct, frozen=True, eq=False):
 class StepPublisher:
     """Commits and publishes the steps of a model's sequences.
 
-    `is_explicit` = the state is in the model's memory. `settled` gets each step, and whether it is committed (else
-    another worker owns its sequence); `broken` each step that can't be.
+    `is_explicit` = the state is in the model's memory. `settled` gets each step, and whether it is committed or has
+    another owner; `broken` refused ones.
     """
 
     def __init__(
@@ -121,7 +121,6 @@ class StepPublisher:
         return list(group.values())
 
     async def _commit(self, group: list[_Executed]) -> None:
-        """Commits steps, repeatedly while Redis is away; a second commit is harmless."""
         begin_ns = time.perf_counter_ns()
         backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
         while True:
@@ -143,7 +142,7 @@ class StepPublisher:
             return
 
     async def _commit_alone(self, group: list[_Executed], error: QinferError) -> None:
-        """Commits the steps of a refused commit one by one, to find the refused one."""
+        """Finds the refused step of a commit."""
         if len(group) == 1:
             self._broken(group[0].step, error)
             return

@@ -4,8 +4,8 @@
     asynchronous     store response after response; one task for each request
     the final one    the entry is finished, or the request settled, as `Publisher` does it
 
-An entry is marked before its first response leaves, unless its model gives the same responses each time: a worker that
-reclaims it does not execute it, because the caller has a part of another execution's responses.
+An entry is marked before its first response leaves: a worker that reclaims it must not execute it, because the caller
+has a part of the responses. Models that repeat the same responses need no mark.
 """
 
 import asyncio
@@ -34,8 +34,7 @@ _MAX_RESPONSES = 1000  # in one blob
 class StreamPublisher:
     """The `StreamOutlet` of a worker.
 
-    `resumes` returns whether an item's model gives the same responses each time. A mark outlives its request by
-    `mark_s`.
+    `resumes` returns whether a model repeats the same responses. A mark outlives its request by `mark_s`.
     """
 
     streams: Streams
@@ -56,7 +55,7 @@ class StreamPublisher:
         self._limits = limits
         self._mark_s = mark_s
         self._waiting: dict[str, deque[Sent]] = {}
-        """Unsent responses by reply address, or by asynchronous request."""
+        """By reply address, or by asynchronous request."""
 
     def send(self, sent: Sequence[Sent]) -> None:
         """Publishes responses in order; those that arrive meanwhile leave together."""
@@ -70,7 +69,7 @@ class StreamPublisher:
             waiting.append(each)
 
     async def _run(self, name: str) -> None:
-        """Publishes until nothing waits; runs again after an outage of Redis."""
+        """Publishes until nothing waits; again after an outage."""
         waiting = self._waiting[name]
         while waiting:
             group = _first_of(waiting)
@@ -109,7 +108,7 @@ class StreamPublisher:
         self._publisher.durations.published(lane.model, lane.version, time.perf_counter_ns() - begin_ns)
 
     async def _mark(self, group: Sequence[Sent]) -> None:
-        """Marks the entries whose first, but not last, response leaves now."""
+        """Marks entries whose first, but not last, response leaves now."""
         first = [item for item, response in group if not (response.index or response.final or self._resumes(item))]
         if not first:
             return
@@ -119,7 +118,6 @@ class StreamPublisher:
         )
 
     async def _unmark(self, group: Sequence[Sent]) -> None:
-        """Removes the marks of ended streams, whose callers wait no more."""
         ended = [item.lease.entry for item, last in group if last.final and last.index and not self._resumes(item)]
         if ended:
             await self._queue.marks.forget(ended)
@@ -134,7 +132,6 @@ class StreamPublisher:
             self._publisher.answer([item], [last])
 
     async def _store(self, group: Sequence[Sent]) -> QinferError | None:
-        """Stores responses of an asynchronous request; returns the error if they are refused."""
         item, first = group[0]
         lease, blobs = item.lease, [encode_responses([response]) for _, response in group]
         resumes, most = self._resumes(item), self._limits.stream_result_bytes
@@ -151,7 +148,7 @@ class StreamPublisher:
         return None
 
     def _drop(self, items: Sequence[Pending]) -> None:
-        """Ends streams silently: the caller is gone, or can't get the rest."""
+        """Ends streams silently, because the rest can't be delivered."""
         self._keeper.drop(items)
         for item in items:
             item.lose()

@@ -59,7 +59,7 @@ class Spans:
         self._now_s = clock.now_s
 
     def executed(self, execution: Execution, begin_s: float) -> None:
-        """Records an execution; later spans of its answered items belong to the batch."""
+        """Records an execution; later spans of its items belong to the batch."""
         recorded = [item for item in execution.items if is_sampled(item.request.trace)]
         if not recorded:
             return
@@ -100,14 +100,14 @@ class Spans:
         """Begins the spans of an ensemble's request; `None` = it is not recorded."""
         if not is_sampled(item.request.trace):
             return None
-        with _FENCE:  # it runs without spans otherwise
+        with _FENCE:
             return RunTrace(self._tracer, self._now_s, item, plan)
         return None
 
     def shard(
         self, place: ShardPlace, outcome: ShardOutcome | None, begin_s: float, error: tuple[str, str] | None
     ) -> None:
-        """Records an ended execution of a shard; `outcome` is `None` if it was not completed."""
+        """Records an ended execution of a shard; `outcome` is `None` if it failed."""
         record = place.record
         if not is_sampled(record.trace):
             return
@@ -126,7 +126,7 @@ class Spans:
             self._tracer.start("shard", record.trace, begin_s).end(self._now_s(), about, error)
 
     def around(self, items: Sequence[Pending], publish: _Work) -> _Work:
-        """Returns work that publishes answers, with a span of each attempt if a request is recorded."""
+        """Returns publishing work with a span of each attempt, if a request is recorded."""
         batches = list(dict.fromkeys(item.request.trace for item in items if is_sampled(item.request.trace)))
         if not batches:
             return publish

@@ -4,8 +4,8 @@
                                               ├─▶ Stream.cancel: the tenant with the most gives up an instance
                                               └─▶ refused: it gets no further one while it has its share
 
-Without other tenants, streams end after `QINFER_LIMITS__STREAM_STALL_S` unread. A batch of an iterative model advances
-as a whole, so an unread stream also delays requests of others that have begun.
+Without other tenants, streams end after `QINFER_LIMITS__STREAM_STALL_S`. A batch of an iterative model advances as a
+whole, so an unread stream also delays others' requests that have begun.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ REFUSED = (
     f"responses of model '{{}}' hold its instances because they are read slower than {LEAST_RATE // 1024} KiB/s, and "
     "other tenants use it; read them, or end these requests, before you send others"
 )
-_GUESTS = 16  # entries looked at for a guest's: it came when no other entry waited
+_GUESTS = 16  # entries to search for guests
 _KNOWN_S = 2.0  # until the next look
 
 Key = tuple[str, int]
@@ -48,7 +48,7 @@ class UnreadStreams:
         self._serving_of = serving_of
         self._looking: set[Key] = set()
         self._full: dict[Key, tuple[set[str], float]] = {}
-        """The tenants that get no further instance, and until when this is known."""
+        """Tenants that get no further instance, and until when."""
 
     def found(self, streams: Sequence[Stream]) -> None:
         """Looks for tenants that wait for the models of unread streams."""
@@ -84,7 +84,7 @@ class UnreadStreams:
             self._looking.discard(key)
 
     async def _guests(self, shares: Sequence[Share]) -> set[str]:
-        """Returns the tenants with an entry in another's stream: a tenant's first entry may go there."""
+        """Returns the tenants with an entry in another's stream, where a tenant's first entry may go."""
         guests: set[str] = set()
         if len({tenant for share in shares for tenant in share.tenants}) > 1:
             for share in shares:
@@ -106,7 +106,7 @@ class UnreadStreams:
         holding = [stream for stream in streams if stream.holds_instance]
         unread = Counter(tenant for tenant, _ in {(stream.item.request.tenant, stream.source) for stream in holding})
         seen = {tenant for share in shares for tenant in share.tenants}
-        # As in `SharedLimit`, as many instances as each tenant has stay free.
+        # as in `SharedLimit`
         full = {tenant for tenant, its in unread.items() if its >= count - unread.total() and seen - {tenant}}
         self._full[key] = full, now_s + _KNOWN_S
         if isinstance(batcher, IterativeBatcher):
@@ -115,7 +115,7 @@ class UnreadStreams:
         if len(running) < count:
             return
         held = Counter(tenant for one in running for tenant in _tenants(one.items))
-        if not holding and len(streams) >= OPEN_STREAMS // 2:  # such a process takes no batch either
+        if not holding and len(streams) >= OPEN_STREAMS // 2:
             holding = streams
             held.update(stream.item.request.tenant for stream in streams)
         unread_s = {stream: stream.unread_s(now_s) for stream in holding}
@@ -144,7 +144,6 @@ def _end_blocking(batcher: IterativeBatcher, holding: Sequence[Stream]) -> list[
 
 
 def _shares(held: "Counter[str]", shares: Sequence[Share], others: Iterable[str]) -> list[SlotShare]:
-    """Returns the shares of tenants that hold instances, wait in `shares`, or are among `others`."""
     waiting = set(others)
     weights: dict[str, int] = {}
     for share in shares:

@@ -65,7 +65,7 @@ class VersionPins:
                 continue
 
     async def write(self) -> None:
-        """Writes the needed pins, removes the others, and wakes the store's readers after a change."""
+        """Writes the needed pins, removes others, and wakes readers after a change."""
         async with self._writing:
             versions = self._versions()
             is_news = versions.keys() != self._pinned

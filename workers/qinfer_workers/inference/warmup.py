@@ -1,11 +1,11 @@
-"""Warms up loaded model instances, before they get requests.
+"""Warms up loaded model instances.
 
-The samples of `model_warmup` run before a model is READY, and must succeed, as in Triton. Models of the built-in
-runtimes also run a row of zeros twice, which may fail; the second run teaches the latency model t(1). Models in Python
-and custom backends never get made-up data, because they may count or send it.
+The samples of `model_warmup` must succeed before a model is READY, as in Triton. Models of the built-in runtimes also
+run a row of zeros twice, which may fail; the second run teaches the latency model t(1). Python models and custom
+backends never get made-up data, because they may count or send it.
 
-A run that calls another model stops there without a failure: that model may not be loaded yet. A model with sequences
-gets a sequence of a single step.
+A call of another model, which may not be loaded yet, ends a run without a failure. A model with sequences gets one of a
+single step.
 """
 
 import logging
@@ -36,7 +36,7 @@ _Inputs = Mapping[str, WarmupInput]
 
 
 class _Unheard(OneResponse):
-    """Discards answers; after `called`, a refused call to another model, results mean nothing."""
+    """Discards answers; results after `called`, a refused call, mean nothing."""
 
     def __init__(self) -> None:
         self.called = False
@@ -83,9 +83,9 @@ def warm_up(backend: Backend, spec: ModelSpec, model_dir: Path = Path(), states:
 def warm_up_with_zeros(
     backend: Backend, spec: ModelSpec, latency: LatencyModel, now_s: float, states: Sequence[Tensor] = ()
 ) -> None:
-    """Runs a loaded instance with zeros, unless its model is code.
+    """Runs a loaded instance with zeros, unless its model is code, or might answer without end.
 
-    Decoupled models might answer zeros without end, and are left out. `latency` learns from the last run.
+    `latency` learns from the last run.
     """
     if spec.decoupled or spec.backend not in _AUTOMATIC:
         return
@@ -105,7 +105,7 @@ def warm_up_with_zeros(
 
 
 def _batch(spec: ModelSpec, inputs: _Inputs, count: int, states: Sequence[Tensor], model_dir: Path = Path()) -> Batch:
-    """Makes a batch of `count` one-row requests, each a sequence of a single step if the model has sequences."""
+    """Makes a batch of `count` one-row requests; in sequences of a single step."""
     rows = (count,) if spec.max_batch_size else ()
     given = {
         name: _read(name, data, rows, model_dir)
@@ -128,7 +128,6 @@ def _batch(spec: ModelSpec, inputs: _Inputs, count: int, states: Sequence[Tensor
 
 
 def _read(name: str, data: WarmupInput, rows: tuple[int, ...], model_dir: Path) -> Array:
-    """Reads a row from a file, encoded as in a binary request, and repeats it."""
     size = prod(data.dims) * DATATYPES[data.datatype].itemsize
     try:
         content = (model_dir / WARMUP_DIRECTORY / data.file).read_bytes()

@@ -3,7 +3,7 @@
     interruptible backend (`python`)   its process is killed; the items of the batch execute again, alone
     another                            the worker gives back everything else, and ends
 
-The watchdog has its own thread. A model that holds the GIL stops it: then the renewer process ends the worker
+If a model that holds the GIL stops the watchdog's thread, the renewer process ends the worker
 (`qinfer_workers.due_table`).
 """
 
@@ -32,7 +32,7 @@ SHOWN_S = 1.0
 """Shorter executions are not in the heartbeat."""
 
 _STARVED_S = 1.0
-"""A look this late ends nothing: executions may have been stalled with it."""
+"""A later look ends nothing: executions may have been stalled with it."""
 
 Key = tuple[str, int]
 Leave = Callable[[ExecutionClock], None]
@@ -46,10 +46,7 @@ class _Watched(NamedTuple):
 
 
 class ExecutionWatchdog:
-    """Watches the instances of a worker; notes their limits in `table` for the renewer.
-
-    `changed` is called on the event loop when models' own `is_ready` changes.
-    """
+    """Watches the instances of a worker; notes their limits in `table` for the renewer."""
 
     def __init__(self, table: DueTable | None = None) -> None:
         self.table = table
@@ -71,7 +68,7 @@ class ExecutionWatchdog:
         return watched
 
     async def run(self, leave: Leave) -> None:
-        """Looks until cancelled; calls `leave` once if only the worker's end can end an execution."""
+        """Looks until cancelled; calls `leave` once if the worker has to end."""
         loop = asyncio.get_running_loop()
 
         def call_soon(clock: ExecutionClock) -> None:
@@ -89,7 +86,7 @@ class ExecutionWatchdog:
             self._stop.set()
 
     def executing(self, now_s: float) -> list[Executing]:
-        """Returns executions and loads that have lasted for a while; `now_s` is the broker's time."""
+        """Returns long executions and loads; `now_s` is the broker's time."""
         found = []
         with self._lock:
             clocks = [one.clock for one in self._watched]
@@ -103,7 +100,7 @@ class ExecutionWatchdog:
         return found
 
     def unready(self) -> dict[Key, str]:
-        """Returns the model versions with an instance that is not ready by its own `is_ready`, and why."""
+        """Returns the model versions not ready by an instance's own `is_ready`, and why."""
         with self._lock:
             watched = [(one.clock, one.unready) for one in self._watched if one.unready is not None]
         return {(clock.model, clock.version): reason for clock, unready in watched if (reason := _reason(unready))}
@@ -135,7 +132,7 @@ class ExecutionWatchdog:
             if clock.expire(interrupt):
                 self._count(clock)
                 logger.error("execution over its limit: the model's process was killed", extra=extra)
-        elif clock.limit is clock.limits.execute:  # the loader ends an overdue load
+        elif clock.limit is clock.limits.execute:
             self._count(clock)
             logger.error("execution over its limit: the worker gives back what it can, and ends", extra=extra)
             leave(clock)
@@ -178,7 +175,6 @@ def _shown(unready: dict[Key, str]) -> dict[str, str]:
 
 
 def _reason(unready: Callable[[], str]) -> str:
-    """Returns why an instance is not ready, or the error that it raised."""
     try:
         return unready()
     except Exception as error:  # noqa: BLE001  a backend of others may raise anything

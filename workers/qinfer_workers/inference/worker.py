@@ -63,15 +63,12 @@ from qinfer_workers.jobs.scoring.shard_service import ShardService
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
-_MAX_RECLAIMS = 100  # in a row that yield no entry to run
+_MAX_RECLAIMS = 100  # without an entry to run
 _AGAIN_S = 0.5
 
 
 class Worker:
-    """Serves models until it is stopped.
-
-    `worker_id` is unique for each start. Set `spans` and `catalog` before it runs.
-    """
+    """Serves models until it is stopped; set `spans` and `catalog` before."""
 
     def __init__(
         self,
@@ -117,7 +114,7 @@ class Worker:
         self._heartbeat.beaten = beaten
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serves until `stop` is set, then drains: finishes batches, releases other entries, ends the heartbeat."""
+        """Serves until `stop` is set, then drains."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._publisher = Publisher(self._queue, self._keeper, tasks, self.spans)
@@ -154,7 +151,7 @@ class Worker:
                 await end(models, reclaimer, bulk, shadows, *pins)
                 await self._drain(heartbeat)
             finally:
-                # First: ending the calls of an unfinished batch must not answer it.
+                # First: ending its calls must not answer an unfinished batch.
                 self._publisher.close()
                 calls = self._caller.close()
                 self._bulk.hurry()
@@ -234,7 +231,6 @@ class Worker:
         self._serve_bulk(batcher, loaded)
 
     def _begun(self, items: Sequence[Pending]) -> None:
-        """Notes that requests no longer wait; local steps of ensembles have no entries."""
         self._queue.marks.begin([item.lease for item in items if item.lease.consumer])
 
     def _serve_ensemble(self, model: LoadedModel, loaded: Loaded, serving: Serving | None) -> None:
@@ -256,7 +252,6 @@ class Worker:
         return serving.batcher if serving is not None and isinstance(serving.batcher, Batcher) else None
 
     def _steps(self) -> dict[Key, str]:
-        """Returns the model versions that ensembles run here, for any hash."""
         batchers = [*self._ensembles(), *self._sequences.batchers()]
         return {key: "" for one in batchers if not isinstance(one, SequenceBatcher) for key in one.versions}
 
@@ -281,7 +276,7 @@ class Worker:
         self._heartbeat.collect(serving.batcher)
 
     def resize(self, loaded: Loaded, surplus: int) -> None:
-        """Changes the number of instances of a served version, under a new generation."""
+        """Changes the number of instances, under a new generation."""
         key = loaded.spec.name, loaded.version
         if key in self._sequences:
             self._sequences.go_on(loaded)
@@ -292,12 +287,11 @@ class Worker:
         executor.grow(loaded.instances)
         executor.shrink(surplus)
         batcher.model = replace(batcher.model, spec=loaded.spec, generation=loaded.generation)
-        # More instances may start waiting requests.
         batcher.admit(())
         self._serve_bulk(batcher, loaded)
 
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
-        """Answers waiting requests and unloads a version; returns false if it is wanted again."""
+        """Answers waiting requests and unloads a version; false = it is wanted again."""
         if (model, version) in self._sequences:
             return await self._sequences.retire((model, version), is_wanted)
         serving = self._serving[model, version]
@@ -372,7 +366,6 @@ class Worker:
                 quiet.set()
 
     def _take_in(self, serving: Serving, leases: Sequence[Lease]) -> None:
-        """Holds and admits the items of leases; those with external payloads once these are read."""
         batcher = serving.batcher
         ready, external = self._intake.items(batcher, leases)
         self._keeper.hold(ready)
@@ -409,7 +402,6 @@ class Worker:
             self._streams.lose(item)
 
     async def _reclaim_loop(self) -> None:
-        """Looks for entries of dead workers twice in a lease time."""
         outage = OutageLog(logger, "nothing reclaimed", "reclaiming again")
         lookout = Lookout(self._queue, self._store, self._settings, self._id)
         while True:
@@ -432,8 +424,7 @@ class Worker:
     async def _begin_again(self, serving: Serving, batcher: EnsembleBatcher) -> None:
         """Restarts the requests of an ensemble that dead workers held.
 
-        An ensemble executes nothing: crashes are counted at its steps. It must not be waited for, because its steps may
-        be among the suspects that run after this.
+        Crashes are counted at its steps. It must not be awaited: its steps may be suspects that run after this.
         """
         while batcher.has_room and (suspects := await self._next_suspect(serving)):
             batcher.admit(suspects)
@@ -441,7 +432,7 @@ class Worker:
     async def _has_suspects(self, serving: Serving) -> bool:
         """Returns whether there is an entry to reclaim, and leaves it in the queue.
 
-        Holding it while this worker quiesces would count an execution if the worker died; another may be free sooner.
+        Holding it while this worker quiesces would count an execution if the worker died.
         """
         for _ in range(_MAX_RECLAIMS):
             leases = await self._reclaim(serving)
@@ -457,7 +448,7 @@ class Worker:
     async def _run_suspects(self, key: Key, serving: Serving) -> None:
         """Runs dead workers' entries one by one, while this worker holds nothing else.
 
-        A model that a suspect calls serves until the suspect has ended, or both would wait.
+        A model that a suspect calls serves until then, or both would wait.
         """
         async with self._quiesced():
             # The model may be gone by now.
@@ -470,7 +461,7 @@ class Worker:
                 await self._publisher.flush()
 
     async def _next_suspect(self, serving: Serving) -> list[Pending]:
-        """Takes and holds at most one entry: a crash on it must not count against others."""
+        """Takes at most one entry: a crash on it must not count against others."""
         for _ in range(_MAX_RECLAIMS):
             leases = await self._reclaim(serving)
             ready, external = self._intake.items(serving.batcher, leases)
@@ -526,7 +517,6 @@ class Worker:
         return [one.batcher for one in self._servings() if isinstance(one.batcher, EnsembleBatcher)]
 
     def _step_called(self, lane: Lane) -> None:
-        """Resumes a model for a step that an executing batch's ensemble needs, or while the worker ends."""
         if self._is_quiescing and (self._is_ending or not all(batcher.paused for batcher in self._ensembles())):
             self._called(lane)
 
@@ -538,7 +528,7 @@ class Worker:
     async def _drain(self, heartbeat: asyncio.Task[None]) -> None:
         """Finishes executing batches within `drain_s`; other workers reclaim the rest.
 
-        The writes to Redis after the last batch wait at most `PATIENCE_S` for it.
+        Then writes to Redis wait at most `PATIENCE_S` for it.
         """
         self._heartbeat.drains()
         logger.info("draining", extra={"executing": sum(b.executing for b in self._batchers())})
@@ -562,7 +552,7 @@ class Worker:
             self._heartbeat.missed = lambda _: None
 
     def _give_up(self, clock: ExecutionClock) -> None:
-        """Gives back everything that does not execute, and ends the process, because an instance hangs."""
+        """Gives back what does not execute, and ends the process, because an instance hangs."""
         self._heartbeat.drains()
         self._bulk.hurry()
         key, item, error = (clock.model, clock.version), clock.alone(), overdue_error(clock)
@@ -600,7 +590,6 @@ async def end(*tasks: "asyncio.Task[Any]") -> None:
 
 
 def _log_reclaimed(item: Pending) -> None:
-    """Logs a request whose worker died or hung, as a suspect for the cause."""
     lease, request = item.lease, item.request
     extra = {"request_id": request.id, "model": request.model, "version": request.version, "tenant": request.tenant}
     logger.warning("reclaimed", extra={**extra, "entry_id": lease.entry.entry_id, "deliveries": lease.deliveries})

@@ -3,8 +3,7 @@
     admit ─▶ Runs ─▶ steps of other models … ─▶ answered, together with others of this turn ─▶ outlet.answer
 
 A waiting request has no instance and no thread; number and bytes of held requests are bounded. Steps of nested
-ensembles are steps of the outer one, so that no request waits for another's place. Responses of decoupled ensembles
-leave by `streams`.
+ensembles are steps of the outer one, so that no request waits for another's place.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ MAX_REQUESTS = 256
 """Of one ensemble version."""
 
 MAX_BYTES = 256 * 2**20
-"""No more requests are fetched above these bytes of inputs."""
+"""Above these input bytes, no more are fetched."""
 
 
 class EnsembleBatcher:
@@ -101,7 +100,7 @@ class EnsembleBatcher:
         return self._fetchable.is_set()
 
     def room(self) -> tuple[int, float]:
-        """Returns how many entries to fetch, and how long to wait for the first: without limit."""
+        """Returns how many entries to fetch, waiting without limit for the first."""
         return max(MAX_REQUESTS - len(self._runs), 1), NEVER_S
 
     def lost(self, item: Pending) -> None:
@@ -135,7 +134,7 @@ class EnsembleBatcher:
         self._look()
 
     def _answered(self, item: Pending, response: Response | None) -> None:
-        """Notes the end of a request; its response leaves with others of this turn of the event loop.
+        """Notes the end of a request; responses of one turn of the event loop leave together.
 
         Requests that began apart end together, with the batch of their last step.
         """

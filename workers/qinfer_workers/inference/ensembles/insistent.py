@@ -3,8 +3,8 @@
     submit_step ─▶ submitted ─▶ (the broker is away) ─▶ a pause ─▶ submitted again … until the deadline
 
 Steps of asynchronous requests, which no client retries, are also repeated while a model is overloaded, and expire at
-the deadline; a waiting caller gets the error itself. An earlier submission may still be executed: its answer is
-dropped, and numbers let a step of a sequence execute once.
+the deadline. An earlier submission may still be executed: its answer is dropped, and a numbered step of a sequence
+executes once.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _OF_STORED = _AWAY | {ErrorCode.QUEUE_FULL.value, ErrorCode.DEADLINE_INFEASIBLE.
 
 
 class InsistentSteps:
-    """Submits steps through `steps`, repeatedly; `is_stored` marks an asynchronous request."""
+    """Submits steps repeatedly; `is_stored` marks an asynchronous request."""
 
     def __init__(self, steps: Steps, *, is_stored: bool) -> None:
         self.steps = steps
@@ -33,15 +33,13 @@ class InsistentSteps:
         self.loop = asyncio.get_running_loop()
 
     def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
-        """Submits a step, and again after failures that may pass."""
+        """Submits a step, repeatedly if that may help."""
         insisted = _Insisted(self, step, request, sink)
         insisted.begin(timeout_s)
         return insisted
 
 
 class _Insisted:
-    """A step that is submitted, maybe again, and the sink of its responses."""
-
     __slots__ = (
         "_failures", "_has_responded", "_queue_timeout_s", "_request", "_sink", "_step", "_submitted", "_timer",
         "_until_s", "_was_taken", "_way",
@@ -97,11 +95,10 @@ class _Insisted:
             self._submitted.took(nbytes)
 
     def _expires(self, code: str) -> bool:
-        """Returns whether a failure only means that no time was left to retry."""
+        """Returns whether a failure only means that no time was left."""
         return self._way.is_stored and code in _OF_STORED
 
     def _waits(self, code: str) -> bool:
-        """Schedules another submission, if that may help in time."""
         if code not in self._way.failures:
             return False
         self._failures += 1

@@ -94,8 +94,6 @@ class _LimitedSteps:
 
 
 class _Limited:
-    """A request of a step, in flight or parked, and the sink of its responses."""
-
     __slots__ = ("_has_begun", "_is_over", "_limits", "_sink", "_submit", "_submitted", "_timer", "_was_taken", "key")
     no_stream = ""
 

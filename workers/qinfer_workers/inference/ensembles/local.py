@@ -3,8 +3,8 @@
     Submission.submit ─▶ take ─▶ Batcher.admit … Batcher ─▶ answer ─▶ PendingRequests.deliver
                                      └─ give_back ─▶ Submission.enqueue: into the lane after all
 
-A step must not overtake requests: it takes the short cut only if no others wait in the lane, and the next batch has
-room. Models with priorities or queue policies get all steps by their lanes, which enforce these.
+A step overtakes no requests: others must not wait in the lane, and the next batch needs room. Models with priorities or
+queue policies get all steps by their lanes, which enforce these.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class LocalItem(execution.Pending, kw_only=True, eq=False, gc=False):
 class LocalSteps:
     """The `Door` of the worker's submission, and the `Outlet` of its batchers; other items go to `outlet`.
 
-    `called` gets the lane of each step, and again when the step goes into its lane.
+    `called` gets the lane of each step, again if the step goes into it.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class LocalSteps:
         return self._batcher_of(model, version) is not None
 
     def has_more(self, model: str, version: int, count: int) -> bool:
-        """Returns whether a batcher here takes requests past the lane, and has more than `count` instances."""
+        """Returns whether a batcher here takes requests past the lane, with more than `count` instances."""
         batcher = self._batcher_of(model, version)
         return batcher is not None and batcher.model.executor.count > count
 
@@ -107,7 +107,7 @@ class LocalSteps:
             batcher.lost(item)
 
     def answer(self, items: Sequence[execution.Pending], responses: Sequence[Response]) -> None:
-        """Delivers answers of steps soon; others go to the outlet."""
+        """Delivers answers of steps; others go to the outlet."""
         if not self._items:
             self._outlet.answer(items, responses)
             return
@@ -131,11 +131,10 @@ class LocalSteps:
             self._outlet.give_back(others)
 
     def delay(self, items: Sequence[execution.Pending]) -> None:
-        """Passes items to the outlet: models that delay take no steps here."""
+        """Passes items to the outlet."""
         self._outlet.delay(items)
 
     def _admit(self) -> None:
-        """Admits the steps of one turn of the event loop together, so that they can share a batch."""
         taken, self._taken = self._taken, {}
         for batcher, items in taken.items():
             here = [item for item in items if not item.lost]
@@ -160,7 +159,7 @@ class LocalSteps:
             self._call_soon(self.called, item.lease.entry.lane)
 
     def _answer(self, response: Response) -> None:
-        """Delivers an answer at the end of this turn, when no batcher is in the middle of one."""
+        """Delivers an answer at the end of this turn, when no batcher is busy with one."""
         self._items.pop(response.request_id, None)
         if not self._answers:
             self._call_soon(self._deliver)

@@ -1,7 +1,7 @@
-"""The plans of a worker's ensembles: when one is loaded, each step gets a version that is READY.
+"""The plans of a worker's ensembles: at the load of one, each step gets a version that is READY.
 
-A load waits for models that are still loading on any worker, and fails with those that can't be loaded. A bulk job's
-plan has the versions that it was made with, as long as those execute the same.
+A load waits for models that are loading on any worker. A bulk job's plan keeps its versions while those execute the
+same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,14 +24,14 @@ class NotYet(QinferError):
 
 
 class Planned(NamedTuple):
-    """The plan of an ensemble version, and the version of each model, in the order of the steps."""
+    """The plan of an ensemble version, and its models' versions in the order of the steps."""
 
     plan: Plan
     steps: tuple[StepVersion, ...] = ()
 
 
 class PlannedAgain(NamedTuple):
-    """The plan of an ensemble as a job runs it, and the generation of each model."""
+    """The plan of an ensemble as a job runs it, and its models' generations."""
 
     plan: Plan
     generations: Mapping[str, int]
@@ -72,7 +72,7 @@ class Planner:
         return Planned(plan(spec, resolve), tuple(steps))
 
     async def again(self, executes: Sequence[Executed]) -> PlannedAgain:
-        """Plans an ensemble with a job's versions, itself first; its outputs have the labels of its steps.
+        """Plans an ensemble with a job's versions, itself first.
 
         Raises:
             NotYet: No worker is known to execute the same versions now.

@@ -6,8 +6,8 @@ Each response of a decoupled step becomes a `Branch` that goes through the steps
 
     branch ─▶ decoupled step ─▶ streamed ─▶ branch, branch, … ─▶ Responses.send, in the order of the step's responses
 
-A response counts as taken when all that follows from it has left, so the window of the step's worker bounds the
-responses held here. Responses before a failure leave first.
+A response counts as taken when its branch has left, so the window of the step's worker bounds the responses held here.
+Responses before a failure leave first.
 """
 
 import time
@@ -40,7 +40,7 @@ class Submitted(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Cancels the step unless it has begun, and discards its answer."""
+        """Cancels the step unless it has begun."""
         ...
 
     def took(self, nbytes: int) -> None:
@@ -52,7 +52,7 @@ class Steps(Protocol):
     """Submits steps to their models."""
 
     def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
-        """Submits a step; its answer or failure goes to the sink, after this returns."""
+        """Submits a step; its answer or failure goes to the sink later."""
         ...
 
 
@@ -60,7 +60,7 @@ class Responses(Protocol):
     """Takes the responses of a decoupled ensemble, except a failure or an empty one at its end."""
 
     def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
-        """Sends a response; returns false if there is no room: call `Run.go_on` when there is."""
+        """Sends a response; false = no room: call `Run.go_on` when there is."""
         ...
 
 
@@ -92,11 +92,10 @@ class Spent(msgspec.Struct):
 
 
 class _Branch:
-    """The way of a request through one stage of the plan, and the branches that follow from it.
+    """The way of a request through one stage of the plan.
 
-    `open` are the running steps by position. `failure` ends the branch behind its earlier responses; its numbers are
-    the failed nested ensembles. `source` is the decoupled step that ends the stage; `came` are its responses without a
-    branch, `parts` the branches of earlier ones.
+    `failure` ends the branch behind its earlier responses; its numbers are the failed nested ensembles. `source` is the
+    decoupled step that ends the stage; `came` are its responses without a branch, `parts` the branches of earlier ones.
     """
 
     __slots__ = ("came", "failure", "flow", "nbytes", "open", "parts", "source")
@@ -128,10 +127,10 @@ class _Branch:
 
 
 class Run:
-    """Runs one request of an ensemble through its plan.
+    """Runs one request of an ensemble.
 
-    `ended` is called once, unless the run is stopped. `nested` is the time spent in nested ensembles by position,
-    `failed_in` the positions of failed ones, `parameters` those of the present response.
+    `ended` is called once, unless the run is stopped. `nested` and `failed_in` have positions of nested ensembles;
+    `parameters` are those of the present response.
     """
 
     __slots__ = (
@@ -176,7 +175,7 @@ class Run:
         self._root.stop()
 
     def go_on(self) -> None:
-        """Sends the ready responses for which there is room; ends when all have left."""
+        """Sends ready responses; ends when all have left."""
         if not self._is_over and self._has_left(self._root) and not self._is_over:
             self._over(())
 
@@ -195,7 +194,7 @@ class Run:
 
     def streamed(self, branch: _Branch, number: int, response: Response, rows: int) -> None:
         """Takes a response of a decoupled step."""
-        del rows  # a response may have another number of rows
+        del rows
         if self._is_over or number not in branch.open:
             return
         step = self.plan.steps[number]
@@ -220,7 +219,7 @@ class Run:
     def _has_left(self, branch: _Branch, *, is_last: bool = True) -> bool:
         """Sends the ready responses of a branch; returns whether all have left. The first failure ends the run.
 
-        As in Triton, a response is final if nothing else is in flight when it leaves.
+        As in Triton, a response is final if nothing else is in flight.
         """
         self._branch_off(branch)
         while branch.parts:
@@ -292,7 +291,7 @@ class Run:
             trace=asked.trace,
             calls=asked.calls,
         )
-        if asked.holders:  # a model waits for the answer
+        if asked.holders:
             request.holders = extended([asked.holders], Holder("", asked.model, {}, asked.version))
         take = self.streamed if model.decoupled else self.stepped
         submitted = self._steps.submit_step(step, request, _StepSink(partial(take, branch, number), rows), timeout_s)
@@ -341,7 +340,7 @@ class Run:
 def _of_sequence(flags: Sequence | None, made: list[Value]) -> dict[str, Scalar]:
     """Returns the sequence of a request as parameters of its response, as Triton's ensembles do.
 
-    The response of a step may name another sequence. Without outputs there are no parameters.
+    A step's response may name another sequence.
     """
     if not made:
         return {}

@@ -28,7 +28,7 @@ from qinfer_workers.inference.ensembles.traces import RunTrace
 from qinfer_workers.inference.tracing import Spans
 
 STEP_FAILED = "step_failed"
-"""The reason in statistics, Triton's OTHER (reference §4); a step's model counts its own."""
+"""Triton's OTHER (reference §4); a step's model counts its own reason."""
 
 
 class NestedCounts(ModelCounts):
@@ -80,7 +80,7 @@ class NoInstances:
 class RunParts(NamedTuple):
     """The parts of a worker that its ensembles share.
 
-    `near` submits steps by the short cut if possible, `far` through lanes. `follow` waits until steps may be submitted.
+    `near` submits steps by the short cut if possible, `far` through lanes.
     """
 
     clock: ServerClock
@@ -90,7 +90,7 @@ class RunParts(NamedTuple):
     follow: Callable[[], Awaitable[None]]
 
     def way_of(self, item: Pending) -> Steps:
-        """Returns the way of a request's steps: those of a suspect go through the queue, so that a crash is counted."""
+        """Returns the way of a request's steps: a suspect's go through the queue, so that a crash is counted."""
         return InsistentSteps(self.far if item.alone else self.near, is_stored=not item.request.reply_to)
 
 
@@ -146,7 +146,7 @@ class Runs:
         run.begin()
 
     def stop(self, item: Pending) -> None:
-        """Ends a request without an answer; steps that have not begun leave the queue."""
+        """Ends a request without an answer."""
         self._runs[item].stop()
         self._forget(item)
 
@@ -223,7 +223,6 @@ class Runs:
             self._count(run, item, self._waited_ns(run, item), response.failure)
 
     def _count(self, run: Run, item: Pending, waited_ns: int, failure: Failure | None) -> None:
-        """Counts a request, and its nested ensembles whose steps have run."""
         begin_s = self._clock.now_s() - (time.perf_counter_ns() - run.spent.begin_ns) / 1e9
         if failure is None:
             _count_success(self.tally, item.rows, run.spent, waited_ns, begin_s)
@@ -247,6 +246,5 @@ class Runs:
 
 
 def _count_success(tally: StatsTally, rows: int, spent: Spent, waited_ns: int, begin_s: float) -> None:
-    """Counts the steps' times and the elapsed time, as Triton does."""
     tally.executed(rows, [waited_ns], spent.input_ns, spent.infer_ns, spent.output_ns, begin_s)
     tally.lasted_longer(spent.end_ns - spent.begin_ns - spent.computed_ns)

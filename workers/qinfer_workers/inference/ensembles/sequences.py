@@ -2,9 +2,9 @@
 
     adopt, admit ─▶ Runs, one step of each sequence at a time ─▶ outlet.executed, or outlet.broken
 
-A step of the ensemble's sequence is a step of a sequence of each of its stateful models, with the same correlation id.
-The state of the ensemble's sequence is the number of steps that each model has got: a step repeated after a crash has
-the same numbers, and gets the committed responses.
+A step of the ensemble is a step of each stateful model, with the same correlation id. The ensemble's state is the
+number of steps that each model has got: a step repeated after a crash has the same numbers, and gets the committed
+responses.
 """
 
 import asyncio
@@ -44,12 +44,10 @@ _STATE = "steps"
 _ENDINGS: dict[str, type[QinferError]] = {
     error.code.value: error for error in (SequenceEnded, SequenceLost, DeadlineExceeded, Cancelled, BrokerUnavailable)
 }
-"""Failures after which a step's sequence has ended, or may have."""
+"""Failures that may have ended the step's sequence."""
 
 
 class _Kept:
-    """A sequence that this worker owns; `counts` are the steps that each stateful model has got."""
-
     __slots__ = ("counts", "is_over", "running", "waiting")
 
     def __init__(self, counts: dict[str, int]) -> None:
@@ -136,7 +134,7 @@ class EnsembleSteps:
                 self._begin(kept)
 
     def drop(self, sequence: SequenceId) -> None:
-        """Removes a sequence that ended or has another owner; a current step is not answered."""
+        """Removes a sequence that ended or has another owner."""
         kept = self._kept.pop(sequence, None)
         if kept is None:
             return
@@ -149,7 +147,7 @@ class EnsembleSteps:
         self._look()
 
     def cancel(self, sequence: SequenceId, number: int) -> bool:
-        """Breaks a sequence at a waiting step; returns false if that step is not waiting here."""
+        """Breaks a sequence at a waiting step; false = it does not wait here."""
         kept = self._kept.get(sequence)
         steps = list(kept.waiting) if kept else []
         broken = [step for step in steps if step.place.number >= number]
@@ -224,8 +222,6 @@ class EnsembleSteps:
 
 
 class _NumberedSteps:
-    """Submits the steps of one run, and numbers those of stateful models."""
-
     def __init__(self, steps: Steps, item: PendingStep, counts: dict[str, int]) -> None:
         self.item = item
         self._steps = steps
@@ -264,8 +260,6 @@ class _NumberedSteps:
 
 
 class _NumberedStep:
-    """A step of a stateful model, and the sink of its response."""
-
     no_stream = ""
 
     def __init__(self, sink: Sink) -> None:

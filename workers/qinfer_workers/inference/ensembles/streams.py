@@ -49,7 +49,7 @@ class StreamedResponses:
         self._table.watch()
 
     def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
-        """Sends a response if there is room; one that does not fit the configuration ends the stream."""
+        """Sends a response if there is room; a misfit ends the stream."""
         with suppress(Cancelled):
             if not self._stream.offer(outputs, final=final, parameters=self._run.parameters):
                 return False
@@ -75,7 +75,6 @@ class StreamedResponses:
         self._counted(self._run, self._item, response)
 
     def _took(self, nbytes: int) -> None:
-        """Continues when bytes were taken; 0 = the caller takes no more."""
         if nbytes:
             self._run.go_on()
         else:

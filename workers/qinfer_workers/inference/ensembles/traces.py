@@ -51,7 +51,7 @@ class RunTrace:
         return _TracedSteps(self, steps)
 
     def ended(self, failure: Failure | None) -> None:
-        """Notes the end of the request; without it, its caller has left."""
+        """Notes the end of the request; without this, its caller has left."""
         self._failure = failure
 
     def close(self) -> None:
