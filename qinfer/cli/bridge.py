@@ -1,4 +1,4 @@
-"""`qinfer bridge`: messages of another queue to a model and back; replaces its process by `qinfer_workers.bridge`."""
+"""`qinfer bridge`: replaces its process by `qinfer_workers.bridge`."""
 
 import importlib.util
 import os

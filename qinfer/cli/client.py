@@ -1,4 +1,4 @@
-"""The command line's client of a gateway: `qinfer.Client` without retries, because a person waits for the answer."""
+"""The command line's client of a gateway: `qinfer.Client` without retries, because a person waits."""
 
 import json
 import os
@@ -22,9 +22,9 @@ TIMEOUT_S = 300.0
 
 
 class GatewayClient(Client):
-    """A client without retries, with the environment's API key and certificate authorities, but no proxy.
+    """A client without retries and proxies, with the environment's API key and certificate authorities.
 
-    `verify` is off only for a gateway of this machine that the program itself has started.
+    `verify` is off only for a gateway that the program has started.
     """
 
     def __init__(self, url: str, *, verify: bool = True, timeout_s: float = TIMEOUT_S) -> None:
@@ -46,7 +46,7 @@ class GatewayClient(Client):
         return self._on_endpoint("GET", name)
 
     def endpoint_differences(self, name: str) -> dict[str, Any]:
-        """Returns the differences between the answers of an endpoint's shadows and its stable target's."""
+        """Returns the differences between a shadow's answers and the stable target's."""
         return self._on_endpoint("GET", name, suffix="/differences")
 
     def put_endpoint(self, name: str, declaration: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class GatewayClient(Client):
         return self._on_endpoint("PUT", name, json.dumps(declaration).encode())
 
     def decide_endpoint(self, name: str, decision: str) -> dict[str, Any]:
-        """Decides `promote`, `rollback`, `pause` or `resume` about a canary on trial; returns the endpoint's state."""
+        """Makes a decision about a canary; returns the endpoint's state."""
         return self._on_endpoint("POST", name, suffix=f"/{decision}")
 
     def delete_endpoint(self, name: str, revision: int | None) -> None:
@@ -84,7 +84,7 @@ def api_key() -> str | None:
 
 
 def as_json_object(result: InferResult) -> dict[str, Any]:
-    """Returns the JSON form of a result; BYTES that are not UTF-8 show replacement characters."""
+    """Returns the JSON form of a result; undecodable BYTES show replacement characters."""
     return {
         "model": result.model,
         "version": str(result.version),

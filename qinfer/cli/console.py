@@ -39,7 +39,7 @@ COMPLETION_TIMEOUT_S = 0.3
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 DEFAULT_URL = ""
-"""The gateway of commands without `--url`: the one of the nearest `qinfer up`, else the one at the usual port."""
+"""The nearest `qinfer up`'s gateway, else the one at the usual port."""
 
 
 def gateway_url(url: str = DEFAULT_URL) -> str:
@@ -86,14 +86,13 @@ _WORDS = (
     ("Input should be", "expected"),
 )
 _CommandError: Any = typer.BadParameter.__mro__[2]
-"""click's error of wrong usage; some versions of typer have their own copy of click."""
+"""click's error of wrong usage; some versions of typer bring their own click."""
 
 
 def model_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Returns the models whose names begin with the typed text; typer's callback.
+    """Returns the model names that begin with the typed text; typer's callback.
 
-    It asks the command's Redis: --redis, QINFER_REDIS__URL, or a running `qinfer up` of its --data-dir. A cluster or
-    Sentinels take too long.
+    A cluster or Sentinels would take too long.
     """
     try:
         from redis import Redis
@@ -126,11 +125,11 @@ ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="The model's
 
 
 class CommandFailed(QinferError):
-    """The failure of a command, with the remedy in its message."""
+    """A command failed; the message has the remedy."""
 
 
 class Command(TyperCommand):
-    """A command whose usage line is like that of other tools: `qinfer submit [OPTIONS] MODEL INPUT... OUTPUT`."""
+    """A command with a usage line such as `qinfer submit [OPTIONS] MODEL INPUT... OUTPUT`."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Returns the usage line after the command's name."""
@@ -139,7 +138,7 @@ class Command(TyperCommand):
 
 
 def usage_of(argument: Any) -> str:
-    """Returns an argument as usage lines show it: `NAME`, `NAME...`, `[NAME]` or `[NAME...]`."""
+    """Returns an argument as `NAME`, `NAME...`, `[NAME]` or `[NAME...]`."""
     name = (argument.metavar or argument.name.upper()) + ("" if argument.nargs == 1 else "...")
     return name if argument.required else f"[{name}]"
 
@@ -155,8 +154,8 @@ class Commands(typer.Typer):
 class ErrorsAsText(TyperGroup):
     """Turns each error of a command into one red line and an exit code; a traceback is a bug.
 
-    With `--json` the error is also a JSON object on stdout: `{"error": {"code", "message", "exit_code"}}`. The
-    installation without extras has only the client's packages, so errors of other commands name the extra.
+    With `--json` the error is also printed as JSON. Without extras, only the client's packages are installed: errors
+    name the extra.
     """
 
     def main(self, args: Any = None, prog_name: str | None = None, *_: Any, **extra: Any) -> Any:
@@ -189,21 +188,20 @@ class ErrorsAsText(TyperGroup):
 
 
 def _with_remedy(error: QinferError) -> str:
-    """Returns an error's message, with its remedy at a command line."""
     if isinstance(error, BrokerUnavailable) and error.message.endswith(_TRY_AGAIN):  # Redis answers, and refuses
         return error.message.removesuffix(_TRY_AGAIN) + _REDIS_REMEDY
     return error.message + (_KEY_REMEDY if isinstance(error, Unauthorized) else "")
 
 
 def in_words(message: str) -> str:
-    """Returns a message about a wrong option without the wording that some versions of typer take from pydantic."""
+    """Returns a message about a wrong option without pydantic's wording."""
     for theirs, ours in _WORDS:
         message = message.replace(theirs, ours)
     return message
 
 
 def exit_code(error: QinferError) -> int:
-    """Returns the exit code of a command that ends with an error."""
+    """Returns the exit code for an error."""
     if isinstance(error, InputMissing):
         return NO_INPUT
     if isinstance(error, _REFUSALS):
@@ -212,7 +210,7 @@ def exit_code(error: QinferError) -> int:
 
 
 def fail(message: str, code: str, status: int, *, as_json: bool, is_shown: bool = False) -> int:
-    """Prints an error on stderr, unless it was shown, and with `as_json` on stdout; returns the exit code."""
+    """Prints an error, unless it was shown, and with `as_json` also on stdout; returns the exit code."""
     if not is_shown:
         print_error(message)
     if as_json:
@@ -229,15 +227,15 @@ def print_error(message: str) -> None:
 
 
 def print_json(value: object) -> None:
-    """Prints a value or a msgspec struct as one line of strict JSON on stdout, unbuffered."""
+    """Prints a value as one line of strict JSON, unbuffered."""
     import msgspec
 
-    # Only msgspec's encoder writes null for NaN and infinities, which most parsers refuse.
+    # Only msgspec's encoder writes null for NaN and infinities.
     print(json.dumps(msgspec.json.decode(msgspec.json.encode(value))), flush=True)
 
 
 def show(value: object, view: "str | Callable[[], RenderableType]", *, as_json: bool) -> None:
-    """Prints a value as JSON; else its text, or the result of a function for the terminal."""
+    """Prints a value as JSON, or its text, or its terminal view."""
     if as_json:
         print_json(value)
     elif isinstance(view, str):

@@ -1,4 +1,4 @@
-"""The work of `qinfer dlq`: reads dead letters, decodes their requests, replays or removes them."""
+"""The work of `qinfer dlq`."""
 
 import asyncio
 import re
@@ -51,11 +51,7 @@ class InputRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeadLetterDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of `qinfer dlq show`.
-
-    `kind` is one of the texts below, `problem` the reason why the request can't be decoded, `written` the paths of
-    written files.
-    """
+    """The result of `qinfer dlq show`."""
 
     SYNCHRONOUS: ClassVar[str] = "synchronous request"
     ASYNCHRONOUS: ClassVar[str] = "asynchronous request"
@@ -93,7 +89,7 @@ def run_list(settings: RedisSettings, model: str, after: str, count: int) -> lis
 
 
 def run_list_all(settings: RedisSettings, count: int) -> list[DeadLetterRow]:
-    """Returns the oldest dead letters, at most `count`, of each model that was ever loaded."""
+    """Returns the oldest dead letters of each model, at most `count`."""
 
     async def listed() -> list[DeadLetterRow]:
         async with connected(settings) as (store, queue):
@@ -106,7 +102,6 @@ def run_list_all(settings: RedisSettings, count: int) -> list[DeadLetterRow]:
 
 def run_show(settings: RedisSettings, model: str, letter_id: str, directory: Path | None) -> DeadLetterDetails:
     """Returns a decoded dead letter; writes its tensors to `directory`."""
-    # raises an error for a malformed id
     place_after(letter_id)
     letter = _run(settings, lambda letters: letters.show(model, letter_id))
     if letter is None:
@@ -147,7 +142,6 @@ def run_purge(settings: RedisSettings, model: str, ids: Sequence[str] | None) ->
 def _run(
     settings: RedisSettings, operation: Callable[[DeadLetters], Awaitable[T]], *, needs_payloads: bool = True
 ) -> T:
-    # The limits name the payload store.
     limits = load_settings().limits if needs_payloads else None
 
     async def run() -> T:
@@ -161,7 +155,7 @@ def _run(
 
 
 async def _all_ids(letters: DeadLetters, model: str) -> list[str]:
-    """Returns the ids of all present dead letters, so that one that fails again is replayed only once."""
+    """Returns all ids first, so that a letter that fails again is replayed only once."""
     ids: list[str] = []
     while page := await letters.list(model, after=ids[-1] if ids else "", count=_PAGE):
         ids += [letter.id for letter in page]
@@ -205,7 +199,6 @@ def _letter(letter: DeadLetter, request: InferRequest, written: tuple[str, ...])
 def _written(
     directory: Path | None, tensors: Sequence[Tensor] = (), files: dict[str, bytes] | None = None
 ) -> tuple[str, ...]:
-    """Writes tensors and files to a directory, if one is given; returns their paths."""
     if directory is None:
         return ()
     paths: list[str] = []
@@ -224,12 +217,12 @@ def _written(
 
 
 def _write(stem: Path, tensor: Tensor) -> Path:
-    """Writes a tensor as .npy; as raw bytes if its datatype is BYTES, or its bytes do not fill its shape."""
+    """Writes a tensor as .npy; as raw bytes if it is BYTES, or damaged."""
     try:
         array = to_numpy(tensor)
     except RequestError:
         array = None
-    # An array of objects would have to be pickled.
+    # Objects would have to be pickled.
     if array is None or array.dtype.hasobject:
         path = stem.with_name(f"{stem.name}.bin")
         path.write_bytes(tensor.data)

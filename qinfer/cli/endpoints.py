@@ -244,7 +244,6 @@ def _sentence(event: "Mapping[str, Any]") -> str:
 
 
 def _tried(one: "Mapping[str, Any]") -> str:
-    """Returns the version on trial, with its model if that is another one."""
     return f"{one['model']}:{one['version']}" if one.get("model") else f"version {one['version']}"
 
 

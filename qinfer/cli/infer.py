@@ -157,7 +157,7 @@ def bench(
 
 
 def _ask_once(client: "GatewayClient", asked: Asked, *, streaming: bool, is_stateful: bool) -> None:
-    """Sends one request, so that a wrong input, or a model that is not ready, fails here."""
+    """Sends one request first, to fail early."""
     if streaming:
         for _ in client.infer_stream(**asked):
             pass
@@ -168,7 +168,6 @@ def _ask_once(client: "GatewayClient", asked: Asked, *, streaming: bool, is_stat
 
 
 def _encoder(url: str, asked: Asked, *, binary: bool, streaming: bool) -> "Callable[[Mapping[str, Scalar]], Target]":
-    """Returns a function that makes the whole request from its parameters."""
     from qinfer.cli.client import api_key
     from qinfer.cli.load import Target
     from qinfer.client.model_flows import model_path
@@ -187,7 +186,6 @@ def _encoder(url: str, asked: Asked, *, binary: bool, streaming: bool) -> "Calla
 def _connections(
     encode: "Callable[[Mapping[str, Scalar]], Target]", per_sequence: int, *, streaming: bool
 ) -> "MakeConnection":
-    """Returns a factory of connections for sequences (if they have steps), streams or plain requests."""
     from qinfer.cli.load import Connection, SequenceConnection, StepRequests, StreamConnection
 
     if per_sequence:

@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 
 
 def read_inputs(options: Sequence[str], inputs: Sequence[TensorMetadata], model: str) -> list[Tensor]:
-    """Reads the `--input` options of a command: `name=VALUE` with a `.npy` or `.json` file, JSON text, or `zeros`."""
+    """Reads `--input` options: `name=VALUE` with a `.npy` or `.json` file, JSON text, or `zeros`."""
     known = {i.name: i for i in inputs}
     allowed = ", ".join(f"{i.name} ({i.datatype} {list(i.shape)})" for i in inputs)
     tensors: dict[str, Tensor] = {}
@@ -41,7 +41,7 @@ def read_inputs(options: Sequence[str], inputs: Sequence[TensorMetadata], model:
 
 
 def read_sequence(sequence_id: str, *, start: bool, end: bool) -> dict[str, Scalar]:
-    """Reads the options of a step of a sequence as parameters of its request; empty without an id."""
+    """Reads the options of a sequence's step as parameters of its request."""
     if sequence_id:
         number = int(sequence_id) if sequence_id.isascii() and sequence_id.isdecimal() else 0
         return sequence_parameters(number or sequence_id, start=start, end=end)
@@ -51,7 +51,7 @@ def read_sequence(sequence_id: str, *, start: bool, end: bool) -> dict[str, Scal
 
 
 def fill(inputs: Sequence[TensorMetadata], make: Callable[[str, tuple[int, ...]], Array]) -> list[Tensor]:
-    """Makes a tensor for each input by `zeros` or `random`, with 1 for its variable dimensions."""
+    """Makes a tensor for each input, with 1 for variable dimensions."""
     return [from_numpy(i.name, make(i.datatype, concrete(i.shape)), i.datatype) for i in inputs]
 
 
@@ -65,7 +65,7 @@ def zeros(name: str, shape: tuple[int, ...]) -> Array:
 
 
 def random(name: str, shape: tuple[int, ...]) -> Array:
-    """Returns reproducible random data of a datatype: floats in [0, 1), else 0 and 1."""
+    """Returns reproducible random data: floats in [0, 1), else 0 and 1."""
     generator = np.random.default_rng(0)
     if name == "BYTES":
         return zeros(name, shape)
@@ -80,7 +80,7 @@ def concrete(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def add_batch_dimension(array: Array, shape: Sequence[int]) -> Array:
-    """Adds a first dimension of 1 if the array lacks just the shape's first one; one number gets all dimensions."""
+    """Adds a missing batch dimension; one number gets all dimensions."""
     if array.ndim == 0 and shape and math.prod(concrete(shape)) == 1:
         return array.reshape(concrete(shape))
     return array[np.newaxis] if shape and shape[0] == -1 and array.ndim == len(shape) - 1 else array

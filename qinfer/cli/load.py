@@ -1,7 +1,6 @@
 """The load generator of `qinfer bench`: keep-alive connections that send one prepared request over and over.
 
-A minimal HTTP/1.1 client over asyncio protocols: general clients cost more than the server that they measure. Streams
-are parsed only for the ends of events, and for errors.
+A minimal HTTP/1.1 client over asyncio protocols: general clients cost more than the server that they measure.
 
     Connection           the same request over and over
     StreamConnection     the same, answered by a stream
@@ -31,13 +30,13 @@ from qinfer.wire.kserve_client import JSON_LENGTH_HEADER
 
 CONNECT_TIMEOUT_S = 10.0
 LAST_ANSWERS_S = 10.0
-"""Seconds to wait for requests in flight when the duration is over."""
+"""For requests in flight at the end."""
 _LAST_CHUNK = b"0\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The address of the gateway, and the whole request as bytes."""
+    """The gateway's address, and the request as bytes."""
 
     host: str
     port: int
@@ -46,7 +45,7 @@ class Target:
 
     @classmethod
     def of(cls, url: str, path: str, body: bytes, json_length: int | None, api_key: str | None = None) -> Self:
-        """Prepares a target; `json_length` is set when the body has binary tensors."""
+        """Prepares a target; `json_length` is set if tensors are binary."""
         parts = urlsplit(url)
         tls = parts.scheme == "https"
         path = f"{parts.path.rstrip('/')}{path}"
@@ -63,9 +62,8 @@ class Target:
 class Report:
     """The result of a load test.
 
-    `latencies_s` has successful answers, `errors` counts answers other than 200 and lost connections. `first_s`
-    (streams) and `sequences_ended` (sequences) are `None` for other requests; `between_s` are times between responses.
-    `mean_batch` is in rows per execution.
+    `errors` counts answers other than 200 and lost connections. `first_s` (streams) and `sequences_ended` are `None`
+    for other requests; `between_s` are times between responses.
     """
 
     concurrency: int
@@ -85,7 +83,7 @@ class Report:
         return len(self.latencies_s) / self.duration_s if self.duration_s else 0.0
 
     def percentile_s(self, percent: float) -> float:
-        """Returns a percentile of the latencies, by nearest rank; 0 without answers."""
+        """Returns a latency percentile, by nearest rank."""
         return percentile(self.latencies_s, percent)
 
     @property
@@ -133,13 +131,13 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def run_load(target: Target, concurrency: int, duration_s: float, make: "MakeConnection") -> Report:
-    """Loads a target over connections made by `make`; SIGINT ends it early."""
+    """Loads a target; SIGINT ends it early."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_load(target, concurrency, duration_s, make))
 
 
 def batch_counts(metrics_text: str, model: str) -> tuple[float, float]:
-    """Reads (rows executed, executions) of a model from `/metrics`; zeros if they are not shown."""
+    """Reads (rows, executions) of a model from `/metrics`."""
     from prometheus_client.parser import text_string_to_metric_families
 
     rows = executions = 0.0
@@ -153,7 +151,7 @@ def batch_counts(metrics_text: str, model: str) -> tuple[float, float]:
 
 
 def mean_batch(before: tuple[float, float], after: tuple[float, float]) -> float | None:
-    """Returns the mean batch size between two readings of `batch_counts`."""
+    """Returns the mean batch size between two `batch_counts`."""
     executions = after[1] - before[1]
     return round((after[0] - before[0]) / executions, 2) if executions > 0 else None
 
@@ -166,14 +164,14 @@ class Connection(asyncio.Protocol):
         self._report = report
         self._ended = ended
         self._buffer = b""
-        # -1: the head of an answer is awaited.
+        # -1: the head is awaited
         self._missing_bytes = -1
         self._status = 0
         self.stopping = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Sends the first request."""
-        # Transports of uvloop do not inherit from asyncio.Transport.
+        # uvloop's transports do not inherit from asyncio.Transport
         self._transport = cast("asyncio.Transport", transport)
         self._send()
 
@@ -198,17 +196,17 @@ class Connection(asyncio.Protocol):
             self._answered()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Reports the end of the connection; without `stop` it is an error."""
+        """Reports the end of the connection, an error unless stopped."""
         if not self.stopping:
             self._report.failed(f"connection lost: {exc or 'closed by the server'}")
         self._ended(self)
 
     def stop(self) -> None:
-        """Ends the connection after the awaited answer."""
+        """Ends the connection after the next answer."""
         self.stopping = True
 
     def abort(self) -> None:
-        """Ends the connection now; the missing answer counts as an error."""
+        """Ends the connection now; a missing answer is an error."""
         self._report.failed("no answer at the end of the test")
         self.stopping = True
         self._transport.abort()
@@ -234,7 +232,7 @@ class Connection(asyncio.Protocol):
 
 
 class StreamConnection(Connection):
-    """Measures the times of streamed responses, which are server-sent events (`/v1/…/infer_stream`)."""
+    """Measures streamed responses, which are server-sent events (`/v1/…/infer_stream`)."""
 
     def __init__(self, request: bytes, report: Report, ended: Callable[[Connection], None]) -> None:
         super().__init__(request, report, ended)
@@ -273,12 +271,12 @@ class StreamConnection(Connection):
 
 
 class StepRequests:
-    """The requests of sequences, with consecutive ids from a random one, so that concurrent loads use other ids."""
+    """The requests of sequences, with ids from a random one, so that concurrent loads use others."""
 
     def __init__(self, encode: Callable[[Mapping[str, Scalar]], bytes], per_sequence: int) -> None:
         self.encode = encode
         self.per_sequence = per_sequence
-        # 31 bits: a model may take the id as INT32.
+        # a model may take the id as INT32
         self._ids = count(1 + randbelow(2**30))
 
     def next_id(self) -> int:
@@ -287,14 +285,14 @@ class StepRequests:
 
 
 class SequenceConnection(Connection):
-    """Sends the steps of a sequence, from START to END, and begins another one; `stop` ends the current one first."""
+    """Sends sequences from START to END; `stop` ends the current one first."""
 
     def __init__(self, steps: StepRequests, report: Report, ended: Callable[[Connection], None]) -> None:
         super().__init__(b"", report, ended)
         report.sequences_ended = report.sequences_ended or 0
         self._steps = steps
         self._id = 0
-        # Steps of the present sequence; 0 = there is none yet.
+        # 0 = no sequence is open
         self._number = 0
         self._is_last = False
 

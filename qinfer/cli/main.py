@@ -1,7 +1,6 @@
 """The command line: `qinfer up | example | infer | submit | jobs | label | bridge | status | workers | models | …`.
 
-This module and the command modules hold options and help texts only; a command imports the rest when it runs, so that
-`qinfer --help` is fast.
+Command modules hold options and help texts only, and import the rest when they run, so that `qinfer --help` is fast.
 """
 
 from collections.abc import Callable
@@ -51,7 +50,7 @@ _commands: list[tuple[Callable[..., None] | typer.Typer, str, str | None]] = [
     (healthcheck.app, "healthcheck", "Health check for this host or container."),
     (infer.bench, infer.BENCH_EXAMPLE, "Load-test a model."),
 ]
-"""A command and its example, or a group and its name; and a shorter help text for the list of commands."""
+"""Command and example, or group and name; and a shorter help text."""
 
 for _command, _text, _short in _commands:
     if isinstance(_command, typer.Typer):

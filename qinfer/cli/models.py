@@ -89,7 +89,6 @@ def sync_models(
 def _wait(
     settings: "RedisSettings", synced: "list[SyncedModel]", timeout_s: float, failed: dict[str, str]
 ) -> dict[str, str]:
-    """Waits until the models are ready; adds failed ones to `failed`, returns late ones."""
     from qinfer.cli.overview import run_wait
     from qinfer.models.readiness import Progress
 
@@ -181,7 +180,7 @@ def unload_model(model: ModelArgument, *, url: UrlOption = DEFAULT_URL, as_json:
 
 @contextlib.contextmanager
 def _with_remedy() -> Iterator[None]:
-    """Adds the remedy to Triton's refusal of load requests, whose text lacks it."""
+    """Adds the remedy to Triton's refusal of load requests."""
     try:
         yield
     except QinferError as error:

@@ -1,4 +1,4 @@
-"""The state of the installation, read from Redis: models, lanes, work, workers; and the sync of models."""
+"""The state of the installation, read from Redis; and the sync of models."""
 
 import asyncio
 import math
@@ -29,14 +29,11 @@ from qinfer.queue.entries import Share
 from qinfer.queue.lanes import Queue
 
 LOOK_S = 1.0
-"""The longest time between two looks during a wait."""
+"""Between two looks."""
 
 
 class PinRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A pin of a model version.
-
-    `reason` is the kind of the holder, such as `job`; an empty `content_hash` lets the version execute anything.
-    """
+    """A pin of a model version; an empty `content_hash` allows any."""
 
     reason: str
     holder: str
@@ -47,8 +44,8 @@ class PinRow(msgspec.Struct, frozen=True, kw_only=True):
 class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
     """A model version over all workers.
 
-    `version` is 0 if the model can't be loaded at all, `state` the best state on any worker. A `pending` version is
-    loading, or not reported yet.
+    `version` is 0 if the model can't be loaded, `state` the best on any worker. A `pending` version is loading or
+    unreported.
     """
 
     name: str
@@ -60,10 +57,9 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShareRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The share that some tenants have of a lane.
+    """The share of some tenants in a lane.
 
-    It belongs to several tenants if the lane has more tenants than streams. `part` is their part of the fetched entries
-    while all tenants wait, `depth` their waiting and executing entries.
+    `part` is theirs of the fetched entries while all tenants wait.
     """
 
     tenants: tuple[str, ...]
@@ -73,10 +69,7 @@ class ShareRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A lane.
-
-    `depth` counts waiting and executing entries, of a bulk lane shards; `in_flight` those that a worker holds.
-    """
+    """A lane; `depth` counts waiting and executing entries, or shards."""
 
     model: str
     version: int
@@ -88,10 +81,9 @@ class LaneRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The work of a model version, as autoscalers see it (`qinfer.models.work.VersionWork`).
+    """The work of a model version (`qinfer.models.work.VersionWork`).
 
-    `rows` are those of the online lanes' entries and `bulk_rows`, the remaining rows of open jobs. `rows_per_s` is the
-    speed of one worker (0 = unknown), `work_s` its time for all rows.
+    `rows` are those of requests and `bulk_rows`; `work_s` is one worker's time for all.
     """
 
     model: str
@@ -106,7 +98,7 @@ class WorkRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SequencesRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The sequences of a stateful model; `handed_over` ones continued on another worker."""
+    """The sequences of a stateful model."""
 
     model: str
     open: int
@@ -116,7 +108,7 @@ class SequencesRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WaitingJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A bulk job that can't continue now, and the reason (`waiting`)."""
+    """A bulk job that can't continue now."""
 
     id: str
     model: str
@@ -126,7 +118,7 @@ class WaitingJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model version on one worker, with the number of requests in execution."""
+    """A model version on one worker."""
 
     model: str
     version: int
@@ -136,10 +128,9 @@ class WorkerModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExecutingRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A load, warm-up or execution that has lasted for more than a second, and a text about it.
+    """A load, warm-up or execution of more than a second.
 
-    `since` is in Redis' time, `seconds` as of the last heartbeat. It is late after half of `limit_s`, or 300 s without
-    a limit.
+    `since` is in Redis' time. It is late after half of `limit_s`, or 300 s.
     """
 
     model: str
@@ -155,8 +146,8 @@ class ExecutingRow(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     """A live worker.
 
-    `ready` are `model:version`, `state` is `ready`, `loading`, `draining`, or `trouble` if a model could not be loaded.
-    `clock_offset_s` is Redis' time minus the worker's clock.
+    `state` is `ready`, `loading`, `draining`, or `trouble` after a failed load. `clock_offset_s` is Redis' time minus
+    the worker's.
     """
 
     id: str
@@ -174,7 +165,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `qinfer status`; `gateways` and `bulk_workers` are names such as `qinfer-bulk-7@host`."""
+    """The content of `qinfer status`; processes have names such as `qinfer-bulk-7@host`."""
 
     models: tuple[ModelRow, ...]
     lanes: tuple[LaneRow, ...]
@@ -187,7 +178,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def redis_settings(url: str, data_dir: Path) -> RedisSettings:
-    """Returns the settings of a command's Redis: at `url`, else that of the `qinfer up` running in `data_dir`."""
+    """Returns the settings of the Redis at `url`, else of the `qinfer up` running in `data_dir`."""
     settings = load_settings().redis
     if not url:
         run = runfile.nearest(data_dir)
@@ -212,19 +203,19 @@ def with_url(settings: RedisSettings, url: str) -> RedisSettings:
 
 
 def run_overview(settings: RedisSettings, *, max_up_s: float = math.inf) -> Overview:
-    """Connects and reads an overview, without workers that have been running for more than `max_up_s`."""
+    """Connects and reads an overview, without workers up for more than `max_up_s`."""
     return asyncio.run(_overview(settings, max_up_s))
 
 
 def run_sync(settings: RedisSettings, repository: RepositorySettings, *, may_empty: bool) -> list[SyncedModel]:
-    """Writes the content of the repositories as the desired state, in any control mode (`qinfer.models.sync.sync`)."""
+    """Writes the repositories' content as the desired state (`qinfer.models.sync.sync`)."""
     return asyncio.run(
         _sync(settings, repository, partial(sync, min_workers=repository.min_workers, may_empty=may_empty))
     )
 
 
 class WaitedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a model's load, and the reason why it is not ready."""
+    """The progress of a model's load."""
 
     model: str
     progress: Progress
@@ -232,19 +223,19 @@ class WaitedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_wait(settings: RedisSettings, synced: Sequence[SyncedModel], timeout_s: float) -> list[WaitedModel]:
-    """Waits until every synced model is ready or has failed, or the time is over."""
+    """Waits until all synced models are ready or failed, or for the timeout."""
     return asyncio.run(_wait(settings, [model.model for model in synced if not model.removed], timeout_s))
 
 
 def run_start(settings: RedisSettings, repository: RepositorySettings) -> list[SyncedModel]:
-    """Writes the desired state for a start in the present control mode."""
+    """Writes the desired state for a start."""
     return asyncio.run(_sync(settings, repository, partial(start, settings=repository, again=True)))
 
 
 async def read_overview(store: ControlStore, delivery: Queue, max_up_s: float = math.inf) -> Overview:
     """Reads an overview from open connections."""
     now_s = delivery.clock.now_s()
-    # Workers are read first, so that they are not ahead of the rest.
+    # First: must not be ahead of the rest.
     workers = [w for w in await store.workers() if now_s - w.started_at <= max_up_s]
     desired = await store.desired()
     stored = await store.models(desired)
@@ -273,7 +264,7 @@ async def read_overview(store: ControlStore, delivery: Queue, max_up_s: float = 
 
 
 def model_rows(status: ModelStatus, workers: Sequence[WorkerRecord]) -> Iterator[ModelRow]:
-    """Yields a row for each version of a model; one of version 0 if the model can't be loaded at all."""
+    """Yields a row for each version; version 0 if the model can't be loaded."""
     if status.error or not status.versions:
         reason = status.error or "it has no version"
         yield ModelRow(name=status.model, version=0, state=State.UNAVAILABLE, reason=reason)
@@ -295,7 +286,7 @@ def model_rows(status: ModelStatus, workers: Sequence[WorkerRecord]) -> Iterator
 def _with_pins(
     rows: Sequence[ModelRow], pins: Sequence[Pin], now_s: float, why_gone: Callable[[Pin], str]
 ) -> list[ModelRow]:
-    """Returns sorted rows with their pins, and the reason if these can't be kept; each pinned version has a row."""
+    """Adds pins to rows, and rows for pinned versions; with the reason if a pin can't be kept."""
     pinned: dict[tuple[str, int], list[PinRow]] = {}
     lost: dict[tuple[str, int], str] = {}
     for pin in pins:
@@ -336,7 +327,7 @@ async def _lane_rows(work: Sequence[VersionWork], delivery: Queue) -> tuple[Lane
 
 
 def share_rows(shares: Sequence[Share]) -> tuple[ShareRow, ...]:
-    """Returns the shares that tenants have of a lane, those with the most entries first."""
+    """Returns the tenants' shares of a lane, the largest first."""
     owned = sorted((share for share in shares if share.tenants), key=lambda share: -share.entries)
     weights = sum(share.weight for share in owned)
     return tuple(
@@ -366,7 +357,7 @@ def _work_row(work: VersionWork) -> WorkRow:
 
 @asynccontextmanager
 async def connected(settings: RedisSettings) -> AsyncIterator[tuple[ControlStore, Queue]]:
-    """Connects to the control store and the queue until the block ends."""
+    """Connects to the store and the queue for the block."""
     delivery = await Queue.connect(settings)
     store = ControlStore(admin_client(settings))
     try:
@@ -406,7 +397,7 @@ async def _wait(settings: RedisSettings, names: Sequence[str], timeout_s: float)
             left_s = ends_s - time.monotonic()
             if left_s <= 0 or all(model.progress is not Progress.WAITING for model in found):
                 return found
-            # Workers wake the wait when they have loaded a model.
+            # workers wake it
             await store.wait(min(LOOK_S, left_s))
 
 

@@ -71,7 +71,7 @@ def models_tables(overview: Overview) -> RenderableType:
 
 
 def models_table(models: Iterable[ModelRow]) -> Table:
-    """Returns the models with their states and pins, and the reasons for not being READY."""
+    """Returns the models with states, reasons and pins."""
     table = Table("model", "version", "state", "reason", "pinned by", title="Models", title_justify="left")
     for model in models:
         version = str(model.version) if model.version else "-"
@@ -113,7 +113,7 @@ def synced_table(synced: Iterable[SyncedModel]) -> Table:
 
 
 def queues_tables(lanes: Sequence[LaneRow], work: Sequence[WorkRow]) -> RenderableType:
-    """Returns all lanes with their entries, and the work of each model version."""
+    """Returns all lanes, and the work of each model version."""
     if not lanes:
         return Text("there are no lanes: no model is to be loaded")
     parts: list[RenderableType] = [_lanes_table(lanes, {(row.model, row.version): row for row in work}, has_work=True)]
@@ -123,7 +123,7 @@ def queues_tables(lanes: Sequence[LaneRow], work: Sequence[WorkRow]) -> Renderab
 
 
 def workers_tables(workers: Sequence[WorkerRow], bulk_workers: Sequence[str]) -> RenderableType:
-    """Returns the workers with all data of their heartbeats, and the bulk workers."""
+    """Returns the workers with all data, and the bulk workers."""
     parts: list[RenderableType] = []
     if workers:
         parts.append(_workers_table(workers, is_whole=True))
@@ -141,7 +141,7 @@ def workers_tables(workers: Sequence[WorkerRow], bulk_workers: Sequence[str]) ->
 
 
 def reasons(models: Iterable[ModelRow]) -> list[ModelRow]:
-    """Returns the models that have a reason for not being READY."""
+    """Returns the models that are not READY for a reason."""
     return [model for model in models if model.reason]
 
 
@@ -208,7 +208,6 @@ def _lanes_table(lanes: Sequence[LaneRow], work: dict[tuple[str, int], WorkRow],
 
 
 def _shares_table(lanes: Iterable[LaneRow]) -> Table:
-    """Returns the shares of lanes that several tenants use, each with its first tenants."""
     names = (_name("model"), _number("version"), "lane", _name("tenants"))
     table = _table("Shares of tenants", *names, *map(_number, ("weight", "share", "depth")))
     for lane in lanes:
@@ -249,10 +248,7 @@ def _long(workers: Iterable[WorkerRow]) -> Iterator[Text]:
 
 
 class Watch:
-    """Reads and shows the overview repeatedly until Ctrl-C: in place on a terminal, else block after block.
-
-    A `QinferError` of `read` is shown, and the next reading follows `interval_s` later.
-    """
+    """Shows the overview repeatedly until Ctrl-C: in place on a terminal, else block after block."""
 
     def __init__(self, read: Callable[[], Overview], interval_s: float) -> None:
         self._read = read
@@ -274,7 +270,7 @@ class Watch:
                     self._repeat(lambda: live.update(self.block(), refresh=True))
 
     def block(self) -> RenderableType:
-        """Reads once and returns the view; if reading fails, the last value and the error."""
+        """Returns the view; after an error, the last value and the error."""
         now = time.strftime("%H:%M:%S")
         try:
             self._last, self._problem, self._failing_since = self._read(), "", ""
@@ -304,7 +300,7 @@ class Watch:
 
 @contextmanager
 def _without_logs() -> Iterator[None]:
-    """Disables logs: each reading makes a new connection, whose warnings would disturb the view."""
+    """Disables logs, which would disturb the view."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,4 +1,4 @@
-"""The checks of `qinfer doctor` in the order of the report; machine, stores, workers and models are checked here."""
+"""The checks of `qinfer doctor`, in the order of the report."""
 
 import asyncio
 import os
@@ -51,8 +51,7 @@ class _Workers(NamedTuple):
 def examine(redis_url: str, data_dir: Path, repositories: Sequence[str], *, load: bool = True) -> list[Finding]:
     """Runs all checks, blocking for seconds; returns the findings, without secrets.
 
-    An empty `redis_url` is that of a `qinfer up` running in `data_dir`, or else the settings'; empty `repositories` are
-    the settings'. `load` loads the backends' runtimes.
+    Defaults are the running `qinfer up`'s Redis, or else the settings. `load` loads the backends' runtimes.
     """
     findings = [*examine_installation()]
     try:
@@ -86,7 +85,7 @@ def _redis(settings: Settings, url: str, data_dir: Path) -> RedisSettings:
     try:
         return redis_settings(url, data_dir)
     except SettingsError:
-        # no `qinfer up` is running: new programs use the settings
+        # new programs use the settings
         return settings.redis
 
 
@@ -139,7 +138,6 @@ async def _read_workers(settings: RedisSettings) -> _Workers:
 
 
 def _broker_db(settings: Settings, node: Address) -> int | None:
-    """Returns the database of Celery's tasks if they are in the Redis of the queue."""
     if not (settings.bulk.enabled and settings.stores.allow) or settings.bulk.broker_url.get_secret_value():
         return None
     return None if settings.redis.cluster else node.db
@@ -165,7 +163,7 @@ def _sections(settings: Settings) -> Iterator[list[str]]:
 
 
 def examine_gateways(gateways: Sequence[str]) -> Iterator[Finding]:
-    """Yields the finding about the live gateways of all machines."""
+    """Yields the finding about live gateways."""
     if gateways:
         yield ok("gateways", f"{len(gateways)} live: {', '.join(gateways[:_SHOWN])}")
     else:
@@ -175,7 +173,7 @@ def examine_gateways(gateways: Sequence[str]) -> Iterator[Finding]:
 def examine_workers(
     workers: Sequence[WorkerRecord], bulk_workers: Sequence[str], beats: Sequence[str], *, needs_bulk: bool
 ) -> Iterator[Finding]:
-    """Yields the findings about the workers; `beats` are the live processes with Celery's beat."""
+    """Yields findings about the workers."""
     if workers:
         draining = sum(worker.draining for worker in workers)
         drains = f", {draining} draining" if draining else ""
@@ -205,7 +203,7 @@ def examine_workers(
 def examine_models(
     desired: Mapping[str, Desired], stored: Mapping[str, StoredModel], workers: Sequence[WorkerRecord]
 ) -> Iterator[Finding]:
-    """Yields the findings about the models that should be loaded."""
+    """Yields findings about models that should be loaded."""
     statuses = assess(desired, stored, workers)
     lacking = [
         (f"{name} {version}", state.state, state.reason or state.unready)
@@ -233,7 +231,6 @@ def examine_models(
 
 
 def _frames(workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
-    """Compares the frame versions of workers with this installation's, and with one another."""
     behind = [worker.id for worker in workers if FRAME_VERSION not in worker.frame_versions]
     if behind:
         yield problem(
@@ -248,14 +245,14 @@ def _frames(workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
 
 
 FILES_WARNING, FILES_PROBLEM = 8192, 512
-"""Numbers of file descriptors; a connection takes one."""
+"""A connection takes one."""
 DISK_WARNING_BYTES, DISK_PROBLEM_BYTES = 2 * 2**30, 200 * 2**20
 
 _TIMEOUT_S = 3.0
 
 
 def examine_installation(path: Sequence[str] | None = None) -> Iterator[Finding]:
-    """Yields a problem if another project's distribution `qinfer` is installed beside qinfer-ml."""
+    """Yields a problem if another project's `qinfer` is installed beside qinfer-ml."""
     where = sys.path if path is None else list(path)
     for other in distributions(name="qinfer", path=where):
         if any(file.parts[:1] == ("qinfer",) for file in other.files or ()):
@@ -283,7 +280,7 @@ def examine_files() -> Iterator[Finding]:
 
 
 def examine_disks(settings: Settings, data_dir: Path) -> Iterator[Finding]:
-    """Yields a finding for each location of large files: data, cached models, parts of bulk jobs."""
+    """Yields a finding for each location of large files."""
     places = {"data directory": data_dir if data_dir.exists() else None}
     places["model cache"] = Path(settings.repository.cache_dir) if settings.repository.cache_dir else None
     places["spool directory"] = Path(settings.bulk.spool_dir) if settings.bulk.spool_dir else None
@@ -293,7 +290,7 @@ def examine_disks(settings: Settings, data_dir: Path) -> Iterator[Finding]:
 
 
 def examine_gateway(settings: Settings, data_dir: Path) -> Iterator[Finding]:
-    """Yields findings about a running gateway, or about the ports of the settings."""
+    """Yields findings about a running gateway, or about free ports."""
     try:
         check_exposure(settings.auth, settings.http.host)
     except SettingsError as error:
@@ -354,7 +351,7 @@ _DEFAULT = "models"
 
 
 def read_models(settings: RepositorySettings) -> tuple[list[Finding], Sequence[StoredModel]]:
-    """Reads every model of the repositories, blocking; returns the findings and the models."""
+    """Returns findings about the repositories, and the models; blocking."""
     subject = "model repository"
     is_default = settings.path == _DEFAULT
     if is_default and not Path(_DEFAULT).is_dir():
@@ -383,14 +380,14 @@ def read_models(settings: RepositorySettings) -> tuple[list[Finding], Sequence[S
 
 
 def needed_backends(models: Sequence[StoredModel]) -> dict[str, str]:
-    """Returns the backends in the models' configurations, each with the name of a model; ensembles are left out."""
+    """Returns the needed backends, each with the name of a model."""
     return {
         from_json(model.config).backend: model.model for model in reversed(models) if model.config and not model.uses
     }
 
 
 def examine_stores(settings: Settings) -> Iterator[Finding]:
-    """Yields a finding for each store of the settings; blocking."""
+    """Yields a finding for each store; blocking."""
     if not settings.stores.allow:
         yield ok(
             "stores",
@@ -424,7 +421,7 @@ def _store(subject: str, url: str) -> Finding:
 
 
 def _within(work: Callable[[], T]) -> T:
-    """Runs blocking work in a thread, which is abandoned when it takes too long."""
+    """Runs blocking work in a thread, which is abandoned after a time limit."""
     threads = ThreadPoolExecutor(1, thread_name_prefix="doctor")
     try:
         return threads.submit(work).result(_LIMIT_S)

@@ -1,6 +1,6 @@
 """The checks of `qinfer healthcheck`, with few imports, because they run every few seconds in each container.
 
-Liveness never depends on Redis: a restart of the program does not bring Redis back, and workers outlive its absence.
+Liveness never depends on Redis: a restart of a program does not bring Redis back.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ _NAMES = {"bulk": "bulk worker"}
 
 
 class Health(NamedTuple):
-    """The result of a check: healthy or not, and the reason."""
+    """Healthy or not, and the reason."""
 
     is_healthy: bool
     text: str
 
 
 def gateway_health(url: str, *, ready: bool, timeout_s: float) -> Health:
-    """Checks a gateway over HTTP; an empty `url` is this machine's, at the port of the settings."""
+    """Checks a gateway over HTTP; an empty `url` is this machine's."""
     try:
         settings = load_settings().http
     except QinferError as error:
@@ -56,8 +56,7 @@ def gateway_health(url: str, *, ready: bool, timeout_s: float) -> Health:
 def program_health(program: str, redis: str, data_dir: Path, *, ready: bool, timeout_s: float) -> Health:
     """Checks that `WORKER`, `BULK`, `BEAT` or `BRIDGE` on this host sends heartbeats, or reports its liveness.
 
-    The Redis is that of `redis` or of the `qinfer up` running in `data_dir`. `ready` also checks that Redis is
-    reachable, and that the models of a worker are loaded.
+    `ready` also checks that Redis is reachable, and a worker's models loaded.
     """
     host = socket.gethostname()
     try:
@@ -78,9 +77,9 @@ def program_health(program: str, redis: str, data_dir: Path, *, ready: bool, tim
 
 
 def judge(workers: Sequence[WorkerRecord], host: str, *, ready: bool, strict: bool) -> Health:
-    """Judges by the heartbeats whether a worker on a host is healthy; pure.
+    """Judges by heartbeats whether a worker on a host is healthy; pure.
 
-    `ready` also checks that the models are loaded; with `strict`, a model that failed to load makes a worker not ready.
+    `ready` requires loaded models; with `strict`, also those that failed to load.
     """
     here = [worker for worker in workers if worker.host == host]
     if not here:
@@ -116,7 +115,7 @@ def _asked(redis: str, data_dir: Path, question: "Callable[[ControlStore], Await
 def _status(scheme: str, host: str, port: int | None, path: str, timeout_s: float, *, verify: bool) -> int:
     if scheme == "https":
         context = ssl.create_default_context()
-        # A local gateway's certificate has the name by which others reach it.
+        # a local gateway's certificate has its public name
         if not verify:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         connection: http.client.HTTPConnection = http.client.HTTPSConnection(

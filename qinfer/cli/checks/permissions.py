@@ -1,6 +1,6 @@
 """Checks the permissions of a Redis user: tries every command of the programs on scratch keys.
 
-Shared keys are not changed: the check removes only members with a random name.
+Of shared keys, the check removes only members with a random name.
 """
 
 import secrets
@@ -20,7 +20,7 @@ Words = tuple[str | int, ...]
 _OF_CLIENT = ("PING", "TIME", "CLIENT UNBLOCK", "INFO")
 
 MODEL = "qinfer-doctor"
-"""The model of the scratch keys' partition; no request is ever queued for it."""
+"""No request is ever queued for it."""
 
 
 def examine_permissions(
@@ -57,12 +57,12 @@ def examine_permissions(
 
 
 def command_names() -> set[str]:
-    """Returns the commands that are always tried, such as `XADD` and `XGROUP CREATE`."""
+    """Returns the commands that are always tried."""
     return {str(words[0]) for words in _commands("key")}
 
 
 def _commands(scratch: str) -> Iterator[Words]:
-    """Yields the commands of the programs and their scripts; each uses the result of earlier ones."""
+    """Yields the programs' commands; each uses the result of earlier ones."""
     text, other, table, row, ranks, group, stream = _scratch_keys(scratch)
     yield from (("PING",), ("TIME",), ("CLIENT UNBLOCK", 0), ("INFO", "replication"))
     yield from (("SET", text, "1", "PX", 60_000), ("GET", text), ("EXISTS", text), ("STRLEN", text), ("TYPE", text))
@@ -92,7 +92,7 @@ def _scratch_keys(scratch: str) -> tuple[str, ...]:
 
 
 def _places(nonce: str) -> Iterator[Words]:
-    """Yields a harmless write to every key that belongs to no model."""
+    """Yields a harmless write to every key of no model."""
     yield from (
         ("HDEL", name, nonce) for name in (keys.desired(), keys.completions(), keys.settings(), keys.job_places())
     )
@@ -113,7 +113,6 @@ def _places(nonce: str) -> Iterator[Words]:
 
 
 def _broker_places(db: int, nonce: str) -> Iterator[Words]:
-    """Yields a harmless write to every key of Celery and its transport."""
     from qinfer.jobs.tasks import QUEUE
 
     yield ("LREM", QUEUE, 0, nonce)
@@ -129,9 +128,9 @@ def _grant(name: str, command: str | int) -> str:
 
 
 def _may(client: Any, words: Words) -> bool:
-    """Returns whether a command is allowed, even if it fails; the two clients share no typed interface."""
+    """Returns whether a command is allowed, even if it fails."""
     if isinstance(client, redis.RedisCluster) and words[0] in _OF_CLIENT:
-        # a connected client was allowed these
+        # a connected client may use these
         return True
     try:
         client.execute_command(*words)

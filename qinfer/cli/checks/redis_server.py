@@ -1,7 +1,4 @@
-"""Checks that Redis is configured for a durable queue: version, eviction, files, memory, role, connections, clock.
-
-`examine_node` is pure: its input is the result of INFO and CONFIG GET of one node.
-"""
+"""Checks that Redis is configured for a durable queue; `examine_node` is pure."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +14,7 @@ from qinfer.queue.nodes import failed_files, memory_share, replicas_of
 
 SKEW_WARNING_S = 1.0
 SKEW_PROBLEM_S = 300.0
-"""Object stores refuse requests signed with a clock that is this wrong; some allow a little more."""
+"""Object stores refuse requests signed with a clock that is this wrong."""
 
 _MEMORY_WARNING, _MEMORY_PROBLEM = 0.8, 0.95
 _CLIENTS_WARNING = 0.8
@@ -34,10 +31,10 @@ _IN_FILE = "and put it into redis.conf"
 
 
 class Node(NamedTuple):
-    """The state of a node.
+    """The state of a node, by INFO and CONFIG GET; empty if these are forbidden.
 
-    `info` and `config` are empty if the commands are forbidden. `offset_s` is the node's clock minus this machine's;
-    `is_private` = it belongs to `qinfer up`; `at` is the prefix of texts if there are several nodes.
+    `offset_s` is the node's clock minus this machine's; `is_private` = it belongs to `qinfer up`; `at` is a prefix of
+    texts.
     """
 
     place: str
@@ -49,7 +46,7 @@ class Node(NamedTuple):
 
 
 def nodes_of(client: "redis.Redis | redis.RedisCluster", place: str) -> list[Node]:
-    """Reads the state of a node, or of every primary of a cluster; blocking."""
+    """Reads the state of a node, or of a cluster's primaries; blocking."""
     if isinstance(client, redis.RedisCluster):
         client.ping()
         primaries = client.get_primaries()  # type: ignore[no-untyped-call]  # redis-py has no types for it
@@ -59,7 +56,7 @@ def nodes_of(client: "redis.Redis | redis.RedisCluster", place: str) -> list[Nod
 
 
 def examine_node(node: Node, settings: RedisSettings) -> Iterator[Finding]:
-    """Yields the findings about one node."""
+    """Yields findings about one node."""
     if not node.info:
         yield warning("Redis", f"{node.at}INFO is forbidden: version, memory and role are not checked")
     else:
@@ -81,7 +78,7 @@ def examine_node(node: Node, settings: RedisSettings) -> Iterator[Finding]:
 
 
 def clock(subject: str, offset_s: float, what: str) -> Finding:
-    """Returns the finding about a difference of clocks."""
+    """Returns the finding about clocks that differ."""
     text = f"{what}: {offset_s:+.2f} s"
     if abs(offset_s) >= SKEW_PROBLEM_S:
         return problem(subject, text, "set the clocks by NTP: object stores and TLS refuse wrong ones")
@@ -91,7 +88,7 @@ def clock(subject: str, offset_s: float, what: str) -> Finding:
 
 
 def reason_of(error: Exception, place: str) -> tuple[str, str]:
-    """Returns the reason of an error of Redis, and the remedy."""
+    """Returns the reason of an error, and the remedy."""
     if isinstance(error, redis.exceptions.AuthenticationError):
         return f"{place} refuses the user name or password", "correct them in QINFER_REDIS__URL"
     if isinstance(error, NoPermissionError):
@@ -163,7 +160,7 @@ def _policy(node: Node, policy: str) -> Finding:
 
 
 def _durability(node: Node, settings: RedisSettings) -> Finding:
-    """Judges the append-only file as `qinfer.queue.durability` does at the start of a program."""
+    """Judges the append-only file as `qinfer.queue.durability` does at a program's start."""
     subject = "durability"
     keeps, syncs = node.config.get("appendonly"), node.config.get("appendfsync")
     text = f"{node.at}appendonly {keeps}, appendfsync {syncs}; QINFER_REDIS__DURABILITY={settings.durability}"

@@ -17,7 +17,7 @@ class Level(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line of the report; `remedy` is empty if there is nothing to do."""
+    """One line of the report."""
 
     subject: str
     level: Level
@@ -31,7 +31,7 @@ def ok(subject: str, text: str) -> Finding:
 
 
 def warning(subject: str, text: str, remedy: str = "") -> Finding:
-    """Returns a finding about something that works, but badly or not for long."""
+    """Returns a finding about something that works badly."""
     return Finding(subject, Level.WARNING, text, remedy)
 
 
@@ -41,7 +41,7 @@ def problem(subject: str, text: str, remedy: str = "") -> Finding:
 
 
 def without(secrets: Iterable[str], findings: Iterable[Finding]) -> list[Finding]:
-    """Returns the findings with every secret hidden."""
+    """Returns the findings without secrets."""
     hidden = sorted({secret for secret in secrets if secret}, key=len, reverse=True)
 
     def clean(text: str) -> str:

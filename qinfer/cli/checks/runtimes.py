@@ -1,4 +1,4 @@
-"""Checks of backends and GPUs. Each runtime is loaded in a process of its own, because it may crash."""
+"""Checks of backends and GPUs. Each runtime is loaded in its own process, because it may crash."""
 
 import json
 import subprocess
@@ -17,10 +17,9 @@ _LIMIT_S = 90.0
 
 
 class Runtime(NamedTuple):
-    """The runtime of a backend, in the extra of qinfer-ml that installs it.
+    """The runtime of a backend.
 
-    `packages` are the distributions that may contain the module; `devices` is a Python expression, after the import,
-    for the usable devices.
+    `packages` may contain the module; `devices` is a Python expression for the usable devices.
     """
 
     module: str
@@ -48,7 +47,7 @@ RUNTIMES: Mapping[str, Runtime] = {
 
 
 class Loaded(NamedTuple):
-    """The result of loading a runtime: devices, or an error."""
+    """The devices of a loaded runtime, or an error."""
 
     devices: tuple[str, ...]
     error: str = ""
@@ -57,7 +56,7 @@ class Loaded(NamedTuple):
 def examine_backends(needed: Mapping[str, str], *, load: bool) -> Iterator[Finding]:
     """Yields a finding for each backend.
 
-    `needed` maps backends to a model of the repositories that needs them. Without `load`, only packages are searched.
+    `needed` maps backends to models that need them. Without `load`, only packages are searched.
     """
     installed = {name: runtime for name, runtime in RUNTIMES.items() if find_spec(runtime.module) is not None}
     with ThreadPoolExecutor(2, thread_name_prefix="runtimes") as threads:
@@ -85,7 +84,7 @@ def examine_backends(needed: Mapping[str, str], *, load: bool) -> Iterator[Findi
 
 
 def load_runtime(runtime: Runtime) -> Loaded:
-    """Loads a runtime in a process of its own; blocking, for seconds."""
+    """Loads a runtime in its own process; blocking, for seconds."""
     code = f"import json, {runtime.module}; print(); print(json.dumps({runtime.devices}))"
     try:
         done = subprocess.run(  # noqa: S603 - our own interpreter and words
@@ -101,7 +100,7 @@ def load_runtime(runtime: Runtime) -> Loaded:
 
 
 def examine_gpus(dev: Path = Path("/dev")) -> Iterator[Finding]:
-    """Yields a finding for each NVIDIA GPU, or one if there is no GPU; `dev` is the system's folder of devices."""
+    """Yields a finding for each NVIDIA GPU in `dev`, or for none of them."""
     here = sorted(path.name for path in dev.glob("nvidia[0-9]*"))
     if find_spec("pynvml") is None:
         if here:

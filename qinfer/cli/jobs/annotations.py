@@ -1,4 +1,4 @@
-"""Writes pre-annotations from a bulk job's output: row by row, or the least confident first, in bounded memory."""
+"""Writes pre-annotations from a bulk job's output, in bounded memory."""
 
 import os
 import stat
@@ -23,14 +23,13 @@ from qinfer.labeling.rules import wanted_outputs
 
 _STDOUT = ("-", "/dev/stdout")
 _MAX_UNFIT = 100
-"""If none of the first rows fits the mapping, the mapping is wrong."""
+"""If none of these first rows fits, the mapping is wrong."""
 
 
 class Chosen(NamedTuple):
     """The output format of pre-annotations.
 
-    `label_config` checks results unless it is `None`; `fields` maps those of tasks to columns; `key` is the column that
-    identifies rows, or empty for their number.
+    `fields` maps a task's fields to columns; an empty `key` identifies rows by number.
     """
 
     labels: Labels
@@ -41,7 +40,7 @@ class Chosen(NamedTuple):
 
 
 class Report:
-    """Counts of written and omitted rows: `failed` in the job, or `unfit` for the mapping or the format."""
+    """Counts of written and omitted rows: `failed` in the job, or `unfit` for the mapping."""
 
     def __init__(self) -> None:
         self.written = self.failed = self.unfit = 0
@@ -53,7 +52,7 @@ class Report:
         self.first = self.first or f"row {row.number}: {why}"
 
     def left_out(self) -> str:
-        """Returns a text about omitted rows; empty = there are none so far."""
+        """Returns a text about omitted rows, if any."""
         if not (self.failed or self.unfit):
             return ""
         return (
@@ -63,7 +62,7 @@ class Report:
 
 
 def chosen_fields(rows: JobRows, labels: Labels, given: Sequence[str]) -> dict[str, str]:
-    """Returns the fields of the tasks: the given NAME or NAME=COLUMN, else all columns that tools can show."""
+    """Returns the fields of tasks: the given ones, else all columns that tools can show."""
     if not given:
         return {name: name for name in rows.fields(wanted_outputs(labels.results))}
     fields: dict[str, str] = {}
@@ -76,10 +75,7 @@ def chosen_fields(rows: JobRows, labels: Labels, given: Sequence[str]) -> dict[s
 
 
 def write_annotations(rows: JobRows, chosen: Chosen, out: str, *, by_confidence: bool, limit: int) -> Report:
-    """Writes the file, which appears complete or not at all.
-
-    `by_confidence` writes the least confident rows first; `limit` 0 = all.
-    """
+    """Writes the file atomically; `limit` 0 = all."""
     report = Report()
     scored = _scored(rows, chosen, report)
     with _opened(out) as file:
@@ -94,7 +90,6 @@ def write_annotations(rows: JobRows, chosen: Chosen, out: str, *, by_confidence:
 
 
 def _scored(rows: JobRows, chosen: Chosen, report: Report) -> Iterator[tuple[float, bytes]]:
-    """Yields the confidence and the encoded form of each row that fits."""
     version = model_version(rows.model, rows.version)
     fields = dict(chosen.fields)
     # no column has this name
@@ -122,7 +117,6 @@ def _scored(rows: JobRows, chosen: Chosen, report: Report) -> Iterator[tuple[flo
 
 
 def _key(value: object, number: int, kind: Format) -> str | int:
-    """Returns a row's key, as text if the format requires it, or else its number."""
     if value is None:
         return number
     return value if isinstance(value, int) and kind.layout != "labels" else str(value)
@@ -135,7 +129,7 @@ def _task(row: Row, key: str | int, chosen: Chosen, version: str) -> Task:
 
 
 def _sorted(scored: Iterable[tuple[float, bytes]], spool: BinaryIO, limit: int) -> Iterator[tuple[float, bytes]]:
-    """Sorts by confidence: lines go to a file on disk, and 16 bytes of each stay in memory."""
+    """Sorts by confidence: lines go to disk, 16 bytes of each stay in memory."""
     scores, ends = array("d"), array("Q", [0])
     try:
         for score, line in scored:
@@ -169,7 +163,6 @@ def _write(lines: Iterable[tuple[float, bytes]], file: BinaryIO, kind: Format, l
 
 @contextmanager
 def _opened(out: str) -> Iterator[BinaryIO]:
-    """Opens the output; a file gets its name when it is complete."""
     if "://" in out:
         raise InvalidRequest(f"--out {out} is not a file of this machine: write a local file, and copy it there")
     if not out or out.endswith("/") or os.path.isdir(out):

@@ -1,4 +1,4 @@
-"""`qinfer compare`: two targets score the same rows as bulk jobs, and the command shows where they differ."""
+"""`qinfer compare`: two targets score the same rows as bulk jobs, and are compared."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -182,7 +182,7 @@ def read_rules(agree: Sequence[str], rule: "Rule") -> dict[str, "Rule"]:
 
 
 def beside(location: str) -> str:
-    """Returns the folder `_compare` beside the inputs: a file, a folder, or the files of a pattern."""
+    """Returns the folder `_compare` beside the inputs."""
     fixed = re.split(r"[*\[]", location, maxsplit=1)[0]
     folder, slash, _ = fixed.rstrip("/").rpartition("/") if fixed == location else fixed.rpartition("/")
     if "**" in location:
@@ -211,7 +211,6 @@ def _options(given: Mapping[str, Any]) -> "JobOptions":
 def _outputs(
     client: "Client", targets: Sequence[Target], wanted: Sequence[str], rules: Mapping[str, "Rule"]
 ) -> tuple[list[str], list[str]]:
-    """Returns the outputs to compare, and those of one target only."""
     known = [[one.name for one in client.metadata(model, version or None).outputs] for model, version in targets]
     common = [name for name in known[0] if name in known[1]]
     has = f"both have the outputs: {', '.join(common) or 'none'}"
@@ -229,7 +228,7 @@ def _scored(
     folder: str,
     options: "JobOptions",
 ) -> list["JobStatus"]:
-    """Submits a job for each target, and waits for both; cancels the jobs after an error or a signal."""
+    """Scores the inputs by both targets; cancels the jobs after an error or a signal."""
     jobs: list[Job] = []
     done: list[JobStatus] = []
     with StopSignals(wanted=True) as stop:

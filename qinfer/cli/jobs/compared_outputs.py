@@ -1,4 +1,4 @@
-"""Compares the outputs of two bulk jobs over the same rows: part by part, in bounded memory."""
+"""Compares the outputs of two bulk jobs over the same rows, in bounded memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,10 +14,9 @@ from qinfer.traffic.differences import Rule, Sample, Samples, Summary, compared
 
 
 class OutputDifferences(msgspec.Struct, frozen=True, kw_only=True):
-    """The differences of an output, by the rule `by`, over the rows that both targets scored.
+    """The differences of an output over rows that both targets scored.
 
-    `largest` and `mean` are distances, or `None`; `unmeasured` rows have none: one target alone has a NaN, or the
-    shapes differ.
+    `unmeasured` rows have no distance: one target alone has a NaN, or the shapes differ.
     """
 
     output: str
@@ -34,8 +33,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """The differences of two targets.
 
     `differing` are rows in which an output does not agree, or that one target alone could not score; `differ` = more
-    than the share `allowed`. `failed` counts rows that `stable`, `canary` or `both` could not score. `others` are
-    outputs of one target, and `samples` the rows with the largest differences.
+    than allowed. `others` are outputs of one target only.
     """
 
     stable: str
@@ -51,10 +49,9 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutputComparison:
-    """The comparison of the outputs of two jobs.
+    """Compares the outputs of two jobs.
 
-    `rules` maps outputs to rules; "" is for all others. `show` of the most different rows of each output are kept,
-    without values if `redact` is set.
+    `rules[""]` is for outputs without a rule. `redact` keeps no values.
     """
 
     def __init__(self, outputs: Sequence[str], rules: Mapping[str, Rule], show: int, *, redact: bool) -> None:
@@ -74,7 +71,7 @@ class OutputComparison:
             self._take(batch, other, key)
 
     def result(self, stable: str, canary: str, others: Sequence[str], allowed: float) -> Comparison:
-        """Returns the comparison; `others` are outputs of one target."""
+        """Returns the comparison."""
         return Comparison(
             stable=stable,
             canary=canary,
@@ -132,7 +129,6 @@ def _side_by_side(
 
 
 def _names(key: Sequence[pa.Array]) -> list[str]:
-    """Returns the identities of rows: their key, or the file's name, the row group and the row."""
     values: list[list[Any]] = [column.to_pylist() for column in key]
     if len(values) > 1:
         values[0] = [str(url).rpartition("/")[2] for url in values[0]]

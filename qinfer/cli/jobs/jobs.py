@@ -225,7 +225,7 @@ _OTHERS = _OF_CSV | {
     "url",
     "as_json",
 }
-"""Parameters of `submit` that are no options of the job, or are read together."""
+"""Parameters of `submit` that are read in another way."""
 WaitOption = Annotated[bool, typer.Option("--wait", "-w", help="Wait until the job ends, and show progress.")]
 WaitForInputsOption = Annotated[
     float,
@@ -343,7 +343,7 @@ def _estimated(estimate: "JobEstimate") -> str:
 
 
 def job_options(given: Mapping[str, Any]) -> "JobOptions":
-    """Returns the options of a job from the parameters of `submit`; the server decides about those without a value."""
+    """Returns the options of a job; those without a value are left to the server."""
     if given["resume"] and not given["job_id"]:
         raise InvalidRequest("--resume finds the job by its id; add the --id that it was submitted with")
     if given["cancel_on_exit"] and not given["wait"]:
@@ -361,7 +361,7 @@ def job_options(given: Mapping[str, Any]) -> "JobOptions":
 
 
 def csv_form(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the given options of CSV; an empty quote means that values have no quotes."""
+    """Returns the given options of CSV; an empty quote means no quotes."""
     form = {name: given[name] for name in _OF_CSV if given[name] is not None}
     form["column_names"] = given["column_names"].split(",") if given["column_names"] else None
     return {name: value for name, value in form.items() if value not in (None, True)}

@@ -19,7 +19,7 @@ EXAMPLE = "Example: qinfer label s3://bucket/out --mapping sentiment.yaml --form
 
 
 class FormatName(StrEnum):
-    """The names of `qinfer.labeling.exports.FORMATS`, which a help text does not import."""
+    """The names of `qinfer.labeling.exports.FORMATS`, without importing it."""
 
     LABEL_STUDIO = "label-studio"
     ARGILLA = "argilla"
@@ -145,7 +145,7 @@ def _print_report(report: "Report", out: str, *, as_json: bool) -> None:
 
 
 def _print_missing(field: str, fields: Mapping[str, str], columns: Sequence[str]) -> None:
-    """Prints the remedy if the tasks lack a field that the mapping names."""
+    """Prints the remedy if the tasks lack a field of the mapping."""
     if any(field == name or field.startswith(f"{name}.") for name in fields):
         return
     remedy = f"add --field {field}" if field in columns else f"submit with --passthrough {field}"

@@ -1,4 +1,4 @@
-"""Reads the output of a bulk job row by row, in bounded memory: a batch of rows at a time, or a whole part of text."""
+"""Reads the output of a bulk job in bounded memory: a batch of rows at a time, or a part of text."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,11 +21,11 @@ _MICROSECONDS: dict[type[pa.DataType], Callable[[Any], pa.DataType]] = {
     pa.DurationType: lambda _: pa.duration("us"),
     pa.Time64Type: lambda _: pa.time64("us"),
 }
-"""Arrow type → its form in microseconds: Python has no nanoseconds."""
+"""Python has no nanoseconds."""
 
 
 class Row(NamedTuple):
-    """A row of an output, numbered from 1; a failed row has an error and no outputs."""
+    """A row of an output, numbered from 1; a failed row has no outputs."""
 
     number: int
     fields: dict[str, Any]
@@ -38,10 +38,7 @@ class _Planned(msgspec.Struct):
 
 
 class JobRows:
-    """The rows of a bulk job's output in a folder; `partial` accepts a job that ended early.
-
-    `key` is the column that identifies rows, or empty.
-    """
+    """The rows of a bulk job's output; `partial` accepts a job that ended early."""
 
     def __init__(self, url: str, *, partial: bool = False) -> None:
         self._url = url
@@ -54,7 +51,7 @@ class JobRows:
         self._schema: pa.Schema | None = None
 
     def fields(self, outputs: Sequence[str]) -> list[str]:
-        """Returns the default columns for fields: all but lists, bytes, errors and these outputs."""
+        """Returns the default columns: all but lists, bytes, errors and these outputs."""
         taken = {*ERROR_COLUMNS, *map(self._column, outputs)}
         return [field.name for field in self.schema if field.name not in taken and _is_plain(field.type)]
 
@@ -154,14 +151,14 @@ class JobRows:
 
 
 def _is_plain(kind: pa.DataType) -> bool:
-    """Returns whether labeling tools can show a column's values: text, numbers, instants."""
+    """Returns whether labeling tools can show a column."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return not (pa.types.is_nested(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
 def _values(column: pa.Array) -> list[Any]:
-    """Returns a column's values: instants in microseconds, invalid UTF-8 with replacement characters."""
+    """Returns values, with instants in microseconds and replacement characters for invalid UTF-8."""
     kind = column.type
     if pa.types.is_temporal(kind) and getattr(kind, "unit", "") == "ns":
         column = column.cast(_MICROSECONDS[type(kind)](kind), safe=False)
@@ -176,7 +173,7 @@ def _values(column: pa.Array) -> list[Any]:
 
 
 def stacked(column: pa.Array) -> Array | Sequence[Array]:
-    """Returns an output's values without nulls as one array, `[rows, …]`; row by row if the sizes of rows vary."""
+    """Returns an output's values as one array, or row by row if sizes vary."""
     shape, values = [len(column)], column
     while pa.types.is_fixed_size_list(values.type):
         shape.append(values.type.list_size)
@@ -185,7 +182,6 @@ def stacked(column: pa.Array) -> Array | Sequence[Array]:
 
 
 def _arrays(column: pa.Array) -> Sequence[Array]:
-    """Returns an output's values row by row; nested lists become one row of values."""
     offsets = np.arange(len(column) + 1, dtype=np.int64)
     values = column
     while pa.types.is_nested(values.type):

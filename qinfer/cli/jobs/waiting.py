@@ -1,4 +1,4 @@
-"""The end of a command about a bulk job: its status, or the wait for its end, which signals may interrupt."""
+"""The end of a command about a bulk job: its status, or an interruptible wait."""
 
 import signal
 import sys
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from qinfer.client import Job, JobStatus
 
 BY_SIGNAL = 128
-"""Added to a signal's number, the exit code of a program that it stops."""
+"""Plus the signal's number: the exit code."""
 
 
 class Stopped(BaseException):
-    """Interrupts the wait for a job; raised by the handler of a signal."""
+    """A signal interrupts the wait for a job."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -25,7 +25,7 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """If `wanted`, turns SIGINT and SIGTERM into `Stopped`, and delays the first one until the job's id is known."""
+    """If `wanted`, turns SIGINT and SIGTERM into `Stopped`, but not before the job's id is known."""
 
     def __init__(self, *, wanted: bool = False) -> None:
         self.wanted = wanted
@@ -42,16 +42,12 @@ class StopSignals:
             signal.signal(each, handler)
 
     def release(self) -> None:
-        """Lets signals interrupt from now on.
-
-        Raises:
-            Stopped: A signal arrived before.
-        """
+        """Lets signals interrupt from now on; raises `Stopped` for an earlier one."""
         self._keeps = False
         self.check()
 
     def check(self) -> None:
-        """Interrupts the wait before the job is sent."""
+        """Raises `Stopped` if a signal has arrived."""
         if self._kept:
             raise Stopped(self._kept[0])
 
@@ -63,7 +59,7 @@ class StopSignals:
 
 
 class MissingInputs:
-    """Prints the missing input on stderr when it changes, and every `EVERY_S` seconds."""
+    """Prints the missing input when it changes, and every `EVERY_S` seconds."""
 
     EVERY_S = 30.0
 
@@ -82,12 +78,10 @@ class MissingInputs:
 
 
 def finish(job: "Job", url: str, *, wait: bool, as_json: bool, stop: StopSignals | None = None) -> None:
-    """Prints the status of a job, or waits for its end and prints the last one.
-
-    During the wait, `stop` signals cancel the job.
+    """Prints the status of a job, or waits for its end, which `stop` signals cancel.
 
     Raises:
-        typer.Exit: The job has not completed (1), or the wait was interrupted (128 and the number of the signal).
+        typer.Exit: The job has not completed (1), or the wait was interrupted (128 and the signal's number).
     """
     if not wait:
         print_status(job.status(), as_json=as_json)

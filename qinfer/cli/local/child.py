@@ -1,9 +1,8 @@
 """Runs a program as a child of `qinfer up` that ends with it: `python -m qinfer.cli.local.child CPUS MODULE`.
 
-The child's standard input is a pipe whose other end only the supervisor holds and never writes to. When the supervisor
-dies, even by SIGKILL, the kernel closes that end: the program gets SIGTERM and drains, so that no orphan holds the port
-of the next `qinfer up`. (`PR_SET_PDEATHSIG` needs Linux and code between fork and exec, and misses a parent that dies
-before the call.)
+The child's standard input is a pipe that only the supervisor holds. When the supervisor dies, even by SIGKILL, the
+kernel closes it: the program gets SIGTERM and drains, so that no orphan holds the port of the next `qinfer up`.
+(`PR_SET_PDEATHSIG` needs Linux and code between fork and exec, and misses a parent that dies before the call.)
 """
 
 import os
@@ -15,11 +14,11 @@ import threading
 from qinfer.core.processes import protect_process
 
 ORPHAN_DRAIN_S = 60.0
-"""Seconds that an orphan may drain before it is killed; above the programs' own drain limits."""
+"""An orphan's drain limit, above the programs' own."""
 
 
 def main() -> None:
-    """Runs the module of the second argument as `__main__`, on the cores in the first one, if any."""
+    """Runs the module of the second argument, on the cores in the first one."""
     protect_process(os.environ)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the program sets a handler
     cpus, sys.argv = sys.argv[1], sys.argv[2:]

@@ -5,9 +5,7 @@
                   ◀── bulk worker (qinfer_workers.jobs)
 
 The gateway stops first, so that requests in flight are answered, then the workers, then Redis. The bulk worker starts
-when the models are loaded, and stops with the workers.
-
-This process runs as long as the others, so it imports little; `qinfer.cli.local.preparation` runs in another process.
+when the models are loaded. This process imports little; `qinfer.cli.local.preparation` runs in another one.
 """
 
 import os
@@ -29,12 +27,12 @@ if TYPE_CHECKING:
     from qinfer.cli.scaling.scaler import Autoscaler
 
 POLL_S = 0.25
-"""Seconds between two reads of the workers' reports during a start."""
+"""Between two looks at a start."""
 GATEWAY_POLICY = RestartPolicy(give_up_after=3)
 REDIS_POLICY = RestartPolicy(give_up_after=5)
 WORKER_POLICY = RestartPolicy()
 PORT_WAIT_S = 10.0
-"""Seconds to wait for the port of a killed `qinfer up`, whose gateway is ending."""
+"""For the gateway of a killed `qinfer up` to end."""
 
 
 def run_deployment(options: UpOptions) -> None:
@@ -103,7 +101,7 @@ class PrivateRedis:
         self.url = self._redis.url
 
     def start(self) -> None:
-        """Starts Redis and waits until its data is loaded; a restart keeps the lock on the data directory."""
+        """Starts Redis and waits for its data; a restart keeps the lock on the directory."""
         self._redis.start()
 
     def poll(self) -> int | None:
@@ -111,13 +109,13 @@ class PrivateRedis:
         return self._redis.process.poll() if self._redis.process else 0
 
     def terminate(self) -> None:
-        """Ends Redis with its data on disk, and waits for the end, which is near without writers."""
+        """Ends Redis with its data on disk, and waits for the end."""
         self._redis.stop()
 
     kill = terminate
 
     def reload(self) -> None:
-        """Does nothing: it reads no files of keys or certificates."""
+        """Does nothing."""
 
 
 class LocalDeployment:
@@ -136,7 +134,7 @@ class LocalDeployment:
     def serve(self, redis_url: str, *, after_a_kill: bool = False) -> None:
         """Starts, waits until ready, serves until a signal asks to stop, drains.
 
-        Waits for the port if the last `qinfer up` was killed (`after_a_kill`): its gateway may still hold it.
+        After a kill, the last gateway may hold the port for a while.
         """
         options, supervisor = self._options, self._supervisor
         ports = self._claim_ports(PORT_WAIT_S if after_a_kill else 0.0)
@@ -191,7 +189,6 @@ class LocalDeployment:
                 update(f"loading {seen.pending} models…" if seen.pending else "starting…")
 
     def _claim_ports(self, wait_s: float) -> Ports:
-        """Claims the gateway's ports; waits up to `wait_s` for those in use."""
         deadline_s = self._clock.monotonic_s() + wait_s
 
         def try_again() -> bool:

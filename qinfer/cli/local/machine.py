@@ -1,4 +1,4 @@
-"""Checks and preparations on this machine before `qinfer up` starts processes: repository, ports, environment."""
+"""Checks and preparations on this machine for `qinfer up`: repository, ports, environment."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from qinfer.core.settings import Settings
 
 CHOSEN_PORTS = range(16384, 32768)
-"""The range of free ports: the kernel uses higher ones for outgoing connections, which could take a gateway's port."""
+"""Free ports: the kernel gives higher ones to outgoing connections, which could take a gateway's."""
 
 _TRIES = 16
 
@@ -30,13 +30,13 @@ a model repository looks like this:
 
 
 def repository_places(path: str) -> list[str]:
-    """Returns the repositories of a setting: URLs, and directories made absolute, as children may run elsewhere."""
+    """Returns a setting's repositories, with absolute directories for children that run elsewhere."""
     places = [place.strip() for place in path.split(",") if place.strip()]
     return [place if "://" in place else str(Path(place).resolve()) for place in places]
 
 
 def check_repository(place: str) -> None:
-    """Checks that a directory of a repository exists; URLs are not checked."""
+    """Checks that a repository's directory exists."""
     path = Path(place)
     if "://" not in place and not path.is_dir():
         what = "is not a directory" if path.exists() else "does not exist"
@@ -44,7 +44,7 @@ def check_repository(place: str) -> None:
 
 
 class GatewayAddress(NamedTuple):
-    """An address at which the gateway listens (port 0 = any), and the option that sets it."""
+    """An address at which the gateway listens (port 0 = any), and its option."""
 
     host: str
     port: int
@@ -52,7 +52,7 @@ class GatewayAddress(NamedTuple):
 
 
 def gateway_addresses(settings: "Settings") -> list[GatewayAddress]:
-    """Returns the enabled addresses of HTTP, gRPC and metrics; HTTP's host is the default of the others."""
+    """Returns the enabled addresses of HTTP, gRPC and metrics."""
     host = settings.http.host
     found = [GatewayAddress(host, settings.http.port, "--http-port")]
     if settings.grpc.enabled:
@@ -65,9 +65,9 @@ def gateway_addresses(settings: "Settings") -> list[GatewayAddress]:
 def claim_ports(addresses: Sequence[GatewayAddress], try_again: Callable[[], bool]) -> list[int]:
     """Checks that the gateway can bind its ports, and chooses free ones in place of 0.
 
-    While a port is in use, `try_again` may wait, and returns whether to retry.
+    `try_again` may wait for a used port, and returns whether to retry.
     """
-    # Ports are held until all are chosen, so that each is chosen once; requested ones go first.
+    # Hold all ports, so that each is chosen once; requested ones go first.
     with ExitStack() as held:
         chosen: dict[GatewayAddress, int] = {}
         for address in sorted(addresses, key=lambda one: not one.port):
@@ -100,7 +100,7 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 def local_url(host: str, port: int, *, tls: bool = False) -> str:
-    """Returns the URL at which this machine reaches a gateway bound to `host`."""
+    """Returns this machine's URL of a gateway bound to `host`."""
     if host in {"0.0.0.0", "::", ""}:  # noqa: S104  (compared, not bound)
         host = "127.0.0.1"
     scheme = "https" if tls else "http"
@@ -108,9 +108,9 @@ def local_url(host: str, port: int, *, tls: bool = False) -> str:
 
 
 def share_cpus(cpus: Sequence[int], processes: int) -> list[tuple[int, ...]]:
-    """Divides the cores among workers: a runtime starts a thread for each core that it may use.
+    """Divides the cores among workers, because a runtime starts a thread for each.
 
-    A single process gets no limit (empty). With more processes than cores, each has one core, and some share it.
+    Empty = no limit, for a single process. More processes than cores share them.
     """
     if processes == 1 or not cpus:
         return [()] * processes
@@ -121,10 +121,10 @@ def share_cpus(cpus: Sequence[int], processes: int) -> list[tuple[int, ...]]:
 
 
 def usable_cpus() -> list[int]:
-    """Returns the cores that this process may use; empty on systems without this information."""
+    """Returns the cores that this process may use; empty = unknown."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def child_environment(base: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment with `settings` in place of variables of the same name in any case."""
+    """Returns an environment with `settings` in place of same-named variables in any case."""
     return {name: value for name, value in base.items() if name.upper() not in settings} | dict(settings)

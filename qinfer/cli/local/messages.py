@@ -1,6 +1,6 @@
-"""Messages of `qinfer up` about itself: text, or JSON objects like those of the programs that it starts.
+"""Messages of `qinfer up` about itself: text, or JSON like that of its programs.
 
-`qinfer.observe.logs` is not used, because it imports the large settings.
+`qinfer.observe.logs` would import the large settings.
 """
 
 import json
@@ -16,7 +16,7 @@ from rich.text import Text
 
 
 def are_json(arguments: Sequence[str]) -> bool:
-    """Returns whether a command line, possibly a wrong one, is a `qinfer up` with JSON messages."""
+    """Returns whether a possibly wrong command line is a `qinfer up` with JSON messages."""
     if arguments[:1] != ["up"]:
         return False
     chosen = [os.environ.get("QINFER_LOG__FORMAT", "")]
@@ -46,7 +46,7 @@ class Messages:
             self._console.print(Text.from_markup(line), soft_wrap=True)
 
     def progress(self, text: str) -> AbstractContextManager[Callable[[str], None]]:
-        """Shows the progress of the start until the block ends; yields a function that changes the text."""
+        """Shows the progress of the start during the block; yields a function that changes the text."""
         return _Spinner(self._console, text)
 
 

@@ -1,4 +1,4 @@
-"""The options of `qinfer up` and the results of its preparation: plain values, which cross between processes."""
+"""The options of `qinfer up` and its preparation's results: plain values, sent between processes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +15,8 @@ Sections = Mapping[str, Mapping[str, Any]]
 class UpOptions:
     """The options of `qinfer up`.
 
-    `settings` replace the environment's, except empty ones of the repository; port 0 is any free one. Without
-    `redis_url` a private Redis runs, which takes no writes above `redis_memory_bytes` (0 = half of the memory).
-    `autoscale` is the minimum and maximum number of workers, in place of `workers`.
+    `settings` replace the environment's, except empty ones of the repository. Without `redis_url` a private Redis runs,
+    with at most `redis_memory_bytes` (0 = half of the memory).
     """
 
     settings: Sections
@@ -51,8 +50,8 @@ class Plan:
 class Launch:
     """The values with which the programs start.
 
-    `variables` are the programs' settings, as environment variables; `pass_env` further variables for all programs, by
-    name or pattern; `model_env` those for workers and model code. `no_bulk` is the reason for not having a bulk worker.
+    `variables` are settings, `pass_env` and `model_env` patterns of further variables, for all programs and for model
+    code. `no_bulk` is the reason for no bulk worker.
     """
 
     url: str
@@ -64,10 +63,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The state of a start.
-
-    `pending` counts model versions that are loading, or not reported by any worker; `is_live` = the gateway answers.
-    """
+    """The state of a start; `pending` model versions are loading or unreported."""
 
     pending: int
     workers: int

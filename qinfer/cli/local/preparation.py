@@ -1,7 +1,7 @@
 """The preparation of `qinfer up`, and its summary: the settings, the repositories, the first look at Redis and gateway.
 
-This code needs redis-py, numpy, httpx and pydantic. It runs in a process that ends when the models are loaded
-(`qinfer.cli.local.preparer`), so that the supervisor stays small.
+It needs redis-py, numpy, httpx and pydantic, and so runs in a process that ends when the models are loaded
+(`qinfer.cli.local.preparer`).
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _FOR_JOBS = ("celery", "pyarrow")
 
 
 class Preparation:
-    """The part of `qinfer up` that reads settings, and uses Redis and the gateway as their client."""
+    """The part of `qinfer up` that reads settings, and uses Redis and the gateway."""
 
     def __init__(self, options: UpOptions) -> None:
         settings = load_settings()
@@ -58,7 +58,7 @@ class Preparation:
         )
 
     def begin(self, redis_url: str, ports: Ports) -> Launch:
-        """Writes the desired state of the models to Redis, before the programs start."""
+        """Writes the desired state of the models to Redis."""
         self.settings = self.settings.model_copy(update={"redis": with_url(self.settings.redis, redis_url)})
         run_start(self.settings.redis, self.settings.repository)
         url = local_url(self.settings.http.host, ports.http, tls=bool(self.settings.http.tls_certfile))
@@ -72,16 +72,16 @@ class Preparation:
         )
 
     def look(self, least: int, up_s: float) -> Progress:
-        """Returns the progress of workers and gateway, `up_s` after the start; `least` workers are always running."""
-        # While Redis can't be reached, the last overview is kept.
+        """Returns the progress of a start `up_s` ago; `least` workers are always running."""
+        # keeps the last overview
         with contextlib.suppress(BrokerUnavailable):
             self._overview = run_overview(self.settings.redis, max_up_s=up_s + 1.0)
-        # Without a worker there are no reports on the models, and models that need none are ready.
+        # No worker reports on the models: those that need none are ready.
         pending = sum(m.pending and (bool(least) or m.state is not State.READY) for m in self._overview.models)
         return Progress(pending=pending, workers=len(self._overview.workers), is_live=self._client.is_live())
 
     def summary(self, launch: Launch, ports: Ports, workers: str) -> list[str]:
-        """Returns the lines that say what is running, as of the last `look`."""
+        """Returns the lines that say what is running."""
         models = self._overview.models
         facts = [
             _fact("URL", (launch.url, "bold cyan"), ("   /docs and /metrics too", "dim")),
@@ -129,11 +129,11 @@ class Preparation:
 
 
 EXECUTE_TIMEOUT_S = 300.0
-"""How long an execution may take under `qinfer up`, unless model or environment set a limit."""
+"""Unless model or environment set a limit."""
 
 
 def completed(options: UpOptions, settings: Settings) -> Sections:
-    """Returns the values that `qinfer up` and its programs use in place of the environment's."""
+    """Returns the values that replace the environment's."""
     given = settings.repository
     repository = {name: getattr(given, name) for name in ("path", "overlay", "load_models", "min_workers")}
     repository |= {name: value for name, value in options.settings["repository"].items() if value not in ("", ())}
@@ -153,7 +153,7 @@ def completed(options: UpOptions, settings: Settings) -> Sections:
 
 
 def with_sections(settings: Settings, sections: Sections) -> Settings:
-    """Returns the settings with other values."""
+    """Returns changed settings."""
     changed = {name: getattr(settings, name).model_copy(update=dict(of)) for name, of in sections.items()}
     return settings.model_copy(update=changed)
 
@@ -168,7 +168,7 @@ def scaling_settings(options: UpOptions, redis_url: str) -> Settings:
 
 
 def allowed_stores(given: Sequence[str], settings: Settings) -> tuple[str, ...]:
-    """Returns the locations that jobs may read and write: the given URLs and directories, and those of the setting."""
+    """Returns the locations that jobs may use: given URLs and directories, and the setting's."""
     urls = [place if "://" in place else f"file://{Path(place).resolve()}" for place in given]
     try:
         return tuple(dict.fromkeys([*map(normalised, urls), *settings.stores.allow]))
@@ -177,7 +177,7 @@ def allowed_stores(given: Sequence[str], settings: Settings) -> tuple[str, ...]:
 
 
 def why_no_bulk_worker(settings: Settings, redis_url: str) -> str:
-    """Returns the reason or the remedy for having no bulk worker; empty = one can run."""
+    """Returns why no bulk worker can run, or the remedy; empty = one can."""
     if not settings.bulk.enabled:
         return "QINFER_BULK__ENABLED is false"
     if not settings.stores.allow:
@@ -197,13 +197,13 @@ def jobs_line(settings: Settings, no_worker: str) -> str:
 
 
 INLINE_ELEMENTS = 16
-"""Larger example tensors are made by a shell pipe instead of being written out."""
+"""Larger example tensors are made by a shell pipe."""
 
 
 def example_line(url: str, model: ModelMetadata, config: Mapping[str, Any]) -> str:
-    """Returns a short shell line that sends zeros to a model, with inputs of any size.
+    """Returns a short shell line that sends zeros to a model.
 
-    By its configuration, a decoupled model's responses are streamed, and a stateful one gets a sequence of one step.
+    A decoupled model's responses are streamed; a stateful model gets a sequence of one step.
     """
     is_decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled"))
     batching = config.get("sequence_batching", {})

@@ -1,7 +1,6 @@
 """The process beside `qinfer up` that prepares a start: a `Preparation`, called over a pipe.
 
-Only the end of a process frees the memory of its imports. The supervisor runs for months and does not need them; they
-would make it five times as large.
+Only the end of a process frees its imports, which would make the long-running supervisor five times as large.
 """
 
 import signal
@@ -17,7 +16,7 @@ from qinfer import errors
 from qinfer.cli.local.plan import Launch, Plan, Ports, Progress, UpOptions
 from qinfer.errors import QinferError
 
-_CALLS: Mapping[str, tuple[Any, Any]] = {  # by method: its arguments, and its result
+_CALLS: Mapping[str, tuple[Any, Any]] = {  # method → arguments, result
     "plan": (tuple[()], Plan),
     "begin": (tuple[str, Ports], Launch),
     "look": (tuple[int, float], Progress),
@@ -27,11 +26,7 @@ _BUILT_IN = {error.__name__: error for error in (ModuleNotFoundError, ImportErro
 
 
 class _Answer(msgspec.Struct, omit_defaults=True):
-    """The result of a method, or the error that it raised.
-
-    `error` is the error's class, or empty; `args` its arguments that are numbers or text; `module` the one that an
-    `ImportError` misses.
-    """
+    """The result of a method, or its error; `module` is the one that an `ImportError` misses."""
 
     result: Any = None
     error: str = ""
@@ -59,12 +54,12 @@ class _Answer(msgspec.Struct, omit_defaults=True):
 
 
 def _known(kind: type[Exception]) -> str:
-    """Returns the name of an error's class, or of the nearest base class that the other process knows."""
+    """Returns the nearest class of an error that the other process knows."""
     return next(each.__name__ for each in kind.__mro__ if each.__name__ in _BUILT_IN or hasattr(errors, each.__name__))
 
 
 class Preparer:
-    """A `Preparation` in a process of its own; a context manager. Its methods raise the errors of `Preparation`."""
+    """A `Preparation` in its own process; a context manager."""
 
     def __init__(self, options: UpOptions) -> None:
         self._options = options
@@ -82,9 +77,9 @@ class Preparer:
         self.close()
 
     def close(self) -> None:
-        """Ends the process; a second time changes nothing."""
+        """Ends the process, at most once."""
         self._pipe.close()
-        # It may wait for Redis, and has nothing to save.
+        # it may wait for Redis
         self._process.kill()
         self._process.join()
 
@@ -120,10 +115,10 @@ class Preparer:
 
 
 def _serve(pipe: "Connection[Any, Any]", theirs: "Connection[Any, Any]", options: UpOptions) -> None:
-    """Answers until the other end of the pipe is closed, by intent or by the supervisor's death."""
+    """Answers until the pipe is closed."""
     theirs.close()
     for number in (signal.SIGINT, signal.SIGHUP):
-        # They are for the supervisor, which ends this process.
+        # for the supervisor, which ends this process
         signal.signal(number, signal.SIG_IGN)
     preparation = None
     with suppress(EOFError, ConnectionError):

@@ -1,4 +1,4 @@
-"""`up.json` in a data directory: how other commands, and the next `qinfer up`, find a running or killed one."""
+"""`up.json` in a data directory: other commands, and the next `qinfer up`, find a running or killed one by it."""
 
 import json
 import os
@@ -18,7 +18,7 @@ class RunFile(msgspec.Struct, frozen=True):
     redis_url: str
 
     def is_alive(self) -> bool:
-        """Returns whether a process of that id exists; after a crash it may be another program."""
+        """Returns whether that process id exists; it may be another program's by now."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -37,7 +37,7 @@ def read(data_dir: Path) -> RunFile | None:
 
 
 def nearest(data_dir: Path = DATA_DIR) -> RunFile | None:
-    """Returns the run file of a running `qinfer up`; a relative data directory may be in any directory above, too."""
+    """Returns the run file of a running `qinfer up`, in this directory or one above."""
     here = Path.cwd()
     for directory in dict.fromkeys(above / data_dir for above in (here, *here.parents)):
         run = read(directory)

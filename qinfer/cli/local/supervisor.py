@@ -1,8 +1,8 @@
 """A small synchronous supervisor: starts processes, restarts crashed ones, stops them in order.
 
-It sleeps in one `select` on the wake-up socket that Python writes signals to: SIGCHLD when a process ended, SIGINT and
-SIGTERM to stop. SIGHUP stops it if its terminal was closed; otherwise it is passed on to the processes, which read
-their files again. Nothing is polled. Decisions about restarts (`after_exit`) are pure.
+It sleeps in one `select` on the wake-up socket for signals: SIGCHLD when a process ended, SIGINT and SIGTERM to stop.
+SIGHUP stops it if its terminal was closed; otherwise the processes get it, to read their files again. Decisions about
+restarts (`after_exit`) are pure.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ _POKE = b"\0"
 
 
 KILL_MARGIN_S = 5.0
-"""Seconds above a program's own drain limit before it is killed."""
+"""Above a program's own drain limit, before it is killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
     """The treatment of a process that ended by itself.
 
-    The delay doubles with each failure in a row, until the process has run for `stable_s`. With `give_up_after`
-    (failures in a row; `None` = never), it is not restarted after a hopeless exit code, such as 2 for wrong settings.
+    The delay doubles with each failure in a row, until the process has run for `stable_s`. After `give_up_after`
+    failures (`None` = never), or a hopeless exit code, it is not restarted.
     """
 
     first_delay_s: float = 0.5
@@ -48,14 +48,14 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The failures in a row so far, and the seconds until the restart; `None` = give up."""
+    """Failures in a row, and seconds until the restart; `None` = give up."""
 
     failures: int
     delay_s: float | None
 
 
 def after_exit(policy: RestartPolicy, *, failures: int, ran_s: float, code: int) -> Verdict:
-    """Decides about a process that ended by itself; a negative `code` is the signal that killed it."""
+    """Decides about an ended process; a negative `code` is the signal that killed it."""
     failures = 1 if ran_s >= policy.stable_s else failures + 1
     if policy.give_up_after is not None and (failures >= policy.give_up_after or code in policy.hopeless_codes):
         return Verdict(failures, None)
@@ -63,7 +63,7 @@ def after_exit(policy: RestartPolicy, *, failures: int, ran_s: float, code: int)
 
 
 def describe_exit(code: int) -> str:
-    """Describes the end of a process: `ended with exit code 3`, `was killed by SIGKILL`."""
+    """Describes the end: `ended with exit code 3`, `was killed by SIGKILL`."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal_name(-code) or f"signal {-code}"
@@ -80,11 +80,11 @@ class Process(Protocol):
         ...
 
     def start(self) -> None:
-        """Starts the process, for the first time or again. May raise `QinferError` or `OSError`."""
+        """Starts the process; may raise `QinferError` or `OSError`."""
         ...
 
     def poll(self) -> int | None:
-        """Returns the exit code (negative = killed by that signal), or `None` while the process is running."""
+        """Returns the exit code (negative = killed by that signal); `None` = running."""
         ...
 
     def terminate(self) -> None:
@@ -103,8 +103,7 @@ class Process(Protocol):
 class Program:
     """A Python module run as a child that ends with its supervisor (`qinfer.cli.local.child`).
 
-    `env` is the whole environment; it carries settings, since every user of the machine can read arguments. Empty
-    `cpus` = all cores.
+    Settings go into `env`, because every user can read arguments. Empty `cpus` = all cores.
     """
 
     def __init__(self, name: str, module: str, env: Mapping[str, str], cpus: Sequence[int] = ()) -> None:
@@ -119,12 +118,12 @@ class Program:
         return self._popen.pid if self._popen else 0
 
     def start(self) -> None:
-        """Starts the program in a process group of its own, so that Ctrl-C reaches the supervisor alone."""
+        """Starts the program in its own process group, so that Ctrl-C reaches the supervisor alone."""
         argv, env = self._argv, self._env
         self._popen = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, process_group=0)  # noqa: S603  # our own modules
 
     def poll(self) -> int | None:
-        """Returns the exit code, or `None` while the program is running."""
+        """Returns the exit code; `None` = running."""
         assert self._popen is not None
         code = self._popen.poll()
         if code is not None and self._popen.stdin is not None:
@@ -161,15 +160,15 @@ class _Child:
     restart_at_s: float | None = None
     """Set while the process waits for its restart."""
     kill_at_s: float | None = None
-    """Set from the dismissal of the process until its end."""
+    """Set once the process was dismissed."""
     stopping: bool = False
     ended: bool = False
 
 
 class Supervisor:
-    """Starts, restarts and stops processes; a context manager that owns its process's signal handlers.
+    """Starts, restarts and stops processes; a context manager that owns the signal handlers.
 
-    `say` gets a line of text about each crash, restart and kill.
+    `say` gets a line about each crash, restart and kill.
     """
 
     def __init__(self, say: Callable[[str], None], clock: Clock | None = None) -> None:
@@ -194,7 +193,7 @@ class Supervisor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Restores the signals; kills processes that an error before `stop` has left running."""
+        """Restores the signals; kills processes left by an error."""
         for child in self._children:
             if not child.ended and child.restart_at_s is None:
                 child.process.kill()
@@ -210,12 +209,12 @@ class Supervisor:
         return self._stops_asked > 0
 
     def add(self, process: Process, policy: RestartPolicy, *, stop_s: float) -> None:
-        """Starts and supervises a process; `stop_s` are the seconds between `terminate` and `kill`."""
+        """Starts and supervises a process; `stop_s` are between `terminate` and `kill`."""
         process.start()
         self._children.append(_Child(process, policy, stop_s, started_s=self._clock.monotonic_s()))
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits for one signal, restart or `poke`, at most `timeout_s` seconds, and acts on it.
+        """Waits for one signal, restart or `poke`, and acts on it.
 
         Raises:
             GaveUp: A necessary process failed repeatedly.
@@ -228,7 +227,7 @@ class Supervisor:
         if select.select([self._reader], [], [], timeout_s)[0]:
             numbers = self._reader.recv(4096)
             self._stops_asked += numbers.count(signal.SIGINT)
-            if signal.SIGTERM in numbers:  # a further one changes nothing, as in Triton
+            if signal.SIGTERM in numbers:  # as in Triton
                 self._stops_asked = max(self._stops_asked, 1)
             if signal.SIGHUP in numbers:
                 self._hung_up()
@@ -238,12 +237,12 @@ class Supervisor:
 
     def poke(self) -> None:
         """Makes `wait` return; any thread may call it."""
-        # A full socket wakes `wait` anyway; a closed one has no waiter.
+        # full: `wait` wakes anyway; closed: there is no waiter
         with contextlib.suppress(OSError):
             self._writer.send(_POKE)
 
     def dismiss(self, process: Process) -> None:
-        """Asks a process to end without waiting; `wait` kills it if it takes too long."""
+        """Asks a process to end; `wait` kills it if it takes too long."""
         for child in self._children:
             if child.process is process and not child.stopping:
                 child.kill_at_s = self._clock.monotonic_s() + child.stop_s
@@ -254,16 +253,13 @@ class Supervisor:
         return any(child.process is process and not child.ended for child in self._children)
 
     def run(self, step: Callable[[], None] = lambda: None) -> None:
-        """Returns whether a process is running, ending, or waiting for its restart."""
+        """Supervises the processes until a signal asks to stop, and calls `step` after each `wait`."""
         while not self.stop_asked:
             self.wait()
             step()
 
     def stop(self, processes: Sequence[Process], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Asks processes to end and waits for them; supervises the others meanwhile.
-
-        Processes that take too long are killed, and all of them after a further Ctrl-C.
-        """
+        """Ends processes, killing late ones, or all after a further Ctrl-C; supervises the others meanwhile."""
         self._stopping = True
         children = [c for c in self._children if c.process in processes and not c.ended]
         for child in children:
@@ -349,4 +345,4 @@ def _has_terminal() -> bool:
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Does nothing: a handler has to exist for the wake-up socket to be written."""
+    """Does nothing, but lets signals write to the wake-up socket."""

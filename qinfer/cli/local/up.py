@@ -189,7 +189,6 @@ def up(
 
 
 def _run(options: UpOptions) -> None:
-    """Runs the deployment; with JSON logs, a failure is a line of the log."""
     from qinfer.cli.local.deployment import run_deployment
 
     try:

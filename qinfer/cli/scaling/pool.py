@@ -1,7 +1,7 @@
 """A pool of worker processes whose number changes: started, identified by their heartbeats, drained.
 
-Each worker has a *slot*: a number from 1 on with its share of the cores, computed for the maximum number of workers, so
-that all workers are equally fast. A draining worker keeps its slot until it has ended.
+Each worker has a *slot* with its share of the cores, computed for the maximum number of workers, so that all are
+equally fast. A draining worker keeps its slot.
 """
 
 import socket
@@ -13,7 +13,7 @@ from qinfer.models.state import State, WorkerRecord
 
 MODULE = "qinfer_workers.inference"
 _MAX_STARTS = 3
-"""Starts after which a crashing worker no longer counts as starting."""
+"""Then a crashing worker no longer counts as starting."""
 
 
 class PoolWorker(Program):
@@ -43,10 +43,7 @@ class PoolWorker(Program):
 
 
 class ScalingPool:
-    """A pool of workers under a supervisor, at most one for each slot of `shares`.
-
-    `start_s` is the longest time from the start of a worker until it served.
-    """
+    """A pool of workers, at most one for each slot of `shares`."""
 
     def __init__(
         self,
@@ -102,11 +99,11 @@ class ScalingPool:
 
     @property
     def kills(self) -> int:
-        """Workers that were killed because they did not end in time."""
+        """Workers that did not end in time."""
         return self._gone_kills + sum(worker.kills for worker in self._here + self._leaving)
 
     def update(self, records: Iterable[WorkerRecord]) -> None:
-        """Takes the heartbeats of all live workers, which show which workers of the pool are serving."""
+        """Takes the heartbeats of live workers."""
         host = socket.gethostname()
         # An id is <host>-<pid>-<random>.
         by_start = {record.id.rpartition("-")[0]: record for record in records}
@@ -123,7 +120,7 @@ class ScalingPool:
             self._gone_kills += worker.kills
 
     def resize(self, target: int) -> None:
-        """Starts or drains workers until there are `target`; a slot that is still draining starts its worker later.
+        """Starts or drains workers until there are `target`; a slot that still drains starts its worker later.
 
         Workers that are not serving leave first, then those that execute least, then the latest.
         """
@@ -141,6 +138,6 @@ class ScalingPool:
 
 
 def _serves(record: WorkerRecord) -> bool:
-    """Returns whether a worker has loaded its models; one that has not begun reports no models."""
+    """Returns whether a worker has loaded its models."""
     states = [version.state for versions in record.models.values() for version in versions.values()]
     return State.LOADING not in states and bool(states)

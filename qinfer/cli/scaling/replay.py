@@ -1,4 +1,4 @@
-"""`qinfer autoscale --replay`: a simulation of the policy on recorded traffic, beside the recorded outcome."""
+"""`qinfer autoscale --replay`: simulates the policy on recorded traffic."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -25,13 +25,13 @@ _FIGURES: Mapping[str, tuple[str, str, Callable[[Outcome, float], float]]] = {
     "turns": ("of them reversals", "{}", lambda of, _: of.turns),
     "left_rows": ("rows left at the end", "{:,}", lambda of, _: of.left),
 }
-"""Name of a figure → its label, its format, and its value for an outcome and the seconds after which a wait is late."""
+"""Name → label, format, and the value for an outcome and a late wait."""
 
 
 def run_replay(path: Path, options: Mapping[str, float], late_s: float | None, *, as_json: bool = False) -> None:
-    """Prints the outcome of a policy, given as fields of `AutoscaleSettings`, on the traffic of a record.
+    """Prints a policy's outcome on the traffic of a record.
 
-    A wait is late after `late_s`; `None` = the target plus a worker's start-up time.
+    A wait is late after `late_s`; `None` = the target plus a start-up.
     """
     if late_s is not None and not math.isfinite(late_s):
         raise SettingsError(f"--late-s must be a number of seconds, got {late_s}")

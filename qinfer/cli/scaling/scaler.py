@@ -3,8 +3,8 @@
     QueueWatch (thread): Redis ──▶ Reading ──▶ decide_share (pure) ──▶ ScalingPool: workers under the supervisor
 
 Autoscalers of the same models share the work: each reads the others' records, decides for all, and does its share.
-While the queue can't be read, running workers are kept; an unreachable Redis blocks the thread only. Each decision is
-logged with its numbers; Redis has the latest one, and the counts of all.
+While the queue can't be read, running workers are kept. Each decision is logged with its numbers; Redis has the latest
+one.
 """
 
 import asyncio
@@ -49,10 +49,9 @@ CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The state of the queue and its workers at one monotonic instant.
+    """The state of the queue and its workers at a monotonic instant.
 
-    `rows` are those executed so far, `load_s` the longest load time of a model, `floors` the live workers that models
-    need to be READY. `scalers` are the records of all live autoscalers.
+    `rows` are those executed so far, `floors` the live workers that models need to be READY.
     """
 
     at_s: float
@@ -73,7 +72,7 @@ class Away:
 
 
 async def read(store: ControlStore, delivery: Queue, globs: Sequence[str], clock: Clock) -> Reading:
-    """Reads the input of an autoscaler, about the models that its workers load."""
+    """Reads an autoscaler's input, about the models of its workers."""
     models = await read_work(store, delivery, Jobs(delivery).open_rows)
     work = tuple(one for one in models if is_placed(one.model, globs))
     versions = [(one.model, one.version) for one in work]
@@ -95,9 +94,9 @@ async def read(store: ControlStore, delivery: Queue, globs: Sequence[str], clock
 
 
 class QueueWatch:
-    """Reads the queue every few seconds until closed, and publishes the autoscaler's own record.
+    """Reads the queue every few seconds, and publishes the autoscaler's record.
 
-    `on_news` is called in the thread when there is a new reading; it must not block.
+    `on_news` is called in the thread, and must not block.
     """
 
     def __init__(self, redis: RedisSettings, globs: Sequence[str], every_s: float, on_news: Callable[[], None]) -> None:
@@ -120,20 +119,20 @@ class QueueWatch:
         self._thread.start()
 
     def take(self) -> Reading | Away | None:
-        """Returns the latest reading, if there was one since the last call."""
+        """Returns the latest reading, if it is new."""
         with self._lock:
             latest, self._latest = self._latest, None
         return latest
 
     def publish(self, record: ScalerRecord, counts: Mapping[str, int]) -> None:
-        """Writes a record at once, or before the first reading, and adds to counters."""
+        """Writes a record, and adds to counters."""
         with self._lock:
             self._record = record
             self._add(counts)
         self._call(self._has_record.set)
 
     def close(self) -> None:
-        """Removes the record if Redis answers, and ends the thread."""
+        """Removes the record, and ends the thread."""
         if self._thread.is_alive():
             self._call(self._end)
             self._thread.join(CLOSE_S)
@@ -141,7 +140,6 @@ class QueueWatch:
             self._loop.close()
 
     def _call(self, callback: Callable[[], None]) -> None:
-        # the thread may have just ended
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback)
 
@@ -159,7 +157,7 @@ class QueueWatch:
                 await self._while_connected()
             except QinferError as error:
                 self._put(Away(error.message))
-            # The loop boundary: an unexpected error may pass, and must not end the workers.
+            # An unexpected error may pass, and must not end the workers.
             except Exception:
                 logger.exception("queue not read")
                 self._put(Away("its state can't be read"))
@@ -167,7 +165,7 @@ class QueueWatch:
 
     async def _while_connected(self) -> None:
         async with connected(self._redis) as (store, delivery):
-            # The record comes before the first reading, so that autoscalers that start together know one another.
+            # Autoscalers that start together must know one another.
             await self._publish(store, RECORD_TTL_S)
             while not self._stop.is_set():
                 self._put(await read(store, delivery, self._globs, self._clock))
@@ -188,7 +186,7 @@ class QueueWatch:
             raise
 
     async def _publish_until_next(self, store: ControlStore) -> None:
-        """Waits for the next reading; writes new records at once, because the others need them."""
+        """Waits for the next reading; writes new records at once, for the others."""
         next_s = self._loop.time() + self._every_s
         while not self._stop.is_set() and (left_s := next_s - self._loop.time()) > 0:
             with contextlib.suppress(TimeoutError):
@@ -213,7 +211,7 @@ class QueueWatch:
 
 
 def policy_of(settings: AutoscaleSettings) -> ScalingPolicy:
-    """Returns the policy of the settings; an unset maximum is the number of cores."""
+    """Returns the policy; the default maximum is the number of cores."""
     return ScalingPolicy(
         min_workers=settings.min_workers,
         max_workers=settings.max_workers or max(len(usable_cpus()), settings.min_workers, 1),
@@ -226,7 +224,7 @@ def policy_of(settings: AutoscaleSettings) -> ScalingPolicy:
 
 
 def crowded(policy: ScalingPolicy) -> str:
-    """Returns a warning if there may be more workers than cores; else empty."""
+    """Returns a warning if workers may outnumber the cores."""
     cores = len(usable_cpus())
     if not cores or policy.max_workers <= cores:
         return ""
@@ -236,8 +234,7 @@ def crowded(policy: ScalingPolicy) -> str:
 class Autoscaler:
     """Keeps as many workers running as the work needs.
 
-    `places` are globs of the models that the workers load. `say` gets a line about each change and problem; without it
-    problems are logged, as changes always are.
+    `say` gets a line about each change and problem; without it problems are logged.
     """
 
     def __init__(
@@ -296,7 +293,7 @@ class Autoscaler:
         self._watch.close()
 
     def step(self) -> None:
-        """Acts on the latest reading, if there is a new one."""
+        """Acts on a new reading."""
         reading = self._watch.take()
         if reading is None:
             return
@@ -325,7 +322,6 @@ class Autoscaler:
         self._publish(decided, seen, share)
 
     def _observation(self, reading: Reading) -> Observation:
-        """Returns the observation of all workers: own ones, and those of the other autoscalers."""
         speeds = {(one.model, one.version): one.rows_per_s for one in reading.work}
         work_s = sum(one.work_s for one in reading.work)
         live = self._pool.live + sum(one.live for one in self._peers.others)
@@ -351,7 +347,6 @@ class Autoscaler:
             self._note("queue not read", f"the queue can't be read, the workers are kept: {reason}", numbers)
 
     def _report_floors(self, reading: Reading) -> None:
-        """Reports once the models that keep workers alive above the minimum."""
         least = policy_of_all(self._policy, self._peers.others).min_workers
         demanding = frozenset(name for name, count in reading.floors.items() if count > least)
         if demanding - self._demanding:
@@ -433,7 +428,7 @@ class Autoscaler:
 
 
 def run_autoscaler(redis: RedisSettings, options: Mapping[str, float | str]) -> None:
-    """Runs until a signal asks to stop, then drains all workers; `options` replace fields of `AutoscaleSettings`."""
+    """Runs until a signal asks to stop, then drains all workers."""
     protect_process(os.environ)
     settings = load_settings()
     scaling = settings.autoscale.model_copy(update=dict(options))

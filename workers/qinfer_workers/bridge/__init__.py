@@ -1,1 +1,1 @@
-"""The bridge: takes messages from a queue that a team has already, and publishes the predictions."""
+"""The bridge: messages of another queue to a model, and predictions back."""

@@ -1,10 +1,8 @@
 """The bridge's composition root: `python -m qinfer_workers.bridge CONFIG [--check]`.
 
-Redis and limits are `QINFER_…` variables, as for the other programs; the routes are in the file. After SIGTERM or
-SIGINT it takes no more messages, finishes those in hand, and leaves the rest to the queues.
-
-At the start it waits for Redis. Exit codes: 0 after a stop, 1 when a check fails, 2 for a wrong setting, 70 when a part
-of it died.
+At the start it waits for Redis. After SIGTERM or SIGINT it takes no more messages, finishes those in hand, and leaves
+the rest to the queues. Exit codes: 0 after a stop, 1 when a check fails, 2 for a wrong setting, 70 when a part of it
+died.
 """
 
 import argparse
@@ -29,7 +27,7 @@ from qinfer_workers.liveness import end
 logger = logging.getLogger("qinfer_workers.bridge")
 
 GC_THRESHOLD = 50_000
-"""Messages make no cycles, so frequent collections find nothing."""
+"""Messages make no cycles, so collections find nothing."""
 
 
 async def _serve(config: BridgeConfig, settings: Settings) -> int:
@@ -37,7 +35,7 @@ async def _serve(config: BridgeConfig, settings: Settings) -> int:
     loop, starting = asyncio.get_running_loop(), asyncio.current_task()
     assert starting is not None
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, starting.cancel)  # while it may wait for Redis
+        loop.add_signal_handler(signum, starting.cancel)
     touching = None if (health := open_health(settings)) is None else loop.create_task(health.run())
     async with open_links(settings) as links:
         for signum in (signal.SIGTERM, signal.SIGINT):
@@ -56,7 +54,7 @@ async def _check(config: BridgeConfig, settings: Settings) -> int:
 
 
 def main() -> int:
-    """Reads the configuration, serves or checks it, and returns the exit status."""
+    """Runs the program and returns the exit status."""
     protect_process(os.environ)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is for gateways
     parser = argparse.ArgumentParser(prog="python -m qinfer_workers.bridge")
@@ -66,7 +64,7 @@ def main() -> int:
     try:
         settings = load_settings()
         config = load_config(options.config, os.environ)
-        is_quiet = options.check and settings.log.level == "INFO"  # a check prints its results
+        is_quiet = options.check and settings.log.level == "INFO"
         log = settings.log.model_copy(update={"level": "WARNING"}) if is_quiet else settings.log
         logs.configure(log, "bridge", unknown=settings.unknown)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -74,12 +72,12 @@ def main() -> int:
     except SettingsError as error:
         logs.cannot_start(os.environ, "qinfer bridge", error.message)
         return 2
-    except asyncio.CancelledError:  # by a signal, while it waits for Redis
+    except asyncio.CancelledError:
         return os.EX_OK
     except BrokerUnavailable as error:
         logs.cannot_start(os.environ, "qinfer bridge", error.message)
         return 1
-    except Exception:  # the boundary: threads that wait for a broker would keep the process alive
+    except Exception:  # threads that wait for a broker would keep the process alive
         logger.exception("bridge failed")
         return os.EX_SOFTWARE
 

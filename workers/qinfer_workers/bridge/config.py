@@ -1,7 +1,6 @@
-"""The bridge's configuration file: its routes, each with one source, model and sink.
+"""The bridge's configuration: a YAML or TOML file of routes, each with one source, model and sink.
 
-The file is YAML or TOML; errors name the route and the field. `${NAME}` in a URL or a transport option stands for an
-environment variable, so that no password is in the file.
+`${NAME}` in a URL or a transport option stands for an environment variable, so that no password is in the file.
 """
 
 import os
@@ -99,7 +98,7 @@ def _job(model: str, columns: Mapping[str, str | tuple[str, ...] | InputMap]) ->
 
 
 MAX_NAME = 64
-"""The longest name of a route: it is part of the name of its outbox."""
+"""It is part of the name of the outbox."""
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
@@ -324,13 +323,13 @@ def load_config(path: Path, environment: Mapping[str, str]) -> BridgeConfig:
     """Reads a file; `${NAME}` stands for a variable of `environment`.
 
     Raises:
-        SettingsError: The file can't be read, or has errors; all are named, without passwords.
+        SettingsError: The file can't be read, or has errors: all are named, without passwords.
     """
     return parse_config(_read(path), environment, path.name)
 
 
 def parse_config(document: object, environment: Mapping[str, str], name: str = "configuration") -> BridgeConfig:
-    """Checks the parsed content of a file, as `load_config` does."""
+    """Checks the parsed content of a file."""
     if not isinstance(document, dict):
         raise SettingsError(f"{name}: expected a mapping with 'routes'")
     routes = document.get("routes")
@@ -372,7 +371,6 @@ def _filled(route: Any, environment: Mapping[str, str], who: str) -> Any:
 
 
 def _substituted(value: Any, environment: Mapping[str, str], where: str, *, is_url: bool) -> Any:
-    """Fills in variables; within a URL their values are quoted, unless the URL is one variable."""
     if isinstance(value, dict):
         return {key: _substituted(each, environment, f"{where}.{key}", is_url=False) for key, each in value.items()}
     if isinstance(value, list):
@@ -401,7 +399,6 @@ def _where(location: tuple[int | str, ...], routes: Any) -> str:
 
 
 def _text(text: str, error: ErrorDetails) -> str:
-    """Describes an error; shows a value only if it can't be a secret."""
     if error["type"] == "extra_forbidden":
         return text
     value, name = error["input"], error["loc"][-1] if error["loc"] else ""

@@ -1,8 +1,7 @@
 """Ends of requests, on the loop: taken from the route's outbox, rendered in a thread, published, and confirmed.
 
-Stored responses of a decoupled model are read with the end of their stream, one stream at a time. An end that is not
-confirmed in its pause is delivered again, to any bridge of the route; an end that is still in hand here is not
-published twice.
+Stored responses of a decoupled model are read at the end of their stream, one stream at a time. An end not confirmed in
+its pause is delivered again, to any bridge of the route, but published only once while it is in hand here.
 """
 
 import asyncio
@@ -24,24 +23,24 @@ logger = logging.getLogger(__name__)
 MOST_AT_ONCE = 500
 MOST_IN_HAND = 4 * MOST_AT_ONCE
 MOST_BYTES_IN_HAND = 64 * 2**20
-"""No more are taken while results in hand exceed it: an unreachable sink must not fill the memory."""
+"""An unreachable sink must not fill the memory."""
 
 REREAD_S = 1.0
-"""Seconds after which the outbox is read without a hint, which may be lost."""
+"""Without a hint, which may be lost."""
 
 PACE_S = 0.01
-"""The shortest time between two partial reads, so that each finds many."""
+"""Between two partial reads, so that each finds many."""
 
 _LONGEST_PAUSE_S = 1.0
 _MESSAGE_BYTES = 1000
-"""A message's approximate size besides its body."""
+"""Besides its body."""
 
 
 class Endings:
-    """The ends of a route's requests; made on the loop.
+    """The ends of a route's requests.
 
-    `render` makes the messages of an end in a thread, from its stored responses too (`None` = there is no recipient);
-    `post` publishes them; `took` is called when requests have left the queue.
+    `render` makes the messages of an end in a thread (`None` = there is no recipient), `post` publishes them; `took` is
+    called when requests have left the queue.
     """
 
     def __init__(
@@ -81,12 +80,12 @@ class Endings:
         self._news.set()
 
     def confirm(self, ending_ids: Sequence[str]) -> None:
-        """Takes ends off the outbox, whose messages the broker has confirmed."""
+        """Takes ends with confirmed messages off the outbox."""
         self._confirmed.extend(ending_ids)
         self._to_confirm.set()
 
     def drop(self, ending_id: str) -> None:
-        """Drops an end that can't be published now: it is delivered again."""
+        """Drops an end, which is delivered again."""
         self._forget(ending_id)
         self._to_confirm.set()
 
@@ -136,7 +135,7 @@ class Endings:
         self._to_confirm.set()
 
     async def _render_stream(self, ending: Ending) -> None:
-        """Publishes the end of a stream once there is room for its responses, or leaves it to a later delivery."""
+        """Publishes the end of a stream once there is room, or leaves it to a later delivery."""
         while self._in_hand_bytes >= MOST_BYTES_IN_HAND and not self._stopping:
             self._room.clear()
             await self._room.wait()
@@ -188,6 +187,6 @@ class Endings:
 
 
 def _is_stream(ending: Ending) -> bool:
-    """Returns whether an end has stored responses; those of a failed request are not sent."""
+    """Returns whether an end has stored responses to send."""
     record = ending.record
     return record is not None and record.decoupled and record.state is RequestState.SUCCEEDED

@@ -1,7 +1,7 @@
 """Acceptance of messages into the model's queue, on the loop.
 
-A batch is one write. If the lane is full, or the queue unreachable, messages are retried in order, fewer at a time,
-once answers were taken or after a pause. Meanwhile the source stops at its prefetch.
+Each batch is one write. If the lane is full, or the queue unreachable, messages are retried in order, fewer at a time.
+Meanwhile the source stops at its prefetch.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MOST_AT_ONCE = 256
 FEWEST_AT_ONCE = 16
 ROOM_S = 1.0
-"""Seconds after which a full lane is tried again in any case."""
+"""When to try a full lane in any case."""
 
 _QUIET_S = 10.0  # a full lane has room for a few messages at each answer
 _SHORTEST_S = 0.02
@@ -34,7 +34,7 @@ _ID_USED = "the id of the message was used before with another body; give each i
 
 
 class Disposition(Enum):
-    """The disposition of a message: accepted now or before, refused, or waiting for the lane or the queue."""
+    """Accepted now or before, refused, or waiting for the lane or the queue."""
 
     NEW = "new"
     KNOWN = "known"
@@ -44,7 +44,7 @@ class Disposition(Enum):
 
 
 def disposition_of(work: Work, result: Accepted | QinferError) -> tuple[Disposition, QinferError | None]:
-    """Returns a message's disposition by the outcome of its acceptance, and the error behind it."""
+    """Returns a message's disposition, and the error behind it."""
     if isinstance(result, Accepted):
         if result.body_hash == work.acceptance.body_hash:
             return (Disposition.NEW if result.is_new else Disposition.KNOWN), None
@@ -53,15 +53,15 @@ def disposition_of(work: Work, result: Accepted | QinferError) -> tuple[Disposit
         return Disposition.FULL, result
     if isinstance(result, RequestError):
         return Disposition.REFUSE, result
-    # The queue is unreachable: the message is accepted later.
+    # It is accepted later.
     return Disposition.AWAY, result
 
 
 class Intake:
-    """The acceptance of a route's messages; made on the loop.
+    """The acceptance of a route's messages.
 
-    `again` is called for a message that was accepted before: the reply of an ended request is published again. `epoch`
-    is that of the source's connection: messages of earlier ones are delivered again.
+    `again` is called for a repeated message: the reply of an ended request is published again. Messages of earlier
+    connections (`epoch`) are delivered again.
     """
 
     def __init__(  # noqa: PLR0913 - keywords: what a message passes through
@@ -99,18 +99,18 @@ class Intake:
         self._away = OutageLog(logger, "the queue is away, messages wait in the source", remind_s=REMIND_S, route=name)
 
     def add(self, works: Sequence[Work]) -> None:
-        """Takes messages that were read; for any thread."""
+        """Takes messages; for any thread."""
         self._waiting.extend(works)
         if not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon_threadsafe(self._begin)
 
     def room(self) -> None:
-        """Notes that there may be room in the lane; on the loop."""
+        """Notes that the lane may have room."""
         self._room.set()
 
     def stop(self) -> None:
-        """Ends `run` after the current batch; on the loop."""
+        """Ends `run` after the current batch."""
         self._stopping = True
         self._some.set()
         self._room.set()
@@ -132,7 +132,6 @@ class Intake:
         self._some.set()
 
     async def _accept_batch(self) -> Disposition | None:
-        """Accepts some messages; returns the reason why others have to wait, if any do."""
         self._room.clear()
         epoch, batch = self._epoch(), list[Work]()
         while self._waiting and len(batch) < self._size:

@@ -3,9 +3,8 @@
     source ──receive──▶ read ──▶ `accept` (the loop)         `done` (any thread) ──▶ acknowledge ──▶ source
                           └────▶ `refuse` (dead letters)
 
-A connection is used by its thread only, which exchanges batches with the loop. A message stays unacknowledged until its
-receipt arrives by `done`: it is accepted, or its dead letter confirmed. Until then it counts against the source's
-prefetch, the only bound on messages in hand.
+Only the thread uses its connection. A message stays unacknowledged until `done`: it is accepted, or its dead letter
+confirmed. Until then it counts against the source's prefetch, the only bound on messages in hand.
 
 Unconfirmed messages are published again over the next connection: one may arrive twice, and none is lost.
 """
@@ -33,10 +32,7 @@ L = TypeVar("L", Source, Sink)
 
 
 class LinkThread(ABC, Generic[L]):
-    """A thread that holds one connection, and replaces it when it breaks; `start`, then `stop`, then `join`.
-
-    `connection` is its name in metrics and logs: `source`, `sink`, `dead_letters`.
-    """
+    """A thread that holds one connection, and replaces it when it breaks; `start`, then `stop`, then `join`."""
 
     def __init__(self, route: str, connection: str, outage: str, tally: RouteTally) -> None:
         self._route = route
@@ -70,7 +66,7 @@ class LinkThread(ABC, Generic[L]):
 
     @abstractmethod
     def _serve(self, link: L) -> None:
-        """Uses a connection until the end, or until an exception shows that it is broken."""
+        """Uses a connection until the end, or an exception."""
 
     @property
     def _is_over(self) -> bool:
@@ -125,10 +121,7 @@ _LAST_S = 0.02
 
 
 class Consumer(LinkThread[Source]):
-    """The consumer of a route; `stop` ends the intake, `finish` the acknowledgements.
-
-    `resolve` finds the model version to read messages for; `refuse` gets unreadable messages with their errors.
-    """
+    """The consumer of a route; `stop` ends the intake, `finish` the acknowledgements."""
 
     def __init__(  # noqa: PLR0913 - keywords: what a message passes through
         self,
@@ -156,7 +149,7 @@ class Consumer(LinkThread[Source]):
         )
 
     def done(self, receipts: Iterable[Receipt]) -> None:
-        """Acknowledges messages, in the thread; for any thread."""
+        """Acknowledges messages; for any thread."""
         self._done.extend(receipts)
         self._wake()
 
@@ -202,7 +195,6 @@ class Consumer(LinkThread[Source]):
         self._tally.unacknowledged -= len(receipts)
 
     def _read_held(self) -> None:
-        """Reads received messages; keeps them if the model is unknown, or the route does not fit it."""
         try:
             self._reader.use(self._resolve())
         except QinferError as error:
@@ -217,7 +209,7 @@ class Consumer(LinkThread[Source]):
                 works.append(self._reader.read(message))
             except QinferError as error:
                 refused.append((message, error))
-            except Exception:  # the boundary: one message must not block all others
+            except Exception:  # one message must not block all others
                 logger.exception("a message could not be read", extra={"route": self._route})
                 refused.append((message, QinferError("internal error; the bridge's log has more")))
         self._tally.unidentified += sum(not work.is_identified for work in works)
@@ -231,10 +223,7 @@ _SETTLE_S = 1.0
 
 
 class Publisher(LinkThread[Sink]):
-    """The publisher of a route to one broker; `stop` settles all posted messages first.
-
-    `settled` gets the outcomes of messages, in this thread.
-    """
+    """The publisher of a route to one broker; `stop` settles all posted messages first."""
 
     def __init__(
         self,
@@ -252,7 +241,7 @@ class Publisher(LinkThread[Sink]):
         self._is_careful = False  # an unsettled message has ended a connection
 
     def post(self, messages: Sequence[Outgoing]) -> None:
-        """Publishes messages in the thread, in order; for any thread."""
+        """Publishes messages in order; for any thread."""
         self._inbox.extend(messages)
         self._wake()
 
@@ -278,7 +267,7 @@ class Publisher(LinkThread[Sink]):
             raise
 
     def _send_again(self, sink: Sink) -> None:
-        """Publishes the remaining messages; one at a time if one of them ended a connection, to identify it."""
+        """Publishes the rest, one at a time if one of them ended a connection, to identify it."""
         left = list(self._unsettled)
         if not self._is_careful:
             sink.send(left)

@@ -1,6 +1,6 @@
-"""Messages of the bridge: as delivered by a source, as noted until the reply, and as published.
+"""Messages of the bridge: as delivered, as noted until the reply, and as published.
 
-Ids are bytes: some producers use the 16 bytes of a UUID instead of text, and get them back unchanged.
+Ids are bytes: some producers use the 16 bytes of a UUID instead of text.
 """
 
 import hashlib
@@ -23,16 +23,16 @@ FINAL_HEADER = "x-qinfer-response-final"
 
 
 class Receipt(msgspec.Struct, frozen=True, gc=False):
-    """The handle that acknowledges a message: its tag, valid for the connection `epoch`."""
+    """Acknowledges a message of the connection `epoch`."""
 
     epoch: int
     tag: int | str
 
 
 class Delivered(msgspec.Struct, kw_only=True):
-    """A message of a source, with the producer's properties; empty = not set.
+    """A message of a source; empty properties are not set.
 
-    `broker_id` is an id of the broker that survives redelivery; `broken` the reason why properties can't be read.
+    `broker_id` is the broker's, and survives redelivery; `broken` says why properties can't be read.
     """
 
     receipt: Receipt
@@ -48,7 +48,7 @@ class Delivered(msgspec.Struct, kw_only=True):
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
-    """The part of a message that is kept with its request, to send the reply."""
+    """The part of a message kept with its request for the reply."""
 
     reply: ReplyEncoding
     message_id: bytes = b""
@@ -58,7 +58,7 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Place(StrEnum):
-    """The destination of a message, which decides the handling if no queue takes it."""
+    """The destination, which decides what happens if no queue takes a message."""
 
     REPLY = "reply"
     SINK = "sink"
@@ -66,7 +66,7 @@ class Place(StrEnum):
 
 
 class Outgoing(msgspec.Struct, kw_only=True, eq=False):
-    """A message to publish; `group` are the messages published with it."""
+    """A message to publish."""
 
     place: Place
     exchange: bytes = b""
@@ -81,10 +81,10 @@ class Outgoing(msgspec.Struct, kw_only=True, eq=False):
 
 
 class PublishGroup(msgspec.Struct, kw_only=True, eq=False):
-    """Messages that are published for one reason.
+    """Messages that are published together.
 
-    Once `left` is 0, the outbox's entry `ending_id` is confirmed, or the message of `receipt` acknowledged; if one
-    message `failed`, the group is tried again.
+    Once `left` is 0, `ending_id` is confirmed in the outbox, or `receipt` acknowledged; a `failed` group is tried
+    again.
     """
 
     ending_id: str = ""
@@ -94,9 +94,9 @@ class PublishGroup(msgspec.Struct, kw_only=True, eq=False):
 
 
 def identity(message: Delivered, id_header: str | None) -> bytes:
-    """Returns the identity of a message, equal at each delivery; empty = it has no id.
+    """Returns a message's identity, equal at each delivery; empty = it has no id.
 
-    `id_header` names a header for messages whose properties have no id.
+    `id_header` is read if the properties have no id.
     """
     if message.message_id:
         return message.message_id
@@ -117,7 +117,7 @@ def request_id(route: str, message_id: bytes, model: str) -> str:
 
 
 def body_hash(message: Delivered) -> str:
-    """Returns the hash by which a redelivered message is recognised."""
+    """Returns the hash that recognises a redelivered message."""
     digest = hashlib.sha256(message.content_type.encode("utf-8", "surrogatepass") + b"\0")
     digest.update(message.body)
     return digest.hexdigest()

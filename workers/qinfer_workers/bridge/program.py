@@ -1,4 +1,4 @@
-"""The bridge as a process: one event loop with the queue, the threads of its routes, and the thread of its reports."""
+"""The bridge as a process: an event loop with the queue, the routes' threads, and the reporting thread."""
 
 import asyncio
 import contextlib
@@ -37,17 +37,16 @@ logger = logging.getLogger("qinfer_workers.bridge")
 REPORT_EVERY_S = 1.0
 
 REPORT_TTL_S = 15.0
-"""Seconds without a report after which a bridge is not counted as live."""
+"""Without a report, a bridge does not count as live."""
 
 CLOSE_S = 5.0
-"""Seconds for the last report; without Redis, its counts are lost."""
+"""For the last report; without Redis, its counts are lost."""
 
 
 class Reporter:
-    """A thread that adds the bridge's counts to the installation's metrics, independently of messages.
+    """A thread that adds the bridge's counts to the installation's metrics.
 
-    A report is written every second, and once more at the end. Without Redis the tallies grow, and the first stored
-    report has all counts.
+    Without Redis the tallies grow, and the first stored report has all counts.
     """
 
     def __init__(
@@ -72,8 +71,8 @@ class Reporter:
         self._thread.start()
 
     def close(self) -> None:
-        """Writes the last report if Redis answers, and ends the thread. Blocks."""
-        with contextlib.suppress(RuntimeError):  # the loop has just ended
+        """Writes the last report, and ends the thread. Blocks."""
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(CLOSE_S)
 
@@ -90,7 +89,7 @@ class Reporter:
                     async with asyncio.timeout(self._every_s):
                         await self._stop.wait()
             await self._report(reports, 0.0)
-            if not self._sequence.is_complete:  # the last one repeated an earlier report
+            if not self._sequence.is_complete:  # it repeated an earlier one
                 await self._report(reports, 0.0)
         finally:
             with contextlib.suppress(QinferError, OSError):
@@ -102,7 +101,7 @@ class Reporter:
         except QinferError as error:
             self._outage.failed(error.message)
             return
-        except Exception:  # the loop boundary: metrics must not end a bridge
+        except Exception:  # metrics must not end a bridge
             logger.exception("what the bridge counts is not stored")
             return
         self._outage.over()
@@ -110,7 +109,7 @@ class Reporter:
 
 
 class Bridge:
-    """A bridge process; made on its loop."""
+    """A bridge process."""
 
     def __init__(self, config: BridgeConfig, delivery: Queue, endpoints: EndpointFollower, settings: Settings) -> None:
         self._config = config
@@ -190,7 +189,7 @@ async def _once(work: Callable[[], Awaitable[Any]]) -> Any:
 
 @asynccontextmanager
 async def open_links(settings: Settings, *, waits: bool = True) -> AsyncIterator[Links]:
-    """Connects to Redis, and takes a first look at models and endpoints; `waits` until Redis is reachable."""
+    """Connects to Redis, maybe waiting for it, and takes a first look at models and endpoints."""
     step = wait_for_redis if waits else _once
     async with AsyncExitStack() as opened:
         delivery = await step(partial(Queue.connect, settings.redis, settings.limits))
@@ -226,7 +225,7 @@ async def serve(config: BridgeConfig, settings: Settings, links: Links, stop: as
 
 
 async def check(config: BridgeConfig, settings: Settings, say: Callable[[str], None]) -> bool:
-    """Tries everything that a bridge needs, without moving a message; returns whether all is well.
+    """Tries everything without moving a message; returns whether all is well.
 
     `say` gets a line for each check.
     """

@@ -19,9 +19,8 @@ from qinfer_workers.bridge.replies import ReplyEncoding
 from qinfer_workers.bridge.versions import RouteVersions
 
 PARTITION = 0
-"""The partition of a bridge's requests."""
 
-_MAX_SHORT_BYTES = 255  # of AMQP, which may carry the reply
+_MAX_SHORT_BYTES = 255  # of AMQP
 _NO_ARROW_LIST = (
     "the model is decoupled, and a reply in Arrow can't be a list of its responses; set the route's 'responses' to "
     "each, or 'reply' of its 'body' to jsonl or kserve"
@@ -29,7 +28,7 @@ _NO_ARROW_LIST = (
 
 
 class Work(msgspec.Struct, frozen=True):
-    """A message that was read; `is_identified` = it is recognised at another delivery."""
+    """A message that was read; `is_identified` = another delivery is recognised."""
 
     message: Delivered
     acceptance: Acceptance
@@ -39,7 +38,7 @@ class Work(msgspec.Struct, frozen=True):
 class Reader:
     """Reads the messages of a route; for one thread.
 
-    `watcher` is the reply address that is notified when a request ends.
+    `watcher` is the address that hears of ended requests.
     """
 
     def __init__(
@@ -113,15 +112,12 @@ class Reader:
         return Work(message, acceptance, bool(message_id))
 
     def _named(self, reply: ReplyEncoding) -> ReplyEncoding:
-        """Replaces the model's name in a reply by the endpoint's."""
+        """Returns a reply encoding with the endpoint's name."""
         plan = msgspec.structs.replace(reply.plan or OutputPlan(), endpoint=self._route.model)
         return msgspec.structs.replace(reply, plan=plan)
 
     def _notes(self, message: Delivered, message_id: bytes, reply: ReplyEncoding) -> bytes:
-        """Returns the data that is kept for the reply.
-
-        Raises `InvalidRequest` if it is too much, or there is no destination for a reply.
-        """
+        """Returns the data kept for the reply; refuses too much of it, or a message without a destination."""
         sink = self._route.sink
         reply_to = message.reply_to if sink.reply_to else b""
         if not reply_to and not sink.is_fixed:
@@ -145,7 +141,6 @@ class Reader:
 
 
 def _header_in_any_case(message: Delivered, name: str) -> str | None:
-    """Returns a header as text by its lower-case name."""
     named = (key for key in message.headers if isinstance(key, str) and key.lower() == name)
     return next((_header(message, key) for key in named), None)
 

@@ -32,24 +32,24 @@ from qinfer_workers.bridge.replies import Encoded, encode, encode_error, encode_
 logger = logging.getLogger(__name__)
 
 GONE = "gone"
-"""The state of a request whose response has expired."""
+"""The state after the response has expired."""
 
 REFUSED = "refused"
-"""The state in the reply to a refused message."""
+"""The state for a refused message."""
 
 MAX_EACH = 10_000
-"""The most responses of a stream sent one by one: all are in memory until they are confirmed."""
+"""They are in memory until all are confirmed."""
 
 _MAX_REASON = 2000
 _MAX_SHORT = 255
 _MAX_KEPT_BYTES = 64 * 1024
-"""The most bytes of a refused message's headers: with the reasons they must fit one AMQP frame of 128 KiB."""
+"""A dead letter's headers and reasons must fit one AMQP frame of 128 KiB."""
 _GONE_TEXT = "the prediction was there; the time that it is kept for is over"
 _notes = msgspec.msgpack.Decoder(Note)
 
 
 class Rendered(NamedTuple):
-    """The end of one request as it is published; `group` is confirmed when all its messages are."""
+    """The end of one request as it is published."""
 
     state: str
     group: PublishGroup
@@ -61,11 +61,11 @@ class Rendered(NamedTuple):
 def render(route: RouteOptions, ending: Ending, stored: Sequence[bytes] = ()) -> Rendered | None:
     """Returns the messages to publish for an ended request; `None` = there is no recipient.
 
-    `stored` are the encoded responses of a decoupled model before the final one.
+    `stored` are a decoupled model's responses before the final one.
     """
     try:
         note = _notes.decode(ending.notes)
-    except msgspec.MsgspecError:  # written by a later version, or damaged: the recipient is unknown
+    except msgspec.MsgspecError:  # damaged, or of a later version: the recipient is unknown
         logger.exception("an ended request's notes can't be read", extra={"request": ending.request_id})
         return None
     group = PublishGroup(ending_id=ending.id)
@@ -89,10 +89,7 @@ def render(route: RouteOptions, ending: Ending, stored: Sequence[bytes] = ()) ->
 
 
 def refusal(route: RouteOptions, message: Delivered, error: QinferError) -> Iterator[Outgoing]:
-    """Yields the error for the sender of a refused message, if it gave a `reply_to`, and the dead letter.
-
-    Only the dead letter's confirm is awaited; the error may be lost.
-    """
+    """Yields the error for a refused message's sender, and the dead letter, whose confirm is awaited."""
     code = error.code.value
     ids = {"message_id": message.message_id[:_MAX_SHORT], "correlation_id": message.correlation_id[:_MAX_SHORT]}
     if route.sink.reply_to and 0 < len(message.reply_to) <= _MAX_SHORT:
@@ -132,7 +129,6 @@ def _kept(headers: Mapping[str, object]) -> dict[str, str]:
 
 
 def _outcome(ending: Ending, stored: Sequence[bytes]) -> tuple[str, Sequence[Response], Failure | None]:
-    """Returns a request's final state, its known responses, and its failure."""
     record = ending.record
     gone = GONE, (), Failure(ErrorCode.RESULT_EXPIRED.value, _GONE_TEXT)
     if record is None:
@@ -147,7 +143,7 @@ def _outcome(ending: Ending, stored: Sequence[bytes]) -> tuple[str, Sequence[Res
     if record.state is not RequestState.SUCCEEDED:
         failure = final.failure if final is not None else None
         return record.state.value, responses, failure or Failure(record.code, record.message)
-    # Its index counts the responses before it, some of which may just have expired.
+    # Some of the responses may just have expired.
     if final is None or final.index != len(responses) - 1:
         return gone
     return record.state.value, responses, final.failure
@@ -176,7 +172,6 @@ def _encoded_stream(route: RouteOptions, note: Note, responses: Sequence[Respons
 def _failed(
     route: RouteOptions, note: Note, failure: Failure, headers: dict[str, str], group: PublishGroup
 ) -> list[Outgoing]:
-    """Returns the dead letter of a failed request, and the error for a waiting caller."""
     encoded = encode_error(failure.message, note.reply.client_id)
     dead_letter = Outgoing(
         place=Place.DEAD_LETTER,

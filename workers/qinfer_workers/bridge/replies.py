@@ -1,7 +1,7 @@
 """Responses → the bodies of reply messages: KServe (JSON, or with binary tensors), JSON lines, Arrow; and errors. Pure.
 
-In rows, an output with one element a row becomes a plain value, `[k]` a list, `[a, b]` nested lists, as in a bulk job's
-output. BYTES become text, unless the model's parameter `qinfer.binary_outputs` names the output.
+As in a bulk job's output, one element a row becomes a plain value, `[k]` a list, `[a, b]` nested lists. BYTES become
+text, unless `qinfer.binary_outputs` names the output.
 """
 
 import io
@@ -28,10 +28,7 @@ Form = Literal["kserve", "json", "jsonl", "arrow-stream", "arrow-file"]
 
 
 class OutputColumn(msgspec.Struct, frozen=True, array_like=True):
-    """An output whose column can't be derived from one response.
-
-    -1 in `dims` is variable; the BYTES of `is_binary` outputs are no text.
-    """
+    """An output whose column can't be derived from one response; -1 in `dims` is variable."""
 
     name: str
     dims: tuple[int, ...]
@@ -54,7 +51,7 @@ def json_lines(outputs: Iterable[Tensor], columns: Mapping[str, OutputColumn], *
 def arrow_batch(
     outputs: Iterable[Tensor], columns: Mapping[str, OutputColumn], *, is_batched: bool, is_file: bool
 ) -> bytes:
-    """Returns a record batch with a column for each output, as Arrow's stream or file."""
+    """Returns a record batch with a column for each output."""
     values = {}
     for tensor in outputs:
         column = columns.get(tensor.name)
@@ -69,7 +66,7 @@ def arrow_batch(
 
 
 def _rows(tensor: Tensor, column: OutputColumn | None, *, is_batched: bool) -> tuple[Any, tuple[int, ...]]:
-    """Returns an output as an array of rows, and the dimensions of a row; empty if it has one element."""
+    """Returns an output as an array of rows, and the dimensions of a row; empty = one element."""
     array = to_numpy(tensor)
     if not is_batched:
         array = array[np.newaxis]
@@ -120,8 +117,7 @@ def _check_counts(values: Mapping[str, Any]) -> None:
 class ReplyEncoding(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """The encoding of a message's reply; small, because it is kept until the request has ended.
 
-    `form` `json` is the object of one row. `plan` is for the outputs of KServe replies (`None` = JSON), `columns` for
-    rows whose shape varies or whose BYTES are no text.
+    `plan` is for KServe replies (`None` = JSON), `columns` for rows.
     """
 
     form: Form = "kserve"
@@ -132,7 +128,7 @@ class ReplyEncoding(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
 
 
 class Encoded(NamedTuple):
-    """A reply before it is published; `headers` has `inference-header-content-length` if tensors are binary."""
+    """A reply before it is published."""
 
     content_type: str
     body: bytes
@@ -150,11 +146,10 @@ _ROW_TYPES: Mapping[Form, str] = {
 
 
 def encode(reply: ReplyEncoding, response: Response, spec: ModelSpec | None = None) -> Encoded:
-    """Encodes a response with outputs; `spec` supplies the class names that were too many to keep.
+    """Encodes a response with outputs; `spec` has class names that were too many to keep.
 
     Raises:
-        InvalidRequest: An output can't be sent in this form; the message names a form that works.
-        OutputMismatch: An output's bytes do not fill its shape.
+        InvalidRequest: An output can't be sent in this form; the message names one that works.
     """
     if reply.form == "kserve":
         return _kserve(reply, response, spec)
@@ -169,7 +164,7 @@ def encode(reply: ReplyEncoding, response: Response, spec: ModelSpec | None = No
 
 
 def encode_one(reply: ReplyEncoding, response: Response) -> Encoded:
-    """Encodes one of a decoupled model's responses: outputs, or an error after which it continued."""
+    """Encodes one of a decoupled model's responses, which may be an error."""
     if response.failure is None:
         return encode(reply, response)
     return encode_error(response.failure.message, reply.client_id)
@@ -178,7 +173,7 @@ def encode_one(reply: ReplyEncoding, response: Response) -> Encoded:
 def encode_list(reply: ReplyEncoding, responses: Iterable[Response]) -> Encoded:
     """Encodes all responses of a decoupled model as `{"responses": […]}`, then all binary outputs in order.
 
-    JSON lines become a list of rows. Raises `InvalidRequest` for Arrow, which has no such list.
+    Arrow has no such list, and is refused.
     """
     if reply.form.startswith("arrow"):
         raise InvalidRequest("the responses of a decoupled model can't be one reply in Arrow; send JSON or JSON lines")
@@ -196,7 +191,7 @@ def encode_list(reply: ReplyEncoding, responses: Iterable[Response]) -> Encoded:
 
 
 def _object(lines: bytes, response: Response) -> bytes:
-    """Returns the object of the only row; empty for a decoupled model's response without outputs."""
+    """Returns the object of the only row; empty for a response without outputs."""
     if not response.outputs:
         return b"{}"
     rows = lines.splitlines()
@@ -212,7 +207,7 @@ def bound(plan: OutputPlan, spec: ModelSpec) -> OutputPlan:
 
 
 def encode_error(message: str, client_id: str = "") -> Encoded:
-    """Encodes the reason for a missing prediction as KServe's `{"error": …}`, with the request's `id` if it has one."""
+    """Encodes KServe's `{"error": …}`, with the request's `id` if it has one."""
     body = {"error": message, "id": client_id} if client_id else {"error": message}
     return Encoded(_JSON, msgspec.json.encode(body))
 
@@ -227,7 +222,7 @@ def _kserve(reply: ReplyEncoding, response: Response, spec: ModelSpec | None) ->
         binary = {tensor.name: True for tensor in response.outputs if not _is_json(tensor, plan)}
         if not binary:
             raise
-        # The request can't be repeated: outputs that JSON can't carry are sent as binary data.
+        # The request can't be repeated: send the rest as binary data.
         plan = msgspec.structs.replace(plan, overrides={**plan.overrides, **binary})
         encoded = encode_infer(response, reply.client_id, plan)
     return _with_binary(encoded.body, encoded.json_length)
@@ -240,7 +235,6 @@ def _with_binary(body: bytes, json_length: int | None) -> Encoded:
 
 
 def _is_json(tensor: Tensor, plan: OutputPlan) -> bool:
-    """Returns whether an output can be sent as JSON, or is sent as binary data already."""
     if plan.is_binary(tensor.name) or (plan.special is not None and tensor.name in plan.special):
         return True
     if tensor.datatype != "BYTES":

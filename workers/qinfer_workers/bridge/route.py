@@ -9,8 +9,8 @@
     dead letters of unreadable messages and conflicts: ────────▶ publish
     acknowledge  ◀──receipts── settled  ◀──────────────────────── the broker's confirms
 
-A message is acknowledged only when it is in the model's queue, or its dead letter is confirmed; an end leaves the
-outbox only when its reply is confirmed. After a crash, the message or the end is delivered again, with the same id.
+A message is acknowledged only once it is in the model's queue, or its dead letter is confirmed; an end leaves the
+outbox only once its reply is confirmed. After a crash, both are delivered again, with the same id.
 """
 
 import asyncio
@@ -39,15 +39,15 @@ from qinfer_workers.bridge.versions import RouteVersions
 logger = logging.getLogger(__name__)
 
 AGAIN_S = 1.0
-"""Seconds after which an undeliverable dead letter is published again."""
+"""Before an undeliverable dead letter is published again."""
 
 NO_STEP_S = 0.1
 LAST_STEP_S = 5.0
-"""Seconds for each of the last steps; unfinished messages are delivered again, to the next bridge."""
+"""For each of the last steps; the next bridge gets unfinished messages."""
 
 
 class Route:
-    """A route of a bridge; made on the loop."""
+    """A route of a bridge."""
 
     def __init__(
         self,
@@ -96,11 +96,11 @@ class Route:
         )
 
     def wake(self) -> None:
-        """Notes that a request of this process has ended; on the loop."""
+        """Notes that a request of this process has ended."""
         self._endings.wake()
 
     async def run(self) -> None:
-        """Moves messages until `stop`, then until the messages in hand are finished."""
+        """Moves messages until `stop`, and finishes those in hand."""
         publishers = list(dict.fromkeys(self._publishers.values()))
         for publisher in publishers:
             publisher.start()
@@ -120,7 +120,7 @@ class Route:
         logger.info("route stopped", extra={"route": self.options.name})
 
     def stop(self) -> None:
-        """Takes no more messages; on the loop."""
+        """Takes no more messages."""
         self._consumer.stop()
         self._intake.stop()
         self._endings.stop()
@@ -166,7 +166,7 @@ class Route:
     def _observe(self, rendered: Rendered) -> None:
         """Counts the end of a request for a canary on trial, once, without its wait.
 
-        A route that names a version chooses no target, and is no evidence.
+        A route that names a version is no evidence.
         """
         ending, record = rendered.ending, rendered.ending.record
         if ending.attempts > 1 or record is None or self.options.version or not self._observed.by_target:
@@ -209,7 +209,7 @@ class Route:
             self._done(done)
 
     def _settle_one(self, message: Outgoing, confirmed: list[str], done: list[Receipt]) -> None:
-        """Notes that a message of its group is settled; adds complete groups to `confirmed` or `done`."""
+        """Settles a message; adds complete groups to `confirmed` or `done`."""
         group: PublishGroup = message.group
         group.left -= 1
         if group.left:

@@ -1,8 +1,7 @@
 """The model version for a route's messages: the one that it names, or the one that its endpoint chooses.
 
-Requests, their ids and the route's outbox belong to a model, not to a version: so a redelivered message finds its
-request, even after the endpoint's weights have changed. A route therefore uses only targets in one model; the stable
-target replaces others.
+Requests, their ids and the outbox belong to a model: so a redelivered message finds its request, even after the
+endpoint's weights have changed. A route therefore uses only targets in one model; the stable target replaces others.
 """
 
 from collections.abc import Iterator
@@ -17,10 +16,7 @@ from qinfer_workers.bridge.config import RouteOptions
 
 
 class RouteVersions:
-    """Chooses the version for a route's messages; for any thread.
-
-    `model` is fixed for as long as the bridge runs.
-    """
+    """Chooses the version for a route's messages; for any thread."""
 
     def __init__(self, route: RouteOptions, endpoints: Endpoints) -> None:
         self._route = route
@@ -37,8 +33,7 @@ class RouteVersions:
         """Returns the version to read messages for: the route's, the newest, or the stable one.
 
         Raises:
-            ModelNotFound: There is no such version.
-            ModelNotReady: It can't be loaded, or the endpoint's stable target is now in another model.
+            ModelNotReady: It can't be loaded, or the stable target is now in another model.
             BrokerUnavailable: The route names a canary's version, and the endpoints can't be followed.
         """
         route, endpoints = self._route, self._endpoints
@@ -55,7 +50,7 @@ class RouteVersions:
         return endpoints.catalog.accepting(asked.model, asked.version)
 
     def choose(self, request: InferRequest, header: Header, stable: Served) -> Served:
-        """Returns the version that executes a message; `stable`, for which it was read, if the chosen one can't."""
+        """Returns the version that executes a message; `stable` if the chosen one can't."""
         route, endpoints = self._route, self._endpoints
         if route.version:
             return stable
@@ -70,7 +65,7 @@ class RouteVersions:
         return stable
 
     def left_out(self) -> Iterator[str]:
-        """Describes the endpoint's targets that get no messages of the route."""
+        """Describes targets that get no messages of the route."""
         routed = self._endpoints.by_name.get(self._route.model)
         for target in () if routed is None else routed.endpoint.answering:
             if target.model != self.model:

@@ -1,4 +1,4 @@
-"""The description of a message's body: content type, compression and encoding, the end of its JSON. Pure."""
+"""A message's content type, compression and encoding, and the end of its JSON. Pure."""
 
 import bz2
 import lzma
@@ -13,11 +13,11 @@ from qinfer.jobs.job import shown
 from qinfer.tensors import Bytes
 
 Kind = Literal["", "kserve", "json", "row", "jsonl", "arrow-stream", "arrow-file", "raw", "text"]
-"""Empty = the message does not say; `json` = a KServe request or a row, by its members."""
+"""Empty = unknown; `json` = a KServe request or a row."""
 
 JSON_LENGTH_HEADER = "inference-header-content-length"
 COMPRESSION_HEADER = "compression"
-"""The header in which kombu and Celery name a body's compression, outside of its content encoding."""
+"""kombu's and Celery's header for the compression outside of the content encoding."""
 
 _KINDS: Mapping[str, Kind] = {
     "": "",
@@ -46,7 +46,7 @@ _COMPRESSIONS: Mapping[str, str] = {
     "zstd": "zstd", "zstandard": "zstd", "application/zstd": "zstd",
     "brotli": "brotli", "br": "brotli", "application/x-brotli": "brotli",
 }  # fmt: skip
-"""Names in content encodings and in `compression` (kombu/compression.py, and HTTP's) → codec."""
+"""Names of kombu (kombu/compression.py) and HTTP → codec."""
 _XZ_MEMORY_BYTES = 128 * 2**20  # for the body's dictionary; the highest preset takes 65 MiB
 _DECOMPRESSORS: Mapping[str, Callable[[], Any]] = {
     "zlib": lambda: zlib.decompressobj(wbits=47),  # kombu's gzip is the zlib container; the first bytes tell
@@ -57,10 +57,7 @@ _MAX_TYPE_CHARACTERS = 256
 
 
 class Content(NamedTuple):
-    """A content type.
-
-    `json_length` is its parameter `inference-header-content-length`; `problem` the reason why no such body can be read.
-    """
+    """A content type; `problem` is the reason why no such body can be read."""
 
     kind: Kind
     json_length: str | None = None
@@ -85,7 +82,7 @@ def parse_content_type(text: str) -> Content:
 
 
 def json_length(content: Content, headers: Mapping[str, object] | None, body_bytes: int) -> int | None:
-    """Returns the end of a body's JSON, behind which binary tensors begin; `None` = the message does not say."""
+    """Returns where a body's JSON ends and binary tensors begin; `None` = unknown."""
     value: object = content.json_length
     for name, given in (headers or {}).items():
         if isinstance(name, str) and name.lower() == JSON_LENGTH_HEADER:
@@ -103,7 +100,7 @@ def json_length(content: Content, headers: Mapping[str, object] | None, body_byt
 
 
 def unpacked(body: Bytes | str, content_encoding: str | None, max_bytes: int, compression: object = None) -> Bytes:
-    """Returns a body without its `compression`, the outer one, and its encoding, which may be a character set."""
+    """Returns a body without its compression, the outer encoding, and its content encoding."""
     if isinstance(body, str):
         try:
             body = body.encode()
@@ -121,7 +118,6 @@ def unpacked(body: Bytes | str, content_encoding: str | None, max_bytes: int, co
 
 
 def _decompressed(body: Bytes, field: str, value: object, max_bytes: int) -> Bytes:
-    """Decompresses a body to at most `max_bytes`."""
     text = value.decode("latin-1") if isinstance(value, bytes) else str(value)
     name = text.strip().lower().replace("_", "-")
     if name in _PLAIN:
@@ -146,7 +142,7 @@ def _decompressed(body: Bytes, field: str, value: object, max_bytes: int) -> Byt
 
 
 def _begin_of(body: Bytes, codec: str, max_bytes: int) -> tuple[bytes, bytes | None]:
-    """Returns the first bytes of a decompressed body, and the data behind its end; `None` = it has no end."""
+    """Returns the first decompressed bytes, and the data behind the end; `None` = it has no end."""
     if codec in _DECOMPRESSORS:
         decompressor = _DECOMPRESSORS[codec]()
         plain = decompressor.decompress(body, max_bytes)

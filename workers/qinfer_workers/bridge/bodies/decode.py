@@ -44,7 +44,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class RawInput:
-    """Makes tensors of raw bodies for the input `name`; empty = the model's only one of BYTES or UINT8."""
+    """Makes tensors of raw bodies for the input `name`; empty = the only one of BYTES or UINT8."""
 
     def __init__(self, name: str, spec: ModelSpec) -> None:
         self._tensor: TensorSpec | None = None
@@ -67,7 +67,7 @@ class RawInput:
             self._problem = _shape_problem(self._tensor)
 
     def tensor(self, body: Bytes) -> Tensor:
-        """Makes the tensor of a body, without checking its size."""
+        """Makes the tensor of a body."""
         expected = self._tensor
         if expected is None or self._problem:
             raise InvalidRequest(f"the body is raw data, and {self._problem}")
@@ -88,7 +88,7 @@ def _named(name: str, spec: ModelSpec) -> TensorSpec:
 
 
 def _shape_problem(tensor: TensorSpec) -> str:
-    """Returns the reason why no body can fill an input; empty = one can."""
+    """Returns why no body can fill an input; empty = one can."""
     where = f"input '{tensor.name}' has the dimensions {list(tensor.dims)}"
     if tensor.datatype == "BYTES" and any(dim not in (-1, 1) for dim in tensor.dims):
         return f"{where}, more than one element; send KServe JSON or rows"
@@ -98,10 +98,10 @@ def _shape_problem(tensor: TensorSpec) -> str:
 
 
 MAX_REPLY_BYTES = 4096
-"""The most bytes of an encoded `ReplyEncoding`."""
+"""Of an encoded `ReplyEncoding`."""
 
 _LONG_ID = 512
-_MAX_REASON = 1000  # names chosen by the sender may be long
+_MAX_REASON = 1000  # senders choose names
 _PLAIN_PLAN = OutputPlan()
 _FORMS: Mapping[str, Form] = {"kserve": "kserve", "jsonl": "jsonl", "arrow": "arrow-stream"}
 _SAME: Mapping[Kind, Form] = {
@@ -114,7 +114,7 @@ _ARROW_FILE = b"ARROW1"  # https://arrow.apache.org/docs/format/Columnar.html#ip
 
 
 class Decoded(NamedTuple):
-    """A message as a validated request; `priority` and `timeout_s` are set if the body has them."""
+    """A message as a validated request."""
 
     request: InferRequest
     reply: ReplyEncoding
@@ -122,7 +122,7 @@ class Decoded(NamedTuple):
 
 
 class BodyCodec:
-    """Reads the bodies of a route's messages for one version and configuration of its model; in any thread."""
+    """Reads the bodies of a route's messages for one configuration of its model; in any thread."""
 
     def __init__(self, options: BodyOptions, spec: ModelSpec, version: int = 0) -> None:
         self.spec = spec
@@ -148,8 +148,7 @@ class BodyCodec:
     ) -> Decoded:
         """Makes a request of a message; binary tensors become views into the body.
 
-        `headers` may have `inference-header-content-length`, in any case, and `compression`; `content_encoding` may be
-        a character set, as kombu gives it.
+        `content_encoding` may be a character set, as kombu gives it.
         """
         try:
             return self._decode(body, content_type, headers, content_encoding)
@@ -185,7 +184,6 @@ class BodyCodec:
         return Decoded(request, self._replies[self._form(kind)], validate(request, self.spec))
 
     def _kind(self, body: Bytes, content: Content, headers: Mapping[str, object] | None) -> tuple[Kind, int | None]:
-        """Returns the kind of a body, and the end of its JSON if the message gives it."""
         wanted = self._options.format
         if wanted == "raw":
             return "raw", None
@@ -223,10 +221,7 @@ class BodyCodec:
         return Decoded(request, reply, rows)
 
     def _kept(self, reply: ReplyEncoding, client_id: str, plan: OutputPlan) -> ReplyEncoding:
-        """Returns the parts of a KServe request's reply encoding that are kept.
-
-        Raises `InvalidRequest` if they are too large.
-        """
+        """Returns how to answer a KServe request; refuses what is too large to be kept."""
         if plan.special is not None:
             with_labels = msgspec.structs.replace(reply, client_id=client_id, plan=bound(plan, self.spec))
             if _size_bytes(with_labels) <= MAX_REPLY_BYTES:
@@ -285,7 +280,7 @@ def _has_inputs(body: Bytes) -> bool:
 
 
 def _without_inputs(body: Bytes) -> str:
-    """Returns the reason for refusing a JSON object without `inputs`; empty = it is something else."""
+    """Returns why a JSON object without `inputs` is refused; empty = it is something else."""
     if len(body) > LARGE_BYTES:
         return ""
     try:
@@ -323,7 +318,6 @@ def _check_size(reply: ReplyEncoding) -> None:
 
 
 def _columns(spec: ModelSpec) -> tuple[OutputColumn, ...]:
-    """Returns the outputs whose columns can't be derived from a response."""
     binary = {name.strip() for name in spec.parameters.get(BINARY_OUTPUTS, "").split(",")}
     return tuple(
         OutputColumn(tensor.name, tensor.dims, tensor.name in binary)

@@ -1,10 +1,10 @@
 """Bodies of rows, as JSON lines or Arrow → a request's tensors, by the rules of bulk jobs.
 
-One message is one request: a row that can't be converted refuses the message, and its number is in the reason.
+A row that can't be converted refuses its message.
 
 Arrow bodies are not trusted: sizes are checked before decompression, and offsets before use. pyarrow allocates the size
-given before each compressed buffer, so these sizes are added up first. The layout is that of the IPC format: messages
-with a flatbuffer `Message` as metadata, which pyarrow has checked.
+given before each compressed buffer, so these are added up first. In the IPC format, messages have a flatbuffer
+`Message` as metadata, which pyarrow has checked.
 """
 
 import io
@@ -43,12 +43,7 @@ _BATCH_BUFFERS, _BATCH_COMPRESSION = 2, 3
 
 
 def check_unpacked(body: Bytes, max_bytes: int, *, is_file: bool) -> None:
-    """Checks that a body whose schema could be read does not decompress to more than `max_bytes`.
-
-    Raises:
-        InvalidRequest: It does, or has too many batches.
-        pyarrow.ArrowException, OSError, ValueError: The data is damaged.
-    """
+    """Checks that a body does not decompress to more than `max_bytes`, or raises pyarrow's error for damaged data."""
     total = 0
     try:
         for number, message in enumerate(_of_file(body) if is_file else _of_stream(body)):
@@ -62,12 +57,10 @@ def check_unpacked(body: Bytes, max_bytes: int, *, is_file: bool) -> None:
 
 
 def _of_stream(body: Bytes) -> Iterator["pa.Message"]:
-    """Yields the messages of a stream, of which the first is the schema."""
     return iter(pa.ipc.MessageReader.open_stream(pa.py_buffer(body)))
 
 
 def _of_file(body: Bytes) -> Iterator["pa.Message"]:
-    """Yields the messages that a file's footer points to."""
     view = memoryview(body)
     size, _ = TAIL.unpack(view[-TAIL.size :])
     footer = bytes(view[len(view) - TAIL.size - size : len(view) - TAIL.size])
@@ -84,7 +77,6 @@ def _of_file(body: Bytes) -> Iterator["pa.Message"]:
 
 
 def _unpacked_bytes(message: "pa.Message") -> int:
-    """Returns the decompressed size of a message's buffers; 0 if none is compressed."""
     if message.type not in ("record batch", "dictionary"):
         return 0
     data = message.metadata.to_pybytes()
@@ -125,17 +117,17 @@ _MAX_REASON = 200
 
 
 class ArrowLimits(NamedTuple):
-    """The limits of one body; `size_bytes` applies after dictionaries and compression are undone."""
+    """The limits of one body, after dictionaries and compression are undone."""
 
     rows: int
     size_bytes: int
 
     def too_many_rows(self) -> str:
-        """Returns the error of too many rows."""
+        """Returns the error text."""
         return f"the message has more rows than the {self.rows} that the model takes in one request; send several"
 
     def too_large(self) -> str:
-        """Returns the error of too large values."""
+        """Returns the error text."""
         return f"the rows take more than {self.size_bytes} bytes when they are unpacked; send fewer in one message"
 
 
@@ -157,7 +149,7 @@ def read_schema(body: Bytes, form: ArrowForm) -> pa.Schema:
 
 
 def read_batch(body: Bytes, form: ArrowForm, columns: Sequence[str], limits: ArrowLimits) -> pa.RecordBatch:
-    """Reads columns of a body, each of which it has once."""
+    """Reads columns of a body."""
     try:
         check_unpacked(body, limits.size_bytes, is_file=form == "arrow-file")
         schema = _open(body, form).schema
@@ -183,7 +175,6 @@ def _open(body: Bytes, form: ArrowForm, options: Any = None) -> Any:
 
 
 def _batches(reader: Any, limits: ArrowLimits) -> Iterator[pa.RecordBatch]:
-    """Yields the batches with rows."""
     rows, size_bytes = 0, 0
     is_file = hasattr(reader, "num_record_batches")
     batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
@@ -201,7 +192,7 @@ def _batches(reader: Any, limits: ArrowLimits) -> Iterator[pa.RecordBatch]:
 
 
 def _size(array: pa.Array, limits: ArrowLimits) -> int:
-    """Returns about how many bytes an array's values take, without making them."""
+    """Returns about how many bytes an array's values take."""
     kind = array.type
     if isinstance(array, pa.ExtensionArray):
         return _size(array.storage, limits)
@@ -220,7 +211,6 @@ def _size(array: pa.Array, limits: ArrowLimits) -> int:
 
 
 def _lengths(array: pa.Array) -> Any:
-    """Returns about how many bytes each value of a flat array takes."""
     kind = array.type
     if len(array) and (pa.types.is_string_view(kind) or pa.types.is_binary_view(kind)):
         views = np.frombuffer(array.buffers()[1], np.int32)[::4][array.offset : array.offset + len(array)]
@@ -236,13 +226,13 @@ def _broken(form: ArrowForm, error: BaseException) -> InvalidRequest:
 
 
 _MAX_KNOWN_SCHEMAS = 64
-_ELEMENTS_A_VALUE = 4  # numbers that take the memory of another JSON value
+_ELEMENTS_A_VALUE = 4  # numbers in the memory of another JSON value
 _SHOWN = 20
 _ABSENT = object()
 
 
 class RowInputs:
-    """Makes a model's inputs of rows; one for each route and configuration."""
+    """Makes a model's inputs of rows."""
 
     def __init__(self, options: BodyOptions, spec: ModelSpec) -> None:
         self._spec = spec
@@ -254,7 +244,7 @@ class RowInputs:
         self._check_columns()
 
     def decode(self, body: Bytes, form: str) -> tuple[Tensor, ...]:
-        """Makes the tensors of a body of form `row`, `jsonl`, `arrow-stream` or `arrow-file`."""
+        """Makes the tensors of a body."""
         try:
             if form in ("row", "jsonl"):
                 record = self._of_json([self._row(bytes(body))] if form == "row" else list(self._rows(bytes(body))))
@@ -332,7 +322,7 @@ class RowInputs:
                 raise InvalidRequest(f"row {count} is no JSON object: {explained(error)}") from None
 
     def _check(self, row: bytes) -> None:
-        """Checks a row's size before it becomes objects, of which elements of inputs are the smallest."""
+        """Checks a row before it becomes larger objects."""
         if len(row) > LARGE_BYTES:
             check_size(row, self._max_depth, _ELEMENTS_A_VALUE * self._limits.size_bytes, "max_bytes of the route")
         else:
@@ -374,7 +364,6 @@ def _array(name: str, rows: Sequence[Mapping[str, Any]], tensor: TensorSpec) -> 
     try:
         return pa.array(values)
     except BROKEN as error:
-        # The shortest run of rows that can't be one column ends with the misfit.
         row = bisect_left(range(len(values)), True, key=lambda end: not _is_column(values[: end + 1]))
         raise InvalidRequest(
             f"row {row + 1}: '{shown(name)}' does not fit the rows before, or is mixed in itself: {explained(error)}"
@@ -390,6 +379,6 @@ def _is_column(values: Sequence[Any]) -> bool:
 
 
 def listed(names: Sequence[str] | Mapping[str, Any]) -> str:
-    """Returns names for a message: the first ones, shortened."""
+    """Returns the first names, shortened."""
     first = [shown(name) for name in names][:_SHOWN]
     return ", ".join(first) + (", …" if len(names) > _SHOWN else "") if first else "none"

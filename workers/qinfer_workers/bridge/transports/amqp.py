@@ -1,6 +1,6 @@
 """AMQP 0-9-1 (RabbitMQ): kombu opens the connection and py-amqp the channel; messages go by `amqp_frames`.
 
-Hundreds of messages are in flight in both directions: acknowledgements and confirms are for many at once.
+Acknowledgements and confirms are for many of the hundreds of messages in flight.
 """
 
 import logging
@@ -23,7 +23,7 @@ from qinfer_workers.bridge.transports.base import MessageRefused, Settled
 
 
 class Waker:
-    """Waits for one socket of another owner, or for `wake`."""
+    """Waits for another owner's socket, or for `wake`."""
 
     def __init__(self, watched: socket.socket) -> None:
         self._watched = watched
@@ -35,9 +35,9 @@ class Waker:
         self._selector.register(self._ours, selectors.EVENT_READ)
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits up to `timeout_s` seconds; returns whether the socket has data."""
+        """Waits; returns whether the socket has data."""
         pending = getattr(self._watched, "pending", None)
-        if pending is not None and pending():  # TLS has decrypted data that was not taken
+        if pending is not None and pending():  # in TLS
             return True
         is_ready = False
         for key, _ in self._selector.select(timeout_s):
@@ -49,7 +49,7 @@ class Waker:
         return is_ready
 
     def wake(self) -> None:
-        """Ends a `wait`, or the next one; for other threads, and after `close` too."""
+        """Ends a `wait`, or the next one; for other threads, even after `close`."""
         with suppress(OSError):  # full: it wakes up anyway; closed: no thread waits
             self._theirs.send(b"\0")
 
@@ -98,7 +98,6 @@ class _Link:
         self._waker: Waker
 
     def _begin(self, reader: FrameReader) -> None:
-        """Sends everything that arrives from now on through the reader."""
         self._reader = reader
         self._waker = Waker(self._connection.transport.sock)
 
@@ -112,7 +111,7 @@ class _Link:
         data = self._connection.transport.sock.recv(_RECEIVE_BYTES)
         if not data:
             raise ConnectionResetError("the broker closed the connection")
-        self._connection.bytes_recv += 1  # heartbeats are due only when nothing else is sent or received
+        self._connection.bytes_recv += 1  # heartbeats are due only in silence
         return self._reader.feed(data)
 
     def _write(self, data: bytes) -> None:
@@ -120,7 +119,6 @@ class _Link:
         self._connection.bytes_sent += 1
 
     def _declare(self, queues: Sequence[str]) -> None:
-        """Makes missing queues, durable; others stay as they are."""
         for queue in queues:
             if not _is_there(self._channel, queue):
                 self._channel.queue_declare(queue, durable=True, auto_delete=False)
@@ -130,9 +128,9 @@ class _Link:
         self._waker.wake()
 
     def close(self) -> None:
-        """Closes the connection, and waits briefly until the broker has read all data."""
+        """Closes the connection, after the broker has read all data."""
         connection, deadline_s = self._connection, time.monotonic() + _CLOSE_S
-        with suppress(Exception):  # it may be broken in any way; nothing written depends on this
+        with suppress(Exception):  # it may be broken in any way
             connection.send_method(spec.Connection.Close, "BsBB", (0, "", 0, 0))
             while connection.connected and time.monotonic() < deadline_s:
                 self._read(0.1)
@@ -177,7 +175,7 @@ class AmqpSource(_Link):
 
 
 class AmqpSink(_Link):
-    """`Sink` over AMQP, with publisher confirms; the exchange must exist."""
+    """`Sink` over AMQP, with publisher confirms."""
 
     def __init__(self, client: Connection, queues: Sequence[str], exchange: str = "") -> None:
         super().__init__(client)
@@ -222,7 +220,7 @@ class AmqpSink(_Link):
         """Implements `Sink.settle`."""
         try:
             self._read(0.0 if self._refused else timeout_s)
-        except ChannelError as error:  # such as a message too large for the broker
+        except ChannelError as error:  # such as a too large message
             raise MessageRefused(str(error)) from error
         settled = Settled(self._taken, self._refused, self._unroutable)
         self._taken, self._refused, self._unroutable = [], [], []
@@ -243,7 +241,6 @@ class AmqpSink(_Link):
                 self._refused.append(message)
 
     def _on_return(self, returned: Returned) -> None:
-        """Marks a returned message, which the broker's confirm follows."""
         for tag, message in self._sent.items():
             if tag not in self._returned and returned == (message.exchange, message.routing_key, message.message_id):
                 self._returned.add(tag)
@@ -251,5 +248,4 @@ class AmqpSink(_Link):
 
 
 def _unexpected(*_: object) -> None:
-    """Fails: the reader takes all messages."""
     raise AssertionError("a message went by the reader")

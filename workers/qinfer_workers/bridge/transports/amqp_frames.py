@@ -1,8 +1,8 @@
 """AMQP 0-9-1 frames of the three methods that occur once per message: deliver, publish and acknowledge. Pure.
 
 py-amqp's system calls, three to read a frame and one to write a message, are most of a message's cost. Here all arrived
-data is split at once, a batch is written at once, and one acknowledgement covers all messages up to a tag. py-amqp gets
-all other frames.
+data is split at once, a batch is written at once, and an acknowledgement covers many messages. py-amqp gets all other
+frames.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from qinfer_workers.bridge.messages import Delivered, Outgoing, Receipt
 
 
 class Due(NamedTuple):
-    """Due acknowledgements: all messages up to a tag (0 = none), and single ones."""
+    """All messages up to a tag (0 = none), and single ones."""
 
     up_to: int = 0
     tags: Sequence[int] = ()
@@ -26,26 +26,26 @@ class Due(NamedTuple):
 class AckLine:
     """The acknowledgements of one AMQP channel, which numbers its messages from 1.
 
-    Messages done out of order wait for earlier ones; after `patience_s` seconds they are acknowledged singly, so that
-    one stuck message does not hold up the source.
+    After `patience_s`, messages done out of order are acknowledged singly, so that one stuck message does not hold up
+    the source.
     """
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
-        self._done_to = 0  # all tags up to this one are done
+        self._done_to = 0
         self._beyond: set[int] = set()  # done, and not acknowledged
-        self._single: set[int] = set()  # beyond too, and acknowledged singly
+        self._single: set[int] = set()
         self._waits_since_s: float | None = None
 
     def due(self, done: Iterable[int], now_s: float) -> Due:
-        """Adds tags of finished messages, each once, and returns the acknowledgements due at a monotonic instant."""
+        """Adds finished tags, and returns the acknowledgements that are due."""
         beyond, single = self._beyond, self._single
         beyond.update(done)
         up_to, following = 0, self._done_to + 1
         while True:
             if following in beyond:
                 beyond.remove(following)
-                up_to = following  # RabbitMQ refuses a tag that was acknowledged before
+                up_to = following  # RabbitMQ refuses repeated tags
             elif following in single:
                 single.remove(following)
             else:
@@ -70,12 +70,12 @@ class AckLine:
         return bool(self._beyond)
 
     def left(self) -> list[int]:
-        """Returns the finished tags that are not acknowledged."""
+        """Returns finished tags without acknowledgement."""
         return sorted(self._beyond)
 
 
 Frame = tuple[int, int, bytes]
-"""Type, channel, payload: as py-amqp takes it."""
+"""Type, channel, payload."""
 
 _METHOD, _HEADER, _BODY = 1, 2, 3
 _END = 0xCE
@@ -93,16 +93,16 @@ _MANDATORY = b"\x01"
 _OVERHEAD_BYTES = 8
 _MAX_SHORT_BYTES = 255
 _WRITTEN = "surrogatepass"
-"""py-amqp's error handler: undecodable bytes survive a round trip."""
+"""Undecodable bytes survive a round trip, as in py-amqp."""
 _UNREADABLE = (IndexError, error, ValueError, OverflowError, OSError, RecursionError, AMQPError)
 
 
 class BrokenFrames(Exception):
-    """The received bytes are no AMQP; the connection is unusable."""
+    """The received bytes are no AMQP."""
 
 
 class Returned(NamedTuple):
-    """A message that no queue took: its destination and its id."""
+    """A message that no queue took."""
 
     exchange: bytes
     routing_key: bytes
@@ -114,10 +114,9 @@ def _ignore(*_: object) -> None:
 
 
 class FrameReader:
-    """Splits the data of a connection into messages, confirms, and frames for py-amqp.
+    """Splits a connection's data into messages, confirms, and frames for py-amqp.
 
-    `confirmed` gets a tag, whether it stands for all up to it, and whether the broker took them; `returned` gets
-    messages that no queue took; `other` gets all other frames.
+    `confirmed` gets a tag, whether it stands for all up to it, and whether the broker took them.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class FrameReader:
         self._confirmed = confirmed
         self._returned = returned
         self._rest = b""
-        self._method = b""  # of the message whose content follows
+        self._method = b""
         self._header = b""
         self._left_bytes = 0
         self._parts: list[bytes] = []
@@ -160,7 +159,6 @@ class FrameReader:
         return messages
 
     def _take(self, kind: int, payload: bytes, messages: list[Delivered]) -> bool:
-        """Reads a frame of the channel; returns false if py-amqp has to."""
         if kind == _METHOD:
             method = payload[:4]
             if method in (_DELIVER, _RETURN):
@@ -199,7 +197,7 @@ class FrameReader:
 
 
 def message_of(receipt: Receipt, header: bytes, body: bytes) -> Delivered:
-    """Makes a message of a content header and a body; unreadable properties are noted in `broken`."""
+    """Makes a message; notes unreadable properties in `broken`."""
     message = Delivered(receipt=receipt, body=body)
     try:
         _read_properties(message, header)
@@ -256,10 +254,8 @@ def _ack_frame(channel: int, tag: int, *, is_multiple: bool) -> bytes:
 def publish_frames(channel: int, message: Outgoing, max_frame_bytes: int) -> bytes:
     """Returns the frames that publish a message: persistent, and returned if no queue takes it.
 
-    Its ids and keys have at most 255 bytes.
-
-    Raises:
-        ValueError: Its properties do not fit one frame: the broker would end the connection.
+    Ids and keys have at most 255 bytes. Raises `ValueError` if properties do not fit one frame, which would end the
+    connection.
     """
     body = message.body
     method = _publish_method(channel, message.exchange, message.routing_key)

@@ -1,8 +1,8 @@
 """The ports to other queues, sources and sinks. Each serves one thread.
 
-`amqp` implements them for AMQP 0-9-1, `redis_list` the source for Redis, and `kombu` the rest, over kombu's transports.
-A link is one connection: any exception except those named here shows that it is broken, and a `LinkThread` opens
-another one, with a new epoch.
+`amqp` implements them for AMQP 0-9-1, `redis_list` the source for Redis, and `kombu` the rest. A link is one
+connection: an exception other than `MessageRefused` shows that it is broken, and a `LinkThread` opens another one, with
+a new epoch.
 """
 
 from collections.abc import Sequence
@@ -12,23 +12,23 @@ from qinfer_workers.bridge.messages import Delivered, Outgoing, Receipt
 
 
 class MessageRefused(Exception):
-    """The broker ended a connection because of a published message, without naming it."""
+    """A published message ended the connection; which one is unknown."""
 
 
 class Source(Protocol):
-    """A connection that consumes from one queue; unacknowledged messages return to the queue when it ends."""
+    """Consumes one queue; unacknowledged messages return to it at the end."""
 
     epoch: int
 
     def receive(self, timeout_s: float) -> list[Delivered]:
-        """Waits for messages, up to `timeout_s` seconds, or until `wake`; also acknowledges, and sends heartbeats.
+        """Waits for messages or `wake`; also acknowledges, and sends heartbeats.
 
-        No more messages than the source's prefetch are unacknowledged.
+        At most the source's prefetch is unacknowledged.
         """
         ...
 
     def acknowledge(self, receipts: Sequence[Receipt]) -> None:
-        """Acknowledges messages of this connection, now or in a later `receive`; drops the receipts of others."""
+        """Acknowledges messages now or in a later `receive`; drops receipts of other connections."""
         ...
 
     def wake(self) -> None:
@@ -36,12 +36,12 @@ class Source(Protocol):
         ...
 
     def close(self) -> None:
-        """Acknowledges the remaining messages, and closes the connection."""
+        """Acknowledges the rest, and closes the connection."""
         ...
 
 
 class Settled(NamedTuple):
-    """The outcomes of published messages: a queue has them, the broker refused them, or no queue exists."""
+    """Messages that a queue has, the broker refused, or no queue takes."""
 
     taken: Sequence[Outgoing] = ()
     refused: Sequence[Outgoing] = ()
@@ -52,11 +52,11 @@ class Sink(Protocol):
     """A connection that publishes."""
 
     def send(self, messages: Sequence[Outgoing]) -> None:
-        """Publishes messages, without waiting for the broker's confirms."""
+        """Publishes messages, without waiting for confirms."""
         ...
 
     def settle(self, timeout_s: float) -> Settled:
-        """Waits for outcomes, up to `timeout_s` seconds, or until `wake`; each message is settled once.
+        """Waits for outcomes or `wake`; each message is settled once.
 
         Raises:
             MessageRefused: A message ended the connection.

@@ -1,7 +1,6 @@
 """Opens the connections to other queues: AMQP or Redis by the URL, else a transport of kombu such as SQS.
 
-kombu's transports deliver one message at a time. Publishing by them, or to Redis, waits for the broker's answer, which
-is the confirm.
+Publishing by kombu's transports, or to Redis, waits for the broker's answer, which is the confirm.
 """
 
 import threading
@@ -19,15 +18,11 @@ from qinfer_workers.bridge.transports.amqp import CONNECT_S, HEARTBEAT_S, AmqpSi
 from qinfer_workers.bridge.transports.base import Settled, Sink, Source
 from qinfer_workers.bridge.transports.redis_list import ListSource, check_lists, is_redis
 
-_SQS_WAIT_S = 1  # kombu's 10 s would delay acknowledgements and the end of the program
+_SQS_WAIT_S = 1  # kombu's 10 s would delay acknowledgements and the end
 
 
 def open_source(options: SourceOptions, max_bytes: int, epoch: int) -> Source:
-    """Connects, makes a missing queue, and begins to consume.
-
-    Raises:
-        Exception: Of kombu, its transport, or the system: the broker is unreachable or refuses.
-    """
+    """Connects, makes a missing queue, and begins to consume; any exception means that the broker can't be used."""
     with _connected(options.url.get_secret_value(), options.options) as client:
         if is_redis(client):
             return ListSource(client, options, epoch, max_bytes)
@@ -35,13 +30,13 @@ def open_source(options: SourceOptions, max_bytes: int, epoch: int) -> Source:
 
 
 def open_sink(url: str, options: Mapping[str, Any], queues: Sequence[str], exchange: str = "") -> Sink:
-    """Connects to publish, and makes missing queues; the exchange must exist, if the transport has exchanges."""
+    """Connects to publish, and makes missing queues."""
     with _connected(url, options) as client:
         return AmqpSink(client, queues, exchange) if _is_amqp(client) else KombuSink(client, queues)
 
 
 def look(url: str, options: Mapping[str, Any], queues: Sequence[str], exchange: str = "") -> list[str]:
-    """Connects, moves no message, and returns the missing queues, if the transport can tell."""
+    """Connects, and returns the missing queues, if the transport can tell."""
     missing: list[str] = []
     with _connected(url, options) as client:
         if _is_amqp(client):
@@ -56,7 +51,6 @@ def look(url: str, options: Mapping[str, Any], queues: Sequence[str], exchange: 
 
 @contextmanager
 def _connected(url: str, options: Mapping[str, Any]) -> Iterator[Connection]:
-    """Connects; closes the connection after an exception."""
     if url.lower().startswith("sqs"):
         options = {"wait_time_seconds": _SQS_WAIT_S, **options}
     elif url.lower().startswith(("redis", "sentinel")):
@@ -81,7 +75,7 @@ _MOST_AT_ONCE = 100
 
 
 class KombuSource:
-    """`Source` over a queue that kombu emulates; its waits are short, because they can't be interrupted."""
+    """`Source` over a queue that kombu emulates; waits are short, because they can't be interrupted."""
 
     def __init__(self, client: Connection, options: SourceOptions, epoch: int) -> None:
         self.epoch = epoch
@@ -128,8 +122,8 @@ class KombuSource:
 
     def close(self) -> None:
         """Puts unacknowledged messages back, and closes the connection."""
-        with suppress(Exception):  # it may be broken in any way; the broker puts messages back at their timeout
-            self._channel.qos.restore_unacked()  # `close` would write the rest to a file, with bodies
+        with suppress(Exception):  # it may be broken; the broker puts messages back at their timeout
+            self._channel.qos.restore_unacked()  # `close` would write the rest to a file
         with suppress(Exception):
             self._channel.close()
         _release(self._client, self._channel)
@@ -142,8 +136,8 @@ class KombuSource:
 class KombuSink:
     """`Sink` over a queue that kombu emulates.
 
-    kombu does not tell whether the connection or the message, such as its size, is the cause of a failure: the message
-    is given back as refused, and another connection continues after it.
+    kombu does not tell whether the connection or the message fails: the message counts as refused, and another
+    connection continues after it.
     """
 
     def __init__(self, client: Connection, queues: Sequence[str]) -> None:
@@ -209,7 +203,7 @@ class KombuSink:
 
 
 def _compressed(kind: Any) -> Any:
-    """Returns a message class that leaves bodies compressed: kombu decompresses them without a bound."""
+    """Returns a message class that leaves bodies compressed: kombu decompresses without a bound."""
 
     class Compressed(kind):  # type: ignore[misc]  # each transport has its own
         def __init__(self, payload: dict[str, Any], channel: Any = None, **more: Any) -> None:
@@ -220,7 +214,6 @@ def _compressed(kind: Any) -> Any:
                 self.headers[COMPRESSION_HEADER] = compression
 
         def serializable(self) -> dict[str, Any]:
-            """Returns the message as it is put back."""
             return {**super().serializable(), "headers": dict(self.headers)}
 
     return Compressed
@@ -244,7 +237,7 @@ def _delivered(receipt: Receipt, message: Any) -> Delivered:
 
 
 def _broker_id(properties: Any) -> object:
-    """Returns an id that survives redelivery: SQS changes the tag, and has an id of its own."""
+    """Returns an id that survives redelivery: SQS changes the tag."""
     info = properties.get("delivery_info")
     sqs = info.get("sqs_message") if isinstance(info, dict) else None
     return sqs.get("MessageId") if isinstance(sqs, dict) else properties.get("delivery_tag")
@@ -261,7 +254,7 @@ def _id(value: object) -> bytes:
 
 
 def _release(client: Connection, channel: Any) -> None:
-    """Closes a possibly broken connection, and boto's, which kombu's SQS channel leaves open."""
+    """Closes a possibly broken connection, and boto's, which kombu leaves open."""
     with suppress(Exception):
         client.release()
     with suppress(Exception):

@@ -6,8 +6,8 @@
     <list>:leases     sorted set of these ids by the end of their lease
     <list>:oversized  hash of id → text: messages too large for the bridge, which stay there; their dead letters say so
 
-A script moves messages from the lists to `taken`. When a bridge is killed, the leases end, and the next bridge gets its
-messages with the same ids. Leases of messages in hand are renewed.
+A script moves messages to `taken`. When the leases of a killed bridge end, the next one gets its messages with the same
+ids.
 """
 
 import base64
@@ -33,26 +33,26 @@ _TAKE = load_script("take", "now_ms", package=_PACKAGE).text
 _LEASE = load_script("lease", "now_ms", package=_PACKAGE).text
 
 LEASE_S = 30.0
-"""Seconds after which another bridge takes a killed one's messages; option `visibility_timeout` overrides it."""
+"""Before another bridge takes a killed one's messages; option `visibility_timeout` overrides it."""
 
 MAX_BYTES_IN_HAND = 256 * 2**20
-"""The most bytes of unacknowledged messages."""
+"""Of unacknowledged messages."""
 
 _IDLE_S = 0.25
 _BUSY_S = 0.05
 _MOST_AT_ONCE = 100
 _ENOUGH_BYTES = 16 * 2**20
 _ENVELOPE_BYTES = 64 * 2**10  # kombu's properties and headers
-_SEPARATOR, _PRIORITIES = "\x06\x16", (0, 3, 6, 9)  # kombu's names of priority lists
+_SEPARATOR, _PRIORITIES = "\x06\x16", (0, 3, 6, 9)
 
 
 def is_redis(client: Connection) -> bool:
-    """Returns whether a connection is to Redis, directly or by Sentinels."""
+    """Returns whether a connection is to Redis."""
     return bool(client.transport.driver_name == "redis")
 
 
 def check_lists(client: Connection, options: Mapping[str, Any], queues: Sequence[str]) -> None:
-    """Checks options of a source or sink, and that its queues are lists or missing."""
+    """Checks options, and that queues are lists or missing."""
     _lease_s(options)
     server: Any = redis.Redis(connection_pool=client.channel().pool)
     for name in (f"{options.get('global_keyprefix', '')}{queue}" for queue in queues):
@@ -71,10 +71,10 @@ def _lease_s(options: Mapping[str, Any]) -> float:
 
 
 class ListSource:
-    """`Source` over a list of Redis, reached like kombu's `client`.
+    """`Source` over a list of Redis.
 
-    kombu's transport options `visibility_timeout`, `global_keyprefix`, `priority_steps` and `sep` apply. Entries larger
-    than the envelope of `max_bytes` in base64 are not fetched.
+    kombu's options `visibility_timeout`, `global_keyprefix`, `priority_steps` and `sep` apply. Entries larger than the
+    envelope of `max_bytes` in base64 are not fetched.
     """
 
     def __init__(self, client: Connection, options: SourceOptions, epoch: int, max_bytes: int) -> None:
@@ -108,7 +108,7 @@ class ListSource:
         self._awake.clear()
         found = self._take()
         if not found:
-            # Outstanding messages are soon to be acknowledged.
+            # Outstanding messages are soon done.
             wait_s = _BUSY_S if self._outstanding else min(timeout_s, _IDLE_S)
             move = ("BLMOVE", self._list, self._arriving, "RIGHT", "LEFT", wait_s)
             if self._redis.execute_command(*move) is not None:
@@ -119,7 +119,7 @@ class ListSource:
         """Implements `Source.acknowledge`."""
         done = [str(receipt.tag) for receipt in receipts if receipt.epoch == self.epoch]
         if done:
-            # No transaction: a full Redis refuses it. A leftover lease has no message.
+            # A full Redis refuses transactions. A leftover lease is harmless.
             with self._redis.pipeline(transaction=False) as pipe:
                 pipe.hdel(self._taken, *done)
                 pipe.zrem(self._leases, *done)
@@ -144,7 +144,6 @@ class ListSource:
         found: list[Delivered] = []
         for tag, size, text in zip(words, words, words, strict=True):
             name = tag.decode()
-            # A message of this connection whose lease has ended is in hand already.
             if name not in self._outstanding:
                 self._outstanding[name] = 0 if text is None else size
                 self._outstanding_bytes += self._outstanding[name]
@@ -192,10 +191,7 @@ _envelopes = msgspec.json.Decoder(_Envelope)
 
 
 def delivered(receipt: Receipt, tag: bytes, text: bytes) -> Delivered:
-    """Makes a message of a list's entry: of kombu's envelope, or of the whole entry.
-
-    `tag` is the id that it got when it was taken.
-    """
+    """Makes a message of a list's entry, or of kombu's envelope in it."""
     try:
         envelope = _envelopes.decode(text) if b'"delivery_tag"' in text else None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
