@@ -58,7 +58,7 @@ UrlOption = Annotated[
         "--url",
         envvar="QINFER_URL",
         callback=gateway_url,
-        show_default="that of the nearest .qinfer/up.json, else http://127.0.0.1:8000",
+        show_default="the one in the nearest .qinfer/up.json, else http://127.0.0.1:8000",
         help="URL of the gateway.",
     ),
 ]
@@ -67,7 +67,7 @@ RedisOption = Annotated[
     typer.Option(
         "--redis",
         envvar="QINFER_REDIS__URL",
-        help="URL of the Redis, which the command reads; default: that of the `qinfer up` running in --data-dir.",
+        help="URL of the Redis that the command reads; default: the one of the `qinfer up` running in --data-dir.",
     ),
 ]
 DataDirOption = Annotated[
@@ -75,7 +75,7 @@ DataDirOption = Annotated[
 ]
 
 _KEY_REMEDY = "; the command line sends the key in QINFER_API_KEY"
-_TRY_AGAIN, _REDIS_REMEDY = "; try again", "; `qinfer doctor` tells what is wrong with Redis"
+_TRY_AGAIN, _REDIS_REMEDY = "; try again", "; `qinfer doctor` finds problems of Redis"
 _REFUSALS = (SettingsError, RequestError, Unauthorized, Forbidden, Restricted)
 _WORDS = (
     ("Value error, ", ""),

@@ -50,7 +50,7 @@ def list_dead_letters(
     from qinfer.cli.overview import redis_settings
 
     if after and not model:
-        raise typer.BadParameter("it needs a MODEL: each has ids of its own", param_hint="--after")
+        raise typer.BadParameter("it needs a MODEL, because each model has its own ids", param_hint="--after")
     settings = redis_settings(redis, data_dir)
     rows = dead_letters.run_list(settings, model, after, count) if model else dead_letters.run_list_all(settings, count)
     if as_json:

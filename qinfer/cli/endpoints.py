@@ -29,7 +29,7 @@ _EVENTS = 8  # the latest ones
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The endpoint's name.")]
 RevisionOption = Annotated[
     int | None,
-    typer.Option("--revision", min=1, help="Only if this is the revision that is there; `show` tells it."),
+    typer.Option("--revision", min=1, help="Only if this is the current revision, as `show` prints it."),
 ]
 
 
@@ -135,7 +135,7 @@ def pause(name: NameArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOpti
     _decide(name, "pause", url, as_json=as_json)
 
 
-@app.command("resume", epilog=RESUME_EXAMPLE, short_help="Let a paused canary go on, or try it again.")
+@app.command("resume", epilog=RESUME_EXAMPLE, short_help="Let a paused canary continue, or retry it.")
 def resume(name: NameArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """Let a paused canary continue, or retry a rolled back one from the first step. Requires the scope admin."""
     _decide(name, "resume", url, as_json=as_json)

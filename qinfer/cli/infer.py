@@ -118,7 +118,7 @@ def bench(
     ] = None,
     version: Annotated[int, typer.Option(min=0, help="The version; 0 is the highest ready one.")] = 0,
     streaming: Annotated[
-        bool, typer.Option("--streaming", help="Stream the responses; tell the times to the first, and between two.")
+        bool, typer.Option("--streaming", help="Stream the responses; report the times to the first, and between two.")
     ] = False,
     sequences: Annotated[
         int,

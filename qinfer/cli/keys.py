@@ -37,7 +37,7 @@ class ScopeName(StrEnum):
 def _duration(text: str) -> timedelta:
     found = re.fullmatch(r"([0-9]{1,6})([smhd])", text.strip())
     if found is None:
-        raise typer.BadParameter(f"'{text}' is no duration; write such as 90d, 24h, 30m or 10s")
+        raise typer.BadParameter(f"'{text}' is not a duration, such as 90d, 24h, 30m or 10s")
     return timedelta(seconds=int(found[1]) * _UNITS[found[2]])
 
 
@@ -103,7 +103,7 @@ def rotate(
     overlap: Annotated[str, typer.Option("--overlap", help="Time for which both keys are valid.")] = "24h",
     expires: Annotated[
         str,
-        typer.Option("--expires", help="Time from now until the new key expires; default: as long as the old one had."),
+        typer.Option("--expires", help="Time from now until the new key expires; default: the lifetime that the old one got."),
     ] = "",
     file: FileOption = Path("keys.json"),
     as_json: JsonOption = False,

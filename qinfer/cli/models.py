@@ -203,4 +203,4 @@ def _text(path: str) -> str:
     try:
         return _read(path).decode()
     except UnicodeDecodeError:
-        raise CommandFailed(f"{path} is no text; --config takes a model configuration in JSON") from None
+        raise CommandFailed(f"{path} is not text; --config takes a model configuration in JSON") from None

@@ -190,7 +190,7 @@ def redis_settings(url: str, data_dir: Path) -> RedisSettings:
             )
         if named.rstrip("/") not in {"", run.url.rstrip("/")} and data_dir == runfile.DATA_DIR:
             raise SettingsError(
-                f"QINFER_URL names another gateway than that of the `qinfer up` running here, {run.url}, and this "
+                f"QINFER_URL names another gateway than the `qinfer up` running here, {run.url}, and this "
                 "command reads Redis; give --data-dir or --redis"
             )
         url = run.redis_url

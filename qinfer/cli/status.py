@@ -66,7 +66,7 @@ def queues(
 
     overview = run_overview(redis_settings(redis, data_dir))
     if model and model not in {row.name for row in overview.models}:
-        raise ModelNotFound(f"no model '{model}' is to be loaded; `qinfer models list` shows those that are")
+        raise ModelNotFound(f"model '{model}' is not among the models to load; `qinfer models list` shows them")
     lanes = [lane for lane in overview.lanes if model in ("", lane.model)]
     work = [row for row in overview.work if model in ("", row.model)]
     of_version: dict[tuple[str, int], list[object]] = {}

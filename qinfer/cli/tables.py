@@ -23,7 +23,7 @@ _MAX_HOLDERS = 3
 _NAMED = 3
 """Tenants named for a share; JSON has all."""
 NO_WORKER = "no live worker: requests wait in their lanes"
-NO_GATEWAY = "no live gateway: nobody can send requests"
+NO_GATEWAY = "no live gateway: requests can't be sent"
 
 _COLOURS = {
     "READY": "green", "UNAVAILABLE": "red", "ready": "green", "trouble": "red", "loading": "yellow",
@@ -41,7 +41,7 @@ def overview_tables(overview: Overview) -> RenderableType:
     if held:
         parts.append(_lanes_table(held, work))
     else:
-        parts.append(Text(f"Lanes: {len(overview.lanes)}, all empty" if overview.lanes else "Lanes: there are none"))
+        parts.append(Text(f"Lanes: {len(overview.lanes)}, all empty" if overview.lanes else "Lanes: none"))
     parts.append(Text())
     if overview.workers:
         parts.append(_workers_table(overview.workers))
@@ -115,7 +115,7 @@ def synced_table(synced: Iterable[SyncedModel]) -> Table:
 def queues_tables(lanes: Sequence[LaneRow], work: Sequence[WorkRow]) -> RenderableType:
     """Returns all lanes, and the work of each model version."""
     if not lanes:
-        return Text("there are no lanes: no model is to be loaded")
+        return Text("there are no lanes, because no model should be loaded")
     parts: list[RenderableType] = [_lanes_table(lanes, {(row.model, row.version): row for row in work}, has_work=True)]
     if any(len(lane.shares) > 1 for lane in lanes):
         parts.append(_shares_table(lanes))

@@ -167,7 +167,7 @@ def examine_gateways(gateways: Sequence[str]) -> Iterator[Finding]:
     if gateways:
         yield ok("gateways", f"{len(gateways)} live: {', '.join(gateways[:_SHOWN])}")
     else:
-        yield warning("gateways", "none is live: nobody can send requests", "start python -m qinfer_api")
+        yield warning("gateways", "none is live: requests can't be sent", "start python -m qinfer_api")
 
 
 def examine_workers(

@@ -52,8 +52,8 @@ _RULES = ("argmax", "equal", "within")
 StableArgument = Annotated[
     str, typer.Argument(metavar="STABLE", help="MODEL:VERSION to compare with, or MODEL: its highest ready version.")
 ]
-CanaryArgument = Annotated[str, typer.Argument(metavar="CANARY", help="The same for what is to be compared with it.")]
-SampleOption = Annotated[int, typer.Option("--sample", min=0, help="Compare the first rows only, so many; 0: all.")]
+CanaryArgument = Annotated[str, typer.Argument(metavar="CANARY", help="The target to compare with STABLE, in the same form.")]
+SampleOption = Annotated[int, typer.Option("--sample", min=0, help="Number of first rows to compare; 0: all.")]
 AgreeOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -66,13 +66,13 @@ ToleranceOption = Annotated[
     float, typer.Option("--tolerance", min=0, help="The distance up to which floats are within the tolerance.")
 ]
 RelativeOption = Annotated[
-    float, typer.Option("--relative", min=0, help="The same as a share of STABLE's value; the two are added.")
+    float, typer.Option("--relative", min=0, help="A tolerance as a share of STABLE's value; it is added to --tolerance.")
 ]
 AllowOption = Annotated[
     float, typer.Option("--allow", min=0, max=1, help="The share of rows that may differ; more is exit code 1.")
 ]
 ShowOption = Annotated[
-    int, typer.Option("--show", min=0, help="Show the rows in which each output differs most, so many.")
+    int, typer.Option("--show", min=0, help="Number of most different rows to show for each output.")
 ]
 RedactOption = Annotated[bool, typer.Option("--redact", help="Show no values of these rows.")]
 FolderOption = Annotated[
@@ -278,7 +278,7 @@ def _view(found: "Comparison") -> "RenderableType":
             rows.add_row(*texts, _number(sample.distance))
         parts.append(rows)
     if found.others:
-        parts.append(Text(f"not compared, for only one of them has it: {', '.join(found.others)}", style="yellow"))
+        parts.append(Text(f"not compared, because only one target has it: {', '.join(found.others)}", style="yellow"))
     if any(found.failed.values()):
         counts = ", ".join(f"{count:,} by {name}" for name, count in found.failed.items() if count)
         parts.append(Text(f"rows that could not be scored: {counts}", style="yellow"))

@@ -61,7 +61,7 @@ DelimiterOption = Annotated[
 ]
 QuoteOption = Annotated[
     str | None,
-    typer.Option("--quote", help="The character around values of CSV, '' if there is none; default: a double quote."),
+    typer.Option("--quote", help="The character around values of CSV, '' for none; default: a double quote."),
 ]
 EscapeOption = Annotated[
     str | None,
@@ -96,7 +96,7 @@ NullOption = Annotated[
     list[str] | None,
     typer.Option(
         "--null",
-        help="TENSOR=VALUE: what becomes of nulls in an input's columns: error (their rows fail, the default), nan, or "
+        help="TENSOR=VALUE: the treatment of nulls in an input's columns: error (their rows fail, the default), nan, or "
         "the value that replaces them, as JSON or as text.",
     ),
 ]
@@ -106,7 +106,7 @@ OutputColumnOption = Annotated[
 ]
 OutputTensorOption = Annotated[
     list[str] | None,
-    typer.Option("--output-tensor", help="An output to ask for and to write; default: all."),
+    typer.Option("--output-tensor", help="An output to compute and write; default: all."),
 ]
 TopKOption = Annotated[
     list[str] | None,
@@ -132,7 +132,7 @@ TypeOption = Annotated[
     typer.Option(
         "--type",
         help="COLUMN=TYPE: the type of a column of CSV, a field of JSON lines, or a partition column, such as int64, "
-        "float64, date32, timestamp[us]; a row with another value fails. Default: what is copied is text as written.",
+        "float64, date32, timestamp[us]; a row with another value fails. Default: copied values are text as written.",
     ),
 ]
 PartitioningOption = Annotated[
@@ -165,7 +165,7 @@ PriorityOption = Annotated[str, typer.Option("--priority", help="high, normal or
 OnVersionChangeOption = Annotated[
     str,
     typer.Option(
-        "--on-version-change", help="wait or fail: what the job does when its model version can't be kept as it was."
+        "--on-version-change", help="wait or fail, when the job's model version can't be kept unchanged."
     ),
 ]
 ErrorThresholdOption = Annotated[
@@ -180,7 +180,7 @@ MaxParallelOption = Annotated[
     int, typer.Option("--max-parallel", min=0, help="Maximum workers that score the job at a time; 0: all.")
 ]
 DeadlineOption = Annotated[float, typer.Option("--deadline", min=0, help="Seconds until the job expires; 0: never.")]
-LimitOption = Annotated[int, typer.Option("--limit", min=0, help="Score the first rows only, so many; 0: all.")]
+LimitOption = Annotated[int, typer.Option("--limit", min=0, help="Number of first rows to score; 0: all.")]
 OverwriteOption = Annotated[
     bool,
     typer.Option(
@@ -233,7 +233,7 @@ WaitForInputsOption = Annotated[
         "--wait-for-inputs",
         min=0,
         help="Seconds to wait until each input exists and each pattern matches a file; then the job is submitted with "
-        "what is there. 0: missing inputs are an error.",
+        "the files that exist. 0: missing inputs are an error.",
     ),
 ]
 ResumeOption = Annotated[
@@ -241,7 +241,7 @@ ResumeOption = Annotated[
     typer.Option(
         "--resume",
         help="With --id: resume the job if it has failed, has expired or was cancelled. If it is completed, the "
-        "command ends at once, but for --overwrite.",
+        "command ends at once, except with --overwrite.",
     ),
 ]
 ValidateOption = Annotated[
@@ -424,7 +424,7 @@ def cancel_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: Jso
 @app.command(
     "resume",
     epilog="Example: qinfer jobs resume 01JX3M3TC8Z6Q5RYB7WS2K4D9F --wait",
-    short_help="Have a job go on that ended early.",
+    short_help="Resume a job that ended early.",
 )
 def resume_job(
     job_id: IdArgument,
@@ -467,7 +467,7 @@ def delete_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: Jso
 def prune_jobs(
     *,
     older_than: Annotated[
-        str, typer.Option("--older-than", help="Only jobs that have ended so long ago: 90m, 12h, 30d or 8w.")
+        str, typer.Option("--older-than", help="Only jobs that ended at least this long ago: 90m, 12h, 30d or 8w.")
     ],
     state: ByStateOption = "",
     model: ByModelOption = "",
@@ -494,7 +494,7 @@ def prune_jobs(
         for status in found:
             with suppress(JobNotFound):
                 client.job(status.id).delete()
-    text = f"{len(found):,} records deleted; the outputs are kept" if found else "no job has ended so long ago"
+    text = f"{len(found):,} records deleted; the outputs are kept" if found else "no job ended that long ago"
     show({"deleted": [status.id for status in found]}, text, as_json=as_json)
 
 

@@ -90,7 +90,7 @@ class Preparation:
             _fact("Workers", workers),
             _fact("Jobs", jobs_line(self.settings, launch.no_bulk)),
             _fact("Data", self._where()),
-            _fact("Stop", "Ctrl-C", ("   answers what was accepted first; twice: at once", "dim")),
+            _fact("Stop", "Ctrl-C", ("   answers accepted requests first; twice: ends at once", "dim")),
         ]
         ready = next((m.name for m in models if m.state is State.READY), None)
         # a missing example is no failure
@@ -234,7 +234,7 @@ def _title(models: Sequence[ModelRow]) -> Text:
 
 def _models(models: Sequence[ModelRow]) -> Iterator[Text]:
     ready = sum(model.state is State.READY for model in models)
-    none = "none are to be loaded; a model is a directory, such as models/m/1/model.onnx"
+    none = "none; a model is a directory, such as models/m/1/model.onnx"
     yield _fact("Models", f"{ready} of {len(models)} ready" if models else none)
     for model in models:
         style = {State.READY: "green", State.UNAVAILABLE: "red"}.get(model.state, "yellow")

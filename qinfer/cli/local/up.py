@@ -126,7 +126,7 @@ ModelOutputOption = Annotated[
     typer.Option(
         "--model-output/--no-model-output",
         envvar="QINFER_LOG__MODEL_OUTPUT",
-        help="Show what Python models print and log, whatever the log level is.",
+        help="Show what Python models print and log, at any log level.",
     ),
 ]
 ReadyTimeoutOption = Annotated[float, typer.Option(min=1, help="Seconds to wait until the models are loaded.")]

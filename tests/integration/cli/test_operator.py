@@ -143,7 +143,7 @@ async def test_one_model_can_be_asked_for(busy: InlineWorkers, redis_server: Red
     assert unknown.code == 64
     assert unknown.document["error"]["code"] == "model_not_found"
     assert unknown.document["error"]["exit_code"] == 64
-    assert "no model 'digit' is to be loaded" in unknown.stderr
+    assert "model 'digit' is not among the models to load" in unknown.stderr
     assert await asyncio.to_thread(model_names, context, "dig") == ["digits"]
 
 

@@ -125,4 +125,4 @@ def test_a_configuration_that_is_no_text_is_named(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["models", "load", "digits", "--config", str(tmp_path / "model.onnx")])
 
     assert result.exit_code == 1
-    assert "model.onnx is no text; --config takes a model configuration in JSON" in result.stderr
+    assert "model.onnx is not text; --config takes a model configuration in JSON" in result.stderr

@@ -122,7 +122,7 @@ def test_a_redis_that_refuses_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> N
     shown = CliRunner().invoke(app, ["queues", "--redis", "redis://127.0.0.1:1/0"])
 
     assert shown.exit_code == 69
-    assert "can't write to its disk; `qinfer doctor` tells what is wrong with Redis" in " ".join(shown.stderr.split())
+    assert "can't write to its disk; `qinfer doctor` finds problems of Redis" in " ".join(shown.stderr.split())
 
 
 def test_numbers_that_json_lacks_are_null(capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,7 +134,7 @@ def test_a_duration_has_a_number_and_a_unit(tmp_path: Path, duration: str) -> No
     code, _, stderr = run("rotate", "first", "--overlap", duration, "--file", str(file))
 
     assert code == 64
-    assert "is no duration" in stderr
+    assert "is not a duration" in stderr
     assert len(read_keys(file)) == 1
 
 

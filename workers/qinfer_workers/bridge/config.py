@@ -307,7 +307,7 @@ class BridgeConfig(_Part):
                 reached += [each for each in following if each not in reached]
             if source in reached:
                 raise ValueError(
-                    f"what route {route.name} publishes comes back to its queue '{source[1]}' by way of other routes; "
+                    f"messages of route {route.name} return to its queue '{source[1]}' by way of other routes; "
                     "give one of them another sink or dead_letter"
                 )
         return self

@@ -62,7 +62,7 @@ class Reporter:
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._outage = OutageLog(
-            logger, "what the bridge counts is not stored", "what the bridge counts is stored again"
+            logger, "the bridge's counts are not stored", "the bridge's counts are stored again"
         )
         self._thread = threading.Thread(target=self._run, name="bridge-reporter", daemon=True)
 
@@ -102,7 +102,7 @@ class Reporter:
             self._outage.failed(error.message)
             return
         except Exception:  # metrics must not end a bridge
-            logger.exception("what the bridge counts is not stored")
+            logger.exception("the bridge's counts are not stored")
             return
         self._outage.over()
         self._sequence.stored()

@@ -44,7 +44,7 @@ _MAX_REASON = 2000
 _MAX_SHORT = 255
 _MAX_KEPT_BYTES = 64 * 1024
 """A dead letter's headers and reasons must fit one AMQP frame of 128 KiB."""
-_GONE_TEXT = "the prediction was there; the time that it is kept for is over"
+_GONE_TEXT = "the prediction was computed, and has expired since"
 _notes = msgspec.msgpack.Decoder(Note)
 
 

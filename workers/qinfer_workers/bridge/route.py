@@ -63,7 +63,7 @@ class Route:
         self._observed = endpoints.observed
         self._loop = asyncio.get_running_loop()
         self._states: dict[str, str] = {}  # ends in hand, by id → final state
-        self._lost = OutageLog(logger, "no queue takes what is published", remind_s=REMIND_S, route=options.name)
+        self._lost = OutageLog(logger, "published messages reach no queue", remind_s=REMIND_S, route=options.name)
         self._publishers = self._make_publishers()
         self._intake = Intake(
             name=options.name,

@@ -14,7 +14,7 @@ from qinfer.observe.logs import Fence
 from qinfer.submission.pending import Sink
 from qinfer.tensors import Tensor
 
-_FENCE = Fence(logging.getLogger(__name__), "traces of calls lost, the calls go on without")
+_FENCE = Fence(logging.getLogger(__name__), "traces of calls lost, the calls continue")
 
 MOST_TENSOR_BYTES = 16 * 1024
 """Of one tensor."""

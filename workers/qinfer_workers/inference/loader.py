@@ -144,7 +144,7 @@ class Loader:
         if self.limiter is not None:
             self.limiter(spec)
         if pinned and not loaded.executes(pinned):
-            raise ModelLoadFailed("its files or configuration are not those that it was pinned with")
+            raise ModelLoadFailed("its files or configuration differ from the pinned ones")
         if planned is not None:
             return Change(kind=Kind.NEW, loaded=loaded)
         if (kept := self._kept(loaded, directory, serving)) is not None:

@@ -394,7 +394,7 @@ class Publisher:
         for address, group, is_large in _chunks(items, responses):
             blob = encode_responses([await self._store(items, group[0])] if is_large else group)
             if not await self._queue.publish(address, blob):
-                logger.debug("nobody waits any more", extra={"reply_to": address})
+                logger.debug("no caller reads the reply stream", extra={"reply_to": address})
         self._count(items, begin_ns)
 
     async def _store(self, items: Sequence[Pending], response: Response) -> Response:

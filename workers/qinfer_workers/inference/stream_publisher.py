@@ -98,7 +98,7 @@ class StreamPublisher:
         if items[0].request.reply_to:
             is_there = await self._queue.publish(name, encode_responses([response for _, response in group]))
             if not is_there:
-                logger.debug("nobody waits any more", extra={"reply_to": name})
+                logger.debug("no caller reads the reply stream", extra={"reply_to": name})
                 self.streams.leave(name)
             self._publisher.finish_soon([item for item, response in group if response.final])
             await self._unmark(group)

@@ -122,7 +122,7 @@ class ExecutionWatchdog:
                 continue
             if self._warned.get(clock) != began:
                 self._warned[clock] = began
-                logger.warning("execution is late: half of its limit is over", extra=_told(clock, elapsed_s))
+                logger.warning("execution is late: it has used half of its limit", extra=_told(clock, elapsed_s))
             if late is Lateness.OVER and may_end:
                 self._end(clock, interrupt, leave, elapsed_s)
 
@@ -164,7 +164,7 @@ class ExecutionWatchdog:
                 self.look(once, may_end=not is_starved)
                 before, unready = unready, self.unready()
                 if unready != before:
-                    logger.warning("models say by is_ready whether they are ready", extra={"unready": _shown(unready)})
+                    logger.warning("readiness of models changed by their own is_ready", extra={"unready": _shown(unready)})
                     changed()
             except Exception:
                 logger.exception("the watchdog failed to look")

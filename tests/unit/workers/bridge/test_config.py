@@ -137,7 +137,7 @@ def test_what_is_refused_comes_back_by_no_other_route(
     if not is_circle:
         assert len(parse_config({"routes": routes}, {}).routes) == 2
         return
-    with pytest.raises(SettingsError, match="comes back to its queue 'a' by way of other routes"):
+    with pytest.raises(SettingsError, match="return to its queue 'a' by way of other routes"):
         parse_config({"routes": routes}, {})
 
 

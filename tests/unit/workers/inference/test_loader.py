@@ -187,7 +187,7 @@ def test_other_content_than_was_pinned_is_not_loaded(scene: Scene) -> None:
     executed = scene.load().loaded.executed_hash
     scene.serving = None
 
-    with pytest.raises(ModelLoadFailed, match="not those that it was pinned with"):
+    with pytest.raises(ModelLoadFailed, match="differ from the pinned ones"):
         scene.load(pinned=("sha256:other",))
 
     assert len(scene.made) == 1

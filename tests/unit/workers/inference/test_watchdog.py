@@ -74,7 +74,7 @@ def test_half_of_the_limit_is_warned_of_once(now: Time, caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         slow.watched.execute(BATCH, Ctx())
 
-    assert [record.message for record in caplog.records] == ["execution is late: half of its limit is over"]
+    assert [record.message for record in caplog.records] == ["execution is late: it has used half of its limit"]
     assert slow.left == []
 
 

@@ -75,7 +75,7 @@ def parse_content_type(text: str) -> Content:
     charset = _CHARSET.search(text)
     problem = ""
     if name == _PICKLE:
-        problem = "the content type is that of Python's pickle, which is never read; publish with serializer='json'"
+        problem = "the content type is Python's pickle, which is never read; publish with serializer='json'"
     elif charset and kind not in ("raw", "arrow-stream", "arrow-file") and charset[1].lower() not in _UTF_8:
         problem = f"the character set of the content type is '{shown(charset[1])}'; send the text as UTF-8"
     return Content(kind, length[1] if length else None, problem)
@@ -137,7 +137,7 @@ def _decompressed(body: Bytes, field: str, value: object, max_bytes: int) -> Byt
     if rest is None:
         raise InvalidRequest(f"the {name} body is cut off; send all of it")
     if rest:
-        raise InvalidRequest(f"the {name} body goes on behind its end; compress it as one")
+        raise InvalidRequest(f"the {name} body has data behind its end; compress it as one stream")
     return plain
 
 

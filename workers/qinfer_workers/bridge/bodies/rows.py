@@ -197,10 +197,10 @@ def _size(array: pa.Array, limits: ArrowLimits) -> int:
     if isinstance(array, pa.ExtensionArray):
         return _size(array.storage, limits)
     if pa.types.is_run_end_encoded(kind) or pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
-        raise InvalidRequest(f"a column is of type {kind}; write its values as they are, or as plain lists")
+        raise InvalidRequest(f"a column is of type {kind}; write plain values, or plain lists")
     if isinstance(array, pa.DictionaryArray):
         if pa.types.is_nested(kind.value_type) or pa.types.is_dictionary(kind.value_type):
-            raise InvalidRequest(f"a column is of type {kind}; write its values as they are")
+            raise InvalidRequest(f"a column is of type {kind}; write plain values")
         each = _lengths(array.dictionary)
         return int(each[array.indices.drop_null().to_numpy()].sum())
     if pa.types.is_fixed_size_list(kind) and len(array) * kind.list_size > limits.size_bytes:

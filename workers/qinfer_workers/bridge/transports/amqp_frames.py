@@ -150,7 +150,7 @@ class FrameReader:
             if stop >= end:
                 break
             if data[stop] != _END:
-                raise BrokenFrames("the broker sent what is no AMQP frame")
+                raise BrokenFrames("the broker sent an invalid AMQP frame")
             payload = data[position + 7 : stop]
             position = stop + 1
             if channel != self._channel or not self._take(kind, payload, messages):

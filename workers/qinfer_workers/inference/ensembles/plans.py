@@ -90,7 +90,7 @@ class Planner:
         def resolve(step: EnsembleStep) -> Resolved:
             version = versions.get((step.model, step.version))
             if version is None:
-                raise NotYet(f"model '{step.model}' is no step of the ensemble with which the job was planned")
+                raise NotYet(f"model '{step.model}' is not a step of the ensemble that the job was planned with")
             return Resolved(_spec_of(stored[step.model], self._limits), version)
 
         own = stored[executes[0].model]

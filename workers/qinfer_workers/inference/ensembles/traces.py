@@ -21,7 +21,7 @@ from qinfer.submission.pending import Sink
 from qinfer_workers.inference.ensembles.run import Steps, Submitted
 
 _FENCE = Fence(logging.getLogger(__name__), "spans lost")
-_LEFT = Failure("cancelled", "nobody waits for it any more")
+_LEFT = Failure("cancelled", "the caller has left")
 
 
 class RunTrace:
