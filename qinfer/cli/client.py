@@ -75,7 +75,7 @@ def decode_json(content: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        raise Unreachable("what answers at the URL sent no endpoints; is it a gateway of this version?") from None
+        raise Unreachable("the server at the URL sent no endpoints; is it a gateway of this version?") from None
 
 
 def api_key() -> str | None:

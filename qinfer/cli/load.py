@@ -30,7 +30,7 @@ from qinfer.wire.kserve_client import JSON_LENGTH_HEADER
 
 CONNECT_TIMEOUT_S = 10.0
 LAST_ANSWERS_S = 10.0
-"""For requests in flight at the end."""
+"""Time for requests in flight at the end."""
 _LAST_CHUNK = b"0\r\n\r\n"
 
 

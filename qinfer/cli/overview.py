@@ -29,7 +29,7 @@ from qinfer.queue.entries import Share
 from qinfer.queue.lanes import Queue
 
 LOOK_S = 1.0
-"""Between two looks."""
+"""Time between two reads of the state."""
 
 
 class PinRow(msgspec.Struct, frozen=True, kw_only=True):

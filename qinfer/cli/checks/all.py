@@ -217,7 +217,7 @@ def examine_models(
         yield make(
             "models",
             f"{what} is {state.value}: {reason}",
-            "the model's own is_ready says so: it knows why"
+            "see the model's own is_ready, which reports it"
             if state is State.READY
             else "correct the model's files, or start a worker that has what they need; "
             "qinfer models list shows the state",
@@ -245,7 +245,7 @@ def _frames(workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
 
 
 FILES_WARNING, FILES_PROBLEM = 8192, 512
-"""A connection takes one."""
+"""Limits of open files; a connection takes one file."""
 DISK_WARNING_BYTES, DISK_PROBLEM_BYTES = 2 * 2**30, 200 * 2**20
 
 _TIMEOUT_S = 3.0

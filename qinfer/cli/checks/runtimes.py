@@ -100,7 +100,7 @@ def load_runtime(runtime: Runtime) -> Loaded:
 
 
 def examine_gpus(dev: Path = Path("/dev")) -> Iterator[Finding]:
-    """Yields a finding for each NVIDIA GPU in `dev`, or for none of them."""
+    """Yields a finding for each NVIDIA GPU in `dev`, or one if there is no GPU."""
     here = sorted(path.name for path in dev.glob("nvidia[0-9]*"))
     if find_spec("pynvml") is None:
         if here:
@@ -128,7 +128,7 @@ def examine_gpus(dev: Path = Path("/dev")) -> Iterator[Finding]:
             name = pynvml.nvmlDeviceGetName(handle)
             yield ok(f"GPU {number}", f"{name}, driver {driver}, {used:.1f} of {total:.1f} GiB used")
     except pynvml.NVMLError as error:
-        yield warning("GPU", f"the driver does not tell: {error}")
+        yield warning("GPU", f"the driver can't be read: {error}")
     finally:
         pynvml.nvmlShutdown()
 

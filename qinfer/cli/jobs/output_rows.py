@@ -21,7 +21,7 @@ _MICROSECONDS: dict[type[pa.DataType], Callable[[Any], pa.DataType]] = {
     pa.DurationType: lambda _: pa.duration("us"),
     pa.Time64Type: lambda _: pa.time64("us"),
 }
-"""Python has no nanoseconds."""
+"""Types that become microseconds, because Python has no nanoseconds."""
 
 
 class Row(NamedTuple):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from qinfer.client import Job, JobStatus
 
 BY_SIGNAL = 128
-"""Plus the signal's number: the exit code."""
+"""With the signal's number added, this is the exit code."""
 
 
 class Stopped(BaseException):

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from qinfer.cli.scaling.scaler import Autoscaler
 
 POLL_S = 0.25
-"""Between two looks at a start."""
+"""Time between two looks at a start."""
 GATEWAY_POLICY = RestartPolicy(give_up_after=3)
 REDIS_POLICY = RestartPolicy(give_up_after=5)
 WORKER_POLICY = RestartPolicy()
 PORT_WAIT_S = 10.0
-"""For the gateway of a killed `qinfer up` to end."""
+"""Time for the gateway of a killed `qinfer up` to end."""
 
 
 def run_deployment(options: UpOptions) -> None:

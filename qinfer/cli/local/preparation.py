@@ -129,7 +129,7 @@ class Preparation:
 
 
 EXECUTE_TIMEOUT_S = 300.0
-"""Unless model or environment set a limit."""
+"""The limit unless model or environment sets one."""
 
 
 def completed(options: UpOptions, settings: Settings) -> Sections:

@@ -28,7 +28,7 @@ _POKE = b"\0"
 
 
 KILL_MARGIN_S = 5.0
-"""Above a program's own drain limit, before it is killed."""
+"""Time beyond a program's own drain limit; then it is killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from qinfer.models.state import State, WorkerRecord
 
 MODULE = "qinfer_workers.inference"
 _MAX_STARTS = 3
-"""Then a crashing worker no longer counts as starting."""
+"""After so many, a crashing worker no longer counts as starting."""
 
 
 class PoolWorker(Program):

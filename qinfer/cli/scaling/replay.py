@@ -25,7 +25,7 @@ _FIGURES: Mapping[str, tuple[str, str, Callable[[Outcome, float], float]]] = {
     "turns": ("of them reversals", "{}", lambda of, _: of.turns),
     "left_rows": ("rows left at the end", "{:,}", lambda of, _: of.left),
 }
-"""Name → label, format, and the value for an outcome and a late wait."""
+"""A measure's name → label, format, and the value for an outcome and a late wait."""
 
 
 def run_replay(path: Path, options: Mapping[str, float], late_s: float | None, *, as_json: bool = False) -> None:

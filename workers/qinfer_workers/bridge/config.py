@@ -98,7 +98,7 @@ def _job(model: str, columns: Mapping[str, str | tuple[str, ...] | InputMap]) ->
 
 
 MAX_NAME = 64
-"""It is part of the name of the outbox."""
+"""A limit, because the name is part of the outbox's."""
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 

@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 MOST_AT_ONCE = 500
 MOST_IN_HAND = 4 * MOST_AT_ONCE
 MOST_BYTES_IN_HAND = 64 * 2**20
-"""An unreachable sink must not fill the memory."""
+"""A limit, so that an unreachable sink does not fill the memory."""
 
 REREAD_S = 1.0
-"""Without a hint, which may be lost."""
+"""Time between two reads without a hint; hints may be lost."""
 
 PACE_S = 0.01
-"""Between two partial reads, so that each finds many."""
+"""Pause between two partial reads, so that each finds many."""
 
 _LONGEST_PAUSE_S = 1.0
 _MESSAGE_BYTES = 1000
-"""Besides its body."""
+"""Assumed size of a message without its body."""
 
 
 class Endings:

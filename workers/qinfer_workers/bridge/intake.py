@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MOST_AT_ONCE = 256
 FEWEST_AT_ONCE = 16
 ROOM_S = 1.0
-"""When to try a full lane in any case."""
+"""Time after which a full lane is tried in any case."""
 
 _QUIET_S = 10.0  # a full lane has room for a few messages at each answer
 _SHORTEST_S = 0.02

@@ -40,7 +40,7 @@ REPORT_TTL_S = 15.0
 """Without a report, a bridge does not count as live."""
 
 CLOSE_S = 5.0
-"""For the last report; without Redis, its counts are lost."""
+"""Time for the last report; without Redis, its counts are lost."""
 
 
 class Reporter:

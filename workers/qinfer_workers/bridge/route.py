@@ -39,11 +39,11 @@ from qinfer_workers.bridge.versions import RouteVersions
 logger = logging.getLogger(__name__)
 
 AGAIN_S = 1.0
-"""Before an undeliverable dead letter is published again."""
+"""Wait before an undeliverable dead letter is published again."""
 
 NO_STEP_S = 0.1
 LAST_STEP_S = 5.0
-"""For each of the last steps; the next bridge gets unfinished messages."""
+"""Time for each of the last steps; the next bridge gets unfinished messages."""
 
 
 class Route:

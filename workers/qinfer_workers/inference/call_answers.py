@@ -26,7 +26,7 @@ from qinfer.errors import (
 from qinfer.submission.pending import Pending
 
 GRACE_S = 1.0
-"""For the event loop to report a deadline."""
+"""Time for the event loop to report a deadline."""
 
 EXPIRED = "Request timeout expired"
 _CANCELLED = "the call was cancelled"

@@ -17,10 +17,10 @@ from qinfer.tensors import Tensor
 _FENCE = Fence(logging.getLogger(__name__), "traces of calls lost, the calls continue")
 
 MOST_TENSOR_BYTES = 16 * 1024
-"""Of one tensor."""
+"""Bytes of one tensor in a trace."""
 
 MOST_BYTES = 64 * 1024
-"""Of all tensors of a call; further tensors are left out."""
+"""Bytes of all tensors of a call; further tensors are left out."""
 
 
 def traced(request: InferRequest, sink: Sink, now_s: Callable[[], float]) -> tuple[InferRequest, Sink]:

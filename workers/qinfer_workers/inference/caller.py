@@ -70,7 +70,7 @@ class CallLimits(Protocol):
         ...
 
     def conflict(self, spec: ModelSpec, callers: Sequence[Holder]) -> str:
-        """Returns why only this worker could run a model for these callers; empty = others can."""
+        """Returns why other workers can't run a model for callers that hold its resources; empty = they can."""
         ...
 
 

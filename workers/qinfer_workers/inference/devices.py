@@ -11,7 +11,7 @@ _GPU = re.compile(r"nvidia\d+")
 
 
 def gpus_here(allowed: tuple[int, ...] | None, visible: str | None, dev: Path = Path("/dev")) -> tuple[int, ...]:
-    """Returns the GPUs of this worker: `allowed`, or those in CUDA_VISIBLE_DEVICES (`visible`), or all."""
+    """Returns this worker's GPUs by CUDA's numbers: `allowed`, or those `visible` to CUDA, or all."""
     if allowed is not None:
         return tuple(sorted(set(allowed)))
     if visible is not None:

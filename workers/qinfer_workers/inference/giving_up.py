@@ -18,11 +18,11 @@ from qinfer_workers.inference.serving import LaneBatcher
 logger = logging.getLogger(__name__)
 
 STATUS = 70
-"""EX_SOFTWARE of sysexits.h."""
+"""The exit code, EX_SOFTWARE of sysexits.h."""
 
 _SETTLE_S = 1.0
 _OTHERS_S = GRACE_S - 2 * _SETTLE_S
-"""For batches of other instances."""
+"""Time for batches of other instances."""
 
 
 def overdue_error(clock: ExecutionClock) -> ExecutionOverdue:

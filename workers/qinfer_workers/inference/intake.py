@@ -31,7 +31,7 @@ from qinfer_workers.inference.serving import LaneBatcher
 logger = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
-"""Before releases, because this worker may fetch the entry again at once."""
+"""A pause before a release, because this worker may fetch the entry again at once."""
 
 LEAST_DELIVERIES = 2
 """The first delivery may have failed because of another item of its batch."""

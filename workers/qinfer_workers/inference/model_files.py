@@ -17,7 +17,7 @@ from qinfer.models.repository.files import IGNORED
 from qinfer.models.state import StoredModel
 
 WARMUP_DIRECTORY = "warmup"
-"""Beside the version directories."""
+"""A directory beside the versions'."""
 INITIAL_STATES = "initial_state"
 
 _OF_ALL_VERSIONS = ("instance_group", "version_policy")
@@ -28,7 +28,7 @@ _EXECUTED = (
     *("platform", "backend", "runtime", "default_model_filename", "cc_model_filenames", "model_operations"),
     *("input", "output", "batch_input", "batch_output", "optimization", "ensemble_scheduling"),
 )
-"""Decide a version's answers."""
+"""Settings that change a version's answers."""
 _OF_SEQUENCES = ("control_input", "state", "iterative_sequence")
 _SCHEDULING = (DEFAULT_TIMEOUT, MAX_TIMEOUT, LANE_CAPACITY, MIN_WORKERS)
 

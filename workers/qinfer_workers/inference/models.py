@@ -36,7 +36,7 @@ REREAD_S = 10.0
 _REREAD = 20
 """Models re-read at each look, in case a writer died before it sent news."""
 RELOAD_S = 30.0
-"""Before the first retry of a load whose files can't be reached; later ones wait longer."""
+"""Wait before the first retry of a load whose files can't be reached; later waits are longer."""
 LONGEST_RELOAD_S = 240.0
 _RETRY_S = 1.0
 

@@ -87,7 +87,7 @@ class RateLimiter:
         return self.ledger.holds(callers)
 
     def conflict(self, spec: ModelSpec, callers: Sequence[Holder]) -> str:
-        """Returns why only this worker could run a model for these callers; empty = others can."""
+        """Returns why other workers can't run a model for callers that hold its resources; empty = they can."""
         return self.ledger.conflict(spec.name, map(needs_of, groups_of(spec, self._gpus)), callers)
 
     def refusal(self, instances: Sequence[Instance], callers: Sequence[Holder]) -> str:

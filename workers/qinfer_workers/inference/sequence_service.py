@@ -54,7 +54,7 @@ from qinfer_workers.inference.step_publisher import StepPublisher
 
 logger = logging.getLogger(__name__)
 
-GIVEN_UP = "another tenant waited for a slot of the model, of which this one had the most"
+GIVEN_UP = "another tenant waited for a slot of the model, and this one had the most slots"
 RELOADED = "the model was loaded anew with another configuration"
 _PARTITION = 0  # until models are spread
 _RETRY_S = 0.5

@@ -28,7 +28,7 @@ SLOW_S = 0.25
 """Slower reads no longer count, so that a slow store delays only its own requests."""
 
 STALLED_S = 2.0
-"""After this stall of `MAX_READS` reads, requests without external payloads are fetched."""
+"""If `MAX_READS` reads stall this long, requests without external payloads are fetched."""
 
 
 class PayloadReads:

@@ -55,7 +55,7 @@ class StreamPublisher:
         self._limits = limits
         self._mark_s = mark_s
         self._waiting: dict[str, deque[Sent]] = {}
-        """By reply address, or by asynchronous request."""
+        """Keyed by reply address, or by asynchronous request."""
 
     def send(self, sent: Sequence[Sent]) -> None:
         """Publishes responses in order; those that arrive meanwhile leave together."""

@@ -94,9 +94,9 @@ class Worker:
         self._exclusive = asyncio.Lock()
         self.catalog = Catalog(store, settings.limits)
         self._is_quiescing = False
-        """Only models that executing batches call continue."""
+        """If set, only models that executing batches call continue."""
         self._is_ending = False
-        """The requests of ensembles end, too."""
+        """If set, the requests of ensembles end, too."""
         self._keeper = LeaseKeeper(renewals, queue.clock, settings.worker.lease_s, self._lanes, self._lost)
         self._bulk = ShardService(settings, queue, self._keeper, worker_id)
         self._planner = Planner(store, settings.limits)

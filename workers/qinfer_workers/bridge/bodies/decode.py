@@ -98,7 +98,7 @@ def _shape_problem(tensor: TensorSpec) -> str:
 
 
 MAX_REPLY_BYTES = 4096
-"""Of an encoded `ReplyEncoding`."""
+"""A limit for an encoded `ReplyEncoding`."""
 
 _LONG_ID = 512
 _MAX_REASON = 1000  # senders choose names

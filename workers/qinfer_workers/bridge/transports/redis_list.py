@@ -33,10 +33,10 @@ _TAKE = load_script("take", "now_ms", package=_PACKAGE).text
 _LEASE = load_script("lease", "now_ms", package=_PACKAGE).text
 
 LEASE_S = 30.0
-"""Before another bridge takes a killed one's messages; option `visibility_timeout` overrides it."""
+"""Time until another bridge takes a killed one's messages; option `visibility_timeout` overrides it."""
 
 MAX_BYTES_IN_HAND = 256 * 2**20
-"""Of unacknowledged messages."""
+"""A limit for all unacknowledged messages."""
 
 _IDLE_S = 0.25
 _BUSY_S = 0.05

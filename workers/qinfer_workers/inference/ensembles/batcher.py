@@ -20,7 +20,7 @@ from qinfer.queue.entries import Lane
 from qinfer_workers.inference.ensembles.runs import RunParts, Runs
 
 MAX_REQUESTS = 256
-"""Of one ensemble version."""
+"""The most held requests of one ensemble version."""
 
 MAX_BYTES = 256 * 2**20
 """Above these input bytes, no more are fetched."""

@@ -1,8 +1,8 @@
--- Takes messages: first those whose lease has ended, then those that have arrived, oldest first.
--- A call that is repeated, because its reply was lost, gets the messages that it took.
--- KEYS: leases, taken, oversized, then the lists. ARGV: nonce, lease in ms, most messages, bytes after which no more
--- are taken, most bytes of a message.
--- Returns for each message its id, its size in bytes, and its text; no text where it is larger.
+-- Takes messages: those with an ended lease first, then new ones, oldest first. A repeated call, whose reply was lost,
+-- gets the same messages.
+-- KEYS: leases, taken, oversized, then the lists.
+-- ARGV: nonce, lease in ms, most messages, bytes after which no more are taken, most bytes of a message.
+-- Returns id, size in bytes, and text of each message; no text for larger ones.
 local leases, taken, oversized = KEYS[1], KEYS[2], KEYS[3]
 local nonce, most, enough, largest = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local now = now_ms()
@@ -16,7 +16,7 @@ for index, key in ipairs(KEYS) do
   end
 end
 
--- A Redis that is full refuses writes that need memory, unless a script has begun to write: it can be emptied, too.
+-- A full Redis refuses writes that need memory, unless the script has written before: this lets the list be emptied.
 redis.call('ZREM', leases, nonce)
 
 local function give(id, size, text)
@@ -26,7 +26,7 @@ local function give(id, size, text)
   bytes, most = bytes + (text and size or 0), most - 1
 end
 
--- Gives a message that was taken before; returns whether it is still there.
+-- Gives a taken message again; returns false if it is gone.
 local function give_again(id)
   local text = redis.call('HGET', taken, id)
   local size = text and #text or redis.call('HSTRLEN', oversized, id)
@@ -50,7 +50,7 @@ for list = 4, #KEYS do
     ids = ids + 1
     local id, size = nonce .. '-' .. ids, #text
     local place = size > largest and oversized or taken
-    -- Removed last: a step that Redis refuses, such as for its ACL, must not cost the message.
+    -- Removed last: a refused step, such as by an ACL, must not lose the message.
     redis.call('ZADD', leases, ends, id)
     redis.call('HSET', place, id, text)
     local removed = redis.pcall('RPOP', KEYS[list])
