@@ -103,7 +103,7 @@ def rotate(
     overlap: Annotated[str, typer.Option("--overlap", help="Time for which both keys are valid.")] = "24h",
     expires: Annotated[
         str,
-        typer.Option("--expires", help="Time from now until the new key expires; default: the lifetime that the old one got."),
+        typer.Option("--expires", help="Time from now until the new key expires; default: the old one's lifetime."),
     ] = "",
     file: FileOption = Path("keys.json"),
     as_json: JsonOption = False,

@@ -52,7 +52,9 @@ _RULES = ("argmax", "equal", "within")
 StableArgument = Annotated[
     str, typer.Argument(metavar="STABLE", help="MODEL:VERSION to compare with, or MODEL: its highest ready version.")
 ]
-CanaryArgument = Annotated[str, typer.Argument(metavar="CANARY", help="The target to compare with STABLE, in the same form.")]
+CanaryArgument = Annotated[
+    str, typer.Argument(metavar="CANARY", help="The target to compare with STABLE, in the same form.")
+]
 SampleOption = Annotated[int, typer.Option("--sample", min=0, help="Number of first rows to compare; 0: all.")]
 AgreeOption = Annotated[
     list[str] | None,
@@ -66,7 +68,7 @@ ToleranceOption = Annotated[
     float, typer.Option("--tolerance", min=0, help="The distance up to which floats are within the tolerance.")
 ]
 RelativeOption = Annotated[
-    float, typer.Option("--relative", min=0, help="A tolerance as a share of STABLE's value; it is added to --tolerance.")
+    float, typer.Option("--relative", min=0, help="A tolerance as a share of STABLE's value, added to --tolerance.")
 ]
 AllowOption = Annotated[
     float, typer.Option("--allow", min=0, max=1, help="The share of rows that may differ; more is exit code 1.")

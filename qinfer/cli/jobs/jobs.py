@@ -25,7 +25,7 @@ SUBMIT_EXAMPLE = (
 _MOST_PRUNED = 10_000
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _WIDE = 110
-"""Columns of a terminal with room for speeds and URLs."""
+"""Terminal width from which speeds and URLs are shown."""
 _MODEL_WIDTH = 16
 
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help="The job's id.")]
@@ -96,7 +96,7 @@ NullOption = Annotated[
     list[str] | None,
     typer.Option(
         "--null",
-        help="TENSOR=VALUE: the treatment of nulls in an input's columns: error (their rows fail, the default), nan, or "
+        help="TENSOR=VALUE: how to treat nulls in an input's columns: error (their rows fail, the default), nan, or "
         "the value that replaces them, as JSON or as text.",
     ),
 ]
@@ -164,9 +164,7 @@ RowsPerPartOption = Annotated[
 PriorityOption = Annotated[str, typer.Option("--priority", help="high, normal or low.")]
 OnVersionChangeOption = Annotated[
     str,
-    typer.Option(
-        "--on-version-change", help="wait or fail, when the job's model version can't be kept unchanged."
-    ),
+    typer.Option("--on-version-change", help="wait or fail, when the job's model version can't be kept unchanged."),
 ]
 ErrorThresholdOption = Annotated[
     float,

@@ -61,9 +61,7 @@ class Reporter:
         self._every_s = every_s
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
-        self._outage = OutageLog(
-            logger, "the bridge's counts are not stored", "the bridge's counts are stored again"
-        )
+        self._outage = OutageLog(logger, "the bridge's counts are not stored", "the bridge's counts are stored again")
         self._thread = threading.Thread(target=self._run, name="bridge-reporter", daemon=True)
 
     def start(self) -> None:

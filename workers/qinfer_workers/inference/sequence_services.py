@@ -75,7 +75,7 @@ class SequenceServices:
     async def retire(self, key: Key, is_wanted: Callable[[], bool]) -> bool:
         """Waits for a version's sequences to end, and unloads it; returns whether it did.
 
-        A pin keeps a version that only its policy dropped wanted until then.
+        Until then, a pin keeps the version wanted, if only its policy dropped it.
         """
         service = self._services[key]
         if service.has_open:

@@ -164,7 +164,9 @@ class ExecutionWatchdog:
                 self.look(once, may_end=not is_starved)
                 before, unready = unready, self.unready()
                 if unready != before:
-                    logger.warning("readiness of models changed by their own is_ready", extra={"unready": _shown(unready)})
+                    logger.warning(
+                        "readiness of models changed by their own is_ready", extra={"unready": _shown(unready)}
+                    )
                     changed()
             except Exception:
                 logger.exception("the watchdog failed to look")
