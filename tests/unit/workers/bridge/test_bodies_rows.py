@@ -260,7 +260,7 @@ LIES = [
     (b"\xff\xff\xff\xff\xff\xff\xff\x7f", STREAM, "no Arrow stream"),
     (b"ARROW1\0\0", FILE, "no Arrow file"),
     (b"ARROW1\0\0" + b"\xff\xff\xff\x7fARROW1", FILE, "no Arrow file"),
-    (arrow({"X": pa.array([[1, 2]], pa.list_view(pa.int8()))}), STREAM, "as plain lists"),
+    (arrow({"X": pa.array([[1, 2]], pa.list_view(pa.int8()))}), STREAM, "or plain lists"),
     (arrow({"X": [{"a": 1}]}), STREAM, "is of type struct<"),
     (stream_of_one_name("x" * 2**17, 2000), STREAM, "its schema takes too much memory"),
     (file_of_one_name("x" * 2**17, 2000), FILE, "its schema takes too much memory"),

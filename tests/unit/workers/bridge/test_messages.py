@@ -145,7 +145,7 @@ def test_a_prediction_that_has_expired_is_reported_as_gone(end: Ending) -> None:
     assert rendered is not None
     (dead_letter,) = rendered.messages
     assert (rendered.state, dead_letter.place, dead_letter.headers["x-qinfer-state"]) == (GONE, Place.DEAD_LETTER, GONE)
-    assert "time that it is kept" in dead_letter.headers["x-qinfer-reason"]
+    assert "has expired since" in dead_letter.headers["x-qinfer-reason"]
 
 
 def test_nothing_is_published_of_notes_that_can_not_be_read() -> None:
