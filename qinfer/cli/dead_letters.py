@@ -72,7 +72,7 @@ def choose(ids: Sequence[str] | None, *, everything: bool) -> Sequence[str] | No
     if bool(ids) == everything:
         raise InvalidRequest("name dead letters by their ids, or give --all; `qinfer dlq list MODEL` lists them")
     for letter_id in ids or ():
-        place_after(letter_id)
+        place_after(letter_id)  # refuses a malformed id
     return ids or None
 
 
@@ -142,7 +142,7 @@ def run_purge(settings: RedisSettings, model: str, ids: Sequence[str] | None) ->
 def _run(
     settings: RedisSettings, operation: Callable[[DeadLetters], Awaitable[T]], *, needs_payloads: bool = True
 ) -> T:
-    limits = load_settings().limits if needs_payloads else None
+    limits = load_settings().limits if needs_payloads else None  # with the payload store
 
     async def run() -> T:
         delivery = await Queue.connect(settings, limits)

@@ -140,7 +140,7 @@ class QueueWatch:
             self._loop.close()
 
     def _call(self, callback: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # the thread may have ended
             self._loop.call_soon_threadsafe(callback)
 
     def _end(self) -> None:

@@ -35,7 +35,7 @@ async def _serve(config: BridgeConfig, settings: Settings) -> int:
     loop, starting = asyncio.get_running_loop(), asyncio.current_task()
     assert starting is not None
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, starting.cancel)
+        loop.add_signal_handler(signum, starting.cancel)  # the start may wait for Redis
     touching = None if (health := open_health(settings)) is None else loop.create_task(health.run())
     async with open_links(settings) as links:
         for signum in (signal.SIGTERM, signal.SIGINT):

@@ -58,7 +58,7 @@ class Endings:
         self._render_one = render
         self._post = post
         self._took = took
-        self._in_hand: dict[str, int] = {}
+        self._in_hand: dict[str, int] = {}  # ends → bytes of their results
         self._in_hand_bytes = 0
         self._confirmed: deque[str] = deque()
         self._news = asyncio.Event()

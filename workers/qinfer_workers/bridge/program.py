@@ -70,7 +70,7 @@ class Reporter:
 
     def close(self) -> None:
         """Writes the last report, and ends the thread. Blocks."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(CLOSE_S)
 

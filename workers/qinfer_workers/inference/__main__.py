@@ -55,7 +55,7 @@ async def serve(settings: Settings) -> None:
     loop, starting = asyncio.get_running_loop(), asyncio.current_task()
     assert starting is not None
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, starting.cancel)
+        loop.add_signal_handler(signum, starting.cancel)  # the start may wait for Redis
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     tracer = tracing.open_tracer(os.environ, tracing.WORKER, worker_id)
     health = open_health(settings)
@@ -141,6 +141,6 @@ def _leave(status: list[int]) -> None:
 
 if __name__ == "__main__":
     ended = [1]
-    atexit.register(_leave, ended)
+    atexit.register(_leave, ended)  # registered first, so it runs last
     ended[0] = main()
     sys.exit(ended[0])

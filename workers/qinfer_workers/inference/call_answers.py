@@ -168,7 +168,7 @@ class Responses:
         self.close()
 
     def _on_loop(self, callback: Callable[..., None], *args: int) -> None:
-        with suppress(RuntimeError):
+        with suppress(RuntimeError):  # the loop is closed, and all calls have ended
             self._loop.call_soon_threadsafe(callback, *args)
 
 

@@ -221,11 +221,12 @@ class Caller:
         timeout_s = min(deadline_s - self._now_s(), served.spec.max_timeout_s)
         if timeout_s <= 0:
             raise DeadlineExceeded(EXPIRED)
+        # The submission changes the copy. `timeout_s` has the request's own timeout.
         request = msgspec.structs.replace(request, generation=0, attempt=0, timeout_s=0.0, payload=False)
         check(request, served)
         try:
             self._loop.call_soon_threadsafe(self._submit, served, request, answer, timeout_s)
-        except RuntimeError:
+        except RuntimeError:  # the loop is closed
             raise Cancelled(_ENDING) from None
 
     def _aimed(self, request: InferRequest, deadline_s: float) -> InferRequest:
@@ -275,7 +276,7 @@ class Caller:
     def _on_loop(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:
+        except RuntimeError:  # the loop is closed
             work.close()
             raise Cancelled(_ENDING) from None
 
@@ -329,7 +330,7 @@ class Caller:
         await self._refresh(FRESH_S)
         if self.endpoints is not None and not self._is_following_endpoints:
             await self.endpoints.look()
-            if not self._is_following_endpoints:
+            if not self._is_following_endpoints:  # another call may have begun to
                 self._is_following_endpoints = True
                 self._background.append(self._tasks.create_task(self.endpoints.run()))
 

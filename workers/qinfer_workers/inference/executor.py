@@ -194,7 +194,7 @@ class ThreadExecutor:
             del job, execution, done  # frees the last batch's tensors
         if job is _End.ONE:
             left = threading.Event()
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._leave, instance, left)
                 left.wait(_LEAVE_S)
         for stream in streams:

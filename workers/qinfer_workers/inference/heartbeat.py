@@ -262,7 +262,7 @@ class Heartbeat:
             self._speeds_put.pop(key, None)
             if (speed := self._speeds.get(key)) is not None:
                 await self._store.put_speed(*key, speed)
-                self._speeds_put[key] = speed
+                self._speeds_put[key] = speed  # the last to have its turn again
             if key not in served:
                 self._speeds.pop(key, None)
                 self._speeds_put.pop(key, None)
@@ -317,7 +317,7 @@ class ResourceUsage:
         self.gpus = self._meter.read()
         try:
             self.memory = self._models()
-        except Exception:
+        except Exception:  # the boundary to backends: one may be unloaded meanwhile
             logger.debug("memory of models not measured", exc_info=True)
 
     def _run(self) -> None:

@@ -247,7 +247,7 @@ def _unload(instances: Sequence[Backend]) -> None:
     for instance in instances:
         try:
             instance.unload()
-        except Exception:
+        except Exception:  # the boundary to backends: the others must be unloaded too
             logger.exception("model instance not unloaded")
 
 

@@ -59,7 +59,7 @@ class ModelLoads:
             raise Cancelled(_ENDING)
         try:
             outcome = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:
+        except RuntimeError:  # the loop is closed
             work.close()
             raise Cancelled(_ENDING) from None
         try:

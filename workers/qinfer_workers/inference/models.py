@@ -195,7 +195,7 @@ class Models:
                 self._settled.pop(name, None)
                 if wanted is not None:
                     self._settled[name] = wanted
-        except BrokerUnavailable as error:
+        except BrokerUnavailable as error:  # the next look starts it again
             logger.warning("model not settled", extra={"model": name, "reason": error.message})
         finally:
             del self._tasks[name]
@@ -254,10 +254,10 @@ class Models:
             else:
                 logger.exception("load failed", extra=extra)
             self._fail(key, model.generation, error)
-            if hashes and name not in self._again_at:
+            if hashes and name not in self._again_at:  # files or memory may come back
                 self._try_later(key)
             return False
-        if name not in self._wanted and change.kind is not Kind.SAME:
+        if name not in self._wanted and change.kind is not Kind.SAME:  # unloaded meanwhile
             await in_thread(f"unload-{name}", lambda: self._loader.discard(change))
             if serving is None:
                 del self._states[key]

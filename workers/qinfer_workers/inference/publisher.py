@@ -401,7 +401,7 @@ class Publisher:
         """Stores outputs outside the reply stream; returns the response to publish."""
         item = next(item for item in items if item.request.id == response.request_id)
         lane, tenant = item.lease.entry.lane, item.request.tenant
-        blob = await asyncio.to_thread(encode_responses, [response])
+        blob = await asyncio.to_thread(encode_responses, [response])  # copying takes long
         try:
             with self._waits(lane, len(blob)):
                 await self._queue.store_result(lane, response.request_id, blob, STORED_TTL_S, tenant)
@@ -431,7 +431,7 @@ class Publisher:
     async def _settle_all(self, answers: Sequence[_Answer], settlements: Sequence[Settlement]) -> None:
         try:
             await self._queue.requests.settle(settlements)
-        except PayloadTooLarge as error:
+        except PayloadTooLarge as error:  # it does not name the settlement: try each
             if len(answers) > 1:
                 for answer, settlement in zip(answers, settlements, strict=True):
                     await self._settle_all([answer], [settlement])

@@ -133,7 +133,7 @@ class Serving:
         others = [lane for lane in others if lane not in own]
         depths = await queue.depth(others)
         if own != self._own():
-            return
+            return  # reconfigured meanwhile
         left = tuple(lane for lane, depth in zip(others, depths, strict=True) if depth)
         self.lanes = own + left
         self.is_settled = not left

@@ -38,7 +38,7 @@ from qinfer.observe.tracing import (
 )
 from qinfer_workers.inference.ensembles.traces import RunTrace
 
-_FENCE = Fence(logging.getLogger(__name__), "spans lost")
+_FENCE = Fence(logging.getLogger(__name__), "spans lost")  # no failure of tracing stops the traced work
 _Work = Callable[[], Awaitable[None]]
 
 

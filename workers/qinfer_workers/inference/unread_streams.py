@@ -115,7 +115,7 @@ class UnreadStreams:
         if len(running) < count:
             return
         held = Counter(tenant for one in running for tenant in _tenants(one.items))
-        if not holding and len(streams) >= OPEN_STREAMS // 2:
+        if not holding and len(streams) >= OPEN_STREAMS // 2:  # a process with that many takes no batch
             holding = streams
             held.update(stream.item.request.tenant for stream in streams)
         unread_s = {stream: stream.unread_s(now_s) for stream in holding}

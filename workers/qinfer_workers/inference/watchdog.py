@@ -72,7 +72,7 @@ class ExecutionWatchdog:
         loop = asyncio.get_running_loop()
 
         def call_soon(clock: ExecutionClock) -> None:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # the loop is closed: the process is ending
                 loop.call_soon_threadsafe(leave, clock)
 
         def changed() -> None:
@@ -132,7 +132,7 @@ class ExecutionWatchdog:
             if clock.expire(interrupt):
                 self._count(clock)
                 logger.error("execution over its limit: the model's process was killed", extra=extra)
-        elif clock.limit is clock.limits.execute:
+        elif clock.limit is clock.limits.execute:  # a load is given up by its waiter
             self._count(clock)
             logger.error("execution over its limit: the worker gives back what it can, and ends", extra=extra)
             leave(clock)

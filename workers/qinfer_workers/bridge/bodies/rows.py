@@ -364,6 +364,7 @@ def _array(name: str, rows: Sequence[Mapping[str, Any]], tensor: TensorSpec) -> 
     try:
         return pa.array(values)
     except BROKEN as error:
+        # The shortest run of rows that can't be one column ends with the wrong row.
         row = bisect_left(range(len(values)), True, key=lambda end: not _is_column(values[: end + 1]))
         raise InvalidRequest(
             f"row {row + 1}: '{shown(name)}' does not fit the rows before, or is mixed in itself: {explained(error)}"

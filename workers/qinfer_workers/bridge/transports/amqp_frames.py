@@ -32,9 +32,9 @@ class AckLine:
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
-        self._done_to = 0
+        self._done_to = 0  # all tags up to it are done
         self._beyond: set[int] = set()  # done, and not acknowledged
-        self._single: set[int] = set()
+        self._single: set[int] = set()  # acknowledged singly, beyond `_done_to`
         self._waits_since_s: float | None = None
 
     def due(self, done: Iterable[int], now_s: float) -> Due:
@@ -133,7 +133,7 @@ class FrameReader:
         self._confirmed = confirmed
         self._returned = returned
         self._rest = b""
-        self._method = b""
+        self._method = b""  # of the message whose content follows
         self._header = b""
         self._left_bytes = 0
         self._parts: list[bytes] = []

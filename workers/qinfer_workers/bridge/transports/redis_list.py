@@ -43,7 +43,7 @@ _BUSY_S = 0.05
 _MOST_AT_ONCE = 100
 _ENOUGH_BYTES = 16 * 2**20
 _ENVELOPE_BYTES = 64 * 2**10  # kombu's properties and headers
-_SEPARATOR, _PRIORITIES = "\x06\x16", (0, 3, 6, 9)
+_SEPARATOR, _PRIORITIES = "\x06\x16", (0, 3, 6, 9)  # of kombu's lists of priorities
 
 
 def is_redis(client: Connection) -> bool:
@@ -144,7 +144,7 @@ class ListSource:
         found: list[Delivered] = []
         for tag, size, text in zip(words, words, words, strict=True):
             name = tag.decode()
-            if name not in self._outstanding:
+            if name not in self._outstanding:  # else our own, whose lease was renewed too late
                 self._outstanding[name] = 0 if text is None else size
                 self._outstanding_bytes += self._outstanding[name]
                 receipt = Receipt(self.epoch, name)

@@ -111,6 +111,7 @@ class _Insisted:
 
     def _again(self) -> None:
         self._timer = None
+        # The earlier submission has changed these fields.
         request = msgspec.structs.replace(
             self._request, generation=0, attempt=0, timeout_s=self._queue_timeout_s, payload=False
         )

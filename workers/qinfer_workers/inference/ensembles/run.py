@@ -194,7 +194,7 @@ class Run:
 
     def streamed(self, branch: _Branch, number: int, response: Response, rows: int) -> None:
         """Takes a response of a decoupled step."""
-        del rows
+        del rows  # a response may have another number
         if self._is_over or number not in branch.open:
             return
         step = self.plan.steps[number]
@@ -291,7 +291,7 @@ class Run:
             trace=asked.trace,
             calls=asked.calls,
         )
-        if asked.holders:
+        if asked.holders:  # a model called the ensemble, and its instance waits
             request.holders = extended([asked.holders], Holder("", asked.model, {}, asked.version))
         take = self.streamed if model.decoupled else self.stepped
         submitted = self._steps.submit_step(step, request, _StepSink(partial(take, branch, number), rows), timeout_s)
