@@ -136,7 +136,7 @@ TypeOption = Annotated[
     ),
 ]
 PartitioningOption = Annotated[
-    str, typer.Option("--partitioning", help="hive: folders such as country=de are columns; default: they are not.")
+    str, typer.Option("--partitioning", help="hive: folders such as country=de become columns; default: none do.")
 ]
 PartitionByOption = Annotated[
     list[str] | None,
