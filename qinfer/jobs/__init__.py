@@ -1,1 +1,1 @@
-"""Bulk jobs: what a job is, how it is cut into shards, how rows are read, parts written and stores left consistent."""
+"""Bulk jobs: specifications, planning of shards, reading of rows, writing of parts, and consistent outputs."""

@@ -1,4 +1,4 @@
-"""Whether a job, a model and the inputs' columns fit together. Pure; every problem names its column or field."""
+"""Checks that a job, a model and the inputs' columns fit together. Pure; each problem names its column or field."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,22 +21,20 @@ from qinfer.models.spec import ModelSpec, TensorSpec
 
 ERROR_COLUMNS = ("error_code", "error_message")
 PLACE_COLUMNS = ("_file", "_row_group", "_row")
-"""Where a row is from, in the output of a job without a key."""
+"""The origin of a row, in outputs without a key."""
 TOP_K_PARTS = ("label", "index", "score")
-"""Endings of the names of the columns that are written of an output's greatest elements."""
+"""Suffixes of the columns for an output's greatest elements."""
 
 _MOST_PROBLEMS = 5
 _MOST_NAMES = 8
-_MOST_COMPARED, _LONGEST_COMPARED = 1000, 200  # to guess what was meant
+_MOST_COMPARED, _LONGEST_COMPARED = 1000, 200  # for guessing the intended name
 
 
 def check(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> None:
-    """Checks that a model can be fed with a file's columns, and that the output's columns have different names.
+    """Checks that a file's columns fit the model, and that the output's columns have different names.
 
-    Names that differ in case only are refused here, and not where shards run: jobs of former releases have some.
-
-    Raises:
-        InvalidRequest: It can't; the message has the first problems.
+    An `InvalidRequest` has the first problems. Names that differ only in case are rejected here, but not where shards
+    run, since jobs of earlier releases may have some.
     """
     found = list(islice(_untyped(spec, model, schema), _MOST_PROBLEMS))
     schema = typed(schema)
@@ -48,7 +46,7 @@ def check(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> None:
 
 
 def problems(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str]:
-    """Finds names that are of nothing, and names that several would have; in words."""
+    """Yields messages about unknown names, and names that are not unique."""
     fields = Fields(schema)
     yield from _unknown("columns", spec.columns, [tensor.name for tensor in model.inputs], f"input of '{model.name}'")
     outputs, written = [tensor.name for tensor in model.outputs], written_outputs(spec, model)
@@ -72,14 +70,14 @@ def problems(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str
     if spec.key:
         yield from _column_problems("key", [spec.key], fields)
     yield from _column_problems("passthrough", [name for name in spec.passthrough if name != "*"], fields)
-    # `exclude` leaves out whole columns.
+    # `exclude` works on whole columns.
     yield from _column_problems("exclude", spec.exclude, Fields(pa.schema([(n, pa.null()) for n in schema.names])))
     yield from _collisions(spec, written, schema)
     yield from _unwritable(spec, schema)
 
 
 def _untyped(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str]:
-    """Finds columns that the job gives types, and that have others or are not read as columns of their own."""
+    """Finds columns in `types` that have another type, or are not read as separate columns."""
     fields, copied = Fields(schema), copied_columns(spec, schema)
     read = {*copied}.union(*(spec.columns_of(tensor.name).columns for tensor in model.inputs))
     for name, kind in spec.column_types.items():
@@ -99,12 +97,12 @@ def _untyped(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str
 
 
 def written_outputs(spec: JobSpec, model: ModelSpec) -> tuple[TensorSpec, ...]:
-    """Returns the output tensors that a job asks for, in the model's order."""
+    """Returns the output tensors that a job writes, in the model's order."""
     return tuple(t for t in model.outputs if not spec.output.tensors or t.name in spec.output.tensors)
 
 
 def output_columns(spec: JobSpec, tensor: TensorSpec) -> tuple[str, ...]:
-    """Returns the names of the columns that an output tensor is written to: one, or those of its greatest elements."""
+    """Returns the names of the columns for an output tensor: one, or several for its greatest elements."""
     name = spec.column_of(tensor.name)
     if tensor.name not in spec.output.top_k:
         return (name,)
@@ -112,12 +110,12 @@ def output_columns(spec: JobSpec, tensor: TensorSpec) -> tuple[str, ...]:
 
 
 def has_place(spec: JobSpec) -> bool:
-    """Tells whether an output says where rows are from: without a key, or with files of failed rows."""
+    """Returns whether output rows have their origin: in jobs without a key, or with files of failed rows."""
     return not spec.key or spec.output.is_split
 
 
 def copied_columns(spec: JobSpec, schema: pa.Schema) -> tuple[str, ...]:
-    """Returns the columns that are copied to the output: `passthrough` in its order or the inputs', then the key."""
+    """Returns the columns that are copied to the output: `passthrough`, then the key."""
     names = spec.passthrough
     if names == ("*",):
         left_out = {*spec.exclude, *spec.output.partition_by}
@@ -142,7 +140,7 @@ def _column_problems(field: str, wanted: Sequence[str], fields: Fields) -> Itera
 
 
 def _unranked(spec: JobSpec, model: ModelSpec, written: Sequence[TensorSpec]) -> Iterator[str]:
-    """Finds outputs without so many elements as are asked for, or without an order."""
+    """Finds outputs in `top_k` that have too few elements, or elements without an order."""
     for tensor in written:
         count, elements = spec.output.top_k.get(tensor.name, 0), prod(tensor.dims)
         if count and model.decoupled:
@@ -161,7 +159,7 @@ def _server_columns(spec: JobSpec) -> tuple[str, ...]:
 
 
 def _collisions(spec: JobSpec, written: Sequence[TensorSpec], schema: pa.Schema) -> Iterator[str]:
-    """Finds columns of the output that would have the same name."""
+    """Finds output columns with equal names."""
     taken = dict.fromkeys(_server_columns(spec), "the server's own column")
     for tensor in written:
         for name in output_columns(spec, tensor):
@@ -182,7 +180,7 @@ def _collisions(spec: JobSpec, written: Sequence[TensorSpec], schema: pa.Schema)
 
 
 def _cases(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str]:
-    """Finds columns of the output whose names differ in case only, which many engines take for one."""
+    """Finds output columns whose names differ only in case, which many engines treat as equal."""
     outputs = [name for tensor in written_outputs(spec, model) for name in output_columns(spec, tensor)]
     taken: dict[str, str] = {}
     for name in (*_server_columns(spec), *outputs, *copied_columns(spec, schema)):
@@ -196,7 +194,7 @@ def _cases(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str]:
 
 
 def _unwritable(spec: JobSpec, schema: pa.Schema) -> Iterator[str]:
-    """Finds copied columns of types that the output's format does not have."""
+    """Finds copied columns whose type the output's format lacks."""
     format_name, has = _FORMATS[spec.output.format]
     there = Fields(schema)
     fields = [field for name in copied_columns(spec, schema) if (field := there.field(name)) is not None]
@@ -248,11 +246,11 @@ _FORMATS: Mapping[str, tuple[str, Callable[[Sequence[pa.Field]], bool]]] = {
     "csv": ("CSV", _csv_has),
     "jsonl": ("JSON lines", _json_has),
 }
-"""Output format → its name, and whether it has columns of some types."""
+"""Output format → its name, and whether it supports the types of some columns."""
 
 
 def _instead(name: str, known: list[str], compared: Iterable[str] | None = None) -> str:
-    """Returns what may be meant, of the known names or of more, else some of the known ones."""
+    """Returns a hint: similar names, else some of the known names."""
     some = islice(known if compared is None else compared, _MOST_COMPARED)
     near = get_close_matches(name, some, n=3) if len(name) <= _LONGEST_COMPARED else ()
     if near:

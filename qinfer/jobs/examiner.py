@@ -1,13 +1,13 @@
-"""The examiner: the process in which qinfer parses files that others have written, `python -m qinfer.jobs.examiner`.
+"""The examiner: a process that parses files of users, started as `python -m qinfer.jobs.examiner`.
 
-Whoever may create jobs chooses the files, and native code parses them. A file that makes the parser crash, or ask for
-memory without end, ends this process only, and a process that hangs is ended by its parent. Gateways have new jobs
-checked here; bulk workers have jobs planned, and the parts of outputs read. Each starts examiners for itself
-(`qinfer.jobs.examiner_pool`), and talks to them by their standard input and output:
+Users who create jobs choose the files, and native code parses them. A file that crashes its parser, or makes it
+allocate without end, kills only this process; its parent kills it if it hangs. Gateways let it check new jobs; bulk
+workers let it plan jobs and read the parts of outputs. Each starts its own examiners (`qinfer.jobs.examiner_pool`) and
+talks to them through standard input and output:
 
     parent ── Hello, then a Request at a time ──▶ stdin │ examiner │ stdout ── Answer, two for a Request ──▶ parent
 
-An examiner ends with its standard input, so with its parent, however that ended.
+An examiner ends when its standard input does, so with its parent.
 """
 
 import faulthandler
@@ -37,21 +37,21 @@ from qinfer.jobs.shards import Pace
 from qinfer.models.spec import ModelSpec
 
 NO_MEMORY = 3
-"""The exit code of an examiner that would have needed more memory than it may have."""
+"""The exit code of an examiner that reached its memory limit."""
 DEFECT = "defect"
-"""Stands for the class of an error that is none of qinfer's."""
+"""Replaces the class name of errors other than `QinferError`."""
 NOTE_BYTES = 4096
-"""The room of one URL in the file of `Hello.notes`."""
+"""The space for one URL in the file of `Hello.notes`."""
 
 
 class Hello(msgspec.Struct, array_like=True):
-    """Settings for all requests, sent as the first message. Credentials of stores come by the environment.
+    """Settings for all requests, sent as the first message; the environment has the credentials of stores.
 
     Attributes:
-        allow: The URL prefixes of the stores whose drivers are loaded at once.
-        max_bytes: Memory that this process may have.
-        notes: The descriptor of the file in which this process keeps the URLs of the files that it is reading.
-        footer_bytes: The size that the footer of an input file may have.
+        allow: URL prefixes of stores; their drivers are loaded at the start.
+        max_bytes: The memory limit of this process.
+        notes: The descriptor of the file in which this process notes the URLs that it reads.
+        footer_bytes: The size limit of an input file's footer.
     """
 
     allow: tuple[str, ...]
@@ -61,7 +61,7 @@ class Hello(msgspec.Struct, array_like=True):
 
 
 class CheckJob(msgspec.Struct, array_like=True, tag=True):
-    """Asks whether a job can be taken; answered with nothing (`qinfer.jobs.planning.examine`)."""
+    """Checks whether a job can run (`qinfer.jobs.planning.examine`); empty result."""
 
     spec: JobSpec
     model: ModelSpec
@@ -69,7 +69,7 @@ class CheckJob(msgspec.Struct, array_like=True, tag=True):
 
 
 class PlanJob(msgspec.Struct, array_like=True, tag=True):
-    """Asks for the plan of a job; answered with its JSON (`qinfer.jobs.planning.make_plan`)."""
+    """Plans a job (`qinfer.jobs.planning.make_plan`); the result is the plan's JSON."""
 
     job: Unplanned
     pace: Pace
@@ -77,7 +77,7 @@ class PlanJob(msgspec.Struct, array_like=True, tag=True):
 
 
 class EstimateJob(msgspec.Struct, array_like=True, tag=True):
-    """Asks whether a job can be taken, and its size; answered with an `Estimate` (`qinfer.jobs.planning.estimate`)."""
+    """Checks a job and computes its size (`qinfer.jobs.planning.estimate`); the result is an `Estimate`."""
 
     job: Unplanned
     pace: Pace
@@ -85,14 +85,14 @@ class EstimateJob(msgspec.Struct, array_like=True, tag=True):
 
 
 class ReadParts(msgspec.Struct, array_like=True, tag=True):
-    """Asks what is at the URLs of parts; answered with a `PartInfo` or what is wrong, for each shard in order."""
+    """Validates parts; the result has a `PartInfo` or a message for each shard in order."""
 
     parts: ExpectedParts
     threads: int
 
 
 class SetAside(msgspec.Struct, array_like=True, tag=True):
-    """Asks to set broken parts aside; answered with nothing."""
+    """Sets broken parts aside; empty result."""
 
     parts: ExpectedParts
     threads: int
@@ -102,24 +102,19 @@ Work = CheckJob | PlanJob | EstimateJob | ReadParts | SetAside
 
 
 class Request(msgspec.Struct, array_like=True):
-    """Something to do.
-
-    Attributes:
-        work: What.
-        limit_s: Seconds after which the kernel ends the examiner: with it, the parent, and Python fail.
-    """
+    """Work; after `limit_s` seconds the kernel kills the examiner, even if parent and Python fail."""
 
     work: Work
     limit_s: int
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """The reply to a message: to `Hello` that all is ready; to a `Request` that it has come, then its result.
+    """The reply to a message: `Hello` gets one when all is loaded, a `Request` one at receipt and one with its result.
 
     Attributes:
-        error: The name of an error's class, or `DEFECT`; empty = there is none.
+        error: The name of an error's class, or `DEFECT`; empty = success.
         message: The error's text, or the traceback of a defect.
-        result: What `Work` says.
+        result: As the class of the `Work` says.
     """
 
     error: str = ""
@@ -128,21 +123,20 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 class _Notes:
-    """The URLs of the files that this process is reading, in a file that outlives it."""
+    """The URLs that this process is reading, in a file that outlives it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all."""
         os.ftruncate(self._descriptor, 0)
         self._unused = itertools.count()
         self._free: list[int] = []
 
     @contextmanager
     def reading(self, url: str) -> Iterator[None]:
-        """Notes a file for as long as it is read; one that could not be read stays noted."""
+        """Notes a file while it is read; the note stays after an error."""
         try:
             place = NOTE_BYTES * self._free.pop()
         except IndexError:
@@ -154,14 +148,14 @@ class _Notes:
 
 
 def notes_of(descriptor: int) -> list[str]:
-    """Returns the URLs that an examiner has noted last."""
+    """Returns the URLs in an examiner's notes."""
     data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     notes = (data[begin : begin + NOTE_BYTES].rstrip(b"\0") for begin in range(0, len(data), NOTE_BYTES))
     return [note.decode(errors="replace") for note in notes if note]
 
 
 def _found(parts: Iterable[PartInfo | str | None]) -> bytes:
-    """Returns parts as they travel: columns are said once, for they are the same in most parts of a job."""
+    """Encodes parts; equal columns in a row are sent once."""
     schema = ""
     found: list[PartInfo | str | None] = []
     for part in parts:
@@ -174,7 +168,7 @@ def _found(parts: Iterable[PartInfo | str | None]) -> bytes:
 
 
 def parts_found(result: bytes) -> list[PartInfo | str]:
-    """Reads the result of `ReadParts`."""
+    """Decodes the result of `ReadParts`."""
     schema, found = "", _parts.decode(result)
     for number, part in enumerate(found):
         if isinstance(part, PartInfo):
@@ -189,13 +183,13 @@ _parts = msgspec.msgpack.Decoder(list[PartInfo | str])
 
 
 def main() -> int:
-    """Serves the process that started it."""
+    """Serves the parent process."""
     _be_first_to_go()
     protect_process(os.environ)
     outbox = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints of libraries must not mix with answers
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)  # they mean the parent, which has work done while it drains
+        signal.signal(signum, signal.SIG_IGN)  # the parent handles them; it still needs this process while it drains
     faulthandler.enable()
     logging.getLogger().addHandler(logging.NullHandler())
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -215,8 +209,8 @@ def main() -> int:
 
 
 def _listen(inbox: BinaryIO, messages: "queue.SimpleQueue[bytes]") -> None:
-    """Reads what the parent says; ends this process when the parent says no more, whatever this process is at."""
-    # A parent that dies before it has read an answer resets the connection.
+    """Reads the parent's messages; ends this process at their end, even amid work."""
+    # A parent that dies with an unread answer resets the connection.
     with suppress(ConnectionError):
         while len(length := inbox.read(LENGTH.size)) == LENGTH.size:
             messages.put(inbox.read(LENGTH.unpack(length)[0]))
@@ -230,24 +224,24 @@ def _write(outbox: int, data: bytes) -> None:
 
 
 def _limit(max_bytes: int) -> None:
-    """Has this process fail to get memory, rather than others."""
+    """Limits this process's memory, so that it fails before others do."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a file that crashes it must not fill the disk as well
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash must not fill the disk with core files
 
 
 def _be_first_to_go() -> None:
-    """Has the kernel end this process before others where the machine has no memory.
+    """Makes the kernel's OOM killer choose this process first.
 
-    Before `protect_process`, which takes the right to write there.
+    It has to precede `protect_process`, which takes away the permission to write there.
     """
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _loaded(allow: Sequence[str], footer_bytes: int) -> _Do:
-    """Loads what does the work, and the drivers of the stores that jobs may use."""
+    """Loads the code that does the work, and the drivers of the allowed stores."""
     try:
         from qinfer.jobs.parts import part_of, set_aside
         from qinfer.jobs.planning import estimate, examine, make_plan
@@ -264,7 +258,7 @@ def _loaded(allow: Sequence[str], footer_bytes: int) -> _Do:
     import fsspec
 
     for scheme in sorted({url.partition(":")[0] for url in allow}):
-        with suppress(ImportError, ValueError):  # the first job that names such a store is told
+        with suppress(ImportError, ValueError):  # the first job with such a store gets the error
             fsspec.get_filesystem_class(scheme)
 
     def do(work: Work, notes: _Notes) -> bytes:
@@ -298,7 +292,7 @@ def _answered(do: _Do, message: bytes, notes: _Notes) -> Answer:
     except QinferError as error:
         return Answer(type(error).__name__, error.message)
     except MemoryError:
-        os._exit(NO_MEMORY)  # what is half made would be in the way of the next request
+        os._exit(NO_MEMORY)  # half-made objects would burden the next request
     except Exception:  # noqa: BLE001  the parent logs it
         return Answer(DEFECT, traceback.format_exc())
 

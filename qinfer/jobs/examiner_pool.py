@@ -1,8 +1,8 @@
-"""A pool of examiner processes (`qinfer.jobs.examiner`), in which gateways and bulk workers have files parsed.
+"""A pool of examiner processes (`qinfer.jobs.examiner`) that parse files for gateways and bulk workers.
 
-What a file does to the process that parses it, it does not do to the one that asked. A process serves one request
-after the other. Others are started when several requests come at once, and what died is replaced. No request waits for
-a start while a process lives that it can wait for.
+A file that crashes its parser kills only the examiner. A process serves one request at a time. The pool starts more
+processes when several requests come at once, and replaces dead ones. While a process lives, requests wait for it rather
+than for the start of another.
 """
 
 import asyncio
@@ -51,21 +51,21 @@ logger = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-P", "-m", "qinfer.jobs.examiner")
 GATEWAY_PROCESSES = 2
-"""So many new jobs a gateway has checked at once; further ones wait in line."""
+"""The most new jobs that a gateway checks at once; further ones wait in line."""
 PLAN_SHARES = 4
-"""A process that plans jobs may take so many times `bulk.max_examine_bytes`: it keeps all files of a job in memory."""
+"""A planning process keeps all files of a job in memory; it may use this multiple of `bulk.max_examine_bytes`."""
 ESTIMATE_THREADS = 16
-"""So many footers of a job that is only estimated are read at once."""
+"""Footers that an estimate reads at once."""
 CHECK_S = 120
-"""Seconds after which the kernel ends a process that checks a new job; the gateway gives up long before."""
+"""Seconds after which the kernel kills a check of a new job; the gateway gives up long before."""
 
 DIED = "the process that read "
-"""How the text of `ExaminerDied` begins."""
+"""The beginning of `ExaminerDied`'s message."""
 
 _PLAN_MARGIN_S = 60
-_LONGEST_S = 2**31 - 1  # of alarm(2)
+_LONGEST_S = 2**31 - 1  # the limit of alarm(2)
 _PARTS_AT_ONCE = 1000
-_IDLE = 2  # processes that are kept for the next request
+_IDLE = 2  # processes kept for the next request
 _START_S = 60.0
 _END_S = 5.0
 _MAX_ANSWER_BYTES = 2**20
@@ -74,7 +74,7 @@ _TAIL_BYTES = 4096
 _NAMED = 2  # files in a message
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
-"""Native libraries then take memory for what they do, not for each core."""
+"""Makes native libraries allocate by use, not by core."""
 _CLASSES = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, QinferError)
 }
@@ -84,15 +84,7 @@ _estimates = msgspec.msgpack.Decoder(Estimate)
 
 
 class ExaminerDied(QinferError):
-    """An examiner ended before it answered.
-
-    Args:
-        how: How, such as `SIGSEGV`.
-        files: The URLs of the files that it was reading, as far as is known.
-
-    Attributes:
-        how: As given.
-    """
+    """An examiner ended (`how`, such as `SIGSEGV`) before it answered; `files` are those it was reading."""
 
     retryable = True
 
@@ -104,15 +96,15 @@ class ExaminerDied(QinferError):
 
 
 class ExaminerPool:
-    """Has work done by examiners, for one process that lives on an event loop.
+    """Runs work in examiners, for a process with an event loop.
 
     Args:
-        settings: Which stores jobs may use, how much memory an examiner, and how long planning may take.
-        environment: That of this process, where drivers of stores find their credentials; qinfer's own settings, some
-            of which are secret, are not handed on.
-        command: What is started instead of `COMMAND`.
-        processes: How many there may be.
-        shares: How many times `bulk.max_examine_bytes` an examiner may take.
+        settings: Stores that jobs may use, the memory of an examiner, and the time limit of planning.
+        environment: This process's environment, with credentials of stores; examiners do not inherit qinfer's own
+            settings, some of which are secret.
+        command: Replaces `COMMAND`.
+        processes: The most processes.
+        shares: The multiple of `bulk.max_examine_bytes` that an examiner may use.
     """
 
     def __init__(
@@ -133,7 +125,7 @@ class ExaminerPool:
         self._inherited = without_settings(environment)
         self._command = command or COMMAND
         self._processes = processes
-        # of the processes that there are, one that starts and those that end included
+        # all processes, including a starting one and those that are ending
         self._count = 0
         self._is_starting = False
         self._idle: list[_Child] = []
@@ -142,7 +134,7 @@ class ExaminerPool:
         self._is_over = False
 
     async def run(self, up: asyncio.Event | None = None) -> None:
-        """Looks after the processes until it is cancelled; starts one once `up` is set, where there can be jobs."""
+        """Manages the processes until cancelled; starts one when `up` is set, if jobs are enabled."""
         async with self._tasks:
             try:
                 if up is not None:
@@ -155,35 +147,25 @@ class ExaminerPool:
                 self._turn_away("Server exiting")
 
     async def check(self, spec: JobSpec, model: ModelSpec, grant: Grant) -> None:
-        """Checks whether a job can be taken; who is cancelled meanwhile ends the process that does.
-
-        Args:
-            spec: What is asked for.
-            model: Its model's configuration.
-            grant: The URL prefixes that it may use.
+        """Checks whether a job can run; cancellation kills the process that checks.
 
         Raises:
             QinferError: As `qinfer.jobs.planning.examine`.
-            InvalidRequest: The process died of it, too.
-            UnsupportedFeature: A library is missing that reads the inputs.
-            Overloaded: No process can be started now, or this one is shutting down.
+            InvalidRequest: Also if the process died.
+            UnsupportedFeature: A library for reading the inputs is missing.
+            Overloaded: No process can be started, or this process is shutting down.
         """
         await self._ask_gateway(CheckJob(spec, model, grant), spec)
 
     async def estimate(self, job: Unplanned, pace: Pace) -> Estimate:
-        """Checks whether a job can be taken, and returns its size.
+        """Checks a job and returns its size; the job's id and model hash are ignored.
 
-        Args:
-            job: The job; its id and the content of its model do not matter.
-            pace: What is known of the model's speed.
-
-        Raises:
-            QinferError: As `check`, and as `qinfer.jobs.planning.make_plan`.
+        It raises like `check` and `qinfer.jobs.planning.make_plan`.
         """
         return _estimates.decode(await self._ask_gateway(EstimateJob(job, pace, ESTIMATE_THREADS), job.spec))
 
     async def _ask_gateway(self, work: Work, spec: JobSpec) -> bytes:
-        """Has a new job looked at; a process that dies of it refuses it."""
+        """Runs work on a new job; the death of the process rejects the job."""
         try:
             return await self._ask(work, CHECK_S)
         except ExaminerDied as died:
@@ -194,12 +176,7 @@ class ExaminerPool:
             ) from None
 
     async def plan(self, job: Unplanned, pace: Pace, threads: int) -> bytes:
-        """Plans a job; returns the plan's JSON.
-
-        Args:
-            job: The job.
-            pace: What is known of the model's speed.
-            threads: Footers that are read at once.
+        """Plans a job and returns the plan's JSON; reads `threads` footers at once.
 
         Raises:
             QinferError: As `qinfer.jobs.planning.make_plan`.
@@ -209,10 +186,10 @@ class ExaminerPool:
         return await self._ask(PlanJob(job, pace, threads), self._plan_s)
 
     async def read_parts(self, parts: ExpectedParts, threads: int) -> list[PartInfo | str]:
-        """Reads the footers of parts; returns each part or what is wrong with it, in the order of the shards.
+        """Validates parts; returns each part, or a message if it is broken, in the order of the shards.
 
         Raises:
-            StoreError: The store does not tell.
+            StoreError: A store fails.
             ExaminerDied: The process died.
             Overloaded: As `check`.
         """
@@ -222,12 +199,12 @@ class ExaminerPool:
         return found
 
     async def set_aside(self, parts: ExpectedParts, threads: int) -> None:
-        """Makes the names of broken parts free (`qinfer.jobs.parts.set_aside`); raises as `read_parts`."""
+        """Frees the names of broken parts (`qinfer.jobs.parts.set_aside`); raises like `read_parts`."""
         for some in _pieces(parts):
             await self._ask(SetAside(some, threads), self._plan_s)
 
     async def _ask(self, work: Work, limit_s: int) -> bytes:
-        """Has a process do something; who is cancelled meanwhile ends the process that does."""
+        """Sends work to a process; cancellation kills that process."""
         request, answer = packed(Request(work, limit_s)), None
         while answer is None:
             child = await self._next()
@@ -245,7 +222,7 @@ class ExaminerPool:
         return answer.result
 
     async def _next(self) -> "_Child":
-        """Waits for a process that is idle."""
+        """Waits for an idle process."""
         if self._is_over:
             raise Overloaded("Server exiting")
         if self._idle:
@@ -261,7 +238,7 @@ class ExaminerPool:
             raise
 
     def _free(self, child: "_Child") -> None:
-        """Gives a process to who is first in line."""
+        """Gives a process to the first in line, keeps it idle, or kills a surplus one."""
         if child.has_ended:
             return
         while self._line:
@@ -276,21 +253,21 @@ class ExaminerPool:
             child.kill()
 
     def _turn_away(self, reason: str) -> None:
-        """Tells all in line that there is no process for them."""
+        """Rejects all requests in line."""
         while self._line:
             place = self._line.popleft()
             if not place.done():
                 place.set_exception(Overloaded(reason))
 
     def _prepare(self) -> None:
-        """Starts a process, unless one is idle or starts, or there are as many as there may be."""
+        """Starts a process, unless one is idle or starting, or the maximum is reached."""
         if not (self._idle or self._is_starting or self._count == self._processes or self._is_over):
             self._count += 1
             self._is_starting = True
             self._tasks.create_task(self._live())
 
     async def _live(self) -> None:
-        """Runs a process. Until it has ended it counts, also where it was killed and does not end."""
+        """Runs a process. It counts until it has ended, even if it was killed and hangs."""
         child, reason = None, ""
         try:
             child = await _Child.start(self._command, self._inherited | _ENVIRONMENT, self._bound)
@@ -312,7 +289,7 @@ class ExaminerPool:
         output = child.output if child is not None else ""
         if reason:
             logger.error("the process that looks at jobs can't be started", extra={"how": reason, "output": output})
-            if not self._count:  # else those in line wait for the others
+            if not self._count:  # otherwise requests in line wait for the other processes
                 self._turn_away(f"the process that looks at jobs can't be started now ({reason}); try again")
         elif child in self._idle:
             self._idle.remove(child)
@@ -322,13 +299,13 @@ class ExaminerPool:
 
 
 def _pieces(parts: ExpectedParts) -> Iterator[ExpectedParts]:
-    """Yields parts in pieces whose requests and answers are of moderate size."""
+    """Splits parts so that requests and answers stay moderate in size."""
     for begin in range(0, len(parts.shards), _PARTS_AT_ONCE):
         yield msgspec.structs.replace(parts, shards=parts.shards[begin : begin + _PARTS_AT_ONCE])
 
 
 def _raise(answer: Answer) -> None:
-    """Raises the error that a process told of, if it did."""
+    """Raises the error of an answer, if it has one."""
     if answer.error == DEFECT:
         raise RuntimeError(f"a defect in the process that parses files\n{answer.message}")
     if answer.error:
@@ -336,11 +313,7 @@ def _raise(answer: Answer) -> None:
 
 
 class _Ended(Exception):
-    """A process ended before it answered.
-
-    Attributes:
-        how: How, such as `SIGSEGV`.
-    """
+    """A process ended before it answered; `how` is, for example, `SIGSEGV`."""
 
     def __init__(self, how: str) -> None:
         super().__init__(how)
@@ -348,20 +321,20 @@ class _Ended(Exception):
 
 
 class _Child:
-    """An examiner, as its parent sees it.
+    """An examiner, seen from its parent.
 
     Args:
         process: The process, just started; its stderr is a pipe.
-        reader: What it writes.
-        writer: What it reads.
-        notes: The file in which it says what it is reading.
-        bound: How its memory is bounded, in words.
+        reader: Its output.
+        writer: Its input.
+        notes: The file in which it notes the files that it reads.
+        bound: The name of its memory limit, for messages.
 
     Attributes:
         files: The URLs of the files that it was reading when it ended.
-        output: The end of what it wrote to stderr; once it has ended.
+        output: The end of its stderr, once it has ended.
         has_ended: Set by `end`.
-        is_surplus: Whether it was ended because there is nothing to do for it.
+        is_surplus: Whether it was killed because the pool had no work for it.
     """
 
     def __init__(
@@ -387,18 +360,10 @@ class _Child:
 
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str], bound: str) -> Self:
-        """Starts a process.
+        """Starts a process; an `OSError` means no program, no memory, or too many processes or files.
 
-        Not by asyncio: with uvloop that forks, which holds a gateway of some hundred megabytes for tens of
-        milliseconds. `subprocess` does without a copy (vfork(2)).
-
-        Args:
-            command: The program and its arguments.
-            environment: Its whole environment.
-            bound: How its memory is bounded, in words.
-
-        Raises:
-            OSError: There is no such program, no memory, or there are too many processes or files.
+        `subprocess` uses vfork(2), which copies nothing. asyncio with uvloop would fork, and block a gateway of some
+        hundred megabytes for tens of milliseconds.
         """
         notes = open(os.memfd_create("examiner-notes"), "rb")  # noqa: ASYNC230, SIM115  in memory; closed by `_ended`
         mine, theirs = socket.socketpair()
@@ -429,23 +394,13 @@ class _Child:
 
     @property
     def how(self) -> str:
-        """How it ended."""
         code = self._process.returncode or 0
         if code == NO_MEMORY:
             return f"it needs more memory than {self._bound}"
         return signal_name(-code) or f"exit code {code}"
 
     async def greet(self, allow: tuple[str, ...], max_bytes: int, footer_bytes: int) -> None:
-        """Sends the first message, and waits until the process has loaded what it needs.
-
-        Args:
-            allow: The URL prefixes that jobs may use.
-            max_bytes: Memory that the process may have.
-            footer_bytes: The size that the footer of an input file may have.
-
-        Raises:
-            _Ended: It can't, or not in time.
-        """
+        """Sends the first message and waits until the process is ready."""
         try:
             async with asyncio.timeout(_START_S):
                 await self._say(packed(Hello(allow, max_bytes, self._notes.fileno(), footer_bytes)))
@@ -454,16 +409,9 @@ class _Child:
             raise _Ended(f"it is not ready after {_START_S:g} s") from None
 
     async def ask(self, request: bytes) -> Answer | None:
-        """Has it do something.
+        """Sends an encoded request and returns its answer; `None` = the process ended before it took the request.
 
-        Args:
-            request: The message, as it travels.
-
-        Returns:
-            What came of it; `None` = it had ended before it took the request.
-
-        Raises:
-            _Ended: It ended, or said what can't be understood, and was ended for that.
+        `_Ended` means that it ended, or was killed for an invalid answer.
         """
         try:
             await self._say(request)
@@ -473,18 +421,16 @@ class _Child:
         return await self._answer(_MAX_RESULT_BYTES)
 
     async def wait(self) -> None:
-        """Waits for its end."""
         await self._is_gone.wait()
 
     def kill(self) -> None:
-        """Ends it: it has nothing to lose."""
-        if not self._is_gone.is_set():  # afterwards its number may be another's
+        if not self._is_gone.is_set():  # after its end another process may have its number
             os.kill(self._process.pid, signal.SIGKILL)
 
     async def end(self) -> None:
-        """Sees to it that nothing is left of it, as far as that can be waited for."""
+        """Kills the process and releases its resources; stops waiting after `_END_S`."""
         self.kill()
-        with suppress(TimeoutError):  # a store that hangs may hold it within the kernel
+        with suppress(TimeoutError):  # a hanging store may hold it in the kernel
             async with asyncio.timeout(_END_S):
                 await self.wait()
         self._writer.transport.abort()
@@ -493,7 +439,7 @@ class _Child:
         self.has_ended = True
 
     async def _say(self, message: bytes) -> None:
-        with suppress(ConnectionError):  # `_answer` knows
+        with suppress(ConnectionError):  # `_answer` notices
             self._writer.write(message)
             await self._writer.drain()
 
@@ -506,9 +452,9 @@ class _Child:
             raise _Ended(self.how) from None
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Keeps the last of what it writes to stderr, as C++ says there why it gives up, and waits for its end.
+        """Keeps the end of stderr, where C++ explains an abort, and waits for the end of the process.
 
-        The loop takes note of the end, so that `kill` never means a process that has the same number since.
+        The loop reaps the process, so that `kill` never hits another process with the same number.
         """
         assert self._process.stderr is not None
         tail = b""

@@ -1,4 +1,4 @@
-"""A bulk job: its specification, as users write it in JSON, and the states that it goes through. Pure."""
+"""A bulk job's specification, as users write it in JSON, and its states. No I/O."""
 
 import codecs
 import math
@@ -26,7 +26,7 @@ Priority = Literal["high", "normal", "low"]
 OnVersionChange = Literal["wait", "fail"]
 
 PRIORITIES: Mapping[str, int] = {"high": 1, "normal": 2, "low": 3}
-"""Priority → its number, which is that of its bulk lane; 1 goes first."""
+"""Priority → the number of its bulk lane; lane 1 is served first."""
 
 COMPRESSIONS: Mapping[str, tuple[str, ...]] = {
     "parquet": ("snappy", "zstd", "lz4", "gzip", "brotli", "none"),
@@ -37,10 +37,10 @@ COMPRESSIONS: Mapping[str, tuple[str, ...]] = {
 """Output format → its compressions; the first is the default."""
 
 TEXT_FORMATS = frozenset({"csv", "jsonl"})
-"""Output formats whose files can't say what they are."""
+"""Output formats without room for metadata."""
 
 LEVELS: Mapping[str, int] = {"zstd": 19, "lz4": 12, "gzip": 9, "brotli": 11}
-"""Compression → its highest level; the others have none. Higher levels of zstd take hundreds of megabytes."""
+"""Compression → its highest level. High levels of zstd need hundreds of megabytes."""
 
 MAX_INPUTS = 1000
 MAX_COLUMNS = 10_000
@@ -52,7 +52,7 @@ MAX_PARALLEL = 10_000
 
 UTF_8 = "utf-8"
 NO_ESCAPE = "none"
-"""`csv.escape` of files in which two quotes stand for one."""
+"""The value of `csv.escape` for files that escape a quote by doubling it."""
 
 ENCODINGS = frozenset(
     codecs.lookup(name).name
@@ -64,15 +64,14 @@ ENCODINGS = frozenset(
         *("shift_jis", "cp932", "euc_jp", "gbk", "gb18030", "big5", "euc_kr", "cp949"),
     )
 )
-"""The encodings that CSV inputs may have, each by the name that Python gives it."""
+"""Encodings of CSV inputs, under Python's names."""
 
 COLUMN_TYPES = (
     *("string", "bool", "date32", "float32", "float64"),
     *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
     *(f"timestamp[{unit}{zone}]" for unit in ("s", "ms", "us", "ns") for zone in ("", ", tz=UTC")),
 )
-"""Types that a job may give a column of text, by their names in Arrow, and `decimal128(P, S)` of P digits, S of them a
-fraction."""
+"""Arrow types for text columns; `decimal128(P, S)`, of P digits with S after the point, is allowed, too."""
 
 _DECIMAL = re.compile(r"decimal128\(([1-9][0-9]?), ?([0-9]{1,2})\)")
 _MOST_DIGITS = 38
@@ -80,7 +79,7 @@ _PATTERN = re.compile(r"/\*{1,2}(?:/|$|\.)")  # a folder may have an asterisk in
 
 _SHOWN = 60
 
-# What the schema says of values; `check_spec` refuses others, with the value and the remedy.
+# Constraints of the JSON schema; `check_spec` enforces them with better messages.
 _Text = Annotated[str, Meta(extra_json_schema={"minLength": 1})]
 _Texts = tuple[_Text, ...]
 _SomeTexts = Annotated[_Texts, Meta(extra_json_schema={"minItems": 1})]
@@ -96,21 +95,20 @@ _Compression = Annotated[
 
 
 Null = str | bool | int | float
-"""Treatment of nulls: `error` = the row fails, `nan` = not a number, or the value that replaces them."""
+"""Treatment of nulls: `error` fails the row, `nan` gives not-a-number, another value replaces the null."""
 
 
-# Without defaults in its JSON: a worker of the former release reads the jobs that do not use the newer fields.
+# Its JSON omits defaults, so that a worker of the previous release reads jobs without the newer fields.
 class Columns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The columns that one input tensor is made of.
 
     Attributes:
-        columns: One column, or several scalar columns that become the elements of a row in this order; fields of
-            structs by their paths, such as `image.bytes`.
-        shape: The shape of one row, without the batch dimension, -1 where it differs from row to row; empty = the
-            tensor's.
-        null: What becomes of nulls, in lists as well: `error` fails their rows, `nan` makes them not a number (in
-            inputs of floats), any other value of the input's datatype replaces them. Or by column: column → the same;
-            columns that are not named have `error`.
+        columns: One column, or several scalar columns that form a row's elements in this order; fields of structs by
+            path, such as `image.bytes`.
+        shape: The shape of one row without the batch dimension, -1 where rows differ; empty = the tensor's.
+        null: Treatment of nulls, in lists as well: `error` fails the row, `nan` makes them not-a-number (in inputs of
+            floats), any other value of the input's datatype replaces them. Or column → treatment; columns that are not
+            named have `error`.
     """
 
     columns: _SomeTexts
@@ -118,7 +116,7 @@ class Columns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     null: Null | dict[str, Null] = "error"
 
     def null_of(self, column: str) -> Null:
-        """Returns what becomes of a column's nulls."""
+        """Returns the treatment of a column's nulls."""
         return self.null.get(column, "error") if isinstance(self.null, dict) else self.null
 
 
@@ -126,22 +124,22 @@ class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Location and format of the parts.
 
     Attributes:
-        url: A folder's URL; nothing may be in it yet, but for jobs that `overwrite`.
+        url: A folder's URL; the folder has to be empty, except for jobs that `overwrite`.
         format: The format of the parts.
-        compression: Of parquet snappy, zstd, lz4, gzip, brotli or none, of arrow zstd, lz4 or none, of csv and jsonl
-            none, gzip or zstd; empty = the first for the format: it costs the least processor time.
-        compression_level: 1 = the least processor time, the highest = the smallest parts: zstd has 19 (none in csv and
-            jsonl), lz4 12, gzip 9, brotli 11; 0 = the default.
-        rows_per_part: At most so many rows are in one part; 0 = the server decides.
-        partition_by: Partition columns of the inputs (`partitioning`): the parts are in folders of their names and
-            values, such as `country=de/`, and lack these columns.
-        tensors: The output tensors that are asked of the model and written; empty = all.
-        columns: Output tensor → the name of its column; default: the tensor's.
-        top_k: Output tensor → how many of its greatest elements are written instead of all, in columns whose names are
-            the tensor's with `_label` (where the model has labels), `_index` and `_score` behind; 1 = plain columns,
-            more = lists, the greatest first.
-        failed_rows: `inline` = failed rows are in the parts, in their places, with an error; `separate` = they are in
-            files of their own in the folder `_failed`, with their errors, files and row numbers.
+        compression: parquet: snappy, zstd, lz4, gzip, brotli or none; arrow: zstd, lz4 or none; csv and jsonl: none,
+            gzip or zstd. Empty = the first of the format, which costs the least processor time.
+        compression_level: 1 = the least processor time, the highest = the smallest parts: zstd to 19 (no levels in csv
+            and jsonl), lz4 to 12, gzip to 9, brotli to 11; 0 = the default.
+        rows_per_part: The most rows of one part; 0 = the server decides.
+        partition_by: Partition columns of the inputs (`partitioning`). Parts lack these columns and are in folders of
+            their names and values, such as `country=de/`.
+        tensors: The output tensors that the model computes and the job writes; empty = all.
+        columns: Output tensor → the name of its column; default: the tensor's name.
+        top_k: Output tensor → how many of its greatest elements are written instead of all. Their columns have the
+            tensor's name with `_label` (if the model has labels), `_index` and `_score`; 1 = plain columns, more =
+            lists, the greatest first.
+        failed_rows: `inline` = failed rows stay in the parts, in their places, with an error; `separate` = they are in
+            files in the folder `_failed`, with errors, files and row numbers.
     """
 
     url: str
@@ -156,7 +154,7 @@ class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     failed_rows: FailedRows = "inline"
 
     def __post_init__(self) -> None:
-        """Fills in the format's compression."""
+        """Sets the format's default compression."""
         if not self.compression:
             msgspec.structs.force_setattr(self, "compression", COMPRESSIONS[self.format][0])
 
@@ -178,13 +176,14 @@ class Csv(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
     Attributes:
         delimiter: The character between two values.
-        quote: The character around values that hold delimiters or line ends, two within for one; empty = there is none.
-        escape: The character before a quote within quotes, and before itself there, a backslash in files of Spark; it
-            means itself outside quotes. `none` = two quotes stand for one; empty = as the first file shows.
+        quote: The character around values that contain delimiters or line ends, doubled to stand for itself; empty = no
+            quoting.
+        escape: The character before a quote within quotes, and before itself there (a backslash in files of Spark); it
+            is a plain character outside quotes. `none` = quotes are doubled; empty = detected from the first file.
         decimal_point: The character before the fraction of a number.
         encoding: The encoding of the text, such as utf-8, latin-1, windows-1252 or utf-16.
         header: Whether the first row names the columns.
-        column_names: The names of the columns where no row does, in order; empty = f0, f1, ….
+        column_names: The names of the columns, in order, for files without a header; empty = f0, f1, ….
     """
 
     delimiter: str = ","
@@ -202,31 +201,30 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         model: The model's name.
         inputs: URLs of files and folders, and patterns such as `s3://bucket/in/*.parquet`; rows keep their order.
-        output: Where the parts go.
+        output: Location and format of the parts.
         version: The model's version; 0 = the newest at creation.
         input_format: The format of the inputs; empty = by their extensions.
         input_compression: The compression of CSV and JSON lines inputs; empty = by their extensions.
         csv: The form of CSV inputs.
-        columns: Input tensor → its column, its scalar columns, which are the elements of a row, or `Columns`; default:
-            the column of the tensor's name.
-        key: A column that identifies rows, copied to the output; empty = file, row group and row number are.
+        columns: Input tensor → its column, a list of scalar columns that form a row, or `Columns`; default: the column
+            of the tensor's name.
+        key: A column that identifies rows, copied to the output; empty = rows have file, row group and row number.
         passthrough: Columns that are copied to the output; `*` = all.
         exclude: Columns that `passthrough: ["*"]` leaves out.
         types: Column of CSV, field of JSON lines, or partition column → the type of its values, such as `int64`;
-            columns without one are copied as text. A row with another value fails.
+            columns without a type are copied as text. A row with another value fails.
         partitioning: `hive` = folders such as `country=de` in the files' URLs are columns, too; empty = they are not.
-        bad_files: What input files do that can't be read: they fail the job, or are skipped and listed.
+        bad_files: `fail` = an unreadable input file fails the job; `skip` = the job skips and lists it.
         priority: Shards of a higher priority go first.
-        on_version_change: What the job does when its model version can't be kept as it was: it waits until the version
-            is back, or fails.
-        error_threshold: When more rows than this fail, the job does: a number of rows, a fraction between 0 and 1, or
+        on_version_change: If the planned model version is unavailable or changed, the job waits for it (`wait`) or
+            fails (`fail`).
+        error_threshold: The job fails when more rows than this fail: a number of rows, a fraction between 0 and 1, or
             -1 = never.
-        max_parallel: At most so many shards run at a time; 0 = as many as there are workers.
+        max_parallel: The most shards that run at a time; 0 = the number of workers.
         deadline_s: Seconds after its creation at which the job expires; 0 = never.
-        limit: Only the first rows, so many; 0 = all.
-        overwrite: Whether the files of an ended job in the output folder are removed, once this job is planned; others
-            stay.
-        merge_schema: Whether columns may be missing in some input files: they are null there.
+        limit: The number of rows to score, from the first; 0 = all.
+        overwrite: Whether planning removes the files of an ended job from the output folder; other files stay.
+        merge_schema: Whether columns may be missing in some input files; they are null there.
         metadata: The user's own words, kept with the job.
         webhook: URL that is notified of the end by a signed POST.
 
@@ -254,7 +252,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limit: Natural = 0
     metadata: dict[str, str] = {}
     webhook: str = ""
-    # Unset, they are not written: a process of the former release reads all jobs without them, and refuses the others.
+    # Unset, they are not written: a process of the previous release reads jobs without these fields.
     input_compression: InputCompression | msgspec.UnsetType = msgspec.UNSET
     csv: Csv | msgspec.UnsetType = msgspec.UNSET
     overwrite: bool | msgspec.UnsetType = msgspec.UNSET
@@ -262,7 +260,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     types: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
-        """Unsets what says no more than a job without it."""
+        """Unsets fields at their default."""
         for name in ("overwrite", "merge_schema", "types"):
             if not getattr(self, name):
                 msgspec.structs.force_setattr(self, name, msgspec.UNSET)
@@ -278,24 +276,24 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def column_types(self) -> Mapping[str, str]:
-        """The types that the job gives columns of text, by their names."""
+        """Column → the type that the job gives it."""
         return {} if self.types is msgspec.UNSET else self.types
 
     @property
     def csv_form(self) -> Csv:
-        """The form of CSV inputs, its encoding by the one name that Python has for it."""
+        """The form of CSV inputs; the encoding has Python's name."""
         if self.csv is msgspec.UNSET:
             return Csv()
         escape = "" if self.csv.escape == NO_ESCAPE else self.csv.escape
         return msgspec.structs.replace(self.csv, encoding=codecs.lookup(self.csv.encoding).name, escape=escape)
 
     def with_escape(self, escape: str) -> "JobSpec":
-        """Returns the job with the escape character that its CSV inputs have; empty = what it says already."""
+        """Returns the job with the escape character of its CSV inputs; empty = unchanged."""
         given = Csv() if self.csv is msgspec.UNSET else self.csv
         return msgspec.structs.replace(self, csv=msgspec.structs.replace(given, escape=escape)) if escape else self
 
     def columns_of(self, tensor: str) -> Columns:
-        """Returns the columns of an input tensor: those that the job names, else the one of its name."""
+        """Returns the columns of an input tensor; default: the column of its name."""
         given = self.columns.get(tensor, tensor)
         if isinstance(given, str):
             return Columns((given,))
@@ -306,7 +304,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.output.columns.get(tensor, tensor)
 
     def max_errors(self, rows: int) -> int:
-        """Returns how many of a job's rows may fail before it does; -1 = all."""
+        """Returns how many of the job's rows may fail; -1 = all."""
         if self.error_threshold < 0:
             return -1
         share = self.error_threshold < 1
@@ -317,7 +315,7 @@ T = TypeVar("T", bound=JobSpec)
 
 
 class JobState(StrEnum):
-    """Where a job is."""
+    """States of a job."""
 
     VALIDATING = "validating"
     PLANNING = "planning"
@@ -331,23 +329,18 @@ class JobState(StrEnum):
 
 
 ENDED_EARLY = frozenset({JobState.FAILED, JobState.CANCELLED, JobState.EXPIRED})
-"""The states of a job that has ended before it was complete, and can be resumed."""
+"""States of a job that ended early and can be resumed."""
 
 TERMINAL = ENDED_EARLY | {JobState.COMPLETED}
-"""The states of a job that has ended."""
 
 
 def decode_spec(body: bytes) -> JobSpec:
-    """Reads a job's specification as a user sent it; see `decode_spec_as`."""
+    """Decodes and checks a job specification."""
     return decode_spec_as(body, JobSpec)
 
 
 def decode_spec_as(body: bytes, kind: type[T]) -> T:
-    """Reads a specification that may have more fields.
-
-    Raises:
-        InvalidRequest: It is no JSON, lacks a field, or a field's value can't be; the message names the field.
-    """
+    """Decodes and checks a specification type with more fields; an `InvalidRequest` names the faulty field."""
     try:
         spec = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -364,23 +357,14 @@ def encode_spec(spec: JobSpec) -> bytes:
 
 
 def with_checked_urls(spec: JobSpec, grant: Grant) -> JobSpec:
-    """Returns a job with its URLs in their one spelling.
-
-    Raises:
-        InvalidRequest: One is no URL of a store, or could mean more than it says.
-        Forbidden: One is not granted.
-    """
+    """Returns the job with normalized URLs, without duplicate inputs, after a check against the grant."""
     inputs = tuple(map(grant.check_read, spec.inputs))
     output = msgspec.structs.replace(spec.output, url=grant.check_write(spec.output.url))
     return msgspec.structs.replace(spec, inputs=tuple(dict.fromkeys(inputs)), output=output)
 
 
 def check_spec(spec: JobSpec) -> None:
-    """Checks what can be checked without the model and the inputs.
-
-    Raises:
-        InvalidRequest: A field's value can't be, or two contradict each other.
-    """
+    """Checks everything that needs neither the model nor the inputs; raises `InvalidRequest`."""
     if not spec.model:
         raise InvalidRequest("field 'model' is empty; name a model")
     if spec.version < 0:
@@ -560,7 +544,7 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`(?: - at .*
 
 
 def _explained(text: str, body: bytes, kind: type[JobSpec]) -> str:
-    """Says in words what msgspec found."""
+    """Translates a message of msgspec for the user."""
     at = _PATH.search(text)
     path = at["path"].replace("[...]", "") if at else ""
     if path.startswith("columns"):
@@ -581,10 +565,10 @@ def _explained(text: str, body: bytes, kind: type[JobSpec]) -> str:
 
 
 def _column_path(path: str, body: bytes) -> str:
-    """Returns the path of a problem in `columns` with the tensor's name, which msgspec leaves out."""
+    """Adds the tensor's name, which msgspec leaves out, to a path in `columns`."""
     try:
         given = msgspec.json.decode(body)["columns"]
-    except msgspec.DecodeError:  # what comes behind `columns` is no JSON: nobody has read as far
+    except msgspec.DecodeError:  # invalid JSON after `columns`, where the first decoding stopped early
         return path
     for tensor, value in given.items() if isinstance(given, dict) else ():
         try:
@@ -595,6 +579,6 @@ def _column_path(path: str, body: bytes) -> str:
 
 
 def shown(text: str) -> str:
-    """Returns what a message shows of a user's name: what can be printed, and not all of a long one."""
+    """Returns a user's text for a message: printable and shortened."""
     clean = "".join(character if character.isprintable() else "?" for character in text)
     return clean if len(clean) <= _SHOWN else clean[:_SHOWN] + "…"

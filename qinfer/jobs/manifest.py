@@ -1,7 +1,7 @@
 """Files beside the parts of a complete output: `_manifest.json`, and `_SUCCESS`, which is written last. Pure.
 
-`_SUCCESS` says that the output is complete and has the manifest's hash; the manifest lists the parts, and the inputs
-that their rows are from.
+The manifest lists the parts and the inputs of their rows. `_SUCCESS` marks the output as complete and has the
+manifest's hash.
 """
 
 import hashlib
@@ -23,12 +23,10 @@ class Part(msgspec.Struct, frozen=True):
 
     Attributes:
         name: Its name in the output folder, with the folders of its partition (`output.partition_by`).
-        rows: Its rows.
-        ok: Those that have outputs.
-        errors: Those that have an `error_code`.
-        size_bytes: Its size.
-        etag: What the store calls its content.
-        failed: The name, in the output folder, of the file of its failed rows; empty = they are in it, or it has none.
+        ok: Rows that have outputs.
+        errors: Rows that have an `error_code`.
+        etag: The store's id of its content.
+        failed: The name of its file of failed rows, in the output folder; empty = it has no such file.
     """
 
     name: str
@@ -41,26 +39,23 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of a complete output, as in `_manifest.json`.
+    """Description of a complete output: the content of `_manifest.json`.
 
     Attributes:
         format: The version of this layout.
-        job: The job's id.
-        model: The model's name.
-        version: The model's version.
-        model_hash: What the model's files were.
+        model_hash: The hash of the model's files.
         output_format: `parquet`, `arrow`, `csv` or `jsonl`.
         failed_rows: `inline` = failed rows are in the parts, `separate` = in files of their own.
         rows: The rows of all parts, as many as the inputs have.
-        ok: Those that have outputs.
-        errors: Those that have an `error_code`.
-        schema: The parts' columns as text, one `name: type` a line.
+        ok: Rows that have outputs.
+        errors: Rows that have an `error_code`.
+        schema: The parts' columns, one `name: type` a line.
         parts: The parts in the order of the inputs' rows.
         sources: The input files in order.
-        skipped: The input files that were left out because they can't be read; their rows are in no part.
+        skipped: Unreadable input files that the job skipped; their rows are in no part.
         created_at: When the manifest was made, in seconds since 1970.
-        ended_at: Of an output that is not complete: the end of the job after which these parts were there, for the job
-            may be resumed and end again; in seconds since 1970.
+        ended_at: Only of an incomplete output: the end of the job that left these parts, in seconds since 1970. The job
+            may be resumed, and end again.
     """
 
     format: Literal[1] = 1
@@ -82,16 +77,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Success(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of `_SUCCESS`.
-
-    Attributes:
-        format: The version of this layout.
-        job: The job's id.
-        rows: The rows of the output.
-        errors: Those that failed.
-        parts: How many parts there are.
-        manifest_sha256: The hash of the manifest's bytes.
-    """
+    """Content of `_SUCCESS`; `errors` counts failed rows."""
 
     format: Literal[1] = 1
     job: str
@@ -106,15 +92,10 @@ _successes = msgspec.json.Decoder(Success)
 
 
 def make_manifest(plan: Plan, parts: Sequence[PartInfo], created_at: float) -> Manifest:
-    """Puts the checked parts of a job together.
+    """Makes the manifest of a job from its validated parts, which are in the order of the shards.
 
-    Args:
-        plan: The job's plan.
-        parts: Its parts in the shards' order, as `validate_part` returns them.
-        created_at: Now, in seconds since 1970.
-
-    Raises:
-        CorruptEntry: The parts are not the plan's shards, their rows do not add up, or their columns differ.
+    `created_at` is in seconds since 1970. `CorruptEntry` means that the parts are not the plan's, that their rows do
+    not add up, or that their columns differ.
     """
     folder = plan.spec.output.url.rstrip("/")
     names = [info.url.removeprefix(f"{folder}/") for info in parts]
@@ -152,11 +133,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Reads `_manifest.json`.
-
-    Raises:
-        CorruptEntry: It is none, or its numbers do not add up.
-    """
+    """Decodes `_manifest.json`; raises `CorruptEntry` for other content, or wrong sums."""
     manifest = read_stored(_manifests, data, f"the output's {MANIFEST_NAME}")
     sums = [sum(getattr(part, name) for part in manifest.parts) for name in ("rows", "ok", "errors")]
     if sums != [manifest.rows, manifest.ok, manifest.errors] or manifest.ok + manifest.errors != manifest.rows:
@@ -165,12 +142,7 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def encode_success(manifest: Manifest, data: bytes) -> bytes:
-    """Returns the content of `_SUCCESS`.
-
-    Args:
-        manifest: The manifest.
-        data: Its bytes, as they were stored.
-    """
+    """Returns the content of `_SUCCESS` for a manifest that was stored as `data`."""
     success = Success(
         job=manifest.job,
         rows=manifest.rows,
@@ -182,11 +154,7 @@ def encode_success(manifest: Manifest, data: bytes) -> bytes:
 
 
 def decode_success(data: bytes, manifest: bytes) -> Success:
-    """Reads `_SUCCESS`, and compares it with the manifest's bytes.
-
-    Raises:
-        CorruptEntry: It is none, or of another manifest.
-    """
+    """Decodes `_SUCCESS`; raises `CorruptEntry` for other content, or another manifest."""
     success = read_stored(_successes, data, f"the output's {SUCCESS_NAME}")
     if success.manifest_sha256 != hashlib.sha256(manifest).hexdigest():
         raise CorruptEntry(f"the output's {SUCCESS_NAME} is of another {MANIFEST_NAME}")

@@ -1,4 +1,4 @@
-"""The speed of a model version, as its statistics have it: shards are cut by it, and the time of a job is estimated."""
+"""The speed of a model version by its statistics, for cutting shards and estimating a job's duration."""
 
 from collections.abc import Mapping
 
@@ -7,19 +7,13 @@ from qinfer.jobs.shards import Pace
 from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, batches
 
 _ENOUGH_NS = 3 * 10**9
-"""Nanoseconds of scoring before the speed of jobs is believed: small shards say little."""
+"""Nanoseconds of scoring after which the speed of jobs counts; a few small shards tell little."""
 _ENOUGH = 3
-"""Executions of a batch size before it is believed: the first ones of a runtime are slow."""
+"""Executions after which a batch size counts; the first executions of a runtime are slow."""
 
 
 def pace_of(settings: BulkSettings, stats: Mapping[str, int], workers: int) -> Pace:
-    """Returns the speed and the bounds by which shards are cut.
-
-    Args:
-        settings: The bounds.
-        stats: The statistics of the model version.
-        workers: Live workers that have it.
-    """
+    """Returns the speed by a model version's statistics, and the bounds of its shards."""
     return Pace(
         rows_per_s=rows_per_s(stats),
         shard_s=settings.shard_s,
@@ -30,14 +24,11 @@ def pace_of(settings: BulkSettings, stats: Mapping[str, int], workers: int) -> P
 
 
 def rows_per_s(stats: Mapping[str, int]) -> float:
-    """Returns how many rows of a job a worker scores in a second; 0 = nothing was measured.
+    """Returns how many rows of a job a worker scores per second; 0 = unknown.
 
-    Jobs tell it best, once they took some seconds: reading and writing, and online requests, are part of it. Else it is
-    that of one instance at the batch size that was fastest: bulk batches are as large as is best, so that the small
-    ones of online requests say too little.
-
-    Args:
-        stats: The statistics of a model version.
+    The statistics of jobs count after some seconds of scoring, since they include reading, writing and the influence of
+    online requests. Before that, the fastest batch size of one instance counts: bulk batches have the best size, online
+    batches are often smaller.
     """
     if stats.get(JOB_SCORING_NS, 0) >= _ENOUGH_NS:
         return stats.get(JOB_ROWS_SCORED, 0) / stats[JOB_SCORING_NS] * 1e9

@@ -1,17 +1,17 @@
-"""Parts of an output: written to a local file, later checked where they were committed to.
+"""Parts of an output: written to a local file, and validated after the commit.
 
-A part says in its metadata, key `qinfer`, which shard of which job it is, of which inputs and model, and how many rows
-failed: a Parquet file in its own metadata, an Arrow file in its footer and, as far as failed rows go, with its last
-batch. A text file has no place for it, and a part whose failed rows are in a file of their own, in `_failed`, is not
-all there is: *commit records* say it, `_commits/<part>/<hash>.json` in the output folder. Record and failed rows are
-written before the part is committed, under names that only the same content has. So each part has its own, whatever
-dies in between; those without a part mean nothing.
+A part identifies itself by metadata under the key `qinfer`: shard, job, inputs, model and number of failed rows. A
+Parquet file keeps it in its file metadata, an Arrow file in its footer and the failed rows in its last batch. Two kinds
+of parts need a *commit record* as well, `_commits/<part>/<hash>.json` in the output folder: text files, which have no
+place for metadata, and parts whose failed rows are in a file of their own in `_failed`. Record and failed rows are
+written before the part is committed, under names derived from their content. So every part has its own record, even if
+the writer dies in between; records without a part mean nothing.
 
-Whoever may write to the output folder can put another file there, so a check reads footers, headers and records only,
-within their limits, and no rows.
+Another program may replace files in the output folder, so validation reads footers, headers and records only, within
+limits, and no rows.
 
-Encodings are chosen for the speed of writing: floats have no dictionary, since hardly any value is there twice, and
-row numbers are stored as differences.
+Encodings favour the speed of writing: floats have no dictionary, since values hardly repeat, and row numbers are stored
+as differences.
 """
 
 import hashlib
@@ -42,13 +42,13 @@ _ZSTD_LEVEL = 1
 _GROUP_ROWS = 2**18
 _PARQUET_GROUP_BYTES = 32 * 2**20
 _ARROW_BATCH_BYTES = 8 * 2**20
-_SMALL_ROWS = 4096  # records of less than this and of less than the next are joined
+_SMALL_ROWS = 4096  # smaller records are joined
 _SMALL_BYTES = 4 * 2**20
-_ENCODED_ROWS = 65_536  # at a time: some percent faster than 1024, which is usual
-_COUNTED = PLACE_COLUMNS[1:]  # row group and row: they grow by one, or stay
+_ENCODED_ROWS = 65_536  # a few percent faster than the usual 1024
+_COUNTED = PLACE_COLUMNS[1:]  # row group and row grow by one, or stay
 _REASON_CHARACTERS = 200
 _RECORD_BYTES = 2 * 2**20
-_MOST_RECORDS = 64  # of one part: each attempt to make it may leave one
+_MOST_RECORDS = 64  # of one part: each attempt may leave one
 _HASHED_BYTES = 2**20
 _HASH_CHARACTERS = 16
 _FAILED_DIGEST = rf"-[0-9a-f]{{{_HASH_CHARACTERS}}}(?=\.[^/]*$)"
@@ -59,16 +59,7 @@ class PartBroken(StoreError):
 
 
 class PartMetadata(msgspec.Struct, frozen=True):
-    """Metadata that a part's file contains.
-
-    Attributes:
-        job: The job's id.
-        shard: The shard's index.
-        rows: Its rows.
-        etags: Those of the files that its rows are from, in order.
-        model_hash: What the model's files were.
-        errors: How many rows failed; -1 where it is said elsewhere.
-    """
+    """Metadata in a part's file; `etags` are those of its input files, `errors` -1 = stored elsewhere."""
 
     job: str
     shard: int
@@ -79,21 +70,12 @@ class PartMetadata(msgspec.Struct, frozen=True):
 
 
 class _File(msgspec.Struct, frozen=True):
-    """Size and hash of a file's bytes."""
-
     size_bytes: int
     sha256: str
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Commit record of a part that can't say by itself what it is.
-
-    Attributes:
-        metadata: What the part is.
-        schema: Its columns, before they became text: one `name: type` a line.
-        part: Its file.
-        failed: The file of its failed rows; `None` = it has none.
-    """
+    """Commit record of a part; `schema` has one `name: type` a line, before the conversion to text."""
 
     metadata: PartMetadata
     schema: str
@@ -105,37 +87,23 @@ _records = msgspec.json.Decoder(_Record)
 
 
 def part_metadata(job_id: str, shard: Shard, model_hash: str) -> PartMetadata:
-    """Returns what the part of a shard says of itself, failed rows aside."""
+    """Returns the expected metadata of a shard's part, without its failed rows."""
     etags = dict.fromkeys((part.url, part.etag) for part in shard.ranges)
     return PartMetadata(job_id, shard.index, shard.rows, tuple(etag for _, etag in etags), model_hash)
 
 
 class Split(NamedTuple):
-    """Columns of a part without failed rows, and of the file of these.
-
-    Attributes:
-        good: Names of the part's columns.
-        failed: Names of the columns of failed rows.
-    """
+    """Column names of a part, and of the file of its failed rows."""
 
     good: Sequence[str]
     failed: Sequence[str]
 
 
 class PartWriter:
-    """Writes one part to a local file; left by an exception, it deletes the file.
+    """Writes one part to a local file, and deletes the file if left by an exception.
 
-    Args:
-        path: The file; its folder is there, and nothing of its name.
-        schema: The columns (`OutputColumns.schema`).
-        output: Format and compression.
-        metadata: What the part says of itself.
-        split: How failed rows, if there are any, go to a file of their own beside it, `<path>.failed`; `None` = they
-            stay in the part.
-
-    Attributes:
-        rows: Rows written so far.
-        errors: Those that have an `error_code`.
+    With `split`, failed rows go to `<path>.failed`. The file must not exist, its folder must. `rows` and `errors` count
+    the rows written so far.
     """
 
     def __init__(
@@ -163,11 +131,7 @@ class PartWriter:
             self.abort()
 
     def write(self, record: pa.RecordBatch) -> None:
-        """Writes rows; they reach the file when there are enough of them.
-
-        Raises:
-            OSError: The file can't be written.
-        """
+        """Buffers rows, and writes them in groups."""
         if not record.num_rows:
             return
         codes = record.column(ERROR_COLUMNS[0])
@@ -179,19 +143,14 @@ class PartWriter:
         self._good.write(record)
 
     def close(self) -> None:
-        """Ends the file; does nothing where it was deleted, or has ended.
-
-        Raises:
-            ValueError: It has not as many rows as its metadata says.
-            OSError: It can't be written.
-        """
+        """Ends the file, once; raises `ValueError` if it does not have the rows that its metadata promises."""
         if not self._has_ended and self.rows != self._metadata.rows:
             self.abort()
             raise ValueError(f"a part of {self._metadata.rows} rows has {self.rows}")
         self.end()
 
     def end(self) -> None:
-        """Ends the file, whatever rows it has: it is a piece, and no part."""
+        """Ends the file with the rows that it has, as a piece of a part."""
         if not self._has_ended:
             self._has_ended = True
             for file in self._files:
@@ -199,17 +158,11 @@ class PartWriter:
 
     @property
     def paths(self) -> Sequence[Path]:
-        """The local files: that of the part, and where rows have failed that of these, if it is another."""
+        """The local files: the part, then the file of failed rows if there is one."""
         return [file.path for file in self._files]
 
     def add(self, paths: Sequence[Path], rows: int, errors: int) -> None:
-        """Writes the rows of a piece that an equal writer has ended.
-
-        Args:
-            paths: Its files, as `paths` names them.
-            rows: How many rows it has.
-            errors: How many of them failed.
-        """
+        """Appends a piece that an equal writer ended; `paths` are the piece's files."""
         self.rows += rows
         self.errors += errors
         if rows > errors or not self._split:
@@ -218,17 +171,9 @@ class PartWriter:
             self._failed_file().add(paths[1])
 
     def prepare(self, store: Store, folder: str, name: str) -> None:
-        """Writes what has to be there before the part is: the file of its failed rows, and its commit record.
+        """Writes the failed rows and the commit record to the store, which have to precede the part.
 
-        Does nothing for parts that have neither.
-
-        Args:
-            store: Where the part will be committed to.
-            folder: The URL of the output folder.
-            name: The part's name there.
-
-        Raises:
-            StoreError: The store fails.
+        Does nothing for parts that need no record.
         """
         if not self._split and self._output.format not in TEXT_FORMATS:
             return
@@ -246,7 +191,7 @@ class PartWriter:
         store.put_if_absent(data, f"{folder}/{RECORDS}/{name}/{hashlib.sha256(data).hexdigest()}.json")
 
     def abort(self) -> None:
-        """Ends the file, and deletes it."""
+        """Ends and deletes the file."""
         files, self._has_ended = [] if self._has_ended else self._files, True
         for file in files:
             with suppress(Exception):  # the file is of no use in any case
@@ -254,7 +199,7 @@ class PartWriter:
         self.delete()
 
     def delete(self) -> None:
-        """Deletes what is there of its files still."""
+        """Deletes the local files."""
         for file in self._files:
             file.path.unlink(missing_ok=True)
 
@@ -275,10 +220,10 @@ class PartWriter:
 
 
 class _BufferedFile:
-    """A file whose rows are written when there are enough of them.
+    """Buffers rows until a group is full.
 
-    Small records, which cost much to write, are joined as they come. Joined as they are written, all the rows of a
-    group would be in memory twice.
+    Small records are expensive to write, so they are joined as they arrive. Joined at the flush, a whole group would be
+    in memory twice.
     """
 
     def __init__(self, path: Path, schema: pa.Schema, file: "_ParquetFile | _ArrowFile | TextFile") -> None:
@@ -307,7 +252,6 @@ class _BufferedFile:
             self._flush()
 
     def add(self, path: Path) -> None:
-        """Writes the rows of a file of this kind."""
         if isinstance(self._file, TextFile):
             self._flush()
             self._file.add(path)
@@ -320,7 +264,7 @@ class _BufferedFile:
         self._file.close(errors)
 
     def written(self) -> "_File":
-        """Returns what was written; only after `close`."""
+        """Returns size and hash of the closed file."""
         with self.path.open("rb") as file:
             return _File(self.path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
@@ -408,19 +352,18 @@ _KINDS: Mapping[str, type[_ParquetFile | _ArrowFile | TextFile]] = {
 
 
 def _typed(column: pa.Array, field: pa.Field) -> pa.Array:
-    """Returns a column in its type: Parquet has other units of time, for example."""
+    """Casts a column to the field's type: Parquet stores other units of time, for example."""
     if pa.types.is_dictionary(field.type) and not pa.types.is_dictionary(column.type):
         column = column.cast(field.type.value_type).dictionary_encode()  # Arrow casts strings to dictionaries only
     return column if column.type == field.type else column.cast(field.type)
 
 
 def _level(output: Output) -> int | None:
-    """Returns the compression level that a job asks for; `None` = the codec's default."""
     return output.compression_level or (_ZSTD_LEVEL if output.compression == "zstd" else None)
 
 
 def _leaves(field: pa.Field, path: str = "") -> list[pa.Field]:
-    """Returns the leaf columns of a field, named as Parquet's paths are."""
+    """Returns a field's leaf columns under their paths in Parquet."""
     name = f"{path}{field.name}"
     kind = field.type
     if pa.types.is_struct(kind):
@@ -438,19 +381,13 @@ def _is_text(kind: pa.DataType) -> bool:
 def validate_part(
     store: Store, url: str, shard: Shard, job_id: str, model_hash: str, *, is_split: bool = False
 ) -> PartInfo:
-    """Checks that the part of a shard is whole: its footer, or its commit record, can be read and fits the plan.
+    """Checks that a shard's part is whole: its footer or commit record is readable and fits the plan.
 
-    Args:
-        store: Where it is kept.
-        url: Its URL.
-        shard: Its shard.
-        job_id: Its job.
-        model_hash: What the model's files were when the job was planned.
-        is_split: Whether failed rows are in files of their own.
+    `is_split` = failed rows are in files of their own.
 
     Raises:
-        PartBroken: It is cut off, damaged, or something else; the message says what.
-        StoreNotFound: It is not there.
+        PartBroken: The part is cut off, damaged, or something else.
+        StoreNotFound: The part does not exist.
         StoreError: The store fails.
     """
     stat = store.stat(url)
@@ -479,19 +416,12 @@ def validate_part(
             raise PartBroken(f"'{url}' says {name} {said}, the plan {planned!r}: it is the part of something else")
     if rows != shard.rows or not 0 <= found.errors <= rows:
         raise PartBroken(f"'{url}' has {rows} rows, {found.errors} of them failed; the plan says {shard.rows} rows")
-    # The same text for all parts of a job is kept once.
+    # Parts of a job share one text.
     return PartInfo(url, rows, found.errors, stat.size_bytes, stat.etag, sys.intern(text), failed)
 
 
 def part_of(store: Store, parts: ExpectedParts, shard: Shard) -> PartInfo | str:
-    """Reads the footer of a shard's part.
-
-    Returns:
-        The part, or what is wrong with it.
-
-    Raises:
-        StoreError: The store does not tell.
-    """
+    """Returns a shard's part, or a message if it is broken or missing."""
     try:
         return validate_part(store, parts.url_of(shard), shard, parts.job_id, parts.model_hash, is_split=parts.is_split)
     except (PartBroken, StoreNotFound) as error:
@@ -499,12 +429,9 @@ def part_of(store: Store, parts: ExpectedParts, shard: Shard) -> PartInfo | str:
 
 
 def set_aside(store: Store, parts: ExpectedParts, shard: Shard) -> None:
-    """Makes the name of a broken part free, so that it can be made again; one that is gone stays so.
+    """Frees the name of a broken part, so that it can be written again.
 
-    A part that another process has made again meanwhile stays where it is.
-
-    Raises:
-        StoreError: The store fails.
+    Does nothing if the part is gone, or another process has replaced it meanwhile.
     """
     url = parts.url_of(shard)
     found = store.stat(url)
@@ -513,16 +440,12 @@ def set_aside(store: Store, parts: ExpectedParts, shard: Shard) -> None:
 
 
 def _record_of(store: Store, stat: Stat, folder: str) -> _Record:
-    """Returns the commit record of a part, one of those in a folder.
+    """Returns a part's commit record from the folder of its records; raises `ValueError` without one.
 
-    Whoever committed the part had written its record before. So if one record has its size, it is that one; if attempts
-    at the part have left several, its bytes tell.
-
-    Raises:
-        ValueError: There is none, or nobody could have left so many.
-        StoreError: The store fails.
+    Each writer stores its record before the part. If attempts left several records of the part's size, the hash of the
+    part's bytes decides.
     """
-    # Sorted: of records that differ in failed rows only, all readers take the same.
+    # Sorted, so that all readers choose the same of records that differ in failed rows only.
     names = sorted(child.name for child in store.children(folder) if not child.is_folder)
     if len(names) > _MOST_RECORDS:
         raise ValueError(f"it has {len(names)} commit records; at most {_MOST_RECORDS}")
@@ -540,24 +463,18 @@ def _record_of(store: Store, stat: Stat, folder: str) -> _Record:
 
 
 def _failed_name(name: str, failed: _File) -> str:
-    """Returns the name of the file of a part's failed rows: each content has its own."""
     folder, slash, file = name.rpartition("/")
     stem, _, extension = file.partition(".")
     return f"{FAILED}/{folder}{slash}{stem}-{failed.sha256[:_HASH_CHARACTERS]}.{extension}"
 
 
 def part_of_failed(name: str) -> str:
-    """Returns the name of the part whose failed rows a file is named for, in an output's folder of such files."""
+    """Returns the name of the part to which a file in the folder of failed rows belongs."""
     return re.sub(_FAILED_DIGEST, "", name)
 
 
 def _failed_of(store: Store, folder: str, name: str, record: _Record) -> str:
-    """Returns the name, in the output folder, of the file of a part's failed rows; empty = it has none.
-
-    Raises:
-        ValueError: It should have one, which is not there whole.
-        StoreError: The store fails.
-    """
+    """Returns the name of a part's file of failed rows, empty without one; raises `ValueError` if it is not whole."""
     if record.failed is None:
         return ""
     failed = _failed_name(name, record.failed)
@@ -568,7 +485,6 @@ def _failed_of(store: Store, folder: str, name: str, record: _Record) -> str:
 
 
 def _as_text(schema: pa.Schema) -> str:
-    """Returns columns as text, one `name: type` a line."""
     return "\n".join(f"{field.name}: {field.type}" for field in schema)
 
 

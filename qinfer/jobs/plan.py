@@ -1,4 +1,4 @@
-"""The plan of a job: which rows of which files are which shard, what its parts are; its JSON and its tickets. Pure."""
+"""The plan of a job: its shards with their rows and parts, its JSON, and the tickets of shards. Pure."""
 
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, NamedTuple, TypeVar
@@ -15,32 +15,31 @@ T = TypeVar("T")
 Decoder = msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T]
 
 PLAN_NAME = "_plan.json"
-"""The name of a plan in an output folder."""
 
 FAILED = "_failed"
-"""The folder, in that of an output, of failed rows that have files of their own."""
+"""The folder, in the output folder, of files of failed rows."""
 
 RECORDS = "_commits"
-"""The folder, in that of an output, of the records of parts that are text."""
+"""The folder, in the output folder, of commit records (`qinfer.jobs.parts`)."""
 
 NO_GROUPS = -1
-"""The row group of formats that have none."""
+"""Stands for the row group in formats without row groups."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**50)]
 _Group = Annotated[int, msgspec.Meta(ge=NO_GROUPS)]
 _Below = Annotated[str, msgspec.Meta(pattern=r"(?s)^(?!.*(?:^|/)\.{0,2}(?:/|$))[^\0]*$")]
-"""A name in a folder, or below it: no part of it is empty, `.` or `..`, and no file's name has the character 0."""
+"""A relative path: no component is empty, `.` or `..`, and no character is NUL."""
 
 SHOWN_FILES = 20
-"""So many files that can't be read are named in a job's record, log and error."""
+"""The most unreadable files that a job's record, log and error name."""
 
 
 class Cut(NamedTuple):
-    """A place between two rows of CSV or JSON lines from which they can be read.
+    """A position in CSV or JSON lines from which rows can be read.
 
     Attributes:
         first_row: The number of the row that begins there.
-        begin: Bytes of the text before it.
+        begin: Its offset in bytes of (decoded) text.
     """
 
     first_row: int
@@ -51,14 +50,13 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
     """Rows of one row group of one file.
 
     Attributes:
-        url: The file.
-        etag: What the store called its content when the job was planned.
-        row_group: The row group (Parquet) or record batch (Arrow); -1 = the format has none (CSV, JSON lines).
+        etag: The store's id of the file's content at planning.
+        row_group: The row group (Parquet) or record batch (Arrow); -1 = none (CSV, JSON lines).
         first_row: The number of the first row within the file.
-        rows: How many rows.
-        first_in_group: The number of the first row within the row group; of CSV and JSON lines after `begin`.
-        begin: Bytes of the text before the cut point from which CSV and JSON lines are read.
-        size_bytes: The file's size when the job was planned; 0 = unknown, in shards of an earlier qinfer.
+        rows: The number of rows.
+        first_in_group: The number of the first row within the row group; for CSV and JSON lines, after `begin`.
+        begin: The offset of the cut point from which CSV and JSON lines are read.
+        size_bytes: The file's size at planning; 0 = unknown, in shards of an earlier qinfer.
     """
 
     url: str
@@ -75,10 +73,10 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
     """The rows that one worker scores at a time, and that become one part.
 
     Attributes:
-        index: Its place among the job's shards.
-        part: The name of its part in the output folder, perhaps with folders.
+        index: Its position among the job's shards.
+        part: The name of its part in the output folder, which may contain folders.
         rows: The rows of all its ranges.
-        ranges: Its rows in order; the one shard of a job without rows has one range of 0 rows, of a file with columns.
+        ranges: Its rows in order; the only shard of a job without rows has one empty range, of a file with columns.
     """
 
     index: _Count
@@ -88,14 +86,7 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
-    """An input file.
-
-    Attributes:
-        url: Where it is.
-        etag: What the store calls its content.
-        size_bytes: Its size.
-        rows: Its rows.
-    """
+    """An input file; `etag` is the store's id of its content."""
 
     url: str
     etag: str
@@ -104,12 +95,7 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BadFile(msgspec.Struct, frozen=True):
-    """An input file that can't be read.
-
-    Attributes:
-        url: Where it is.
-        reason: What is wrong with it, in words that go on after the URL.
-    """
+    """An input file that can't be read; `reason` continues a sentence that begins with the URL."""
 
     url: str
     reason: str
@@ -119,34 +105,27 @@ class BadFile(msgspec.Struct, frozen=True):
 
 
 class ShardTicket(msgspec.Struct, frozen=True, array_like=True):
-    """Entry of a bulk lane: a shard of a job.
-
-    Attributes:
-        job_id: The job; its record has the specification.
-        shard: The shard.
-    """
+    """Entry of a bulk lane: a shard of a job. The job's record has the specification."""
 
     job_id: str
     shard: Shard
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the shards of a job are made by; written once, and never changed.
+    """Everything that determines the shards of a job; written once, and never changed.
 
     Attributes:
-        job_id: The job.
-        spec: Its specification, with the model's version resolved.
-        model_hash: What the model's files were when the job was planned; of an ensemble, also those of all its steps.
-        schema: The inputs' columns, in the types that workers read them as (`schemas.decode_schema`).
+        spec: The specification, with the model's version resolved.
+        model_hash: The hash of the model's files at planning, and of an ensemble's steps.
+        schema: The inputs' columns, in the types that workers read (`schemas.decode_schema`).
         sources: The input files in order.
-        shards: The shards in order.
         rows: The rows of all files.
-        skipped: The files that were left out because they can't be read (`bad_files: skip`), in order.
-        created_at: When the job was created, in seconds since 1970: it tells the job from an earlier one of its id; 0 =
-            the plan of an earlier qinfer does not say.
-        not_copied: Fields of JSON lines that `passthrough: ["*"]` leaves out, since their values are of several kinds:
-            the first of them, in words.
-        executes: What an ensemble executes: itself, then the models of its steps. Empty = the model is none.
+        skipped: Unreadable files that the job skips (`bad_files: skip`), in order.
+        created_at: When the job was created, in seconds since 1970; it distinguishes jobs of the same id. 0 = unknown,
+            in a plan of an earlier qinfer.
+        not_copied: Descriptions of the first fields of JSON lines that `passthrough: ["*"]` leaves out, since their
+            values are of several kinds.
+        executes: Of an ensemble: itself, then the models of its steps.
     """
 
     job_id: str
@@ -163,13 +142,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InputFile(NamedTuple):
-    """An input file, with the rows of its groups, as planning needs it.
-
-    Attributes:
-        source: The file.
-        groups: The rows of each of its row groups; `None` = its format has none.
-        cuts: Where it can be read from, if it has no row groups.
-    """
+    """An input file for planning; `groups` has the rows of each row group, `cuts` replaces them in text formats."""
 
     source: Source
     groups: tuple[int, ...] | None
@@ -177,16 +150,9 @@ class InputFile(NamedTuple):
 
 
 class Unplanned(NamedTuple):
-    """A job that has no plan yet.
+    """A job without a plan; `spec` has passed `planning.examine` and names a model version.
 
-    Attributes:
-        job_id: Its id.
-        spec: What is asked for, its URLs checked (`planning.examine`) and the model's version resolved.
-        model: The model's configuration.
-        model_hash: What the model's files are.
-        grant: The URL prefixes that it may use.
-        created_at: When it was created, in seconds since 1970.
-        executes: As `Plan.executes`.
+    `model_hash` is the hash of the model's files, `created_at` is in seconds since 1970, `executes` as in `Plan`.
     """
 
     job_id: str
@@ -199,13 +165,7 @@ class Unplanned(NamedTuple):
 
 
 class Estimate(msgspec.Struct, frozen=True, array_like=True):
-    """The size of a job that can be taken.
-
-    Attributes:
-        files: Its input files.
-        rows: Their rows, up to the job's limit.
-        shards: The shards that it would have now.
-    """
+    """The size of a job that passed the checks, up to its limit of rows."""
 
     files: int
     rows: int
@@ -213,13 +173,11 @@ class Estimate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExpectedParts(msgspec.Struct, frozen=True, array_like=True):
-    """Parts that a plan says an output has.
+    """The planned parts of some shards.
 
     Attributes:
-        job_id: The job.
-        model_hash: What the model's files were when the job was planned.
-        output_url: The folder.
-        shards: The shards whose parts are meant.
+        model_hash: The hash of the model's files at planning.
+        output_url: The output folder.
         grant: The URL prefixes that the job may use.
         is_split: Whether failed rows are in files of their own.
     """
@@ -232,21 +190,18 @@ class ExpectedParts(msgspec.Struct, frozen=True, array_like=True):
     is_split: bool = False
 
     def url_of(self, shard: Shard) -> str:
-        """Returns where the part of a shard is."""
+        """Returns the URL of a shard's part."""
         return url_of(self.output_url, shard.part)
 
 
 class PartInfo(NamedTuple):
-    """A part that is whole.
+    """A validated part.
 
     Attributes:
-        url: Where it is.
-        rows: Its rows.
-        errors: How many of them failed.
-        size_bytes: Its size.
-        etag: What the store calls its content.
-        schema: Its columns as text, one `name: type` a line.
-        failed: The name, in the output folder, of the file of its failed rows; empty = it has none.
+        errors: The number of failed rows.
+        etag: The store's id of its content.
+        schema: Its columns, one `name: type` a line.
+        failed: The name of its file of failed rows, in the output folder; empty = it has no such file.
     """
 
     url: str
@@ -259,16 +214,12 @@ class PartInfo(NamedTuple):
 
 
 def url_of(output_url: str, name: str) -> str:
-    """Returns where something in an output is."""
+    """Returns the URL of a name in an output folder."""
     return f"{output_url.rstrip('/')}/{name}"
 
 
 def read_stored(decoder: Decoder[T], data: bytes | memoryview, what: str) -> T:
-    """Reads what qinfer has stored, or put into the queue.
-
-    Raises:
-        CorruptEntry: It is something else, or damaged; the message begins with `what`.
-    """
+    """Decodes data that qinfer stored or queued; raises `CorruptEntry`, whose message begins with `what`."""
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -281,16 +232,12 @@ def encode_ticket(ticket: ShardTicket) -> bytes:
 
 
 def frames_of(job_id: str, shards: Iterable[Shard]) -> list[tuple[int, bytes]]:
-    """Returns shards as they are queued: the index and the ticket of each."""
+    """Returns the index and ticket of each shard, for the queue."""
     return [(shard.index, encode_ticket(ShardTicket(job_id, shard))) for shard in shards]
 
 
 def decode_ticket(data: bytes | memoryview) -> ShardTicket:
-    """Decodes a ticket of a lane.
-
-    Raises:
-        CorruptEntry: It is no ticket, or it contradicts itself.
-    """
+    """Decodes a ticket; raises `CorruptEntry` if it is malformed or its rows do not add up."""
     ticket = read_stored(_tickets, data, "a shard's ticket")
     rows = sum(part.rows for part in ticket.shard.ranges)
     if ticket.shard.rows != rows:
@@ -299,7 +246,7 @@ def decode_ticket(data: bytes | memoryview) -> ShardTicket:
 
 
 class _Piece(msgspec.Struct, frozen=True, array_like=True):
-    """A range in the plan's JSON: files are named once, in `sources`."""
+    """A range in the plan's JSON, where `sources` names each file once."""
 
     source: _Count
     row_group: _Group
@@ -334,12 +281,9 @@ class _NamedShard(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlanNames(msgspec.Struct, frozen=True):
-    """The fields of a plan, of whatever version, that tell whose output it is and which parts that has.
+    """The fields of a plan, of any version, that identify its job and its parts.
 
-    Attributes:
-        job_id: The job.
-        created_at: When it was created, in seconds since 1970; 0 = the plan does not say.
-        shards: Its shards.
+    `created_at` is in seconds since 1970, 0 = unknown.
     """
 
     job_id: str
@@ -347,7 +291,7 @@ class PlanNames(msgspec.Struct, frozen=True):
     created_at: float = 0.0
 
     def parts(self) -> frozenset[str]:
-        """Returns the names of its parts."""
+        """Returns the names of the parts."""
         return frozenset(shard.part for shard in self.shards)
 
 
@@ -357,7 +301,7 @@ _plan_names = msgspec.json.Decoder(PlanNames)
 
 
 def encode_plan(plan: Plan) -> bytes:
-    """Returns a plan as JSON; equal plans are equal bytes."""
+    """Returns a plan as JSON; equal plans give equal bytes."""
     numbers = {source.url: number for number, source in enumerate(plan.sources)}
     shards = tuple(
         _Shard(
@@ -373,11 +317,7 @@ def encode_plan(plan: Plan) -> bytes:
 
 
 def decode_plan(data: bytes) -> Plan:
-    """Reads a plan.
-
-    Raises:
-        CorruptEntry: It is none.
-    """
+    """Decodes a plan; raises `CorruptEntry` if it is malformed."""
     wire = read_stored(_plans, data, "the job's plan")
     try:
         shards = tuple(_shard(index, shard, wire.sources) for index, shard in enumerate(wire.shards))
@@ -388,35 +328,25 @@ def decode_plan(data: bytes) -> Plan:
 
 
 def decode_plan_names(data: bytes) -> PlanNames:
-    """Reads whose plan it is, and the names of its parts.
-
-    Raises:
-        CorruptEntry: It is no plan.
-    """
+    """Decodes the `PlanNames` of a plan; raises `CorruptEntry` if it is malformed."""
     return read_stored(_plan_names, data, "the job's plan")
 
 
 class SkippedFiles(msgspec.Struct, frozen=True):
-    """The input files that a job left out because they can't be read.
-
-    Attributes:
-        total: How many they are.
-        first: The first of them; the manifest has all.
-    """
+    """Number of unreadable input files that a job skipped, and the first of them; the manifest has all."""
 
     total: int = 0
     first: tuple[BadFile, ...] = ()
 
 
 class PlanHead(msgspec.Struct, frozen=True, kw_only=True):
-    """Head of a plan: the part that is needed without the shards; kept with the job's record.
+    """The part of a plan that is needed without the shards; kept in the job's record.
 
     Attributes:
-        model_hash: What the model's files were when the job was planned.
-        schema: The inputs' columns, in the types that workers read them as (`schemas.decode_schema`).
-        skipped: The input files that were left out.
+        model_hash: The hash of the model's files at planning.
+        schema: The inputs' columns, in the types that workers read (`schemas.decode_schema`).
         executes: As `Plan.executes`.
-        csv_escape: The escape character that CSV inputs have, as the first file shows it; empty = what the job says.
+        csv_escape: The escape character of CSV inputs that the first file shows; empty = as the job says.
     """
 
     model_hash: str
@@ -440,11 +370,7 @@ def encode_plan_head(plan: Plan) -> bytes:
 
 
 def decode_plan_head(data: bytes) -> PlanHead:
-    """Reads the head of a plan.
-
-    Raises:
-        CorruptEntry: It is none.
-    """
+    """Decodes the head of a plan; raises `CorruptEntry` if it is malformed."""
     return read_stored(_heads, data, "the head of the job's plan")
 
 

@@ -1,7 +1,7 @@
-"""Whether a job can be taken, and its plan: what names and reads the files that a stranger chose.
+"""Checks and plans bulk jobs: the code that lists and reads files chosen by a user.
 
-`examine` looks at a job's URLs, its inputs, the columns of the first file, and the output folder. `make_plan` reads all
-footers, several at a time, and compares the files' columns. Both run in an examiner.
+`examine` checks a job's URLs, inputs, output folder and the columns of the first file. `make_plan` reads all footers,
+several at a time, and compares the files' columns. Both run in an examiner.
 """
 
 import re
@@ -40,16 +40,16 @@ from qinfer.storage.store import Stat
 from qinfer.storage.within import readable, writable
 
 Reading = Callable[[str], AbstractContextManager[None]]
-"""Is entered around the reading of a file, with its URL."""
+"""A context around the reading of a file, by its URL."""
 
 ENOUGH_FILES = 10_000
-"""So many files of a folder are looked at here; planning looks at all."""
+"""The most files of a folder that `examine` lists; planning lists all."""
 LISTING_S = 50.0
-"""Seconds that looking for the inputs may take."""
+"""The time limit for listing the inputs."""
 
 _MOST_EMPTY = 20
 _HINT_LINES = 20
-_DELIMITERS = (";", "\t", "|")  # that other programs write in place of a comma
+_DELIMITERS = (";", "\t", "|")  # common alternatives to the comma
 _DECIMAL_COMMA = re.compile(r"[+-]?[0-9.]*[0-9],[0-9]+")
 _LISTED_CHARACTERS = 1700  # of one message: a job's error has 2000
 _AHEAD = 4
@@ -57,13 +57,13 @@ _MOST_SCHEMAS = 64
 
 
 class Examined(NamedTuple):
-    """A job that can be taken.
+    """A job that passed the checks.
 
     Attributes:
-        spec: The job, its URLs in their one spelling: this is to be kept.
-        files: Its input files in order, perhaps not all.
+        spec: The job with normalized URLs; store this one.
+        files: Its input files in order, at most `ENOUGH_FILES` of a folder.
         format: Their format.
-        schema: The columns of the first file that has any; none where only planning will find it.
+        schema: The columns of the first file that has any; empty if only planning will find one.
     """
 
     spec: JobSpec
@@ -73,17 +73,11 @@ class Examined(NamedTuple):
 
 
 def examine(spec: JobSpec, model: ModelSpec, grant: Grant, footer_bytes: int = FOOTER_BYTES) -> Examined:
-    """Looks whether a job can be taken; it blocks for as long as the stores take to list the inputs.
-
-    Args:
-        spec: The job, as `decode_spec` returns it.
-        model: The model's configuration.
-        grant: The URL prefixes that the job may use.
-        footer_bytes: The size that the footer of a file may have.
+    """Checks that a job can run; blocks while the stores list the inputs.
 
     Raises:
-        InvalidRequest: An input is not there or not readable, its columns do not fit, or the output is not empty.
-        Forbidden: A URL is not granted, or leads to what is not.
+        InvalidRequest: An input is missing or unreadable, its columns do not fit, or the output is not empty.
+        Forbidden: A URL, or the target of a link, is not granted.
         StoreError: A store can't be read.
     """
     spec = with_checked_urls(spec, grant)
@@ -110,7 +104,7 @@ def examine(spec: JobSpec, model: ModelSpec, grant: Grant, footer_bytes: int = F
 
 
 def _with_escape(spec: JobSpec, files: Sequence[Stat]) -> JobSpec:
-    """Returns a job with the escape character that its first CSV file shows, where the job names none."""
+    """Returns the job with the escape character of its first CSV file, unless the job names one."""
     form = InputForm.of(spec)
     if spec.csv is not msgspec.UNSET and spec.csv.escape:
         return spec
@@ -119,19 +113,19 @@ def _with_escape(spec: JobSpec, files: Sequence[Stat]) -> JobSpec:
 
 
 def _csv_head(spec: JobSpec, files: Sequence[Stat]) -> tuple[str, bytes]:
-    """Returns the first CSV file that has some bytes, and its beginning; empty where it can't be read."""
+    """Returns the URL and the beginning of the first CSV file with content; empty if it can't be read."""
     file = next((file for file in files[:_MOST_EMPTY] if file.size_bytes), None)
     if file is None:
         return "", b""
     try:
         with store_for(file.url).open_known(file) as content:
             return file.url, open_stream(content, file.url, "csv", InputForm.of(spec)).peek(BLOCK_BYTES)
-    except (pa.ArrowException, ValueError, OSError, StoreDenied):  # what reads the file next says why
+    except (pa.ArrowException, ValueError, OSError, StoreDenied):  # the next reader of the file reports it
         return file.url, b""
 
 
 def _csv_hint(files: Sequence[Stat], format_: FileFormat, spec: JobSpec) -> str:
-    """Returns what the first lines of a CSV file that is refused show of its form; empty = nothing."""
+    """Returns hints at the delimiter and decimal point of a rejected CSV file, from its first lines."""
     if format_ != "csv":
         return ""
     csv = spec.csv_form
@@ -148,23 +142,14 @@ def _csv_hint(files: Sequence[Stat], format_: FileFormat, spec: JobSpec) -> str:
 
 
 def estimate(job: Unplanned, pace: Pace, threads: int, footer_bytes: int = FOOTER_BYTES) -> Estimate:
-    """Checks a job as `examine` does, and counts what its plan would have; it blocks until every footer is read.
-
-    Raises:
-        QinferError: As `examine` and `make_plan`.
-    """
+    """Checks a job like `examine` and counts its files, rows and shards; blocks until every footer is read."""
     spec = examine(job.spec, job.model, job.grant, footer_bytes).spec
     plan = make_plan(job._replace(spec=spec), pace, threads=threads, footer_bytes=footer_bytes)
     return Estimate(len(plan.sources), plan.rows, len(plan.shards))
 
 
 def check_output(spec: JobSpec) -> None:
-    """Checks that nothing is in a job's output folder, or an output that the job overwrites.
-
-    Raises:
-        InvalidRequest: Something else is, or a file has that name or the name of a folder above.
-        StoreError: The store can't be read.
-    """
+    """Checks that a job's output folder is empty, or holds an output that the job overwrites."""
     url = spec.output.url
     store = store_for(url)
     if store.stat(url) is not None:
@@ -187,9 +172,9 @@ def check_output(spec: JobSpec) -> None:
 
 
 def _file_above(url: str) -> str:
-    """Returns the URL of the file that is where a folder above would have to be; empty = there is none.
+    """Returns the URL of a file in the place of a parent folder; empty = no such file.
 
-    Only directories have such: in an object store a name may go on after an object's.
+    Only local stores can have one: in an object store, a name may continue another object's name.
     """
     path = local_path(url)
     above = next((folder for folder in path.parents if folder.is_file()), None) if path else None
@@ -197,11 +182,7 @@ def _file_above(url: str) -> str:
 
 
 def common_format(files: Sequence[Stat], spec: JobSpec) -> FileFormat:
-    """Returns the format of a job's files.
-
-    Raises:
-        InvalidRequest: A file's extension does not tell it, or they have several.
-    """
+    """Returns the format of a job's files; raises `InvalidRequest` if it is unknown, or they have several."""
     first = format_of(files[0].url, spec.input_format)
     for file in files:
         if format_of(file.url, spec.input_format) != first:
@@ -218,17 +199,10 @@ def first_schema(
     types: TextTypes,
     footer_bytes: int = FOOTER_BYTES,
 ) -> tuple[Stat | None, pa.Schema]:
-    """Returns the first file that has any columns, and these; `None` where it is far behind others that have none.
-
-    Args:
-        files: The files in order.
-        format_: What they are.
-        spec: The job.
-        types: What the job needs of the columns of CSV and JSON lines.
-        footer_bytes: The size that the footer of a file may have.
+    """Returns the first file with columns, and these; `None` if none of the first files has any.
 
     Raises:
-        InvalidRequest: A file can't be read, and the job does not skip such; or no file has columns.
+        InvalidRequest: A file can't be read and the job does not skip bad files, or no file has columns.
         StoreError: A store can't be read.
     """
     bad: list[BadFile] = []
@@ -255,23 +229,18 @@ def make_plan(
     reading: Reading = lambda _: nullcontext(),
     footer_bytes: int = FOOTER_BYTES,
 ) -> Plan:
-    """Plans a job; it blocks until every footer is read.
+    """Plans a job; blocks until every footer is read.
 
-    Args:
-        job: The job.
-        pace: What is known of the model's speed.
-        threads: Footers that are read at once.
-        reading: Learns which files are being read.
-        footer_bytes: The size that the footer of a file may have.
+    `reading` is entered around the reading of each file. `threads` footers are read at once.
 
     Raises:
-        InvalidRequest: A file is damaged and the job does not skip such, lacks a column, or has another type than the
-            others.
-        Forbidden: A file leads to what the job may not read.
+        InvalidRequest: A file is damaged and the job does not skip bad files, or a file lacks a column or has another
+            type than the others.
+        Forbidden: A file is, or links to, what the grant excludes.
         StoreError: A store can't be read.
     """
     spec, check_read = job.spec, readable(job.grant).check
-    files = find_files(spec.inputs, check_read, looks_above=False)  # which was done when the job was taken
+    files = find_files(spec.inputs, check_read, looks_above=False)  # `examine` did
     format_ = common_format(files, spec)
     spec = _with_escape(spec, files) if format_ == "csv" else spec
     columns = _CommonColumns(spec, job.model, format_)
@@ -280,7 +249,7 @@ def make_plan(
 
     def footer_of(file: Stat) -> Footer | BadFile:
         with reading(file.url):
-            check_read(file.url)  # again: the files may have been found long ago
+            check_read(file.url)  # again: much time may have passed since the listing
             try:
                 footer = patiently(lambda: _read_and_kept(file, format_, types, job, footer_bytes))
             except SourceBroken as error:
@@ -315,7 +284,7 @@ def make_plan(
 
 
 def _read_and_kept(file: Stat, format_: FileFormat, types: TextTypes, job: Unplanned, footer_bytes: int) -> Footer:
-    """Reads the footer of a file; keeps the text of one that has to be decoded."""
+    """Reads a file's footer; stores pieces of a text file that has to be decoded."""
     if not (is_text(format_) and types.form.is_decoded(file.url, format_)):
         return read_footer(file, format_, types, footer_bytes=footer_bytes)
     keeper = PieceKeeper(writable(job.grant), types.form.kept_url, file.url, file.etag)
@@ -327,7 +296,7 @@ def _read_and_kept(file: Stat, format_: FileFormat, types: TextTypes, job: Unpla
 def _sorted_out(
     footers: Iterable[tuple[Stat, Footer | BadFile]], columns: "_CommonColumns", spec: JobSpec
 ) -> tuple[list[InputFile], list[BadFile]]:
-    """Returns the files that can be read and those that can't; it ends where there are rows or bad files enough."""
+    """Returns readable files and bad ones; stops at the job's row limit, or at the maximum of bad files."""
     planned: list[InputFile] = []
     bad: list[BadFile] = []
     rows = 0
@@ -350,13 +319,7 @@ def _bad_file(file: Stat, error: SourceBroken) -> BadFile:
 
 
 def _cannot_be_read(bad: Sequence[BadFile], files: int, *, is_sure: bool) -> str:
-    """Says which of a job's files can't be read, why, and what to do.
-
-    Args:
-        bad: Those files.
-        files: How many files there are.
-        is_sure: All of them were looked at.
-    """
+    """Returns the message about unreadable files; `is_sure` = all files were looked at."""
     if len(bad) == files:
         remedy = "are they of another format than it seems?"
     else:
@@ -377,7 +340,7 @@ def _no_columns(files: Sequence[Stat]) -> str:
 def _footers(
     files: Sequence[Stat], footer_of: Callable[[Stat], Footer | BadFile], threads: int
 ) -> Generator[tuple[Stat, Footer | BadFile], None, None]:
-    """Reads the files' footers some files ahead; the first error in the files' order ends it."""
+    """Reads footers several files ahead; yields and fails in the order of the files."""
     waiting: deque[tuple[Stat, Future[Footer | BadFile]]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="qinfer-footer") as pool:
         try:
@@ -395,9 +358,9 @@ def _footers(
 
 
 class _CommonColumns:
-    """Common columns of a job's files: a type for each, which the values of all files have or get.
+    """The common columns of a job's files: one type for each that all files' values have, or are converted to.
 
-    Fields of JSON lines that only `passthrough: ["*"]` copies are null in files without them, and left out where their
+    Fields of JSON lines that only `passthrough: ["*"]` copies are null in files without them, and left out if their
     values are of several kinds.
     """
 
@@ -410,23 +373,19 @@ class _CommonColumns:
         self._mixed: dict[Path, str] = {}
         self._merges = spec.merge_schema is True
         self._from: dict[str, str] = {}  # column → the URL of the first file that has it
-        self._first = ""  # the URL of the first file with rows; of one without until there is one that has some
+        self._first = ""  # the URL of the first file with rows; until then, of the first with columns
         self._schema = pa.schema([])
         self._has_rows = False
         self._fine: list[pa.Schema] = []
         self.example = 0  # the number of that file
 
     def add(self, number: int, file: Stat, footer: Footer) -> None:
-        """Checks the columns of one more file.
-
-        Raises:
-            InvalidRequest: The model can't be fed with them, or they do not go with those of the first file.
-        """
+        """Checks and merges the columns of one more file; raises `InvalidRequest` if they do not fit."""
         if self._has_unnamed:
             for field in footer.mixed:
                 self._leave_out(field.path, f"{field} of '{file.url}'")
         schema = without(footer.schema, self._mixed)
-        if not footer.rows:  # its columns may be of no type, or fewer than it would have with rows
+        if not footer.rows:  # without rows, columns may lack a type, or be missing
             if schema.names and not self._schema.names:
                 self._first, self._schema, self.example = file.url, schema.remove_metadata(), number
             return
@@ -447,7 +406,7 @@ class _CommonColumns:
             self._fine.append(schema)
 
     def _check(self, url: str, schema: pa.Schema) -> None:
-        """Checks the columns of one file: all that the job names, or where some may be missing, any of them."""
+        """Requires all columns that the job names; with `merge_schema`, any of them."""
         if self._merges:
             if not (self._used(schema) or copied_columns(self._spec, schema) == schema.names):
                 raise InvalidRequest(f"'{url}' has none of the columns that the job reads; leave it out")
@@ -458,7 +417,6 @@ class _CommonColumns:
             raise InvalidRequest(f"'{url}': {error.message}") from None
 
     def _used(self, schema: pa.Schema) -> set[str]:
-        """Returns the columns of the job that a file has."""
         fields = Fields(schema)
         names = {*copied_columns(self._spec, schema)}.union(
             *(self._spec.columns_of(tensor.name).columns for tensor in self._model.inputs)
@@ -466,11 +424,7 @@ class _CommonColumns:
         return {name for name in names if fields.places(name)}
 
     def schema(self) -> pa.Schema:
-        """Returns the columns of the first file, in the types that all files' values can have.
-
-        Raises:
-            InvalidRequest: No file has columns, or the model can't be fed with those.
-        """
+        """Returns the merged columns; raises `InvalidRequest` if there are none, or they do not fit the model."""
         if not (self._has_rows or self._schema.names):
             raise InvalidRequest("the inputs are empty; without a row their columns are unknown")
         schema = without_null(self._schema) if self._is_csv else self._schema
@@ -478,7 +432,7 @@ class _CommonColumns:
         return schema
 
     def not_copied(self) -> tuple[str, ...]:
-        """Returns the fields that are left out, in words: the first of them."""
+        """Returns descriptions of the first fields that were left out."""
         return tuple(self._mixed.values())[:SHOWN_FILES]
 
     def _leave_out(self, path: Path, why: str) -> None:
@@ -522,7 +476,7 @@ class _CommonColumns:
                     "the other; rename one of them"
                 )
             if merged is None and self._is_csv and name not in fed:
-                merged = here.with_type(pa.string())  # which all values of CSV are
+                merged = here.with_type(pa.string())  # the type of all CSV values
             if merged is None:
                 raise InvalidRequest(
                     f"column '{shown(name)}' is {here.type} in '{url}' and {there.type} in '{first}'; convert one of "
@@ -531,13 +485,12 @@ class _CommonColumns:
             self._schema = replaced(self._schema, name, marked(merged, texts))
 
     def _remedy(self, name: str, copied: set[str]) -> str:
-        """Returns how a job gets along without a column."""
         if name == self._spec.key:
             return "name another 'key'"
         return "leave it out of 'passthrough'" if name in copied else "leave it out of both"
 
     def _texts(self, here: pa.Field, there: pa.Field) -> set[Path]:
-        """Returns the numbers of JSON lines that are copied as text: in either file, or since their types differ."""
+        """Returns the numbers of JSON lines to copy as text: so marked in a file, or of different types."""
         if not (self._is_json and self._types.is_copied(here.name)):
             return set()
         one, other = numbers(plain(here)), numbers(plain(there))

@@ -1,11 +1,11 @@
-"""Notes on a shard whose run was broken off: which rows are kept, and which may end workers. Pure.
+"""Notes on a shard whose run was interrupted: rows that are kept, and rows that may kill workers. Pure.
 
     0 ──── kept pieces ────▶ done ──── next range ────▶ stop ·········▶ rows
 
-A shard is scored from its first row to its last. A *piece* is a file of rows that were scored in a row; the pieces of a
-shard follow one another. A shard whose worker died is a *suspect*: it runs in ranges, and before each a mark says who
-begins it. A mark that is found by the next owner is a death: the range is cut. A row that was alone in its range at the
-deaths of two workers fails, and the rows behind it are scored.
+A shard is scored from its first row to its last. A *piece* is a file of consecutive scored rows; the pieces of a shard
+follow one another. A shard whose worker died is a *suspect*. It runs in ranges, and each range begins with a mark that
+names the worker. If the next owner finds a mark, the worker died in that range, and the range is cut. A row that was
+alone in its range when two workers died fails, and the rows after it are scored.
 """
 
 import hashlib
@@ -16,38 +16,38 @@ import msgspec
 from qinfer.jobs.plan import Range, Shard, read_stored
 
 FAN_OUT = 8
-"""A range in which a worker died is cut into so many; after each that ends well the next one grows as much."""
+"""A range in which a worker died is cut into this many; after each range that ends well, the next is as much larger."""
 
 WORKERS = 2
-"""A row fails that was alone in the hands of so many workers that died."""
+"""A row fails after this many different workers died while it was alone in its range."""
 
 MOST_DEATHS = 5
-"""A row also fails if one worker lost the shard so often while the row was alone."""
+"""A row also fails after this many deaths of one worker while it was alone."""
 
 MOST_DEADLY_ROWS = 16
 MOST_IDLE_DEATHS = 16
-"""A shard with more rows that end workers, or in which more workers died before they began a range, is given up: it
-would end workers without an end."""
+"""A shard that reaches a limit is given up, or it would kill workers without end: rows that kill workers, and deaths of
+workers before they began a range.
+"""
 
 CHECKPOINTS = "_resume"
-"""The folder, in that of an output, of the pieces of shards that are not finished; each job has a folder there."""
+"""The folder, in the output folder, with a folder for the pieces of each job's unfinished shards."""
 
 
 class PieceFile(msgspec.Struct, frozen=True, array_like=True):
-    """A file of a piece: its name in the output folder, and what tells that it is whole."""
+    """A file of a piece: its name in the output folder, and the hash that proves it whole."""
 
     name: str
     sha256: str
 
 
 class KeptPiece(msgspec.Struct, frozen=True, array_like=True):
-    """Scored rows that follow one another, in files of the output's format.
+    """Consecutive scored rows, in files of the output's format.
 
     Attributes:
-        rows: How many.
-        errors: How many of them failed.
-        good: Their file; without the failed rows where these have files of their own.
-        failed: The file of failed rows; `None` = there is no such file.
+        errors: The number of failed rows.
+        good: The file of the rows, without failed rows if these have files of their own.
+        failed: The file of failed rows, if there is one.
         faults: Descriptions of inputs that can't be read.
     """
 
@@ -59,20 +59,14 @@ class KeptPiece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Begun(msgspec.Struct, frozen=True, array_like=True):
-    """Mark of a range that is executed: how many rows from the first that is not kept, and the worker."""
+    """Mark of a running range: its rows, from the first that is not kept, and its worker."""
 
     rows: int
     worker: str
 
 
 class RowSpan(NamedTuple):
-    """The rows that are run next.
-
-    Attributes:
-        first: The first of them in the shard.
-        stop: The row behind the last.
-        is_deadly: It is one row, that fails without being executed.
-    """
+    """The rows to run next, from `first` to before `stop`; a deadly row fails without execution."""
 
     first: int
     stop: int
@@ -80,18 +74,18 @@ class RowSpan(NamedTuple):
 
 
 class Resumption(msgspec.Struct, frozen=True, kw_only=True):
-    """See the module docstring; in the job's record as JSON.
+    """State of an interrupted shard, as JSON in the job's record; see the module's docstring.
 
     Attributes:
-        bound: The hash of plan and shard, and that of the model by which the rows were scored.
-        attempt: Raised by each change, so that no two of a shard are equal.
-        pieces: The rows that are kept, in order.
-        size: How many rows the next range has; 0 = all that are left.
-        until: Behind this row ranges grow again.
-        begun: The mark of the range that is executed.
+        bound: The hash of plan and shard, and the hash of the model that scored the rows.
+        attempt: Incremented by each change, so that no two states of a shard are equal.
+        pieces: The kept rows, in order.
+        size: The rows of the next range; 0 = all that remain.
+        until: Ranges grow again after this row.
+        begun: The mark of the running range.
         alone: The workers that died while the first row that is not kept was alone.
-        deadly: How many rows failed because they end workers.
-        idle: How many workers died since a range ended, while no range was begun.
+        deadly: The number of rows that failed because they kill workers.
+        idle: Deaths of workers outside of ranges, since a range last ended.
     """
 
     bound: str
@@ -106,19 +100,19 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def done(self) -> int:
-        """How many rows are kept."""
+        """The number of kept rows."""
         return sum(piece.rows for piece in self.pieces)
 
     @property
     def errors(self) -> int:
-        """How many of them failed."""
+        """The number of kept rows that failed."""
         return sum(piece.errors for piece in self.pieces)
 
     def _next(self, **changes: object) -> "Resumption":
         return msgspec.structs.replace(self, attempt=self.attempt + 1, **changes)
 
     def taken(self, rows: int, *, is_suspect: bool) -> "Resumption":
-        """Returns what a new owner knows of a shard of so many rows."""
+        """Returns the state for a new owner of a shard of `rows` rows."""
         if self.begun is None:
             if not is_suspect:
                 return self
@@ -130,7 +124,7 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether the shard is to be given up."""
+        """Whether the shard has to be given up."""
         return (
             (self.deadly >= MOST_DEADLY_ROWS and self._is_deadly)
             or len(self.alone) > MOST_DEATHS
@@ -139,11 +133,11 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _is_deadly(self) -> bool:
-        """Whether the first row that is not kept ends workers."""
+        """Whether the first row that is not kept kills workers."""
         return len(set(self.alone)) >= WORKERS or len(self.alone) >= MOST_DEATHS
 
     def step(self, rows: int) -> RowSpan:
-        """Returns what of a shard of so many rows is to be run next; there is something left."""
+        """Returns the next rows to run of an unfinished shard of `rows` rows."""
         first = self.done
         if self._is_deadly:
             return RowSpan(first, first + 1, is_deadly=True)
@@ -154,13 +148,13 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
         return self._next(begun=Begun(step.stop - step.first, worker))
 
     def ended(self, step: RowSpan, piece: KeptPiece) -> "Resumption":
-        """Keeps the rows of a step that ended."""
+        """Adds the piece of a finished step."""
         size = self.size * FAN_OUT if step.stop >= self.until else self.size
         deadly = self.deadly + step.is_deadly
         return self._next(pieces=(*self.pieces, piece), begun=None, alone=(), size=size, deadly=deadly, idle=0)
 
     def broken_off(self, step: RowSpan, piece: KeptPiece | None, *, has_scored: bool) -> "Resumption":
-        """Keeps the first rows of a step whose worker had to stop; less is begun next where others were scored only."""
+        """Adds the first rows of an interrupted step; if rows were scored but not kept, the next range is smaller."""
         if piece is not None:
             return self._next(pieces=(*self.pieces, piece), begun=None, alone=(), idle=0)
         if has_scored:
@@ -168,7 +162,7 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
         return self._next(begun=None) if self.begun is not None else self
 
     def forgotten(self) -> "Resumption":
-        """Forgets what is kept, because it is gone or damaged."""
+        """Drops the kept rows, since they are gone or damaged."""
         return Resumption(bound=self.bound, attempt=self.attempt + 1)
 
 
@@ -177,28 +171,24 @@ def _cut(rows: int) -> int:
 
 
 def pieces_folder(job_id: str) -> str:
-    """Returns the name, in an output folder, of the folder of a job's pieces; no other writer has one of that name."""
+    """Returns the folder of a job's pieces, in the output folder; only this job writes there."""
     return f"{CHECKPOINTS}/{hashlib.sha256(job_id.encode()).hexdigest()[:16]}"
 
 
 def bound_to(head: bytes, shard: Shard, model_hash: str) -> str:
-    """Returns what the pieces of a shard are bound to: the head of the plan, the shard, and the model."""
+    """Returns the hashes that a shard's pieces depend on: plan head and shard, then the model."""
     digest = hashlib.sha256(head)
     digest.update(msgspec.msgpack.encode(shard))
     return f"{digest.hexdigest()[:32]} {model_hash}"
 
 
 def encode_resumption(resumption: Resumption) -> bytes:
-    """Returns it as JSON."""
+    """Encodes a state as JSON."""
     return msgspec.json.encode(resumption)
 
 
 def decode_resumption(data: bytes) -> Resumption:
-    """Reads it.
-
-    Raises:
-        CorruptEntry: It is something else.
-    """
+    """Decodes a state; raises `CorruptEntry` if it is malformed."""
     return read_stored(_resumptions, data, "what is known of a shard")
 
 
@@ -206,7 +196,7 @@ _resumptions = msgspec.json.Decoder(Resumption)
 
 
 def rows_of(shard: Shard, first: int, stop: int) -> Shard:
-    """Returns some rows of a shard, as a shard."""
+    """Returns the rows from `first` to before `stop` as a shard."""
     if (first, stop) == (0, shard.rows):
         return shard
     ranges, passed = list[Range](), 0

@@ -1,7 +1,7 @@
-"""Cutting input files into shards. Pure and deterministic.
+"""Cuts input files into shards. Pure and deterministic.
 
-Files and row groups stay in the order of the inputs, small ones are put together into one shard, and a huge row group
-is cut by row ranges; each row is in exactly one shard.
+Files and row groups keep the order of the inputs. Small ones share a shard, and a huge row group is cut into row
+ranges; each row is in exactly one shard.
 """
 
 from bisect import bisect_right
@@ -18,21 +18,20 @@ from qinfer.jobs.plan import NO_GROUPS, Cut, InputFile, Range, Shard
 MAX_SHARDS = 100_000
 MAX_FILES = 1_000_000
 MAX_SHARD_FILES = 256
-"""Files of one shard: a store takes tens of milliseconds to open each, and another worker can have the next ones."""
+"""The most files of one shard: opening each takes tens of milliseconds, and other workers can read the next ones."""
 MAX_SHARD_RANGES = 1024
-"""Ranges of one shard: its ticket is one entry of a stream."""
+"""The most ranges of one shard, whose ticket has to fit into an entry of a stream."""
 
 FolderOf = Callable[[str], str]
 
 
 class Pace(NamedTuple):
-    """Speed and bounds from which the size of a shard is computed where the user gives none.
+    """Speed and bounds that determine the size of shards if the user does not.
 
     Attributes:
-        rows_per_s: What one worker does with the model; 0 = not known yet.
-        shard_s: How long a shard should take.
-        default_rows: Rows of a shard while the speed is not known.
-        max_rows: Most rows of a shard.
+        rows_per_s: The speed of one worker; 0 = unknown.
+        shard_s: The target duration of a shard.
+        default_rows: Rows of a shard while the speed is unknown.
         workers: Workers that have the model.
     """
 
@@ -44,19 +43,19 @@ class Pace(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """How many rows shards have.
+    """The number of rows of shards.
 
-    Where nothing is known of the model's speed, the first shards are small, one for each worker, and the next ones four
-    times as large: every worker has one within seconds, and the job a speed, be it a microsecond a row or a second.
-    Towards the end they get smaller again, so that the workers end at about the same time.
+    While the model's speed is unknown, the first shards are small, one for each worker, and later ones grow. So every
+    worker has a shard within seconds, and the speed gets known, whether a row takes a microsecond or a second. The last
+    shards get smaller, so that the workers end at about the same time.
 
     Attributes:
-        rows: Row groups are put together up to this.
-        whole: A row group of up to so many rows is a shard of its own rather than cut, unless shards are to be small:
-            who begins within a row group has to read what is before.
-        first: Rows of the first shards; 0 = as many as the others.
-        least: Rows of the last shards; 0 = as many as the others.
-        workers: How many shards are run at a time.
+        rows: Small row groups are joined up to this number of rows.
+        whole: Row groups up to this size are not cut, unless shards are meant to be small: reading from within a row
+            group means reading the rows before as well.
+        first: Rows of the first shards; 0 = like the others.
+        least: Rows of the last shards; 0 = like the others.
+        workers: Shards that run at a time.
     """
 
     rows: int
@@ -66,12 +65,7 @@ class Sizes(NamedTuple):
     workers: int = 1
 
     def next_rows(self, index: int, left: int) -> int:
-        """Returns up to how many rows a shard should have.
-
-        Args:
-            index: Its place among the shards.
-            left: The rows that are in none of those before.
-        """
+        """Returns the most rows of the shard at `index`, when `left` rows are in no earlier shard."""
         rows = self.rows
         if self.least:
             rows = min(rows, max(left // (2 * self.workers), self.least))
@@ -85,22 +79,16 @@ _first_row = attrgetter("first_row")
 _SHARDS_A_WORKER = 4  # of a small job, so that its workers end at about the same time
 _LEAST_S = 0.25
 _WHOLE_OF_TARGET = 2
-_WHOLE_OF_DEFAULT = 5  # the model may be fast, and then reading twice costs more than an uneven shard
+_WHOLE_OF_DEFAULT = 5  # the model may be fast: reading twice would cost more than an uneven shard
 _FIRST_ROWS = 256
 _GROWTH = 8
 _MOST_GROWTHS = 20
-_LAST_SHARDS_A_WORKER = 16  # while the speed is not known: one shard more or less is so much of a worker's time
+_LAST_SHARDS_A_WORKER = 16  # while the speed is unknown: workers' shares differ by at most one shard
 _MOST_WORKERS = 1000
 
 
 def shard_sizes(rows_per_part: int, rows: int, pace: Pace) -> Sizes:
-    """Decides how many rows the shards of a job have.
-
-    Args:
-        rows_per_part: What the user asks for; 0 = nothing.
-        rows: The rows of the job.
-        pace: What is known of the model.
-    """
+    """Returns the sizes of a job's shards; `rows_per_part` is the user's choice, 0 = none."""
     if rows_per_part:
         return Sizes(rows_per_part, rows_per_part)
     workers, possible = min(max(1, pace.workers), _MOST_WORKERS), _least_rows_a_shard(rows)
@@ -112,7 +100,7 @@ def shard_sizes(rows_per_part: int, rows: int, pace: Pace) -> Sizes:
     target = max(1, min(pace.default_rows, pace.max_rows), possible)
     whole = max(target, min(_WHOLE_OF_DEFAULT * target, pace.max_rows, rows // (2 * workers)))
     least = max(_FIRST_ROWS, possible, -(-rows // (workers * _LAST_SHARDS_A_WORKER)))
-    # A row may take seconds: every worker has a shard even of a few rows.
+    # A row may take seconds, so every worker gets a shard, however small.
     first = max(1, min(_FIRST_ROWS, rows // workers))
     return Sizes(target, whole, max(first, possible), least, workers)
 
@@ -126,19 +114,15 @@ def plan_shards(
     limit: int = 0,
     folder_of: FolderOf = lambda _: "",
 ) -> tuple[Shard, ...]:
-    """Cuts files into shards.
+    """Cuts at least one file into shards; raises `InvalidRequest` beyond `MAX_SHARDS`.
 
     Args:
-        files: The files in order; at least one.
-        sizes: How many rows the shards have.
-        extension: That of the parts, such as `parquet`.
-        example: The number of a file that has columns: the one part of a job without rows gets them.
-        limit: Only the first rows, so many; 0 = all.
-        folder_of: URL of a file → the folder in the output that its rows go to, with `/` behind; no shard has rows of
-            several.
-
-    Raises:
-        InvalidRequest: There would be more than `MAX_SHARDS`.
+        files: The files in order.
+        sizes: The sizes of the shards.
+        extension: The extension of the parts' names, such as `parquet`.
+        example: The number of a file with columns, for the empty part of a job without rows.
+        limit: The number of rows to use, from the first; 0 = all.
+        folder_of: URL of a file → output folder of its rows, ending in `/`; a shard has rows of one folder.
     """
     shards: list[Shard] = []
     wanted = list(_first_rows(files, limit)) if limit else files
@@ -149,7 +133,7 @@ def plan_shards(
         rows = sum(part.rows for part in ranges)
         name = folder_of(ranges[0].url) + part_name(index, extension)
         shards.append(Shard(index, name, rows, tuple(ranges)))
-    if not shards:  # one part without rows: readers find the columns
+    if not shards:  # one part without rows shows readers the columns
         file = files[example].source
         nothing = Range(file.url, file.etag, NO_GROUPS, 0, 0, 0, size_bytes=file.size_bytes)
         shards.append(Shard(0, folder_of(file.url) + part_name(0, extension), 0, (nothing,)))
@@ -162,10 +146,10 @@ def part_name(index: int, extension: str) -> str:
 
 
 def _first_rows(files: Iterable[InputFile], limit: int) -> Iterator[InputFile]:
-    """Returns files up to a number of rows; the last one seems to end there."""
+    """Yields files up to a number of rows; the last one is shortened."""
     for source, groups, cuts in files:
         rows = min(source.rows, limit)
-        # What is left of the rows at the beginning and at the end of each group.
+        # The rows within the limit that remain before each group, and after the last.
         left = [max(rows - end, 0) for end in accumulate(groups or (), initial=0)]
         kept = tuple(begin - end for begin, end in pairwise(left) if begin)
         yield InputFile(msgspec.structs.replace(source, rows=rows), None if groups is None else kept, cuts)
@@ -175,26 +159,20 @@ def _first_rows(files: Iterable[InputFile], limit: int) -> Iterator[InputFile]:
 
 
 class _Packing:
-    """Walks the row groups in order: cuts the large ones, and puts what is small together as long as it fits.
-
-    Args:
-        sizes: How many rows the shards have.
-        left: The rows of all files.
-        folder_of: URL of a file → the folder of its rows; no shard has rows of several.
-    """
+    """Walks the row groups in order; cuts large ones and joins small ones. `left` is the number of all rows."""
 
     def __init__(self, sizes: Sizes, left: int, folder_of: FolderOf) -> None:
         self._sizes = sizes
         self._folder_of = folder_of
         self._folder = ""
-        self._left = left  # rows of no shard before the one that is being filled
+        self._left = left  # rows that are in no earlier shard
         self._index = 0
         self._target = sizes.next_rows(0, left)
         self._shard: list[Range] = []
         self._rows = self._files = 0
 
     def run(self, files: Iterable[InputFile]) -> Iterator[list[Range]]:
-        """Returns the ranges of each shard."""
+        """Yields the ranges of each shard."""
         for source, groups, cuts in files:
             first_row, folder = 0, self._folder_of(source.url)
             if self._shard and folder != self._folder:
@@ -217,7 +195,7 @@ class _Packing:
             yield self._close()
 
     def _piece(self, rows: int, begin: int) -> int:
-        """Returns how many rows of a row group go together: all, or one of several pieces of about the same size."""
+        """Returns the size of the next piece of a row group: all of it, or one of several about equal pieces."""
         target, sizes = self._target, self._sizes
         if not begin and rows <= (sizes.whole if target == sizes.rows else target):
             return rows
@@ -237,12 +215,12 @@ class _Packing:
 
 
 def _cut_before(row: int, cuts: Sequence[Cut]) -> Cut:
-    """Returns the last cut point of a text before one of its rows."""
+    """Returns the last cut point at or before a row."""
     return cuts[bisect_right(cuts, row, key=_first_row) - 1] if cuts else _BEGINNING
 
 
 def _least_rows_a_shard(rows: int) -> int:
-    """Returns how many rows shards need to have for `MAX_SHARDS` to suffice: two neighbours are one too large."""
+    """Returns the size at which `MAX_SHARDS` suffice: two neighbours together exceed it."""
     return -(-2 * rows // MAX_SHARDS)
 
 

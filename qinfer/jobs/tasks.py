@@ -1,7 +1,7 @@
-"""The producer's side of the bulk tasks: sends them by name to Celery's queue.
+"""The producer of the bulk tasks: sends them by name to Celery's queue.
 
-Celery plans, finishes and looks after jobs; the rows never pass through it. It needs a Redis without a cluster, that of
-`redis.url` or one of its own. Its libraries are loaded at the first task: a gateway without jobs does not pay for them.
+Celery plans, finishes and sweeps jobs; rows never pass through it. It needs a Redis without cluster mode: `redis.url`,
+or one of its own. Its libraries are imported at the first task, so that a gateway without jobs does not load them.
 """
 
 import threading
@@ -21,21 +21,19 @@ if TYPE_CHECKING:
     from celery import Celery
 
 QUEUE = "qinfer-bulk"
-"""The queue of all tasks."""
 PLAN, FINALISE, SWEEP = "qinfer.bulk.plan", "qinfer.bulk.finalise", "qinfer.bulk.sweep"
-"""The names of the tasks."""
 
 _VARIABLE = "QINFER_BULK__BROKER_URL"
 _UNUSED = {"connection_class", "host", "port", "path", "db", "username", "password"}
 
 
 class Broker(NamedTuple):
-    """Where Celery's tasks are, in kombu's words.
+    """Celery's broker, in kombu's terms.
 
     Attributes:
-        url: The broker's URL; holds the password.
-        transport: Transport options: which primary to ask Sentinels for, timeouts.
-        tls: How to encrypt, as redis-py names it; empty = in the clear.
+        url: The broker's URL; contains the password.
+        transport: Transport options, such as the primary to ask Sentinels for, and timeouts.
+        tls: TLS options under redis-py's names; empty = no TLS.
     """
 
     url: str
@@ -44,11 +42,7 @@ class Broker(NamedTuple):
 
 
 def broker_of(settings: Settings) -> Broker:
-    """Returns the broker that is set: `bulk.broker_url`, else the Redis of `redis.url`.
-
-    Raises:
-        SettingsError: It can't be read, or is a cluster, which Celery can't use.
-    """
+    """Returns the broker from `bulk.broker_url`, else `redis.url`; `SettingsError` if Celery can't use it."""
     given = settings.bulk.broker_url.get_secret_value()
     if not given and settings.redis.cluster:
         raise SettingsError(f"{_VARIABLE} is not set: Celery needs a Redis that is no cluster; give its URL there")
@@ -67,11 +61,7 @@ def broker_of(settings: Settings) -> Broker:
 
 
 class BulkTasks:
-    """Sends tasks; blocking, for threads, of which any number may use it.
-
-    Args:
-        settings: Where the broker is, and how long it may take.
-    """
+    """Sends tasks. It blocks, and is thread-safe."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -79,40 +69,30 @@ class BulkTasks:
         self._app: Celery | None = None
 
     def check(self) -> None:
-        """Says whether tasks can be sent at all, without sending one.
-
-        Raises:
-            SettingsError: The broker is not set, or Celery is not installed.
-        """
+        """Raises `SettingsError` if the broker is not set, or Celery is not installed; sends nothing."""
         broker_of(self._settings)
         self._producer()
 
     def plan(self, job_id: str) -> None:
-        """Has a job planned, or planned again where it was resumed.
+        """Requests planning of a new or resumed job.
 
-        Raises:
-            BrokerUnavailable: It may have been sent all the same; a task twice is no harm.
-            SettingsError: As `check`.
+        After `BrokerUnavailable` the task may have been sent; it can be repeated, since planning is idempotent.
         """
         self._send(PLAN, job_id)
 
     def finalise(self, job_id: str) -> None:
-        """Has a job finished whose shards are all settled; raises as `plan`."""
+        """Requests the end of a job whose shards are all settled; raises like `plan`."""
         self._send(FINALISE, job_id)
 
     def waiting(self) -> int:
-        """Returns how many tasks wait that no bulk worker has taken.
-
-        Raises:
-            BrokerUnavailable: It can't be asked.
-        """
+        """Returns how many tasks no bulk worker has taken yet."""
         from kombu.exceptions import ChannelError, KombuError
         from redis.exceptions import RedisError
 
         try:
             with closing(self._producer().connection_for_read()) as connection:
                 answer = connection.channel().queue_declare(QUEUE, passive=True)
-        except ChannelError:  # a queue without tasks is not there
+        except ChannelError:  # the queue exists only while it has tasks
             return 0
         except (KombuError, RedisError, OSError):
             raise BrokerUnavailable("the queue of the bulk tasks can't be reached; try again") from None
@@ -139,26 +119,20 @@ class BulkTasks:
                 if is_last or time.monotonic() - began_s > patience_s:
                     raise BrokerUnavailable("the queue of the bulk tasks can't be reached; try again") from None
             else:
-                return  # else the connection had died since the last task, and a new one was not tried yet
+                return  # on failure: the idle connection had died; retry on a new one
 
     def _producer(self) -> "Celery":
         with self._lock:
             if self._app is None:
-                half_s = self._settings.redis.connect_timeout_s / 2  # to connect, and to be answered
+                half_s = self._settings.redis.connect_timeout_s / 2  # each for connecting and for the reply
                 self._app = celery_app(self._settings, half_s, {"socket_timeout": half_s, "max_retries": 0})
             return self._app
 
 
 def celery_app(settings: Settings, connect_s: float, transport: Mapping[str, Any]) -> "Celery":
-    """Makes an app that knows the queue of the tasks, and no task.
+    """Makes an app with the queue of the tasks, but without tasks; raises `SettingsError` if it can't.
 
-    Args:
-        settings: Where the broker is.
-        connect_s: How long connecting may take.
-        transport: More options of the broker's transport.
-
-    Raises:
-        SettingsError: The broker can't be used, or Celery is not installed.
+    `connect_s` limits connecting; `transport` adds options of the broker's transport.
     """
     broker = broker_of(settings)
     try:
@@ -198,6 +172,6 @@ def _login(fields: dict[str, Any]) -> str:
 
 
 def _tls(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the `ssl_…` options of a URL; kombu takes encryption from there being any."""
+    """Returns the `ssl_…` options of a URL; kombu uses TLS if there is any option."""
     given = {name: value for name, value in fields.items() if name not in _UNUSED and name.startswith("ssl_")}
     return {"ssl_cert_reqs": "required"} | given

@@ -1,8 +1,8 @@
-"""Parts as CSV and JSON lines: columns become texts, and texts a file, compressed or not.
+"""Parts as CSV and JSON lines: converts columns to text, and writes the text to a file, compressed or not.
 
-Numbers are the shortest that are read back as the same. JSON has no NaN and no infinities: they are null. Lists,
-structs and maps are JSON in both formats, bytes are base64, and instants, dates and times are text as Arrow prints it.
-What is no UTF-8 in a copied text has replacement characters. Everything is made a column at a time.
+Numbers have the shortest form that reads back as the same number. NaN and infinities, which JSON lacks, are null.
+Lists, structs and maps are JSON in both formats, bytes are base64, and instants, dates and times are as Arrow prints
+them. In copied text, replacement characters stand for invalid UTF-8. The conversion works column by column.
 """
 
 import gzip
@@ -24,19 +24,13 @@ from qinfer.jobs.job import Output
 
 _GZIP_LEVEL = 1
 _SLICE_BYTES = 8 * 2**20
-"""Rows of so many bytes become text at a time: Arrow's texts have at most 2 GiB."""
+"""The size of rows converted to text at a time: Arrow's texts are limited to 2 GiB."""
 _ESCAPED = r'["\\\x00-\x1f]'
-"""Characters that JSON has escaped only (RFC 8259 §7)."""
+"""Characters that JSON requires to be escaped (RFC 8259 §7)."""
 
 
 class TextFile:
-    """A file of rows as CSV, which begins with a header, or JSON lines.
-
-    Args:
-        path: The file; nothing has its name yet.
-        schema: The columns.
-        output: Format and compression.
-    """
+    """A new file of rows as JSON lines, or as CSV with a header."""
 
     group_bytes = _SLICE_BYTES
 
@@ -44,7 +38,7 @@ class TextFile:
         with ExitStack() as opened:
             sink: Any = opened.enter_context(path.open("wb"))
             if output.compression == "gzip":
-                # Without the time, so that the same rows are the same bytes.
+                # Without the time, equal rows give equal bytes.
                 level = output.compression_level or _GZIP_LEVEL
                 sink = opened.enter_context(gzip.GzipFile("", "wb", level, sink, mtime=0))
             elif output.compression == "zstd":
@@ -62,7 +56,7 @@ class TextFile:
                 self._rows.write(record.slice(first, size))
 
     def add(self, path: Path) -> None:
-        """Writes the rows of another such file, which has rows."""
+        """Appends the rows of another file of this kind, which has rows."""
         codec = None if self._compression == "none" else self._compression
         with pa.input_stream(str(path), compression=codec) as text:
             text.read(self._rows.begin())
@@ -81,7 +75,7 @@ class _Rows(Protocol):
     def write(self, record: pa.RecordBatch) -> None: ...
 
     def begin(self) -> int:
-        """Takes note that rows follow that others have written; returns how many bytes are before the first row."""
+        """Prepares for rows from another file; returns the number of bytes to skip before its first row."""
 
     def close(self) -> None: ...
 
@@ -122,17 +116,15 @@ class _JsonRows:
         return 0
 
     def close(self) -> None:
-        # Stores take no empty files.
+        # Stores accept no empty files.
         if self._is_empty:
             self._sink.write(b"\n")
 
 
 def csv_column(column: pa.Array, field: pa.Field | None = None) -> pa.Array:
-    """Returns a column as CSV has it: numbers and instants as they are, anything else as text.
+    """Converts a column for CSV: numbers and instants stay, everything else becomes text.
 
-    Args:
-        column: The column.
-        field: What is noted of it, and of the fields within it; `None` = nothing.
+    `field` has metadata on the column and its nested fields.
     """
     kind = column.type
     if (stored := _stored(column)) is not None:
@@ -147,14 +139,9 @@ def csv_column(column: pa.Array, field: pa.Field | None = None) -> pa.Array:
 
 
 def json_texts(values: pa.Array, field: pa.Field | None = None) -> pa.Array:
-    """Returns values as JSON texts; null stays null.
+    """Returns values as JSON texts, nulls as null; a type without a text raises `pa.ArrowException`.
 
-    Args:
-        values: The values.
-        field: What is noted of them, and of the fields within them; `None` = nothing.
-
-    Raises:
-        pa.ArrowException: Their type has no text.
+    `field` has metadata on the values and their nested fields.
     """
     kind = values.type
     if (stored := _stored(values)) is not None:
@@ -176,7 +163,7 @@ def json_texts(values: pa.Array, field: pa.Field | None = None) -> pa.Array:
 
 
 def _stored(values: pa.Array) -> pa.Array | None:
-    """Returns what dictionaries, runs and types that extend others stand for; `None` = none of these."""
+    """Decodes dictionaries, runs and extension types; `None` for other types."""
     kind = values.type
     if pa.types.is_dictionary(kind):
         return values.dictionary_decode()
@@ -200,7 +187,7 @@ def _objects(fields: Sequence[pa.Field], columns: Sequence[pa.Array]) -> pa.Arra
 
 
 def _nested(values: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Returns the texts of values whose type, or another of its form with notes, is given."""
+    """Returns nested values as JSON; `kind` is their type, perhaps with metadata on fields."""
     if pa.types.is_map(kind):
         pairs = pa.list_(pa.struct([("key", kind.key_type), ("value", kind.item_type)]))
         return _nested(values.cast(pairs), pairs)
@@ -218,7 +205,7 @@ def _nested(values: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def _quoted(values: pa.Array) -> pa.Array:
-    """Returns values as JSON strings; texts that need it are escaped one by one."""
+    """Returns values as JSON strings."""
     if _is_binary(values.type):
         return pc.binary_join_element_wise('"', _base64(values), '"', "")
     texts = _utf8(values) if _is_text(values.type) else values.cast(pa.string())

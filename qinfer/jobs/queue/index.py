@@ -1,7 +1,7 @@
-"""The index of all bulk jobs on Redis: by creation, of those that may not have ended, and where each one's keys are.
+"""The index of all bulk jobs on Redis: jobs by creation, open jobs by deadline, and the location of each job's keys.
 
-Its keys are in other slots than the jobs', so that it may name jobs whose record is gone, or that have ended. Readers
-drop the former once they are older than a creation can take; what has ended is closed by whoever sees it.
+Its keys are in other slots than the jobs' keys, so it may list jobs that have ended, or whose record is gone. Readers
+remove ended jobs from the open ones, and jobs without a record once these are older than a creation can take.
 """
 
 import asyncio
@@ -23,20 +23,15 @@ logger = logging.getLogger(__name__)
 _CREATION_S = 60.0
 _MOST_SKIPPED = 1000
 _JOBS, _OPEN, _PLACES = keys.jobs().encode(), keys.open_jobs().encode(), keys.job_places().encode()
-_LOOKS = 10  # of a listing: a page that few jobs fit ends before it is full
+_LOOKS = 10  # batches of a listing: a page with few matches ends before it is full
 _PAGE = 100
 _CURSOR = re.compile(r"([0-9]{1,15})-(.+)")
-_TOGETHER = 20  # records that are read at once
-_PAGE_BYTES = 8 * 2**20  # of specifications in a page: a job's may be megabytes
+_TOGETHER = 20
+_PAGE_BYTES = 8 * 2**20  # of specifications in a page: one may have megabytes
 
 
 class JobIndex:
-    """The keys in which `Jobs` looks jobs up.
-
-    Args:
-        router: The way to Redis.
-        clock: The broker's time.
-    """
+    """The keys by which `Jobs` finds jobs."""
 
     def __init__(self, router: Router, clock: ServerClock) -> None:
         self._router = router
@@ -44,7 +39,7 @@ class JobIndex:
         self._skipped: set[str] = set()
 
     async def add(self, place: Place, created_ms: int, deadline_at: float) -> bool:
-        """Adds a job, open; False when there is one of that id elsewhere. One whose record is gone makes room."""
+        """Adds an open job; False if another place has its id. An id without a record is freed."""
         where = f"{place.partition} {place.model}".encode()
         if not await self._call(b"HSETNX", _PLACES, place.job_id, where):
             known = await self.find(place.job_id)
@@ -59,37 +54,37 @@ class JobIndex:
         return True
 
     async def find(self, job_id: str) -> Place | None:
-        """Returns where a job is; `None` when it is unknown."""
+        """Returns a job's location; `None` if it is unknown."""
         (place,) = await self._find_all([job_id])
         return place
 
     async def _find_all(self, job_ids: Sequence[str]) -> list[Place | None]:
-        """Returns where jobs are. They are asked for each time: an id may be used again, for another model."""
+        """Looks locations up; they are not cached, since an id may be used again for another model."""
         if not job_ids:
             return []
         found = await self._call(b"HMGET", _PLACES, *job_ids)
         return [where and _place(job_id, where) for job_id, where in zip(job_ids, found, strict=True)]
 
     async def open(self, job_id: str, deadline_at: float) -> None:
-        """Notes that a job has not ended, and its deadline; 0 = none."""
+        """Marks a job as open, with its deadline; 0 = no deadline."""
         await self._call(b"ZADD", _OPEN, int(deadline_at * 1000) if deadline_at else b"+inf", job_id)
 
     async def close(self, job_id: str) -> None:
-        """Notes that a job has ended."""
+        """Marks a job as ended."""
         await self._call(b"ZREM", _OPEN, job_id)
 
     async def open_ids(self, *, due_at: float | None = None) -> Sequence[str]:
-        """Returns the jobs that may not have ended: those with a deadline before an instant, or all."""
+        """Returns the jobs that may be open: with a deadline up to `due_at`, or all."""
         end = b"+inf" if due_at is None else int(due_at * 1000)
         return [found.decode() for found in await self._call(b"ZRANGEBYSCORE", _OPEN, b"-inf", end)]
 
     async def models(self) -> Sequence[tuple[str, int]]:
-        """Returns the models and partitions of the jobs that may not have ended."""
+        """Returns the models and partitions of the jobs that may be open."""
         places = await self._find_all(await self.open_ids())
         return list(dict.fromkeys(place[:2] for place in places if place is not None))
 
     async def states(self, newest: int) -> Mapping[str, int]:
-        """Counts jobs by state: all that have not ended, and of the newest so many those that have."""
+        """Counts jobs by state: all open jobs, and the ended ones among the `newest`."""
         words = (b"ZREVRANGE", _JOBS, 0, newest - 1)
         open_ids, latest = await asyncio.gather(self.open_ids(), self._call(*words))
         ids = list(dict.fromkeys([*open_ids, *(job_id.decode() for job_id in latest)]))
@@ -98,7 +93,7 @@ class JobIndex:
         return Counter(state.decode() for state in states if state is not None)
 
     async def open_rows(self) -> Sequence[OpenRows]:
-        """Returns of each job that has not ended what it has yet to do."""
+        """Returns the remaining work of each open job."""
         places = await self._find_all(await self.open_ids())
         known = [place for place in places if place is not None]
         read = await asyncio.gather(*(self._call(b"HMGET", place.record, *OPEN_FIELDS) for place in known))
@@ -106,7 +101,7 @@ class JobIndex:
         found: list[OpenRows] = []
         for place, values in zip(known, read, strict=True):
             if values[0] is None:
-                continue  # its record is gone, or not there yet
+                continue  # its record is gone, or not stored yet
             try:
                 record = record_of(place, dict(zip(OPEN_FIELDS, values, strict=True)))
             except CorruptEntry as error:
@@ -123,17 +118,7 @@ class JobIndex:
         after: str,
         count: int,
     ) -> Page:
-        """Returns up to `count` jobs that fit, the newest first.
-
-        Args:
-            read: Returns a job's record, or why it can't be read: it is left out then.
-            fits: Whether a job belongs to the listing.
-            after: Where to begin; empty = at the newest.
-            count: How many at most.
-
-        Raises:
-            InvalidRequest: `after` is no `Page.after`.
-        """
+        """Returns up to `count` jobs that fit, the newest first, from `after` on; leaves unreadable ones out."""
         place = place_of(after) if after else None
         found: list[JobRecord] = []
         left_bytes = _PAGE_BYTES
@@ -155,7 +140,7 @@ class JobIndex:
         return Page(found, cursor_of(*place) if place is not None else "")
 
     def skip(self, job_id: str, error: CorruptEntry) -> None:
-        """Logs once that a job is left out of what is read of many, so that it hides no other."""
+        """Logs an unreadable job once."""
         if job_id not in self._skipped:
             if len(self._skipped) >= _MOST_SKIPPED:
                 self._skipped.clear()
@@ -163,23 +148,23 @@ class JobIndex:
             logger.error("job unreadable", extra={"job": job_id, "reason": error.message})
 
     async def forget(self, job_id: str, created_ms: int | None = None) -> None:
-        """Drops a job without a record, unless it may just be being created."""
+        """Removes a job without a record, unless its creation may be in progress."""
         if created_ms is None:
             score = await self._call(b"ZSCORE", _JOBS, job_id)
-            if score is None:  # it is not there yet, or not any more
+            if score is None:  # not added yet, or removed
                 return
             created_ms = int(float(score))
         if created_ms / 1000 < self._clock.now_s() - _CREATION_S:
             await self.remove(job_id)
 
     async def remove(self, job_id: str) -> None:
-        """Drops a job."""
+        """Removes a job."""
         await self.close(job_id)
         await self._call(b"ZREM", _JOBS, job_id)
         await self._call(b"HDEL", _PLACES, job_id)
 
     async def _behind(self, place: tuple[int, str] | None) -> tuple[list[tuple[int, str]], bool]:
-        """Returns jobs older than the one at `place`, the newest first, as (created, id); and whether these are all."""
+        """Returns jobs older than `place`, the newest first, as (created, id); and whether no more follow."""
         start = b"+inf" if place is None else place[0]
         skipped = 0
         while True:
@@ -198,22 +183,17 @@ class JobIndex:
 
 
 def _place(job_id: str, where: bytes) -> Place:
-    """Reads a place as `add` writes it."""
     partition, _, model = where.decode().partition(" ")
     return Place(model, int(partition), job_id)
 
 
 def cursor_of(created_ms: int, job_id: str) -> str:
-    """Returns the `after` that begins behind a job."""
+    """Returns the `after` of the page that follows a job."""
     return f"{created_ms}-{job_id}"
 
 
 def place_of(after: str) -> tuple[int, str]:
-    """Reads what `cursor_of` wrote.
-
-    Raises:
-        InvalidRequest: It is something else.
-    """
+    """Decodes a `cursor_of`; raises `InvalidRequest` for anything else."""
     found = _CURSOR.fullmatch(after)
     if found is None:
         raise InvalidRequest(f"'{after[:60]}' begins no page of jobs; give the 'next' of the page before")

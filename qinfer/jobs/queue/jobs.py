@@ -1,25 +1,25 @@
-"""Bulk jobs in the queue: their records, their shards on the way to workers, and what became of these.
+"""Bulk jobs in the queue: records, shards on the way to workers, and their outcomes.
 
     create ──▶ validating ─▶ planning ──plan──▶ running ──finish_shard …──▶ finalizing ─▶ completed
                                 │ todo ──advance──▶ bulk1 | bulk2 | bulk3 ──fetch──▶ lease
 
-A *shard* is an entry on one of its model version's bulk lanes, fetched, renewed, released and reclaimed as any entry.
-Its frame is opaque here. The promises, each a test in `tests/contract/`:
+A *shard* is an entry on a bulk lane of its model version, fetched, renewed, released and reclaimed like any entry. Its
+frame is opaque here. The promises, each with a test in `tests/contract/`:
 
-1. `create` stores a record once; `move` changes a job's state if it is one of those expected, in one step.
-2. `plan` is idempotent: it adds each shard once, not one that succeeded or is in the lane, and only while the job is
-   `planning`. With `complete` the job runs.
-3. A shard is in `todo`, in the lane or settled: `advance` moves it in one step, the lowest index first, at most twice
-   as many as may run at a time. `finish_shard` refills the lane in the same step.
-4. `finish_shard` is the only terminal step of a shard: it removes the entry, whoever owns it, records the outcome and
-   the counts once, and leaves a notice when nothing is left to run or too many rows failed.
-5. A notice is a delivery of kind `JOBS`; at most one that was not looked at yet exists for a job.
-6. `stop` ends a job and takes its shards out of `todo` and lane, and no other job's; `requeue` makes it run again.
-7. Each change raises the record's `revision`.
-8. A job that has ended is known for `kept_s` seconds; every other one for ever.
+1. `create` stores a record once; `move` changes a job's state in one step, if the current state is expected.
+2. `plan` is idempotent: it adds each shard once, skips shards that succeeded or are in the lane, and works only while
+   the job is `planning`. `complete` makes the job run.
+3. A shard is in `todo`, in the lane or settled. `advance` moves shards to the lane in one step, the lowest index
+   first; the lane holds at most twice as many as may run at a time. `finish_shard` refills it in the same step.
+4. `finish_shard` is the only terminal step of a shard: it removes the entry regardless of its owner, records outcome
+   and counts once, and leaves a notice when no shard is left or too many rows failed.
+5. A notice is a delivery of kind `JOBS`; a job has at most one unread notice.
+6. `stop` ends a job and removes its shards, and no others, from `todo` and lane; `requeue` makes it run again.
+7. Each change increments the record's `revision`.
+8. An ended job expires after `kept_s` seconds; other jobs never expire.
 
-A job's keys are in partition 0 of its model, in the slot of its lanes, but for the index of all jobs (`JobIndex`). A
-shard that the queue lost (its stream was deleted) is named by `missing`, to be requeued from the plan.
+A job's keys are in partition 0 of its model, in the slot of its lanes; only the index of all jobs (`JobIndex`) is
+elsewhere. `missing` names shards that the queue lost (their stream was deleted); requeue them from the plan.
 """
 
 import asyncio
@@ -61,11 +61,10 @@ from qinfer.queue.router import Call, Script, load_script, run_script, ttl_ms
 from qinfer.queue.submitter import PLACING
 
 POLL_S = 0.5
-"""The pause between two looks of `wait_for_change`."""
 
 _REQUEUED = frozenset(JobState) - {JobState.VALIDATING, JobState.COMPLETED, JobState.CANCELLING}
 _SCAN_COUNT = 1000  # outcomes read at once
-_STEP_BYTES = 2**20  # of frames that are put away in one step
+_STEP_BYTES = 2**20  # of frames stored in one step
 
 _load = partial(load_script, package="qinfer.jobs")
 _SHARED = (*PLACING, "deliveries", "job")
@@ -84,11 +83,7 @@ _WITHDRAW = _load("withdraw", *_SHARED)
 
 
 class Jobs:
-    """Bulk jobs; every coroutine raises `BrokerUnavailable` when Redis can't be reached.
-
-    Args:
-        queue: The connected queue, of which the shards are entries.
-    """
+    """Bulk jobs as entries of a connected queue; coroutines raise `BrokerUnavailable` if Redis can't be reached."""
 
     def __init__(self, queue: Queue) -> None:
         self._router = queue.router
@@ -98,18 +93,16 @@ class Jobs:
         self._index = JobIndex(queue.router, queue.clock)
 
     async def create(self, record: JobRecord) -> bool:
-        """Stores a job, as durably as the settings ask; False when there is one of that id.
+        """Stores a job as durably as the settings ask; False if its id exists.
 
-        Raises:
-            QueueFull: The broker has no memory left.
-            BrokerUnavailable: It may have been stored.
+        `QueueFull` means that the broker is out of memory. After `BrokerUnavailable` the job may be stored.
         """
         place = Place.of(record)
         created_ms = int((record.created_at or self._clock.now_s()) * 1000)
         if not await self._index.add(place, created_ms, record.deadline_at):
             return False
         new = msgspec.structs.replace(record, created_at=created_ms / 1000)
-        # The script may run twice: the first word tells this creation from others.
+        # The script may run twice; the random word identifies this creation.
         words = (secrets.token_hex(8), *new_words(new, self._places.weigh(new.tenant)))
 
         async def write(call: Call) -> bool:
@@ -118,7 +111,7 @@ class Jobs:
         return await self._durability.write(record.model, record.partition, write)
 
     async def get(self, job_id: str) -> JobRecord | None:
-        """Returns the record of a job; `None` = there is none, or no longer."""
+        """Returns a job's record; `None` if it is unknown or expired."""
         place = await self._index.find(job_id)
         if place is None:
             return None
@@ -133,17 +126,10 @@ class Jobs:
         count: int = 100,
         wanted: Callable[[JobRecord], bool] = lambda _: True,
     ) -> Page:
-        """Returns up to `count` jobs, the newest first, of one tenant and in one state where these are given.
+        """Returns up to `count` jobs, the newest first, that match the filters.
 
-        Args:
-            tenant: Only this one's jobs; `None` = all.
-            state: Only jobs in this state; `None` = all.
-            after: The `Page.after` of the page before.
-            count: How many at most; a page may be shorter though there are more: `Page.after` tells.
-            wanted: Whether a job of these belongs to the listing.
-
-        Raises:
-            InvalidRequest: `after` is not what a page said.
+        A page may be shorter than `count` although more follow: pass its `Page.after` as `after` for the next. An
+        invalid `after` raises `InvalidRequest`.
         """
 
         def fits(record: JobRecord) -> bool:
@@ -152,46 +138,39 @@ class Jobs:
         return await self._index.page(self._readable, fits, after, count)
 
     async def unfinished(self) -> Sequence[JobRecord]:
-        """Returns the jobs that have not ended; those to be served first come first."""
+        """Returns the jobs that have not ended, in the order of service."""
         return await self._open(await self._index.open_ids())
 
     async def states(self, newest: int = 500) -> Mapping[str, int]:
-        """Counts jobs by state: all that have not ended, and of the newest so many those that have."""
+        """Counts jobs by state: all open jobs, and the ended ones among the `newest`."""
         return await self._index.states(newest)
 
     async def open_rows(self) -> Sequence[OpenRows]:
-        """Returns of each job that has not ended what it has yet to do; in a few round trips."""
+        """Returns the remaining work of each open job, in a few round trips."""
         return await self._index.open_rows()
 
     async def models(self) -> Sequence[tuple[str, int]]:
-        """Returns the models, with their partitions, that may have jobs which have not ended."""
+        """Returns the models, with their partitions, that may have open jobs."""
         return await self._index.models()
 
     async def overdue(self) -> Sequence[JobRecord]:
-        """Returns the jobs that have not ended though their deadline has passed."""
+        """Returns the open jobs whose deadline has passed."""
         return await self._open(await self._index.open_ids(due_at=self._clock.now_s()))
 
     async def move(self, job_id: str, expected: Collection[str], state: str, **change: Unpack[Change]) -> bool:
-        """Changes a job's state if it is one of those expected; False otherwise, or when it is unknown.
+        """Changes a job's state if the current one is expected; False otherwise, or if the job is unknown.
 
-        From `running` it becomes `finalizing` only if none of its shards waits or is in hand.
-
-        A state that ends it also sets `ended_at`, begins `kept_s`, and has its webhook told. From `running` a job is
-        ended by `stop`, which takes its shards back.
-
-        Args:
-            job_id: The job.
-            expected: The states that it may have.
-            state: Its new state; it may be the old one, to change nothing but fields.
-            change: Fields of the record to be set with it.
+        `running` becomes `finalizing` only when no shard waits or is held. A terminal state also sets `ended_at`,
+        starts `kept_s` and queues the webhook; end a `running` job with `stop`, which takes its shards back. With the
+        old state, the call only sets the fields in `change`.
         """
-        if unknown := change.keys() - Change.__annotations__.keys():  # the counts are the scripts' own
+        if unknown := change.keys() - Change.__annotations__.keys():  # scripts maintain the counts
             raise TypeError(f"the field {min(unknown)!r} of a job can't be set")
         place = await self._index.find(job_id)
         if place is None:
             return False
         reopens = state not in TERMINAL and (not TERMINAL.isdisjoint(expected) or "deadline_at" in change)
-        if reopens:  # before, so that no job is without; and after, for somebody may see it ended, and close it
+        if reopens:  # before, so that the index has every open job; and after, since a reader may close it in between
             await self._reopen(place)
         moved = bool(await self._run(place, _MOVE, job_id, state, len(expected), *expected, *words_of(change)))
         if reopens:
@@ -203,51 +182,30 @@ class Jobs:
     async def plan(
         self, job_id: str, shards: Sequence[tuple[int, bytes]], rows: int = 0, *, complete: bool = False
     ) -> bool:
-        """Adds shards, index and frame, to what is to be run; for many, call it again and again.
+        """Adds shards (index, frame) to `todo`; False, without an effect, if the job is not `planning`.
 
-        Shards that succeeded before or are in the lane are left out; the outcome of one that failed is forgotten.
-
-        Args:
-            job_id: The job.
-            shards: Some of its shards, or none.
-            rows: With `complete`: how many rows the job has.
-            complete: They were the last: the job becomes `running`. A notice is left, so that its lane is filled.
-
-        Returns:
-            False when the job is not `planning`: nothing was done.
+        It skips shards that succeeded or are in the lane, and forgets the outcome of failed ones; call it repeatedly
+        for many shards. `complete` ends the plan: the job has `rows` rows, becomes `running` and gets a notice, so that
+        its lane is filled.
         """
         return await self._plan(job_id, shards, rows if complete else None, is_last=complete)
 
     async def requeue(
         self, job_id: str, shards: Sequence[tuple[int, bytes]], *, expected: Collection[str] = _REQUEUED
     ) -> bool:
-        """Has shards run though they may have been settled, and their job with them; the counts follow.
+        """Runs shards again, settled or not, and thereby the job; False if the job's state is not expected.
 
-        For a part that is broken, and a shard that is `missing`. While they are added the job is `planning`: where the
-        caller dies meanwhile, it is to be planned again.
-
-        Args:
-            job_id: The job.
-            shards: Index and frame of each; none = those that wait, if any.
-            expected: The states that the job may have.
-
-        Returns:
-            False when the job has another state, or is unknown: nothing was done.
+        It repairs broken parts and `missing` shards, and corrects the counts. Without shards, those in `todo` run. The
+        job is `planning` meanwhile: if the caller dies, the job is planned again.
         """
         if not await self.move(job_id, expected, JobState.PLANNING):
             return False
         return await self._plan(job_id, shards, None, is_last=True, is_forced=True)
 
     async def advance(self, job_id: str, *, workers: int = 1) -> Standing | None:
-        """Fills the lane of one job, and tells where it stands; from now on its next notice is a new one.
+        """Fills a job's lane and returns its standing, `None` if it is unknown; allows a new notice.
 
-        Args:
-            job_id: The job.
-            workers: How many workers live for its model version, at least one is reckoned with; counts where the job
-                has no `max_parallel`.
-
-        Returns:
-            `None` when the job is unknown.
+        `workers` is the number of live workers; it limits the running shards of a job without `max_parallel`.
         """
         record = await self.get(job_id)
         if record is None:
@@ -259,46 +217,27 @@ class Jobs:
         return Standing(state.decode(), moved, waiting, in_lane, bool(has_failed))
 
     async def finish_shard(self, job_id: str, lease: Lease, outcome: ShardOutcome) -> bool:
-        """Ends a shard: removes its entry in any case, and records the outcome if it is the first and the job lives.
-
-        Returns:
-            False when another has ended it, or the job is over or unknown: nothing was counted.
-        """
+        """Removes a shard's entry and records the outcome; False if it had one, or the job is over or unknown."""
         return await self._end_shard("finish", job_id, lease, outcome)
 
     async def bury_shard(self, job_id: str, lease: Lease, outcome: ShardOutcome, code: str) -> bool:
-        """Gives a shard up, as `finish_shard` finishes one: its entry goes to the dead letters in the same step.
+        """Gives a shard up: records its outcome and moves its entry to the dead letters in one step.
 
-        Args:
-            job_id: The job; also the dead letter's request id.
-            lease: The shard; its owner must still be this one.
-            outcome: Its outcome; `error` is also the dead letter's reason.
-            code: The dead letter's error code.
-
-        Returns:
-            False when the entry is gone or another's: nothing was done.
+        The dead letter has the job's id as request id, and `outcome.error` as its reason. Returns False, without an
+        effect, if the lease's consumer no longer owns the entry.
         """
         lane = lease.entry.lane
         about = (lease.consumer, f"{lane.version}:{lane.name}", code, outcome.error, ttl_ms(MAX_AGE_S), MAX_BYTES)
         return await self._end_shard("bury", job_id, lease, outcome, *about)
 
     async def drop_shard(self, job_id: str, lease: Lease, index: int) -> None:
-        """Removes a shard's entry without an outcome; if its job wants it (again), it waits in `todo` as before."""
+        """Removes a shard's entry without an outcome; the shard returns to `todo` if its job is planned or running."""
         await self._end_shard("drop", job_id, lease, ShardOutcome(index, 0))
 
     async def keep(self, job_id: str, lease: Lease, index: int, was: bytes, now: bytes, line: str = "") -> bool:
-        """Notes what is known of a shard that is being run, until the shard ends.
+        """Replaces the note on a held shard and adds `line` to the log; the note lasts until the shard ends.
 
-        Args:
-            job_id: The job.
-            lease: The lease on the shard.
-            index: The shard.
-            was: The text that its owner has read, or noted last; empty = there was no text.
-            now: The new text.
-            line: A line for the job's log; empty = no line.
-
-        Returns:
-            False when the lease is another's, or more is known than its owner has read: nothing was done.
+        Returns False, without an effect, if the lease was lost or the stored note is not `was`.
         """
         lane = lease.entry.lane
         place = Place(lane.model, lane.partition, job_id)
@@ -320,7 +259,7 @@ class Jobs:
         return found
 
     async def missing(self, job_id: str) -> Sequence[int]:
-        """Returns which shards should be in the lane and are not: their stream was deleted. They are to be requeued."""
+        """Returns the shards that should be in the lane and are not, since their stream was deleted."""
         record = await self.get(job_id)
         if record is None:
             return ()
@@ -329,7 +268,7 @@ class Jobs:
         return sorted(map(int, await run_script(self._call(place), _MISSING, names)))
 
     async def note(self, job_id: str, text: str) -> None:
-        """Adds a line to a job's log; the oldest of more than `MAX_LOG_LINES` go. An unknown job has no log."""
+        """Adds a line to a job's log, which keeps the last `MAX_LOG_LINES`; an unknown job has no log."""
         place = await self._index.find(job_id)
         if place is not None:
             await self._run(place, _NOTE, text[:MAX_LINE_CHARACTERS], MAX_LOG_LINES)
@@ -342,18 +281,18 @@ class Jobs:
         return [line_of(text) for text in await self._call(place)(b"LRANGE", place.part("log"), 0, -1)]
 
     async def stop(self, job_id: str, state: str, *, error: str = "", in_hand: bool = False) -> bool:
-        """Stops a job that has not ended: takes what waits of it out of `todo` and lane, in bounded steps.
+        """Stops an open job: removes its waiting shards from `todo` and lane, in bounded steps.
 
-        Repeat it when it fails: it goes on where it stopped. A notice is left when nothing of the job is in the lane.
+        It can be repeated after a failure. A notice follows when the lane holds no shard of the job.
 
         Args:
             job_id: The job.
-            state: Its new state: `cancelling`, or one that ends it.
-            error: Why it ended, for its record and log.
-            in_hand: Take back what workers hold, too: they learn it at their next renewal.
+            state: `cancelling`, or a terminal state.
+            error: The reason, for its record and log.
+            in_hand: Also take back shards that workers hold; they learn of it at their next renewal.
 
         Returns:
-            False when the job had ended in another state, or is unknown: nothing was done.
+            False, without an effect, if the job had ended in another state or is unknown.
         """
         record = await self.get(job_id)
         if record is None:
@@ -369,7 +308,7 @@ class Jobs:
         return True
 
     async def delete(self, job_id: str) -> bool:
-        """Forgets a job that has ended, or whose time was over; False when it has not ended, or is unknown."""
+        """Deletes an ended job; False if it has not ended, or is unknown."""
         place = await self._index.find(job_id)
         if place is None:
             return False
@@ -379,17 +318,10 @@ class Jobs:
         return deleted > 0
 
     async def report(self, job_id: str, lease: Lease, index: int, rows: int, put_off: str = "") -> bool:
-        """Notes how many rows are scored of a shard that is being run, until the shard ends or is reported again.
+        """Records how many rows of a held shard are scored, or why it was put off.
 
-        Args:
-            job_id: The job.
-            lease: The lease on the shard.
-            index: The shard.
-            rows: How many; 0 = it is not being run any more.
-            put_off: Why the shard can't go on now, which the job's log says too; empty with rows = it goes on.
-
-        Returns:
-            Whether the shard is worth being run: the job is `running`, or about to be again.
+        `rows` 0 = the shard no longer runs. The job's log says `put_off`, too; empty = it goes on. Returns whether the
+        job still wants the shard: it is `running` or `planning`.
         """
         place = await self._index.find(job_id)
         if place is None:
@@ -398,12 +330,9 @@ class Jobs:
         return bool(await self._run(place, _REPORT, *about))
 
     async def wait_for_change(self, job_id: str, since: int, timeout_s: float) -> JobRecord | None:
-        """Waits until a job's `revision` is above `since`, and returns its record then, or after the timeout.
+        """Returns a job's record once its `revision` exceeds `since`, or after the timeout; `None` if unknown.
 
-        Redis is asked twice a second: a waiter costs two short reads a second, and sees a change so late.
-
-        Returns:
-            `None` when the job is unknown.
+        It polls Redis every `POLL_S`.
         """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s
@@ -436,7 +365,7 @@ class Jobs:
         return True
 
     async def _end_shard(self, what: str, job_id: str, lease: Lease, outcome: ShardOutcome, *about: Argument) -> bool:
-        """Ends a shard as `finish.lua` says; `about` is what only a shard that is buried has."""
+        """Runs `finish.lua`; only burials have `about`."""
         lane = lease.entry.lane
         place = Place(lane.model, lane.partition, job_id)
         letters = [keys.dead_letters(lane.model, lane.partition).encode()] if about else []
@@ -447,12 +376,12 @@ class Jobs:
         return bool(await run_script(self._call(place), _FINISH, names, *entry, MAX_LOG_LINES, TOP_UP_COUNT, *about))
 
     async def _withdraw(self, record: JobRecord, shards: Sequence[bytes], *, in_hand: bool) -> None:
-        """Takes shards, index and entry of each, of a stopped job out of the lane; with `in_hand` also held ones."""
+        """Removes shards (index, place) of a stopped job from the lane; `in_hand` includes held ones."""
         about = (record.id, keys.GROUP, keys.RELEASED, keys.SUSPECTS, int(in_hand))
         await self._run(Place.of(record), _WITHDRAW, *about, *shards, lane=record.lane)
 
     async def _open(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
-        """Returns the jobs that have not ended; the others leave the index of open ones."""
+        """Returns the open jobs among these; the others leave the index of open jobs."""
         found = await asyncio.gather(*map(self._readable, job_ids))
         records = [record for record in found if not isinstance(record, CorruptEntry)]
         for job_id, record in zip(job_ids, found, strict=True):
@@ -461,12 +390,12 @@ class Jobs:
             elif isinstance(record, JobRecord) and record.is_over:
                 await self._index.close(job_id)
                 again = await self.get(job_id)
-                if again is not None and not again.is_over:  # it was resumed in this moment
+                if again is not None and not again.is_over:  # it was resumed in between
                     await self._index.open(job_id, again.deadline_at)
         return sorted((record for record in records if record is not None and not record.is_over), key=service_order)
 
     async def _readable(self, job_id: str) -> JobRecord | CorruptEntry | None:
-        """Returns what is known of a job, one of many: that it is damaged, or a newer qinfer's, hides no other."""
+        """Reads one record of many: a damaged one, or one of a newer qinfer, must not hide the others."""
         try:
             return await self.get(job_id)
         except CorruptEntry as error:
@@ -474,7 +403,7 @@ class Jobs:
             return error
 
     async def _reopen(self, place: Place) -> None:
-        """Notes the deadline of a job that has not ended, or goes on."""
+        """Adds a job to the index of open jobs, with its deadline."""
         deadline_ms = await self._call(place)(b"HGET", place.record, b"deadline_at")
         await self._index.open(place.job_id, int(deadline_ms or 0) / 1000)
 
@@ -483,7 +412,6 @@ class Jobs:
         return None if place is None else await self._call(place)(b"HGET", place.record, name)
 
     async def _run(self, place: Place, script: Script, *arguments: Argument, lane: Lane | None = None) -> Any:
-        """Runs a script that has the keys of a job, and where it is given the lane of its shards."""
         names = [*place.names(), *([keys.lane(lane)] if lane is not None else [])]
         return await run_script(self._call(place), script, names, *arguments)
 
@@ -492,13 +420,13 @@ class Jobs:
 
 
 def _place(entry: Entry) -> str:
-    """Returns the place of a shard's entry in its lane; see job.lua."""
+    """Returns an entry's place in its lane, as `job.lua` defines it."""
     _, number = divided_of(entry.lane)
     return f"{entry.entry_id}~{number}" if number else entry.entry_id
 
 
 def _parts(shards: Sequence[tuple[int, bytes]]) -> Iterator[Sequence[tuple[int, bytes]]]:
-    """Cuts shards into groups of which each is put away in one step; there is at least one."""
+    """Splits shards into groups that one script call stores; yields at least one."""
     part: list[tuple[int, bytes]] = []
     size = 0
     for shard in shards:

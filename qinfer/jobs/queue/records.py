@@ -1,8 +1,8 @@
-"""Records of bulk jobs in the queue: the types of `qinfer.jobs.queue.jobs`, its limits, and how they are stored.
+"""Records of bulk jobs in the queue: types, limits and storage.
 
-A record is a hash. What is fixed at a job's creation and no script reads is one value, `about`; `spec`, `head` and
-`grant` are values of their own, which may be megabytes and change; the rest are the fields that scripts read and
-write. Instants are whole milliseconds there.
+A record is a hash. `about` holds the fields that are fixed at creation and that no script reads. `spec`, `head` and
+`grant` are separate values, since they may change and take megabytes. Scripts read and write the other fields, where
+instants are whole milliseconds.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,16 +24,15 @@ from qinfer.queue.router import ttl_ms
 from qinfer.wire.versions import Record
 
 TOP_UP_COUNT = 200
-"""So many shards move to a lane in one step; at most so many of a job's are put away in one, too."""
+"""The most shards that one script call moves to a lane, or stores."""
 
 MAX_LOG_LINES = 200
-"""The latest lines of a job's log that are kept."""
 
 MAX_LINE_CHARACTERS = 2000
 """The longest line of a log, and the longest error of a shard."""
 
 KEPT_S = 7 * 86400.0
-"""How long a job is known after its end, if its record does not say."""
+"""How long an ended job is kept by default."""
 
 _COUNTS = (
     *("rows", "rows_done", "rows_failed", "rows_before", "shards", "shards_done", "shards_failed", "in_lane"),
@@ -42,55 +41,47 @@ _COUNTS = (
 _INSTANTS = ("started_at", "ended_at", "resumed_at", "deadline_at", "updated_at")
 _TEXTS = ("state", "error", "waiting", "webhook", "webhook_state", "endpoint")
 _BYTES = ("spec", "head", "grant")
-_SCORED = "scored:"  # and the index of a shard that is being run: how many of its rows are scored
-_PUT_OFF = "put_off:"  # and the index of a shard that was put off: why
-_RESUME = "resume:"  # and the index of a shard whose run was broken off: what is known of it
+_SCORED = "scored:"  # + index of a running shard: its scored rows
+_PUT_OFF = "put_off:"  # + index of a shard that was put off: the reason
+_RESUME = "resume:"  # + index of an interrupted shard: the note for its next run
 
 OPEN_FIELDS = tuple(b"about state rows rows_done rows_failed rows_before started_at resumed_at".split())
-"""The fields of a record that `open_rows` looks at."""
+"""The fields that `open_rows` reads."""
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of a job; instants in seconds of the broker's time, 0 = not yet or never.
+    """Record of a job; instants are in seconds of the broker's time, 0 = not yet or never.
 
     Attributes:
-        id: Its id, unique over all models.
-        model: The model's name.
-        version: Its version, > 0; of which the shards' lanes are.
+        id: Unique over all models.
+        version: The model version of the shards' lanes.
         partition: The queue partition of its keys and lanes.
-        tenant: Whose job it is.
-        state: Where it is; see `qinfer.jobs.job.JobState`.
+        state: A `JobState`.
         priority: 1 … 3: the number of its bulk lane.
-        created_at: When it was created; `create` fills it in.
-        started_at: When it ran first.
-        ended_at: When it ended.
-        resumed_at: When it was resumed last; 0 = never.
-        rows_before: How many rows were settled at that time.
-        deadline_at: When it expires; 0 = never.
-        updated_at: When anything about it changed last.
+        created_at: Set by `create`.
+        resumed_at: When it was last resumed.
+        rows_before: Rows that were settled at `resumed_at`.
         spec: The JSON of its `JobSpec`.
-        head: What workers need of its plan, once it is planned; bytes that are opaque here.
-        grant: The JSON of the `Grant` that its tenant had when it was created or resumed last.
-        rows: How many rows it has, once it is planned.
-        rows_done: How many of them have an output.
-        rows_failed: How many of them have an error; together with `rows_done` those of all settled shards.
-        rows_scored: How many rows are scored of the shards that are being run; they have a part only when those end.
-        shards: How many shards it has, once it is planned.
-        shards_done: How many of them were committed.
-        shards_failed: How many of them were given up; the rest is waiting or in hand.
-        in_lane: How many of them are in the lane, waiting or in a worker's hand.
-        max_parallel: How many may run at a time; 0 = as many as there are workers.
-        error: Why it failed; empty otherwise.
-        waiting: Why it can't go on now; empty otherwise.
-        put_off: Why a shard of it can't go on now; empty = no shard was put off.
-        max_errors: How many rows may fail before it does; -1 = all.
-        kept_s: How long it is known after its end.
-        trace: W3C `traceparent` of what created it; empty = nobody records it.
-        webhook: Where its end is told; empty = nowhere.
+        head: The part of its plan that workers need; opaque here.
+        grant: The JSON of its tenant's `Grant` at its creation or last resumption.
+        rows: Known once it is planned.
+        rows_done: Rows of settled shards that have an output.
+        rows_failed: Rows of settled shards that have an error.
+        rows_scored: Rows scored by running shards, not yet in a part.
+        shards: Known once it is planned.
+        shards_done: Shards whose part was committed.
+        shards_failed: Shards that were given up.
+        in_lane: Shards in the lane, waiting or held.
+        max_parallel: Shards that may run at a time; 0 = as many as there are workers.
+        error: Why it failed.
+        waiting: Why the job can't go on now.
+        put_off: Why one of its shards can't go on now.
+        max_errors: Rows that may fail before the job does; -1 = all.
+        kept_s: How long it is kept after its end.
+        trace: W3C `traceparent` of the request that created it; empty = not traced.
         webhook_state: `` | pending | delivered | failed.
-        endpoint: The endpoint that it named, whose stable target it was given then; empty = it named the model.
-        revision: Raised by each change.
-        resumptions: Notes on shards whose run was broken off, by index; bytes that are opaque here.
+        endpoint: The endpoint that the job named, resolved to its stable target at creation.
+        resumptions: Notes on interrupted shards, by index; opaque here.
     """
 
     id: str
@@ -143,14 +134,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardOutcome(msgspec.Struct, frozen=True):
-    """Outcome of a shard.
-
-    Attributes:
-        index: Which shard of its job.
-        rows: How many rows it has.
-        failed_rows: How many of them have an error.
-        error: Why the whole shard was given up, and has no part; empty = it was committed.
-    """
+    """Outcome of a shard; with an `error` the whole shard was given up and has no part."""
 
     index: int
     rows: int
@@ -159,13 +143,12 @@ class ShardOutcome(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """Where a job stands after its lane was filled, seen in one step.
+    """State and shard counts of a job, read in the step that filled its lane.
 
     Attributes:
-        state: Its state.
-        moved: How many shards were moved to the lane.
-        waiting: How many are in `todo` still.
-        in_lane: How many are in the lane, waiting or in hand.
+        moved: Shards moved to the lane in this step.
+        waiting: Shards in `todo`.
+        in_lane: Shards in the lane, waiting or held.
         has_failed: Whether more rows failed than may.
     """
 
@@ -177,28 +160,28 @@ class Standing(msgspec.Struct, frozen=True):
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is left to run or running."""
+        """Whether no shard is waiting or running."""
         return not (self.waiting or self.in_lane)
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    """A line of a job's log: when, in the broker's time, and what."""
+    """A line of a job's log; `at` is in seconds of the broker's time."""
 
     at: float
     text: str
 
 
 class Page(NamedTuple):
-    """Part of a listing; `after` begins the next one, empty = this was the last."""
+    """Page of a listing; `after` begins the next page, empty = this is the last."""
 
     records: list[JobRecord]
     after: str
 
 
 def open_rows(record: JobRecord, now_s: float) -> OpenRows:
-    """Returns what a job has yet to do; of its record only the counts, state and instants are looked at.
+    """Returns a job's remaining work, from the fields in `OPEN_FIELDS`.
 
-    A job that is not planned counts as one row, for it waits until a worker tells what it executes.
+    A job without a plan counts as one row: it waits for a worker that plans it.
     """
     settled = record.rows_done + record.rows_failed
     began_s = max(record.started_at, record.resumed_at)
@@ -218,12 +201,12 @@ def _rows_left(record: JobRecord, settled: int) -> int:
 
 
 def service_order(record: JobRecord) -> tuple[int, float, str]:
-    """Orders jobs as they are served: by priority, then the oldest first."""
+    """Sort key of service: by priority, then the oldest first."""
     return record.priority, record.created_at, record.id
 
 
 class _About(msgspec.Struct, array_like=True, frozen=True):
-    """The part of a job that is fixed at its creation, and read by no script."""
+    """The fields that are fixed at a job's creation and that no script reads."""
 
     version: int
     tenant: str
@@ -252,7 +235,7 @@ class Change(TypedDict, total=False):
 
 
 class Place(NamedTuple):
-    """Where the keys of a job are."""
+    """Location of a job's keys."""
 
     model: str
     partition: int
@@ -260,31 +243,29 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, record: JobRecord) -> "Place":
-        """Returns where the job of a record is."""
+        """Returns the location of a record's job."""
         return cls(record.model, record.partition, record.id)
 
     @property
     def record(self) -> bytes:
-        """The key of its record."""
+        """The key of the job's record."""
         return keys.job(*self).encode()
 
     def part(self, name: str) -> bytes:
-        """Returns the key of what belongs to it: `todo`, `in_lane`, `outcomes` or `log`."""
+        """Returns the key of the job's `todo`, `in_lane`, `outcomes` or `log`."""
         return keys.job_part(*self, name).encode()
 
     def names(self) -> list[bytes]:
-        """Returns the keys that all scripts of jobs have first; see job.lua."""
+        """Returns the first keys of all job scripts, as in job.lua."""
         parts = (self.part(name) for name in ("todo", "in_lane", "outcomes", "log"))
         queues = (keys.deliveries(*self[:2], kind) for kind in (WEBHOOKS, JOBS.name))
         return [self.record, *parts, *(name.encode() for name in queues)]
 
 
 def new_words(record: JobRecord, weight: int) -> list[Argument]:
-    """Returns the fields and values of a record that is to be created.
+    """Returns the fields and values of a new record, for a script.
 
-    Args:
-        record: The record.
-        weight: That of its tenant; 0 = not known. Scripts read both, to put its shards into the tenant's share.
+    `weight` is the tenant's, 0 = unknown; scripts put shards into the tenant's share of the lane.
     """
     about = _About(record.version, record.tenant, record.priority, record.created_at, record.trace)
     names = (*_TEXTS, *_BYTES, *_COUNTS, *_INSTANTS[:-1])
@@ -294,7 +275,7 @@ def new_words(record: JobRecord, weight: int) -> list[Argument]:
 
 
 def words_of(fields: Mapping[str, object]) -> list[Argument]:
-    """Returns fields and values as a script takes them."""
+    """Returns fields and values in the form that scripts take."""
     words: list[Argument] = []
     for name, value in fields.items():
         if isinstance(value, int | float):
@@ -306,11 +287,7 @@ def words_of(fields: Mapping[str, object]) -> list[Argument]:
 
 
 def record_of(place: Place, fields: Mapping[bytes, bytes]) -> JobRecord:
-    """Reads a record.
-
-    Args:
-        place: Whose it is.
-        fields: Its fields, `about` among them; those that are left out are at their defaults.
+    """Decodes a record; absent fields have their defaults.
 
     Raises:
         NewerVersion: A newer qinfer wrote it.
@@ -338,36 +315,27 @@ def _record_of(place: Place, found: dict[str, bytes]) -> JobRecord:
 
 
 def outcome_of(index: bytes, text: bytes) -> ShardOutcome:
-    """Reads an outcome as the scripts have it: `rows failed given_up error`."""
+    """Decodes an outcome as scripts write it: `rows failed given_up error`."""
     rows, failed, _, error = text.decode().split(" ", 3)
     return ShardOutcome(int(index), int(rows), int(failed), error)
 
 
 def line_of(text: bytes) -> LogLine:
-    """Reads a line of a log: milliseconds and what."""
+    """Decodes a line of a log: milliseconds, then text."""
     at_ms, _, said = text.decode().partition(" ")
     return LogLine(int(at_ms) / 1000, said)
 
 
 def spec_of(record: JobRecord) -> JobSpec:
-    """Returns the specification of a stored job.
-
-    Raises:
-        CorruptEntry: It is damaged.
-    """
+    """Decodes the specification of a stored job; raises `CorruptEntry` if it is damaged."""
     with damage_told(record.id):
         return msgspec.json.decode(record.spec, type=JobSpec)
 
 
 def granted(record: JobRecord, stores: StoreSettings) -> Grant:
-    """Returns the URL prefixes that a job may use in this process: those that a gateway granted, and it allows itself.
+    """Returns the URL prefixes that a job may use: allowed by its gateway's grant and by this process.
 
-    Args:
-        record: The job; without a grant, an older gateway has stored it.
-        stores: The settings of this process.
-
-    Raises:
-        CorruptEntry: The grant is damaged.
+    A record without a grant was stored by an older gateway.
     """
     here = stores.grant_of(record.tenant)
     with damage_told(record.id):
@@ -376,7 +344,7 @@ def granted(record: JobRecord, stores: StoreSettings) -> Grant:
 
 @contextmanager
 def damage_told(job_id: str) -> Iterator[None]:
-    """Has `CorruptEntry` raised of a record whose fields can't be read."""
+    """Raises `CorruptEntry` for errors of decoding a record."""
     try:
         yield
     except (
@@ -392,12 +360,9 @@ def damage_told(job_id: str) -> Iterator[None]:
 
 
 def why_failed(outcomes: Iterable[ShardOutcome], max_errors: int, shards: int) -> str:
-    """Says why a job can't be complete, whatever its parts are; empty = it can.
+    """Returns why a job can't complete, from the outcomes of its settled shards; empty = it can.
 
-    Args:
-        outcomes: What became of its settled shards.
-        max_errors: How many rows may fail; -1 = all.
-        shards: How many shards it has.
+    `max_errors` is the number of rows that may fail, -1 = all.
     """
     settled = list(outcomes)
     failed_rows = sum(outcome.failed_rows for outcome in settled)
@@ -412,5 +377,5 @@ def why_failed(outcomes: Iterable[ShardOutcome], max_errors: int, shards: int) -
 
 
 def too_many(failed_rows: int, max_errors: int) -> str:
-    """Says that more rows of a job have failed than may."""
+    """Returns the message that more rows failed than the job allows."""
     return f"{failed_rows} rows failed; the job allows {max_errors} (error_threshold)"

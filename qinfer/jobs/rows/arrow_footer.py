@@ -1,8 +1,8 @@
-"""The rows of each record batch of an Arrow file, and the memory that reading one takes, from footer and headers.
+"""Row counts and memory needs of an Arrow file's record batches, from footer and headers.
 
-pyarrow tells the rows only by reading the batches whole, and allocates what a compressed buffer says it becomes before
-it looks at the buffer. The layout is that of Arrow's columnar format: the file ends with a
-flatbuffer `Footer`, that footer's length and `ARROW1`; each of the footer's blocks points to a flatbuffer `Message`.
+pyarrow needs whole batches to count rows, and allocates the declared size of a compressed buffer before it reads the
+buffer. An Arrow file ends with a flatbuffer `Footer`, its length and `ARROW1`; the footer's blocks point to flatbuffers
+`Message` (Arrow columnar format).
 """
 
 import struct
@@ -16,9 +16,9 @@ from qinfer.jobs.rows.arrow_schema import check_schema, field_of, text_of, unsig
 _MAGIC = b"ARROW1"
 TAIL = struct.Struct("<i6s")
 END_BYTES = 64 * 1024
-"""The end of a file that is read at once: most footers are in it, and a store takes long for each read."""
+"""The end of a file that is read at once: it contains most footers, and saves a slow read of a store."""
 BLOCK = struct.Struct("<qi4xq")
-"""Layout of a block of the footer: the fields of `Block`."""
+"""Layout of the footer's `Block`."""
 _CONTINUATION = b"\xff\xff\xff\xff"
 FOOTER_BYTES = 16 * 2**20
 """Default of `bulk.max_footer_bytes`."""
@@ -31,17 +31,11 @@ _KEY, _VALUE = 0, 1  # KeyValue
 _BATCH_LENGTH, _BATCH_BUFFERS, _BATCH_COMPRESSION, _BATCH_VARIADIC = 0, 2, 3, 4  # RecordBatch: length, nodes, …
 _DICTIONARY_DATA = 1  # DictionaryBatch: id, data
 _BUFFER = struct.Struct("<qq")  # offset within the body, length
-_LENGTH = struct.Struct("<q")  # before each compressed buffer: the length that it becomes, -1 = it is not compressed
+_LENGTH = struct.Struct("<q")  # before each compressed buffer: its decompressed length, -1 = not compressed
 
 
 class Block(NamedTuple):
-    """The place of a message in a file, in bytes.
-
-    Attributes:
-        offset: Its beginning.
-        header: The length of its flatbuffer, with what is before it.
-        body: The length of what comes behind that.
-    """
+    """The place of a message in a file: offset, length of its flatbuffer with prefix, length of its body."""
 
     offset: int
     header: int
@@ -49,16 +43,7 @@ class Block(NamedTuple):
 
 
 def open_arrow(file: BinaryIO | Any, footer_bytes: int = FOOTER_BYTES) -> pa.ipc.RecordBatchFileReader:
-    """Opens a file, however little its writer is to be trusted.
-
-    Args:
-        file: A file in Arrow's file format.
-        footer_bytes: The size that its footer may have.
-
-    Raises:
-        ValueError: The footer is damaged, or larger than may be.
-        pyarrow.ArrowException, OSError: The file is damaged, or can't be read.
-    """
+    """Opens an untrusted Arrow file; a damaged or too large footer raises `ValueError`."""
     try:
         footer = _footer(file, footer_bytes)
         schema = field_of(footer, unsigned(footer, 0), _FOOTER_SCHEMA)
@@ -70,15 +55,7 @@ def open_arrow(file: BinaryIO | Any, footer_bytes: int = FOOTER_BYTES) -> pa.ipc
 
 
 def batch_rows(file: BinaryIO, footer_bytes: int = FOOTER_BYTES) -> tuple[int, ...]:
-    """Returns the rows of each record batch.
-
-    Args:
-        file: A file in Arrow's file format.
-        footer_bytes: The size that its footer may have.
-
-    Raises:
-        ValueError: It is none, or damaged.
-    """
+    """Returns the rows of each record batch; raises `ValueError` if the footer is damaged."""
     try:
         return tuple(_length(file, block) for block in _blocks(file, _FOOTER_BATCHES, footer_bytes))
     except (struct.error, IndexError) as error:
@@ -86,15 +63,7 @@ def batch_rows(file: BinaryIO, footer_bytes: int = FOOTER_BYTES) -> tuple[int, .
 
 
 def batch_metadata(file: BinaryIO, number: int) -> dict[bytes, bytes]:
-    """Returns what its writer has noted with a record batch; its rows are not read.
-
-    Args:
-        file: A file in Arrow's file format.
-        number: The record batch.
-
-    Raises:
-        ValueError: The file is damaged.
-    """
+    """Returns the metadata of a record batch without reading rows; raises `ValueError` if it is damaged."""
     try:
         message = _message(file, _blocks(file, _FOOTER_BATCHES)[number])
         pairs = _tables(message, unsigned(message, 0), _MESSAGE_METADATA)
@@ -104,17 +73,7 @@ def batch_metadata(file: BinaryIO, number: int) -> dict[bytes, bytes]:
 
 
 class BatchSizes:
-    """The memory that reading some columns of a file's record batches takes.
-
-    Args:
-        file: A file in Arrow's file format.
-        schema: Its columns.
-        columns: The names of those that are read.
-        footer_bytes: The size that its footer may have.
-
-    Raises:
-        ValueError: The file is damaged.
-    """
+    """The memory that reading some columns of record batches takes; damage raises `ValueError`."""
 
     def __init__(
         self,
@@ -132,11 +91,7 @@ class BatchSizes:
             raise ValueError(f"its footer is damaged: {error}") from None
 
     def of(self, number: int) -> int:
-        """Returns the bytes of a record batch's buffers, stored and decompressed, and those of all dictionaries.
-
-        Raises:
-            ValueError: The record batch is damaged.
-        """
+        """Returns the bytes of a batch's stored and decompressed buffers, and of all dictionaries."""
         try:
             own = _buffer_bytes(self._file, self._blocks[number], (self._schema, self._columns))
         except (struct.error, IndexError) as error:
@@ -145,7 +100,7 @@ class BatchSizes:
 
 
 def _buffer_bytes(file: BinaryIO | Any, block: Block, of: tuple[pa.Schema, Collection[str]] | None = None) -> int:
-    """Returns the bytes of the buffers of a record batch's columns, or of all of a dictionary's, where `of` is none."""
+    """Returns the bytes of the buffers of a batch's columns, or without `of`, of a dictionary."""
     message, table = _header(file, block)
     if of is None:
         table = _table(message, table, _DICTIONARY_DATA)
@@ -171,7 +126,6 @@ def _buffer_bytes(file: BinaryIO | Any, block: Block, of: tuple[pa.Schema, Colle
 
 
 def _chosen(schema: pa.Schema, columns: Collection[str], variadic: Iterator[int]) -> Iterator[int]:
-    """Yields the numbers of the buffers of some columns."""
     first = 0
     for field in schema:
         count = _buffers(field.type, variadic)
@@ -181,12 +135,7 @@ def _chosen(schema: pa.Schema, columns: Collection[str], variadic: Iterator[int]
 
 
 def _buffers(kind: pa.DataType, variadic: Iterator[int]) -> int:
-    """Returns how many buffers a column of a type has in a record batch.
-
-    Args:
-        kind: The type.
-        variadic: How many buffers of data each column of views has.
-    """
+    """Returns how many buffers a column has; `variadic` has the numbers of data buffers of view columns."""
     if isinstance(kind, pa.BaseExtensionType):
         return _buffers(kind.storage_type, variadic)
     if pa.types.is_null(kind):
@@ -211,7 +160,7 @@ _OWN_BUFFERS = (
     (pa.types.is_large_string, 3),
     (pa.types.is_large_binary, 3),
 )
-"""How many buffers columns of a type have beside those of the columns within; others have two."""
+"""Buffers of a type's columns, without those of child columns; other types have two."""
 
 
 def _variadic(message: bytes, table: int) -> Iterator[int]:
@@ -223,7 +172,7 @@ def _variadic(message: bytes, table: int) -> Iterator[int]:
 
 
 def _blocks(file: BinaryIO, number: int, footer_bytes: int = FOOTER_BYTES) -> list[Block]:
-    """Reads where the messages are that a field of the footer lists."""
+    """Reads the blocks in a field of the footer."""
     footer = _footer(file, footer_bytes)
     field = field_of(footer, unsigned(footer, 0), number)
     if not field:
@@ -240,11 +189,7 @@ def _blocks(file: BinaryIO, number: int, footer_bytes: int = FOOTER_BYTES) -> li
 
 
 def check_footer_size(size: int, most: int, parts: str) -> None:
-    """Checks the size of a footer.
-
-    Raises:
-        ValueError: It is larger than may be.
-    """
+    """Raises `ValueError` if a footer is larger than `most`."""
     if size > most:
         raise ValueError(
             f"its footer has {size} bytes, and may have {most}; write fewer {parts} or columns, or raise "
@@ -253,7 +198,7 @@ def check_footer_size(size: int, most: int, parts: str) -> None:
 
 
 def _footer(file: BinaryIO, footer_bytes: int) -> bytes:
-    """Reads the flatbuffer at a file's end."""
+    """Reads the footer's flatbuffer."""
     end = file.seek(0, 2)
     file.seek(max(0, end - END_BYTES))
     data = file.read(min(end, END_BYTES))
@@ -268,7 +213,6 @@ def _footer(file: BinaryIO, footer_bytes: int) -> bytes:
 
 
 def _length(file: BinaryIO, block: Block) -> int:
-    """Reads a record batch's number of rows."""
     message, batch = _header(file, block)
     field = field_of(message, batch, _BATCH_LENGTH)
     rows = struct.unpack_from("<q", message, field)[0] if field else 0
@@ -278,13 +222,12 @@ def _length(file: BinaryIO, block: Block) -> int:
 
 
 def _header(file: BinaryIO, block: Block) -> tuple[bytes, int]:
-    """Reads the flatbuffer of a message; returns it, and where the table of its header is."""
+    """Reads a message; returns it, and the position of its header's table."""
     message = _message(file, block)
     return message, _table(message, unsigned(message, 0), _MESSAGE_HEADER)
 
 
 def _message(file: BinaryIO, block: Block) -> bytes:
-    """Reads the flatbuffer of a message."""
     if not 0 < block.header <= _MAX_HEADER_BYTES:
         raise ValueError(f"a record batch's header has {block.header} bytes")
     file.seek(block.offset)
@@ -292,7 +235,7 @@ def _message(file: BinaryIO, block: Block) -> bytes:
     message = data[8:] if data.startswith(_CONTINUATION) else data[4:]
     field = field_of(message, unsigned(message, 0), _MESSAGE_BODY_LENGTH)
     body = _LENGTH.unpack_from(message, field)[0] if field else 0
-    # pyarrow allocates that much before it compares the two.
+    # pyarrow allocates this size before it compares the two.
     if body != block.body:
         raise ValueError(f"a record batch has {block.body} bytes by the footer, {body} by its header")
     return message
@@ -306,7 +249,7 @@ def _table(message: bytes, table: int, number: int) -> int:
 
 
 def _tables(buffer: bytes, table: int, number: int) -> Iterator[int]:
-    """Yields where the tables of a vector are; several may be the same."""
+    """Yields the positions of a vector's tables; they may repeat."""
     field = field_of(buffer, table, number)
     if field:
         vector = field + unsigned(buffer, field)

@@ -1,8 +1,8 @@
-"""The memory that an Arrow schema takes, counted before pyarrow reads it.
+"""Measures the memory of an Arrow schema before pyarrow reads it.
 
-A schema is a flatbuffer (https://github.com/apache/arrow/blob/main/format/Schema.fbs), whose fields, names and notes
-are offsets: a thousand fields can share one name of a megabyte, and pyarrow makes a thousand copies of it. It comes in
-the footer of an Arrow file, in the first message of a stream, and as the text `ARROW:schema` in a Parquet footer.
+A schema is a flatbuffer (https://github.com/apache/arrow/blob/main/format/Schema.fbs) whose fields, names and metadata
+are offsets: a thousand fields can share one name of a megabyte, of which pyarrow makes a thousand copies. A schema is
+in the footer of an Arrow file, in the first message of a stream, and as text `ARROW:schema` in a Parquet footer.
 """
 
 import struct
@@ -14,10 +14,10 @@ import numpy.typing as npt
 from qinfer.tensors import Bytes
 
 MAX_METADATA_BYTES = 128 * 2**20
-"""The memory that a footer may take, about, once it is read."""
+"""The approximate memory limit of a footer."""
 
-_TABLE_BYTES = 1000  # about what Arrow and Python take for a field or note
-_MAX_DEPTH = 128  # that of Arrow's verifier
+_TABLE_BYTES = 1000  # approximate cost of a field or metadata entry in Arrow and Python
+_MAX_DEPTH = 128  # the limit of Arrow's verifier
 _HARMLESS_BYTES = 2048  # Arrow's verifier follows at most eight offsets a byte
 _CONTINUATION = b"\xff\xff\xff\xff"
 
@@ -27,7 +27,7 @@ _MESSAGE_HEADER = 2  # Message: version, the header's type, the header
 _SCHEMA_FIELDS, _SCHEMA_METADATA = 1, 2
 _FIELD_NAME, _FIELD_KIND, _FIELD_TYPE, _FIELD_CHILDREN, _FIELD_METADATA = 0, 2, 3, 5, 6
 _TIMESTAMP, _UNION = 10, 14  # types with a time zone, and with a number for each child
-_TYPE_ITEMS = 1  # where both are
+_TYPE_ITEMS = 1  # the field of either
 _TYPE_ITEM_BYTES = 4
 _KEY, _VALUE = 0, 1
 
@@ -37,28 +37,12 @@ class SchemaTooLarge(ValueError):
 
 
 def check_schema_text(text: bytes) -> None:
-    """Makes sure that the schema in a Parquet footer takes no more memory than it may.
-
-    Args:
-        text: A message in base64.
-
-    Raises:
-        SchemaTooLarge: The schema takes more memory.
-        ValueError: The schema is damaged.
-    """
+    """Checks the memory of a schema in base64, as in a Parquet footer; `ValueError` if it is damaged."""
     check_schema_message(b64decode(text))
 
 
 def check_schema_message(data: Bytes) -> None:
-    """Makes sure that the schema in a message takes no more memory than it may.
-
-    Args:
-        data: The message, with its length in front; what follows the message is not read.
-
-    Raises:
-        SchemaTooLarge: The schema takes more memory.
-        ValueError: The schema is damaged.
-    """
+    """Checks the memory of the schema in a length-prefixed message; `ValueError` if it is damaged."""
     try:
         begin = 8 if bytes(data[:4]) == _CONTINUATION else 4
         message = bytes(data[begin : begin + unsigned(data, begin - 4)])
@@ -71,16 +55,9 @@ def check_schema_message(data: Bytes) -> None:
 
 
 def check_schema(footer: bytes, table: int, metadata: int) -> None:
-    """Makes sure that what a footer says beside its blocks takes no more memory than it may.
+    """Checks the memory of a footer's schema, at `table`, and of its metadata, in field `metadata` of the root.
 
-    Args:
-        footer: The flatbuffer.
-        table: Where its schema is.
-        metadata: The number of the root's field of notes.
-
-    Raises:
-        SchemaTooLarge: The schema takes more memory.
-        struct.error, IndexError: The footer is damaged.
+    Damage raises `struct.error` or `IndexError`.
     """
     if len(footer) > _HARMLESS_BYTES:
         size = _Size(footer)
@@ -89,9 +66,9 @@ def check_schema(footer: bytes, table: int, metadata: int) -> None:
 
 
 class _Size:
-    """Adds up what a schema takes in memory, as often as it is referred to.
+    """Adds up the memory of a schema; shared parts count at each reference.
 
-    All tables of a level are followed at once: int64[tables] are their positions, 0 = absent.
+    It follows all tables of a level at once: int64[tables] has their positions, 0 = absent.
     """
 
     def __init__(self, buffer: bytes) -> None:
@@ -99,12 +76,7 @@ class _Size:
         self._left_bytes = MAX_METADATA_BYTES
 
     def take_schema(self, table: int) -> None:
-        """Adds a schema's fields and notes.
-
-        Raises:
-            SchemaTooLarge: All so far take too much memory.
-            IndexError: The flatbuffer points outside.
-        """
+        """Adds a schema's fields and metadata; `IndexError` if the flatbuffer points outside."""
         self.take_pairs(np.array([table]), _SCHEMA_METADATA)
         fields = self._tables(np.array([table]), _SCHEMA_FIELDS)
         for _ in range(_MAX_DEPTH):
@@ -119,13 +91,13 @@ class _Size:
         raise SchemaTooLarge("its columns are nested too deeply")
 
     def take_pairs(self, tables: Positions, number: int) -> None:
-        """Adds the keys and values of some tables; raises as `take_schema`."""
+        """Adds the metadata of some tables."""
         pairs = self._tables(tables, number)
         for item in (_KEY, _VALUE):
             self._take_items(pairs, item)
 
     def _tables(self, tables: Positions, number: int) -> Positions:
-        """Returns the tables of the vectors in a field of each table; adds what tables take by themselves."""
+        """Returns the tables in a field's vectors; adds the cost of each table."""
         vectors = self._vectors(tables, number)
         counts = self._numbers(vectors, 4)
         self._take(_TABLE_BYTES * int(counts.sum()))
@@ -138,13 +110,12 @@ class _Size:
         self._take(item_bytes * int(self._numbers(self._vectors(tables, number), 4).sum()))
 
     def _vectors(self, tables: Positions, number: int) -> Positions:
-        """Returns where the vectors and texts of a field are, of those tables that have it."""
+        """Returns the positions of a field's vectors or texts, where present."""
         fields = self._fields(tables, number)
         fields = fields[fields > 0]
         return fields + self._numbers(fields, 4)
 
     def _fields(self, tables: Positions, number: int) -> Positions:
-        """Returns where a field of each table is."""
         vtables = tables - self._numbers(tables, 4).astype(np.int32)
         place = 4 + 2 * number
         offsets = np.zeros(len(tables), np.int64)
@@ -153,7 +124,7 @@ class _Size:
         return np.where(offsets, tables + offsets, 0)
 
     def _numbers(self, places: Positions, size: int) -> Positions:
-        """Returns the unsigned numbers of so many bytes at some places."""
+        """Returns unsigned numbers of `size` bytes."""
         if len(places) and places.min() < 0:
             raise IndexError("a flatbuffer points outside")
         raw = self._bytes[places[:, None] + np.arange(size)]
@@ -167,11 +138,7 @@ class _Size:
 
 
 def text_of(buffer: bytes, table: int, number: int) -> bytes:
-    """Returns a text of a table; empty = it has none.
-
-    Raises:
-        ValueError, struct.error: The flatbuffer points outside.
-    """
+    """Returns a text field of a table; `ValueError` or `struct.error` if the flatbuffer points outside."""
     field = field_of(buffer, table, number)
     if not field:
         return b""
@@ -180,12 +147,7 @@ def text_of(buffer: bytes, table: int, number: int) -> bytes:
 
 
 def field_of(buffer: Bytes, table: int, number: int) -> int:
-    """Returns where the field of a flatbuffer's table is; 0 = it has its default.
-
-    Raises:
-        ValueError: The flatbuffer points outside.
-        struct.error: So it does, or it is cut off.
-    """
+    """Returns the position of a table's field, 0 = default; `ValueError` or `struct.error` if it is outside."""
     vtable = table - struct.unpack_from("<i", buffer, table)[0]
     if vtable < 0:
         raise ValueError("a flatbuffer points outside")
@@ -196,6 +158,6 @@ def field_of(buffer: Bytes, table: int, number: int) -> int:
 
 
 def unsigned(buffer: Bytes, position: int) -> int:
-    """Returns an unsigned number of a flatbuffer; at 0 it leads to the root table."""
+    """Returns a flatbuffer's unsigned number; at position 0, the root table."""
     value: int = struct.unpack_from("<I", buffer, position)[0]
     return value

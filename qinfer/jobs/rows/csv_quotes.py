@@ -1,8 +1,8 @@
-r"""Quotes in CSV: what a character that escapes them stands for, and rows whose quotes do not balance. Pure.
+r"""Quotes in CSV: escape characters, and rows with unbalanced quotes. Pure.
 
-Spark and PostgreSQL write `\"` for a quote within quotes, and two of the escape characters for one; outside quotes the
-character means itself. Such a text is rewritten with two quotes for one, which every reader of CSV knows. A value whose
-quotes do not balance, such as `"a"b`, could be read as several texts: its row is not read at all.
+Spark and PostgreSQL write `\"` for a quote within quotes, and double the escape character; outside quotes it is a plain
+character. Such text is rewritten with doubled quotes, which every reader of CSV understands. A value with unbalanced
+quotes, such as `"a"b`, is ambiguous, so its row is not read.
 """
 
 import re
@@ -20,7 +20,6 @@ UNBALANCED = (
     "the quotes of a value do not balance, so that the row could be read as several texts; set 'csv.escape' where a "
     "character such as \\ is before quotes within values, or 'csv.quote'"
 )
-"""The error of a row whose quotes do not balance."""
 
 _BACKSLASH = "\\"
 _SPARK = re.compile(r"/part-\d{5}-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}[-.]c\d{3}\.[^/]*\Z")
@@ -35,13 +34,7 @@ class _Readable(Protocol):
 
 
 class Unescaped:
-    """A text of CSV in which two quotes stand for one, made of one with an escape character.
-
-    Args:
-        text: The text; closed with this.
-        csv: Its form.
-        block_bytes: A row may have so many bytes.
-    """
+    """A CSV text with doubled quotes instead of an escape character; closes the original text with itself."""
 
     def __init__(self, text: _Readable, csv: Csv, block_bytes: int) -> None:
         self._text = text
@@ -50,19 +43,19 @@ class Unescaped:
         self._rest = b""
 
     def read(self, size: int) -> bytes:
-        """Reads what is next: at most so many bytes, none at the end."""
+        """Reads up to `size` bytes."""
         while not self._rest and (block := next(self._blocks, b"")):
             self._rest = unescaped(block, self._csv)
         found, self._rest = self._rest[:size], self._rest[size:]
         return found
 
     def close(self) -> None:
-        """Closes the text."""
+        """Closes the original text."""
         self._text.close()
 
 
 def unescaped(rows: bytes, csv: Csv) -> bytes:
-    """Returns whole rows with two quotes for each that is escaped."""
+    """Replaces escaped quotes of whole rows by doubled ones."""
     quote, escape = csv.quote.encode(), csv.escape.encode()
     if escape not in rows:
         return rows
@@ -77,16 +70,10 @@ def unescaped(rows: bytes, csv: Csv) -> bytes:
 
 
 def guessed_escape(url: str, head: bytes, csv: Csv, *, is_whole: bool) -> str:
-    """Returns the escape character of a CSV file; empty = there is none, or it is not sure.
+    """Guesses the escape character of a CSV file from its first rows; empty = none, or unsure.
 
-    It is a backslash where rows balance by it that do not balance without, and in a file that has a name of Spark's and
-    no two quotes that stand for one.
-
-    Args:
-        url: The file.
-        head: Its first rows, in UTF-8.
-        csv: Its form.
-        is_whole: The head is all of the file.
+    It is a backslash if the rows balance only with it, or if they balance with it and the file, with a name like
+    Spark's, has no doubled quotes. `is_whole` = `head` is the whole file.
     """
     if csv.escape or csv.quote in ("", _BACKSLASH) or _BACKSLASH in (csv.delimiter, csv.decimal_point):
         return ""
@@ -100,12 +87,12 @@ def guessed_escape(url: str, head: bytes, csv: Csv, *, is_whole: bool) -> str:
 
 
 def is_balanced(rows: bytes, csv: Csv) -> bool:
-    """Tells whether the quotes of all values of some rows balance."""
+    """Returns whether all quotes of some rows balance."""
     return not csv.quote or not any(is_broken for _, is_broken in _rows(rows, csv))
 
 
 def mended(rows: bytes, csv: Csv, columns: int) -> tuple[bytes, list[int]]:
-    """Returns rows with empty values in place of those whose quotes do not balance, and the numbers of these."""
+    """Empties rows with unbalanced quotes; returns all rows, and the numbers of the emptied ones."""
     if not csv.quote or _is_plainly_balanced(rows, csv):
         return rows, []
     empty = csv.delimiter.encode().join([csv.quote.encode() * 2] * columns) + b"\n"
@@ -115,7 +102,7 @@ def mended(rows: bytes, csv: Csv, columns: int) -> tuple[bytes, list[int]]:
 
 
 def _rows(text: bytes, csv: Csv) -> Iterator[tuple[bytes, bool]]:
-    """Yields rows, blank lines aside, and whether their quotes do not balance; one that does not end is a line."""
+    """Yields rows, without blank lines, and whether they are unbalanced; an unterminated row is one line."""
     row, strict = row_pattern(csv), _strict(csv)
     place = 0
     while place < len(text):
@@ -131,7 +118,7 @@ _LINE = re.compile(rb"[\r\n]*[^\r\n]*(?:\r\n|\n|\r|\Z)")
 
 
 def _is_plainly_balanced(rows: bytes, csv: Csv) -> bool:
-    """Tells of most texts quickly that their quotes balance: each begins or ends a value, or is beside another."""
+    """Detects most balanced texts quickly: each quote begins or ends a value, or is next to another."""
     data = np.frombuffer(rows, np.uint8)
     quotes = np.flatnonzero(data == ord(csv.quote))
     if len(quotes) % 2:
@@ -149,7 +136,7 @@ def _whole_rows(head: bytes, csv: Csv, *, is_whole: bool) -> bytes:
 
 
 class _Once:
-    """A text whose end is not known."""
+    """A text whose end is unknown."""
 
     def __init__(self, head: bytes) -> None:
         self._head = head
@@ -161,7 +148,7 @@ class _Once:
 
 @lru_cache
 def _strict(csv: Csv) -> "re.Pattern[bytes]":
-    """Returns the grammar of a row in which nothing follows a closing quote but a delimiter or the row's end."""
+    """Returns the grammar of a row in which only a delimiter or the row's end follows a closing quote."""
     quote, delimiter, quoted = re.escape(csv.quote.encode()), re.escape(csv.delimiter.encode()), quoted_value(csv)
     value = rb"(?>%s|(?!%s)[^%s\r\n]*+)" % (quoted, quote, delimiter)
     return re.compile(rb"[\r\n]*+%s(?:%s%s)*+[\r\n]*" % (value, delimiter, value))
@@ -169,7 +156,7 @@ def _strict(csv: Csv) -> "re.Pattern[bytes]":
 
 @lru_cache
 def _quoted(csv: Csv) -> "re.Pattern[bytes]":
-    """Returns the grammar of a value in quotes, from the delimiter or line end before it on."""
+    """Returns the grammar of a quoted value after a delimiter or line end."""
     return re.compile(rb"(?:^|(?<=[%s\r\n]))%s" % (re.escape(csv.delimiter.encode()), quoted_value(csv)))
 
 

@@ -1,8 +1,7 @@
-"""Fields of JSON lines whose values are of several kinds, such as a number in one line and a text in another. Pure.
+"""Fields of JSON lines with values of several kinds, such as a number in one line and a text in another. Pure.
 
-pyarrow reads no lines in which a field has two kinds of values, but for fields that it is told to ignore. A field that
-no one names must not fail a job: so the types of the others are found here by another parser, line by line, as pyarrow
-would find them.
+pyarrow refuses lines in which a field has two kinds of values, unless it ignores the field. A field that the job does
+not name must not fail it. So another parser determines the types of the other fields, line by line, like pyarrow.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,10 +13,10 @@ import pyarrow as pa
 from qinfer.jobs.job import shown
 
 MAX_FIELDS = 10_000
-"""So many fields are followed, those within others included."""
+"""The most fields that are tracked, nested ones included."""
 
 Path = tuple[str, ...]
-"""The names of the fields on the way to one, its own last."""
+"""The names of a field's ancestors, then its own."""
 
 _WORDS: Mapping[type, str] = {
     bool: "true or false",
@@ -28,17 +27,13 @@ _WORDS: Mapping[type, str] = {
     dict: "an object",
 }
 _SCALARS = (int, float, str)
-_INT64 = range(-(2**63), 2**63)  # beyond it, pyarrow takes numbers for floats
+_INT64 = range(-(2**63), 2**63)  # pyarrow reads larger numbers as floats
 
 
 class Mixed(NamedTuple):
-    """A field with values of two kinds.
+    """A field with values of two kinds, in words; `line`, from 1, is the first with the other kind.
 
-    Attributes:
-        path: Where it is; what is within a list counts for the field that has the list.
-        first: The kind of its first values, in words.
-        other: The other kind.
-        line: The number of the first line with the other, from 1.
+    Values within a list count for the field of the list.
     """
 
     path: Path
@@ -51,22 +46,22 @@ class Mixed(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The names of the path, as messages show them."""
+        """The path in a message."""
         return shown(".".join(self.path))
 
     def is_read(self, named: Collection[str]) -> bool:
-        """Tells whether one of some columns or fields is this one, is within it, or has it within."""
+        """Returns whether one of the names is this field, contains it, or is within it."""
         own = ".".join(self.path)
         return any(f"{own}.".startswith(f"{name}.") or name.startswith(f"{own}.") for name in named)
 
 
 class _Field:
-    """A field, or the items of a list, by the values that were seen.
+    """A field, or the items of a list, by the values seen so far.
 
     Attributes:
-        kind: `bool`, `int`, `float`, `str`, `list` or `dict`; `None` = there were only nulls.
-        inner: The fields of objects by name; of a list its items, by an empty name.
-        is_mixed: There were values of another kind, here or within lists.
+        kind: `bool`, `int`, `float`, `str`, `list` or `dict`; `None` = only nulls.
+        inner: An object's fields by name; a list's items under an empty name.
+        is_mixed: Whether it, or a list within it, has values of two kinds.
     """
 
     __slots__ = ("inner", "is_mixed", "kind")
@@ -78,16 +73,9 @@ class _Field:
 
 
 class JsonFields:
-    """The fields of lines, and those that are of several kinds.
+    """Finds the fields of JSON lines, continuing from `known` fields of `lines` earlier lines.
 
-    Args:
-        known: The fields of the lines before.
-        lines: How many lines that were.
-        declared: The fields to which the job gives types: numbers and texts of them are one kind, text.
-
-    Attributes:
-        rows: How many objects were added.
-        mixed: The fields of several kinds.
+    Fields in `declared` have types in the job: their numbers and texts are all text. `rows` counts the objects added.
     """
 
     def __init__(self, known: pa.Schema, lines: int, declared: Collection[str] = ()) -> None:
@@ -99,11 +87,7 @@ class JsonFields:
         self._whole = self._of_type(pa.struct(list(known)))
 
     def add(self, block: bytes) -> None:
-        """Takes more lines.
-
-        Raises:
-            ValueError: A line is no JSON object, or there are too many fields.
-        """
+        """Adds lines; raises `ValueError` if one is no JSON object, or there are too many fields."""
         for line in block.splitlines():
             self._line += 1
             if not line or line.isspace():
@@ -115,17 +99,13 @@ class JsonFields:
             self.rows += 1
 
     def schema(self) -> pa.Schema:
-        """Returns the fields that are of one kind, in the types that hold all their values."""
+        """Returns the fields of one kind, in types that fit all values."""
         return without(pa.schema(list(_type(self._whole))), [each.path for each in self.mixed])
 
     def _take(self, field: _Field, value: Any, path: Path, owner: _Field | None) -> None:
-        """Adds a value.
+        """Adds a value of a field.
 
-        Args:
-            field: What it is a value of.
-            value: The value.
-            path: Where that is; within lists, where the outermost of them is.
-            owner: The field that has the outermost list; `None` = it is in no list.
+        Within lists, `path` is that of the outermost list, and `owner` its field.
         """
         if value is None or (owner or field).is_mixed:
             return
@@ -155,7 +135,7 @@ class JsonFields:
         return found
 
     def _of_type(self, kind: pa.DataType) -> _Field:
-        """Returns the field of values that pyarrow has read."""
+        """Returns the field of a type that pyarrow has read."""
         field = _Field()
         if pa.types.is_struct(kind):
             field.kind = dict
@@ -170,7 +150,7 @@ class JsonFields:
 
 
 def without(schema: pa.Schema, paths: Collection[Path]) -> pa.Schema:
-    """Returns a schema without some fields, and without objects of which nothing is left."""
+    """Removes fields from a schema, and objects that become empty."""
     return pa.schema(_without(list(schema), paths)) if paths else schema
 
 

@@ -1,8 +1,8 @@
-"""Numbers of JSON lines that would be written otherwise once they are read, such as 1.10, 1e3 and very long ones. Pure.
+"""Numbers of JSON lines that reading and writing would change, such as 1.10, 1e3 and very long ones. Pure.
 
-A field that is copied and has such numbers is text, with the numbers as they are written. For that, the numbers of a
-block are put in quotes, and pyarrow reads them as strings. A note of the field says that the text is a number: inputs
-read it as one, and JSON lines are written without the quotes.
+A copied field with such numbers is text, with the numbers as written. To read it, the numbers of a block are put in
+quotes, and pyarrow reads strings. Metadata on the field marks the text as a number: inputs parse it, and JSON lines are
+written without the quotes.
 """
 
 import json
@@ -18,10 +18,10 @@ from qinfer.jobs.columns.texts import JSON_NUMBER, READ_AS, is_declared, leaf_of
 from qinfer.jobs.text_parts import json_texts
 
 Path = tuple[str, ...]
-"""The names of the fields on the way to one; the items of a list have an empty name."""
+"""The names of a field's ancestors, then its own; a list's items have an empty name."""
 
 _LARGE = 10**15
-"""Floats from this on are written with an exponent."""
+"""Floats from here on are written with an exponent."""
 
 _OF_NUMBERS = np.zeros(256, np.bool_)
 _OF_NUMBERS[np.frombuffer(b"0123456789+-.eE", np.uint8)] = True
@@ -30,52 +30,47 @@ _BEGINS[np.frombuffer(b"0123456789-", np.uint8)] = True
 
 
 def quoted(lines: bytes) -> bytes:
-    """Returns lines with all numbers in quotes."""
+    """Puts all numbers of some lines in quotes."""
     plain = lines
-    if b"\\" in lines:  # what is escaped ends no string
+    if b"\\" in lines:  # escaped characters end no string
         plain = lines.replace(b"\\\\", b"__").replace(b'\\"', b"__")
     data = np.frombuffer(plain, np.uint8)
     is_outside = np.bitwise_xor.accumulate((data == ord('"')).view(np.uint8)) == 0
     runs = (_OF_NUMBERS[data] & is_outside).astype(np.int8)
     edges = np.diff(runs, prepend=np.int8(0), append=np.int8(0))
     begins, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
-    are = _BEGINS[data[begins]]  # the e of true is none
+    are = _BEGINS[data[begins]]  # the e of true begins no number
     places = np.sort(np.concatenate([begins[are], ends[are]]))
     return np.insert(np.frombuffer(lines, np.uint8), places, ord('"')).tobytes()
 
 
 def texts_of(schema: pa.Schema) -> pa.Schema:
-    """Returns columns with text in place of all numbers."""
+    """Replaces all numbers of a schema by text."""
     return pa.schema([_mapped(field, (field.name,), lambda one, _: one.with_type(pa.string())) for field in schema])
 
 
 def plain(field: pa.Field) -> pa.Field:
-    """Returns a field with numbers in place of texts that are numbers."""
+    """Replaces texts that are numbers by numbers."""
     return _mapped(field, (field.name,), lambda one, _: _unmarked(one))
 
 
 def marked(field: pa.Field, paths: set[Path]) -> pa.Field:
-    """Returns a field with texts in place of the numbers at some paths."""
+    """Replaces the numbers at some paths by text."""
     return _mapped(field, (field.name,), lambda one, path: _marked(one) if path in paths else one)
 
 
 def marks(field: pa.Field) -> set[Path]:
-    """Returns the paths of the texts within a field that are numbers."""
+    """Returns the paths of texts that are numbers."""
     return {path for path, one in _fields(field, (field.name,)) if JSON_NUMBER in (one.metadata or {})}
 
 
 def numbers(field: pa.Field) -> dict[Path, pa.DataType]:
-    """Returns the paths of the numbers within a field, and their types."""
+    """Returns the paths and types of a field's numbers."""
     return {path: one.type for path, one in _fields(field, (field.name,)) if is_number(one.type)}
 
 
 def changed(table: pa.Table, texts: pa.Table) -> set[Path]:
-    """Returns the paths of the numbers that would not be written as they are.
-
-    Args:
-        table: The rows.
-        texts: The same rows, with the numbers as they are written.
-    """
+    """Returns the paths of numbers that writing would change; `texts` has the same rows as written."""
     found = set()
     for name in table.schema.names:
         pairs = zip(_leaves(_whole(table, name), (name,)), _leaves(_whole(texts, name), (name,)), strict=False)
@@ -86,7 +81,7 @@ def changed(table: pa.Table, texts: pa.Table) -> set[Path]:
 
 
 def large(table: pa.Table) -> set[Path]:
-    """Returns the paths of the whole numbers that would be written otherwise once they are floats."""
+    """Returns the paths of whole numbers that would be written differently as floats."""
     found = set()
     for name in table.schema.names:
         for path, values in _leaves(_whole(table, name), (name,)):
@@ -98,11 +93,7 @@ def large(table: pa.Table) -> set[Path]:
 
 
 def changed_in_lines(lines: bytes) -> tuple[set[Path], set[Path]]:
-    """Returns the paths of the numbers that would not be written as they are, and of whole numbers as `large` does.
-
-    Args:
-        lines: The lines; their fields may be of several kinds.
-    """
+    """Returns paths like `changed` and `large` for lines whose fields may be of several kinds."""
     tokens: dict[Path, list[str]] = {}
 
     def walk(value: Any, path: Path) -> None:
@@ -123,13 +114,7 @@ def changed_in_lines(lines: bytes) -> tuple[set[Path], set[Path]]:
 
 
 def read(block: Callable[[bytes, pa.Schema], pa.Table], lines: bytes, schema: pa.Schema) -> pa.Table:
-    """Reads lines, of which some numbers stay as they are written.
-
-    Args:
-        block: Reads lines as some columns.
-        lines: The lines.
-        schema: The columns.
-    """
+    """Reads lines with `block`, keeping marked numbers as they are written."""
     raw, others = ([field for field in schema if bool(marks(field)) == is_raw] for is_raw in (True, False))
     texts = block(quoted(lines), texts_of(pa.schema([plain(field) for field in raw])))
     table = block(lines, pa.schema(others)) if others else texts
@@ -141,7 +126,7 @@ def read(block: Callable[[bytes, pa.Schema], pa.Table], lines: bytes, schema: pa
 
 
 class _Token(str):
-    """A number as it is written."""
+    """A number as written."""
 
     __slots__ = ()
 

@@ -1,8 +1,8 @@
-"""Timestamps of Parquet's deprecated type INT96, which Spark, Hive and Impala write: read as they are, or refused.
+"""Timestamps of Parquet's deprecated type INT96, which Spark, Hive and Impala write: read exactly, or refused.
 
-INT96 has nanoseconds of any day, and pyarrow reads it as 64 bits of nanoseconds, which end in 2262: a later day becomes
-an earlier one without a word. Here such a column is of microseconds, unless its file was written from Arrow nanoseconds
-(`ARROW:schema` in the footer says so). Each batch is read in both units, which shows the values that one of them lacks.
+INT96 has nanoseconds of any day. pyarrow reads it as 64-bit nanoseconds, which end in 2262, and silently wraps later
+days around. Here such a column has microseconds, unless its file was written from Arrow nanoseconds (`ARROW:schema` in
+the footer). Each batch is read in both units, which reveals values that one of them can't represent.
 """
 
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ from qinfer.jobs.columns.schemas import INT96_INSTANT, decode_schema
 
 INT96 = "INT96"
 ARROW_SCHEMA = b"ARROW:schema"
-"""The key of a footer's notes under which Arrow keeps the columns that it has written."""
+"""The key of a footer's metadata under which Arrow stores its schema."""
 
 _NS_IN_US = 1000
 _MOST_US = (2**63 - 1) // _NS_IN_US
 
 
 def arrow_schema(content: Any, metadata: pq.FileMetaData) -> pa.Schema:
-    """Returns the columns of a Parquet file; those of INT96 in the unit that has their values."""
+    """Returns the columns of a Parquet file; INT96 in the unit that fits."""
     schema = metadata.schema.to_arrow_schema()
     if not any(metadata.schema.column(leaf).physical_type == INT96 for leaf in range(metadata.num_columns)):
         return schema
@@ -40,15 +40,9 @@ def arrow_schema(content: Any, metadata: pq.FileMetaData) -> pa.Schema:
 
 
 def exact(fine: pa.RecordBatch, coarse: pa.RecordBatch, schema: pa.Schema) -> tuple[dict[str, pa.Array], str]:
-    """Compares rows that were read as nanoseconds and as microseconds.
+    """Chooses the unit of each INT96 column from rows read as nanoseconds (`fine`) and microseconds (`coarse`).
 
-    Args:
-        fine: The columns with INT96 in them, read as nanoseconds.
-        coarse: The same columns, read as microseconds.
-        schema: The file's columns, of `arrow_schema`.
-
-    Returns:
-        The columns in their units, and what is wrong with one of them; empty = nothing.
+    `schema` is the file's `arrow_schema`. Returns the columns, and a message if a value has no exact form.
     """
     columns = {}
     for name in fine.schema.names:
@@ -66,7 +60,7 @@ def exact(fine: pa.RecordBatch, coarse: pa.RecordBatch, schema: pa.Schema) -> tu
 
 
 def _written(metadata: pq.FileMetaData) -> pa.Schema:
-    """Returns the Arrow columns that a file was written from; none where the file does not say it."""
+    """Returns the Arrow schema that a file was written from; empty if unknown."""
     text = (metadata.metadata or {}).get(ARROW_SCHEMA, b"")
     with suppress(CorruptEntry, UnicodeDecodeError):
         return decode_schema(text.decode())
@@ -79,7 +73,7 @@ def _has_nanoseconds(schema: pa.Schema, name: str) -> bool:
 
 
 def _instants(array: pa.Array) -> Iterator[npt.NDArray[np.int64]]:
-    """Yields the timestamps within a column, as numbers, without nulls."""
+    """Yields the timestamps within a column as integers, without nulls."""
     if pa.types.is_timestamp(array.type):
         yield array.drop_null().cast(pa.int64()).to_numpy()
     elif pa.types.is_map(array.type):

@@ -1,9 +1,9 @@
-"""The longest row of a column of lists in a Parquet file, by the repetition levels of its pages.
+"""The longest row of a Parquet column of lists, from the repetition levels of its pages.
 
-A page's header tells how many values the page has, not whose they are: one row may have those of a whole column chunk.
-A row begins where the repetition level is 0. Levels are runs and bit-packed groups
-(https://parquet.apache.org/docs/file-format/data-pages/encodings/#RLE). Lists of numbers mostly make a run and a group
-of a few bytes for each row, which plain integers take faster than arrays.
+A page's header has the number of values, but one row may have the values of a whole column chunk. A row begins where
+the repetition level is 0. Levels are runs and bit-packed groups
+(https://parquet.apache.org/docs/file-format/data-pages/encodings/#RLE). Lists of numbers mostly give a run and a group
+of few bytes per row, where plain integers are faster than arrays.
 """
 
 import struct
@@ -17,18 +17,14 @@ from qinfer.jobs.columns.row_errors import Mask
 from qinfer.jobs.rows.parquet_pages import PageData, varint
 
 _LENGTH = struct.Struct("<I")
-_BIG_LENGTHS = struct.Struct(">II")  # of a block of Hadoop's LZ4: decompressed, compressed
+_BIG_LENGTHS = struct.Struct(">II")  # of a block in Hadoop's LZ4: decompressed, compressed
 _SHORT_BYTES = 16
 
 
 class RowLengths:
-    """Follows the values of rows through the pages of a column chunk.
+    """Follows rows through the pages of a column chunk; `longest` is the most values of a row so far.
 
-    Args:
-        max_level: The highest repetition level of the column.
-
-    Attributes:
-        longest: The most values that a row has, so far.
+    `max_level` is the column's highest repetition level.
     """
 
     def __init__(self, max_level: int) -> None:
@@ -37,15 +33,9 @@ class RowLengths:
         self._current = 0
 
     def add(self, page: PageData, codec: str) -> None:
-        """Takes the next data page.
+        """Adds a data page; `codec` is Parquet's name of its compression.
 
-        Args:
-            page: The page.
-            codec: How it is compressed, as Parquet names it.
-
-        Raises:
-            ValueError, IndexError, struct.error: The page is damaged.
-            pyarrow.ArrowException, OSError: It can't be decompressed.
+        Damage raises `ValueError`, `IndexError`, `struct.error`, `pyarrow.ArrowException` or `OSError`.
         """
         left = page.values
         for levels, values in _runs(_levels_of(page, codec), self._bits):
@@ -67,7 +57,7 @@ class RowLengths:
         self.longest = max(self.longest, self._current)
 
     def _add_bits(self, levels: bytes, count: int) -> None:
-        """Takes levels of one bit, the first one lowest."""
+        """Adds levels of one bit, the lowest first."""
         begins = ~int.from_bytes(levels, "little") & ((1 << count) - 1)
         at = 0
         while begins:
@@ -89,8 +79,7 @@ class RowLengths:
 
 
 def _levels_of(page: PageData, codec: str) -> bytes:
-    """Returns the encoded repetition levels of a data page."""
-    if page.levels_bytes >= 0:  # version 2 has them first, and does not compress them
+    if page.levels_bytes >= 0:  # version 2 has them first, uncompressed
         return page.data[: page.levels_bytes]
     data = _decompressed(page, codec)
     size = _LENGTH.unpack_from(data)[0]
@@ -116,7 +105,7 @@ def _decompressed(page: PageData, codec: str) -> bytes:
 
 
 def _runs(data: bytes, bits: int) -> Iterator[tuple[Any, int]]:
-    """Yields runs: a level, or of several whether each is not 0, as an array or as bits, and how many values it is."""
+    """Yields the values of each run, with their number: one level, or flags (array or bits) of levels above 0."""
     at, width = 0, (bits + 7) // 8
     while at < len(data):
         head, at = varint(data, at)

@@ -1,10 +1,9 @@
-"""The sizes that a Parquet file declares, read and checked before anything is allocated for them.
+"""Reads and checks the sizes that a Parquet file declares, before anything is allocated for them.
 
-A page header says how large its page is when it is decompressed, and pyarrow allocates that before it looks at the
-page. Whoever makes a file writes there what they like, so all headers of a column chunk are read first. Headers and
-footers are Thrift structures in the compact protocol
-(https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md), defined in parquet.thrift
-(https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift).
+A page header declares the decompressed size of its page, and pyarrow allocates that before it reads the page. The
+header may lie, so all headers of a column chunk are checked first. Headers and footers are Thrift structures in the
+compact protocol (https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md), defined in
+parquet.thrift (https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift).
 """
 
 import struct
@@ -19,13 +18,13 @@ from qinfer.jobs.rows.arrow_schema import MAX_METADATA_BYTES, SchemaTooLarge, ch
 from qinfer.jobs.rows.parquet_instants import ARROW_SCHEMA
 
 MAX_PAGES = 100_000
-"""A column chunk may have so many."""
+"""The most pages of a column chunk."""
 PADDING_BYTES = 100
-"""Old writers of parquet-mr leave the dictionary's header out of a column chunk's size (PARQUET-816)."""
+"""Old parquet-mr leaves the dictionary's header out of a column chunk's size (PARQUET-816)."""
 
 _ITEMS = 100_000
-_SMALL_FOOTER_BYTES = 128 * 1024  # can't take too much memory
-_ITEM_BYTES = (200, 800)  # of a schema element or row group, of a column chunk; about what Arrow takes for each
+_SMALL_FOOTER_BYTES = 128 * 1024  # too small to take much memory
+_ITEM_BYTES = (200, 800)  # Arrow's approximate cost of a schema element or row group, of a column chunk
 _INNER_ITEM_BYTES = 32
 _NEXT_IS_BINARY, _STOP = b"\x18", b"\0"
 _LONG_TEXT = 4096
@@ -44,22 +43,21 @@ _PLAIN_DICTIONARY, _DELTA_BYTE_ARRAY, _RLE_DICTIONARY = 2, 7, 8
 
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
 _INTEGERS = (4, 5, 6)
-_LONG_LIST = 15  # in place of the items' number, which follows
+_LONG_LIST = 15  # stands for a length that follows
 _MAX_DEPTH = 8
 
 ReadAt = Callable[[int, int], bytes]
-"""Reads so many bytes at an offset, fewer at the file's end."""
+"""Reads `size` bytes at an offset, fewer at the file's end."""
 
 
 class ChunkPages(NamedTuple):
-    """The pages of a column chunk.
+    """The pages of a column chunk; sizes are of decompressed data.
 
     Attributes:
-        values: The values of all data pages, nulls included.
-        largest_bytes: The largest data page, decompressed.
-        dictionary_bytes: The dictionary, decompressed; 0 = there is none.
-        dictionary_values: The dictionary's values.
-        value_bytes: The most bytes that a data page without indices has for each of its values.
+        values: The values of all data pages, with nulls.
+        largest_bytes: The largest data page.
+        dictionary_bytes: The dictionary; 0 = no dictionary.
+        value_bytes: The most bytes per value of a data page without indices.
         has_indices: Whether a data page refers to the dictionary.
         begins_with_indices: Whether the first data page does.
     """
@@ -73,13 +71,9 @@ class ChunkPages(NamedTuple):
     begins_with_indices: bool = False
 
     def with_page(self, header: dict[int, Any]) -> "ChunkPages":
-        """Returns the pages with one more, whose header is given.
-
-        Raises:
-            ValueError: The header lacks something.
-        """
+        """Adds the page of a header; raises `ValueError` if the header is incomplete."""
         kind, size = header.get(_TYPE, -1), header[_DECOMPRESSED]
-        if kind not in _HEADERS:  # an index page, which is passed over
+        if kind not in _HEADERS:  # an index page, which readers skip
             return self
         own = header.get(_HEADERS[kind])
         if not isinstance(own, dict):
@@ -92,21 +86,15 @@ class ChunkPages(NamedTuple):
         pages = self._replace(values=self.values + values, largest_bytes=max(self.largest_bytes, size))
         if encoding in (_PLAIN_DICTIONARY, _RLE_DICTIONARY):
             return pages._replace(has_indices=True, begins_with_indices=self.begins_with_indices or not self.values)
-        # Each value may begin with all of the one before it.
+        # Each value may share all bytes of the previous one.
         each = float(size) if encoding == _DELTA_BYTE_ARRAY else size / max(values, 1)
         return pages._replace(value_bytes=max(self.value_bytes, each))
 
 
 def read_metadata(content: BinaryIO | Any, footer_bytes: int = FOOTER_BYTES) -> pq.FileMetaData:
-    """Reads the footer of a Parquet file, however little its writer is to be trusted.
+    """Reads the footer of an untrusted Parquet file; in memory it may take eight times `footer_bytes`.
 
-    Args:
-        content: The file.
-        footer_bytes: The size that the footer may have; in memory it may take eight times as much.
-
-    Raises:
-        ValueError: The footer is larger than may be, or the file has none.
-        pyarrow.ArrowException, OSError: The footer is damaged, or has more items than may be.
+    Damage, or a footer beyond the limits, raises `ValueError`, `pyarrow.ArrowException` or `OSError`.
     """
     end = content.seek(0, 2)
     content.seek(max(0, end - END_BYTES))
@@ -119,7 +107,7 @@ def read_metadata(content: BinaryIO | Any, footer_bytes: int = FOOTER_BYTES) -> 
         content.seek(max(0, end - _TAIL.size - size))
         data = content.read(size + _TAIL.size)
     _check_metadata(data[-_TAIL.size - size : -_TAIL.size], footer_bytes)
-    footer = pa.BufferReader(pa.py_buffer(data).slice(len(data) - _TAIL.size - size))  # a store is not asked again
+    footer = pa.BufferReader(pa.py_buffer(data).slice(len(data) - _TAIL.size - size))  # no second request to the store
     file = pq.ParquetFile(
         footer, pre_buffer=False, thrift_string_size_limit=footer_bytes, thrift_container_size_limit=_ITEMS
     )
@@ -127,11 +115,7 @@ def read_metadata(content: BinaryIO | Any, footer_bytes: int = FOOTER_BYTES) -> 
 
 
 def _check_metadata(footer: bytes, footer_bytes: int) -> None:
-    """Makes sure that a footer takes no more memory than it may: a column chunk of three bytes takes 800.
-
-    Raises:
-        ValueError: The footer takes more, or is damaged.
-    """
+    """Raises `ValueError` if a footer is damaged or takes too much memory: a column chunk of three bytes takes 800."""
     items = _Items(footer, MAX_METADATA_BYTES * footer_bytes // FOOTER_BYTES)
     try:
         schemas = _arrow_schemas(footer)
@@ -146,12 +130,12 @@ def _check_metadata(footer: bytes, footer_bytes: int) -> None:
             check_schema_text(text)
         except SchemaTooLarge:
             raise
-        except ValueError:  # it is no schema
+        except ValueError:  # no schema
             continue
 
 
 def _arrow_schemas(footer: bytes) -> list[bytes] | None:
-    """Returns the Arrow schemas of a footer; `None` = a value may not be behind its key, where all writers write it."""
+    """Returns the Arrow schemas of a footer; `None` if a value may not follow its key, as all writers have it."""
     found = []
     place = footer.find(ARROW_SCHEMA)
     while place >= 0:
@@ -167,11 +151,7 @@ def _arrow_schemas(footer: bytes) -> list[bytes] | None:
 
 
 class _Items:
-    """Adds up what the items of all lists in a footer take in memory, up to a limit.
-
-    Attributes:
-        texts: All texts of a length at which they could be the schema of many columns.
-    """
+    """Adds up the memory of all list items in a footer; `texts` collects strings that may be a large schema."""
 
     def __init__(self, data: bytes, limit_bytes: int) -> None:
         self.texts: list[bytes] = []
@@ -179,12 +159,7 @@ class _Items:
         self._left_bytes = limit_bytes
 
     def of_structure(self, at: int, depth: int = 0) -> int:
-        """Returns where a structure ends.
-
-        Raises:
-            ValueError: All lists so far take too much, or it is no structure.
-            IndexError: It is cut off.
-        """
+        """Returns the end of a structure; `ValueError` beyond the limit, `IndexError` if it is cut off."""
         data = self._data
         while head := data[at]:
             at += 1
@@ -218,10 +193,9 @@ class PageData(NamedTuple):
     """A data page.
 
     Attributes:
-        data: What is stored of it.
-        decompressed_bytes: The size that it becomes.
-        values: How many values it has, nulls included.
-        levels_bytes: The size of its repetition levels, which come first; -1 = their size comes before them.
+        data: Its stored, perhaps compressed bytes.
+        values: The number of values, with nulls.
+        levels_bytes: The size of its leading repetition levels; -1 = a length precedes them.
     """
 
     data: bytes
@@ -231,16 +205,7 @@ class PageData(NamedTuple):
 
 
 def read_pages(read_at: ReadAt, chunk: Any) -> ChunkPages:
-    """Reads all page headers of a column chunk.
-
-    Args:
-        read_at: Reads the file.
-        chunk: The chunk (`pyarrow.parquet.ColumnChunkMetaData`).
-
-    Raises:
-        ValueError: A header is damaged, or a size in it can't be.
-        OSError: The file can't be read.
-    """
+    """Reads all page headers of a `pyarrow.parquet.ColumnChunkMetaData`; `ValueError` if one is invalid."""
     found = ChunkPages()
     for header, _ in _headers(read_at, chunk):
         found = found.with_page(header)
@@ -248,7 +213,7 @@ def read_pages(read_at: ReadAt, chunk: Any) -> ChunkPages:
 
 
 def data_pages(read_at: ReadAt, chunk: Any) -> Iterator[PageData]:
-    """Reads the data pages of a column chunk whose headers were read before (`read_pages`)."""
+    """Reads the data pages of a column chunk that `read_pages` has checked."""
     for header, place in _headers(read_at, chunk):
         kind = header[_TYPE]
         if kind in (_DATA_PAGE, _DATA_PAGE_V2):
@@ -259,13 +224,13 @@ def data_pages(read_at: ReadAt, chunk: Any) -> Iterator[PageData]:
 
 
 def chunk_begin(chunk: Any) -> int:
-    """Returns where a column chunk (`pyarrow.parquet.ColumnChunkMetaData`) begins in its file."""
+    """Returns the offset of a column chunk (`pyarrow.parquet.ColumnChunkMetaData`)."""
     dictionary = chunk.dictionary_page_offset
     return int(dictionary if dictionary and 0 < dictionary < chunk.data_page_offset else chunk.data_page_offset)
 
 
 def _headers(read_at: ReadAt, chunk: Any) -> Iterator[tuple[dict[int, Any], int]]:
-    """Reads the page headers of a column chunk: the fields of each, and where its data begins."""
+    """Yields the page headers of a column chunk: fields, and the offset of the page's data."""
     place = chunk_begin(chunk)
     end = place + chunk.total_compressed_size
     values = count = 0
@@ -290,7 +255,7 @@ def _headers(read_at: ReadAt, chunk: Any) -> Iterator[tuple[dict[int, Any], int]
 
 
 def _header(read_at: ReadAt, place: int) -> tuple[dict[int, Any], int]:
-    """Reads the page header at a place; returns its fields and its size in bytes."""
+    """Reads a page header; returns its fields and size."""
     size = _FIRST_READ_BYTES
     while True:
         data = read_at(size, place)
@@ -303,12 +268,7 @@ def _header(read_at: ReadAt, place: int) -> tuple[dict[int, Any], int]:
 
 
 def _structure(data: bytes, at: int, depth: int) -> tuple[dict[int, Any], int]:
-    """Reads a Thrift structure; returns its fields by their numbers, and where it ends.
-
-    Raises:
-        IndexError: It is cut off.
-        ValueError: It is none.
-    """
+    """Reads a Thrift structure; returns fields by number, and its end. `IndexError` if it is cut off."""
     found: dict[int, Any] = {}
     number = 0
     while head := data[at]:
@@ -323,7 +283,7 @@ def _structure(data: bytes, at: int, depth: int) -> tuple[dict[int, Any], int]:
 
 
 def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
-    """Reads a value of a field; returns it, `None` for what no header is asked for, and where it ends."""
+    """Reads a field's value, `None` for types that headers do not use; returns it and its end."""
     if kind in _INTEGERS:
         coded, at = varint(data, at)
         return coded >> 1 ^ -(coded & 1), at
@@ -345,7 +305,7 @@ def _after_list(data: bytes, at: int, depth: int) -> int:
     head = data[at]
     count, at = (head >> 4, at + 1) if head >> 4 < _LONG_LIST else varint(data, at + 1)
     for _ in range(count):
-        # In a list a boolean is a byte.
+        # In a list, a boolean is a byte.
         at = _within(data, at + 1) if head & 15 in (_TRUE, _FALSE) else _value(data, at, head & 15, depth)[1]
     return at
 
@@ -357,12 +317,7 @@ def _within(data: bytes, at: int) -> int:
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
-    """Reads a number of seven bits a byte, the lowest first; returns it, and where it ends.
-
-    Raises:
-        IndexError: It is cut off.
-        ValueError: It has more than 64 bits.
-    """
+    """Reads a ULEB128 number of up to 64 bits; returns it and its end. `IndexError` if it is cut off."""
     number = shift = 0
     while (byte := data[at]) & 0x80:
         number |= (byte & 0x7F) << shift

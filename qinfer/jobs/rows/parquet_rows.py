@@ -1,9 +1,9 @@
-"""The rows of a Parquet file, a bounded part of them in memory at a time, whatever its writer made of it.
+"""Reads the rows of a Parquet file in bounded memory, regardless of its layout.
 
-A row group's pages are read through buffers as they are decoded, so that memory does not depend on the size of row
-groups; those of a store that is far are fetched before (`parquet_windows`). How many rows are decoded at a time
-follows from the pages' headers. A column of byte arrays whose dictionary has long values is read as indices and a
-dictionary, and the rows are cut apart before they get their values (`qinfer.jobs.columns.decoded_sizes`).
+Pages of a row group are read through buffers while they are decoded, so that memory does not depend on the size of row
+groups; a remote store's are fetched before (`parquet_windows`). The pages' headers determine how many rows are decoded
+at a time. A column of byte arrays whose dictionary has long values is read as indices and a dictionary, and rows are
+split before they get their values (`qinfer.jobs.columns.decoded_sizes`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,9 +22,9 @@ from qinfer.jobs.rows.parquet_pages import ChunkPages, ReadAt, data_pages, read_
 from qinfer.jobs.rows.parquet_windows import Windows, spans_of
 from qinfer.jobs.rows.source import Limits, SourceBroken
 
-_MOST_ROWS = 65_536  # are decoded at a time
-_MOST_TEXT_ROWS = 8192  # of a column that a dictionary may make much smaller than its values are
-_FEW_ROWS = 256  # at a time are so slow that indices are read instead of values
+_MOST_ROWS = 65_536  # decoded at a time
+_MOST_TEXT_ROWS = 8192  # if a column's dictionary may be much smaller than its values
+_FEW_ROWS = 256  # at a time would be so slow that indices are read instead of values
 
 _BUFFERS_BYTES = 16 * 2**20  # of all columns together
 _FAR_BUFFERS_BYTES = 128 * 2**20
@@ -32,14 +32,14 @@ _LEAST_BUFFER_BYTES = 64 * 1024
 _MOST_BUFFER_BYTES = 2**20
 _FAR_LEAST_BUFFER_BYTES = 2**20
 _FAR_MOST_BUFFER_BYTES = 16 * 2**20
-_FETCHED_BYTES = 96 * 2**20  # the largest row group, compressed, that is fetched before it is decoded
+_FETCHED_BYTES = 96 * 2**20  # the largest compressed row group that is fetched before decoding
 _THREADS = 16
 _PEEKED_ROWS = 1024
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, INT96: 24}  # INT96 is read twice
 _LEVELS_BYTES = 4
 _TEXT_BYTES = 16  # an entry of a decoder's dictionary: pointer and length
-_INDEX_BYTES = 48  # an entry of a dictionary that is built anew, with its hash
+_INDEX_BYTES = 48  # an entry of a rebuilt dictionary, with its hash
 
 
 class _Leaf(NamedTuple):
@@ -48,12 +48,11 @@ class _Leaf(NamedTuple):
     Attributes:
         path: Its path in the schema.
         kind: Its physical type.
-        width: The bytes of each of its values; 0 = they differ.
+        width: The bytes of each value; 0 = they differ.
         max_level: Its highest repetition level; 0 = each row has one value.
-        pages: What its page headers say.
-        longest_bytes: The bytes of the longest value in its dictionary; 0 = there is none, or values are short.
-        longest_row: The most values that a row has; 0 = as many as others.
-        is_distinct: Whether no value is in its dictionary twice, which indices of pyarrow can't express.
+        longest_bytes: The bytes of the dictionary's longest value; 0 = no dictionary, or short values.
+        longest_row: The most values of a row; 0 = all rows are short.
+        is_distinct: Whether the dictionary has no value twice, which pyarrow's indices require.
     """
 
     path: str
@@ -71,47 +70,36 @@ class _Leaf(NamedTuple):
         return self.kind == "BYTE_ARRAY" and self.pages.has_indices
 
     def value_bytes(self, *, as_indices: bool) -> float:
-        """Returns the bytes of a value, at most, with its levels."""
+        """Returns the most bytes of a value with its levels."""
         each = self.width or max(self.pages.value_bytes, 0 if as_indices else self.longest_bytes) + _LEVELS_BYTES
         return each + _LEVELS_BYTES
 
     def row_bytes(self, rows: int, *, as_indices: bool) -> float:
-        """Returns the bytes of a row, at most; where rows have several values and all take little, on average."""
+        """Returns the most bytes of a row, or the average for short lists."""
         if not self.max_level:
             return self.value_bytes(as_indices=as_indices)
         values = self.longest_row or max(self.pages.values / max(rows, 1), 1.0)
         return self.value_bytes(as_indices=as_indices) * values
 
     def held_bytes(self, *, as_indices: bool) -> int:
-        """Returns what a decoder holds: a page, and a dictionary as it is stored and as it is used."""
+        """Returns the memory of a decoder: a page, and the dictionary in stored and decoded form."""
         pages = self.pages
         copies, entry = (4, _INDEX_BYTES) if as_indices else (2, _TEXT_BYTES)
         return self.width + pages.largest_bytes + copies * pages.dictionary_bytes + entry * pages.dictionary_values
 
 
 class _Reading(NamedTuple):
-    """How a row group is read: so many rows at a time, and which columns as indices and a dictionary."""
+    """Rows of a row group to decode at a time, and columns to read as indices and a dictionary."""
 
     rows: int
     indices: tuple[str, ...]
 
 
 class ParquetGroups:
-    """The row groups of a Parquet file, to be closed.
+    """The row groups of a Parquet file; closes `content` with itself.
 
-    Args:
-        content: The file; it is closed with this.
-        names: The columns that are wanted, and the fields of structs, by their paths.
-        url: Its URL, for messages.
-        far: Whether each read takes long, as those of object stores do.
-        limits: The bounds of what is held in memory.
-        wanted: The row groups that will be read, in order; none = all.
-
-    Attributes:
-        schema: The file's columns.
-
-    Raises:
-        ValueError, pyarrow.ArrowException, OSError: The footer is damaged, too large, or can't be read.
+    `names` are columns and paths of struct fields, `wanted` the row groups to read (empty = all), `far` marks a store
+    with slow reads. A damaged or too large footer raises `ValueError`, `pyarrow.ArrowException` or `OSError`.
     """
 
     def __init__(
@@ -125,7 +113,7 @@ class ParquetGroups:
         wanted: Sequence[int] = (),
     ) -> None:
         self._content, self._names, self._url = content, list(names), url
-        self._far = far and not isinstance(content, pa.NativeFile)  # which lies in memory
+        self._far = far and not isinstance(content, pa.NativeFile)  # which is in memory
         self._rows_bytes, self._page_bytes = limits.rows_bytes, limits.page_bytes
         self._metadata = read_metadata(content, limits.footer_bytes)
         self.schema: pa.Schema = arrow_schema(content, self._metadata)
@@ -135,11 +123,10 @@ class ParquetGroups:
         self._windows = self._fetched(set(wanted).intersection(groups) if wanted else groups) if self._far else None
 
     def batches(self, wanted: Range) -> Iterator[pa.RecordBatch]:
-        """Reads a row group from its first row on; byte arrays may be indices and a dictionary.
+        """Reads a row group from its first row; byte arrays may be indices and a dictionary.
 
-        Raises:
-            SourceBroken: There is no such row group, or its pages are too large.
-            ValueError, pyarrow.ArrowException, OSError: It is damaged, or can't be read.
+        `SourceBroken` means no such row group, or too large pages; damage raises `ValueError`, `pyarrow.ArrowException`
+        or `OSError`.
         """
         group = wanted.row_group
         if not 0 <= group < self._metadata.num_row_groups:
@@ -152,7 +139,7 @@ class ParquetGroups:
         instants = self._open((), "us").iter_batches(reading.rows, [group], self._int96, use_threads=False)
         for record in file.iter_batches(reading.rows, [group], self._names, use_threads=False):
             if has_indices:
-                record.validate(full=True)  # pyarrow does not see that an index has no value
+                record.validate(full=True)  # pyarrow does not check that each index has a value
             yield self._exact(record, next(instants)) if self._int96 else record
 
     def close(self) -> None:
@@ -178,7 +165,7 @@ class ParquetGroups:
         )
 
     def _fetched(self, groups: Iterable[int]) -> Windows | None:
-        """Has the column chunks of some row groups fetched before they are read; `None` = one of them is too large."""
+        """Prepares fetching of row groups before they are read; `None` if one is too large."""
         size = self._content.seek(0, 2)
         spans = {group: spans_of(self._metadata.row_group(group), self._leaves, size) for group in sorted(groups)}
         if any(sum(span.end - span.begin for span in own) > _FETCHED_BYTES for own in spans.values()):
@@ -187,7 +174,7 @@ class ParquetGroups:
         return windows
 
     def _reading(self, group: int) -> _Reading:
-        """Decides how a row group is read, by its page headers and dictionaries."""
+        """Decides how to read a row group, from its page headers and dictionaries."""
         rows = max(1, int(self._metadata.row_group(group).num_rows))
         leaves = self._pages_of(group)
         self._check_held(sum(leaf.held_bytes(as_indices=False) for leaf in leaves))
@@ -217,7 +204,7 @@ class ParquetGroups:
             )
 
     def _pages_of(self, group: int) -> list[_Leaf]:
-        """Reads the page headers of the wanted columns of a row group; several columns at once where that is far."""
+        """Reads the page headers of a row group's columns; in parallel from a remote store."""
         read_at, whole = _read_at(self._content), self._metadata.row_group(group)
 
         def leaf_of(number: int) -> _Leaf:
@@ -232,7 +219,7 @@ class ParquetGroups:
             return list(pool.map(leaf_of, self._leaves))
 
     def _with_longest(self, leaf: _Leaf, group: int, rows: int, most: int) -> _Leaf:
-        """Returns a leaf with what its dictionary has; a small dictionary is not looked at."""
+        """Adds the longest value of a leaf's dictionary; assumes the worst of a small dictionary."""
         pages = leaf.pages
         count = pages.values if leaf.max_level else min(rows, most)
         if not leaf.is_text or count * pages.dictionary_bytes <= self._rows_bytes:
@@ -245,11 +232,7 @@ class ParquetGroups:
         return leaf._replace(longest_bytes=longest, is_distinct=len(values) >= pages.dictionary_values)
 
     def _with_longest_row(self, leaf: _Leaf, number: int, group: int, *, as_indices: bool) -> _Leaf:
-        """Returns a leaf of lists with the length of the longest; short column chunks are not looked at.
-
-        Raises:
-            SourceBroken: A row has too many values to be read.
-        """
+        """Adds the length of the longest list, unless the column chunk is small; refuses too long ones."""
         each = leaf.value_bytes(as_indices=as_indices)
         if not leaf.max_level or each * leaf.pages.values <= self._page_bytes / 2:
             return leaf
@@ -265,7 +248,7 @@ class ParquetGroups:
         return leaf._replace(longest_row=lengths.longest)
 
     def _dictionary_of(self, leaf: _Leaf, group: int) -> pa.Array | None:
-        """Reads the dictionary of a leaf, which comes with its first value."""
+        """Reads a leaf's dictionary, which comes with its first value."""
         for record in self._open([leaf.path]).iter_batches(_PEEKED_ROWS, [group], [leaf.path], use_threads=False):
             values = _dictionary_in(record.column(0))
             if values is not None and len(values):
@@ -274,7 +257,7 @@ class ParquetGroups:
 
 
 def _dictionary_in(array: pa.Array) -> pa.Array | None:
-    """Returns the dictionary within an array of which one leaf is one."""
+    """Returns the dictionary of the one leaf of an array."""
     if isinstance(array, pa.DictionaryArray):
         return array.dictionary
     if pa.types.is_struct(array.type):
@@ -286,7 +269,7 @@ def _dictionary_in(array: pa.Array) -> pa.Array | None:
 
 
 def _read_at(content: Any) -> ReadAt:
-    """Returns a function that reads a file anywhere, from any thread."""
+    """Returns a thread-safe function that reads anywhere in a file."""
     if hasattr(content, "read_at"):
         return lambda size, place: bytes(content.read_at(size, place))
     lock = Lock()
@@ -300,25 +283,24 @@ def _read_at(content: Any) -> ReadAt:
 
 
 def _leaves(metadata: Any, names: Sequence[str]) -> list[int]:
-    """Returns the numbers of the leaf columns that columns and fields of structs are made of."""
+    """Returns the leaf columns of columns and struct fields."""
     wanted = set(names)
     return [leaf for leaf in range(metadata.num_columns) if wanted.intersection(_prefixes(metadata, leaf))]
 
 
 def _int96(metadata: Any, names: Sequence[str], leaves: Sequence[int]) -> list[str]:
-    """Returns the columns and fields of structs that have leaf columns of INT96 in them."""
+    """Returns the columns and struct fields that contain INT96."""
     found = [_prefixes(metadata, leaf) for leaf in leaves if metadata.schema.column(leaf).physical_type == INT96]
     return [name for name in names if any(name in prefixes for prefixes in found)]
 
 
 def _prefixes(metadata: Any, leaf: int) -> set[str]:
-    """Returns what a column or a field of a struct that has a leaf column may be called; names may have dots, too."""
+    """Returns all paths that contain a leaf, where names may have dots as well."""
     parts = metadata.schema.column(leaf).path.split(".")
     return {".".join(parts[: end + 1]) for end in range(len(parts))}
 
 
 def _buffer_bytes(columns: int, *, far: bool) -> int:
-    """Returns the size of the buffer that each column is read through."""
     whole = _FAR_BUFFERS_BYTES if far else _BUFFERS_BYTES
     least = _FAR_LEAST_BUFFER_BYTES if far else _LEAST_BUFFER_BYTES
     most = _FAR_MOST_BUFFER_BYTES if far else _MOST_BUFFER_BYTES

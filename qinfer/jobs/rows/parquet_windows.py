@@ -1,8 +1,8 @@
-"""The column chunks of a Parquet file in a store that is far, fetched in few large reads before they are decoded.
+"""Fetches the column chunks of a remote Parquet file in few large reads before they are decoded.
 
-A store takes tens of milliseconds for each read, however small, and counts each. Chunks that are near each other, of
-one row group or of several, are fetched together as a window; the window behind those that are needed is fetched
-meanwhile. Page headers and pages are read in memory.
+Each read of a store takes tens of milliseconds, however small, and may be billed. So neighbouring chunks, of one row
+group or several, are fetched together as a window, and the next window is fetched meanwhile. Page headers and pages are
+then read in memory.
 """
 
 import io
@@ -14,27 +14,21 @@ from typing import Any, NamedTuple
 
 from qinfer.jobs.rows.parquet_pages import PADDING_BYTES, ReadAt, chunk_begin
 
-_MOST_BYTES = 48 * 2**20  # of a window, but for a larger chunk
-_SMALL_GAP_BYTES = 256 * 1024  # between two chunks takes less long than another read
+_MOST_BYTES = 48 * 2**20  # of a window, unless one chunk is larger
+_SMALL_GAP_BYTES = 256 * 1024  # fetching it between two chunks is faster than another read
 _MOST_GAP_BYTES = 4 * 2**20
-_FETCHES = 16  # at once, of one file
+_FETCHES = 16  # of one file at once
 
 
 class ByteRange(NamedTuple):
-    """Some bytes of a file, from a place to the one behind the last."""
+    """Bytes of a file from `begin` to before `end`."""
 
     begin: int
     end: int
 
 
 def spans_of(group: Any, leaves: Iterable[int], file_bytes: int) -> list[ByteRange]:
-    """Returns where the column chunks of some leaf columns of a row group are.
-
-    Args:
-        group: The row group (`pyarrow.parquet.RowGroupMetaData`).
-        leaves: The numbers of the columns.
-        file_bytes: The size of the file.
-    """
+    """Returns the column chunks of leaf columns of a row group (`pyarrow.parquet.RowGroupMetaData`)."""
     found = []
     for chunk in map(group.column, leaves):
         begin = min(max(0, chunk_begin(chunk)), file_bytes)
@@ -44,7 +38,7 @@ def spans_of(group: Any, leaves: Iterable[int], file_bytes: int) -> list[ByteRan
 
 
 def windows_of(spans: Iterable[ByteRange]) -> list[ByteRange]:
-    """Returns windows that have some spans, in the file's order: few, and without much beside the spans."""
+    """Returns few windows that cover the spans with little else, in the file's order."""
     windows: list[ByteRange] = []
     useful = 0
     for span in sorted(spans):
@@ -60,12 +54,9 @@ def windows_of(spans: Iterable[ByteRange]) -> list[ByteRange]:
 
 
 class Windows(io.RawIOBase):
-    """A file of which some spans can be read, for one thread; closed with what it is read of.
+    """A file whose spans are fetched ahead, for one thread; closes `content` with itself.
 
-    Args:
-        content: The file.
-        read_at: Reads it anywhere, from any thread.
-        groups: Row group → its spans, in the order in which the groups will be read.
+    `read_at` is thread-safe; `groups` has the spans of each row group, in the order of reading.
     """
 
     def __init__(self, content: Any, read_at: ReadAt, groups: Mapping[int, Sequence[ByteRange]]) -> None:
@@ -79,7 +70,7 @@ class Windows(io.RawIOBase):
         self._at = 0
 
     def prepare(self, group: int) -> None:
-        """Has the windows of a row group fetched, and the next one; forgets those before."""
+        """Starts fetching the windows of a row group and the next one; drops earlier ones."""
         needed = set(self._of[group])
         following = max(needed, default=-1) + 1
         wanted = needed | ({following} if following < len(self._windows) else set())
@@ -90,7 +81,7 @@ class Windows(io.RawIOBase):
             self._held[number] = self._pool.submit(self._read_at, end - begin, begin)
 
     def read_at(self, size: int, place: int) -> bytes:
-        """Reads so many bytes at a place, fewer at a window's end; what is in no window is read from the file."""
+        """Reads up to `size` bytes, fewer at a window's end; reads outside of windows go to the file."""
         number = self._window_at(place)
         held = self._held.get(number)
         if held is None or place >= self._windows[number].end:
@@ -99,7 +90,7 @@ class Windows(io.RawIOBase):
         return held.result()[first : first + size]
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Reads on from the current position."""
+        """Reads at the current position."""
         size = 0 if size is None or size < 0 else size
         data = self.read_at(size, self._at)
         if len(data) < size:
@@ -108,7 +99,7 @@ class Windows(io.RawIOBase):
         return data
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Moves the position, and not that of the file: fetches in other threads may use that."""
+        """Moves this position, not the file's, which threads may use."""
         self._at = self._size + offset if whence == io.SEEK_END else offset + self._at * whence
         return self._at
 
@@ -117,15 +108,15 @@ class Windows(io.RawIOBase):
         return self._at
 
     def readable(self) -> bool:
-        """Always."""
+        """Returns true."""
         return True
 
     def seekable(self) -> bool:
-        """Always."""
+        """Returns true."""
         return True
 
     def close(self) -> None:
-        """Closes the file, and waits for no fetch."""
+        """Closes the file without waiting for fetches."""
         if not self.closed:
             self._pool.shutdown(wait=False, cancel_futures=True)
             for fetch in self._held.values():
@@ -135,10 +126,10 @@ class Windows(io.RawIOBase):
         super().close()
 
     def _window_at(self, place: int) -> int:
-        """Returns the window that a place is in, or the last before it; -1 = it is before all."""
+        """Returns the last window that begins at or before a place; -1 = none does."""
         return bisect_right(self._begins, place) - 1
 
 
 def _heard(fetch: "Future[bytes]") -> None:
-    with suppress(Exception):  # nobody waits for it
+    with suppress(Exception):  # its result is not needed
         fetch.result()

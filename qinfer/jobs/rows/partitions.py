@@ -1,4 +1,4 @@
-"""Partition columns of a job's inputs, and the folders of its output: see `qinfer.storage.hive`. Pure."""
+"""Partition columns of a job's inputs, and the folders of its output (`qinfer.storage.hive`). Pure."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -12,18 +12,9 @@ from qinfer.storage.hive import Values, number_columns, partition_folders, parti
 
 
 class Partitions:
-    """The partition columns of a job's files.
+    """The partition columns of a job's files, of which there is at least one; none unless the job asks for them.
 
-    Args:
-        urls: The files; at least one.
-        spec: The job.
-        types: What the job needs of columns whose values are text: a number stays text where that is needed.
-
-    Attributes:
-        schema: The columns in the order of the folders; none where the job does not ask for them.
-
-    Raises:
-        InvalidRequest: The files' folders have different names, or the output is to be partitioned by another.
+    Files whose folders have different names, or an output partitioned by another name, raise `InvalidRequest`.
     """
 
     def __init__(self, urls: Sequence[str], spec: JobSpec, types: TextTypes) -> None:
@@ -38,11 +29,7 @@ class Partitions:
                 )
 
     def beside(self, columns: pa.Schema, url: str) -> pa.Schema:
-        """Returns the columns of a file with those of its folders behind.
-
-        Raises:
-            InvalidRequest: A column is in both.
-        """
+        """Returns a file's columns, then its partition columns; raises `InvalidRequest` if a name is in both."""
         if twice := [name for name in self.schema.names if name in columns.names]:
             raise InvalidRequest(
                 f"'{url}' has the column '{shown(twice[0])}', and its folder has one of that name; leave out "
@@ -51,18 +38,14 @@ class Partitions:
         return pa.schema([*columns, *self.schema]) if self.schema.names else columns
 
     def check_read(self, columns: Collection[str]) -> None:
-        """Checks that a job reads a column of its files beside those of the folders.
-
-        Raises:
-            InvalidRequest: It reads none.
-        """
+        """Raises `InvalidRequest` if a job reads only partition columns."""
         if not set(columns) - set(self.schema.names):
             raise InvalidRequest(
                 "the job reads only names of folders; name a column of the files, as 'key' for example"
             )
 
     def folder_of(self, url: str) -> str:
-        """Returns the folders in the output that the rows of a file go to, such as `country=de/`; empty = none."""
+        """Returns the output folder of a file's rows, such as `country=de/`."""
         if not self._output:
             return ""
         folders = partition_folders(url)
@@ -70,7 +53,7 @@ class Partitions:
 
 
 def partition_arrays(url: str, schema: pa.Schema, rows: int) -> dict[str, pa.Array]:
-    """Returns partition columns of some rows of a file, in the types of a plan."""
+    """Returns the partition columns of `rows` rows of a file, in the plan's types."""
     values = partition_values(url)
     arrays = {}
     for field in schema:
@@ -101,7 +84,7 @@ def _schema(urls: Sequence[str], types: TextTypes) -> pa.Schema:
 
 
 def _changes(value: str | None) -> bool:
-    """Tells whether a whole number would be written otherwise than it is, such as `07`."""
+    """Returns whether writing would change a whole number, such as `07`."""
     return value is not None and value.isascii() and value.lstrip("+-").isdigit() and str(int(value)) != value
 
 

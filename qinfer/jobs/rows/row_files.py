@@ -1,8 +1,8 @@
-"""One open input file of a shard: its rows as Arrow batches, a bounded part of it in memory at a time.
+"""One open input file of a shard: its rows as Arrow batches, in bounded memory.
 
-Parquet is read by pages (`qinfer.jobs.rows.parquet_rows`), an Arrow file by record batches, which its writer chose, CSV
-and JSON lines by blocks. What was read is cut into runs of rows before dictionaries, run lengths and other types are
-decoded, so that the decoded rows are bounded, too.
+Parquet is read by pages (`qinfer.jobs.rows.parquet_rows`), Arrow by the file's record batches, CSV and JSON lines by
+blocks. Rows are split before dictionaries, run lengths and other types are decoded, so that decoded rows are bounded,
+too.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,13 +24,13 @@ from qinfer.jobs.rows.text_streams import TextFormat, TextStream
 
 
 class Wanted(NamedTuple):
-    """Columns and fields of structs that are read.
+    """Columns and struct fields to read.
 
     Attributes:
-        columns: Each as a column that is named by its path, in the type that it gets.
-        nested: The columns of the files that they are in, with structs that have nothing else.
-        may_lack: A file may lack some of the columns, which are null then.
-        groups: The row groups that are read, in order.
+        columns: A column for each, named by its path, in the type to return.
+        nested: The files' columns that contain them, with structs reduced to these fields.
+        may_lack: Whether a file may lack columns; they are null then.
+        groups: The row groups to read, in order.
     """
 
     columns: pa.Schema
@@ -40,7 +40,7 @@ class Wanted(NamedTuple):
 
     @classmethod
     def of(cls, schema: pa.Schema, paths: Iterable[str]) -> "Wanted":
-        """Returns some of the fields of a schema; those that have dictionaries get their values' types."""
+        """Selects fields of a schema; dictionary columns get their values' types."""
         chosen = tuple(dict.fromkeys(paths))
         columns = [field.with_type(as_read(field.type)) for field in select(schema, chosen)]
         return cls(pa.schema([(field.name, field.type) for field in columns]), pruned(schema, chosen))
@@ -50,10 +50,9 @@ class Rows(NamedTuple):
     """Rows of a file.
 
     Attributes:
-        record: Their columns.
-        size_bytes: The bytes that they take.
-        is_too_large: It is a single row that would take more than may be; the largest of its columns are null.
-        fault: Why they can't be read, and all columns are null; empty = they were read.
+        size_bytes: Their size in memory.
+        is_too_large: A single row beyond the memory limit; its largest columns are null.
+        fault: Why the rows can't be read; all columns are null then.
     """
 
     record: pa.RecordBatch
@@ -63,19 +62,10 @@ class Rows(NamedTuple):
 
 
 def open_rows(content: Any, format_: FileFormat, wanted: Wanted, url: str, *, far: bool, limits: Limits) -> "RowFile":
-    """Opens an input file of Parquet or Arrow.
+    """Opens a Parquet or Arrow file, which is closed with the rows; `far` marks a store with slow reads.
 
-    Args:
-        content: What pyarrow reads of: it is closed with the rows.
-        format_: What it is.
-        wanted: What is to be read, in order.
-        url: Its URL, for messages.
-        far: Whether each read takes long, as those of object stores do.
-        limits: What may be held in memory.
-
-    Raises:
-        SourceBroken: A column is missing, or of a type that can't be made the wanted one.
-        pyarrow.ArrowException, OSError: The file is damaged, or can't be read.
+    A missing column, or one of another type, raises `SourceBroken`; damage raises `pyarrow.ArrowException` or
+    `OSError`.
     """
     if format_ == "parquet":
         return _Parquet(content, wanted, url, far=far, limits=limits)
@@ -114,7 +104,7 @@ class _Arrow:
             raise SourceBroken(f"'{self._url}' has no record batch {wanted.row_group}")
         self._check(wanted.row_group)
         whole = self._reader.get_batch(wanted.row_group)
-        whole.validate(full=True)  # or damaged offsets would lead anywhere in memory
+        whole.validate(full=True)  # damaged offsets could point anywhere in memory
         for record in _within(iter([whole]), wanted.first_in_group, wanted.rows, self._url):
             yield from self._columns.of(record)
 
@@ -132,18 +122,10 @@ class _Arrow:
 
 
 class TextRows:
-    """CSV or JSON lines, in the types of the plan: whether columns have them shows as they are read.
+    """CSV or JSON lines in the plan's types; a value of another type is found while reading.
 
-    Args:
-        content: The text from the cut point of the first range on; it is closed with the rows.
-        format_: What it is.
-        wanted: What is to be read.
-        url: Its URL, for messages.
-        limits: What may be held in memory.
-        csv: The form of CSV.
-
-    Raises:
-        pyarrow.ArrowException, OSError: The file is damaged, or can't be read.
+    The text begins at the first range's cut point, and is closed with the rows. Damage raises `pyarrow.ArrowException`
+    or `OSError`.
     """
 
     def __init__(
@@ -152,10 +134,10 @@ class TextRows:
         self._content, self._wanted, self._url, self._limits = content, wanted, url, limits
         self._reader = open_text(content, format_, wanted.nested, csv)
         self._read = iter(self._reader) if self._reader is not None else iter(())
-        self._row = -1  # the first that was not read yet
+        self._row = -1  # the first unread row
 
     def batches(self, wanted: Range) -> Iterator[Rows]:
-        """Reads a range that comes after those read before; see `RowFile`."""
+        """Reads a range after those read before, as `RowFile` says."""
         if self._row < 0:
             self._row = wanted.first_row - wanted.first_in_group
             if isinstance(self._reader, CsvReader):
@@ -178,16 +160,15 @@ class TextRows:
 
 
 RowFile = _Parquet | _Arrow | TextRows
-"""An open input file, to be closed.
+"""An open input file; close it.
 
-`batches` reads a range in order, in batches of the wanted columns and types. It raises `SourceBroken` where the range
-is not in the file or values do not fit, `pyarrow.ArrowException` and `OSError` where the file is damaged or can't be
-read.
+`batches` reads a range in order, in batches of the wanted columns and types. It raises `SourceBroken` if the range is
+not in the file or values do not fit, `pyarrow.ArrowException` and `OSError` if the file is damaged or can't be read.
 """
 
 
 class _Columns:
-    """Makes a file's batches those of the job: the wanted columns in order, in the types that all files can have."""
+    """Converts a file's batches to the job's columns, in order and in the common types of all files."""
 
     def __init__(self, there: pa.Schema, wanted: Wanted, url: str, rows_bytes: int) -> None:
         self.wanted = wanted.columns
@@ -210,11 +191,7 @@ class _Columns:
             self._here.append(field.name)
 
     def of(self, record: pa.RecordBatch) -> Iterator[Rows]:
-        """Returns the wanted columns of a batch, in runs of rows that are decoded one after the other.
-
-        Raises:
-            SourceBroken: A value does not fit the wanted type.
-        """
+        """Yields converted runs of a batch's rows; raises `SourceBroken` if a value does not fit."""
         for rows in _cut(pick(record, self._here), self._rows_bytes):
             yield rows._replace(record=self._decoded(rows.record))
 
@@ -240,7 +217,7 @@ class _Columns:
 
 
 def _cut(record: pa.RecordBatch, max_bytes: int) -> Iterator[Rows]:
-    """Cuts a batch into runs of rows; a row that is too large loses the columns that make it so."""
+    """Splits a batch by size; a row that is too large loses its largest columns."""
     for part in cut(record, max_bytes):
         record = part.record
         for name in part.too_large:
@@ -257,18 +234,7 @@ def _within(
     url: str,
     put_back: Callable[[pa.RecordBatch], None] | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Passes on the rows of a range.
-
-    Args:
-        read: Batches of a row group, or of a file.
-        skip: How many rows are before the range.
-        rows: Its rows.
-        url: The file, for messages.
-        put_back: Gets what is left of the last batch.
-
-    Raises:
-        SourceBroken: There are not as many.
-    """
+    """Yields the `rows` rows of a range after skipping `skip`; `put_back` gets the rest of the last batch."""
     left = rows
     while left:
         record = next(read, None)

@@ -1,8 +1,7 @@
-"""The rows of a shard, in batches of the size that is asked for, whatever the files are like.
+"""Reads the rows of a shard in batches of the requested size.
 
-Batches go across row groups and files, so that many small ones do not make small batches. A file is compared with the
-plan by its etag before its first and after its last row; small files in a store that is far are fetched ahead, several
-at a time.
+Batches span row groups and files, so that small files do not make small batches. A file's etag is compared with the
+plan before its first and after its last row. Small files in a remote store are fetched ahead, several at a time.
 """
 
 from collections import deque
@@ -39,22 +38,15 @@ _SMALL_BYTES = 4 * 2**20
 _LOST_ROWS = 4096  # in one batch
 _ANY_JOB = JobSpec(model="", inputs=(), output=Output(""))
 _REMEDY = "a new job can skip such files with 'bad_files': \"skip\""
-_OF_STORE = "AWS Error"  # in what Arrow's client of S3 says, which is an `OSError` as that of a damaged file is
+_OF_STORE = "AWS Error"  # marks errors of Arrow's S3 client among the `OSError`s of damaged files
 
 
 class SourceChanged(StoreChanged):
-    """An input file is not what it was when the job was planned, or is gone; the message names the URL."""
+    """An input file has changed since planning, or is gone; the message names the URL."""
 
 
 class Segment(NamedTuple):
-    """Rows of a batch that come from one row group.
-
-    Attributes:
-        url: The file.
-        row_group: The row group (Parquet), record batch (Arrow), or -1.
-        first_row: The number of the first row within the file.
-        rows: How many rows.
-    """
+    """Rows of a batch from one row group (-1 = none) of a file; `first_row` counts within the file."""
 
     url: str
     row_group: int
@@ -63,13 +55,7 @@ class Segment(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Rows of a batch that can't be read.
-
-    Attributes:
-        first: The number of the first within the batch.
-        rows: How many rows.
-        message: Why.
-    """
+    """Rows of a batch that can't be read; `first` counts within the batch."""
 
     first: int
     rows: int
@@ -80,10 +66,9 @@ class RowBatch(NamedTuple):
     """Rows of a shard.
 
     Attributes:
-        record: Their columns.
-        segments: Where they come from, in order.
-        too_large: The numbers of the rows that would take more bytes than may be; their largest columns are null.
-        faults: The runs of rows that can't be read, whose columns are all null.
+        segments: Their origins, in order.
+        too_large: The numbers of rows beyond the memory limit; their largest columns are null.
+        faults: The runs of unreadable rows; all their columns are null.
     """
 
     record: pa.RecordBatch
@@ -93,19 +78,18 @@ class RowBatch(NamedTuple):
 
 
 class ShardReader:
-    """Reads the rows of one shard in order, to be closed; blocking, for one thread.
+    """Reads the rows of one shard in order; blocking, for one thread. Close it.
 
     Args:
         shard: The shard.
-        columns: The columns that are wanted (`InputColumns.columns` and `OutputColumns.copied`); each is read once.
-        schema: The inputs' columns, in the types that they are read as (of the plan).
-        spec: What the job says of its files: their form, and what is done with those that can't be read.
-        store: Finds the store of a URL; also of those of the job's kept pieces (`InputForm.kept_url`).
-        limits: The bounds of what is held in memory.
+        columns: The columns to read (`InputColumns.columns` and `OutputColumns.copied`).
+        schema: The plan's input columns, in the types that they are read as.
+        spec: The job, for the form of its files and the treatment of unreadable ones.
+        store: URL → its store; also for kept pieces (`InputForm.kept_url`).
+        limits: Memory limits.
 
     Attributes:
-        limits: The same.
-        schema: The columns of the batches; those that have dictionaries in the files have their values.
+        schema: The columns of the batches; dictionary columns are decoded.
     """
 
     def __init__(
@@ -132,18 +116,12 @@ class ShardReader:
         self._rest: _Chunk | None = None
 
     def read(self, rows: int) -> RowBatch | None:
-        """Reads the next rows.
-
-        Args:
-            rows: So many, or what is left if that is less; fewer where they would take more than a batch may.
-
-        Returns:
-            The rows; `None` after the last.
+        """Reads up to `rows` next rows, fewer at the memory limit; `None` after the last.
 
         Raises:
-            SourceChanged: A file is not the planned one any more.
-            SourceBroken: A file is damaged, or has other columns, and the job does not skip such.
-            StoreError: A store fails; `retryable` tells whether another try helps.
+            SourceChanged: A file has changed since planning.
+            SourceBroken: A file is damaged or has other columns, and the job does not skip bad files.
+            StoreError: A store fails; `retryable` tells whether a retry may help.
         """
         records: list[pa.RecordBatch] = []
         segments: list[Segment] = []
@@ -169,7 +147,7 @@ class ShardReader:
         return RowBatch(record, tuple(segments), tuple(too_large), tuple(faults))
 
     def close(self) -> None:
-        """Closes what is open."""
+        """Closes all files."""
         self._chunks.close()
         self._files.close()
 
@@ -186,7 +164,7 @@ class ShardReader:
             source.check_again()
 
     def _read_file(self, source: "_Source", left: deque[Range]) -> Generator["_Chunk", None, None]:
-        """Reads ranges of a file; `left` has what of them was not read yet."""
+        """Reads ranges of a file; `left` keeps the unread rest."""
         with _explained(source), closing(self._files.open(source, left)) as file:
             while left:
                 for rows in self._with_partitions(source.url, file.batches(left[0])):
@@ -195,7 +173,7 @@ class ShardReader:
                 left.popleft()
 
     def _unread(self, source: "_Source", left: deque[Range], why: str) -> Generator["_Chunk", None, None]:
-        """Gives out rows without values for what is left of a range; of a file without groups, for all that is left."""
+        """Yields null rows for the rest of a row group, or of a file without row groups."""
         is_last = False
         while left and not is_last:
             lost = left.popleft()
@@ -214,7 +192,7 @@ class ShardReader:
         return pa.RecordBatch.from_arrays(columns, schema=self._stored)
 
     def _with_partitions(self, url: str, read: Iterable[Rows]) -> Iterator[Rows]:
-        """Adds the columns that are the names of a file's folders, in runs of rows that take no more than may be."""
+        """Adds the partition columns of a file, in runs of rows within the memory limit."""
         if not self._partitions.names:
             yield from read
             return
@@ -234,7 +212,6 @@ _Chunk = tuple[Rows, Segment]
 
 
 def _split(rows: Rows, segment: Segment, count: int) -> tuple[Rows, _Chunk]:
-    """Returns the first rows of a chunk, and what is left."""
     first_bytes = rows.size_bytes * count // segment.rows
     first = rows._replace(record=rows.record.slice(0, count), size_bytes=first_bytes)
     rest = rows._replace(record=rows.record.slice(count), size_bytes=rows.size_bytes - first_bytes)
@@ -242,7 +219,6 @@ def _split(rows: Rows, segment: Segment, count: int) -> tuple[Rows, _Chunk]:
 
 
 def _parted(whole: Range, rows: int) -> tuple[Range, Range]:
-    """Returns the first rows of a range, and what is left."""
     rest = msgspec.structs.replace(
         whole,
         first_row=whole.first_row + rows,
@@ -253,7 +229,7 @@ def _parted(whole: Range, rows: int) -> tuple[Range, Range]:
 
 
 def _extend(segments: list[Segment], new: Segment) -> None:
-    """Adds a segment, or makes the last one longer."""
+    """Adds a segment, or extends the last one."""
     last = segments[-1] if segments else None
     if last is not None and last[:2] == new[:2] and last.first_row + last.rows == new.first_row:
         segments[-1] = last._replace(rows=last.rows + new.rows)
@@ -262,17 +238,7 @@ def _extend(segments: list[Segment], new: Segment) -> None:
 
 
 class _Source:
-    """A file of a shard.
-
-    Args:
-        planned: What it was when the job was planned; of an earlier qinfer without its size.
-        store: Where it is kept.
-
-    Attributes:
-        url: Where it is.
-        etag: What its content was called when the job was planned.
-        is_far: Whether each read takes long.
-    """
+    """A file of a shard, as planned; an earlier qinfer did not plan its size. `is_far` = each read takes long."""
 
     def __init__(self, planned: Stat, store: Store) -> None:
         self.url, self.etag = planned.url, planned.etag
@@ -282,12 +248,7 @@ class _Source:
         self.is_far = local_path(planned.url) is None
 
     def check(self) -> Stat:
-        """Compares the file with the plan.
-
-        Raises:
-            SourceChanged: It is another one, or gone.
-            StoreError: The store fails.
-        """
+        """Raises `SourceChanged` if the file differs from the plan, or is gone."""
         found = self._store.stat(self.url)
         if found is None:
             raise SourceChanged(f"'{self.url}' does not exist any more; bring it back, and resume the job")
@@ -298,41 +259,26 @@ class _Source:
         return found
 
     def check_again(self) -> None:
-        """Compares the file with the plan after its last row, unless each read has done it; raises as `check`."""
+        """Compares the file with the plan after its last row, unless each read does."""
         if not self._is_seen:
             self.check()
 
     def content(self, format_: FileFormat) -> Any:
-        """Opens the file for pyarrow; checks it before, unless reads will; a small one that is far is read whole.
-
-        Raises:
-            SourceChanged: It is another one, or gone.
-            StoreError: The store fails.
-        """
+        """Opens the file for pyarrow, after a check unless reads do it; reads a small remote file whole."""
         found, sequential = self._planned if self._is_seen else self.check(), is_text(format_)
         if not self.is_far:
             return self._store.open(self.url) if sequential else pa.OSFile(str(local_path(self.url)))
         if found.size_bytes > _SMALL_BYTES:
-            is_native = (
-                self.url.startswith("s3://") and format_ == "arrow"
-            )  # of Parquet, large parts are fetched at once
+            is_native = self.url.startswith("s3://") and format_ == "arrow"  # Parquet fetches large parts at once
             native = open_native(self._store, self.url) if is_native else None
-            self._is_seen = self._is_seen and native is None  # Arrow's client puts no condition
+            self._is_seen = self._is_seen and native is None  # Arrow's client sends no condition
             return native or self._store.open_known(found, sequential=sequential)
         with self._store.open_known(found, sequential=True) as file:
             return pa.BufferReader(file.read())
 
 
 class _SourceFiles:
-    """The files of a shard, in order.
-
-    Args:
-        ranges: The shard's rows.
-        wanted: What is to be read.
-        form: What the job says of the files' form.
-        store: Finds the store of a URL.
-        limits: The bounds of what is held in memory.
-    """
+    """The files of a shard, in order, fetched ahead if they are remote."""
 
     def __init__(
         self,
@@ -354,7 +300,7 @@ class _SourceFiles:
         self._ahead: deque[tuple[_Source, Future[Any]]] = deque()
 
     def __iter__(self) -> Iterator[tuple[_Source, tuple[Range, ...]]]:
-        """Walks the files; each is to be opened before the next."""
+        """Yields the files; each must be opened before the next."""
         waiting = iter(self._list)
         several = len(self._list) > 1 and self._list[0][0].is_far
         for source, ranges in self._list:
@@ -365,7 +311,7 @@ class _SourceFiles:
             yield source, ranges
 
     def open(self, source: _Source, ranges: Sequence[Range]) -> RowFile:
-        """Opens a file for ranges, perhaps again; raises what `_Source.content` and `open_rows` do."""
+        """Opens a file, possibly again; raises like `_Source.content` and `open_rows`."""
         is_ahead = self._ahead and self._ahead[0][0] is source
         content = self._ahead.popleft()[1].result() if is_ahead else self._content(source, ranges)
         try:
@@ -379,7 +325,7 @@ class _SourceFiles:
             raise
 
     def close(self) -> None:
-        """Closes what was fetched ahead."""
+        """Closes the files that were fetched ahead."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         for _, future in self._ahead:
@@ -404,13 +350,7 @@ class _SourceFiles:
 
 @contextmanager
 def _explained(source: _Source) -> Iterator[None]:
-    """Turns what reading a file raises into a `QinferError` that names it.
-
-    Raises:
-        SourceChanged: The file is not the planned one any more.
-        SourceBroken: It is damaged.
-        StoreError: The store fails.
-    """
+    """Turns errors of reading a file into `SourceChanged`, `SourceBroken` or `StoreError`."""
     try:
         yield
     except (StoreChanged, StoreNotFound):
@@ -427,5 +367,5 @@ def _explained(source: _Source) -> Iterator[None]:
 
 def _close(future: "Future[Any]") -> None:
     if not future.cancelled():
-        with suppress(Exception):  # nobody waits for it
+        with suppress(Exception):  # its result is not needed
             future.result().close()

@@ -1,4 +1,4 @@
-"""The inputs of a job: which files its URLs and patterns name, and what their footers say."""
+"""The inputs of a job: finds the files of its URLs and patterns, and reads their footers."""
 
 import math
 import re
@@ -39,9 +39,9 @@ TEXT_FORMATS = ("csv", "jsonl")
 _THREADS = 16
 _SMALL_BATCH_BYTES = 256 * 1024
 _REASON_CHARACTERS = 200
-_CHUNKS = 6  # that a worker holds at once: three, as rows and as tensors
+_CHUNKS = 6  # held by a worker at once: three, as rows and as tensors
 _TOO_MANY = f"the inputs are more than {MAX_FILES} files, which is the most; make several jobs"
-_HIDDEN = "(?![._])"  # as all who read a folder do: `_SUCCESS`, `.part-0.crc`
+_HIDDEN = "(?![._])"  # as is usual for readers of folders: `_SUCCESS`, `.part-0.crc`
 _HIDDEN_BELOW = re.compile(r"/[._]")
 
 
@@ -50,12 +50,12 @@ class SourceBroken(InvalidRequest):
 
 
 class Limits(NamedTuple):
-    """The bounds of what reading a file holds in memory.
+    """Memory limits of reading a file.
 
     Attributes:
-        rows_bytes: The bytes of rows that are decoded together; a row that takes more is an error.
-        page_bytes: The bytes of what rows are decoded from: pages and dictionaries, or a record batch.
-        footer_bytes: The size that a footer may have (`bulk.max_footer_bytes`).
+        rows_bytes: Rows decoded together; a larger row is an error.
+        page_bytes: The encoded data of rows: pages and dictionaries, or a record batch.
+        footer_bytes: A footer (`bulk.max_footer_bytes`).
     """
 
     rows_bytes: int
@@ -64,7 +64,7 @@ class Limits(NamedTuple):
 
     @classmethod
     def of(cls, read_bytes: int, footer_bytes: int = FOOTER_BYTES) -> "Limits":
-        """Returns the bounds for a worker that may hold about so many bytes of rows (`bulk.max_read_bytes`)."""
+        """Returns the limits of a worker with `bulk.max_read_bytes` of `read_bytes`."""
         return cls(read_bytes // _CHUNKS, 2 * read_bytes, footer_bytes)
 
 
@@ -72,11 +72,10 @@ class Footer(NamedTuple):
     """Schema and row counts of a file.
 
     Attributes:
-        schema: Its columns; none where a CSV or JSON lines file is empty.
-        rows: Its rows.
-        groups: The rows of each row group (Parquet) or record batch (Arrow); `None` = the format has none.
-        cuts: Where a CSV or JSON lines file can be read from.
-        mixed: Fields of JSON lines that are not among the columns, since their values are of several kinds.
+        schema: Its columns; none if a CSV or JSON lines file is empty.
+        groups: The rows of each row group (Parquet) or record batch (Arrow); `None` for other formats.
+        cuts: Cut points of a CSV or JSON lines file.
+        mixed: Fields of JSON lines with values of several kinds, which the schema lacks.
     """
 
     schema: pa.Schema
@@ -87,7 +86,7 @@ class Footer(NamedTuple):
 
 
 CheckRead = Callable[[str], None]
-"""Raises `Forbidden` for the URL of an object or folder that may not be read, wherever links of directories lead."""
+"""Raises `Forbidden` unless a file or folder may be read; follows links of directories."""
 
 
 def find_files(
@@ -98,31 +97,29 @@ def find_files(
     within_s: float = math.inf,
     looks_above: bool = True,
 ) -> list[Stat]:
-    """Lists the files of a job; it looks at several URLs at once.
+    """Lists the files of a job: inputs in their order, files of a pattern sorted, without repeats.
 
-    `*` stands for any part of a name, `**` for any folders, `[0-9]` for one of some characters; names that begin with
-    `_` or `.` are matched only by patterns that begin so. A file or folder with just the name of the
-    pattern goes before. A folder means the files in it, in folders as well.
+    `*` matches part of a name, `**` any folders, `[0-9]` one of some characters; only patterns that begin with `_` or
+    `.` match such names. A file or folder with the pattern as its name takes precedence. A folder means all files below
+    it.
 
     Args:
-        inputs: URLs of files and folders, and patterns, each in its one spelling.
-        check_read: Is asked before a file or folder is looked at, and for each file that a pattern means.
-        enough: No more of a folder is looked at when its patterns have so many files, and each at least one.
-        within_s: Seconds that looking at folders may take.
-        looks_above: Look whether a folder is within one of a table.
-
-    Returns:
-        The files: inputs in their order, those of one pattern sorted. A file that several name is there once.
+        inputs: Normalized URLs of files and folders, and patterns.
+        check_read: Is called before a file or folder is opened, and for each file that matches.
+        enough: The listing of a folder stops at this number of files, if each pattern matches one.
+        within_s: Seconds that listing may take.
+        looks_above: Checks whether a parent folder is a table.
 
     Raises:
-        InputMissing: A URL or pattern names no file, or its bucket does not exist.
-        InvalidRequest: A URL or pattern names files of a table, or there are more than `MAX_FILES`.
-        Forbidden: One of them may not be read.
+        InputMissing: A URL or pattern matches no file, or its bucket does not exist.
+        InvalidRequest: A URL or pattern matches files of a table, or more than `MAX_FILES` match.
+        Forbidden: A file or folder may not be read.
         StoreError: A store can't be read, or not in time.
     """
     until_s = time.monotonic() + within_s
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="qinfer-list") as pool:
-        # A listing shows whether an object has the name of a pattern; of directories it may be ended before.
+        # In an object store, the listing shows whether an object has a pattern as its name; in directories, it may stop
+        # before.
         literal = [url for url in inputs if "*" not in url or local_path(url)]
         for url in literal:
             check_read(url)
@@ -153,7 +150,7 @@ def find_files(
 
 
 def _stats(urls: Sequence[str], pool: ThreadPoolExecutor) -> dict[str, Stat | None]:
-    """Looks at files, at several at once; objects of one folder are looked up in its listing where that is faster."""
+    """Stats files, several at once; the listing of a folder replaces stats where that is faster."""
     found: dict[str, Stat | None] = {}
     schemes: dict[str, list[str]] = {}
     for url in urls:
@@ -166,11 +163,7 @@ def _stats(urls: Sequence[str], pool: ThreadPoolExecutor) -> dict[str, Stat | No
 
 
 def format_of(url: str, input_format: InputFormat) -> FileFormat:
-    """Returns the format of a file: the one that the job names, else that of its extension.
-
-    Raises:
-        InvalidRequest: Neither tells.
-    """
+    """Returns a file's format: the job's, else by its extension; raises `InvalidRequest` without either."""
     if input_format:
         return input_format
     *_, inner, extension = ("", *url.rpartition("/")[2].lower().split("."))
@@ -184,7 +177,7 @@ def format_of(url: str, input_format: InputFormat) -> FileFormat:
 
 
 def is_text(format_: FileFormat) -> TypeGuard[TextFormat]:
-    """Tells whether a format is CSV or JSON lines."""
+    """Returns whether a format is CSV or JSON lines."""
     return format_ in TEXT_FORMATS
 
 
@@ -197,22 +190,17 @@ def read_footer(
     on_block: OnBlock = lambda *_: None,
     footer_bytes: int = FOOTER_BYTES,
 ) -> Footer:
-    """Reads what planning needs of a file; CSV and JSON lines are read to their end.
+    """Reads columns and row counts of a file for planning; reads CSV and JSON lines to their end.
 
-    Args:
-        file: The file.
-        format_: What it is.
-        types: What the job needs of the columns of CSV and JSON lines.
-        columns_only: Read the columns, of CSV and JSON lines those of the first block, and perhaps no rows.
-        on_block: Is given the text of CSV and JSON lines, block by block.
-        footer_bytes: The size that a footer of Parquet or Arrow may have.
+    With `columns_only`, rows may be missing, and CSV and JSON lines are read up to their first block. `on_block`
+    receives their text.
 
     Raises:
-        SourceBroken: It is damaged or not of this format, or, in a directory, not open to this server.
-        InvalidRequest: Its columns can't be what the job needs.
-        StoreError: The store fails, or refuses.
+        SourceBroken: The file is damaged, of another format, or in a directory where this server may not read it.
+        InvalidRequest: Its columns don't suit the job.
+        StoreError: The store fails, or denies access.
     """
-    if not file.size_bytes:  # tools that write folders leave such
+    if not file.size_bytes:  # some tools leave empty files in folders
         return Footer(pa.schema([]), 0, None if is_text(format_) else ())
     try:
         with store_for(file.url).open_known(file, sequential=is_text(format_) and not columns_only) as content:
@@ -236,24 +224,20 @@ def read_footer(
             f"'{file.url}' can't be read as {format_}; is it damaged or cut off? {reason_of(error)}"
         ) from None
     except StoreDenied:
-        if local_path(file.url) is None:  # its credentials may have expired: that is no single file's fault
+        if local_path(file.url) is None:  # expired credentials are not the fault of one file
             raise
         raise SourceBroken(f"'{file.url}' may not be read by this server; change its permissions") from None
     return footer
 
 
 def reason_of(error: Exception) -> str:
-    """Returns what a message shows of a reader's error: what can be printed, and not all of a long one."""
+    """Returns a reader's error for a message: printable and shortened."""
     words = " ".join(str(error).split())[:_REASON_CHARACTERS]
     return "".join(character if character.isprintable() else "?" for character in words)
 
 
 def _read_names(schema: pa.Schema) -> None:
-    """Reads the names of columns and of the fields within them, which pyarrow decodes no sooner.
-
-    Raises:
-        ValueError: One is no UTF-8.
-    """
+    """Raises `ValueError` for names of columns and nested fields that are not UTF-8, which pyarrow decodes late."""
     types = [pa.struct(list(schema))]
     while types:
         found = types.pop()
@@ -276,7 +260,7 @@ def _arrow(content: BinaryIO, file: Stat, footer_bytes: int, *, columns_only: bo
     count = reader.num_record_batches
     if columns_only:
         return Footer(reader.schema, 0, ())
-    if count and file.size_bytes // count < _SMALL_BATCH_BYTES:  # a request for each would take longer
+    if count and file.size_bytes // count < _SMALL_BATCH_BYTES:  # a request for each batch would take longer
         with store_for(file.url).open_known(file, sequential=True) as whole:
             groups = batch_rows(whole, footer_bytes)
     else:
@@ -285,9 +269,9 @@ def _arrow(content: BinaryIO, file: Stat, footer_bytes: int, *, columns_only: bo
 
 
 def _listing(folder: str, patterns: dict[str, re.Pattern[str]], enough: int, until_s: float) -> dict[str, list[Stat]]:
-    """Returns the files below a folder that each of some patterns means; no other is kept in memory."""
+    """Returns the matching files below a folder for each pattern; keeps no others in memory."""
     found: dict[str, list[Stat]] = {url: [] for url in patterns}
-    named: dict[str, list[Stat]] = {}  # by patterns that are the names of something
+    named: dict[str, list[Stat]] = {}  # by patterns that are names of files or folders
     tables: set[tuple[str, str]] = set()
     kept = 0
     for file in store_for(folder).scan(folder):
@@ -317,7 +301,7 @@ def _listing(folder: str, patterns: dict[str, re.Pattern[str]], enough: int, unt
 
 
 def _none(url: str) -> list[Stat]:
-    """Says that a URL or pattern names no file."""
+    """Raises the error for a URL or pattern without files."""
     if _is_pattern(url):
         raise InputMissing(
             f"no file matches the input '{url}'; '*' stands for parts of a name and '**' for folders, and names that "
@@ -335,8 +319,8 @@ def _is_pattern(url: str) -> bool:
 
 
 def _folder(url: str) -> str:
-    """Returns the URL of the last folder before a pattern begins; of what is a folder by its whole name, that."""
-    is_shown = "*" in url and not local_path(url)  # by the listing of the folder before
+    """Returns the folder to list: the last one before the pattern, or the URL itself if it is a folder."""
+    is_shown = "*" in url and not local_path(url)  # the listing of the parent shows it
     if not _is_pattern(url) or (not is_shown and next(iter(store_for(url).scan(url)), None) is not None):
         return url
     scheme, separator, path = url.partition("://")
@@ -345,9 +329,9 @@ def _folder(url: str) -> str:
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """Returns the regular expression of a pattern below its folder.
+    """Compiles a pattern below its folder.
 
-    What follows a `*` or `**` is looked for once, the first place counts (`(?>…)`): no name takes long to compare.
+    Atomic groups (`(?>…)`) make the text after a `*` or `**` match only its first place, so that no name takes long.
     """
     *folders, last = pattern.split("/")
     groups = [""]
@@ -364,7 +348,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _name(segment: str) -> str:
-    """Returns the regular expression of one part of a pattern."""
     hidden = "" if segment[0] in "._" else _HIDDEN
     pieces = [""]
     for token in re.findall(r"\*+|\[!?[^\]]+\]|.", segment):

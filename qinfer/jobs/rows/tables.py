@@ -1,7 +1,7 @@
-"""Folders of Delta, Iceberg and Hudi tables, which are no folders of files: what a table has, only its log says.
+"""Refuses folders of Delta, Iceberg and Hudi tables: only the log of a table says which files belong to it.
 
-Such a folder also has files whose rows were deleted or rewritten. A reader of all files gets rows twice, and rows that
-the table has no more. Files that a job names one by one are the job's own choice.
+A table's folder may contain files whose rows were deleted or rewritten, so reading all files gives duplicate and
+deleted rows. A job may still name files one by one.
 """
 
 import re
@@ -17,7 +17,7 @@ _MARKS = {
     "Iceberg": ("metadata", re.compile(r"[^/]+\.metadata\.json(?:\.gz)?|[^/]*\.gz\.metadata\.json|version-hint\.text")),
     "Hudi": (".hoodie", re.compile(r"hoodie\.properties|[^/]+\.(?:commit|deltacommit|inflight|requested)")),
 }
-"""Kind of table → the folder within it that has its log, and the files of that."""
+"""Kind of table → the folder of its log, and the names of files in it."""
 _FOLDERS = "|".join(re.escape(folder) for folder, _ in _MARKS.values())
 _OF_LOG = re.compile(rf"(?P<root>.*?)(?:^|/)(?P<folder>{_FOLDERS})/(?P<name>[^/]+)")
 _OF_HUDI = re.compile(r"(?:.*/)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}-\d+_\d+-\d+-\d+_\d{14,17}\.(?:parquet|orc)")
@@ -25,11 +25,7 @@ _MOST_NAMES = 1000
 
 
 def table_of_log(name: str) -> tuple[str, str] | None:
-    """Returns the folder and the kind of the table whose log a file belongs to; `None` = there is no such table.
-
-    Args:
-        name: The file's name below a folder.
-    """
+    """Returns the folder and kind of the table whose log has the file `name`; `None` if it is in no log."""
     found = _OF_LOG.fullmatch(name)
     if found is None:
         return None
@@ -44,16 +40,7 @@ def table_of_log(name: str) -> tuple[str, str] | None:
 
 
 def check_names(folder: str, tables: Iterable[tuple[str, str]], names: Iterable[str]) -> None:
-    """Checks that files below a folder are of no table.
-
-    Args:
-        folder: The folder's URL.
-        tables: The tables below it: `table_of_log` of all of its files.
-        names: The names of the files that are to be read.
-
-    Raises:
-        InvalidRequest: A file is.
-    """
+    """Raises `InvalidRequest` if a file to be read belongs to one of the tables below a folder."""
     known = list(tables)
     for name in names:
         for root, kind in known:
@@ -64,11 +51,7 @@ def check_names(folder: str, tables: Iterable[tuple[str, str]], names: Iterable[
 
 
 def check_above(folder: str, check_read: Callable[[str], None]) -> None:
-    """Checks that no folder above one is a table, as far as they may be read; its own listing tells of tables below.
-
-    Raises:
-        InvalidRequest: One is.
-    """
+    """Raises `InvalidRequest` if a readable folder above this one is a table."""
     for above in _above(folder):
         with suppress(StoreError, Forbidden):
             check_read(above)
@@ -79,7 +62,6 @@ def check_above(folder: str, check_read: Callable[[str], None]) -> None:
 
 
 def _is_log(folder: str, files: re.Pattern[str]) -> bool:
-    """Tells whether one of the first files below a folder is of a table's log."""
     names = (file.url.removeprefix(folder).lstrip("/") for file in store_for(folder).scan(folder))
     return any(files.fullmatch(name) for name in islice(names, _MOST_NAMES))
 
@@ -89,7 +71,7 @@ def _above(folder: str) -> Iterator[str]:
     parts = path.rstrip("/").split("/")
     is_local = not separator or scheme == "file"
     least = 2 if is_local else 1  # a folder beneath the root, or a bucket
-    for end in range(len(parts) - (not is_local), least - 1, -1):  # listings of directories have no hidden folders
+    for end in range(len(parts) - (not is_local), least - 1, -1):  # listings of directories leave hidden folders out
         yield f"{scheme}{separator}{'/'.join(parts[:end])}"
 
 

@@ -1,7 +1,8 @@
-"""Where the rows of CSV and JSON lines end, so that a text can be cut between two of them. Pure.
+"""Finds the ends of rows in CSV and JSON lines, where a text can be cut. Pure.
 
-A line of JSON ends at its line end. A row of CSV may have line ends in quotes; what quotes mean is decided as pyarrow's
-parser does: one that begins a value opens it, two within are one, and after the closing one they mean themselves.
+A line of JSON ends at its line end. A row of CSV may have line ends in quotes, which are interpreted like pyarrow's
+parser does: a quote at the beginning of a value opens it, a doubled one within stands for one, and after the closing
+quote they are plain characters.
 """
 
 import re
@@ -15,7 +16,7 @@ import pyarrow as pa
 from qinfer.jobs.job import Csv
 
 CUT_BYTES = 16 * 2**20
-"""About so much text is between two cut points."""
+"""The approximate distance of cut points."""
 
 _TAIL_BYTES = 64 * 2**10
 
@@ -25,11 +26,7 @@ class _Readable(Protocol):
 
 
 def row_blocks(text: _Readable, format_: Literal["csv", "jsonl"], csv: Csv, block_bytes: int) -> Iterator[bytes]:
-    """Reads a text by blocks of whole rows; all of them together are the text.
-
-    Raises:
-        pyarrow.ArrowInvalid: A row is longer than a block.
-    """
+    """Splits a text into blocks of whole rows; raises `pyarrow.ArrowInvalid` if a row exceeds a block."""
     quote = csv.quote.encode() if format_ == "csv" else b""
     rest = b""
     while block := text.read(block_bytes):
@@ -48,24 +45,24 @@ def row_blocks(text: _Readable, format_: Literal["csv", "jsonl"], csv: Csv, bloc
 
 
 def first_row(text: bytes, csv: Csv) -> bytes:
-    """Returns the first row of a CSV file, with what is before it and its end."""
+    """Returns the first row of a CSV file, with blank lines before it and its line end."""
     return text[: _end_of(row_pattern(csv).match(text))]
 
 
 def _last_end(text: bytes) -> int:
-    """Returns where the last whole line ends; a carriage return at the end may be the first half of a line end."""
+    """Returns the end of the last whole line; a final carriage return may be half of a line end."""
     return max(text.rfind(b"\n"), text.rfind(b"\r", 0, -1)) + 1
 
 
 def _quoted_end(text: bytes, csv: Csv) -> int:
-    """Returns where the last whole row ends of a text that begins with a row and has quotes."""
+    """Returns the end of the last whole row of a text with quotes, which begins with a row."""
     data = np.frombuffer(text, np.uint8)
     quotes = np.flatnonzero(data == ord(csv.quote))
     opening = quotes[::2]
     before = data[opening[1 if opening[0] == 0 else 0 :] - 1]
     if before.tobytes().translate(None, f"{csv.delimiter}{csv.quote}\r\n".encode()):
-        return _end_of(_rows(csv).match(text))  # some quotes are within values, and mean themselves
-    for begin in (max(0, len(text) - _TAIL_BYTES), 0):  # the last row end is near the end, if rows are short
+        return _end_of(_rows(csv).match(text))  # quotes within values are plain characters
+    for begin in (max(0, len(text) - _TAIL_BYTES), 0):  # try the end first, which suffices for short rows
         tail = data[begin : len(text) - text.endswith(b"\r")]
         ends = np.flatnonzero((tail == ord("\n")) | (tail == ord("\r"))) + begin
         ends = ends[np.searchsorted(quotes, ends) % 2 == 0]
@@ -80,18 +77,18 @@ def _end_of(match: "re.Match[bytes] | None") -> int:
 
 @lru_cache
 def _rows(csv: Csv) -> "re.Pattern[bytes]":
-    """Returns the grammar of rows that have ended: it takes as many as there are, and never looks back."""
+    """Returns the grammar of whole rows, greedy and without backtracking."""
     return re.compile(rb"(?:%s(?:\r\n|\n|\r(?!\Z)))*+" % _values(csv))
 
 
 @lru_cache
 def row_pattern(csv: Csv) -> "re.Pattern[bytes]":
-    """Returns the grammar of a row, with blank lines before it."""
+    """Returns the grammar of a row after blank lines."""
     return re.compile(rb"[\r\n]*+%s(?:\r\n|\n|\r|\Z)" % _values(csv))
 
 
 def quoted_value(csv: Csv) -> bytes:
-    """Returns the grammar of a value in quotes."""
+    """Returns the grammar of a quoted value."""
     quote, escape = re.escape(csv.quote.encode()), re.escape(csv.escape.encode())
     if escape:
         return rb"(?s:%(q)s(?:[^%(q)s%(e)s]|%(e)s.|%(q)s%(q)s)*+%(q)s)" % {b"q": quote, b"e": escape}

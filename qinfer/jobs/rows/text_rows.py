@@ -1,10 +1,9 @@
-"""CSV and JSON lines: their columns, their rows, how many there are, and from where they can be read.
+"""CSV and JSON lines: columns, rows, row counts, and cut points from which rows can be read.
 
-The first row of a CSV file names its columns, unless the job does; a value in quotes may hold line ends. Blank lines
-are no rows. Which types columns get is decided in `text_types`, what a file's text is in `text_streams`.
+The first row of a CSV file names its columns, unless the job does. Quoted values may contain line ends, and blank lines
+are no rows. `text_types` decides the columns' types, `text_streams` decodes the text.
 
-A reader of pyarrow reads ahead in a thread of its own, for as long as it likes: a text that was given to one is never
-used again, not even after the reader was closed.
+A pyarrow reader reads ahead in its own thread, even after it is closed. Never use a text again that was given to one.
 """
 
 import re
@@ -36,15 +35,15 @@ from qinfer.jobs.rows.text_streams import BLOCK_BYTES, BOM, ForwardOnly, NotText
 from qinfer.jobs.rows.text_types import TextTypes, csv_schema, joined, json_declared, json_schema, json_texts
 
 MAX_COLUMNS = 10_000
-"""A CSV file may have so many, and JSON lines so many fields."""
+"""The most columns of a CSV file, and fields of JSON lines."""
 
 NESTING_LIMIT = 100
-"""What is nested as deep passes, and twice as deep is refused; between them it depends on where blocks are cut."""
+"""The guaranteed depth of nesting. Text of twice the depth is refused; between, it depends on the cuts of blocks."""
 
 _CELLS_BYTES = 8 * 2**20
-"""Bytes that the cells of some JSON lines may take: each line has one of each column, whatever it says."""
-_PLANNED_CELLS_BYTES = 512 * 2**20  # where columns are not known yet, and a colon may be one
-_COPIES = 4  # of cells that numbers and their texts take, where they are compared
+"""The size of the cells of JSON lines decoded at a time; each line has a cell in each column, even if it is null."""
+_PLANNED_CELLS_BYTES = 512 * 2**20  # while columns are unknown, and each colon may begin one
+_COPIES = 4  # of cells, where numbers are compared with their texts
 _CELL_BYTES = 8
 
 _TO_SQUARE = bytes.maketrans(b"{}", b"[]")
@@ -53,14 +52,7 @@ _LINE_ENDS = bytes.maketrans(b"\r", b"\n")
 
 
 class Contents(NamedTuple):
-    """Schema and row count of a text, as planning needs them.
-
-    Attributes:
-        schema: Its columns; an empty one has none.
-        rows: Its rows.
-        cuts: Places from which it can be read; the first row of each follows those of the one before.
-        mixed: Fields of JSON lines that are not among the columns, since their values are of several kinds.
-    """
+    """Schema, row count and cut points of a text; `mixed` are fields of several kinds, which the schema lacks."""
 
     schema: pa.Schema
     rows: int
@@ -69,19 +61,13 @@ class Contents(NamedTuple):
 
 
 OnBlock = Callable[[bytes, Cut | None], None]
-"""Gets each block of whole rows of a text, and the cut point before it if there is one."""
+"""Receives each block of whole rows, with the cut point before it if there is one."""
 
 
 def text_schema(text: TextStream, format_: TextFormat, types: TextTypes) -> pa.Schema:
-    """Returns the columns of a text, as its first block shows them; an empty one has none.
+    """Returns a text's columns from its first block; none if it is empty.
 
-    Args:
-        text: The text, at its beginning; of CSV nothing is taken from it.
-        format_: What it is.
-        types: What the job needs of its columns.
-
-    Raises:
-        pyarrow.ArrowInvalid: It is not what it should be.
+    The text is at its beginning; CSV is only peeked at. `pyarrow.ArrowInvalid` means that it is malformed.
     """
     if format_ == "csv":
         return _csv_schema(text.peek(2 * BLOCK_BYTES), types)  # a row that begins in the first block ends in the second
@@ -95,20 +81,10 @@ def text_schema(text: TextStream, format_: TextFormat, types: TextTypes) -> pa.S
 
 
 def read_through(text: TextStream, format_: TextFormat, types: TextTypes, on_block: OnBlock) -> Contents:
-    """Reads a text to its end: how many rows it has, and its columns; JSON lines' are those of all lines.
+    """Reads a whole text: counts its rows and merges its columns.
 
-    The values of CSV are not looked at beyond the first block. A field of JSON lines with values of several kinds is
-    left out, unless the job names it.
-
-    Args:
-        text: The text, at its beginning.
-        format_: What it is.
-        types: What the job needs of its columns.
-        on_block: Is given the text, block by block.
-
-    Raises:
-        pyarrow.ArrowInvalid: It is not what it should be.
-        NotText: A field that the job names has values of several kinds.
+    Values of CSV matter in the first block only. A field of JSON lines with values of several kinds is left out, unless
+    the job names it, which raises `NotText`. `pyarrow.ArrowInvalid` means that the text is malformed.
     """
     counting = _Csv(text, types) if format_ == "csv" else _Json(text, types)
     cuts, begin, uncut = [Cut(0, 0)], 0, 0
@@ -125,12 +101,12 @@ def read_through(text: TextStream, format_: TextFormat, types: TextTypes, on_blo
 
 
 class _Csv:
-    """The rows of a CSV file, as they are counted; values of no column are converted."""
+    """Counts the rows of a CSV file; converts no values."""
 
     def __init__(self, text: TextStream, types: TextTypes) -> None:
         self.schema = _csv_schema(text.peek(2 * BLOCK_BYTES), types)
         self.rows = 0
-        self.mixed: dict[Path, Mixed] = {}  # never: a column of CSV has one type
+        self.mixed: dict[Path, Mixed] = {}  # always empty: a column of CSV has one type
         self._text, self._csv = text, types.form.csv
         self._lines = 0  # without blank ones
         options = pyarrow.csv.ReadOptions(use_threads=False, block_size=2**31 - 1)
@@ -141,7 +117,7 @@ class _Csv:
         return row_blocks(self._text, "csv", self._csv, BLOCK_BYTES)
 
     def finish(self) -> None:
-        """Does nothing: what a column's values are is known from the beginning."""
+        """Does nothing: the columns are known from the beginning."""
 
     def add(self, block: bytes) -> None:
         if not self.schema.names:
@@ -162,7 +138,7 @@ class _Csv:
 
 
 class _Json:
-    """The rows of JSON lines, as they are counted, and their fields."""
+    """Counts the rows of JSON lines and merges their fields."""
 
     def __init__(self, text: TextStream, types: TextTypes) -> None:
         self.schema = pa.schema([])
@@ -188,7 +164,7 @@ class _Json:
             self._lines += part.count(b"\n") or part.count(b"\r")
 
     def finish(self) -> None:
-        """Makes text of the copied numbers that would be written otherwise than they are."""
+        """Turns copied numbers into text if writing would change them."""
         found = {path: kind for field in self.schema for path, kind in numbers(field).items()}
         floats = {path for path, kind in found.items() if pa.types.is_floating(kind)}
         texts = self._changed | (floats & self._large) | {path for path in floats if _dotted(path) == self._types.key}
@@ -196,7 +172,7 @@ class _Json:
         self.schema = json_declared(pa.schema([marked(field, texts) for field in self.schema]), self._types)
 
     def _read(self, part: bytes) -> tuple[pa.Schema, int]:
-        """Returns the fields of some lines, and how many rows they are."""
+        """Returns the fields and the number of rows of some lines."""
         table = read_lines(part, None)
         if table.num_columns > MAX_COLUMNS:
             raise NotText(f"its lines have more than {MAX_COLUMNS} fields")
@@ -207,16 +183,14 @@ class _Json:
         return schema, table.num_rows
 
     def _add_mixed(self, part: bytes, error: pa.ArrowInvalid) -> int:
-        """Takes lines that pyarrow refuses, or that do not go with those before; returns how many rows they are.
+        """Adds lines that pyarrow refuses, or whose fields conflict with earlier lines; returns their number of rows.
 
-        Raises:
-            pyarrow.ArrowInvalid: Other than by fields of several kinds.
-            NotText: The job names such a field.
+        Raises `NotText` if the job names a field of several kinds, and `error` for other faults.
         """
         fields = JsonFields(self.schema, self._lines, self._types.declared)
         try:
             fields.add(part)
-        except (ValueError, RecursionError):  # no JSON, or what this parser takes for none
+        except (ValueError, RecursionError):  # no JSON, or not to this parser
             raise error from None
         if not fields.mixed:
             self._check_texts(part, fields.schema(), error)
@@ -234,11 +208,7 @@ class _Json:
         return fields.rows
 
     def _check_texts(self, part: bytes, schema: pa.Schema, error: pa.ArrowInvalid) -> None:
-        """Looks whether lines can be read where some fields are text because the job gives them types.
-
-        Raises:
-            pyarrow.ArrowInvalid: They can't, or the job gives none.
-        """
+        """Raises an error unless the lines can be read with numbers as text, since the job declares types."""
         if not self._types.declared:
             raise error
         read_lines(quoted(part), texts_of(schema))
@@ -247,19 +217,10 @@ class _Json:
 def open_text(
     text: TextStream, format_: TextFormat, types: pa.Schema, csv: Csv
 ) -> "CsvReader | NumbersReader | Any | None":
-    """Reads the rows of a text as they are asked for.
+    """Returns a reader of batches with the given columns; `None` if the text is empty.
 
-    Args:
-        text: The text, at its beginning; the reader has it from here on.
-        format_: What it is.
-        types: The columns that are wanted, and their types.
-        csv: The form of CSV.
-
-    Returns:
-        The batches, to be closed; `None` = the text is empty.
-
-    Raises:
-        pyarrow.ArrowInvalid: It is not what it should be; reading raises it, too.
+    The text is at its beginning; the reader keeps it. Opening and reading raise `pyarrow.ArrowInvalid` for malformed
+    text.
     """
     if format_ == "csv":
         return CsvReader(text, types, csv)
@@ -268,7 +229,7 @@ def open_text(
     try:
         return pyarrow.json.open_json(
             _Objects(text, max_lines=_max_lines(len(types))),
-            # Threads would hold a decoded block for each core of the machine.
+            # Each thread, one a core, would hold a decoded block.
             read_options=pyarrow.json.ReadOptions(block_size=BLOCK_BYTES, use_threads=False),
             parse_options=pyarrow.json.ParseOptions(explicit_schema=types, unexpected_field_behavior="ignore"),
         )
@@ -279,18 +240,9 @@ def open_text(
 
 
 class CsvReader:
-    """The rows of a CSV file, block by block; those whose quotes do not balance are null, in batches of their own.
+    """Reads a CSV file block by block; rows with unbalanced quotes are null, in separate batches.
 
-    Args:
-        text: The text, at its beginning.
-        types: The columns that are wanted, and their types.
-        csv: Its form.
-
-    Attributes:
-        lines: How many lines of the file are before those that come next, blank ones aside.
-
-    Raises:
-        pyarrow.ArrowInvalid: It is not what it should be; reading raises it, too.
+    `lines` counts the lines before the next rows, without blank ones. Malformed text raises `pyarrow.ArrowInvalid`.
     """
 
     def __init__(self, text: TextStream, types: pa.Schema, csv: Csv) -> None:
@@ -319,16 +271,11 @@ class CsvReader:
             yield from table.slice(place).combine_chunks().to_batches()
 
     def close(self) -> None:
-        """Leaves the text to who opened it."""
+        """Does nothing: the caller closes the text."""
 
 
 class NumbersReader:
-    """The rows of JSON lines of which some numbers stay as they are written, block by block.
-
-    Args:
-        text: The text, at its beginning.
-        types: The columns that are wanted, and their types.
-    """
+    """Reads JSON lines block by block, and keeps some numbers as they are written."""
 
     def __init__(self, text: TextStream, types: pa.Schema) -> None:
         self._text, self._types = text, types
@@ -339,27 +286,22 @@ class NumbersReader:
             yield from read(read_lines, block, self._types).combine_chunks().to_batches()
 
     def close(self) -> None:
-        """Leaves the text to who opened it."""
+        """Does nothing: the caller closes the text."""
 
 
 FAULT = b"fault"
-"""In the notes of a batch: why its rows are null."""
+"""Metadata of a batch: why its rows are null."""
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields the first of each run of numbers, and how many it has."""
+    """Yields the first number and the length of each run of consecutive numbers."""
     for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         found = [number for _, number in run]
         yield found[0], len(found)
 
 
 def csv_names(head: bytes, csv: Csv) -> list[str]:
-    """Returns the names of the columns of a CSV file, of which the beginning is given.
-
-    Raises:
-        pyarrow.ArrowInvalid: There are too many, or the first row is not what it should be.
-        NotText: The first row is no text, or its quotes do not balance.
-    """
+    """Returns a CSV file's column names from its beginning; raises `NotText` if the first row is no CSV."""
     _check_header(head, csv)
     if csv.column_names:
         return list(csv.column_names)
@@ -370,34 +312,24 @@ def csv_names(head: bytes, csv: Csv) -> list[str]:
         raise NotText(f"its first row can't be read: {UNBALANCED}")
     options = pyarrow.csv.ReadOptions(use_threads=False, autogenerate_column_names=not csv.header)
     try:
-        rows = pa.BufferReader(row + b"\n" + row)  # a file without a second row is an empty one
+        rows = pa.BufferReader(row + b"\n" + row)  # twice, since a file without a second row counts as empty
         return list(pyarrow.csv.read_csv(rows, options, _parse_options(csv)).schema.names)
     except UnicodeDecodeError:
         raise NotText(f"its first row is no UTF-8 text; {_SET_ENCODING}") from None
 
 
 def read_block(block: bytes, names: Sequence[str], types: pa.Schema | None, csv: Csv) -> pa.Table:
-    """Reads whole rows of CSV.
-
-    Args:
-        block: The rows, without the one that names the columns.
-        names: The names of the columns.
-        types: The columns that are wanted; `None` = all, in types that they look like.
-        csv: The form of CSV.
-
-    Raises:
-        pyarrow.ArrowInvalid: They are not what they should be.
-    """
+    """Reads whole rows of CSV without a header; without `types`, reads all columns in guessed types."""
     try:
         return pyarrow.csv.read_csv(
             pa.BufferReader(block),
-            # Without threads, errors say in which row they are.
+            # Without threads, errors name the row.
             pyarrow.csv.ReadOptions(use_threads=False, block_size=2**31 - 1, column_names=list(names)),
             _parse_options(csv),
             pyarrow.csv.ConvertOptions(
                 column_types=types,
                 include_columns=types.names if types is not None else None,
-                include_missing_columns=types is not None,  # planning knows which file lacks one
+                include_missing_columns=types is not None,  # planning has checked which file lacks one
                 decimal_point=csv.decimal_point,
             ),
         )
@@ -408,7 +340,7 @@ def read_block(block: bytes, names: Sequence[str], types: pa.Schema | None, csv:
 
 
 def header_of(text: TextStream, format_: TextFormat, csv: Csv) -> bytes:
-    """Returns what has to be before rows of a text for them to be read: the row that names the columns, if one does."""
+    """Returns the bytes that must precede rows from within a text: the CSV header, if there is one."""
     return first_row(text.peek(BLOCK_BYTES), csv) if format_ == "csv" and csv.header else b""
 
 
@@ -419,13 +351,7 @@ _CSV_ERROR = re.compile(
 
 
 def located(error: pa.ArrowInvalid, csv: Csv, lines: int) -> pa.ArrowInvalid:
-    """Returns what a reader says of a row of CSV with the row's place in the file.
-
-    Args:
-        error: What it says.
-        csv: The form of CSV.
-        lines: How many lines are before those that the reader has read.
-    """
+    """Adds the row's place in the file to a CSV error; `lines` were read before the reader's first line."""
     found = _CSV_ERROR.fullmatch(str(error))
     if found is None:
         return error
@@ -456,15 +382,7 @@ def _csv_schema(head: bytes, types: TextTypes) -> pa.Schema:
 
 
 def read_lines(part: bytes, schema: pa.Schema | None) -> pa.Table:
-    """Reads whole JSON lines.
-
-    Args:
-        part: The lines.
-        schema: The columns that are wanted; `None` = all, in the types that they have.
-
-    Raises:
-        pyarrow.ArrowInvalid: They are not what they should be.
-    """
+    """Reads whole JSON lines; without a schema, reads all fields in their own types."""
     options = pyarrow.json.ReadOptions(use_threads=False, block_size=max(1, len(part)))
     if schema is None:
         return pyarrow.json.read_json(pa.BufferReader(part), options)
@@ -482,7 +400,7 @@ def _dotted(path: Path) -> str:
 
 
 def _apart(block: bytes, cells_bytes: int) -> Iterator[bytes]:
-    """Cuts a block of whole lines into parts with few cells, whatever fields the lines have."""
+    """Cuts a block of whole lines into parts with few cells."""
     lines = block.count(b"\n") + block.count(b"\r")
     middle = max(block.rfind(b"\n", 0, len(block) // 2), block.rfind(b"\r", 0, len(block) // 2)) + 1
     if lines <= _max_lines(block.count(b":"), cells_bytes) or not middle:
@@ -493,16 +411,12 @@ def _apart(block: bytes, cells_bytes: int) -> Iterator[bytes]:
 
 
 def _max_lines(columns: int, cells_bytes: int = _CELLS_BYTES) -> int:
-    """Returns how many lines may be decoded at a time that have so many columns."""
+    """Returns how many lines of `columns` columns may be decoded at a time."""
     return max(1, cells_bytes // _CELL_BYTES // max(1, columns))
 
 
 def _check_header(head: bytes, csv: Csv) -> None:
-    """Looks at the first row of a CSV file.
-
-    Raises:
-        pyarrow.ArrowInvalid: It has too many columns: each takes kilobytes to be read.
-    """
+    """Refuses a first row with too many columns, each of which would take kilobytes."""
     parts = head.split(csv.quote.encode())[::2] if csv.quote else [head]
     row = b"".join(parts).translate(_LINE_ENDS).lstrip(b"\n").partition(b"\n")[0]
     if row.count(csv.delimiter.encode()) >= MAX_COLUMNS:
@@ -510,11 +424,9 @@ def _check_header(head: bytes, csv: Csv) -> None:
 
 
 class _Objects(ForwardOnly):
-    """JSON lines without what pyarrow crashes at: a block of nothing but null, and deep nesting.
+    """JSON lines, checked for input that crashes pyarrow: blocks of nulls, and deep nesting.
 
-    Args:
-        text: The text.
-        max_lines: About so many lines are given out at a time; 0 = as many as there are.
+    `max_lines` is about how many lines `read` returns; 0 = no limit.
     """
 
     def __init__(self, text: TextStream, *, max_lines: int = 0) -> None:
@@ -525,11 +437,7 @@ class _Objects(ForwardOnly):
         self._nesting = Nesting()
 
     def read(self, size: int) -> bytes:
-        """Reads what is next.
-
-        Raises:
-            ValueError: A line begins with null, or is nested too deep.
-        """
+        """Returns the next bytes; raises `ValueError` for a null line, or nesting beyond the limit."""
         data = self._some_lines(self._rest or self._text.read(size))
         self._nesting.check(data)
         begins = data.translate(_LINE_ENDS, b" \t")
@@ -539,7 +447,7 @@ class _Objects(ForwardOnly):
         return data
 
     def _some_lines(self, data: bytes) -> bytes:
-        """Returns the first of some lines, and keeps the rest for later where they are too many."""
+        """Returns the first `max_lines` lines or so, and keeps the rest."""
         self._rest = b""
         while self._max_lines and len(data) > 1 and data.count(b"\n") + data.count(b"\r") > self._max_lines:
             half = len(data) // 2
@@ -547,31 +455,24 @@ class _Objects(ForwardOnly):
         return data
 
     def close(self) -> None:
-        """Leaves the text to who opened it."""
+        """Does nothing: the caller closes the text."""
 
 
 class Nesting:
-    """Follows the nesting of JSON lines through their blocks, wherever they are cut, before a parser recurses into it.
-
-    A parser that recurses ends the process when nothing stops it: each level takes stack.
-    """
+    """Checks the nesting of JSON lines, block by block, before a recursive parser overflows its stack."""
 
     def __init__(self) -> None:
         self._depth = 0
-        self._begins = b""  # a quote within a string, and backslashes that may belong to what comes
+        self._begins = b""  # an open string's quote, and backslashes that may belong to the next block
 
     def check(self, block: bytes) -> None:
-        """Takes the next block; what is no JSON may pass, for the parser stops there.
-
-        Raises:
-            ValueError: The text is nested too deep.
-        """
+        """Adds the next block; raises `ValueError` beyond the limit. Invalid JSON may pass: the parser rejects it."""
         text = self._begins + block
         whole = text.rstrip(b"\\")
         rest = text[len(whole) :] if (len(text) - len(whole)) % 2 else b""
         if b"\\" in whole:  # without escapes each quote begins or ends a string
             whole = whole.replace(b"\\\\", b"").replace(b'\\"', b"")
-        structure = whole.translate(_TO_SQUARE, _ALL_BUT_STRUCTURE).replace(b'""', b"")  # leaves all else in or out
+        structure = whole.translate(_TO_SQUARE, _ALL_BUT_STRUCTURE).replace(b'""', b"")  # pairs cancel out
         parts = structure.split(b'"')
         self._begins = (b"" if len(parts) % 2 else b'"') + rest
         self._follow(b"".join(parts[::2]))

@@ -1,8 +1,8 @@
-"""CSV and JSON lines as one stream of UTF-8 text each, whatever their compression and encoding.
+"""CSV and JSON lines as streams of UTF-8 text, from any compression and encoding.
 
-A text that has to be decoded can't be entered in its middle. Planning decodes it once, to its end, and keeps what
-comes after its first cut point in pieces beside the plan; shards that begin there read the pieces
-(docs/explanation/decisions/0017-decoded-text-is-kept.md). What is decoded is bounded.
+Decoding can't begin in the middle of a text. So planning decodes the whole text once, and keeps pieces of it beside the
+plan, from the first cut point on; shards that begin there read the pieces
+(docs/explanation/decisions/0017-decoded-text-is-kept.md). The size of decoded text is limited.
 """
 
 import codecs
@@ -24,22 +24,22 @@ from qinfer.storage.store import Store
 TextFormat = Literal["csv", "jsonl"]
 
 BLOCK_BYTES = 4 * 2**20
-"""A row may be as long as this."""
+"""The longest row."""
 
 MAX_DECODED_BYTES = 64 * 2**30
-"""So much text may a compressed file have."""
+"""The most text of a compressed file."""
 
 BOM = codecs.BOM_UTF8
 
 KEPT_FOLDER = "_input"
-"""The folder of kept pieces below a job's output."""
+"""The folder of kept pieces, in the output folder."""
 
 COMPRESSED_EXTENSIONS: Mapping[str, InputCompression] = {
     "gz": "gzip", "gzip": "gzip", "zst": "zstd", "zstd": "zstd", "bz2": "bz2",
 }  # fmt: skip
 
 _READ_BYTES = 256 * 1024
-_MOST_PIECE_BYTES = 2**30  # beyond any piece that planning writes
+_MOST_PIECE_BYTES = 2**30  # more than any piece that planning writes
 _MAGIC: Mapping[str, bytes] = {
     "gzip": rb"\x1f\x8b",
     "zstd": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
@@ -59,17 +59,13 @@ _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")
 
 
 class NotText(ValueError):
-    """A file is of another kind, or more text than may be; the message says so of `it`, and the remedy."""
+    """A file is of another kind, or too large; the message, with the remedy, calls it `it`."""
 
 
 class InputForm(NamedTuple):
-    """The form of a job's input files.
+    """The form of a job's input files; an empty format or compression = by their extensions.
 
-    Attributes:
-        format: Their format; empty = by their extensions.
-        compression: The compression of CSV and JSON lines; empty = by their extensions.
-        csv: The form of CSV.
-        kept_url: The folder of kept pieces.
+    `kept_url` is the folder of kept pieces.
     """
 
     format: InputFormat = ""
@@ -81,8 +77,8 @@ class InputForm(NamedTuple):
     def of(cls, spec: JobSpec) -> "InputForm":
         """Returns the form that a job names.
 
-        Jobs that overwrite an output keep pieces in a folder of their form: the earlier job may have left some there
-        whose text was decoded otherwise.
+        Jobs that overwrite an output keep pieces in a folder named by the form, since an earlier job may have left
+        pieces that were decoded differently.
         """
         kept_url = f"{spec.output.url.rstrip('/')}/{KEPT_FOLDER}"
         if spec.overwrite:
@@ -91,11 +87,11 @@ class InputForm(NamedTuple):
         return cls(spec.input_format, spec.compression_of_inputs, spec.csv_form, kept_url)
 
     def compression_of(self, url: str) -> str:
-        """Returns the compression of a file; `none` = it has none."""
+        """Returns the compression of a file, or `none`."""
         return self.compression or COMPRESSED_EXTENSIONS.get(url.rpartition(".")[2].lower(), "none")
 
     def is_decoded(self, url: str, format_: TextFormat) -> bool:
-        """Tells whether a file is something else than UTF-8 text, or has other escapes than two quotes."""
+        """Returns whether a file is other than UTF-8 text with doubled quotes."""
         is_other = format_ == "csv" and (self.csv.encoding != UTF_8 or bool(self.csv.escape))
         return self.compression_of(url) != "none" or is_other
 
@@ -110,39 +106,34 @@ class _Readable(Protocol):
 
 
 class ForwardOnly:
-    """The part of a Python file that pyarrow asks for, of one that is read from front to back."""
+    """Methods that pyarrow expects of a file that can't seek."""
 
     closed = False
 
     def readable(self) -> bool:
-        """Returns true: the text can be read."""
+        """Returns true."""
         return True
 
     def seekable(self) -> bool:
-        """Returns false: the text is read from front to back."""
+        """Returns false."""
         return False
 
 
 class TextStream(ForwardOnly):
-    """A text that is read from front to back, by pyarrow too.
-
-    Args:
-        file: Closed with the stream.
-        head: Bytes that come before those of the file.
-    """
+    """A text that can't seek: `head`, then the content of `file`, which is closed with the stream."""
 
     def __init__(self, file: _Readable, head: bytes = b"") -> None:
         self._file = file
         self._head = head
 
     def peek(self, size: int) -> bytes:
-        """Returns the next bytes, which stay to be read: so many, or all that there are."""
+        """Returns up to `size` next bytes without consuming them."""
         while len(self._head) < size and (more := self._file.read(size - len(self._head))):
             self._head += more
         return self._head[:size]
 
     def read(self, size: int) -> bytes:
-        """Reads what is next: so many bytes, or all that there are."""
+        """Reads up to `size` bytes."""
         data = self.peek(size)
         self._head = self._head[size:]
         return data
@@ -153,16 +144,9 @@ class TextStream(ForwardOnly):
 
 
 def open_stream(file: BinaryIO | Any, url: str, format_: TextFormat, form: InputForm) -> TextStream:
-    """Returns the text of a file, from its beginning.
+    """Returns the decoded text of a file at its beginning; raises `NotText` for another compression.
 
-    Args:
-        file: The file at its beginning; closed with the text.
-        url: Its URL, whose extension may tell its compression.
-        format_: What it is.
-        form: What the job says of it.
-
-    Raises:
-        NotText: It begins as a file of another kind.
+    The text closes the file.
     """
     raw = TextStream(file)
     compression = form.compression_of(url)
@@ -185,11 +169,7 @@ def open_stream(file: BinaryIO | Any, url: str, format_: TextFormat, form: Input
 
 
 def check_text(stream: TextStream, format_: TextFormat) -> None:
-    """Looks at the beginning of a text.
-
-    Raises:
-        NotText: It is a file of another kind.
-    """
+    """Raises `NotText` if a text begins like a file of another kind."""
     head = stream.peek(64)
     _check_kind(head)
     if format_ == "jsonl" and _ARRAY.match(head):
@@ -205,7 +185,7 @@ def _check_kind(head: bytes) -> None:
 
 
 class _Bounded:
-    """A decompressed file, as far as may be read."""
+    """Limits the size of a decompressed file."""
 
     def __init__(self, file: _Readable, raw: TextStream) -> None:
         self._file, self._raw = file, raw
@@ -226,7 +206,7 @@ class _Bounded:
 
 
 class _Gzip:
-    """A file of gzip as the command reads it: members follow each other, and zeros behind the last are padding."""
+    """Reads gzip like the command: members follow one another, and zeros after the last are padding."""
 
     def __init__(self, raw: TextStream) -> None:
         self._raw = raw
@@ -249,7 +229,7 @@ class _Gzip:
         return b""
 
     def _begin(self) -> bool:
-        """Begins the next member; tells whether there is one."""
+        """Begins the next member; false if there is none."""
         while not (data := self._data.lstrip(b"\0")):
             self._data = self._raw.read(_READ_BYTES)
             if not self._data:
@@ -263,7 +243,7 @@ class _Gzip:
 
 
 class _Recoded:
-    """A text of another encoding as UTF-8."""
+    """Converts a text from another encoding to UTF-8."""
 
     def __init__(self, file: _Readable, encoding: str) -> None:
         self._file = file
@@ -288,20 +268,14 @@ class _Recoded:
 
 
 def _piece_url(folder: str, url: str, etag: str, begin: int) -> str:
-    """Returns where a kept piece is: its name tells the file's content, and where in its text the piece begins."""
+    """Returns the URL of a kept piece, derived from the file's content and the piece's offset."""
     return f"{folder}/{hashlib.sha256(f'{url} {etag}'.encode()).hexdigest()[:24]}-{begin:015d}.zst"
 
 
 class PieceKeeper:
-    """Keeps the pieces of one file's text in a store; each is compressed, as it costs less to write so.
+    """Stores compressed pieces of one file's text in `folder`.
 
-    What is before the first cut point is not kept: it is read from the file.
-
-    Args:
-        store_for: Returns the store of a URL.
-        folder: The folder's URL.
-        url: The file that the text is of.
-        etag: What its content is called.
+    Text before the first cut point is not kept: shards read it from the file.
     """
 
     def __init__(self, store_for: Callable[[str], Store], folder: str, url: str, etag: str) -> None:
@@ -312,11 +286,7 @@ class PieceKeeper:
         self._piece: Any = None
 
     def add(self, rows: bytes, cut: Cut | None) -> None:
-        """Takes the next of the text, and the cut point before it, where a piece begins, if there is one.
-
-        Raises:
-            StoreError: The store fails.
-        """
+        """Adds the next block of text; a cut point before it begins a new piece."""
         if cut is not None:
             self.finish()
             self._url, self._sink = _piece_url(*self._text, cut.begin), pa.BufferOutputStream()
@@ -325,11 +295,7 @@ class PieceKeeper:
             self._piece.write(rows)
 
     def finish(self) -> None:
-        """Writes the piece that was begun, unless an earlier try has.
-
-        Raises:
-            StoreError: The store fails.
-        """
+        """Stores the open piece, unless an earlier attempt has."""
         if self._piece is not None:
             self._piece.close()
             self._piece = None
@@ -337,15 +303,7 @@ class PieceKeeper:
 
 
 class KeptText:
-    """A text from a piece on, read from one piece to the next; it ends where there is none.
-
-    Args:
-        store_for: Returns the store of a URL.
-        folder: The folder's URL.
-        url: The file that the text is of.
-        etag: What its content is called.
-        begin: Where the first piece begins.
-    """
+    """The text of a file from the piece at `begin` on; it ends where the next piece is missing."""
 
     def __init__(self, store_for: Callable[[str], Store], folder: str, url: str, etag: str, begin: int) -> None:
         self._store_for = store_for
@@ -354,12 +312,7 @@ class KeptText:
         self._piece: Any = None
 
     def read(self, size: int) -> bytes:
-        """Reads what is next: at most so many bytes, none at the end.
-
-        Raises:
-            StoreError: The store fails.
-            OSError: A piece is damaged.
-        """
+        """Reads up to `size` bytes; a damaged piece raises `OSError`."""
         while self._piece is not None or self._open():
             data: bytes = self._piece.read(size)
             self._next += len(data)
@@ -369,14 +322,14 @@ class KeptText:
         return b""
 
     def close(self) -> None:
-        """Forgets the piece."""
+        """Drops the open piece."""
         self._piece = None
 
     def _open(self) -> bool:
         try:
             piece = _piece_url(*self._text, self._next)
             data = self._store_for(piece).read(piece, _MOST_PIECE_BYTES)
-        except StoreNotFound:  # whoever reads counts the rows
+        except StoreNotFound:  # the caller counts the rows
             return False
         self._piece = pa.CompressedInputStream(pa.BufferReader(data), "zstd")
         return True

@@ -1,9 +1,9 @@
-"""Types of the columns of CSV and JSON lines: those that a job needs, else those of their values. Pure.
+"""Types of the columns of CSV and JSON lines: types that a job needs, else types of the values. Pure.
 
-CSV has no types. A column that is copied stays the text that it is. Of a column that feeds an input, the first block of
-a file shows what its values look like, and the input's datatype goes before; where it is copied, too, it is text that
-`InputColumns` reads the values of. A column that the job gives a type is text that `TypedColumns` reads the values of.
-In JSON lines a text is a text and a number a number, and a field has the type that holds the values of all lines.
+CSV has no types. A copied column stays text. The first block of a file shows the type of a column that feeds an input,
+but the input's datatype takes precedence; if the column is copied as well, it is text that `InputColumns` converts. A
+column with a type in the job's `types` is text that `TypedColumns` converts. In JSON lines, texts and numbers are
+distinct, and a field has a type that fits the values of all lines.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,12 +24,11 @@ class TextTypes(NamedTuple):
     """Column types that a job requires of text files.
 
     Attributes:
-        wanted: Column → the type that its use asks for; `None` = its uses ask for different ones.
-        key: The column that tells rows apart; empty = there is none.
-        form: What the job says of the files.
-        named: The columns that the job names: inputs, the key, and those that are copied.
-        copied: The columns that are copied, the key among them; `*` = all.
-        declared: Column → the type that the job gives it, by its name.
+        wanted: Column → the type for its inputs; `None` = inputs need different types.
+        key: The job's key column, or empty.
+        named: Columns that the job names: inputs, the key, and copied columns.
+        copied: Copied columns with the key; `*` = all.
+        declared: Column → the name of its type in the job's `types`.
     """
 
     wanted: Mapping[str, pa.DataType | None]
@@ -40,7 +39,7 @@ class TextTypes(NamedTuple):
     declared: Mapping[str, str] = {}
 
     def is_copied(self, name: str) -> bool:
-        """Tells whether a column or a field is in the output."""
+        """Returns whether a column or field is copied to the output."""
         return "*" in self.copied or any(f"{name}.".startswith(f"{copied}.") for copied in self.copied)
 
 
@@ -48,7 +47,7 @@ NOTHING_WANTED = TextTypes({})
 
 
 def text_types(spec: JobSpec, model: ModelSpec) -> TextTypes:
-    """Returns what a job needs of the columns of text files, for `csv_schema`."""
+    """Returns the types that a job needs of text files."""
     wanted: dict[str, pa.DataType | None] = {}
     for tensor in model.inputs:
         kind = _kind(tensor.datatype)
@@ -60,34 +59,29 @@ def text_types(spec: JobSpec, model: ModelSpec) -> TextTypes:
 
 
 def csv_schema(guessed: pa.Schema, types: TextTypes) -> pa.Schema:
-    """Returns the columns of a CSV file in the types that they are read as.
-
-    Args:
-        guessed: The columns in the types that their first values look like.
-        types: What the job needs.
-    """
+    """Returns a CSV file's columns in the types to read; `guessed` has the types of the first values."""
     return pa.schema([_decided(field, types) for field in guessed])
 
 
 def without_null(schema: pa.Schema) -> pa.Schema:
-    """Returns the columns of CSV files with text for those that have no value as far as they were looked at."""
+    """Replaces the null type, of columns without a known value, by text."""
     return pa.schema([field.with_type(pa.string()) if pa.types.is_null(field.type) else field for field in schema])
 
 
 def json_schema(guessed: pa.Schema) -> pa.Schema:
-    """Returns fields of JSON lines in the types that they are read as: what looks like a date is a text, too."""
+    """Returns fields of JSON lines in the types to read: dates are text."""
     return pa.schema([(field.name, _as_text(field.type)) for field in guessed])
 
 
 def json_texts(schema: pa.Schema, types: TextTypes) -> pa.Schema:
-    """Returns fields of JSON lines with text in place of the numbers to which the job gives types."""
+    """Turns numbers into text where the job declares types."""
     return _at_declared(
         schema, types, lambda field, _: field.with_type(pa.string()) if is_number(field.type) else field
     )
 
 
 def json_declared(schema: pa.Schema, types: TextTypes) -> pa.Schema:
-    """Returns fields of all lines, those that are text or null with notes of the types that the job gives them."""
+    """Marks text and null fields with the types that the job declares."""
     kinds = (pa.string(), pa.null())
     return _at_declared(
         schema, types, lambda field, name: declared(field, name, is_json=True) if field.type in kinds else field
@@ -114,11 +108,7 @@ def _at_declared(
 
 
 def joined(one: pa.Schema, other: pa.Schema) -> pa.Schema:
-    """Returns all fields of two parts of a JSON lines file, in types that hold the values of both.
-
-    Raises:
-        pyarrow.ArrowInvalid: A field has values of different kinds; the text names it.
-    """
+    """Merges the fields of two parts of JSON lines; raises `pyarrow.ArrowInvalid` for different kinds."""
     try:
         return pa.unify_schemas([one, other], promote_options="permissive")
     except pa.ArrowTypeError as error:
@@ -126,7 +116,6 @@ def joined(one: pa.Schema, other: pa.Schema) -> pa.Schema:
 
 
 def _kind(datatype: str) -> pa.DataType:
-    """Returns the type of CSV's values for an input."""
     if datatype in _FLOATS:
         return pa.float64()
     return {"BYTES": pa.string(), "BOOL": pa.bool_(), "UINT64": pa.uint64()}.get(datatype, pa.int64())
@@ -142,14 +131,14 @@ def _decided(guessed: pa.Field, types: TextTypes) -> pa.Field:
         return guessed.with_type(pa.string())
     wanted = types.wanted[guessed.name]
     can_be = pa.types.is_null(kind) or (wanted == pa.float64() and pa.types.is_integer(kind)) or wanted == pa.string()
-    kind = wanted if wanted is not None and can_be else kind  # what does not fit the input is refused with its type
+    kind = wanted if wanted is not None and can_be else kind  # an unsuitable type is refused later
     if not types.is_copied(guessed.name) or not (is_number(kind) or pa.types.is_boolean(kind)):
         return guessed.with_type(kind)
     return pa.field(guessed.name, pa.string(), metadata={READ_AS: str(kind)})
 
 
 def _as_text(kind: pa.DataType) -> pa.DataType:
-    """Returns a type that pyarrow guessed for JSON, with text in place of points in time."""
+    """Replaces timestamps, which pyarrow guesses in JSON, by text."""
     if pa.types.is_timestamp(kind):
         return pa.string()
     if pa.types.is_list(kind):
