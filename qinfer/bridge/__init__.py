@@ -1,1 +1,1 @@
-"""Reports and metrics of bridges, as gateways show them."""
+"""Reports and metrics of bridges, for gateways."""

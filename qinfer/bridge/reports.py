@@ -1,14 +1,14 @@
-"""The counts of bridges: what each counts by route, how Redis adds them up, and how they are shown as metrics.
+"""The counts of bridges by route: in one bridge, summed in Redis, and as metrics.
 
-A bridge counts in plain integers (`RouteTally`), each written by one of its threads, and read by others; counts of
-several threads go through `count`. It serves them on a port of its own, and reports them: in Redis the reports of all
-bridges add up to `RouteTotals` of each route, which only grow.
+A bridge counts in plain integers (`RouteTally`). One thread writes each, others read it; `count` is for counts of
+several threads. A bridge serves the counts on its own port and reports them. In Redis, the reports of all bridges sum
+up to `RouteTotals` by route, which only grow.
 
-A report has a number and what was counted since the one before. One that was perhaps stored is sent again as it was,
-and the store adds the counts of each number once: so nothing is lost while Redis is away, nor counted twice.
+A report has a number and the counts since the previous one. If it is unknown whether a report was stored, it is sent
+again unchanged, and the store adds each number once: an outage of Redis neither loses counts nor doubles them.
 
-All keys share a hash tag, so that one script adds a report up. A bridge's number and time are in the same entry as what
-it has in hand: `<until when it lives, ms> <number> <a document of uses>`.
+All keys share a hash tag, so that one script can add a report. A bridge's entry has its number and expiry beside its
+messages in hand: `<expiry in ms> <number> <a document of uses>`.
 """
 
 import threading
@@ -29,11 +29,11 @@ from qinfer.queue.router import load_script
 from qinfer.wire.versions import encode_document
 
 RECEIVED, ACCEPTED, REPEATED, UNIDENTIFIED = "received", "accepted", "repeated", "unidentified"
-"""Fields of a route's counts, as `RouteTally` has them."""
+"""Fields of a route's counts."""
 PAUSED_MS = "paused_ms"
-"""`paused_s`, in whole milliseconds."""
+"""`paused_s` in milliseconds."""
 REFUSED, REPLIED, UNROUTABLE = "refused:", "replied:", "unroutable:"
-"""Prefixes of the fields of counts by code, state and place: `refused:<error code>`, …"""
+"""Prefixes of counts by code, state and place: `refused:<error code>`, …"""
 
 _COUNTING = threading.Lock()
 
@@ -43,18 +43,17 @@ class RouteTally:
     """The counts of one route in one bridge.
 
     Attributes:
-        route: Its name.
         received: Messages from the source.
         accepted: Messages that became requests.
         repeated: Messages that were accepted before.
         unidentified: Messages without an id.
-        refused: Messages put with the dead letters, by the code of the error.
-        replied: Requests whose replies were confirmed, by how they ended.
-        unroutable: Messages that no queue took, by what they were: `reply`, `sink`, `dead_letter`.
-        paused_s: Seconds in which nothing was accepted, because the lane was full or the queue away.
-        unacknowledged: Messages that the source waits for.
+        refused: Dead-lettered messages, by error code.
+        replied: Requests with confirmed replies, by final state.
+        unroutable: Messages that no queue took, by kind: `reply`, `sink`, `dead_letter`.
+        paused_s: Seconds without acceptance, because the lane was full or the queue unavailable.
+        unacknowledged: Messages whose acknowledgement the source awaits.
         unconfirmed: Ended requests whose replies are not confirmed.
-        connected: Connection → whether it stands.
+        connected: Connection → whether it is up.
     """
 
     route: str
@@ -71,7 +70,7 @@ class RouteTally:
     connected: dict[str, bool] = field(default_factory=dict)
 
     def counts(self) -> dict[str, int]:
-        """Returns all that only grows, by field."""
+        """Returns the counts that only grow, by field."""
         counts = {
             RECEIVED: self.received,
             ACCEPTED: self.accepted,
@@ -89,11 +88,9 @@ class RouteTotals:
     """The counts of one route in all bridges.
 
     Attributes:
-        counts: What they counted, those too that have ended: field → sum.
-        processes: Bridges that live, and of these
-        unacknowledged: the messages that sources wait for,
-        unconfirmed: ended requests whose replies are not confirmed,
-        connected: connection → how many stand.
+        counts: Field → sum, including ended bridges.
+        processes: Live bridges; the other fields cover only these.
+        connected: Connection → how many are up.
     """
 
     counts: Mapping[str, int]
@@ -104,18 +101,13 @@ class RouteTotals:
 
 
 def count(counts: dict[str, int], key: str, by: int = 1) -> None:
-    """Adds to one of several counts; for any thread: a count that fell back would be taken for a restart."""
+    """Adds to a count, thread-safe: a scrape would take a count that decreases for a restart."""
     with _COUNTING:
         counts[key] = counts.get(key, 0) + by
 
 
 class BridgeCollector(Collector):
-    """The metrics of one bridge, as a scrape reads them.
-
-    Args:
-        process: The bridge's name.
-        tallies: Of the routes.
-    """
+    """The metrics of one bridge, for scrapes."""
 
     def __init__(self, process: str, tallies: Sequence[RouteTally]) -> None:
         self._process = process
@@ -136,11 +128,7 @@ class BridgeCollector(Collector):
 
 
 def families(routes: Mapping[str, RouteTotals]) -> Iterator[Family]:
-    """Yields the metrics of all bridges together.
-
-    Args:
-        routes: Route → its totals.
-    """
+    """Yields the metrics of all bridges, from the totals by route."""
     yield from _families(routes)
     living = Family(catalogue.BRIDGE_PROCESSES)
     for route, totals in routes.items():
@@ -197,26 +185,20 @@ _GAUGES: tuple[tuple[Info, Callable[[RouteTotals], int]], ...] = (
 
 
 KEPT_S = 30 * 24 * 3600.0
-"""Seconds for which the totals of a route are kept that no bridge reports any more."""
+"""How long the totals of a route that no bridge reports are kept."""
 
 REMEMBERED_S = 3600.0
-"""Seconds for which the number of a bridge's last report is remembered after the bridge's own time is over."""
+"""How long the number of a bridge's last report is kept after the bridge has expired."""
 
 MOST_ROUTES = 1000
-"""The most routes whose totals are returned: those reported last."""
+"""The most routes in a result: the last reported ones."""
 
 _REPORT = load_script("report", "now_ms", package="qinfer.bridge").text
 _LIVE = load_script("live", "now_ms", package="qinfer.bridge").text
 
 
 class RouteUse(msgspec.Struct, frozen=True):
-    """The messages in hand of one bridge for a route.
-
-    Attributes:
-        unacknowledged: Messages that the source waits for.
-        unconfirmed: Ended requests whose replies are not confirmed.
-        connected: Connection → 1 while it stands, else 0.
-    """
+    """One bridge's messages in hand for a route; `connected` is 1 or 0 by connection."""
 
     unacknowledged: int = 0
     unconfirmed: int = 0
@@ -224,20 +206,20 @@ class RouteUse(msgspec.Struct, frozen=True):
 
 
 class BridgeUses(msgspec.Struct, frozen=True):
-    """The messages in hand of one bridge, by route."""
+    """One bridge's messages in hand, by route."""
 
     process: str
     routes: Mapping[str, RouteUse]
 
 
 class BridgeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A report of one bridge: its counts since the last one, and its messages in hand.
+    """A report of one bridge: its counts since the last report, and its messages in hand.
 
     Attributes:
         process: Unique for each start of a bridge.
-        number: 1 for its first report; the same for one that is sent again.
-        counts: Route → field → what was counted since the report before.
-        uses: Route → what it has in hand now, of all its routes.
+        number: From 1; repeated reports have the same number.
+        counts: Route → field → count since the previous report.
+        uses: Route → messages in hand now, for all routes.
     """
 
     process: str
@@ -247,21 +229,17 @@ class BridgeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BridgeReports:
-    """The reports of all bridges, in Redis; coroutines raise `BrokerUnavailable` when it can't be reached.
+    """The reports of all bridges, in Redis; coroutines raise `BrokerUnavailable` if it can't be reached."""
 
-    Args:
-        client: A `redis.asyncio.Redis` or `RedisCluster`, such as `ControlStore.client`.
-    """
-
-    def __init__(self, client: Any) -> None:  # Any: the two clients share no typed interface
+    def __init__(self, client: Any) -> None:  # the two clients share no typed interface
         self._client = client
         self._records = StoredRecords()
 
     async def put(self, report: BridgeReport, ttl_s: float) -> None:
-        """Writes what a bridge has in hand, and adds what it counted; of reports with one number, the first's only.
+        """Stores a bridge's messages in hand and adds its counts, once for each number.
 
-        A report that comes after its successor changes nothing. What a bridge has in hand disappears `ttl_s` seconds
-        after the last write; 0 removes it at once.
+        A report that arrives after its successor has no effect. The messages in hand expire `ttl_s` seconds after the
+        last write; 0 removes them at once.
         """
         words: list[str | int | bytes] = [_ms(REMEMBERED_S), _ms(KEPT_S), report.process, _ms(ttl_s), report.number]
         words.append(encode_document(BridgeUses(report.process, report.uses)))
@@ -272,7 +250,7 @@ class BridgeReports:
             await self._client.eval(_REPORT, len(names), *names, *words)
 
     async def routes(self) -> dict[str, RouteTotals]:
-        """Returns the totals of each route, by its name; the counts only grow."""
+        """Returns the totals of each route; counts only grow."""
         with translated():
             live, routes = await self._client.eval(_LIVE, 2, keys.bridges(), keys.routes(), _ms(KEPT_S), MOST_ROUTES)
             names = [name.decode() for name in routes]
@@ -290,22 +268,17 @@ class BridgeReports:
 
 
 class ReportSequence:
-    """Makes the reports of one bridge; for one thread.
-
-    Args:
-        process: Its name.
-        tallies: What its routes count.
-    """
+    """Makes the reports of one bridge; for one thread."""
 
     def __init__(self, process: str, tallies: Sequence[RouteTally]) -> None:
         self._process = process
         self._tallies = tallies
         self._number = 0
         self._stored: dict[str, dict[str, int]] = {}
-        self._totals: dict[str, dict[str, int]] | None = None  # of a report that is not known to be stored
+        self._totals: dict[str, dict[str, int]] | None = None  # of a report that may not be stored yet
 
     def next(self) -> BridgeReport:
-        """Returns the next report, or the last one again, unless it was stored; what is in hand is as of now."""
+        """Returns the next report, or repeats one that was not stored; messages in hand are current."""
         if self._totals is None:
             self._number += 1
             self._totals = {tally.route: tally.counts() for tally in self._tallies}
@@ -317,23 +290,18 @@ class ReportSequence:
         )
 
     def stored(self) -> None:
-        """Notes that the last report was stored."""
+        """Marks the last report as stored."""
         if self._totals is not None:
             self._stored, self._totals = self._totals, None
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that was counted is stored."""
+        """Whether all counts are stored."""
         return self._totals is None and self._stored == {tally.route: tally.counts() for tally in self._tallies}
 
 
 def _merged(counts: Mapping[str, Mapping[str, int]], live: Iterable[Mapping[str, RouteUse]]) -> dict[str, RouteTotals]:
-    """Returns the totals of each route.
-
-    Args:
-        counts: Route → what all bridges counted.
-        live: What each bridge that lives has in hand, by route.
-    """
+    """Merges the counts of all bridges with the messages in hand of live ones."""
     totals = {route: RouteTotals(counts=of) for route, of in sorted(counts.items())}
     for uses in live:
         for route, use in uses.items():
@@ -354,7 +322,6 @@ def _since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
 
 
 def _uses(tallies: Iterable[RouteTally]) -> dict[str, RouteUse]:
-    """Returns what a bridge has in hand now, by route."""
     return {
         tally.route: RouteUse(
             tally.unacknowledged,

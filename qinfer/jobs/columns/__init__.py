@@ -1,1 +1,1 @@
-"""Columns of Arrow batches to tensors, and tensors to columns of the output."""
+"""Arrow columns to tensors, and tensors to columns of the output."""

@@ -1,9 +1,9 @@
-"""Arrow values → numpy arrays of a tensor's datatype: which types fit, which values do, and the cast itself. Pure.
+"""Casts Arrow values to numpy arrays of a tensor's datatype; decides which types and values fit. Pure.
 
-A tensor of integers takes whole numbers that it can hold, and a row with another is an error. A tensor of floats takes
-any number, decimals too, rounded to its precision as floats are; what would become infinite is an error, and so is an
-integer beyond 2^53 that even FP64 would round: it is rather an identifier than a measure. Booleans count as 0 and 1,
-and integers that are 0 or 1 as booleans. Floats are never made integers, nor texts numbers.
+Integer tensors take whole numbers within their range. Float tensors take any number, decimals too, and round it. Errors
+are values that would become infinite, and integers beyond 2^53 that FP64 would round, since these are rather
+identifiers than measures. Booleans are 0 and 1, and integers 0 and 1 are booleans. Floats never become integers, nor
+texts numbers.
 """
 
 import math
@@ -20,21 +20,14 @@ from qinfer.jobs.job import Null
 from qinfer.tensors import DATATYPES
 
 FLOATS = frozenset({"FP16", "BF16", "FP32", "FP64"})
-"""The datatypes of floats."""
 
 _EXACT = 2**53
-"""All integers up to this one are FP64 values."""
+"""FP64 represents all integers up to this."""
 _DTYPES = {name: np.dtype(kind.numpy or "<f4") for name, kind in DATATYPES.items() if name != "BYTES"}
 
 
 class Bounds(NamedTuple):
-    """The least and the greatest value that fit; floats may be infinite or NaN beside.
-
-    Attributes:
-        low: The least.
-        high: The greatest.
-        or_exact: Integers outside fit as well if they are values of FP64.
-    """
+    """The range of values that fit, besides infinities and NaN; `or_exact` adds all integers of FP64."""
 
     low: Any
     high: Any
@@ -42,19 +35,14 @@ class Bounds(NamedTuple):
 
 
 class Misfits(NamedTuple):
-    """Elements that do not fit.
-
-    Attributes:
-        places: Their numbers, ascending.
-        values: The elements.
-    """
+    """Elements that do not fit, with their ascending positions."""
 
     places: Indices
     values: Array
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
-    """Returns the type that values are read as: without dictionary, run lengths and extension, decimals as doubles."""
+    """Returns the type for reading: no dictionary, run lengths or extension; decimals as doubles."""
     while True:
         if isinstance(kind, pa.BaseExtensionType):
             kind = kind.storage_type
@@ -69,7 +57,7 @@ def plain(kind: pa.DataType) -> pa.DataType:
 
 
 def as_plain(array: pa.Array) -> pa.Array:
-    """Returns an array in its `plain` type; the same one when it has that already."""
+    """Casts an array to its `plain` type."""
     while True:
         if isinstance(array, pa.ExtensionArray):
             array = array.storage
@@ -86,24 +74,19 @@ def as_plain(array: pa.Array) -> pa.Array:
 
 
 def is_number(kind: pa.DataType) -> bool:
-    """Tells whether a type holds integers or floats."""
+    """Returns whether a type holds integers or floats."""
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Tells whether a type holds strings or bytes."""
+    """Returns whether a type holds strings or bytes."""
     checks = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "fixed_size_binary")
     return any(getattr(pa.types, f"is_{check}")(kind) for check in checks)
 
 
 def fits(kind: pa.DataType, datatype: str) -> bool:
-    """Tells whether values of a plain, scalar type can become elements of a tensor, single values aside.
-
-    Args:
-        kind: The type of the values, as `plain` returns it.
-        datatype: The tensor's datatype, such as `FP32`.
-    """
-    if pa.types.is_null(kind):  # a column without any value, as of an empty CSV file
+    """Returns whether values of a plain type suit a datatype; single values may still not fit."""
+    if pa.types.is_null(kind):  # a column without values, as of an empty CSV file
         return True
     if datatype == "BYTES":
         return is_text(kind)
@@ -113,7 +96,7 @@ def fits(kind: pa.DataType, datatype: str) -> bool:
 
 
 def bounds(kind: pa.DataType, datatype: str) -> Bounds | None:
-    """Returns which values of a type that `fits` can become elements; `None` when all can."""
+    """Returns the values of a suitable type that fit a datatype; `None` = all."""
     if datatype == "BYTES" or pa.types.is_boolean(kind) or pa.types.is_null(kind):
         return None
     source = np.dtype(kind.to_pandas_dtype())
@@ -130,15 +113,7 @@ def bounds(kind: pa.DataType, datatype: str) -> Bounds | None:
 
 
 def beyond(values: pa.Array, allowed: Bounds) -> Misfits | None:
-    """Finds numbers that do not fit.
-
-    Args:
-        values: Numbers of a plain type; nulls are passed over.
-        allowed: What fits; infinities and NaN do in any case.
-
-    Returns:
-        The misfits; `None` when all fit, which one quick look at the extremes mostly tells.
-    """
+    """Finds numbers that do not fit, ignoring nulls; `None` = all fit, which the extremes mostly show."""
     extremes = pc.min_max(values)
     low, high = extremes["min"].as_py(), extremes["max"].as_py()
     if low is None or (low >= allowed.low and high <= allowed.high):
@@ -154,22 +129,14 @@ def beyond(values: pa.Array, allowed: Bounds) -> Misfits | None:
 
 
 def target_dtype(datatype: str) -> np.dtype[Any]:
-    """Returns the numpy dtype of a tensor's array; float32 for BF16, objects for BYTES."""
+    """Returns the numpy dtype of a datatype: float32 for BF16, object for BYTES."""
     if datatype == "BYTES":
         return np.dtype(object)
     return _DTYPES[datatype]
 
 
 def fill_of(null: Null, datatype: str) -> Any:
-    """Returns the element that stands for a null.
-
-    Args:
-        null: What a job says of nulls, but `error`.
-        datatype: The tensor's datatype.
-
-    Raises:
-        ValueError: The datatype has no such value.
-    """
+    """Returns the element that replaces a null; raises `ValueError` if the datatype lacks it."""
     if datatype == "BYTES":
         if isinstance(null, str) and null != "nan":
             return null.encode()
@@ -185,13 +152,7 @@ def fill_of(null: Null, datatype: str) -> Any:
 
 
 def to_array(values: pa.Array, datatype: str, fill: Any = None) -> Array:
-    """Returns values as a flat array of a datatype: in place where the type is the same already.
-
-    Args:
-        values: Values of a plain type that `fits`, none `beyond` the bounds.
-        datatype: The tensor's datatype.
-        fill: The element in place of nulls; `None` = there are no nulls.
-    """
+    """Returns fitting values as a flat array, without a copy if the type is the same; `fill` replaces nulls."""
     if fill is not None and values.null_count:
         array = np.full(len(values), fill, target_dtype(datatype))
         valid = values.is_valid().to_numpy(zero_copy_only=False)
@@ -217,9 +178,9 @@ def _objects(values: pa.Array) -> Array:
 
 
 def _is_rounded(integers: Array) -> npt.NDArray[np.bool_]:
-    """Tells which integers of 64 bits are no values of FP64."""
+    """Returns which 64-bit integers FP64 can't represent."""
     floats = integers.astype(np.float64)
-    has_place = floats < 2.0 ** (64 if integers.dtype.kind == "u" else 63)  # the greatest is rounded up to this
+    has_place = floats < 2.0 ** (64 if integers.dtype.kind == "u" else 63)  # the largest integers round up to this
     back = np.where(has_place, floats, 0.0).astype(integers.dtype)
     rounded: npt.NDArray[np.bool_] = ~has_place | (back != integers)
     return rounded

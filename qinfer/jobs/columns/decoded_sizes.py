@@ -1,8 +1,8 @@
-"""How many bytes the rows of Arrow arrays take once they are decoded, computed without decoding them. Pure.
+"""Computes how many bytes rows of Arrow arrays take when decoded, without decoding them. Pure.
 
-A dictionary's value, or that of a run, is stored once however many rows refer to it: a file of kilobytes becomes
-gigabytes when its values are written out. Sizes follow from indices, run ends and offsets alone
-(https://arrow.apache.org/docs/format/Columnar.html), so that rows are cut apart before any value is copied.
+A value of a dictionary or run is stored once for many rows, so a file of kilobytes can become gigabytes. Indices, run
+ends and offsets (https://arrow.apache.org/docs/format/Columnar.html) give the sizes, and rows are split before values
+are copied.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,20 +14,14 @@ import pyarrow as pa
 
 Positions = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 Sizes = npt.NDArray[np.float64]
-"""Bytes; as floats, since sizes that are multiplied may be beyond any integer."""
+"""Bytes, as floats, since products may exceed any integer."""
 
 _OFFSET_BYTES = 8
 _CUT_ROWS = 2**18
 
 
 class Cut(NamedTuple):
-    """Rows of a batch that are decoded together.
-
-    Attributes:
-        record: The rows; a slice of the batch.
-        size_bytes: How many bytes they take once they are decoded.
-        too_large: The columns to be left out of a single row that takes too many bytes; empty = the rows are fine.
-    """
+    """Rows decoded together, with their decoded size; `too_large` are columns to drop from a single row."""
 
     record: pa.RecordBatch
     size_bytes: int
@@ -35,12 +29,7 @@ class Cut(NamedTuple):
 
 
 def cut(record: pa.RecordBatch, max_bytes: int) -> Iterator[Cut]:
-    """Cuts a batch into runs of rows that take at most so many bytes; a row that takes more is one by itself.
-
-    Args:
-        record: The batch, whose offsets and indices are valid.
-        max_bytes: How many bytes the rows of a run may take.
-    """
+    """Splits a valid batch into runs of rows within `max_bytes`; a larger row is a run of its own."""
     for begin in range(0, record.num_rows, _CUT_ROWS):
         part = record.slice(begin, _CUT_ROWS)
         whole = sum(float(bytes_before(column, np.array([part.num_rows]))[0]) for column in part.columns)
@@ -61,7 +50,7 @@ def cut(record: pa.RecordBatch, max_bytes: int) -> Iterator[Cut]:
 
 
 def _single(row: pa.RecordBatch, max_bytes: int) -> Cut:
-    """Returns a row that is too large, with the columns that make it so."""
+    """Returns a row that is too large, with its largest columns."""
     sizes = {name: bytes_before(column, np.arange(2))[1] for name, column in zip(row.schema.names, row, strict=True)}
     left, large = sum(sizes.values()), []
     for name in sorted(sizes, key=lambda name: -sizes[name]):
@@ -73,12 +62,7 @@ def _single(row: pa.RecordBatch, max_bytes: int) -> Cut:
 
 
 def bytes_before(array: pa.Array, positions: Positions) -> Sizes:
-    """Returns how many decoded bytes the elements before each position take.
-
-    Args:
-        array: An array, whose offsets and indices are valid.
-        positions: Places between elements, from 0 to the array's length.
-    """
+    """Returns the decoded bytes of the elements before each position of a valid array."""
     kind = array.type
     for is_of, sizes_of in _BY_ELEMENT:
         if is_of(kind):
@@ -120,14 +104,12 @@ def _in_texts(array: pa.Array, positions: Positions) -> Sizes:
 
 
 def _in_items(items: pa.Array, offsets: Positions, positions: Positions) -> Sizes:
-    """Returns the bytes of lists before positions, by the offsets of their items."""
     offsets = offsets.astype(np.int64, copy=False)
     own = items.slice(offsets[0], offsets[-1] - offsets[0])
     return bytes_before(own, offsets[positions] - offsets[0]) + positions * float(_OFFSET_BYTES)
 
 
 def _in_runs(array: pa.RunEndEncodedArray, positions: Positions) -> Sizes:
-    """Returns the bytes before positions of an array that has each of its values once for a run of elements."""
     ends = _numpy(array.run_ends).astype(np.int64)
     begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     sizes = _each(array.values)
@@ -167,7 +149,7 @@ def _view_sizes(array: pa.Array) -> Sizes:
 
 
 def _union_sizes(array: pa.UnionArray) -> Sizes:
-    """Returns the bytes of each element of a union: all that a sparse one has, the one that a dense one refers to."""
+    """Returns the size of each element: all children of a sparse union, one of a dense union."""
     fields = [array.field(number) for number in range(array.type.num_fields)]
     if array.type.mode == "sparse":
         return sum((_each(field) for field in fields), np.ones(len(array)))
@@ -180,7 +162,6 @@ def _union_sizes(array: pa.UnionArray) -> Sizes:
 
 
 def _each(array: pa.Array) -> Sizes:
-    """Returns how many bytes each element takes."""
     sizes: Sizes = np.diff(bytes_before(array, np.arange(len(array) + 1)))
     return sizes
 
@@ -191,7 +172,7 @@ def _summed(sizes: npt.NDArray[Any], positions: Positions) -> Sizes:
 
 
 def _text_offsets(array: pa.Array) -> Positions:
-    """Returns where each text begins and the last one ends."""
+    """Returns the beginnings of all texts, and the end of the last."""
     buffer = array.buffers()[1]
     if buffer is None or not len(array):
         return np.zeros(len(array) + 1, np.int64)
@@ -225,7 +206,6 @@ def _is_extension(kind: pa.DataType) -> bool:
 
 
 def _width(kind: pa.DataType) -> float:
-    """Returns the bytes of a value of a type whose values are all of one size."""
     return 1.0 if pa.types.is_null(kind) else max(1.0, kind.bit_width / 8)
 
 
@@ -242,7 +222,7 @@ _BY_ELEMENT: tuple[tuple[_IsOf, Callable[[Any], Sizes]], ...] = (
     (_is_list_view, _list_view_sizes),
     (_is_view, _view_sizes),
 )
-"""Types whose elements are not in order or not contiguous: the size of each element."""
+"""Types whose elements are not contiguous or in order: sizes by element."""
 
 _BY_POSITION: tuple[tuple[_IsOf, Callable[[Any, Positions], Sizes]], ...] = (
     (_is_text, _in_texts),
@@ -253,4 +233,4 @@ _BY_POSITION: tuple[tuple[_IsOf, Callable[[Any, Positions], Sizes]], ...] = (
     (pa.types.is_run_end_encoded, _in_runs),
     (_is_extension, _in_storage),
 )
-"""Types whose offsets or run ends tell the size of all elements before a position."""
+"""Types whose offsets or run ends give the size before a position."""

@@ -1,8 +1,8 @@
-"""Columns, and the fields of structs, by their paths: `image.bytes` is the field `bytes` of the column `image`. Pure.
+"""Looks up columns and struct fields by path: `image.bytes` is the field `bytes` of the column `image`. Pure.
 
-A column whose own name is the path goes before. A field becomes a column of its path's name; where its struct is null,
-it is null. Fields within lists and maps have no path, nor have unions and runs within structs, which pyarrow can't take
-out of a struct with nulls.
+A column whose name equals the path takes precedence. A field becomes a column named by its path, null where its struct
+is null. Fields within lists and maps have no path; neither have unions and runs within structs, which pyarrow can't
+extract from a struct with nulls.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,19 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-_MOST_DOTS = 100  # of a path
+_MOST_DOTS = 100  # in a path
 
 Place = tuple[int, ...]
-"""The number of a column, then those of the fields on the way to the one that is meant."""
+"""The number of a column, then those of nested fields."""
 
 
 class Fields:
-    """The fields of a schema or of a struct, looked up by path.
-
-    Args:
-        fields: The fields.
-        in_struct: They are those of a struct.
-    """
+    """The fields of a schema or of a struct, by path."""
 
     def __init__(self, fields: Iterable[pa.Field], *, in_struct: bool = False) -> None:
         self._fields = tuple(fields)
@@ -34,11 +29,11 @@ class Fields:
 
     @property
     def names(self) -> list[str]:
-        """The names of the fields that are not within others, each once."""
+        """The names of the top-level fields, each once."""
         return list(self._numbers)
 
     def places(self, path: str) -> list[Place]:
-        """Returns where the fields of a path are: one, none, or several where names repeat."""
+        """Returns the places of a path's fields, several if names repeat."""
         if path in self._numbers:
             return [(number,) for number in self._numbers[path]]
         if path.count(".") > _MOST_DOTS:
@@ -51,7 +46,7 @@ class Fields:
         ]
 
     def field(self, path: str) -> pa.Field | None:
-        """Returns the one field of a path, named by the path; `None` = there is none, or several."""
+        """Returns the only field of a path, named by the path, or `None`."""
         places = self.places(path)
         if len(places) != 1:
             return None
@@ -63,7 +58,7 @@ class Fields:
         return pa.field(path, found.type, nullable, found.metadata)
 
     def paths(self) -> Iterator[str]:
-        """Yields the paths of all fields, those that are further outside first."""
+        """Yields the paths of all fields, outer ones first."""
         yield from self._numbers
         for number, field in enumerate(self._fields):
             for path in self._struct(number).paths():
@@ -77,11 +72,7 @@ class Fields:
 
 
 def select(schema: pa.Schema, paths: Iterable[str]) -> pa.Schema:
-    """Returns a schema of some fields, named by their paths.
-
-    Raises:
-        KeyError: There is no such field, or there are several.
-    """
+    """Returns a schema of fields named by their paths; `KeyError` unless each exists once."""
     fields, chosen = Fields(schema), []
     for path in paths:
         found = fields.field(path)
@@ -92,7 +83,7 @@ def select(schema: pa.Schema, paths: Iterable[str]) -> pa.Schema:
 
 
 def pick(record: pa.RecordBatch, paths: Sequence[str]) -> pa.RecordBatch:
-    """Returns some fields of a batch as columns that are named by their paths, each of which is there once."""
+    """Returns unique fields of a batch as columns named by their paths."""
     if set(paths) <= set(record.schema.names):
         return record.select(paths)
     fields, columns = Fields(record.schema), []
@@ -104,19 +95,19 @@ def pick(record: pa.RecordBatch, paths: Sequence[str]) -> pa.RecordBatch:
 
 
 def pruned(schema: pa.Schema, paths: Iterable[str]) -> pa.Schema:
-    """Returns the columns that some fields are in, with structs that have nothing else."""
+    """Returns the columns that contain some fields, with structs reduced to these."""
     fields = Fields(schema)
     return pa.schema(_pruned(list(schema), [place for path in paths for place in fields.places(path)]))
 
 
 def replaced(schema: pa.Schema, path: str, field: pa.Field) -> pa.Schema:
-    """Returns a schema in which the one field of a path has another's type and nullability."""
+    """Replaces type, nullability and metadata of a path's only field."""
     ((first, *inner),) = Fields(schema).places(path)
     return schema.set(first, _replaced(schema.field(first), inner, field))
 
 
 def _splits(path: str) -> Iterator[tuple[str, str]]:
-    """Yields a path cut in two at each of its dots."""
+    """Yields the two parts of a path at each dot."""
     end = path.find(".")
     while end >= 0:
         yield path[:end], path[end + 1 :]

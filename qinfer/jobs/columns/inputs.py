@@ -1,7 +1,7 @@
-"""Columns of an Arrow batch → the arrays that a model executes, without a step per row.
+"""Converts columns of an Arrow batch to a model's input arrays, without work per row.
 
-Rows that no tensor can be made of (nulls, lists of the wrong length, numbers that do not fit) are marked in the batch's
-`RowErrors` and left out of the arrays. Where a dimension is variable, rows of one shape make one `Piece`.
+Unusable rows (nulls, lists of the wrong length, numbers that do not fit) are marked in the batch's `RowErrors` and left
+out. With variable dimensions, rows of one shape form a `Piece`.
 """
 
 from collections.abc import Mapping
@@ -28,9 +28,8 @@ class Piece:
     """Rows of a batch whose tensors have one shape.
 
     Attributes:
-        rows: Their numbers within the batch, ascending; `None` = all of them.
-        count: How many they are.
-        inputs: Tensor → array `[count, …]`; perhaps read-only, BYTES as objects of `bytes`, BF16 as float32.
+        rows: Their ascending numbers within the batch; `None` = all.
+        inputs: Tensor → array `[count, …]`, possibly read-only; BYTES as objects of `bytes`, BF16 as float32.
     """
 
     rows: Indices | None
@@ -39,11 +38,9 @@ class Piece:
 
 
 class Decoded(NamedTuple):
-    """Result of decoding a batch: the executable pieces and the errors of the other rows.
+    """Result of decoding a batch: executable pieces, one per shape, and the errors of other rows.
 
-    Attributes:
-        pieces: The rows that a model can execute; one piece unless shapes differ, none if no row is left.
-        errors: What is wrong with the others. Whoever executes the pieces marks those that fail there.
+    The caller adds errors of execution.
     """
 
     pieces: tuple[Piece, ...]
@@ -51,24 +48,14 @@ class Decoded(NamedTuple):
 
 
 def is_left_out(spec: JobSpec, tensor: TensorSpec, schema: pa.Schema) -> bool:
-    """Tells whether the model runs without an input: an optional one that the job names no column for."""
+    """Returns whether the model runs without an input: it is optional, and the job has no column for it."""
     return tensor.optional and tensor.name not in spec.columns and not Fields(schema).places(tensor.name)
 
 
 class InputColumns:
-    """How a model's inputs are made of the columns of a job's inputs; made once, used for every batch.
+    """Makes a model's inputs from the columns of a job, for every batch; `columns` lists those that it needs.
 
-    Args:
-        spec: The job.
-        model: The model's configuration.
-        schema: The inputs' columns and their types.
-
-    Attributes:
-        columns: The paths of the columns that batches need, each once.
-
-    Raises:
-        InvalidRequest: A column is missing, its type or size does not fit, or there is no such input. The message
-            names the column.
+    A missing column, or one that does not fit, raises `InvalidRequest` with its name.
     """
 
     def __init__(self, spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> None:
@@ -91,12 +78,9 @@ class InputColumns:
         self._has_views = schema_without_views(flat).types != flat.types
 
     def decode(self, record: pa.RecordBatch, errors: RowErrors | None = None) -> Decoded:
-        """Makes the arrays of a batch.
+        """Makes the arrays of a batch; `errors` has earlier errors of its rows.
 
-        Args:
-            record: At least `columns`, or what these are fields of, in the types of the schema; in place of a
-                dictionary there may be its values.
-            errors: What is wrong with rows already; `None` = nothing.
+        The batch has the columns, or structs that contain them, in the schema's types or with decoded dictionaries.
         """
         record = pick(record, self.columns)
         if self._has_views:

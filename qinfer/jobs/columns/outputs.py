@@ -1,11 +1,10 @@
-"""A model's outputs → columns of the output, in the input's row order, beside what is copied and where rows are from.
+"""Converts a model's outputs to columns, in the input's row order, beside copied columns and the rows' origins.
 
-A tensor of one element a row becomes a plain column, `[k]` a list of fixed size, `[a, b]` lists in lists; a variable
-dimension makes a list of any size. BYTES become strings: a row whose bytes are not UTF-8 is an error, unless the model
-configuration's parameter `qinfer.binary_outputs` names the output (names with commas between), which makes its column
-binary. Of an output in the job's `top_k`, the greatest elements are columns instead, ranked as Triton's classification
-does (`qinfer.wire.outputs.greatest`). Of a decoupled model a row has a list: what each of its responses would be in a
-column of its own. A failed row has nulls in the outputs' columns.
+A tensor with one element per row becomes a plain column, `[k]` lists of fixed size, `[a, b]` lists in lists; a variable
+dimension makes lists of any size. BYTES become strings; a row with invalid UTF-8 is an error, unless the model
+parameter `qinfer.binary_outputs` (comma-separated names) makes the column binary. Outputs in the job's `top_k` become
+columns of their greatest elements, ranked like Triton's classification (`qinfer.wire.outputs.greatest`). With a
+decoupled model, a row has a list with one item per response. A failed row has nulls.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,9 +43,9 @@ class Scored(NamedTuple):
     """Outputs of the model for one piece of a batch.
 
     Attributes:
-        rows: The rows' numbers within the batch; `None` = all of them.
-        outputs: Output → its values, `[rows, …]`; BYTES as objects of `bytes` or `str`, or a raw tensor. Of a decoupled
-            model `[rows]` of objects: a tuple of arrays with the output's dimensions, one of each response to the row.
+        rows: The rows' numbers within the batch; `None` = all.
+        outputs: Output → array `[rows, …]`, with BYTES as objects of `bytes` or `str`, or a raw tensor. For a decoupled
+            model, `[rows]` of tuples with an array for each response.
     """
 
     rows: Indices | None
@@ -54,22 +53,19 @@ class Scored(NamedTuple):
 
 
 class OutputColumns:
-    """How the columns of a job's output are made; made once, used for every batch.
+    """Makes the columns of a job's output, for every batch; invalid columns raise `InvalidRequest`.
 
     Args:
         spec: The job.
         model: The model's configuration.
-        schema: The inputs' columns and their types.
-        urls: The files of the shard, which `_file` names; each once.
+        schema: The inputs' columns.
+        urls: The files of the shard, for `_file`.
 
     Attributes:
         schema: The output's columns, the same for all parts.
-        copied: The columns of the inputs that batches need for it.
-        good: Names of the columns of rows that have not failed, where failed ones have files of their own.
-        failed: Names of the columns of those files.
-
-    Raises:
-        InvalidRequest: A column does not exist, or two would have one name.
+        copied: The input columns that batches need for it.
+        good: Columns of the part, if failed rows have files of their own.
+        failed: Columns of the files of failed rows.
     """
 
     def __init__(self, spec: JobSpec, model: ModelSpec, schema: pa.Schema, urls: Sequence[str] = ()) -> None:
@@ -104,18 +100,10 @@ class OutputColumns:
         self.failed = [name for name in self.schema.names if name not in outputs]
 
     def encode(self, batch: RowBatch, scored: Sequence[Scored], errors: RowErrors) -> pa.RecordBatch:
-        """Makes the output's rows of a batch.
+        """Makes the output rows of a batch, in its order.
 
-        Args:
-            batch: The rows that were read.
-            scored: The outputs of the rows that were executed; each row at most once.
-            errors: The errors of the others. Rows that turn out to have no column value are marked here, too.
-
-        Returns:
-            As many rows as the batch has, in its order.
-
-        Raises:
-            OutputMismatch: An output is missing, or its shape or datatype is not the configuration's.
+        `scored` has the outputs of executed rows, `errors` those of the others; rows without a column value are marked
+        there, too. An output of another shape or datatype than configured raises `OutputMismatch`.
         """
         place = None
         if len(scored) != 1 or scored[0].rows is not None:
@@ -145,11 +133,7 @@ class OutputColumns:
 
 
 class _Output:
-    """The column of one output.
-
-    Attributes:
-        columns: The names and types of its columns.
-    """
+    """The column of one output."""
 
     def __init__(self, tensor: TensorSpec, names: tuple[str, ...], *, is_binary: bool = False) -> None:
         self._tensor = tensor
@@ -168,13 +152,10 @@ class _Output:
     def columns_of(
         self, scored: Sequence[Scored], place: pa.Array | None, rows: int, errors: RowErrors
     ) -> list[pa.Array]:
-        """Returns the columns of a batch.
+        """Returns the columns of a batch of `rows` rows.
 
-        Args:
-            scored: What was executed.
-            place: For each row of the batch, its number among those executed, or null; `None` = they are the same.
-            rows: The rows of the batch.
-            errors: Gets the rows whose strings are not UTF-8.
+        `place` has the number of each row among the executed ones, or null; `None` = all were executed in order. Rows
+        with invalid UTF-8 are marked in `errors`.
         """
         parts = [self._part(part, rows, errors) for part in scored]
         if place is None:
@@ -188,11 +169,7 @@ class _Output:
         return self._columns(self._array(part.outputs, part.rows, all_rows), part.rows, errors)
 
     def _array(self, outputs: Mapping[str, Array | Tensor], rows: Indices | None, all_rows: int) -> Array:
-        """Returns the output's values, with the shape and the dtype that the configuration says.
-
-        Raises:
-            OutputMismatch: They have others.
-        """
+        """Returns the output's values; raises `OutputMismatch` for another shape or dtype than configured."""
         tensor = self._tensor
         value = outputs.get(tensor.name)
         if value is None:
@@ -225,7 +202,7 @@ class _Output:
 
     def _texts(self, flat: Array, count: int, rows: Indices | None, errors: RowErrors) -> pa.Array:
         if self._is_text and flat.size and isinstance(flat[0], str):
-            with suppress(pa.ArrowException, UnicodeEncodeError):  # it has bytes beside
+            with suppress(pa.ArrowException, UnicodeEncodeError):  # it has bytes as well
                 return pa.array(flat, pa.string())
         values = pa.array(flat.astype(object, copy=False), pa.binary())
         if not self._is_text:
@@ -246,7 +223,7 @@ class _Output:
 
 
 class _ListedOutput(_Output):
-    """The column of one output of a decoupled model: lists of any size, with an element for each response of a row."""
+    """The column of a decoupled model's output: lists with an element for each response."""
 
     def __init__(self, tensor: TensorSpec, names: tuple[str, ...], *, is_binary: bool) -> None:
         super().__init__(tensor, names, is_binary=is_binary)
@@ -271,12 +248,12 @@ class _ListedOutput(_Output):
 
 
 class _RankedOutput(_Output):
-    """The columns of the greatest elements of one output: plain ones of the greatest, lists of several."""
+    """The columns of an output's greatest elements: plain for one, lists for several."""
 
     def __init__(self, tensor: TensorSpec, names: tuple[str, ...], count: int) -> None:
         super().__init__(tensor, ())
         self._count = count
-        # The last is none: where the index of a class without a label leads.
+        # The null at the end is for classes without a label.
         self._labels = pa.array([label or None for label in tensor.labels] + [None], pa.string())
         kinds = [pa.string()] * bool(tensor.labels) + [pa.int32(), self._element]
         self._size = -1 if -1 in tensor.dims else count
@@ -300,12 +277,12 @@ class _RankedOutput(_Output):
 
 
 def _notes(field: pa.Field) -> dict[bytes, bytes] | None:
-    """Returns what the writer of JSON lines needs to know of a copied column."""
+    """Returns the metadata of a copied column for the JSON lines writer."""
     return {JSON_NUMBER: b"1"} if JSON_NUMBER in (field.metadata or {}) else None
 
 
 def _place(rows: int, scored: Sequence[Scored]) -> pa.Array:
-    """Returns, for each row of a batch, its number among those executed; null = it was not."""
+    """Returns each row's number among the executed ones; null = not executed."""
     place = np.full(rows, -1, np.int64)
     first = 0
     for part in scored:
@@ -316,7 +293,7 @@ def _place(rows: int, scored: Sequence[Scored]) -> pa.Array:
 
 
 def _without(column: pa.Array, errors: RowErrors) -> pa.Array:
-    """Returns a column with nulls in the failed rows."""
+    """Sets failed rows of a column to null."""
     bad = errors.bad
     assert bad is not None
     if column.is_null().to_numpy(zero_copy_only=False)[bad].all():
@@ -325,13 +302,13 @@ def _without(column: pa.Array, errors: RowErrors) -> pa.Array:
 
 
 def list_type(element: pa.DataType, dim: int, *, nullable: bool = False) -> pa.DataType:
-    """Returns the type of lists of `dim` elements, which may be null or not; -1 = of any number."""
+    """Returns the type of lists of `dim` elements; -1 = any number."""
     field = pa.field("element", element, nullable=nullable)
     return pa.list_(field) if dim == -1 else pa.list_(field, dim)
 
 
 def lists_of(values: pa.Array, kind: pa.DataType, size: int, count: int) -> pa.Array:
-    """Returns values as `count` lists of `size` elements each."""
+    """Splits values into `count` lists of `size` elements."""
     if pa.types.is_fixed_size_list(kind):
         return pa.FixedSizeListArray.from_arrays(values, type=kind)
     offsets = pa.array(np.arange(count + 1, dtype=np.int32) * np.int32(size))

@@ -1,4 +1,4 @@
-"""Errors of single rows of a batch: a code and a message each, without an object per row."""
+"""Errors of single rows of a batch: code and message, without an object per row."""
 
 from typing import Any
 
@@ -11,29 +11,19 @@ Mask = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]
 
 BAD_FILE = "bad_file"
-"""The `error_code` of rows that can't be read, in a job that skips such files."""
+"""The `error_code` of unreadable rows, in a job that skips bad files."""
 
 
 class RowErrors:
-    """The errors of a batch's rows; one for each batch. The first error of a row is kept.
-
-    Args:
-        rows: The rows of the batch.
-    """
+    """The errors of a batch's rows; each row keeps its first."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self._reason: npt.NDArray[np.int32] | None = None  # the number of the row's reason; 0 = it is fine
+        self._reason: npt.NDArray[np.int32] | None = None  # the number of each row's reason; 0 = no error
         self._reasons: list[tuple[str, str]] = []
 
     def mark(self, rows: Mask | Indices, code: str, message: str) -> None:
-        """Marks rows as failed; those that are marked already stay as they are.
-
-        Args:
-            rows: Which rows: a mask of all, or their numbers.
-            code: What `error_code` says, such as `invalid_request`.
-            message: What `error_message` says.
-        """
+        """Marks rows, by mask or numbers, as failed; keeps earlier marks."""
         if not rows.size or (rows.dtype == np.bool_ and not rows.any()):
             return
         if self._reason is None:
@@ -44,16 +34,16 @@ class RowErrors:
 
     @property
     def count(self) -> int:
-        """How many rows have failed."""
+        """The number of failed rows."""
         return 0 if self._reason is None else int(np.count_nonzero(self._reason))
 
     @property
     def bad(self) -> Mask | None:
-        """The mask of failed rows; `None` when every row is fine."""
+        """The mask of failed rows; `None` = no row failed."""
         return None if self._reason is None else self._reason != 0
 
     def columns(self) -> tuple[pa.Array, pa.Array]:
-        """Returns the columns `error_code` and `error_message`; null where a row is fine."""
+        """Returns the columns `error_code` and `error_message`; null for valid rows."""
         if self._reason is None:
             return pa.nulls(self.rows, pa.string()), pa.nulls(self.rows, pa.string())
         numbers = pa.array(self._reason - 1, mask=self._reason == 0)

@@ -1,7 +1,7 @@
-"""The columns of a job's files: as text in its plan, their types where those of several files differ, and views. Pure.
+"""The columns of a job's files: encoding as text, common types of several files, and types without views. Pure.
 
-pyarrow can neither take nor filter rows of string and binary views and of run lengths (`array_take has no kernel`), so
-that they become texts, and values.
+pyarrow can neither take nor filter rows of string views, binary views and run lengths (`array_take has no kernel`), so
+they are converted.
 """
 
 import binascii
@@ -16,22 +16,18 @@ _UNITS = ("s", "ms", "us", "ns")
 _MOST_DIGITS_OF_INTEGERS = 20
 _DECIMAL128_DIGITS = 38
 _EXACT_DIGITS = 15
-"""Decimals of so many digits are the same once they were doubles."""
+"""Decimals of up to this many digits survive a conversion to doubles."""
 INT96_INSTANT = b"qinfer:int96"
-"""Marks the timestamps of INT96 in a field's metadata: they have no zone, and are instants in UTC."""
+"""Metadata of INT96 timestamps: without a zone, but instants in UTC."""
 
 
 def encode_schema(schema: pa.Schema) -> str:
-    """Returns columns as text: Arrow's own form of a schema, in base64."""
+    """Encodes columns as base64 of Arrow's own form."""
     return binascii.b2a_base64(schema.remove_metadata().serialize().to_pybytes(), newline=False).decode()
 
 
 def decode_schema(text: str) -> pa.Schema:
-    """Reads columns that are text.
-
-    Raises:
-        CorruptEntry: They can't be read.
-    """
+    """Decodes `encode_schema`; raises `CorruptEntry` if the text is malformed."""
     try:
         return pa.ipc.read_schema(pa.py_buffer(binascii.a2b_base64(text, strict_mode=True)))
     except (ValueError, OSError) as error:
@@ -39,9 +35,9 @@ def decode_schema(text: str) -> pa.Schema:
 
 
 def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Returns the type that holds the values of two: the wider number, the longer list; `None` = there is none.
+    """Returns the type for values of both types, such as the wider number or the longer list; `None` = no such type.
 
-    Timestamps with zones are instants, which are the same in UTC. A timestamp without a zone could be of any zone.
+    Timestamps with zones are instants, which UTC can represent. A timestamp without a zone could be in any zone.
     """
     one, other = as_read(one), as_read(other)
     if one == other:
@@ -61,20 +57,20 @@ def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _decimal_beside(kind: pa.DataType) -> pa.DataType:
-    """Returns the decimals that have the values of some decimals, and all integers."""
+    """Returns a decimal type for a decimal type's values and all integers."""
     digits = max(kind.precision - kind.scale, _MOST_DIGITS_OF_INTEGERS) + kind.scale
     return pa.decimal128(digits, kind.scale) if digits <= _DECIMAL128_DIGITS else pa.decimal256(digits, kind.scale)
 
 
 def are_rounded(one: pa.DataType, other: pa.DataType) -> bool:
-    """Tells whether a common type of floats may round the decimals of one of two types."""
+    """Returns whether a common float type may round decimals of one type."""
     kinds = (as_read(one), as_read(other))
     is_rounded = any(pa.types.is_decimal(kind) and kind.precision > _EXACT_DIGITS for kind in kinds)
     return is_rounded and any(pa.types.is_floating(kind) for kind in kinds)
 
 
 def common_field(one: pa.Field, other: pa.Field) -> pa.Field | None:
-    """Returns the first of two fields in their common type; INT96 is an instant beside timestamps that have zones."""
+    """Returns the first field in the common type; INT96 beside timestamps with a zone is an instant."""
     kinds = [one.type, other.type]
     instants = [INT96_INSTANT in (field.metadata or {}) for field in (one, other)]
     for number, is_int96 in enumerate(instants):
@@ -89,7 +85,7 @@ def common_field(one: pa.Field, other: pa.Field) -> pa.Field | None:
 
 
 def filled(schema: pa.Schema, other: pa.Schema) -> pa.Schema:
-    """Returns columns with those behind that only another file has."""
+    """Appends the columns that only another file has."""
     missing = [field.with_nullable(True) for field in other if field.name not in schema.names]
     return pa.schema([*schema, *missing])
 
@@ -101,7 +97,7 @@ def _is_structure(kind: pa.DataType) -> bool:
 
 
 def without_views(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Returns a batch whose texts are of types that pyarrow can do everything with; itself where it has no views."""
+    """Replaces views by types that all of pyarrow supports."""
     schema = schema_without_views(batch.schema)
     if schema.types == batch.schema.types:
         return batch
@@ -139,45 +135,41 @@ def _has_views(kind: pa.DataType) -> bool:
 
 
 def as_read(kind: pa.DataType) -> pa.DataType:
-    """Returns the type in which the values of a column are read: without dictionary, run lengths and views."""
+    """Returns the type in which a column is read: without dictionary, run lengths and views."""
     while pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         kind = kind.value_type
     return _not_a_view(kind)
 
 
 def has_runs(kind: pa.DataType) -> bool:
-    """Tells whether values within others are run-end encoded, which pyarrow can do little with."""
+    """Returns whether nested values are run-end encoded, which pyarrow barely supports."""
     return "run_end_encoded" in str(as_read(kind))
 
 
 def cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Returns a column in the type in which it is read.
-
-    Raises:
-        pyarrow.ArrowException: A value does not fit, such as an integer that a float would round.
-    """
+    """Casts a column to the type of reading; raises `pyarrow.ArrowException` if a value does not fit."""
     if column.type == kind:
         return column
     if pa.types.is_run_end_encoded(column.type):
         return cast(run_values(column), kind)
-    if pa.types.is_dictionary(column.type):  # no cast has a dictionary of views
+    if pa.types.is_dictionary(column.type):  # no cast supports a dictionary of views
         values = cast(column.dictionary, as_read(column.type))
         column = pa.DictionaryArray.from_arrays(column.indices, values)
     elif pa.types.is_nested(column.type):
-        # A cast of nested values would also cast the items of rows that are not in the slice.
+        # A cast of nested values would also cast items outside of the slice.
         column = _without_list_views(pa.concat_arrays([column]))
     return pc.cast(column, kind)
 
 
 def run_values(array: pa.RunEndEncodedArray) -> pa.Array:
-    """Returns the values of runs, one a row; Arrow's own function has no kernel for views, dictionaries and others."""
+    """Decodes runs; Arrow's own function has no kernel for views, dictionaries and other types."""
     values = cast(array.values, as_read(array.values.type))
     rows = np.arange(array.offset, array.offset + len(array))
     return values.take(pa.array(np.searchsorted(array.run_ends.to_numpy(), rows, side="right")))
 
 
 def as_list(lists: pa.Array) -> pa.Array:
-    """Returns lists whose offsets ascend; Arrow's own cast of views minds neither nulls, nor where a slice begins."""
+    """Converts list views to lists; Arrow's own cast ignores nulls and the beginning of a slice."""
     return _relisted(lists, lists.flatten())
 
 
@@ -188,7 +180,7 @@ def _relisted(lists: pa.Array, items: pa.Array) -> pa.Array:
 
 
 def _without_list_views(array: pa.Array) -> pa.Array:
-    """Returns values that begin at offset 0 with lists in place of list views, on all levels."""
+    """Replaces list views on all levels of an array at offset 0."""
     kind = array.type
     if "list_view" not in str(kind):
         return array

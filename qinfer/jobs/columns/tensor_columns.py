@@ -1,6 +1,6 @@
-"""Columns → one input tensor: scalar columns, one for each element of a row, or a column of lists.
+"""Converts columns to an input tensor: scalar columns, one for each element of a row, or a column of lists.
 
-Lists are of a fixed or a variable size, nested as the tensor is, or flat.
+Lists have a fixed or a variable size, and are nested like the tensor, or flat.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,16 +22,9 @@ _NULL_REMEDY = "'null' of its input can give it a value"
 
 
 class ScalarColumns:
-    """Makes one tensor of one or several scalar columns.
+    """Makes a tensor of scalar columns; `shape`, of one row, may have one -1.
 
-    Args:
-        tensor: The input.
-        given: Their names, and what becomes of nulls.
-        kinds: Their types.
-        shape: The shape of one row; one dimension may be -1.
-
-    Raises:
-        InvalidRequest: A type does not fit, the columns do not fill a row, or nulls can't become what is said.
+    Types that do not fit, too few columns, or an impossible treatment of nulls raise `InvalidRequest`.
     """
 
     def __init__(
@@ -50,7 +43,7 @@ class ScalarColumns:
         ]
 
     def check(self, record: pa.RecordBatch, errors: RowErrors) -> Indices | None:
-        """Marks the rows of a batch that no tensor can be made of; returns `None`: all rows have one shape."""
+        """Marks unusable rows; returns `None`, since all rows have one shape."""
         notes = _Notes(errors, None)
         for column in self._columns:
             values = column.values(record)
@@ -62,7 +55,7 @@ class ScalarColumns:
         return None
 
     def convert(self, record: pa.RecordBatch) -> Array:
-        """Returns the array `[rows, *shape]` of a batch whose rows are all fine."""
+        """Returns the array `[rows, *shape]` of a batch of valid rows."""
         rows = record.num_rows
         if len(self.columns) == 1:
             (column,) = self._columns
@@ -74,14 +67,7 @@ class ScalarColumns:
 
 
 class _Scalar(NamedTuple):
-    """A scalar column.
-
-    Attributes:
-        name: Its name.
-        is_plain: Its type is a plain one already.
-        allowed: Which values fit; `None` = all.
-        fill: The element in place of a null; `None` = a null is an error.
-    """
+    """A scalar column; `allowed` limits its values, `fill` replaces nulls, and without it a null is an error."""
 
     name: str
     is_plain: bool
@@ -89,26 +75,18 @@ class _Scalar(NamedTuple):
     fill: Any
 
     def values(self, record: pa.RecordBatch) -> pa.Array:
-        """Returns its values of a batch, in a plain type."""
+        """Returns the column of a batch in a plain type."""
         values = record.column(self.name)
-        # A dictionary may have a null that `null_count` passes over.
+        # A dictionary may have a null that `null_count` misses.
         return values if self.is_plain else casts.as_plain(values)
 
 
 class ListColumn:
-    """Makes one tensor of a column of lists.
+    """Makes a tensor of a column of lists; in `shape`, of one row, -1 may differ from row to row.
 
-    The lists are nested as deep as the tensor has dimensions, or they are flat and have all elements of a row, in
-    row-major order. A column of Arrow's fixed-shape tensors is one of flat lists whose type says the shape.
-
-    Args:
-        tensor: The input.
-        given: The column's name, whether a shape is asked for, and what becomes of nulls.
-        kind: Its type.
-        shape: The shape of one row; -1 = it may differ from row to row.
-
-    Raises:
-        InvalidRequest: The type, the depth or a fixed size does not fit, or nulls can't become what is said.
+    The lists are nested as deep as the tensor's dimensions, or flat in row-major order. A column of Arrow's fixed-shape
+    tensors has flat lists whose type has the shape. A wrong type, depth or size, or an impossible treatment of nulls,
+    raises `InvalidRequest`.
     """
 
     def __init__(self, tensor: TensorSpec, given: Columns, kind: pa.DataType, shape: tuple[int, ...]) -> None:
@@ -130,15 +108,14 @@ class ListColumn:
 
     @staticmethod
     def reads(kind: pa.DataType) -> bool:
-        """Tells whether a type is one of lists."""
+        """Returns whether a type is a list type."""
         return _is_list(casts.plain(kind))
 
     def check(self, record: pa.RecordBatch, errors: RowErrors) -> Indices | None:
-        """Marks the rows of a batch that no tensor can be made of.
+        """Marks unusable rows of a batch.
 
-        Returns:
-            What tells rows apart that can't be in one array: the shape of each, `[rows, dimensions]`, or where all have
-            the same, `[rows, 1]` whether a row is a null that is filled; meaningless for marked rows. `None` = nothing.
+        Returns what separates rows into arrays: their shapes `[rows, dimensions]`, or with a fixed shape `[rows, 1]`
+        whether a row is a filled null; `None` = one array. Values of marked rows are undefined.
         """
         array = casts.as_plain(record.column(self._column))
         rows = is_filled = None
@@ -166,11 +143,11 @@ class ListColumn:
         return whole
 
     def convert(self, record: pa.RecordBatch) -> Array:
-        """Returns the array `[rows, …]` of a batch whose rows are all fine and of one shape."""
+        """Returns the array `[rows, …]` of valid rows of one shape."""
         array = casts.as_plain(record.column(self._column))
         rows = len(array)
         shape = self._shape
-        if array.null_count:  # all are null: a view of one element, however many there are
+        if array.null_count:  # all are null: broadcast one element
             return np.broadcast_to(np.array(self._fill, casts.target_dtype(self._datatype)), (rows, *shape))
         if not self._is_fixed:
             shape = tuple(self._shapes(_walk(array.slice(0, 1), self._depth).sizes)[0].tolist())
@@ -211,7 +188,7 @@ class ListColumn:
             notes.mark_beyond(misfits, found.rows_of(misfits.places), self._column, self._datatype)
 
     def _shapes(self, sizes: Indices) -> Indices:
-        """Returns rows' shapes of the sizes of their lists."""
+        """Returns the shapes of rows from the sizes of their lists."""
         if not self._is_flat:
             return sizes
         step = prod(dim for dim in self._shape if dim != _RAGGED)
@@ -222,11 +199,9 @@ class ListColumn:
 
 
 class _Layout(NamedTuple):
-    """Where the elements of fixed-shape tensors are (https://arrow.apache.org/docs/format/CanonicalExtensions.html).
+    """Layout of fixed-shape tensors (https://arrow.apache.org/docs/format/CanonicalExtensions.html).
 
-    Attributes:
-        stored: The sizes of the dimensions in the order in which they are stored, row-major.
-        order: For each dimension of the tensor, which of the stored ones it is.
+    `stored` has the dimensions in stored, row-major order; `order` has the stored dimension of each of the tensor's.
     """
 
     stored: tuple[int, ...]
@@ -234,7 +209,7 @@ class _Layout(NamedTuple):
 
     @classmethod
     def of(cls, kind: pa.DataType) -> "_Layout | None":
-        """Returns the layout of a type of tensors; `None` of another type."""
+        """Returns the layout of a tensor type; `None` for other types."""
         if not isinstance(kind, pa.FixedShapeTensorType):
             return None
         return cls(tuple(kind.shape), tuple(kind.permutation or range(len(kind.shape))))
@@ -245,25 +220,25 @@ class _Layout(NamedTuple):
         return tuple(self.stored[dimension] for dimension in self.order)
 
     def in_order(self, values: Array, rows: int) -> Array:
-        """Returns the elements of tensors, as they are stored, in the order of the tensors' own dimensions."""
+        """Reorders stored elements to the tensors' dimensions."""
         return values.reshape(rows, *self.stored).transpose(0, *(dimension + 1 for dimension in self.order))
 
 
 class _Notes:
-    """Marks rows of a batch by their place among its rows that are not null."""
+    """Marks rows by their number among those that are not null."""
 
     def __init__(self, errors: RowErrors, rows: Indices | None) -> None:
         self._errors = errors
         self._rows = rows
 
     def mark(self, places: Mask | Indices, message: str) -> None:
-        """Marks rows: a mask of all, or their places."""
+        """Marks rows, by mask or numbers."""
         chosen = np.flatnonzero(places) if places.dtype == np.bool_ else places
         chosen = chosen if self._rows is None else self._rows[chosen]
         self._errors.mark(chosen, ErrorCode.INVALID_REQUEST, message)
 
     def mark_each(self, places: Indices, values: Array, text: Callable[[object], str]) -> None:
-        """Marks rows with the value that each has in the message; of many different ones the message has none."""
+        """Marks rows with a message about each one's value; with too many different values, without it."""
         found = np.unique(values)
         if len(found) > _MESSAGES:
             self.mark(places, text(None))
@@ -272,7 +247,7 @@ class _Notes:
             self.mark(places[values == value], text(value))
 
     def mark_beyond(self, misfits: casts.Misfits, places: Indices, column: str, datatype: str) -> None:
-        """Marks rows that have a number that does not fit."""
+        """Marks rows with a number that does not fit."""
         places, first = np.unique(places, return_index=True)
         remedy = "convert the column in the inputs, or map it to another input"
 
@@ -287,10 +262,10 @@ class _Walked(NamedTuple):
     """Sizes and elements of a list array.
 
     Attributes:
-        sizes: How long the lists are, by row and level; `_RAGGED` where those of a row differ.
+        sizes: The lengths of lists by row and level; `_RAGGED` if they differ within a row.
         values: The elements, flat.
-        owner: The row of each element; `None` = every row has as many.
-        has_null: The rows with a null in place of an inner list; `None` = there are none.
+        owner: The row of each element; `None` = all rows have equally many.
+        has_null: The rows with a null inner list; `None` = no row.
     """
 
     sizes: Indices
@@ -331,7 +306,7 @@ def _walk(array: pa.Array, depth: int) -> _Walked:
 
 
 def _lengths(array: pa.Array) -> int | Indices:
-    """Returns how long the lists of an array without nulls are; a number where the type says it."""
+    """Returns the lengths of lists without nulls; a number for fixed-size lists."""
     if pa.types.is_fixed_size_list(array.type):
         return int(array.type.list_size)
     offsets = array.offsets.to_numpy(zero_copy_only=False)
@@ -340,7 +315,7 @@ def _lengths(array: pa.Array) -> int | Indices:
 
 
 def _common(lengths: Indices, owner: Indices, rows: int) -> Indices:
-    """Returns the length that all lists of a row have; `_RAGGED` where they differ, 0 where there are none."""
+    """Returns the common length of each row's lists: `_RAGGED` if they differ, 0 without lists."""
     least = np.full(rows, np.iinfo(np.int64).max)
     most = np.zeros(rows, np.int64)
     np.minimum.at(least, owner, lengths)
@@ -353,7 +328,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _levels(kind: pa.DataType) -> tuple[list[int], pa.DataType]:
-    """Returns the fixed size of each level of lists, -1 where it has none, and the type of the elements."""
+    """Returns the fixed size of each list level, -1 = variable, and the element type."""
     sizes = []
     kind = casts.plain(kind)
     while _is_list(kind):
@@ -363,11 +338,7 @@ def _levels(kind: pa.DataType) -> tuple[list[int], pa.DataType]:
 
 
 def _of_tensors(tensor: TensorSpec, column: str, dims: tuple[int, ...], layout: _Layout) -> tuple[int, ...]:
-    """Returns the shape of an input's rows that are made of fixed-shape tensors: theirs, but for sizes of 1, or flat.
-
-    Raises:
-        InvalidRequest: The input has another shape.
-    """
+    """Returns the shape of an input's rows made of fixed-shape tensors; sizes of 1 may differ, or the shape be flat."""
     shape = layout.shape
     if len(dims) == len(shape) and all(dim in (_RAGGED, size) for dim, size in zip(dims, shape, strict=True)):
         return shape
@@ -387,11 +358,7 @@ def _of_tensors(tensor: TensorSpec, column: str, dims: tuple[int, ...], layout: 
 def _resolved(
     tensor: TensorSpec, column: str, kind: pa.DataType, shape: tuple[int, ...], sizes: list[int]
 ) -> tuple[int, ...]:
-    """Returns the shape of a row, with the variable dimensions that the type fixes.
-
-    Raises:
-        InvalidRequest: The type says another size, or the lists' depth does not fit.
-    """
+    """Returns the shape of a row, completed by the type's fixed sizes; raises `InvalidRequest` if they conflict."""
     text = f"column '{column}' is of type {kind}; a row of input '{tensor.name}' has the shape {list(shape)}"
     if len(sizes) == len(shape):
         if any(_RAGGED not in (size, dim) and size != dim for size, dim in zip(sizes, shape, strict=True)):
@@ -410,17 +377,7 @@ def _resolved(
 
 
 def _check_type(tensor: TensorSpec, column: str, kind: pa.DataType, shown: pa.DataType) -> None:
-    """Checks that values of a type can become a tensor's elements.
-
-    Args:
-        tensor: The input.
-        column: Its column.
-        kind: The plain type of the values.
-        shown: The column's own type, for the message.
-
-    Raises:
-        InvalidRequest: They can't.
-    """
+    """Raises `InvalidRequest` if values of a plain type do not fit a tensor; messages use the type `shown`."""
     if casts.fits(kind, tensor.datatype):
         return
     remedy = "map another column to it, or convert the column in the inputs"
@@ -432,11 +389,7 @@ def _check_type(tensor: TensorSpec, column: str, kind: pa.DataType, shown: pa.Da
 
 
 def _fill(tensor: TensorSpec, given: Columns, column: str) -> Any:
-    """Returns the element in place of a column's nulls; `None` = they are errors.
-
-    Raises:
-        InvalidRequest: The input can't have such an element.
-    """
+    """Returns the element that replaces nulls, `None` = nulls are errors; raises `InvalidRequest` if impossible."""
     null = given.null_of(column)
     if null == "error":
         return None
@@ -451,7 +404,7 @@ def _fill(tensor: TensorSpec, given: Columns, column: str) -> Any:
 
 
 def _filled(tensor: TensorSpec, shape: tuple[int, ...], columns: Sequence[str]) -> tuple[int, ...]:
-    """Returns the shape of a row that has as many elements as there are columns."""
+    """Returns the shape of a row with one element per column."""
     count = len(columns)
     fixed = prod(dim for dim in shape if dim != -1)
     variable = sum(dim == -1 for dim in shape)

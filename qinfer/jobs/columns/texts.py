@@ -1,8 +1,7 @@
-"""Columns of text with values of other types: the job says so, or they are copied as well as fed to an input. Pure.
+"""Text columns with values of other types: declared by the job, or both copied and fed to an input. Pure.
 
-A column that is only copied stays as it is written. A column that the job gives a type (`JobSpec.types`) is text in the
-plan and as it is read, with a note of that type; `TypedColumns` makes its values, and another cell is an error of its
-row.
+A column that is only copied stays as written. A column in the job's `types` (`JobSpec.types`) is text in the plan and
+when read, with the type in its metadata; `TypedColumns` converts it, and a row with another value fails.
 """
 
 import re
@@ -22,20 +21,20 @@ if TYPE_CHECKING:
     from qinfer.jobs.rows.shard_rows import RowBatch
 
 READ_AS = b"qinfer.read_as"
-"""In the notes of a column of text: the type that inputs read its values as."""
+"""Metadata of a text column: the type that inputs convert it to."""
 
 DECLARED = b"qinfer.type"
-"""In the notes of a column of text: the type that the job gives it, by the name that the job has for it."""
+"""Metadata of a text column: the name of its type in the job's `types`."""
 
 JSON_NUMBER = b"qinfer.json_number"
-"""In the notes of a field of text: the texts are numbers as JSON has them."""
+"""Metadata of a text field: its texts are JSON numbers."""
 
 _NULLS = pa.array(pa.csv.ConvertOptions().null_values)
 _DECIMAL = re.compile(r"decimal128\((?P<digits>\d+), ?(?P<fraction>\d+)\)")
 
 
 def type_of(name: str) -> pa.DataType:
-    """Returns the type of a name of `qinfer.jobs.job.COLUMN_TYPES`, or of a decimal."""
+    """Returns the type with a name in `qinfer.jobs.job.COLUMN_TYPES`, or of a decimal."""
     if decimal := _DECIMAL.fullmatch(name):
         return pa.decimal128(int(decimal["digits"]), int(decimal["fraction"]))
     plain, zone, _ = name.partition(", tz=UTC")
@@ -43,18 +42,18 @@ def type_of(name: str) -> pa.DataType:
 
 
 def declared(field: pa.Field, name: str, *, is_json: bool = False) -> pa.Field:
-    """Returns a column as text, with the type that the job gives it in its notes."""
+    """Returns a column as text, with its declared type in the metadata."""
     notes = {DECLARED: name, JSON_NUMBER: "1"} if is_json else {DECLARED: name}
     return field.with_type(pa.string()).with_metadata(notes)
 
 
 def is_declared(field: pa.Field | None) -> bool:
-    """Tells whether a column is text that the job gives a type."""
+    """Returns whether a column is text with a declared type."""
     return field is not None and DECLARED in (field.metadata or {})
 
 
 def typed(schema: pa.Schema) -> pa.Schema:
-    """Returns columns in the types that the job gives them."""
+    """Returns columns in their declared types."""
     return pa.schema([_typed(field) for field in schema])
 
 
@@ -67,7 +66,7 @@ def _typed(field: pa.Field) -> pa.Field:
 
 
 def leaf_of(field: pa.Field) -> pa.DataType:
-    """Returns the type that inputs read a field's values as: its own, or that of the values that are text."""
+    """Returns the type that inputs read a field as."""
     notes = field.metadata or {}
     if DECLARED in notes:
         return type_of(notes[DECLARED].decode())
@@ -75,7 +74,7 @@ def leaf_of(field: pa.Field) -> pa.DataType:
 
 
 def read_type(field: pa.Field) -> pa.DataType:
-    """Returns the type that inputs read a column as: as `leaf_of`, within lists and structs, too."""
+    """Returns the type that inputs read a column as, including fields in lists and structs."""
     kind = field.type
     if pa.types.is_struct(kind):
         return pa.struct([inner.with_type(read_type(inner)) for inner in kind])
@@ -86,14 +85,7 @@ def read_type(field: pa.Field) -> pa.DataType:
 
 
 def numbers(texts: pa.Array, field: pa.Field, decimal_point: str, errors: RowErrors) -> pa.Array:
-    """Returns the numbers of a column of text; marks the rows with other texts.
-
-    Args:
-        texts: The column.
-        field: The column's name, and its type.
-        decimal_point: The character before the fraction of a number.
-        errors: The errors of the rows.
-    """
+    """Converts a text column to the field's type; marks rows with other values."""
     kind = read_type(field)
     if JSON_NUMBER in (field.metadata or {}) or pa.types.is_nested(kind):
         return texts.cast(kind)
@@ -105,19 +97,14 @@ def numbers(texts: pa.Array, field: pa.Field, decimal_point: str, errors: RowErr
 
 
 class TypedColumns:
-    """Makes the values of the columns to which the job gives types.
-
-    Args:
-        schema: The columns that batches have, as they are read.
-        decimal_point: The character before the fraction of a number in CSV.
-    """
+    """Converts columns to their declared types."""
 
     def __init__(self, schema: pa.Schema, decimal_point: str) -> None:
         self._fields = [field for field in schema if is_declared(field)]
         self._decimal_point = decimal_point
 
     def of(self, batch: "RowBatch", errors: RowErrors) -> "RowBatch":
-        """Returns a batch with values in place of texts; marks the rows with other cells."""
+        """Converts the columns of a batch; marks rows with other values."""
         record = batch.record
         for field in self._fields:
             texts, kind = record.column(field.name), read_type(field)
@@ -132,7 +119,7 @@ class TypedColumns:
 
 
 def _places(batch: "RowBatch", rows: list[int]) -> Iterator[tuple[int, tuple[int, str]]]:
-    """Yields rows of a batch in order, each with its number in its file, and the file."""
+    """Yields rows of a batch, each with its number in its file and the file's URL."""
     segments, first = iter(batch.segments), 0
     segment = next(segments, None)
     for row in rows:
@@ -144,7 +131,7 @@ def _places(batch: "RowBatch", rows: list[int]) -> Iterator[tuple[int, tuple[int
 
 
 def _plain(texts: pa.Array, kind: pa.DataType, decimal_point: str) -> pa.Array:
-    """Returns cells of CSV as a type's values are written: without spaces around them, empty ones and `NA` as null."""
+    """Trims CSV cells and makes empty ones and `NA` null."""
     if pa.types.is_string(kind):
         return texts
     plain = pc.utf8_trim_whitespace(texts)
@@ -155,7 +142,7 @@ def _plain(texts: pa.Array, kind: pa.DataType, decimal_point: str) -> pa.Array:
 
 
 def _parsed(texts: pa.Array, kind: pa.DataType) -> tuple[pa.Array, list[int]]:
-    """Returns the values of texts, and the rows of those that are none, which are null."""
+    """Converts texts; returns values, null where invalid, and the invalid rows."""
     try:
         values = texts.cast(kind)
         wrong = _endless(texts, values)
@@ -169,7 +156,7 @@ def _parsed(texts: pa.Array, kind: pa.DataType) -> tuple[pa.Array, list[int]]:
 
 
 def _endless(texts: pa.Array, values: pa.Array) -> list[int]:
-    """Returns the rows of finite numbers that a type of floats has no value for."""
+    """Returns the rows whose finite numbers became infinite."""
     if not pa.types.is_floating(values.type) or not pc.any(pc.is_inf(values)).as_py():
         return []
     finite = pc.and_(pc.is_inf(values), pc.match_substring_regex(texts, "[0-9]"))

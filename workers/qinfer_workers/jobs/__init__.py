@@ -1,1 +1,1 @@
-"""The bulk worker: plans jobs, finishes them, and looks after those that are stuck; as tasks of Celery."""
+"""The bulk worker: plans, finishes and sweeps jobs, as tasks of Celery."""

@@ -1,12 +1,11 @@
 """The bulk worker's composition root: `python -m qinfer_workers.jobs`.
 
-One Celery worker, with beat embedded unless `bulk.beat` is off; configured by `QINFER_…` variables. Any number may run,
-beats too: tasks are idempotent.
-SIGTERM and SIGINT end it: what it had in hand goes back to the queue, for the next one. It also ends where it can't do
-its work any more (`Watchdog`), to be started again.
+One Celery worker, with beat embedded unless `bulk.beat` is off; `QINFER_…` variables configure it. Any number may run,
+with their beats, since tasks are idempotent. SIGTERM and SIGINT end it: its tasks go back to the queue. It also ends
+when it can't do its work any more (`Watchdog`), to be restarted.
 
-While Redis is away at the start it waits. Exit codes: 0 after a stop, 2 for a wrong setting, others when a part of it
-died or hangs.
+It waits for Redis at the start. Exit codes: 0 after a stop, 2 for a wrong setting, others when a part of it died or
+hangs.
 """
 
 import logging
@@ -46,11 +45,11 @@ from qinfer_workers.liveness import end
 logger = logging.getLogger("qinfer_workers.jobs")
 
 _LEVELS = {
-    "celery.beat": logging.WARNING,  # these have several lines for each task, and there is one every few seconds
+    "celery.beat": logging.WARNING,  # these log several lines for each task, and tasks come every few seconds
     "celery.worker.strategy": logging.WARNING,
     "celery.app.trace": logging.WARNING,
     "celery.worker.request": logging.WARNING,
-    "kombu.transport.virtual.base": logging.ERROR,  # it warns of what is handed back at the end, as it should be
+    "kombu.transport.virtual.base": logging.ERROR,  # it warns of tasks handed back at the end, which is intended
 }
 
 
@@ -60,12 +59,8 @@ async def _connect(settings: Settings) -> tuple[Queue, ControlStore]:
 
 
 def serve(settings: Settings) -> int:
-    """Runs a worker until SIGTERM or SIGINT; returns the exit code.
-
-    Raises:
-        SettingsError: The broker of the tasks can't be used.
-    """
-    broker_of(settings)  # what is wrong with it shows before anything is opened
+    """Runs a worker until SIGTERM or SIGINT; returns the exit code. An unusable broker raises `SettingsError`."""
+    broker_of(settings)  # fails before anything is opened
     loop = EventLoop()
     _stop_on_signals(loop)
     if (health := open_health(settings)) is not None:
@@ -91,7 +86,7 @@ def serve(settings: Settings) -> int:
 
 
 def _work(settings: Settings, loop: EventLoop, services: JobServices) -> int:
-    """Runs Celery's worker and its services until it stops; returns the exit code."""
+    """Runs Celery's worker until it stops; returns the exit code."""
     tasks = BulkTasks(settings)
     use_cases: dict[str, UseCase] = {
         PLAN: Planner(services, settings.limits).run,
@@ -99,11 +94,11 @@ def _work(settings: Settings, loop: EventLoop, services: JobServices) -> int:
         SWEEP: Sweeper(services, tasks).run,
     }
     app = make_app(settings, loop, use_cases)
-    app.set_default()  # the threads of the pool find their tasks in it
+    app.set_default()  # threads of the pool find their tasks there
     name = f"qinfer-bulk-{os.getpid()}@{socket.gethostname()}"
     worker = app.WorkController(
         hostname=name,
-        pool_cls="threads",  # drivers of stores have threads of their own, which do not survive a fork
+        pool_cls="threads",  # drivers of stores have threads, which do not survive a fork
         concurrency=TASKS_AT_ONCE,
         queues=QUEUE,
         without_mingle=True,
@@ -129,7 +124,7 @@ def _work(settings: Settings, loop: EventLoop, services: JobServices) -> int:
 def main() -> int:
     """Reads the settings, serves, and returns the exit status."""
     protect_process(os.environ)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it means gateways; what this process starts ignores it too
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is for gateways; child processes ignore it, too
     try:
         settings = load_settings()
         logs.configure(settings.log, "bulk", unknown=settings.unknown)
@@ -140,13 +135,13 @@ def main() -> int:
     except SettingsError as error:
         logs.cannot_start(os.environ, "qinfer_workers.jobs", error.message)
         return 2
-    except Exception:  # the boundary: threads that wait for a store would keep the process, and the supervisor waiting
+    except Exception:  # the boundary: threads that wait for a store would keep the process alive
         logger.exception("bulk worker failed")
         return os.EX_SOFTWARE
 
 
 def _stop(loop: EventLoop, code: int) -> None:
-    """Has the worker stop, with an exit code; for signals and threads."""
+    """Requests a stop with an exit code; safe in signal handlers and threads."""
     state.should_stop = code
     loop.stop()
 

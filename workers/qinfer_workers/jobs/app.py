@@ -1,7 +1,7 @@
-"""The Celery app of the bulk worker: its settings and its tasks, which hand over to the use cases.
+"""The Celery app of the bulk worker: settings, and tasks that call the use cases.
 
-Tasks are small and idempotent, their argument is a job's id. A task is acknowledged when it has ended: one whose worker
-died comes again, from the broker after `visibility_timeout`, and long before from `qinfer_workers.jobs.sweep`.
+Tasks are small and idempotent; their argument is a job's id. A task is acknowledged at its end. If its worker died, it
+is delivered again: by the broker after `visibility_timeout`, and much earlier by `qinfer_workers.jobs.sweep`.
 """
 
 from collections.abc import Callable, Coroutine, Mapping
@@ -17,28 +17,19 @@ from qinfer.jobs.tasks import FINALISE, PLAN, QUEUE, SWEEP, celery_app
 from qinfer_workers.jobs.event_loop import EventLoop, Stopped
 
 UseCase = Callable[[str], Coroutine[None, None, None]]
-"""What a task does for a job; a `retryable` error says: later."""
+"""The work of a task on a job; a `retryable` error retries it later."""
 
 SWEEP_LIMIT_S = 120.0
-"""How long a sweep may take; the next goes on."""
+"""The time limit of a sweep; the next sweep continues."""
 
-_TASK_MARGIN_S = 60.0  # a step ends itself after `plan_timeout_s`, and tells its job; this is for what hangs
+_TASK_MARGIN_S = 60.0  # a step ends after `plan_timeout_s` and logs it; this limit is for hanging tasks
 _VISIBILITY_MARGIN_S = 600.0
 _SOCKET_MARGIN_S = 2.0
 _FIRST_PAUSE_S = 0.5
 
 
 def make_app(settings: Settings, loop: EventLoop, use_cases: Mapping[str, UseCase]) -> Celery:
-    """Makes the app.
-
-    Args:
-        settings: Where the broker is, and how long tasks may take.
-        loop: Where the use cases run.
-        use_cases: Task name → what it does; that of `SWEEP` gets an empty id.
-
-    Raises:
-        SettingsError: The broker can't be used.
-    """
+    """Makes the app; `SWEEP`'s use case gets an empty id. An unusable broker raises `SettingsError`."""
     app = plain_app(settings)
     for name in (PLAN, FINALISE, SWEEP):
         limit_s = SWEEP_LIMIT_S if name == SWEEP else settings.bulk.plan_timeout_s + _TASK_MARGIN_S
@@ -48,15 +39,8 @@ def make_app(settings: Settings, loop: EventLoop, use_cases: Mapping[str, UseCas
 
 
 def plain_app(settings: Settings) -> Celery:
-    """Makes the app without its tasks: all that beat needs, which sends them by name.
-
-    Args:
-        settings: Where the broker is, and how often to sweep.
-
-    Raises:
-        SettingsError: The broker can't be used.
-    """
-    longest_s = settings.bulk.plan_timeout_s + _VISIBILITY_MARGIN_S  # else a task that runs would be run again
+    """Makes the app without tasks, for beat, which sends tasks by name."""
+    longest_s = settings.bulk.plan_timeout_s + _VISIBILITY_MARGIN_S  # less would deliver running tasks again
     transport = {
         "visibility_timeout": longest_s,
         "socket_timeout": settings.redis.command_timeout_s + _SOCKET_MARGIN_S,
@@ -68,8 +52,8 @@ def plain_app(settings: Settings) -> Celery:
         task_acks_late=True,
         task_reject_on_worker_lost=True,
         worker_prefetch_multiplier=1,
-        worker_send_task_events=True,  # Flower shows them
-        worker_enable_remote_control=False,  # kombu reads its subscription without a limit where it was made again
+        worker_send_task_events=True,  # for Flower
+        worker_enable_remote_control=False,  # kombu reads a renewed subscription without a limit
         task_send_sent_event=True,
         worker_hijack_root_logger=False,
         worker_redirect_stdouts=False,
@@ -88,7 +72,7 @@ def plain_app(settings: Settings) -> Celery:
 
 
 def longest_pause_s(settings: Settings) -> float:
-    """Returns how long a task waits at most before it is tried again; the sweep must not take it for lost meanwhile."""
+    """Returns the longest pause before a retry; the sweep must not consider the task lost meanwhile."""
     return 2 * settings.bulk.sweep_every_s
 
 
@@ -104,7 +88,7 @@ def _register(app: Celery, name: str, work: Callable[[str], None], longest_s: fl
         except Stopped:
             raise Reject("the worker stops", requeue=True) from None
         except QinferError as error:
-            if not error.retryable or name == SWEEP:  # which comes again anyway
+            if not error.retryable or name == SWEEP:  # the next sweep is due anyway
                 raise
             later_s = pause_s(task.request.retries + 1, _FIRST_PAUSE_S, longest_s)
             raise task.retry(exc=error, countdown=later_s) from None

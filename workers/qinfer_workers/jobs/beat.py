@@ -1,10 +1,10 @@
 """Beat's composition root: `python -m qinfer_workers.jobs.beat`.
 
-It has bulk workers look for jobs that are stuck, every `bulk.sweep_every_s` seconds; configured by `QINFER_…`
-variables. One is enough. Two are no harm, such as for the moment in which one replaces the other: a look may be
-repeated. None is no harm for a while: jobs go on, and what is stuck waits until there is one again. It needs no file.
+It sends a sweep for stuck jobs to the bulk workers every `bulk.sweep_every_s` seconds; `QINFER_…` variables configure
+it. Run one; a second is harmless, for example during a replacement, since sweeps may be repeated. Without beat, jobs
+run, but stuck jobs wait until it is back. It needs no file.
 
-Exit codes: 0 after SIGTERM or SIGINT, 2 for a wrong setting, 70 where it can't send any more, to be started again.
+Exit codes: 0 after SIGTERM or SIGINT, 2 for a wrong setting, 70 if it can't send any more and has to be restarted.
 """
 
 import asyncio
@@ -34,34 +34,27 @@ from qinfer_workers.liveness import end
 logger = logging.getLogger("qinfer_workers.jobs.beat")
 
 QUIET_S = 300.0
-"""So long it may send nothing while Redis answers; longer where sweeps are rare."""
+"""How long it may send nothing while Redis is reachable; longer if sweeps are rare."""
 
 MOST_WAITING = 100
-"""While so many tasks wait it sends none: without bulk workers Redis would fill, for expired tasks stay in its list."""
+"""It sends nothing while this many tasks wait: without bulk workers, expired tasks would fill Redis."""
 
 _QUIET_SWEEPS = 5
-_LEVELS = {"celery.beat": logging.WARNING}  # it has a line for each sweep
+_LEVELS = {"celery.beat": logging.WARNING}  # it logs each sweep
 
 
 class Beat:
-    """Celery's beat in a thread, and when it last sent something, or saw that enough waits.
-
-    Args:
-        settings: Where to, and how often.
-
-    Raises:
-        SettingsError: The broker can't be used.
-    """
+    """Celery's beat in a thread, and the time of its last sending; `SettingsError` if the broker is unusable."""
 
     def __init__(self, settings: Settings) -> None:
         self._sent_s = time.monotonic()
         outer, tasks = self, BulkTasks(settings)
 
-        class Telling(Scheduler):  # the plain one keeps its schedule in memory
+        class Telling(Scheduler):  # the plain scheduler keeps its schedule in memory
             """Sends tasks while few are waiting, and reports each round."""
 
             def apply_async(self, *args: Any, **kwargs: Any) -> Any:
-                with contextlib.suppress(BrokerUnavailable):  # sending tells what is wrong
+                with contextlib.suppress(BrokerUnavailable):  # sending raises the error
                     if tasks.waiting() >= MOST_WAITING:
                         outer.excuse()
                         return None
@@ -73,34 +66,30 @@ class Beat:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread goes on."""
+        """Whether the thread is alive."""
         return bool(self._thread.is_alive())
 
     def start(self) -> None:
-        """Begins."""
+        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends it soon; nothing waits for it."""
+        """Stops the thread without waiting."""
         self._thread.service.stop(wait=False)
 
     def quiet_s(self) -> float:
-        """Returns how long ago something was sent, or `excuse` called."""
+        """Returns the time since the last sending or `excuse`."""
         return time.monotonic() - self._sent_s
 
     def excuse(self) -> None:
-        """Counts the silence from now on."""
+        """Restarts the count of silence."""
         self._sent_s = time.monotonic()
 
 
 async def look_after(beat: Beat, store: ControlStore, stop: asyncio.Event, *, longest_s: float) -> int:
-    """Reports liveness until `stop` is set or beat can't go on; returns the exit code.
+    """Reports liveness until `stop` is set or beat fails; returns the exit code.
 
-    Args:
-        beat: A running one.
-        store: Where liveness is reported.
-        stop: Ends it.
-        longest_s: So long beat may send nothing while Redis answers.
+    `longest_s` is how long beat may send nothing while Redis is reachable.
     """
     name = f"qinfer-beat-{os.getpid()}@{socket.gethostname()}"
     while not stop.is_set():
@@ -123,11 +112,7 @@ async def look_after(beat: Beat, store: ControlStore, stop: asyncio.Event, *, lo
 
 
 async def serve(settings: Settings) -> int:
-    """Runs beat until SIGTERM or SIGINT; returns the exit code.
-
-    Raises:
-        SettingsError: The broker can't be used.
-    """
+    """Runs beat until SIGTERM or SIGINT; returns the exit code."""
     beat = Beat(settings)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -150,7 +135,7 @@ async def serve(settings: Settings) -> int:
 def main() -> int:
     """Reads the settings, serves, and returns the exit status."""
     protect_process(os.environ)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it means gateways
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is for gateways
     try:
         settings = load_settings()
         logs.configure(settings.log, "beat", unknown=settings.unknown)
@@ -161,7 +146,7 @@ def main() -> int:
     except SettingsError as error:
         logs.cannot_start(os.environ, "qinfer_workers.jobs.beat", error.message)
         return 2
-    except Exception:  # the boundary: the thread that waits for a broker would keep the process
+    except Exception:  # the boundary: the thread that waits for a broker would keep the process alive
         logger.exception("beat failed")
         return os.EX_SOFTWARE
 

@@ -1,8 +1,7 @@
 """Documents that a job writes beside its parts: `_plan.json` first, `_manifest.json` and `_SUCCESS` last.
 
-All functions block. Each document is made by a conditional create. Where it exists already, it is read: a second
-process or attempt accepts an existing document of the same content. An incomplete output has `_manifest.partial.json`
-instead.
+All functions block. Each document is made by a conditional create; a second process or attempt accepts an existing
+document of the same content. An incomplete output has `_manifest.partial.json` instead.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -43,23 +42,21 @@ StoreFor = Callable[[str], Store]
 PARTIAL_NAME = "_manifest.partial.json"
 
 MAX_BYTES = 2**30
-"""Beyond any plan and manifest: a million files are about 200 MB."""
+"""More than any plan or manifest: a million files are about 200 MB."""
 
 _TRIES = 5
 
 
 def expected(plan: Plan, shards: Iterable[Shard], grant: Grant) -> ExpectedParts:
-    """Returns what the parts of some shards are by the plan."""
+    """Returns the planned parts of some shards."""
     output = plan.spec.output
     return ExpectedParts(plan.job_id, plan.model_hash, output.url, tuple(shards), grant, output.is_split)
 
 
 def read_plan(store_for: StoreFor, record: JobRecord) -> Plan | None:
-    """Reads the plan of a job; `None` = it has none yet: none is there, or one that the job will overwrite.
+    """Reads a job's plan; `None` if there is none, or one that the job will overwrite.
 
-    Raises:
-        InvalidRequest: The output is another job's, or its plan is damaged.
-        StoreError: The store can't be read.
+    A damaged plan, or another job's output, raises `InvalidRequest`.
     """
     spec = spec_of(record)
     url = url_of(spec.output.url, PLAN_NAME)
@@ -80,25 +77,14 @@ def read_plan(store_for: StoreFor, record: JobRecord) -> Plan | None:
 
 
 def is_of(names: PlanNames, record: JobRecord) -> bool:
-    """Tells whether a plan is that of a job; what a job overwrites may be the plan of an earlier job of its id."""
+    """Returns whether a plan is the job's; a plan to be overwritten may be of an earlier job with the same id."""
     return names.job_id == record.id and (names.created_at == record.created_at or not spec_of(record).overwrite)
 
 
 def write_manifest(store_for: StoreFor, plan: Plan, parts: Sequence[PartInfo], now_s: float) -> Manifest:
-    """Writes `_manifest.json` and then `_SUCCESS`; from then on the output is complete.
+    """Writes `_manifest.json` and then `_SUCCESS`, which completes the output; returns the stored manifest.
 
-    Args:
-        store_for: Returns the store of a URL.
-        plan: The job's plan.
-        parts: The parts of all its shards, checked.
-        now_s: Seconds since 1970.
-
-    Returns:
-        The manifest that is there.
-
-    Raises:
-        CorruptEntry: The parts are not the plan's, or their rows do not add up.
-        StoreError: The store fails.
+    `parts` are the validated parts of all shards; `CorruptEntry` means that they do not match the plan.
     """
     manifest = make_manifest(plan, parts, now_s)
     data = encode_manifest(manifest)
@@ -106,7 +92,7 @@ def write_manifest(store_for: StoreFor, plan: Plan, parts: Sequence[PartInfo], n
     store = store_for(manifest_url)
     if plan.spec.output.is_split:
         _set_aside_others(store, plan, parts)
-    for _ in range(_TRIES):  # others may do the same, and what is there may be of parts that were broken since
+    for _ in range(_TRIES):  # others may write them, too, and existing ones may describe parts that broke later
         if store.put_if_absent(data, manifest_url) is Outcome.EXISTS:
             there = _read(store, manifest_url)
             if there is None or not _is_same(there, manifest):
@@ -131,17 +117,9 @@ def write_manifest(store_for: StoreFor, plan: Plan, parts: Sequence[PartInfo], n
 def write_partial(
     store_for: StoreFor, plan: Plan, found: Sequence[tuple[Shard, PartInfo]], ended_at: float, now_s: float
 ) -> None:
-    """Writes `_manifest.partial.json`: the parts that are there of a job that has ended before it was complete.
+    """Writes `_manifest.partial.json`: the validated parts of a job that ended early at `ended_at`.
 
-    Args:
-        store_for: Returns the store of a URL.
-        plan: The job's plan.
-        found: Shards with their parts, checked, in the shards' order.
-        ended_at: Which end of the job that is: its instant, in seconds since 1970.
-        now_s: Seconds since 1970.
-
-    Raises:
-        StoreError: The store fails.
+    Times are in seconds since 1970.
     """
     shards = tuple(shard for shard, _ in found)
     there = msgspec.structs.replace(plan, shards=shards, rows=sum(shard.rows for shard in shards))
@@ -149,13 +127,13 @@ def write_partial(
     data = encode_manifest(msgspec.structs.replace(manifest, ended_at=ended_at))
     url = url_of(plan.spec.output.url, PARTIAL_NAME)
     store = store_for(url)
-    store.delete(url)  # that of an earlier end
+    store.delete(url)  # of an earlier end
     store.delete_folder(url_of(plan.spec.output.url, pieces_folder(plan.job_id)))
     store.put_if_absent(data, url)
 
 
 def _set_aside_others(store: Store, plan: Plan, parts: Sequence[PartInfo]) -> None:
-    """Moves away the files of failed rows that attempts without a part have left."""
+    """Sets aside files of failed rows that attempts without a part left."""
     own = {url_of(plan.spec.output.url, part.failed) for part in parts}
     for found in list(store.scan(url_of(plan.spec.output.url, FAILED))):
         if found.url not in own and f"/{BROKEN}/" not in found.url:
@@ -170,7 +148,7 @@ def _read(store: Store, url: str) -> bytes | None:
 
 
 def _is_same(data: bytes, manifest: Manifest) -> bool:
-    """Tells whether a stored manifest says the same, whenever it was made."""
+    """Returns whether a stored manifest is equal, apart from its time."""
     try:
         there = decode_manifest(data)
     except CorruptEntry:

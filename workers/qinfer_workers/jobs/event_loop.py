@@ -1,10 +1,10 @@
-"""The one event loop of the bulk worker, where queue, control store and examiners live, and the process' watchdog.
+"""The event loop of the bulk worker, for queue, control store and examiners; and the watchdog of its process.
 
-Celery's threads run coroutines on the loop. The watchdog notices when the process can't do its work any more, and ends
-it: whoever supervises it starts it again. These must not go unseen, for then jobs would wait for ever: an event loop
-that hangs, threads that a store never answers, a beat that died, and a Celery that takes no tasks, such as one whose
-own loop waits for a connection. With beat within, there is a sweep every few seconds; where beat runs elsewhere others
-may take them all, and only tasks that wait and are not taken tell. Tasks may be repeated, so that an end is no harm.
+Celery's threads run coroutines on the loop. The watchdog ends a process that can't do its work any more, so that its
+supervisor restarts it. Otherwise jobs would wait for ever in these cases: an event loop that hangs, threads that wait
+for a dead store, a dead beat, and a Celery that takes no tasks, for example because its own loop waits for a
+connection. With an embedded beat, a sweep arrives every few seconds. Without it, other workers may take all sweeps, so
+only waiting tasks count. Ending the process is safe, since tasks may be repeated.
 """
 
 import asyncio
@@ -28,38 +28,39 @@ logger = logging.getLogger("qinfer_workers.jobs")
 T = TypeVar("T")
 
 CLOSE_S = 2.0
-"""How long each of the last steps may take; `qinfer up` kills the process after 5 seconds."""
+"""The time limit of each closing step; `qinfer up` kills the process after 5 seconds."""
 
 
 TASKS_AT_ONCE = 8
-"""They wait for stores and Redis most of the time."""
+"""Tasks mostly wait for stores and Redis."""
 
 LOOK_EVERY_S = 5.0
 ANSWER_S = 30.0
-"""So long the event loop may do nothing; it never blocks, and is merely late where the machine is busy."""
+"""The event loop hangs after this silence; it never blocks, but may be late on a busy machine."""
 HANGING_S = 600.0
-"""Beyond what drivers of stores wait for an answer, their repetitions included."""
+"""Longer than drivers of stores wait for a response, including retries."""
 STOP_S = 10.0
-"""How long the process gets to stop in order."""
+"""The time limit of an orderly stop."""
 
 WAITING_LOOKS = 12
-"""So many times in a row tasks must be seen waiting: one may be about to be taken, and after Redis was away Celery may
-take half a minute to try again (kombu's longest pause)."""
+"""Consecutive looks that have to find waiting tasks: one may be about to be taken, and after an outage of Redis, Celery
+pauses up to half a minute (kombu's longest pause).
+"""
 
 _QUIET_SWEEPS = 30
 _QUIET_S = 300.0
 
 
 class Stopped(Exception):
-    """The work was broken off because the process ends; it is to be done by another."""
+    """The process ends, so the work was cancelled; another process has to do it."""
 
 
 class TimedOut(Exception):
-    """The work took longer than it may, and was broken off."""
+    """The work was cancelled at its time limit."""
 
 
 class EventLoop:
-    """An event loop in a thread of its own; begins with the object, ends with `close`."""
+    """An event loop in its own thread, from creation to `close`."""
 
     def __init__(self) -> None:
         self._loop = uvloop.new_event_loop()
@@ -73,24 +74,18 @@ class EventLoop:
 
     @property
     def running(self) -> int:
-        """How many coroutines run for threads."""
+        """The number of coroutines that run for threads."""
         return len(self._running)
 
     def quiet_s(self) -> float:
-        """Returns how long ago the last one began."""
+        """Returns the time since the last one began."""
         return time.monotonic() - self._begun_s
 
     def run(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
-        """Runs a coroutine on the loop and waits for it; for any thread but the loop's.
+        """Runs a coroutine on the loop and waits for it; for other threads.
 
-        Args:
-            work: The coroutine.
-            limit_s: How long it may take.
-
-        Raises:
-            Stopped: `stop` was called before it ended.
-            TimedOut: It took longer. It is cancelled, but not waited for: where the loop itself hangs, that would not
-                end (`answers` tells).
+        `stop` raises `Stopped`, the limit `TimedOut`. The coroutine is cancelled then, but not awaited, since the loop
+        itself may hang (`answers`).
         """
         with self._lock:
             if self._stopping:
@@ -106,11 +101,11 @@ class EventLoop:
                 self._running.discard(future)
 
     def start(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Runs a coroutine beside the calls of threads, until `close`; it does not count as a task."""
+        """Runs a coroutine until `close`; it does not count as a task."""
         self._beside.append(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def answers(self, within_s: float) -> bool:
-        """Tells whether the loop does something at all in some seconds, or has been closed."""
+        """Returns whether the loop responds in time, or is closed."""
         answered = threading.Event()
         try:
             self._loop.call_soon_threadsafe(answered.set)
@@ -119,12 +114,12 @@ class EventLoop:
         return answered.wait(within_s)
 
     def stop(self) -> None:
-        """Breaks off what runs, and takes nothing new but `close`'s; safe in a handler of signals."""
+        """Cancels all work and rejects new work, except `close`'s; safe in signal handlers."""
         with suppress(RuntimeError):  # it has ended
             self._loop.call_soon_threadsafe(self._cancel)
 
     def close(self, *last: Coroutine[Any, Any, None]) -> None:
-        """Runs what closes the adapters, and ends the loop; gives up on what takes longer than some seconds."""
+        """Runs the last coroutines and ends the loop; each step has a time limit."""
         for one in self._beside:
             one.cancel()
         for work in last:
@@ -141,7 +136,7 @@ class EventLoop:
         except (CancelledError, asyncio.CancelledError):
             raise Stopped from None
         except TimeoutError:
-            if not future.cancel():  # it has ended: with a `TimeoutError` of its own, or in this moment
+            if not future.cancel():  # it ended with its own `TimeoutError`, or just now
                 return future.result()
             raise TimedOut(f"it took more than {limit_s:g} s, and was broken off") from None
 
@@ -154,14 +149,14 @@ class EventLoop:
 
 
 class Watchdog:
-    """Watches over a bulk worker, in a thread that goes on for as long as the process does.
+    """Watches a bulk worker, in a thread that lives as long as the process.
 
     Args:
-        loop: Where its tasks run.
+        loop: The loop of its tasks.
         services: Its threads.
-        stop: Has it stop in order, with an exit code that is no success; for any thread.
+        stop: Requests an orderly stop with a failure code; thread-safe.
         waiting: Returns how many tasks wait.
-        beat: The thread of beat; `None` = it runs in another process. Where it runs here, there must be tasks to take.
+        beat: The thread of an embedded beat, which implies that tasks arrive.
     """
 
     def __init__(
@@ -177,32 +172,30 @@ class Watchdog:
         self._stop = stop
         self._waiting = waiting
         self._beat = beat
-        self._looks = 0  # in a row, at which it was quiet and tasks waited
+        self._looks = 0  # consecutive looks that found silence and waiting tasks
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Begins."""
+        """Starts the thread."""
         threading.Thread(target=self._run, name="bulk-watchdog", daemon=True).start()
 
     def end(self) -> None:
-        """Looks no more: the process stops."""
+        """Ends the watch, since the process stops."""
         self._ended.set()
 
     def problem(self) -> str:
-        """Says why the process can't go on; empty = it can."""
+        """Returns why the process has to end, or an empty text."""
         settings = self._services.settings
         if not self._loop.answers(ANSWER_S):
             return "the event loop hangs"
         if 2 * (hanging := self._services.hanging(HANGING_S)) >= settings.plan_threads:
             return f"{hanging} threads wait for stores that never answer"
-        if (
-            self._beat is not None and not self._beat.is_alive()
-        ):  # without sweeps nobody would notice jobs that are stuck
+        if self._beat is not None and not self._beat.is_alive():  # nothing else finds stuck jobs
             return "beat has died"
         return self._deaf()
 
     def _deaf(self) -> str:
-        """Says why it seems that Celery takes no tasks; empty = it does."""
+        """Returns evidence that Celery takes no tasks, or an empty text."""
         every_s = self._services.settings.sweep_every_s
         quiet_s = self._loop.quiet_s()
         if self._loop.running >= TASKS_AT_ONCE or quiet_s <= max(_QUIET_S, _QUIET_SWEEPS * every_s):
@@ -213,14 +206,14 @@ class Watchdog:
         try:
             waiting = self._waiting()
         except QinferError:
-            waiting = 0  # it can't be told
+            waiting = 0  # unknown
         self._looks = self._looks + 1 if waiting else 0
         return f"no task has come for {quiet_s:.0f} s, and {waiting} wait" if self._looks >= WAITING_LOOKS else ""
 
     def _run(self) -> None:
         while not self._ended.wait(LOOK_EVERY_S):
             if (why := self.problem()) and not self._ended.is_set():
-                threading.Thread(target=self._report, args=(why,), daemon=True).start()  # stderr may be what hangs
+                threading.Thread(target=self._report, args=(why,), daemon=True).start()  # writing to stderr may hang
                 self._stop()
                 if not self._ended.wait(STOP_S):
                     os._exit(os.EX_SOFTWARE)

@@ -1,13 +1,13 @@
-"""The use case of the task `finalise`: a job whose shards are all settled becomes an output that is complete, or not.
+"""The use case of the task `finalise`: completes the output of a job whose shards are all settled, or fails the job.
 
     check every part ──▶ _manifest.json ──▶ _SUCCESS ──▶ completed
            └── broken or gone: set aside, run again
 
-What is counted is what is in the parts. Every step can be repeated, also by two processes at once: documents are made
-by conditional creates, and the job's state by compare-and-set.
+The parts determine the counts. Each step can be repeated, even by two processes at once: documents are made by
+conditional creates, and the job's state changes by compare-and-set.
 
-A job that has ended before it was complete has the parts that are there listed, to be read. The list,
-`_manifest.partial.json`, says which end it is of, so that readers tell it from that of an earlier one.
+For a job that ended early, it lists the existing parts in `_manifest.partial.json`. The list names the end, so that
+readers can tell it from that of an earlier end.
 """
 
 import logging
@@ -24,27 +24,19 @@ from qinfer_workers.jobs.services import FINISHING, MAX_DEATHS, PLANNING, JobSer
 logger = logging.getLogger("qinfer_workers.jobs")
 
 MAX_ROUNDS = 3
-"""So often broken parts are made again before something else must be wrong."""
+"""Rounds of making broken parts again, after which the job fails."""
 
 _BROKEN = "parts are made again: "
 
 
 class Finaliser:
-    """Finishes jobs.
-
-    Args:
-        services: The ports.
-    """
+    """Finishes jobs."""
 
     def __init__(self, services: JobServices) -> None:
         self._services = services
 
     async def run(self, job_id: str) -> None:
-        """Finishes a job whose shards are settled, or leaves a list of what is there of one that has ended early.
-
-        Raises:
-            QinferError: It did not work for now, and is to be tried again.
-        """
+        """Finishes a settled job, or lists the parts of one that ended early. Errors mean: retry later."""
         await self._services.attempt(FINISHING, job_id, self._finish)
         await leave_partial(self._services, job_id)
 
@@ -94,7 +86,7 @@ class Finaliser:
         logger.warning("parts made again", extra={"job": record.id, "parts": len(wrong), "first": first})
 
     async def _rounds(self, record: JobRecord) -> int:
-        """Returns how often parts were made again since the job was planned, or resumed."""
+        """Returns how often parts were made again since the last planning."""
         rounds = 0
         for line in await self._services.jobs.log(record.id):
             rounds = 0 if line.text == PLANNING.began else rounds + (_BROKEN in line.text)
@@ -102,15 +94,7 @@ class Finaliser:
 
 
 async def leave_partial(services: JobServices, job_id: str) -> None:
-    """Lists the parts of a job that has ended early; does nothing for any other, or where it was never planned.
-
-    Args:
-        services: The ports.
-        job_id: The job.
-
-    Raises:
-        QinferError: It did not work for now, and is to be tried again.
-    """
+    """Lists the parts of a planned job that ended early; does nothing for other jobs. Errors mean: retry later."""
     listed_at: float | None = None
     record = await services.jobs.get(job_id)
     while record is not None and record.shards and record.state in ENDED_EARLY and record.ended_at != listed_at:
@@ -121,13 +105,13 @@ async def leave_partial(services: JobServices, job_id: str) -> None:
                 raise
             logger.warning("no partial manifest", extra={"job": record.id, "reason": error.message})
         listed_at = record.ended_at
-        record = await services.jobs.get(job_id)  # it may have been resumed meanwhile, and have ended again
+        record = await services.jobs.get(job_id)  # it may have been resumed and have ended again
 
 
 async def _list_parts(services: JobServices, record: JobRecord) -> None:
     try:
         plan = await services.plan_of(record)
-    except InvalidRequest:  # the output is another's: that is why the job failed
+    except InvalidRequest:  # the output is another job's, which is why this job failed
         return
     if plan is None:
         return
@@ -138,7 +122,7 @@ async def _list_parts(services: JobServices, record: JobRecord) -> None:
 
 
 async def _read_parts(services: JobServices, parts: ExpectedParts) -> list[PartInfo | str]:
-    """Reads all parts; a job that has ended has no attempts that its log could count, so they are counted here."""
+    """Reads all parts; counts deaths here, since an ended job has no attempts in its log."""
     reason = ""
     for deaths in range(MAX_DEATHS):
         try:

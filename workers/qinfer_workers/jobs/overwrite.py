@@ -1,8 +1,8 @@
-"""The files of an earlier job in an output folder, which a job that overwrites them removes before it writes its plan.
+"""Removes the files of an earlier job from an output folder, before a job that overwrites them writes its plan.
 
-Only what qinfer has written is removed: the documents, the parts that the earlier plan names, and what belongs to
-these. Readers see no mix that is taken for whole: `_SUCCESS` and the manifests go first, the earlier plan goes last.
-Whoever dies in between leaves the plan, and the next attempt goes on. All functions block.
+It removes only what qinfer wrote: the documents, and the parts in the earlier plan with their files. `_SUCCESS` and the
+manifests go first, so that readers never take a mixture for complete. The earlier plan goes last: after a crash, the
+next attempt finds it and continues. All functions block.
 """
 
 import re
@@ -25,13 +25,7 @@ _SET_ASIDE = re.compile(rf"(?P<folder>(?:.*/)?){BROKEN}/(?P<name>[^/]+)-[0-9]+")
 
 
 class EarlierOutput(NamedTuple):
-    """The output of an earlier job.
-
-    Attributes:
-        job_id: That job.
-        url: The folder.
-        files: Its files.
-    """
+    """The output of an earlier job: its folder and files."""
 
     job_id: str
     url: str
@@ -39,11 +33,9 @@ class EarlierOutput(NamedTuple):
 
 
 def earlier_output(store_for: StoreFor, record: JobRecord) -> EarlierOutput | None:
-    """Lists the files that an earlier job has left in a job's output folder; `None` = there is no plan of such a job.
+    """Lists the files of an earlier job in a job's output folder; `None` without a plan of such a job.
 
-    Raises:
-        InvalidRequest: Its plan is damaged.
-        StoreError: The store can't be read.
+    A damaged plan raises `InvalidRequest`.
     """
     spec = spec_of(record)
     plan_url, form = url_of(spec.output.url, PLAN_NAME), InputForm.of(spec)
@@ -65,22 +57,13 @@ def earlier_output(store_for: StoreFor, record: JobRecord) -> EarlierOutput | No
         for file in store.scan(spec.output.url)
         if _is_own(file.url.removeprefix(base), parts) and not file.url.startswith(f"{form.kept_url}/")
     )
-    # Another process may have cleared the folder for the same job meanwhile: then these are the new job's files.
+    # Another process may have cleared the folder for the same job: then these are the new job's files.
     now = store.stat(plan_url)
     return EarlierOutput(names.job_id, spec.output.url, files) if now == found else None
 
 
 def clear(store_for: StoreFor, earlier: EarlierOutput, threads: int) -> None:
-    """Removes the files of an earlier output; those that are others by now, or gone, are left.
-
-    Args:
-        store_for: Returns the store of a URL.
-        earlier: The output.
-        threads: Files that are removed at once.
-
-    Raises:
-        StoreError: The store fails; to be repeated.
-    """
+    """Removes the unchanged files of an earlier output, `threads` at once; repeat it after a `StoreError`."""
     files = {file.url.removeprefix(url_of(earlier.url, "")): file for file in earlier.files}
     first = [files.pop(name) for name in _FIRST if name in files]
     plan = files.pop(PLAN_NAME)
@@ -101,12 +84,7 @@ def clear(store_for: StoreFor, earlier: EarlierOutput, threads: int) -> None:
 
 
 def _is_own(name: str, parts: Collection[str]) -> bool:
-    """Tells whether a file of an output was written by the job whose plan has these parts.
-
-    Args:
-        name: Its name in the output folder.
-        parts: The names of the parts.
-    """
+    """Returns whether a file was written by the job with these parts."""
     if aside := _SET_ASIDE.fullmatch(name):
         name = aside["folder"] + aside["name"]
     top, _, rest = name.partition("/")

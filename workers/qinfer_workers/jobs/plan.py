@@ -1,9 +1,9 @@
-"""The use case of the task `plan`: a job's inputs become shards that wait for workers.
+"""The use case of the task `plan`: splits a job's inputs into shards that wait for workers.
 
     footers ──▶ plan ──conditional create──▶ <output>/_plan.json ──▶ todo ──▶ lane
 
-The plan is written once. Whoever comes later, because a task came twice, its worker died, or the job was resumed, reads
-the one that is there: so shards and parts are the same ones, however often it is planned.
+The plan is written once. A later run, after a repeated task, a dead worker or a resumption, reads the existing plan. So
+shards and parts stay the same, however often the job is planned.
 """
 
 import logging
@@ -45,45 +45,33 @@ logger = logging.getLogger("qinfer_workers.jobs")
 
 
 class Planner:
-    """Plans jobs, for the first time and when they are resumed.
-
-    Args:
-        services: The ports.
-        limits: For the models' configurations.
-    """
+    """Plans new and resumed jobs; `limits` are for models' configurations."""
 
     def __init__(self, services: JobServices, limits: LimitSettings) -> None:
         self._services = services
         self._limits = limits
 
     async def run(self, job_id: str) -> None:
-        """Plans a job, where it is to be planned; where it has ended early, by that or before, lists its parts.
-
-        Raises:
-            QinferError: It did not work for now, and is to be tried again.
-        """
+        """Plans a job that is `planning`; lists the parts of one that has ended early. Errors mean: retry later."""
         await self._await_model(job_id)
         await self._services.attempt(PLANNING, job_id, self._plan)
         await leave_partial(self._services, job_id)
 
     async def _await_model(self, job_id: str) -> None:
-        """Pins a job's model version; puts off a new job until workers tell what they execute of it.
+        """Pins a job's model version; raises `ModelNotReady` for a new job until workers report what they execute.
 
-        That is no attempt at planning, and may take any time.
-
-        Raises:
-            ModelNotReady: No worker tells yet.
+        This is no attempt at planning, and has no time limit.
         """
         services = self._services
         record = await services.jobs.get(job_id)
         if record is None or record.state != JobState.PLANNING:
             return
         await services.pin(record)
-        await services.store.wake()  # a worker may have to load it again, now that it is pinned
+        await services.store.wake()  # a worker may have to load the version again, now that it is pinned
         if record.head:
             return
         stored = await services.store.model(record.model)
-        if stored is None or stored.error or stored.pending:  # planning says more of it
+        if stored is None or stored.error or stored.pending:  # planning reports it
             return
         workers = await services.store.workers()
         if executed(workers, record.model, record.version):
@@ -119,7 +107,7 @@ class Planner:
         if not await jobs.plan(record.id, frames, plan.rows, complete=True):
             raise NotWanted
         if again:
-            running = {JobState.RUNNING, JobState.FINALIZING}  # and not one that was cancelled meanwhile
+            running = {JobState.RUNNING, JobState.FINALIZING}  # not a job that was cancelled meanwhile
             await jobs.requeue(record.id, [frames[shard.index] for shard in again], expected=running)
         if is_new:
             for file in plan.skipped[:SHOWN_FILES]:
@@ -160,7 +148,7 @@ class Planner:
         return await services.in_thread(_written, services.outputs_of(record), record, data)
 
     async def _spec_of(self, stored: StoredModel) -> ModelSpec:
-        """Reads a model's configuration; that of an ensemble is completed by the models of its steps."""
+        """Reads a model's configuration; an ensemble's is completed by the models of its steps."""
         used: dict[str, StoredModel] = {}
         missing = {use.model for use in stored.uses}
         while missing:
@@ -171,11 +159,7 @@ class Planner:
         return replace(spec, **kind_of_ensemble(stored, used)._asdict()) if spec.steps else spec
 
     async def _clear(self, record: JobRecord, threads: int) -> None:
-        """Removes the output of an earlier job.
-
-        Raises:
-            InvalidRequest: That job has not ended.
-        """
+        """Removes the output of an earlier job; raises `InvalidRequest` if that job has not ended."""
         services = self._services
         earlier = await services.in_thread(earlier_output, services.outputs_of(record), record)
         if earlier is None:
@@ -190,9 +174,9 @@ class Planner:
         await services.jobs.note(record.id, f"removed {len(earlier.files)} files of job '{earlier.job_id}'")
 
     async def _check_model(self, record: JobRecord, plan: Plan) -> None:
-        """Refuses to go on with a plan of an earlier qinfer, and other files: one output would be of two models.
+        """Refuses a plan of an earlier qinfer if the model has changed, since one output would mix two models.
 
-        The shards of other plans wait for a worker that executes what they name, and the sweep looks after them.
+        Shards of other plans wait for a worker with the planned model, and the sweep checks them.
         """
         if is_executed(plan.model_hash):
             return
@@ -205,14 +189,10 @@ class Planner:
     async def _to_be_made_again(
         self, record: JobRecord, plan: Plan, outcomes: Mapping[int, ShardOutcome], readers: int
     ) -> list[Shard]:
-        """Checks the existing parts of a resumed job, and the inputs that it still needs.
+        """Checks the parts of a resumed job; sets broken ones aside and returns the shards of broken and missing ones.
 
-        Returns:
-            The shards that were committed and whose parts are not there any more, or broken: those are set aside.
-
-        Raises:
-            InvalidRequest: An input that is still needed is gone, or not what it was.
-            Forbidden: An input that is still needed may not be read any more.
+        `InvalidRequest` means that an input for the remaining shards is gone or changed, `Forbidden` that the job may
+        not read it any more.
         """
         if not outcomes:
             return []
@@ -230,10 +210,10 @@ class Planner:
 
 
 def _written(store_for: StoreFor, record: JobRecord, data: bytes) -> Plan:
-    """Writes a new plan; returns it, or the one that was there before."""
+    """Writes a new plan; returns it, or an existing one."""
     output_url = spec_of(record).output.url
     url = url_of(output_url, PLAN_NAME)
-    if len(data) > MAX_BYTES:  # nobody could read it
+    if len(data) > MAX_BYTES:  # readers would reject it
         raise InvalidRequest(f"the job's plan has {len(data)} bytes, {MAX_BYTES} are allowed; make several jobs of it")
     if store_for(url).put_if_absent(data, url) is Outcome.CREATED:
         return decode_plan(data)
@@ -244,7 +224,7 @@ def _written(store_for: StoreFor, record: JobRecord, data: bytes) -> Plan:
 
 
 def _changed(store_for: StoreFor, etags: Mapping[str, str], threads: int) -> list[str]:
-    """Describes the problems of inputs, for each input that has one."""
+    """Returns a message for each input that has changed or is gone."""
 
     def problem(url: str) -> str:
         stat = store_for(url).stat(url)

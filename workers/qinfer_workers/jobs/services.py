@@ -1,9 +1,9 @@
-"""The services that the use cases of the bulk worker share: ports, threads for what blocks, attempts at a job's steps.
+"""Services that the bulk worker's use cases share: ports, threads for blocking calls, and attempts at a job's steps.
 
-The log of a job tells what an attempt at planning or finishing it began with, and how it ended. One that ends badly for
-now writes why; one whose process is killed writes nothing: so a beginning that follows a beginning tells that the bulk
-worker died of it, or with it. The log also has each death of a process that read the job's files. The attempts that
-went before are read from the log alone (`attempts_of`, pure).
+A job's log records the beginning and the outcome of each attempt at planning or finishing. A failed attempt logs its
+reason, but a killed process logs nothing: a beginning after a beginning means that the bulk worker died in between. The
+log also has each death of a process that read the job's files. `attempts_of` (pure) derives earlier attempts from the
+log alone.
 """
 
 import asyncio
@@ -44,24 +44,18 @@ _IDLE_S = 600.0
 PIN_REASON = "job"
 """The reason of the pins that jobs hold."""
 PIN_TTL_S = 3600.0
-"""How long a job's model version is held without a bulk worker that renews its pin."""
+"""How long a pin holds a job's model version unless a bulk worker renews it."""
 
 MAX_DEATHS = 5
-"""So often a process may die over one job before that is taken for the job's fault."""
+"""A job fails after this many deaths of processes."""
 
 
 class NotWanted(Exception):
-    """The job is in another state now, or this process is already working on it."""
+    """The job's state has changed, or this process is already working on the job."""
 
 
 class Step(NamedTuple):
-    """A step of the bulk worker that is attempted.
-
-    Attributes:
-        name: `planning` or `finishing`.
-        state: The state of a job that is at this step.
-        leads_to: The states to which the step itself moves the job.
-    """
+    """A step of a job, by name: the state during the step, and the states to which the step itself moves the job."""
 
     name: str
     state: JobState
@@ -69,12 +63,12 @@ class Step(NamedTuple):
 
     @property
     def began(self) -> str:
-        """The line of a beginning."""
+        """The log line of a beginning."""
         return f"{self.name} began"
 
     @property
     def waits(self) -> str:
-        """How the line begins that says why it is tried again."""
+        """The prefix of the log line of a failed attempt."""
         return f"{self.name} is tried again: "
 
 
@@ -86,9 +80,9 @@ class Attempts(NamedTuple):
     """The attempts so far.
 
     Attributes:
-        since_at: When the first began, in the broker's time; 0 = there was none.
-        deaths: In how many of them the bulk worker died, or the process that read the files.
-        reason: Why the last is tried again; empty = there is no such line.
+        since_at: When the first began, in the broker's time; 0 = no attempt.
+        deaths: Attempts in which the bulk worker, or the process that read the files, died.
+        reason: Why the last attempt failed; empty = not logged.
     """
 
     since_at: float = 0.0
@@ -97,7 +91,7 @@ class Attempts(NamedTuple):
 
 
 def attempts_of(step: Step, log: Sequence[LogLine]) -> Attempts:
-    """Reads the attempts since the job came to this step: the lines at the end of its log that are about the step."""
+    """Returns the attempts since the job reached this step, from the last lines of its log."""
     lines: list[LogLine] = []
     for line in reversed(log):
         if line.text != step.began and not line.text.startswith(step.waits):
@@ -113,19 +107,13 @@ def attempts_of(step: Step, log: Sequence[LogLine]) -> Attempts:
 
 
 Work = Callable[[JobRecord, int], Awaitable[None]]
-"""The work of a step: gets the job, and in how many attempts a process died."""
+"""The work of a step, on a job and the number of attempts in which a process died."""
 
 
 class JobServices:
-    """The ports and the threads; used on one event loop.
+    """The ports and the threads, for one event loop; `examiners` parse inputs and parts.
 
-    Args:
-        settings: Everything that can be set.
-        jobs: The jobs in the queue.
-        store: Models, statistics and heartbeats.
-        clock: The broker's time.
-        store_for: Returns the object store of a URL; jobs get those that they may use by `inputs_of` and `outputs_of`.
-        examiners: Parse the inputs and the parts.
+    `store_for` returns any store; jobs get their own by `inputs_of` and `outputs_of`.
     """
 
     def __init__(
@@ -147,11 +135,11 @@ class JobServices:
         self.examiners = examiners
         self.stale_s = _STALE_ROUNDS * self.settings.sweep_every_s
         self._in_hand: set[str] = set()
-        self._left_s: dict[Future[Any], float] = {}  # threads that nobody waits for any more, since when
+        self._left_s: dict[Future[Any], float] = {}  # abandoned threads → when they were abandoned
         self._threads = ThreadPoolExecutor(self.settings.plan_threads, thread_name_prefix="bulk")
 
     async def in_thread(self, function: Callable[..., T], *args: object) -> T:
-        """Runs a blocking call in a thread; at most `bulk.plan_threads` at once."""
+        """Runs a blocking call in one of `bulk.plan_threads` threads."""
         future = self._threads.submit(function, *args)
         try:
             return await asyncio.wrap_future(future)
@@ -162,15 +150,11 @@ class JobServices:
             raise
 
     async def plan_of(self, record: JobRecord) -> Plan | None:
-        """Reads the plan of a job; `None` = it has none yet. Raises as `read_plan`."""
+        """Reads a job's plan; `None` = not planned yet. Raises like `read_plan`."""
         return await self.in_thread(read_plan, self.outputs_of(record), record)
 
     async def plan_there(self, record: JobRecord) -> Plan:
-        """Reads the plan of a job that was planned.
-
-        Raises:
-            QinferError: It is gone, or can't be read, now or at all.
-        """
+        """Reads the plan of a planned job; raises if it is gone or unreadable."""
         plan = await self.plan_of(record)
         if plan is None:
             raise InvalidRequest("the job's plan is gone from its output; make a new job")
@@ -189,18 +173,18 @@ class JobServices:
         return writable(self.grant_of(record), self._store_for)
 
     def parts_of(self, record: JobRecord, plan: Plan, shards: Iterable[Shard]) -> ExpectedParts:
-        """Returns what the parts of some shards of a job are by its plan."""
+        """Returns the planned parts of some shards."""
         return expected(plan, shards, self.grant_of(record))
 
     def hanging(self, longer_than_s: float) -> int:
-        """Returns how many threads go on so long after whoever waited for them has given up; for any thread."""
+        """Returns how many abandoned threads have run longer than this; thread-safe."""
         before_s = time.monotonic() - longer_than_s
         return sum(since_s < before_s for since_s in list(self._left_s.values()))
 
     def readers(self, deaths: int) -> int:
-        """Returns how many files are read at once, after so many deaths of the process that reads them.
+        """Returns how many files to read at once after some deaths of the reading process.
 
-        One file at a time needs less memory, and tells which file it is that the process dies of.
+        Reading one at a time needs less memory, and shows which file kills the process.
         """
         return max(1, self.settings.plan_threads >> deaths)
 
@@ -209,23 +193,23 @@ class JobServices:
         return max(1, capacity_of(await self.store.workers(), record.model, record.version).workers)
 
     def age_s(self, record: JobRecord) -> float:
-        """Returns how long ago anything about a job changed."""
+        """Returns the time since a job's last change."""
         return self.clock.now_s() - record.updated_at
 
     def is_stale(self, record: JobRecord) -> bool:
-        """Returns whether nobody works on a job, by its record."""
+        """Returns whether a job seems abandoned, by its record."""
         return record.id not in self._in_hand and self.age_s(record) > self.stale_s
 
     async def note_idle(self, record: JobRecord) -> None:
-        """Notes that no bulk worker ran for long, in the job's log: that time is not its step's (`attempts_of`)."""
+        """Logs a long absence of bulk workers, which does not count as time of the step (`attempts_of`)."""
         age_s = self.age_s(record)
         if age_s > max(_IDLE_S, _IDLE_ROUNDS * self.settings.sweep_every_s):
             await self.jobs.note(record.id, f"no bulk worker ran for {age_s:.0f} s")
 
     def pins_of(self, record: JobRecord) -> list[Pin]:
-        """Returns the pins by which a job holds its model version, with the hash of its plan once it is planned.
+        """Returns the pins of a job on its model version, with the planned hash once there is a plan.
 
-        They are several if the model is an ensemble: one for each model version that its steps run.
+        An ensemble has one for each model version of its steps.
         """
         executes: tuple[Executed, ...] = ()
         if record.head:
@@ -246,36 +230,31 @@ class JobServices:
         ]
 
     async def pin(self, record: JobRecord) -> None:
-        """Holds a job's model version, until the sweep lets go of it."""
+        """Pins a job's model version; the sweep removes the pins."""
         for pin in self.pins_of(record):
             await self.store.put_pin(pin, PIN_TTL_S)
 
     def why_lost(self, record: JobRecord, workers: Sequence[WorkerRecord], desired: Mapping[str, Desired]) -> str:
-        """Says why a job's model version can't be kept as it was; empty = it can, as far as is known."""
+        """Returns why a job's model version is unavailable or changed; empty = it is not, as far as is known."""
         reasons = (why_lost(pin, workers, desired.get(pin.model)) for pin in self.pins_of(record))
         return next(filter(None, reasons), "")
 
     async def say_waiting(self, record: JobRecord, why: str) -> None:
-        """Says in a job's record and log why it can't go on now; empty = it goes on. The record stays fresh."""
+        """Sets why a job waits, in record and log; empty = it goes on. Also keeps the record fresh."""
         if why != record.waiting:
             await self.jobs.note(record.id, f"waits: {why}" if why else "goes on")
         await self.jobs.move(record.id, {record.state}, record.state, waiting=why)
 
     async def fail(self, record: JobRecord, why: str) -> None:
-        """Ends a job that can't go on; its log and record say why."""
+        """Fails a job, with the reason in its log and record."""
         await self.jobs.stop(record.id, JobState.FAILED, error=why)
         logger.warning("job failed", extra={"job": record.id, "reason": why})
 
     async def attempt(self, step: Step, job_id: str, work: Work) -> None:
-        """Does the step of a job, unless it was tried too long or too often; what the user can mend ends the job.
+        """Attempts a step of a job in the step's state; ends the job after too many or too long attempts.
 
-        Args:
-            step: Which step; nothing is done for a job in another state.
-            job_id: The job; nobody else may change its state while the work goes on.
-            work: The step itself.
-
-        Raises:
-            QinferError: It did not work for now, and is to be tried again.
+        The job also ends on errors that a retry can't mend. Other errors are raised, and the step has to be retried. A
+        change of the job's state by another process cancels the work.
         """
         record = await self.jobs.get(job_id)
         if record is None or record.state != step.state:
@@ -287,7 +266,7 @@ class JobServices:
                 await self._begin(step, record, attempts, work)
         except NotWanted:
             return
-        except asyncio.CancelledError:  # the process is asked to end: another takes over
+        except asyncio.CancelledError:  # the process was asked to end: another takes over
             await self.jobs.note(record.id, f"{step.waits}the bulk worker was stopped")
             raise
         except QinferError as error:
@@ -303,12 +282,12 @@ class JobServices:
             await self.jobs.move(record.id, {record.state}, record.state, waiting=step.waits + error.message)
             await self.store.add_stats(record.model, record.version, {PUT_OFF + error.code: 1})
             raise
-        except Exception as error:  # the boundary: else it would be tried again and again
+        except Exception as error:  # the boundary: otherwise it would be retried without end
             logger.exception("a job's step failed", extra={"job": record.id, "step": step.name})
             await self.fail(record, f"{step.name} failed: {type(error).__name__}; the bulk worker's log says more")
 
     async def _begin(self, step: Step, record: JobRecord, attempts: Attempts, work: Work) -> None:
-        """Does the work, and ends the job where that takes or took too long, or processes died of it too often."""
+        """Runs the work; fails the job on too long or too many attempts."""
         limit_s = self.settings.plan_timeout_s
         spent_s = self.clock.now_s() - attempts.since_at if attempts.since_at else 0.0
         if attempts.deaths >= MAX_DEATHS:
@@ -329,14 +308,10 @@ class JobServices:
 
     @contextlib.asynccontextmanager
     async def _hold(self, record: JobRecord, leads_to: frozenset[JobState]) -> AsyncIterator[None]:
-        """Keeps a job's record fresh during a step, so that sweeps leave the job alone.
+        """Keeps a job's record fresh during a step, so that sweeps skip the job.
 
-        Args:
-            record: The job, in the state in which the work begins.
-            leads_to: The states to which the work itself moves the job.
-
-        Raises:
-            NotWanted: This process works on it already, or somebody else changed its state: the work is broken off.
+        Raises `NotWanted`, and cancels the work, if this process already works on the job, or its state changes to one
+        that is not in `leads_to`.
         """
         if record.id in self._in_hand:
             raise NotWanted
@@ -371,13 +346,13 @@ class JobServices:
 
 
 def _given_up(step: Step, deaths: int, reason: str) -> str:
-    """Describes a step at which too many processes died, with the cause if it is known."""
+    """Returns the error of a step in which too many processes died."""
     if reason.startswith(DIED):
         return f"{step.name} was broken off {deaths} times: {reason}; is a file damaged?"
     return f"{step.name} was broken off {deaths} times by the end of the bulk worker; its log says why"
 
 
 def _too_long(step: Step, timeout_s: float, reason: str) -> str:
-    """Describes a step that took too long, and why or what to do."""
+    """Returns the error of a step that took too long."""
     why = f": {reason}" if reason else "; is a store slow or stuck? resume the job when it is well"
     return f"{step.name} took more than {timeout_s:g} s{why}"

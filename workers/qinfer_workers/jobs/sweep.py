@@ -1,10 +1,10 @@
-"""The use case of the task `sweep`: jobs that nothing moves on any more, because a process died at a bad moment.
+"""The use case of the task `sweep`: revives jobs that are stuck because a process died at a bad moment.
 
-What moves a job on is a task, a worker, or the notice of a shard's end. Each leaves a mark on the record; a job without
-one for `JobServices.stale_s` is looked at: its task is sent again, its lane filled, its end told.
+Tasks, workers and notices of ended shards move a job on, and each updates its record. The sweep checks jobs whose
+record did not change for `JobServices.stale_s`: it sends the task again, fills the lane, or ends the job.
 
-The sweep also renews the pins by which unfinished jobs hold their model versions, and removes those of the others. Of a
-job whose version can't be kept it says so, and ends it if the job asks for that.
+It also renews the pins of unfinished jobs on their model versions, and removes other jobs' pins. If a job's version is
+unavailable or changed, the job says so, or fails if it asks for that.
 """
 
 import logging
@@ -22,18 +22,13 @@ from qinfer_workers.jobs.services import PIN_REASON, PIN_TTL_S, JobServices
 logger = logging.getLogger("qinfer_workers.jobs")
 
 RESUMED_S = 45.0
-"""Workers that could not load a pinned version try again sooner."""
+"""Workers that could not load a pinned version retry within this time."""
 CREATION_S = 600.0
-"""Creating a job lists its inputs, and takes no longer."""
+"""Creating a job, which lists its inputs, takes less than this."""
 
 
 class Sweeper:
-    """Looks after jobs that are stuck.
-
-    Args:
-        services: The ports.
-        tasks: Sends the others' tasks.
-    """
+    """Revives stuck jobs; `tasks` sends tasks again."""
 
     def __init__(self, services: JobServices, tasks: BulkTasks) -> None:
         self._services = services
@@ -41,12 +36,9 @@ class Sweeper:
         self._is_running = False
 
     async def run(self, _: str = "") -> None:
-        """Looks at all jobs that have not ended; does nothing while this process does so already.
+        """Checks all open jobs, unless a sweep is running in this process.
 
-        Trouble with one job does not keep it from the others.
-
-        Raises:
-            BrokerUnavailable: The next sweep goes on.
+        Errors of one job do not affect the others. After `BrokerUnavailable` the next sweep goes on.
         """
         if self._is_running:
             return
@@ -58,7 +50,7 @@ class Sweeper:
 
     async def _sweep(self) -> None:
         services = self._services
-        # First: what was resumed since is among the unfinished.
+        # Read first: jobs that are resumed later are among the unfinished.
         held = {pin.id: pin for pin in await services.store.pins() if pin.reason == PIN_REASON}
         for record in await services.jobs.overdue():
             await self._attend(self._expire, record)
@@ -74,7 +66,7 @@ class Sweeper:
             await services.store.put_pin(pin, 0.0)
 
     async def _hold(self, held: Sequence[Pin], record: JobRecord) -> None:
-        """Renews the pins of a job when half of their time is over, and where the job's plan knows more."""
+        """Renews a job's pins after half of their time, and when the job's plan changes them."""
         services = self._services
         wanted = {(pin.id, pin.content_hash) for pin in services.pins_of(record)}
         renew_before = services.clock.now_s() + PIN_TTL_S / 2
@@ -82,10 +74,10 @@ class Sweeper:
             await services.pin(record)
 
     async def _check_version(self, record: JobRecord, why: str) -> None:
-        """Says why a job's model version can't be kept, and that it can again; ends the job where it asks for that.
+        """Sets or clears why a job's model version is unavailable; fails the job if it asks for that.
 
-        That takes two sweeps, for files that are being changed may be away for a moment, and after a `resume` until
-        workers have looked again. Of a job that is to be planned the planner says that it goes on.
+        Failing takes two sweeps, since changing files may be missing for a moment, and waits for workers after a
+        resumption. The planner clears the reason of a job that is to be planned.
         """
         if record.state not in (JobState.PLANNING, JobState.RUNNING):
             return
@@ -103,14 +95,14 @@ class Sweeper:
             raise
         except QinferError as error:
             logger.warning("job can't be moved on now", extra={"job": record.id, "reason": error.message})
-        except Exception:  # the boundary: the other jobs are worth looking at all the same
+        except Exception:  # the boundary: the other jobs still need the sweep
             logger.exception("a job can't be looked at", extra={"job": record.id})
 
     async def _expire(self, record: JobRecord) -> None:
         await self._end(record, JobState.EXPIRED, "its deadline has passed")
 
     async def _end(self, record: JobRecord, state: JobState, why: str) -> None:
-        """Ends a job, and has its existing parts listed."""
+        """Ends a job, and sends the task that lists its parts."""
         if await self._services.jobs.stop(record.id, state, error=why, in_hand=True):
             await self._services.in_thread(self._tasks.finalise, record.id)
 
@@ -128,7 +120,7 @@ class Sweeper:
                 await self._end(record, JobState.CANCELLED, "")
 
     async def _send_again(self, record: JobRecord) -> None:
-        """Sends a task that was lost, or whose worker died; the mark on the record keeps others from doing the same."""
+        """Sends a lost task again; the updated record keeps other sweeps from doing the same."""
         await self._services.note_idle(record)
         if not await self._services.jobs.move(record.id, {record.state}, record.state):
             return
@@ -156,11 +148,7 @@ class Sweeper:
             await services.in_thread(self._tasks.finalise, record.id)
 
     async def _run_again(self, record: JobRecord, lost: Collection[int]) -> None:
-        """Has shards run that the queue has lost.
-
-        Raises:
-            QinferError: Their plan can't be read, now or at all.
-        """
+        """Requeues shards that the queue lost; raises if their plan can't be read."""
         services, jobs = self._services, self._services.jobs
         plan = await services.plan_there(record)
         frames = frames_of(record.id, [shard for shard in plan.shards if shard.index in lost])

@@ -1,1 +1,1 @@
-"""The worker's side of bulk jobs: shards are scored on the models that it serves, between their online batches."""
+"""The worker's side of bulk jobs: scores shards on the models that it serves, between their online batches."""

@@ -1,21 +1,21 @@
 """Access to a device: online requests of any model first, bulk batches in between.
 
-Bulk takes *turns*. One begins when no model with an instance on the device has online work, waiting or executing, and
-it looks again after each batch: so an online request waits for one bulk batch at most, of each instance. Jobs of
-several models take turns in order. Online work asks nobody and tells nobody: what there is of it is read here.
+Bulk takes *turns*. A turn begins when no model with an instance on the device has online work, waiting or executing,
+and the condition is checked after each batch. So an online request waits for at most one bulk batch of each instance.
+Jobs of several models take turns in order. Online work does not cooperate; the arbiter reads its state.
 
-Under online load without a gap bulk would wait for ever. It gets one batch all the same:
+Under continuous online load bulk would wait for ever. It gets one batch all the same:
 
-- at once, behind the online batch that executes, while online batches are half full at most. What comes meanwhile waits
-  and makes the next one larger, which costs little (`Batcher.lend`): so this is time that the device has to spare, and
-  the two take turns, a batch each. If the online work is another model's, which would execute at the same time, then
-  after as long as the last such batch took;
-- else after `PATIENCE_S`: the device has none to spare.
+- at once, behind the executing online batch, while online batches are at most half full. Requests that arrive meanwhile
+  make the next batch larger, which costs little (`Batcher.lend`): the device has time to spare, and online and bulk
+  batches alternate. If the online work is another model's, which would execute in parallel, bulk waits as long as its
+  last batch of this kind took;
+- else after `PATIENCE_S`: the device has no time to spare.
 
-A turn also tells whether there were online requests lately, for then its batches should be small.
+A turn also says whether there were online requests lately, which call for small batches.
 
-An ensemble uses the devices of its steps' models. Steps of a job's batch are requests to those, and end its turn: it
-has one batch of each instance.
+An ensemble uses the devices of its steps' models. The steps of a job's batch are requests to these models, and end its
+turn after one batch of each instance.
 """
 
 import asyncio
@@ -28,30 +28,27 @@ from qinfer.models.spec import Device
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
 
 JobBatcher = Batcher | EnsembleBatcher
-"""The batcher of a model version whose jobs are run here."""
+"""The batcher of a model version whose jobs run here."""
 
 PATIENCE_S = 1.0
-"""How long bulk waits for a moment without online work on a device that has no time to spare."""
+"""How long bulk waits for a pause of online work on a device without time to spare."""
 
 LATELY_S = 2.0
-"""For how long a device counts as shared after it had online work."""
+"""How long a device counts as shared after online work."""
 
 TURN_S = 0.1
-"""How long a turn lasts where another model's job waits for the device, or until its rows are scored."""
+"""How long a turn lasts if another model's job waits for the device."""
 
 
 class Turn:
-    """Leave to use a device; `goes_on` is for any thread, one at a time.
+    """Permission to use devices; `goes_on` may be called in any thread, one at a time.
 
     Args:
-        mine: Whose turn it is; it ends when that model is loaded anew.
-        batchers: Those whose online work ends it.
-        lines: Those who wait for the devices.
-        is_forced: It began though there was online work, and ends after one batch.
+        mine: The turn's owner; the turn ends when its model is reloaded.
+        batchers: Models whose online work ends the turn.
+        lines: The queues for the devices.
+        is_forced: The turn began despite online work, and ends after one batch.
         is_shared: There was online work lately.
-
-    Attributes:
-        is_shared: The same.
     """
 
     def __init__(
@@ -72,7 +69,7 @@ class Turn:
         self._ends_s = time.monotonic() + TURN_S
 
     def goes_on(self) -> bool:
-        """Tells whether another batch may begin, after the first."""
+        """Returns whether another batch may begin, after the first."""
         if self._is_forced or any(batcher.has_work for batcher in self._batchers):
             return False
         if self._mine.model.executor is not self._executor:
@@ -101,27 +98,27 @@ class _Line:
 
 
 class DeviceArbiter:
-    """One for each worker; see the module docstring. Used on the event loop."""
+    """The arbiter of a worker's devices; for the event loop."""
 
     def __init__(self) -> None:
         self._places: dict[JobBatcher, frozenset[Device]] = {}
         self._lines: dict[Device, _Line] = {}
         self._batch_s = PATIENCE_S
-        """How long the last turn took that did not wait for a moment without online work."""
+        """How long the last forced turn took."""
         self._online_s = float("-inf")
-        """When there was online work beside a job last; of any device, for most workers have one."""
+        """When a job last saw online work, on any device, since most workers have one."""
 
     def place(self, batcher: JobBatcher, devices: Collection[Device]) -> None:
-        """Takes note of the devices on which a model version has its instances."""
+        """Registers the devices of a model version's instances."""
         self._places[batcher] = frozenset(devices)
 
     def forget(self, batcher: JobBatcher) -> None:
-        """Takes note that a model version is not served any more."""
+        """Unregisters a model version."""
         self._places.pop(batcher, None)
 
     @asynccontextmanager
     async def turn(self, batcher: JobBatcher) -> AsyncIterator[Turn]:
-        """Waits for the devices of a model version to be free of online work, and gives leave to use them."""
+        """Waits until a model version's devices have no online work, and gives a turn."""
         devices = self._devices(batcher)
         lines = [self._lines.setdefault(device, _Line()) for device in sorted(devices)]
         async with AsyncExitStack() as mine:
@@ -136,7 +133,7 @@ class DeviceArbiter:
                 self._batch_s = time.monotonic() - begin_s
 
     async def _quiet(self, mine: JobBatcher, devices: frozenset[Device]) -> bool:
-        """Waits until there is no online work; returns whether that happened."""
+        """Waits until there is no online work; false = the wait was too long."""
         begin_s = time.monotonic()
         while busy := [batcher for batcher in self._neighbours(devices) if batcher.has_work]:
             self._online_s = time.monotonic()
@@ -155,7 +152,7 @@ class DeviceArbiter:
         return [batcher for batcher in self._places if self._devices(batcher) & devices]
 
     def _devices(self, batcher: JobBatcher) -> frozenset[Device]:
-        """Returns the devices of a model version; of an ensemble, those of its steps' models that are here."""
+        """Returns the devices of a model version; of an ensemble, those of its steps' models here."""
         if isinstance(batcher, Batcher):
             return self._places[batcher]
         versions, found = batcher.versions, frozenset[Device]()

@@ -1,46 +1,46 @@
-"""How many rows a bulk batch has: the fewest that are about as fast a row as any, within a time. Pure arithmetic.
+"""Finds the size of bulk batches: the fewest rows at nearly the best speed, within a time limit. Pure arithmetic.
 
-It begins with one row and grows while more rows make a row cheaper. Larger batches than that would only make online
-requests wait longer, which wait for the one that runs; while there are some, batches are smaller, and bulk a bit
-slower. Later it tries a neighbouring size now and then, for the first look may have been while the machine was busy,
-and other rows may cost more.
+The search begins with one row and grows while larger batches make a row cheaper. Larger ones would only delay online
+requests, which wait for the running batch. While there are online requests, batches are smaller, and bulk is a bit
+slower. Later it sometimes tries a neighbouring size, since the machine may have been busy during the search, and other
+rows may cost more.
 
-Where a single row takes longer than the limit, an online request waits that long anyway: while there are none, up to
-twice as long is allowed then, or a model that scores many rows as fast as one would score one at a time.
+If a single row exceeds the limit, online requests wait that long anyway. Then, while there are none, batches may take
+twice as long; otherwise a model that scores many rows as fast as one would score single rows.
 """
 
 _TRIALS = 3
 _MOST_TRIALS = 32
 _ENOUGH_S = 0.03
-"""A size is known after a few batches that took so long together: on a busy machine one says little."""
+"""A few batches must take this long together before a size is known; on a busy machine one says little."""
 _HOPELESS = 4
 _SINGLE_ROWS = 2
 _QUICK = 4
 _SLOW = 2
 _GAIN = 0.97
-"""A size is better than a smaller one if a row costs at most so much of what it costs there."""
+"""A size is better than a smaller one if a row costs at most this share of its cost there."""
 _SHARED_GAIN = 0.85
 """The same beside online requests."""
 _SHARED_TIME = 0.25
-"""Beside online requests a batch takes so much of the limit."""
+"""The share of the limit that a batch takes beside online requests."""
 _MISSES = 2
-"""So many sizes in a row that are no better end the search: one may be a chance."""
+"""Consecutive sizes without improvement that end the search; one may be chance."""
 _EVERY = 64
-"""After so many batches a neighbouring size is tried."""
+"""Batches between trials of a neighbouring size."""
 _RECENT = 8
 
 
 class BatchSize:
-    """See the module docstring; used by one thread at a time.
+    """Chooses the size of batches; for one thread at a time.
 
     Args:
         most: The model's own limit.
         limit_s: The longest that a batch should take.
 
     Attributes:
-        rows: How many rows the next batch should have.
+        rows: The size of the next batch.
         is_settled: Whether the search is over.
-        is_shared: Whether there are online requests; to be kept current.
+        is_shared: Whether there are online requests.
     """
 
     def __init__(self, most: int, limit_s: float) -> None:
@@ -57,7 +57,7 @@ class BatchSize:
         self._goes_up = True
 
     def share(self, *, is_shared: bool) -> None:
-        """Takes note of whether there are online requests."""
+        """Updates whether there are online requests."""
         if is_shared != self.is_shared:
             self.is_shared = is_shared
             if self.is_settled:
@@ -65,12 +65,7 @@ class BatchSize:
                 self._settle()
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Learns from a batch, unless the end of the rows cut it short.
-
-        Args:
-            rows: Its rows.
-            seconds: How long it took.
-        """
+        """Learns from a batch, unless the end of the rows shortened it."""
         if rows != self.rows:
             return
         self._seconds.append(seconds)
@@ -80,7 +75,7 @@ class BatchSize:
             self._try_next(_usual(self._seconds))
 
     def _is_enough(self) -> bool:
-        """Tells whether enough is known of the size that is tried."""
+        """Returns whether the current trial of a size is conclusive."""
         count, whole_s = len(self._seconds), sum(self._seconds)
         is_hopeless = self.rows > 1 and self._seconds[-1] > _HOPELESS * self._longest_s()
         if is_hopeless or (count >= _TRIALS and whole_s >= _ENOUGH_S):
@@ -88,7 +83,7 @@ class BatchSize:
         return count >= _MOST_TRIALS
 
     def _try_next(self, seconds: float) -> None:
-        """Takes note of a size that was tried, and goes on to the next, or ends the search."""
+        """Records a tried size; goes on to the next, or ends the search."""
         self._seconds.clear()
         is_better = not self._row_s or seconds / self.rows <= _GAIN * min(self._row_s.values())
         self._misses = 0 if is_better else self._misses + 1
@@ -101,7 +96,7 @@ class BatchSize:
             self.rows = min(self.rows * factor, self._most)
 
     def _longest_s(self) -> float:
-        """Returns how long a batch may take, but for the quarter that it gets beside online requests."""
+        """Returns the time limit of a batch, regardless of its share beside online requests."""
         return self._limit_s if self.is_shared else max(self._limit_s, _SINGLE_ROWS * self._row_s.get(1, 0.0))
 
     def _note(self, seconds: float) -> None:
@@ -111,7 +106,7 @@ class BatchSize:
             self._row_s.pop(self.rows, None)
 
     def _settle(self) -> None:
-        """Goes to the best size known."""
+        """Chooses the best known size."""
         self.is_settled = True
         known = self._row_s
         if self.is_shared:
@@ -121,13 +116,13 @@ class BatchSize:
         self._home = self.rows = min((rows for rows, row_s in known.items() if row_s <= enough_s), default=1)
 
     def _stay(self) -> None:
-        """Stays with a size; after a while tries the next larger or smaller one, in turn."""
+        """Keeps a size; after a while tries the next larger or smaller one, alternately."""
         self._count += 1
         if len(self._seconds) < _RECENT:
             return
         self._note(_usual(self._seconds))
         self._seconds.clear()
-        if self._home not in self._row_s:  # it has come to take too long: a slower device, or larger rows
+        if self._home not in self._row_s:  # it takes too long now: a slower device, or larger rows
             self._row_s = {rows: row_s for rows, row_s in self._row_s.items() if rows < self._home}
             self._row_s.setdefault(max(self._home // _SLOW, 1), 0.0)  # to be tried
             self._home = self.rows = max(self._home // _SLOW, 1)
@@ -139,7 +134,7 @@ class BatchSize:
 
 
 def _usual(seconds: list[float]) -> float:
-    """Returns the mean without the slowest, which may have been the first of its size."""
+    """Returns the mean without the slowest, which may be the first of its size."""
     if len(seconds) < _TRIALS:
         return min(seconds)
     return (sum(seconds) - max(seconds)) / (len(seconds) - 1)

@@ -5,7 +5,7 @@
                        ▼         │
                     instance threads, a slice each
 
-One condition guards it all: it is entered once or twice for each batch, which takes far longer.
+One condition guards everything: threads enter it once or twice per batch, which takes far longer.
 """
 
 import threading
@@ -28,24 +28,19 @@ DEPTH = 3
 """Chunks at once: one is read, one is scored and one is written."""
 
 AHEAD_S = 0.05
-"""The next shard is begun so long before the last row of one is scored: its first rows are read meanwhile."""
+"""The next shard begins this long before the last row is scored, to read its first rows meanwhile."""
 
 SHARED_AHEAD_S = 1.0
-"""The same beside online requests, which reading gives way to."""
+"""The same beside online requests, which slow down reading."""
 
 Outputs = Mapping[str, Array]
-"""Output tensor → array, with the rows first; of decoupled models as `Scored.outputs` has them."""
+"""Output tensor → array, rows first; for decoupled models as in `Scored.outputs`."""
 
 
 class Slice(NamedTuple):
-    """Rows that are executed as one batch.
+    """Rows of a chunk's piece, from `start` to before `stop`, executed as one batch.
 
-    Attributes:
-        chunk: Where they come from.
-        piece: The number of the piece within the chunk.
-        start: The first row within the piece.
-        stop: The row after the last.
-        is_apart: It is part of a batch that failed: it tells nothing about speed.
+    `is_apart` marks part of a failed batch, which tells nothing about speed.
     """
 
     chunk: "Chunk"
@@ -56,52 +51,47 @@ class Slice(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many rows."""
+        """The number of rows."""
         return self.stop - self.start
 
     def inputs(self) -> Mapping[str, Array]:
         """Returns the rows' tensors."""
         whole = self.chunk.pieces[self.piece].inputs
-        # What nulls are filled with may be one element that looks like many; backends take arrays as they are.
+        # Filled nulls may be a broadcast view; backends expect contiguous arrays.
         return {name: np.ascontiguousarray(array[self.start : self.stop]) for name, array in whole.items()}
 
     def halves(self) -> "tuple[Slice, Slice]":
-        """Returns two slices that are this one."""
+        """Splits this slice in two."""
         return self.within(0, self.rows // 2), self.within(self.rows // 2, self.rows)
 
     def within(self, start: int, stop: int) -> "Slice":
-        """Returns the part of this slice from a place in it to the one before another."""
+        """Returns rows `start` to before `stop` of this slice."""
         return self._replace(start=self.start + start, stop=self.start + stop, is_apart=True)
 
 
 class Chunk:
-    """Rows that were read together.
-
-    Args:
-        batch: Their columns, and where they are from.
-        decoded: Their tensors, and which of them have none.
-    """
+    """Rows that were read together, and their tensors."""
 
     def __init__(self, batch: RowBatch, decoded: Decoded) -> None:
         self.batch = batch
         self.errors = decoded.errors
         self.pieces: tuple[Piece, ...] = decoded.pieces
         self.left = sum(piece.count for piece in decoded.pieces)
-        """Rows that have neither outputs nor an error yet."""
+        """Rows without outputs or an error."""
         self._done: list[list[_Done]] = [[] for _ in decoded.pieces]
 
     def put(self, part: Slice, outputs: Outputs) -> None:
-        """Takes the outputs of a slice."""
+        """Stores the outputs of a slice."""
         self._done[part.piece].append(_Done(part.start, part.stop, outputs))
         self.left -= part.rows
 
     def fail(self, part: Slice, code: str, message: str) -> None:
-        """Takes note that a slice has no outputs, and why."""
+        """Marks the rows of a slice as failed."""
         self.errors.mark(self._numbers(part.piece, part.start, part.stop), code, message)
         self.left -= part.rows
 
     def leave(self) -> int:
-        """Gives up the rows that are not executed yet; returns how many there are before the first of them."""
+        """Gives up the unexecuted rows; returns the number of rows before the first of them."""
         if not self.left:
             return self.errors.rows
         settled = np.zeros(self.errors.rows, np.bool_) if self.errors.bad is None else self.errors.bad.copy()
@@ -146,12 +136,12 @@ def _start(done: _Done) -> int:
 
 
 class Chunks:
-    """See the module docstring.
+    """The chunks of a shard.
 
     Args:
-        size: How many rows a batch should have.
-        on_work: Called, in any thread, when there is something to take that nobody takes, and when all was taken.
-        on_last_rows: Called once, in any thread, when what is left will soon be scored; not after `stop`.
+        size: Chooses the size of batches.
+        on_work: Called, in any thread, when work has no consumer, and when all was read.
+        on_last_rows: Called once, in any thread, when the remaining rows will soon be scored; not after `stop`.
     """
 
     def __init__(self, size: BatchSize, on_work: Callable[[], None], on_last_rows: Callable[[], None]) -> None:
@@ -164,23 +154,23 @@ class Chunks:
         self._changed = threading.Condition()
         self._chunks: deque[Chunk] = deque()
         self._to_cut: deque[Slice] = deque()
-        """What no batch was made of yet: the rest of a piece, or a whole one."""
+        """Pieces, or their rests, that are not in a batch yet."""
         self._again: deque[Slice] = deque()
-        """Parts of batches that failed."""
+        """Parts of failed batches."""
         self._takers = 0
         self._reserved = 0
         self._has_ended = False
         self.is_stopped = False
 
     def reserve(self) -> bool:
-        """Waits for room for another chunk; False = stop reading."""
+        """Waits for room for another chunk; false = stop reading."""
         with self._changed:
             self._changed.wait_for(lambda: self.is_stopped or len(self._chunks) + self._reserved < DEPTH)
             self._reserved += 1
             return not self.is_stopped
 
     def add(self, chunk: Chunk) -> None:
-        """Takes what was read, into the room that was reserved."""
+        """Adds a chunk to the reserved room."""
         with self._changed:
             self._reserved -= 1
             self._chunks.append(chunk)
@@ -192,7 +182,7 @@ class Chunks:
             self._on_work()
 
     def end(self) -> None:
-        """Takes note that everything was read."""
+        """Notes that all rows were read."""
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
@@ -200,31 +190,31 @@ class Chunks:
         self._on_work()
 
     def stop(self) -> None:
-        """Ends it all: whoever waits here waits no longer, and nothing is given out any more."""
+        """Stops everything: waiting calls return, and no more rows are given out."""
         with self._changed:
             self.is_stopped = True
             self._changed.notify_all()
         self._on_work()
 
     def wait_stopped(self, longest_s: float) -> bool:
-        """Waits for a `stop`, so long at most; returns whether there was one."""
+        """Waits up to `longest_s` for a `stop`; returns whether it came."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_stopped, longest_s)
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to take."""
+        """Whether there are rows to take."""
         with self._changed:
             return not self.is_stopped and bool(self._again or self._to_cut)
 
     @property
     def has_ended(self) -> bool:
-        """Whether there will be nothing to take any more."""
+        """Whether no more rows will come."""
         with self._changed:
             return self.is_stopped or (self._has_ended and not any(chunk.left for chunk in self._chunks))
 
     def share(self, *, is_shared: bool) -> None:
-        """Takes note of whether there are online requests, beside which batches are smaller."""
+        """Updates whether there are online requests, which make batches smaller."""
         with self._changed:
             self._size.share(is_shared=is_shared)
 
@@ -247,7 +237,7 @@ class Chunks:
             self._on_work()
 
     def take(self) -> Slice | None:
-        """Returns the rows of the next batch; `None` when there are none now."""
+        """Returns the rows of the next batch; `None` = no rows now."""
         with self._changed:
             if self.is_stopped:
                 return None
@@ -264,7 +254,7 @@ class Chunks:
             return whole._replace(stop=middle)
 
     def done(self, part: Slice, outputs: Outputs, seconds: float) -> None:
-        """Takes the outputs of a batch that ran."""
+        """Stores the outputs of an executed batch."""
         with self._changed:
             if not part.is_apart:
                 self._size.observe(part.rows, seconds)
@@ -275,17 +265,17 @@ class Chunks:
         self._tell_of_last_rows()
 
     def cut(self, part: Slice) -> None:
-        """Has the halves of a batch that failed run by themselves."""
+        """Queues the halves of a failed batch separately."""
         with self._changed:
             self._again.extendleft(reversed(part.halves()))
 
     def again(self, part: Slice) -> None:
-        """Has a part of a batch run again, by itself."""
+        """Queues a part of a batch separately."""
         with self._changed:
             self._again.append(part)
 
     def fail(self, part: Slice, code: str, message: str) -> None:
-        """Takes note that rows have no outputs."""
+        """Marks rows as failed."""
         with self._changed:
             part.chunk.fail(part, code, message)
             self.rows_scored += part.rows
@@ -293,13 +283,13 @@ class Chunks:
                 self._changed.notify_all()
 
     def next_scored(self) -> Chunk | None:
-        """Waits until the first chunk is scored, and returns it; `None` = there will be no more."""
+        """Waits until the first chunk is scored, and returns it; `None` = no more will come."""
         with self._changed:
             self._changed.wait_for(self._is_next_ready)
             return None if self.is_stopped or not self._chunks else self._chunks[0]
 
     def rest(self) -> Iterator[tuple[Chunk, int]]:
-        """Returns, after a `stop`, the scored chunks that were not written, and how many of their first rows are."""
+        """Yields, after a `stop`, unwritten chunks, each with the number of its first rows that are scored."""
         while self._chunks:
             chunk = self._chunks.popleft()
             is_whole = not chunk.left
@@ -309,13 +299,13 @@ class Chunks:
                 return
 
     def written(self) -> None:
-        """Forgets the first chunk: there is room for another."""
+        """Drops the first chunk, which makes room for another."""
         with self._changed:
             self._chunks.popleft()
             self._changed.notify_all()
 
     def _tell_of_last_rows(self) -> None:
-        """Tells, once, that the rows that are left will be scored in a moment, at the pace of those before."""
+        """Reports, once, that the remaining rows will soon be scored, at the pace so far."""
         with self._changed:
             if self._is_told or self.is_stopped or not self._has_ended:
                 return

@@ -1,8 +1,8 @@
-"""The context that the shard loops of a worker share: its slots for shards, and the types of a shard's run.
+"""Context that a worker's shard loops share: its slots for shards, and the types of a shard's run.
 
-A worker holds any number of shards that are fine, or one suspect alone. A suspect is a shard whose worker died: if it
-is the reason, it takes this worker down as well, and each shard held beside it would count an execution that it is not
-to blame for, and in the end be given up with it.
+A worker holds any number of healthy shards, or one suspect alone. A suspect is a shard whose worker died. If it causes
+the death, it kills this worker as well; each shard held beside it would count an execution without fault, and be given
+up in the end.
 """
 
 import asyncio
@@ -35,13 +35,8 @@ if TYPE_CHECKING:
 class HeldShard:
     """A shard that this worker holds, whose lease is renewed (`leases.Held`).
 
-    Args:
-        lease: The lease on its entry.
-        deadline_s: Until when it is renewed, in the broker's time; moved on as long as it makes progress.
-
-    Attributes:
-        lost: The lease is lost: somebody else runs it, or nobody wants it.
-        on_lost: Called when that happens.
+    `lost` means that another worker runs it, or its job does not want it; `on_lost` is called then. The lease is
+    renewed until `deadline_s` in the broker's time, which progress moves on.
     """
 
     def __init__(self, lease: Lease, deadline_s: float) -> None:
@@ -51,13 +46,13 @@ class HeldShard:
         self.on_lost: Callable[[], None] = lambda: None
 
     def lose(self) -> None:
-        """Takes note that the lease is lost."""
+        """Marks the lease as lost."""
         self.lost = True
         self.on_lost()
 
 
 class Slots:
-    """The slots of a worker for shards; used on the event loop."""
+    """The slots of a worker for shards; for the event loop."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -72,12 +67,12 @@ class Slots:
         return not self._count
 
     async def ready(self) -> None:
-        """Waits until no suspect is held or waits for a slot."""
+        """Waits until no suspect is held or waiting."""
         async with self._alone:
             return
 
     def take(self, *, is_suspect: bool = False) -> bool:
-        """Takes a slot; false = a suspect that came meanwhile is to be alone."""
+        """Takes a slot; false if a suspect is to be alone."""
         if self._alone.locked() and not is_suspect:
             return False
         self._count += 1
@@ -85,7 +80,7 @@ class Slots:
         return True
 
     def on_suspect(self, holder: object, stop: Callable[[], None] | None) -> None:
-        """Has a shard that waits for its store stopped when a suspect is to be alone; `None` = it waits no more."""
+        """Registers how to stop a shard that waits for its store when a suspect comes; `None` unregisters it."""
         if stop is None:
             self._waiting.pop(holder, None)
         elif self._alone.locked():
@@ -94,14 +89,14 @@ class Slots:
             self._waiting[holder] = stop
 
     def give_back(self) -> None:
-        """Gives a slot back."""
+        """Returns a slot."""
         self._count -= 1
         if not self._count:
             self._empty.set()
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Waits until all slots are free, and keeps others from taking one until the end."""
+        """Waits until all slots are free, and keeps them free for the caller until the end."""
         async with self._alone:
             for stop in list(self._waiting.values()):
                 stop()
@@ -112,23 +107,18 @@ class Slots:
 
 @dataclass(slots=True, kw_only=True)
 class Served:
-    """A model version that is served, its shard loop, and how its shards are scored.
+    """A served model version, its shard loop, and how its shards are scored.
 
     Attributes:
-        batcher: Its batcher.
-        loaded: Its generation that is loaded.
-        arbiter: Gives turns on its devices.
-        size: How many rows a batch should have; it learns.
-        clock: The broker's time.
-        hurry: Set when nobody waits any longer for executions to end.
+        loaded: The loaded generation.
+        arbiter: Gives turns on the devices.
+        size: Learns the best size of batches.
+        hurry: Set when running executions are no longer waited for.
         spool: A folder for parts until they are committed.
-        read_bytes: About so many bytes of rows are held at once.
-        footer_bytes: The size that the footer of an input file may have.
-        stores: The stores that jobs may use.
-        ensembles: What ensembles are run by.
-        line: Held by the shard that is scored; the one behind it is read meanwhile.
-        is_open: Set while there are jobs of the model that have not ended.
-        loop: The task of its shard loop.
+        read_bytes: The approximate size of rows held at once.
+        line: Held by the shard that is scored; the next one is read meanwhile.
+        is_open: Set while the model has open jobs.
+        loop: The task of the shard loop.
     """
 
     batcher: JobBatcher
@@ -152,16 +142,9 @@ class ShardContext:
     """The parts of a worker that its shard loops share.
 
     Attributes:
-        delivery: The queue.
-        jobs: The bulk jobs in it.
-        keeper: Has leases renewed.
         worker_id: The consumer.
-        slots: Limit which shards are held at a time.
-        lease_s: The worker's setting, like the next.
-        max_wait_s: The worker's setting.
-        hurry: Set when nobody waits any longer for executions to end.
-        counts: The rows that were settled.
-        spans: Records the executions of shards; `None` = nobody wants to know.
+        hurry: Set when running executions are no longer waited for.
+        counts: The settled rows.
     """
 
     delivery: Queue
@@ -177,12 +160,7 @@ class ShardContext:
 
 
 class PutOff(Exception):
-    """A shard can't be run now: a store, the broker or a called model is away. The text says why.
-
-    Args:
-        text: See above.
-        code: The kind of the reason, for the metric.
-    """
+    """A shard can't be run now, for example during an outage; `code` is the kind of the reason, for the metric."""
 
     def __init__(self, text: str, code: ErrorCode = ErrorCode.MODEL_NOT_READY) -> None:
         super().__init__(text)
@@ -190,17 +168,17 @@ class PutOff(Exception):
 
     @classmethod
     def by(cls, error: QinferError) -> "PutOff":
-        """Returns what puts a shard off because of an error."""
+        """Wraps the error that is the reason."""
         return cls(error.message, error.code)
 
 
 class GivenUp(Exception):
-    """A shard ends workers again and again; the text says how."""
+    """A shard kills workers again and again; the text says how."""
 
 
 class Abandoned(Exception):
-    """A shard was stopped: its work is discarded."""
+    """A shard was stopped, and its work is discarded."""
 
 
 MakeRun = Callable[[HeldShard, ShardTicket, JobRecord, asyncio.Event], Awaitable["ShardRun"]]
-"""Makes the run of a shard, which sets the event when the model has no more to do for it, or will have in a moment."""
+"""Makes the run of a shard, which sets the event when the model has little or nothing left to do for it."""

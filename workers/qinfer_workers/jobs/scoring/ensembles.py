@@ -1,11 +1,11 @@
-"""Shards of ensembles: each batch of rows is a request that goes from step to step, as one of a client would.
+"""Shards of ensembles: each batch of rows is a request that goes from step to step, like a client's.
 
     shard's thread ── execute ──▶ event loop: Run ─▶ steps of models, in this worker or by their lanes
           ▲                            │
           └───────── outputs ──────────┘
 
-A job's batches run the versions of the job's plan, whatever is rolled out meanwhile; what a model that has changed may
-have made is not used. Responses of jobs are neither cached nor taken from the cache.
+A job's batches run the planned versions, regardless of rollouts; outputs of a model that changed meanwhile are
+discarded. Jobs neither read nor fill the response cache.
 """
 
 import asyncio
@@ -36,51 +36,37 @@ from qinfer_workers.inference.executor import Borrower
 T = TypeVar("T")
 
 AT_ONCE = 2
-"""Batches of a shard that are under way at once: while one is in a step, another may be in the next."""
+"""Batches of a shard that run at once: while one is in a step, another may be in the next."""
 
 _LATER = (ErrorCode.CANCELLED.value, ErrorCode.DEADLINE_EXCEEDED.value)
-"""Failures of steps that say nothing about the rows, besides those that a retry may help."""
+"""Failures of steps that say nothing about the rows, besides retryable ones."""
 
 _LEFT = "nobody waits for this batch any more"
 _CHANGED = "a model of a step has changed while rows were scored"
 
 
 class EnsembleParts(NamedTuple):
-    """The parts of a worker that run its ensembles.
-
-    Attributes:
-        planner: Plans ensembles.
-        caller: Submits steps.
-    """
+    """The parts of a worker that plan ensembles and submit their steps."""
 
     planner: Planner
     caller: Caller
 
 
 class BulkSteps:
-    """The way of a job's steps to their models: the least important requests there are.
-
-    Args:
-        caller: Submits them.
-    """
+    """Submits a job's steps to their models, with the lowest priority."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
 
     def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
-        """See `run.Steps`."""
+        """Submits a step, as `run.Steps` says."""
         batching = step.model.batching
         request.priority = 0 if batching is None else batching.priority_levels
         return self._caller.submit_step(step, request, sink, timeout_s, cached=False)
 
 
 class EnsembleInstance:
-    """The `Backend` that a shard takes for an instance of the model; blocks the shard's thread.
-
-    Args:
-        lent: Runs batches, on the event loop.
-        loop: The event loop.
-    """
+    """A `Backend` that runs a shard's batches on the event loop; blocks the shard's thread."""
 
     short_on_loop = False
 
@@ -89,17 +75,15 @@ class EnsembleInstance:
         self._loop = loop
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
-        """Has nothing to load."""
+        """Does nothing."""
 
     def unload(self) -> None:
-        """Has nothing to unload."""
+        """Does nothing."""
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Runs a batch, which is one request; of a decoupled ensemble, a request for each row.
+        """Runs a batch as one request, or for a decoupled ensemble, a request per row.
 
-        Raises:
-            Cancelled: It can't be run now.
-            InferenceFailed: A step has failed.
+        `Cancelled` means that it can't run now, `InferenceFailed` that a step failed.
         """
         if ctx.is_decoupled:
             self._wait(self._lent.stream(batch, ctx))
@@ -117,18 +101,7 @@ class EnsembleInstance:
 
 
 class EnsembleExecutor:
-    """The executor of an ensemble for one shard; `lend` and `stop` on the event loop.
-
-    Args:
-        model: The ensemble.
-        planned: What the shard's job runs of it.
-        parts: Run it.
-        clock: The broker's time.
-
-    Attributes:
-        count: How many batches run at once.
-        spec: The ensemble's configuration, with what its steps make of it.
-    """
+    """The executor of an ensemble for one shard, with the configuration `spec`; for the event loop."""
 
     count = AT_ONCE
 
@@ -144,19 +117,19 @@ class EnsembleExecutor:
         self._is_stopped = False
 
     def lend(self, borrower: Borrower, done: Callable[[Borrower], None]) -> None:
-        """Lends an instance, in a thread of its own; `done` is called on the event loop when it is given back."""
+        """Lends an instance in its own thread; calls `done` on the event loop when it is returned."""
 
         def use() -> None:
             borrower.run(EnsembleInstance(self, self._loop))
             try:
                 self._loop.call_soon_threadsafe(done, borrower)
             except RuntimeError:
-                return  # the loop is closed: the process is ending
+                return  # the loop is closed: the process ends
 
         threading.Thread(target=use, name=f"bulk-{self.spec.name}", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends the batches that are under way; none begins any more."""
+        """Ends all batches; no new one begins."""
         self._is_stopped = True
         for run, ended in self._open.items():
             run.stop()
@@ -164,11 +137,11 @@ class EnsembleExecutor:
                 ended.set_result(Failure.of(Cancelled(_LEFT)))
 
     async def run(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Runs a batch; on the event loop. Raises as `EnsembleInstance.execute`."""
+        """Runs a batch on the event loop; raises like `EnsembleInstance.execute`."""
         return await self._run(self._item(batch.requests[0], batch.rows[0], batch.inputs))
 
     async def stream(self, batch: Batch, ctx: Context) -> None:
-        """Runs each row of a batch of a decoupled ensemble; on the event loop."""
+        """Runs each row of a decoupled ensemble's batch, on the event loop."""
         is_batched = self.spec.max_batch_size > 0
 
         async def row(number: int) -> None:
@@ -187,7 +160,7 @@ class EnsembleExecutor:
     async def _run(
         self, item: Pending, responses: Callable[[Callable[[], None]], Responses] | None = None
     ) -> tuple[Tensor, ...]:
-        """Runs a request; its responses, if it has several, go to what is made with a callback that ends it."""
+        """Runs a request; `responses` makes a receiver of several responses, given a callback that ends the request."""
         if self._is_stopped:
             raise Cancelled(_LEFT)
         ended: asyncio.Future[Outcome] = self._loop.create_future()
@@ -236,12 +209,9 @@ class EnsembleExecutor:
 
 
 class _Row:
-    """The `Responses` to one row of a decoupled ensemble.
+    """The `Responses` to one row of a decoupled ensemble, which never make the steps wait.
 
-    Args:
-        ctx: Takes them, and never makes the steps wait.
-        number: The row's place in its batch.
-        left: Called when it takes no more.
+    `left` is called when `ctx` accepts no more.
     """
 
     def __init__(self, ctx: Context, number: int, left: Callable[[], None]) -> None:
@@ -250,7 +220,7 @@ class _Row:
         self._left = left
 
     def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
-        """See `run.Responses`; the final one is sent when it is known that all count."""
+        """Passes a response on, as `run.Responses` says; the caller sends the final one once all count."""
         del final
         try:
             self._ctx.offer(self._number, outputs, final=False)

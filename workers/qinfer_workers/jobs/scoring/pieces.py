@@ -1,6 +1,6 @@
-"""The pieces of a shard that is not finished, in the output folder's `_resume`; blocking.
+"""The pieces of an unfinished shard, in the output folder's `_resume`. All calls block.
 
-No reader takes a piece for a part: readers skip the folder, and what a piece says of itself are more rows than it has.
+Readers never mistake a piece for a part: they skip the folder, and its metadata names more rows than it has.
 """
 
 import hashlib
@@ -25,11 +25,7 @@ class PieceLost(StoreError):
 def store_piece(
     store_for: StoreFor, output_url: str, folder: str, writer: PartWriter, faults: Sequence[str]
 ) -> KeptPiece:
-    """Puts a piece that was written into a folder of an output; its names are new.
-
-    Raises:
-        StoreError: The store fails.
-    """
+    """Stores a written piece in a folder of an output, under new names."""
     name = secrets.token_hex(8)
     files = []
     for path, suffix in zip(writer.paths, ("", ".failed"), strict=False):
@@ -44,12 +40,7 @@ def store_piece(
 
 @contextmanager
 def fetched(store_for: StoreFor, output_url: str, piece: KeptPiece, path: Path) -> Iterator[Sequence[Path]]:
-    """Has the files of a piece in the spool folder, under a name and another like it.
-
-    Raises:
-        PieceLost: It is gone, or damaged.
-        StoreError: The store fails.
-    """
+    """Fetches the files of a piece to `path` and a name like it; raises `PieceLost` if it is gone or damaged."""
     files = [piece.good] if piece.failed is None else [piece.good, piece.failed]
     paths = [path, path.with_name(f"{path.name}.failed")][: len(files)]
     try:

@@ -1,7 +1,7 @@
-"""The run of one shard goes on where others were broken off (`qinfer.jobs.resumption` decides); on the event loop.
+"""Continues interrupted runs of a shard, as `qinfer.jobs.resumption` decides; for the event loop.
 
-Notes are fenced: the queue takes them from the shard's owner only, and only if that has read the latest one.
-So the work of an owner that has lost its lease is neither noted, nor found by anybody.
+Notes are fenced: the queue accepts them only from the shard's owner, and only if the owner has read the latest one. So
+an owner that lost its lease can't record its work.
 """
 
 import asyncio
@@ -27,22 +27,21 @@ from qinfer_workers.jobs.scoring.context import Abandoned, GivenUp
 logger = logging.getLogger(__name__)
 
 Note = Callable[[bytes, bytes, str], Awaitable[bool]]
-"""Notes what is known of a shard in the place of what was, with a line for the job's log; false = it is another's."""
+"""Replaces the note on a shard and adds a line to the job's log; false = the shard has another owner."""
 
 
 class Resuming:
-    """See the module docstring.
+    """The notes of one run.
 
     Args:
         lease: The lease on the shard.
         shard: The shard.
-        bound: The plan and the model by which its rows are scored (`bound_to`).
-        noted: The latest note of it; empty = there is no note.
+        bound: Identifies the plan and the model (`bound_to`).
+        noted: The latest note; empty = no note.
 
     Attributes:
-        known: The meaning of the latest note.
-        rows: Its rows.
-        note: See `Note`; to be set before it is run.
+        known: The decoded note.
+        note: Set before the run.
     """
 
     def __init__(self, lease: Lease, shard: Shard, bound: str, noted: bytes) -> None:
@@ -60,20 +59,18 @@ class Resuming:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the shard is run as if there had been no other run."""
+        """Whether the shard runs without regard to earlier runs."""
         return not self.known.pieces and not self.known.size
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Description of the inputs that could not be read of the rows that are kept."""
+        """Descriptions of unreadable inputs among the kept rows."""
         return tuple(fault for piece in self.known.pieces for fault in piece.faults)
 
     async def next_step(self) -> RowSpan | None:
         """Begins the next rows; `None` = all are kept.
 
-        Raises:
-            GivenUp: The shard ends workers.
-            Abandoned: It is another's.
+        `GivenUp` means that the shard kills workers, `Abandoned` that it has another owner.
         """
         known, self._step = self.known, None
         if known.is_hopeless:
@@ -90,20 +87,14 @@ class Resuming:
         return step
 
     async def ended(self, take: Callable[[], KeptPiece | None]) -> None:
-        """Keeps the rows of the step, which are all scored.
+        """Keeps the scored rows of the whole step, which the blocking `take` stores.
 
-        Args:
-            take: Puts them away; blocking.
-
-        Raises:
-            Abandoned: The shard is another's.
-            QinferError: They can't be put away.
-            OSError: The spool folder can't be written.
+        `Abandoned` means that the shard has another owner; errors of `take` mean that rows were not stored.
         """
         await self._finish(self._end(take))
 
     async def broken_off(self, take: Callable[[], KeptPiece | None], scored: int) -> None:
-        """Keeps what is scored of the step before the shard is released; raises as `ended`."""
+        """Keeps the scored rows of a step before the shard is released; raises like `ended`."""
         if self._work is not None and not self._work.done():
             await self._work
         if self._step is not None:
@@ -115,12 +106,12 @@ class Resuming:
             logger.info("shard broken off", extra={"rows_kept": known.done, "rows": self.rows})
 
     async def let_go(self) -> None:
-        """Takes the mark off a step that ended otherwise than by a death; raises as `ended`."""
+        """Removes the mark of a step that ended without a death; raises like `ended`."""
         if self._step is not None and self.known.begun is not None:
             await self._put(self.known.broken_off(self._step, None, has_scored=False))
 
     async def forget(self) -> None:
-        """Forgets what is kept, because a piece of it is gone."""
+        """Drops the kept rows, since a piece is gone."""
         await self._put(self.known.forgotten())
 
     async def _end(self, take: Callable[[], KeptPiece | None]) -> None:
@@ -135,7 +126,7 @@ class Resuming:
         self._step = None
 
     async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
-        """Has work go on when its caller is cancelled: `broken_off` waits for its end."""
+        """Runs work that continues when its caller is cancelled; `broken_off` waits for it."""
         self._work = asyncio.ensure_future(work)
         await asyncio.shield(self._work)
 
@@ -146,14 +137,13 @@ class Resuming:
         self._noted, self.known = now, known
 
     def _place(self) -> str:
-        """Names the first row that is not kept."""
         done = min(self.known.done, self.rows - 1)
         (found,) = rows_of(self._shard, done, done + 1).ranges
         return f"row {found.first_row} of '{found.url}'"
 
 
 def _read(noted: bytes, bound: str) -> Resumption:
-    """Returns what was noted, if it is of the same plan and model."""
+    """Decodes a note of the same plan and model; else returns an empty one."""
     try:
         known = decode_resumption(noted) if noted else Resumption(bound=bound)
     except CorruptEntry as error:

@@ -1,4 +1,4 @@
-"""The responses of a decoupled model to the rows of a bulk batch: each row is a request, with any number of them."""
+"""The responses of a decoupled model to the rows of a bulk batch: each row is a request with any number of them."""
 
 import threading
 import time
@@ -14,15 +14,15 @@ from qinfer.core.messages import RESPONSE_OVERHEAD_BYTES, InferRequest, Response
 from qinfer.errors import Cancelled, DeadlineExceeded, OutputMismatch, PayloadTooLarge, QinferError
 from qinfer.tensors import Tensor, to_numpy
 
-_LOOK_S = 0.5  # between two looks whether the shard is stopped
+_LOOK_S = 0.5  # between two checks whether the shard is stopped
 
 
 class Bounds(NamedTuple):
-    """Bounds of a batch's streams.
+    """Limits of a batch's streams.
 
     Attributes:
-        row_bytes: The outputs of a row's responses may take so many bytes, `RESPONSE_OVERHEAD_BYTES` for each included.
-        idle_s: Rows are given up when the model sends no response for so many seconds.
+        row_bytes: The most bytes of the responses to a row, each with `RESPONSE_OVERHEAD_BYTES`.
+        idle_s: Rows fail when the model sends no response for this long.
     """
 
     row_bytes: int
@@ -40,13 +40,9 @@ class _Row:
 
 
 class RowStreams:
-    """The `Context` of a bulk batch of a decoupled model; an item is a row. Used from any thread.
+    """The `Context` of a decoupled model's bulk batch; an item is a row. Thread-safe.
 
-    Args:
-        rows: The rows of the batch.
-        bounds: What they may take.
-        problem: Says what is wrong with the outputs of a response to one row; `None` = nothing.
-        calls: The context through which the batch calls other models.
+    `problem` returns the fault of a response's outputs; `calls` is the context for calls of other models.
     """
 
     def __init__(
@@ -63,24 +59,24 @@ class RowStreams:
 
     @property
     def is_decoupled(self) -> bool:
-        """True."""
+        """Always true."""
         return True
 
     @property
     def window_bytes(self) -> int:
-        """0: responses are taken as they come."""
+        """0: responses never wait."""
         return 0
 
     def respond(
         self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
     ) -> None:
-        """Takes a response, without waiting; see `Context.respond`."""
+        """Stores a response without waiting, as `Context.respond`."""
         self.offer(item, outputs, final=final, parameters=parameters)
 
     def offer(
         self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
     ) -> None:
-        """Takes a response; see `Context.offer`. An error ends its row, also one that is not final."""
+        """Stores a response, as `Context.offer`; an error ends its row, even if it is not final."""
         del parameters
         row = self._rows[item]
         with self._changed:
@@ -96,34 +92,30 @@ class RowStreams:
                 raise Cancelled(row.error.message)
 
     def reschedule(self, item: int, states: tuple[Tensor, ...] = ()) -> None:
-        """Refuses, as the batch's calls do: a row is executed once."""
+        """Refuses, since a row is executed once."""
         self._calls.reschedule(item, states)
 
     def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
-        """Has a callback told when nobody waits for the row any more; see `Context.on_taken`."""
+        """Registers a callback for when the row is abandoned, as `Context.on_taken`."""
         with self._changed:
             self._callbacks[item] = callback
 
     def cancelled(self, item: int) -> bool:
-        """Tells whether nobody waits for the row any more."""
+        """Returns whether the row is abandoned."""
         return self._is_over or self._rows[item].error is not None or self._calls.cancelled(item)
 
     def call(self, request: InferRequest) -> Response:
-        """Runs another model; see `Context.call`."""
+        """Runs another model, as `Context.call`."""
         return self._calls.call(request)
 
     def stream(self, request: InferRequest) -> Iterator[Response]:
-        """Runs another model that may give several responses; see `Context.stream`."""
+        """Runs another model with any number of responses, as `Context.stream`."""
         return self._calls.stream(request)
 
     def wait(self, progress: Callable[[], None]) -> None:
-        """Waits until each row has its final response; those that get none in time fail.
+        """Waits for the final response of each row, and calls `progress` meanwhile; late rows fail.
 
-        Args:
-            progress: Called again and again meanwhile.
-
-        Raises:
-            Cancelled: The shard is stopped.
+        `Cancelled` means that the shard is stopped.
         """
         with self._changed:
             while any(row.is_open for row in self._rows):
@@ -137,7 +129,7 @@ class RowStreams:
                 progress()
 
     def close(self) -> None:
-        """Takes no more responses, and tells the model of the rows for which it still makes some."""
+        """Rejects further responses, and tells the model about the rows for which it still makes some."""
         with self._changed:
             self._is_over = True
             callbacks, self._callbacks = self._callbacks, {}
@@ -145,12 +137,7 @@ class RowStreams:
             callback(0)
 
     def outputs(self, names: Sequence[str], *, is_batched: bool) -> dict[str, Array]:
-        """Returns each output's values, `[rows]` of objects: a tuple for each row, with an array of each response.
-
-        Args:
-            names: The outputs.
-            is_batched: They have a batch dimension, of 1, which is left out.
-        """
+        """Returns each output as `[rows]` of tuples with an array per response; a batch dimension of 1 is removed."""
         arrays = {}
         for name in names:
             arrays[name] = np.empty(len(self._rows), object)
@@ -160,7 +147,7 @@ class RowStreams:
         return arrays
 
     def errors(self) -> dict[int, QinferError]:
-        """Returns the errors of the rows that have failed, by the row's place in the batch."""
+        """Returns the errors of failed rows, by position in the batch."""
         return {number: row.error for number, row in enumerate(self._rows) if row.error is not None}
 
     def _take(self, row: _Row, outputs: Answer) -> None:
@@ -176,7 +163,7 @@ class RowStreams:
         elif outputs and (problem := self._problem(outputs)) is not None:
             row.error = OutputMismatch(problem)
         elif outputs:
-            # A copy, because the memory may be that of the model's process, which waits for it.
+            # Copied, since it may be memory of the model's process, which waits for its return.
             row.responses.append({tensor.name: np.array(to_numpy(tensor)) for tensor in outputs})
 
     def _give_up(self) -> None:

@@ -1,8 +1,8 @@
-"""Executes slices of a shard on an instance of its model; rows that fail cost no other row its outputs.
+"""Executes slices of a shard on a model instance; a failing row does not cost other rows their outputs.
 
-A batch that raises is cut in halves, again and again, until the rows are found that fail alone (`batching.halves` does
-the same to requests). They get the model's error; the others get their outputs. Of a decoupled model each row is a
-request of the batch, and the outputs of a row are those of all its responses.
+A batch that raises is halved repeatedly, down to the rows that fail alone (`batching.halves` does the same for
+requests). These get the model's error; the others get their outputs. With a decoupled model, each row is a request of
+the batch, and a row's outputs are those of all its responses.
 """
 
 import logging
@@ -43,27 +43,24 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EXECUTION_FAILED = "execution_failed"
-"""The `error_code` of rows with which the model raised."""
+"""The `error_code` of rows on which the model raised."""
 
 _OWN_WORK = 0.2
-"""A thread that works for less of the model's time waits for a device, or for another process."""
+"""A thread that is busy for a smaller share of the model's time waits for a device or another process."""
 
 _LATER = (Overloaded, DeliveryError, Cancelled)
-"""Errors of the server's state: the shard is put off, for they say nothing about its rows."""
+"""Errors of the server's state, which say nothing about rows: the shard is put off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Purpose:
-    """Model, request and tenant for which rows are scored.
+    """The model that scores rows, and for which job.
 
     Attributes:
-        model: The model that scores them.
-        clock: The broker's time.
-        request_id: What the model's own log calls them.
-        tenant: Whose job it is.
+        request_id: The id in the model's own log.
         progress: Called after each batch, in any thread.
-        outputs: The outputs that are asked of it; empty = all.
-        row_bytes: The responses of a decoupled model to a row may take so many bytes.
+        outputs: The requested outputs; empty = all.
+        row_bytes: The most bytes of a decoupled model's responses to a row.
     """
 
     model: LoadedModel
@@ -76,12 +73,7 @@ class Purpose:
 
 
 class Scorer:
-    """Scores the slices of one shard; for several instance threads.
-
-    Args:
-        purpose: What for.
-        chunks: Where slices come from and outputs go to.
-    """
+    """Scores the slices of one shard, from several instance threads."""
 
     def __init__(self, purpose: Purpose, chunks: Chunks) -> None:
         self.chunks = chunks
@@ -106,16 +98,13 @@ class Scorer:
     def run(self, instance: Backend, part: Slice, watch: "Watch") -> None:
         """Executes a slice; raises nothing.
 
-        Args:
-            instance: What executes it.
-            part: The slice.
-            watch: Runs since the slice before was done: what is between two batches costs time as well.
+        `watch` has run since the previous slice was done, since the time between batches counts, too.
         """
         try:
             outputs, failed = self._execute(instance, part, watch)
         except _LATER as error:
             self._stop(error)
-        except OutputMismatch as error:  # no single row's
+        except OutputMismatch as error:  # not the fault of a single row
             self.chunks.fail(part, error.code.value, error.message)
         except QinferError as error:
             self._failed(part, error)
@@ -133,7 +122,7 @@ class Scorer:
                 self.chunks.done(part, outputs, watch.seconds())
 
     def _execute(self, instance: Backend, part: Slice, watch: "Watch") -> tuple[Outputs, Mapping[int, QinferError]]:
-        """Returns the outputs of a slice, and the errors of single rows by their place in it."""
+        """Returns the outputs of a slice, and the errors of single rows by position."""
         inputs = part.inputs()
         is_batched = self._spec.max_batch_size > 0
         if not is_batched:
@@ -159,7 +148,7 @@ class Scorer:
     def _stream(
         self, instance: Backend, inputs: Mapping[str, Array], rows: int, watch: "Watch"
     ) -> tuple[Outputs, Mapping[int, QinferError]]:
-        """Executes rows of a decoupled model as `_execute` does, a request each."""
+        """Executes rows of a decoupled model, each as a request."""
         purpose = self.purpose
         bounds = Bounds(purpose.row_bytes, self._spec.default_timeout_s)
         streams = RowStreams(rows, bounds, partial(self._problem, rows=1), _Way(self))
@@ -170,7 +159,7 @@ class Scorer:
         except Cancelled as error:
             if self.chunks.is_stopped or not streams.errors():
                 raise
-            if rows > 1:  # one row's end is not that of the others
+            if rows > 1:  # one row's end does not end the others
                 raise InferenceFailed(error.message) from error
         finally:
             streams.close()
@@ -184,12 +173,12 @@ class Scorer:
         return outputs, failed
 
     def _problem(self, outputs: Sequence[Tensor], rows: int) -> str | None:
-        """Returns what is wrong with outputs; a bulk job has columns of the declared types, so that it is strict."""
+        """Returns the fault of outputs; strict, since a job's columns have the declared types."""
         problem = self._responder.problem(outputs, self._due, rows)
         return problem and f"{problem} (a bulk job takes outputs only as they are declared)"
 
     def _settle(self, part: Slice, outputs: Outputs, failed: Mapping[int, QinferError]) -> None:
-        """Takes the outputs of a slice of which rows have failed; what failed beside others runs again alone."""
+        """Stores the outputs of a slice with failed rows; rows that failed beside others run again alone."""
         start = 0
         for place in (*sorted(failed), part.rows):
             if start < place:
@@ -219,7 +208,7 @@ class Scorer:
         self.chunks.stop()
 
     def _warn(self, part: Slice) -> None:
-        """Logs the first failure of a shard; the parts of a bisected batch mostly raise the same."""
+        """Warns of a shard's first failure; parts of a bisected batch mostly raise the same."""
         level = logging.DEBUG if self._is_warned else logging.WARNING
         self._is_warned = True
         extra = {"model": self._spec.name, "rows": part.rows, "shard": self.purpose.request_id}
@@ -227,10 +216,9 @@ class Scorer:
 
 
 class Executions:
-    """Counts the executions of one shard for the statistics; for several threads.
+    """Counts the executions of one shard for the statistics; thread-safe.
 
-    An execution has no request: it counts as a batch and as rows, as an execution of a request does, and its time as
-    the batch's.
+    An execution here has no request: it counts as a batch with rows, and its time as the batch's.
     """
 
     def __init__(self) -> None:
@@ -240,12 +228,9 @@ class Executions:
         self._began_ns = self._ended_ns = 0
 
     def add(self, rows: int, laps_ns: Sequence[int], now_s: float) -> None:
-        """Counts an execution that gave outputs, and has just ended.
+        """Counts a successful execution that has just ended.
 
-        Args:
-            rows: Its rows.
-            laps_ns: Nanoseconds of making the inputs, of the model, and of making the outputs.
-            now_s: The broker's time.
+        `laps_ns` are the nanoseconds of making the inputs, of the model, and of making the outputs.
         """
         input_ns, infer_ns, output_ns = laps_ns
         ended_ns, whole_ns = time.perf_counter_ns(), input_ns + infer_ns + output_ns
@@ -264,10 +249,9 @@ class Executions:
 
 
 class Watch:
-    """Tells how long the device was busy: not how long others had the core, where this thread is the device.
+    """Measures how long the device was busy; if this thread is the device, without the time of other threads.
 
-    Attributes:
-        laps_ns: Nanoseconds from one `lap` to the next.
+    `laps_ns` are the nanoseconds between laps.
     """
 
     def __init__(self) -> None:
@@ -285,26 +269,21 @@ class Watch:
         self._lap_ns, self._lap_worked_s = now_ns, worked_s
 
     def seconds(self) -> float:
-        """Returns how long it has run; after the laps of inputs and model."""
+        """Returns the running time, after the laps of inputs and model."""
         if self._worked_laps_s[1] > _OWN_WORK * self.laps_ns[1] / 1e9:
             return time.thread_time() - self._worked_s
         return time.perf_counter() - self._began_s
 
 
 class Borrowed:
-    """An instance in the hands of a shard for one turn (`ThreadExecutor.lend`).
-
-    Args:
-        scorer: What is done with it.
-        turn: For how long.
-    """
+    """An instance lent to a shard for one turn (`ThreadExecutor.lend`)."""
 
     def __init__(self, scorer: Scorer, turn: Turn) -> None:
         self._scorer = scorer
         self._turn = turn
 
     def run(self, instance: Backend) -> None:
-        """Scores slices until the turn is over, or there are none."""
+        """Scores slices until the turn is over, or no slice is left."""
         chunks = self._scorer.chunks
         chunks.begin()
         watch = Watch()
@@ -320,7 +299,7 @@ class Borrowed:
 
 
 class _Way(OneResponse):
-    """The `Context` of a bulk batch, which is one item of many rows."""
+    """The `Context` of a bulk batch, which is one item with many rows."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.answer: Answer | None = None

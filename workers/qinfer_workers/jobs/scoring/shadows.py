@@ -1,9 +1,9 @@
-"""Shadows of a worker: requests that another target has answered, executed while a device has nothing else to do.
+"""Shadows of a worker: copies of requests that another target has answered, executed while a device is idle.
 
 They wait in the shadow lane of their model version, which is read only while an endpoint declares that version as a
-shadow. They are executed as bulk batches are: in a turn of the arbiter (`arbiter.py`), on an instance that the batcher
-lends, in batches of at most `bulk.batch_ms`, and never in one batch with online requests. A shadow is not worth being
-executed twice: what a dead worker held is dropped.
+shadow. They execute like bulk batches: in a turn of the arbiter (`arbiter.py`), on an instance lent by the batcher, in
+batches of at most `bulk.batch_ms`, and never in one batch with online requests. Shadows of dead workers are dropped,
+since a second execution is not worthwhile.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from qinfer_workers.jobs.scoring.context import ShardContext
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-"""How often a worker looks which versions are shadows."""
+"""How often a worker reads which versions are shadows."""
 
 _WAIT_S = 1.0
 _RETRY_S = 0.5
@@ -41,20 +41,14 @@ Key = tuple[str, int]
 
 
 class Shadows:
-    """The shadow loops of a worker, started and stopped with its models; used on the event loop.
+    """The shadow loops of a worker, started and stopped with its models; for the event loop.
 
     Args:
-        context: What they share with the shard loops.
-        batch_s: How long a batch may take.
+        context: The parts shared with the shard loops.
+        batch_s: The time limit of a batch.
         endpoints: Tells which versions are shadows.
-        publisher: Answers.
+        publisher: Sends responses.
         intake: Makes items of leases.
-
-    Attributes:
-        queue: The queue.
-        publisher: As given, like the next two.
-        intake: The same.
-        context: The same.
     """
 
     def __init__(
@@ -84,7 +78,7 @@ class Shadows:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def serve(self, batcher: JobBatcher, arbiter: DeviceArbiter, tasks: asyncio.TaskGroup) -> None:
-        """Executes the shadows of a model version from now on, if it can be one and is declared."""
+        """Executes a model version's shadows from now on, if it supports and is declared to have them."""
         spec, key = batcher.model.spec, (batcher.model.spec.name, batcher.model.version)
         if not isinstance(batcher, Batcher) or why_no_shadow(spec) or self.context.hurry.is_set():
             return
@@ -97,14 +91,14 @@ class Shadows:
             loop.task = tasks.create_task(loop.run())
 
     async def retire(self, batcher: JobBatcher) -> None:
-        """Gives back the shadows of a model version, and fetches no more."""
+        """Releases a model version's shadows, and fetches no more."""
         loop = self._loops.pop((batcher.model.spec.name, batcher.model.version), None)
         if loop is not None:
             await _ended([loop])
             await self.queue.leave([loop.lane])
 
     async def pause(self) -> None:
-        """Gives back all shadows that do not execute, and returns when none does; `serve` goes on with each."""
+        """Releases all waiting shadows and waits for executing ones; `serve` resumes each version."""
         await _ended(self._loops.values())
 
     def tasks(self) -> "list[asyncio.Task[None]]":
@@ -116,18 +110,12 @@ class Shadows:
 
 
 class ShadowLoop:
-    """The shadow loop of a model version; its task is cancelled to stop it.
-
-    Args:
-        shadows: What it shares with the other loops.
-        batcher: Lends instances.
-        arbiter: Gives turns on its devices.
+    """The shadow loop of a model version; cancelling its task stops it.
 
     Attributes:
-        lane: What it reads.
-        size: How many rows a batch should have.
+        size: Chooses the size of batches.
         is_open: Set while an endpoint declares the version as a shadow.
-        task: The task that runs it; `None` = it is paused.
+        task: The task that runs it; `None` = paused.
     """
 
     def __init__(self, shadows: Shadows, batcher: Batcher, arbiter: DeviceArbiter) -> None:
@@ -143,14 +131,14 @@ class ShadowLoop:
         self._outage = OutageLog(logger, "no shadows fetched", "shadows are fetched again")
 
     async def run(self) -> None:
-        """Serves until cancelled; gives back what does not execute then."""
+        """Serves until cancelled; then releases waiting shadows."""
         try:
             while True:
                 await self.is_open.wait()
                 try:
                     await self._step()
                     self._outage.over()
-                except QinferError as error:  # the broker's state, or its refusal: either may pass
+                except QinferError as error:  # an outage or a refusal of the broker; either may pass
                     self._outage.failed(error.message)
                     await asyncio.sleep(_RETRY_S)
         finally:
@@ -171,7 +159,7 @@ class ShadowLoop:
                 await self._use(turn)
 
     async def _drop_leftovers(self) -> None:
-        """Removes what dead workers held, every now and then."""
+        """Removes shadows of dead workers now and then."""
         queue, context, now_s = self._shadows.queue, self._shadows.context, time.monotonic()
         if now_s < self._look_at_s:
             return
@@ -182,7 +170,7 @@ class ShadowLoop:
             await queue.finish([lease.entry for lease in left])
 
     async def _fetch(self, count: int, wait_s: float) -> None:
-        """Fetches shadows, and takes them in: what can't be executed is answered."""
+        """Fetches shadows; unusable ones get an error response."""
         context, intake = self._shadows.context, self._shadows.intake
         leases = await self._shadows.queue.fetch([self.lane], context.worker_id, count, wait_s)
         ready, external = intake.items(self._batcher, leases)
@@ -192,7 +180,7 @@ class ShadowLoop:
             self._waiting += await intake.complete(self._batcher, external)
 
     async def _use(self, turn: Turn) -> None:
-        """Executes one batch, filled up with what else waits in the lane."""
+        """Executes one batch, filled up from the lane."""
         self.size.share(is_shared=turn.is_shared)
         if (room := self.size.rows - sum(item.rows for item in self._waiting)) > 0:
             await self._fetch(room, 0.0)
@@ -212,7 +200,7 @@ class ShadowLoop:
         self.size.observe(sum(rows), (time.perf_counter_ns() - begin_ns) / 1e9)
 
     def _next_batch(self) -> list[Pending]:
-        """Takes the first of those that wait, with others that can be in one batch with it and have room."""
+        """Takes the first waiting item, with others that fit into its batch."""
         model, now_s = self._batcher.model, self._shadows.queue.clock.now_s()
         chosen: list[Pending] = []
         waiting, self._waiting = self._waiting, []
@@ -235,7 +223,7 @@ class ShadowLoop:
         return has_room and item.key == first.key and not (item.alone or first.alone)
 
     async def _lend(self, execution: Execution, responder: Responder) -> None:
-        """Has an instance execute, and waits until it has, also when cancelled, unless there is a hurry."""
+        """Executes on an instance and waits for the end, even if cancelled, unless `hurry` is set."""
         batcher, executor = self._batcher, self._batcher.model.executor
         assert isinstance(executor, ThreadExecutor), "so are those of all models with lanes"
         back = asyncio.get_running_loop().create_future()
@@ -266,7 +254,7 @@ class ShadowLoop:
             shadows.publisher.answer(items, responses)
 
     def _again(self, items: list[Pending], error: QinferError) -> None:
-        """Has the items of a batch that raised executed one by one; a single one fails."""
+        """Queues the items of a failed batch one by one; a single item fails."""
         if len(items) == 1:
             self._batcher.fail(items, error)
             return
@@ -276,14 +264,14 @@ class ShadowLoop:
 
 
 class _Borrowed:
-    """An instance in the hands of a shadow batch (`ThreadExecutor.lend`)."""
+    """An instance lent to a shadow batch (`ThreadExecutor.lend`)."""
 
     def __init__(self, execution: Execution) -> None:
         self.run: Callable[[Backend], None] = partial(Execution.run, execution)
 
 
 async def _ended(loops: Iterable[ShadowLoop]) -> None:
-    """Cancels loops, and waits until they have ended."""
+    """Cancels loops and waits for their end."""
     tasks = [loop.task for loop in loops if loop.task is not None]
     for task in tasks:
         task.cancel()

@@ -1,4 +1,4 @@
-"""A shard's files: its rows are read, its part is written and committed; blocking, a thread for either."""
+"""A shard's files: one thread reads its rows, another writes and commits its part. All calls block."""
 
 import os
 import secrets
@@ -38,20 +38,20 @@ from qinfer_workers.jobs.scoring.pieces import fetched, store_piece
 from qinfer_workers.jobs.scoring.scoring import EXECUTION_FAILED
 
 SPOOL_PREFIX = "qinfer-part-"
-"""What the names of parts begin with that are not committed yet."""
+"""The prefix of files of parts that are not committed yet."""
 
 MODEL_CHANGED = (
     "model '{model}' has changed since the job was planned; load the former one and resume the job, or make a new job"
 )
 
 DEADLY = "the row ends workers: two of them died, or passed the execution limit, while it was executed alone"
-"""The `error_message` of rows that end workers."""
+"""The `error_message` of rows that kill workers."""
 
 _FIRST_ROWS = 256
 _MOST_ROWS = 65_536
 _MOST_SHARED_ROWS = 8192
 _STREAMED_ROWS = 64
-"""Rows of a decoupled model that are read together, because their responses may be large."""
+"""Rows of a decoupled model that are read together; few, since their responses may be large."""
 _STREAMED_SHARE = 16
 _GROWTH = 8
 _COMMITS = 5
@@ -63,11 +63,9 @@ T = TypeVar("T")
 
 
 class TooManyFailed(Exception):
-    """More rows of a shard failed than of the whole job may; the text says how many, which was the first, and why.
+    """More rows of a shard failed than the whole job allows; the text has the number, and the first with its reason.
 
-    Args:
-        text: See above.
-        failed_rows: How many were seen to fail; the shard's other rows are neither scored nor failed.
+    `failed_rows` counts only the rows seen to fail; other rows of the shard are unknown.
     """
 
     def __init__(self, text: str, failed_rows: int) -> None:
@@ -77,20 +75,14 @@ class TooManyFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A shard to be scored, with everything that scoring it needs.
+    """A shard, with everything that scoring it needs.
 
     Attributes:
-        job_id: The job.
-        spec: What it asks for.
-        shard: Which of its rows.
-        model: The model's configuration.
-        head: What the job's plan says of its inputs' columns, and of the model.
-        model_hash: What the model's files are here.
-        max_errors: How many rows may fail before it is not worth going on; -1 = all.
+        head: The inputs' columns and the model, from the job's plan.
+        model_hash: The hash of the model's files on this worker.
+        max_errors: The number of rows that may fail in the job; -1 = all.
         spool: A folder for the part until it is committed.
-        limits: The bounds of what is held in memory.
         grant: The URL prefixes that the job may use.
-        store_for: Finds the store of a URL.
     """
 
     job_id: str
@@ -107,7 +99,7 @@ class Task:
 
     @property
     def url(self) -> str:
-        """Where the part goes."""
+        """The URL of the part."""
         return f"{self.spec.output.url.rstrip('/')}/{self.shard.part}"
 
     @property
@@ -122,17 +114,14 @@ class Task:
 
 
 class ShardFiles:
-    """See the module docstring.
-
-    Args:
-        task: What is to be done.
+    """Reads and writes the files of a task.
 
     Attributes:
-        faults: What of the inputs can't be read, in words, where the job skips it.
-        on_delay: Called in a thread whenever the scored part can't be committed now, with the error.
-        step: The rows that are read and written; all, unless the shard goes on where another run was broken off.
-        keeps: Where chunks are stopped, what is scored of them is left for `take_piece`.
-        errors_before: How many rows before them failed.
+        faults: Descriptions of unreadable inputs that the job skips.
+        on_delay: Called in a thread, with the error, when the scored part can't be committed now.
+        step: The rows to read and write; all, unless the shard continues an interrupted run.
+        keeps: Whether `take_piece` gets the scored rows of stopped chunks.
+        errors_before: The number of failed rows before the step.
     """
 
     def __init__(self, task: Task) -> None:
@@ -146,13 +135,13 @@ class ShardFiles:
         self._outputs: OutputColumns | None = None
 
     def failed(self, error: str, failed_rows: int | None = None) -> ShardOutcome:
-        """Returns the outcome of a shard that has no part: so many of its rows have failed, `None` = all."""
+        """Returns the outcome of a shard without a part, of which some or all rows failed."""
         shard = self._task.shard
         rows = shard.rows if failed_rows is None else failed_rows
         return ShardOutcome(shard.index, rows, rows, error)
 
     def existing(self) -> ShardOutcome | None:
-        """Returns the outcome of a part that was committed before; `None` where there is none that is whole."""
+        """Returns the outcome of a part that was committed before; `None` without a whole one."""
         task = self._task
         try:
             info = validate_part(
@@ -168,18 +157,14 @@ class ShardFiles:
         return ShardOutcome(task.shard.index, info.rows, info.errors)
 
     def read(self, chunks: Chunks) -> None:
-        """Reads all rows into chunks, unless these are stopped.
-
-        Raises:
-            QinferError: The model or a file changed, a file is damaged, a store fails, or the job may not use it.
-        """
+        """Reads all rows into chunks, until these are stopped; raises if the model or a file changed."""
         task = self._task
-        task.outputs.check(task.url)  # before its rows are scored for nothing
+        task.outputs.check(task.url)  # before rows are scored in vain
         if task.model_hash != task.head.model_hash:
             raise Conflict(MODEL_CHANGED.format(model=task.model.name))
         schema = decode_schema(task.head.schema)
         urls = [part.url for part in task.shard.ranges]
-        # First, for it checks all names.
+        # First, since it checks all names.
         self._outputs = OutputColumns(task.spec, task.model, typed(schema), urls)
         inputs = InputColumns(task.spec, task.model, typed(schema))
         columns = tuple(dict.fromkeys((*inputs.columns, *self._outputs.copied)))
@@ -214,14 +199,10 @@ class ShardFiles:
         return ShardReader(shard, columns, schema, task.spec, store_of, limits=task.limits)
 
     def write(self, chunks: Chunks) -> ShardOutcome | None:
-        """Writes the scored rows, and commits the part; `None` if the chunks were stopped, or are a piece of the shard.
+        """Writes the scored rows and commits the part; `None` if the chunks were stopped, or the rows are a piece.
 
-        A part that is scored is kept while the store is away or full: only its commit is tried again.
-
-        Raises:
-            QinferError: The store refuses the part.
-            TooManyFailed: See there; nothing was committed.
-            OSError: The spool folder can't be written.
+        While the store is unavailable or full, the scored part is kept and its commit repeated. `TooManyFailed` means
+        that nothing was committed.
         """
         first = chunks.next_scored()
         if self._outputs is None or (chunks.is_stopped and not self.keeps):
@@ -229,7 +210,7 @@ class ShardFiles:
         writer = self._new_writer(self._outputs)
         try:
             self._write_all(writer, first, chunks)
-            # An exception within a store's driver may keep this frame for long.
+            # An exception in a store's driver may keep this frame alive for long.
             del first
             is_stopped, is_whole = chunks.is_stopped, self.step == (0, self._task.shard.rows, False)
             if self.keeps if is_stopped else not is_whole:
@@ -263,14 +244,9 @@ class ShardFiles:
             chunk = chunks.next_scored()
 
     def take_piece(self, chunks: Chunks) -> KeptPiece | None:
-        """Puts away what was written of the step, and what is scored of it if the chunks were stopped.
+        """Stores the written rows of the step as a piece, with scored rows of stopped chunks; `None` without rows.
 
-        Returns:
-            The piece; `None` = there is no row, or the chunks were stopped while the store was away.
-
-        Raises:
-            QinferError: The store refuses it; or does not take it now, and the chunks were stopped before.
-            OSError: The spool folder can't be written.
+        It waits for the store, unless the chunks are stopped.
         """
         task, writer, self._piece = self._task, self._piece, None
         if writer is None:
@@ -293,12 +269,9 @@ class ShardFiles:
             writer.abort()
 
     def join(self, pieces: Sequence[KeptPiece], chunks: Chunks) -> ShardOutcome | None:
-        """Makes the part of its pieces, and commits it; `None` if the chunks were stopped before.
+        """Makes the part from its pieces and commits it; `None` if the chunks are stopped before.
 
-        Raises:
-            PieceLost: A piece is gone or damaged.
-            QinferError: The store fails.
-            OSError: The spool folder can't be written.
+        `PieceLost` means that a piece is gone or damaged.
         """
         task = self._task
         schema = typed(decode_schema(task.head.schema))
@@ -314,7 +287,7 @@ class ShardFiles:
             writer.abort()
 
     def forget_pieces(self) -> None:
-        """Deletes all pieces of the shard; what can't be deleted now goes with those of the job."""
+        """Deletes the shard's pieces; the end of the job deletes the rest."""
         url = url_of(self._task.spec.output.url, self._pieces)
         with suppress(QinferError):
             self._task.outputs(url).delete_folder(url)
@@ -328,7 +301,7 @@ class ShardFiles:
         return self._at_last(lambda: self._commit(writer.paths[0], writer), chunks)
 
     def _at_last(self, commit: Callable[[], T], chunks: Chunks) -> T | None:
-        """Commits rows as soon as their store takes them; `None` if the chunks were stopped before."""
+        """Repeats a commit until the store accepts it; `None` if the chunks are stopped before."""
         backoff = Backoff(_FIRST_COMMIT_S, _LAST_COMMIT_S)
         while True:
             try:
@@ -341,7 +314,7 @@ class ShardFiles:
                 return None
 
     def _commit(self, path: Path, writer: PartWriter) -> ShardOutcome:
-        """Commits the part; where one is already that is whole, that one counts."""
+        """Commits the part, or accepts a whole one that exists already."""
         task = self._task
         store = task.outputs(task.url)
         writer.prepare(store, task.spec.output.url.rstrip("/"), task.shard.part)
@@ -357,13 +330,13 @@ class ShardFiles:
 
 
 def streamed_bytes(read_bytes: int) -> int:
-    """Returns how many bytes a decoupled model's responses to one row may take, where so many of rows are held."""
-    # The offsets of lists, of which a chunk makes an array, have 32 bits.
+    """Returns the most bytes of a decoupled model's responses to one row, for `bulk.max_read_bytes`."""
+    # A chunk's responses become one array of lists with 32-bit offsets.
     return min(read_bytes // _STREAMED_SHARE, 2**31 // _STREAMED_ROWS)
 
 
 def clear_spool(folder: Path, older_than_at: float) -> None:
-    """Deletes files of dead workers from a spool folder, if they were not touched since an instant."""
+    """Deletes a dead worker's files from a spool folder, if unchanged since an instant."""
     with suppress(OSError):
         for path in folder.glob(f"{SPOOL_PREFIX}*"):
             with suppress(OSError):
@@ -372,7 +345,7 @@ def clear_spool(folder: Path, older_than_at: float) -> None:
 
 
 def _unread(batch: RowBatch, max_bytes: int) -> RowErrors:
-    """Returns the errors of the rows of a batch that were too large to be read, or can't be read."""
+    """Returns the errors of rows that are too large or unreadable."""
     errors = RowErrors(batch.record.num_rows)
     errors.mark(
         np.array(batch.too_large, np.int64),
@@ -387,7 +360,7 @@ def _unread(batch: RowBatch, max_bytes: int) -> RowErrors:
 
 @contextmanager
 def _one_at_a_time(chunks: Chunks) -> Iterator[None]:
-    """Beside online requests, lets one thread of this process read or write: each takes a core from them."""
+    """Beside online requests, admits one reading or writing thread of this process, since each takes a core."""
     if not chunks.is_shared:
         yield
         return
@@ -396,7 +369,7 @@ def _one_at_a_time(chunks: Chunks) -> Iterator[None]:
 
 
 def _first_failed(chunk: Chunk) -> str:
-    """Says which row of a chunk failed first, and why."""
+    """Describes the first failed row of a chunk, with its reason."""
     assert chunk.errors.bad is not None
     first = int(chunk.errors.bad.argmax())
     message, passed = chunk.errors.columns()[1][first].as_py(), 0

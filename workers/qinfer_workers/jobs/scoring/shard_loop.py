@@ -1,8 +1,7 @@
-"""The shard loop of a model version fetches its shards; a shard task takes each of them to its end.
+"""The shard loop of a model version fetches shards; a shard task takes each one to its end.
 
-One shard is scored at a time. The next is fetched when the last rows of one are scored in a moment, so that its first
-rows are read meanwhile, and it begins while the part of the one before is still being committed; nothing else is
-hoarded that an idle worker could run.
+One shard is scored at a time. The next is fetched just before the end, so that its first rows are read meanwhile; it
+begins while the previous part is still being committed. The worker holds no other shards, which idle workers could run.
 """
 
 import asyncio
@@ -30,11 +29,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STALLED_S = 1800.0
-"""A shard that makes no progress for so long is left to another worker: the model hangs. A batch may take so long, and
-so may the upload of a part."""
+"""A shard without progress for this long goes to another worker, since the model hangs. It also limits one batch, and
+the upload of a part.
+"""
 
 WANTED_EVERY_S = 2.0
-"""How often a job is told how far its shards are, and asked whether it still wants them."""
+"""How often the worker reports progress to the job, and asks whether the job still wants the shard."""
 
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 2.0
@@ -43,63 +43,54 @@ _RETRY_S = 0.5
 _FIRST_REST_S = 1.0
 _LAST_REST_S = 30.0
 _LEFT_TO_OTHERS_S = 5.0
-"""Longest time that a shard is offered to no worker because one could not run it: the others may be able to."""
+"""How long a shard that this worker could not run rests at most; another worker may be able to run it."""
 
 T = TypeVar("T")
 
 
 class JobRests:
-    """Jobs whose shards could not be run here, and until when none of them is tried again.
+    """Jobs whose shards could not be run here rest for a while.
 
-    A job rests for a second, then for twice as long each time, up to half a minute, and at least as long as the last
-    try took: what other jobs get of the model is no less than what is spent on trying.
-
-    Args:
-        now_s: The monotonic time.
+    A rest takes a second, then twice as long each time up to half a minute, and at least as long as the last attempt.
+    So other jobs get at least as much of the model's time.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
         self._delayed: Counter[str] = Counter()
         self._jobs: dict[str, tuple[float, int]] = {}
-        """Job → when its rest ends, and how often in a row its shards could not be run."""
+        """Job → the end of its rest, and how often in a row its shards could not be run."""
 
     def left_s(self, job_id: str) -> float:
-        """Returns how long a job is to rest yet; 0 = it need not. It rests while a scored part can't be committed."""
+        """Returns how long a job still rests; it also rests while a scored part can't be committed."""
         if self._delayed[job_id]:
             return _LAST_REST_S
         return max(self._jobs.get(job_id, (0.0, 0))[0] - self._now_s(), 0.0)
 
     def begin(self, job_id: str, tried_s: float) -> None:
-        """Has a job rest, a shard of which could not be run after it was tried for so long."""
+        """Begins a job's rest after a failed attempt that took `tried_s`."""
         now_s = self._now_s()
         self._jobs = {job: rest for job, rest in self._jobs.items() if rest[0] + _LAST_REST_S > now_s}
         count = self._jobs.get(job_id, (0.0, 0))[1] + 1
         self._jobs[job_id] = now_s + max(pause_s(count, _FIRST_REST_S, _LAST_REST_S), tried_s), count
 
     def delay(self, job_id: str, count: int) -> None:
-        """Counts the parts of a job that are scored and can't be committed now; -1 = one can, or is lost."""
-        self._delayed += Counter({job_id: count})  # leaves out what is not above zero
+        """Adds to a job's number of scored parts that can't be committed now."""
+        self._delayed += Counter({job_id: count})  # drops counts that are not positive
 
     def end(self, job_id: str) -> None:
-        """Takes note that a shard of a job was run."""
+        """Ends a job's rests, after one of its shards was run."""
         self._jobs.pop(job_id, None)
 
 
 class ShardTask:
     """One lease on a shard, taken to its end: run and finished, or dropped, buried, released.
 
-    Each end is one step in the queue, tried again while the broker is away for as long as the lease holds.
-
-    Args:
-        context: The parts that the worker's shard loops share.
-        lease: The lease.
-        make_run: Makes the run of the shard.
-        rests: The jobs that rest.
+    Each end is one step in the queue, retried during an outage of the broker while the lease holds.
 
     Attributes:
-        free: Set when the next shard may begin: the model has no more to do for this one, or will have in a moment.
-        left: Set when the shard has ended, or its scored part waits for its store: shards of other jobs go on.
+        free: Set when the next shard may begin: the model has little or nothing left to do for this one.
+        left: Set when the shard has ended, or its scored part waits for its store: other jobs' shards go on.
     """
 
     def __init__(self, context: ShardContext, lease: Lease, make_run: MakeRun, rests: JobRests) -> None:
@@ -115,9 +106,9 @@ class ShardTask:
         self._outage = OutageLog(logger, "shard not finished, trying again", "shards are finished again")
 
     async def run(self) -> None:
-        """Takes the shard to its end; cancelled, it releases the shard, its delivery count as it was before.
+        """Takes the shard to its end; cancelled, it releases the shard with an unchanged delivery count.
 
-        A shard that can't be run now goes back to the lane, where it rests for a while; its job rests here.
+        A shard that can't be run now rests in the lane, and its job rests here.
         """
         self._context.keeper.hold([self._held])
         about = {"entry_id": self._lease.entry.entry_id}
@@ -127,7 +118,7 @@ class ShardTask:
             if self._shard_run is None or not self._shard_run.is_stuck:
                 await self._release()
             raise
-        except QinferError as error:  # refused by the broker: the lease will end
+        except QinferError as error:  # refused by the broker: the lease will expire
             logger.error("shard not finished", extra={**about, "reason": error.message})
         finally:
             self._context.keeper.drop([self._held])
@@ -158,7 +149,7 @@ class ShardTask:
             await self._try(ticket, record)
 
     async def _try(self, ticket: ShardTicket, record: JobRecord) -> None:
-        """Runs the shard through; one that can't be run now is released, and its job begins to rest."""
+        """Runs the shard; if it can't be run now, releases it and begins a rest of its job."""
         began_s = time.monotonic()
         try:
             await self._run_through(ticket, record)
@@ -184,7 +175,7 @@ class ShardTask:
         self._context.counts.add(lane.model, lane.version, PUT_OFF + code)
 
     def _delayed(self, ticket: ShardTicket, run: "ShardRun", error: QinferError) -> None:
-        """Takes note that the part is scored and can't be committed now; the model goes on with other jobs."""
+        """Notes that the scored part can't be committed now, so that the model goes on with other jobs."""
         self._note_put_off(ticket, error.message, error.code)
         if not self._delay:
             self._rests.delay(ticket.job_id, 1)
@@ -202,7 +193,7 @@ class ShardTask:
             self._context.counts.add(self._lease.entry.lane.model, self._lease.entry.lane.version, DEAD_LETTERS)
 
     async def _run_through(self, ticket: ShardTicket, record: JobRecord) -> None:
-        """Runs the shard and finishes it; drops it when the job is over."""
+        """Runs the shard and finishes it; drops it if its job is over."""
         jobs, lease = self._context.jobs, self._lease
         run = self._shard_run = await self._make_run(self._held, ticket, record, self.free)
         self._held.on_lost = run.stop
@@ -229,7 +220,7 @@ class ShardTask:
             await self._finish(record, outcome, run.faults)
 
     async def _recorded(self, run: "ShardRun", ticket: ShardTicket, record: JobRecord) -> ShardOutcome | None:
-        """Runs the shard, and records it as a span where the job is traced; `None` = the shard was abandoned."""
+        """Runs the shard, within a span if the job is traced; `None` = the shard was abandoned."""
         spans, now_s = self._context.spans, self._context.delivery.clock.now_s
         begin_s, outcome = now_s(), None
         error: tuple[str, str] | None = ErrorCode.INTERNAL.value, "the worker's log says why"
@@ -265,7 +256,6 @@ class ShardTask:
         logger.info("shard finished", extra={**about, "counted": is_counted, "error": outcome.error})
 
     def _count(self, outcome: ShardOutcome) -> None:
-        """Counts the rows of a shard that was settled."""
         lane, failed = self._lease.entry.lane, outcome.failed_rows
         self._context.counts.add(lane.model, lane.version, ROWS_DONE, outcome.rows - failed)
         self._context.counts.add(lane.model, lane.version, ROWS_FAILED, failed)
@@ -275,7 +265,7 @@ class ShardTask:
         self._context.counts.merge(lane.model, lane.version, run.statistics())
 
     async def _watch(self, run: "ShardRun", ticket: ShardTicket) -> None:
-        """Reports how far the run is, counts its executions, and stops it when its job does not want it any more."""
+        """Reports the progress of the run, and stops it when its job does not want it any more."""
         while True:
             await asyncio.sleep(WANTED_EVERY_S)
             self._note_executions(run)
@@ -296,11 +286,7 @@ class ShardTask:
         return await self._context.jobs.report(ticket.job_id, self._lease, ticket.shard.index, rows, self._delay)
 
     async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeats a step in the queue while the broker is away.
-
-        Raises:
-            QinferError: It is refused, or the lease is lost meanwhile.
-        """
+        """Repeats a step in the queue during an outage, until the lease is lost."""
         backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
         while True:
             try:
@@ -315,7 +301,7 @@ class ShardTask:
             await asyncio.sleep(backoff.next_s())
 
     async def _release(self, rest_s: float = 0.0) -> None:
-        """Releases the shard; if the release is lost, another worker reclaims it when the lease expires."""
+        """Releases the shard; if that fails, another worker reclaims it when the lease expires."""
         if not self._held.lost:
             with suppress(QinferError):
                 if self._reported is not None:
@@ -324,13 +310,9 @@ class ShardTask:
 
 
 class ShardLoop:
-    """The shard loop of a model version; `run` is cancelled to stop it, and releases what it holds before it ends.
+    """The shard loop of a model version; cancelling `run` stops it and releases its shards.
 
-    Args:
-        context: The parts that it shares with the other loops.
-        lanes: The bulk lanes of the model version, in order.
-        make_run: Makes the run of a shard.
-        is_open: Set while there are jobs that have not ended; else nothing is asked of the broker.
+    It asks the broker for shards only while `is_open` is set, which means that there are open jobs.
     """
 
     def __init__(self, context: ShardContext, lanes: Sequence[Lane], make_run: MakeRun, is_open: asyncio.Event) -> None:
@@ -353,7 +335,7 @@ class ShardLoop:
                 try:
                     await self._step()
                     self._outage.over()
-                except QinferError as error:  # the broker's state, or its refusal: either may pass
+                except QinferError as error:  # an outage or a refusal of the broker; either may pass
                     self._outage.failed(error.message)
                     await asyncio.sleep(_RETRY_S)
         finally:
@@ -363,14 +345,14 @@ class ShardLoop:
                 await asyncio.wait(self._tasks)
 
     async def _step(self) -> None:
-        """Looks for a suspect when it is time, else for a shard; returns when the model is free for the next."""
+        """Runs a suspect when a look is due, else a shard; returns when the model is free for the next."""
         context, now_s = self._context, time.monotonic()
         if not context.keeper.can_renew(self._lanes):
             await context.keeper.watch(self._lanes)
         if now_s >= self._reclaim_at_s:
             self._reclaim_at_s = now_s + context.lease_s / 2
             if leases := await self._reclaim():
-                # They stay suspects; it may take a while until all slots are free.
+                # They stay suspects while this waits for all slots to be free.
                 await context.delivery.release(leases)
                 await self._run_suspect()
                 return
@@ -394,7 +376,7 @@ class ShardLoop:
         return [lease for lease in leases if not context.keeper.holds(lease.entry)]
 
     async def _start(self, lease: Lease) -> None:
-        """Runs a shard that is held; returns when it is scored in a moment, and the one before has ended."""
+        """Runs a held shard; returns just before it is scored, once the previous one has ended."""
         shard = ShardTask(self._context, lease, self._make_run, self._rests)
         before = list(self._shards)
         self._shards.add(shard)
@@ -408,19 +390,19 @@ class ShardLoop:
     async def _run_task(self, shard: ShardTask) -> None:
         try:
             await shard.run()
-        except Exception:  # the loop boundary: the lease will end, and count as an execution
+        except Exception:  # the loop boundary: the lease will expire, and count as an execution
             logger.exception("shard task failed")
         finally:
             self._shards.discard(shard)
             self._context.slots.give_back()
-        # It holds the run; and shards that follow one another use the same memory again.
+        # It holds the run. While shards follow one another, they reuse the memory.
         del shard
         if self._context.slots.is_empty:
             await _release_memory()
 
 
 async def _release_memory() -> None:
-    """Calls `shard_run.release_memory`; whoever opened the loop has imported what that needs."""
+    """Calls `shard_run.release_memory`, whose imports the opened loop has."""
     from qinfer_workers.jobs.scoring.shard_run import release_memory
 
     await release_memory()

@@ -1,4 +1,4 @@
-"""Runs one shard: rows are read ahead and parts written behind while the model's instances score what is between.
+"""Runs one shard: rows are read ahead and parts written behind, while the model's instances score the rows between.
 
     read thread ─▶ chunks ─▶ instance threads, turn after turn ─▶ chunks ─▶ write thread ─▶ commit
 
@@ -38,17 +38,17 @@ from qinfer_workers.jobs.scoring.shard_loop import STALLED_S
 logger = logging.getLogger(__name__)
 
 WAITS_S = 30.0
-"""A shard that was begun while the one before was to end in a moment is left to others when that lasts so long."""
+"""How long a shard waits for the end of the previous one before it goes to other workers."""
 
 MODEL_LOADS_WITHIN_S = 600.0
-"""A worker whose model is not the plan's may still have to load it, as long as the job has not run for so long."""
+"""How long after a job's start a worker with another model may still be loading the planned one."""
 
 KEEPS_WITHIN_S = 120.0
-"""Scored rows are lost if they can't be kept within so long when the shard is handed back."""
+"""The time limit for storing scored rows when the shard is handed back; after that they are lost."""
 
 _BROKEN = "the shard could not be run; the worker's log says why"
 
-# its own threads would take the cores from online requests
+# its own threads would take cores from online requests
 pa.set_cpu_count(1)
 
 
@@ -58,15 +58,14 @@ class ShardRun:
     Args:
         files: Reads and writes.
         purpose: The model, and what for.
-        served: Its model version, and how that scores shards.
-        free: Set when the next shard may begin: the model has no more to do for this one in a moment.
+        served: The model version, and how its shards are scored.
+        free: Set when the next shard may begin: the model has little left to do for this one.
         resuming: Reads and writes the notes on the shard.
-        ensemble: Runs the batches of an ensemble; `None` = the instances of the model version do.
+        ensemble: Runs the batches of an ensemble, instead of the model version's instances.
 
     Attributes:
-        is_stuck: It was cancelled, and an execution of it did not end in time.
-        resuming: See above.
-        on_delay: Called on the event loop whenever its part is scored and can't be committed now, with the error.
+        is_stuck: It was cancelled, and an execution did not end in time.
+        on_delay: Called on the event loop, with the error, when the scored part can't be committed now.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class ShardRun:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._more = asyncio.Event()
-        self._patience: asyncio.Timeout | None = None  # while it waits for the shard before
+        self._patience: asyncio.Timeout | None = None  # while it waits for the previous shard
         self._files = files
         self._purpose = purpose
         self._served = served
@@ -98,20 +97,20 @@ class ShardRun:
 
     @property
     def rows_scored(self) -> int:
-        """How many of its rows have an output or an error by now."""
+        """The number of rows with an output or an error."""
         return self.resuming.known.done + self._chunks.rows_scored
 
     def statistics(self) -> dict[str, int]:
-        """Returns the statistics of its executions since the last call."""
+        """Returns the statistics of executions since the last call."""
         return self._scorer.executions.drain()
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Description of the inputs that can't be read, where the job skips them."""
+        """Descriptions of unreadable inputs that the job skips."""
         return tuple(dict.fromkeys((*self.resuming.faults, *self._files.faults)))
 
     def stop(self) -> None:
-        """Has it stop at the next batch."""
+        """Stops the run at the next batch."""
         self._stop_scoring()
         if self._patience is not None and not self._patience.expired():
             self._patience.reschedule(self._loop.time())
@@ -137,16 +136,11 @@ class ShardRun:
         self.on_delay(error)
 
     async def run(self) -> ShardOutcome:
-        """Runs the shard; cancelled, it stops at the next batch, and ends once what is scored is kept.
-
-        A part that is being committed then is committed.
-
-        Returns:
-            The outcome, which also says what is wrong with the shard itself.
+        """Runs the shard; cancelled, it stops at the next batch, keeps scored rows and completes a running commit.
 
         Raises:
-            PutOff: Another try may help.
-            GivenUp: It ends workers.
+            PutOff: A retry may help.
+            GivenUp: It kills workers.
             Abandoned: `stop` was called.
         """
         try:
@@ -219,7 +213,7 @@ class ShardRun:
             raise
         finally:
             if not all(part.done() for part in parts):
-                self._stop_scoring()  # the threads end when they see it, and commit nothing from then on
+                self._stop_scoring()  # the threads end when they see it, and commit nothing any more
                 await _stopped(scoring)
         for part in parts:
             if part.done() and not part.cancelled() and (error := part.exception()) is not None:
@@ -229,7 +223,7 @@ class ShardRun:
         return await writing
 
     async def _rest(self) -> ShardOutcome | None:
-        """Keeps what is scored, unless there is a hurry; returns the outcome where the part was being committed."""
+        """Keeps the scored rows, unless `hurry` is set; returns the outcome of a running commit."""
         keeping = asyncio.ensure_future(self._keep())
         hurry = asyncio.ensure_future(self._served.hurry.wait())
         await asyncio.wait((keeping, hurry), timeout=KEEPS_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
@@ -255,7 +249,6 @@ class ShardRun:
             await self.resuming.let_go()
 
     async def _score(self, *, is_last: bool) -> None:
-        """Takes turns until everything is scored."""
         async with self._in_line():
             while not self._chunks.has_ended:
                 await self._more.wait()
@@ -269,7 +262,7 @@ class ShardRun:
 
     @asynccontextmanager
     async def _in_line(self) -> AsyncIterator[None]:
-        """Waits until the previous shard is scored, or until it is stopped."""
+        """Waits until the previous shard is scored, or this one is stopped."""
         line = self._served.line
         try:
             async with asyncio.timeout(0 if self._chunks.is_stopped else WAITS_S) as self._patience:
@@ -286,7 +279,7 @@ class ShardRun:
             line.release()
 
     async def _lend(self, turn: Turn) -> None:
-        """Has every instance score until the turn is over; cancelled, it waits for them, unless there is a hurry."""
+        """Lets every instance score during the turn; cancelled, it waits for them, unless `hurry` is set."""
         executor, batcher = self._ensemble or self._executor(self._purpose.model), self._served.batcher
         left = executor.count
         back = asyncio.get_running_loop().create_future()
@@ -321,24 +314,23 @@ class ShardRun:
 
 
 async def release_memory() -> None:
-    """Returns to the system the memory that ended shards leave behind: allocators keep some for each thread.
+    """Returns memory of ended shards to the system: allocators keep some for each thread.
 
-    It takes a few milliseconds of the event loop at most; without it a worker grows from job to job.
+    It blocks the event loop for a few milliseconds at most. Without it, a worker grows from job to job.
     """
-    # In the main thread: mimalloc has no other take over what threads that have ended left.
+    # In the main thread: only there mimalloc reclaims the memory of ended threads.
     pa.default_memory_pool().release_unused()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc has it
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
         await in_thread("bulk-trim", lambda: trim(0))
 
 
 async def make_run(
     served: Served, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event
 ) -> ShardRun:
-    """Makes the run of a shard; a `context.MakeRun` of a model version.
+    """Makes the run of a shard, as a `context.MakeRun`.
 
-    Raises:
-        PutOff: This worker can't read the job: it is a newer qinfer's, or damaged. Or it has not the model version as
-            the plan has it: it may have yet to load that, or the job waits, as the bulk worker says.
+    `PutOff` means that this worker can't read the job (damaged, or of a newer qinfer), or does not have the planned
+    model: it may still have to load it, or the job waits for it.
     """
     try:
         spec, head, grant = decode_spec(record.spec), decode_plan_head(record.head), granted(record, served.stores)
@@ -349,7 +341,7 @@ async def make_run(
     if model.spec.steps:
         ensemble, model_hash = await _ensemble_of(served, model, head), head.model_hash
         model = replace(model, spec=ensemble.spec)
-    # An earlier qinfer's job fails in the end, for nothing tells whether its content will be back.
+    # A job of an earlier qinfer fails in the end, since nothing tells whether its model will be back.
     is_patient = is_executed(head.model_hash) or served.clock.now_s() < record.started_at + MODEL_LOADS_WITHIN_S
     if head.model_hash != model_hash and is_patient:
         raise PutOff("the model is not loaded here as the job was planned with it")
@@ -385,11 +377,7 @@ async def make_run(
 
 
 async def _ensemble_of(served: Served, model: LoadedModel, head: PlanHead) -> EnsembleExecutor:
-    """Returns what runs an ensemble as a job was planned with it.
-
-    Raises:
-        PutOff: A model that it uses is not loaded like that now.
-    """
+    """Returns an executor of the planned ensemble; raises `PutOff` if a model that it uses is not loaded as planned."""
     assert served.ensembles is not None
     try:
         await served.ensembles.caller.follow()

@@ -1,8 +1,7 @@
 """The shard service of a worker runs a shard loop for each model version that the worker serves.
 
-While there is no bulk job, all loops together cost one short command four times a second: the loops begin to ask for
-shards when there is a job that has not ended. Only then is pyarrow imported, in a thread; without it, a worker takes
-none.
+Without bulk jobs, all loops together cost one short command four times a second: loops ask for shards only while there
+are open jobs. Only then is pyarrow imported, in a thread; without pyarrow, a worker takes no shards.
 """
 
 import asyncio
@@ -42,25 +41,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.25
-"""How often a worker looks whether there are bulk jobs."""
+"""How often a worker checks for bulk jobs."""
 
 _LEFT_S = 86400.0
-"""What is in the spool folder untouched for so long was left by a worker that died."""
+"""Files in the spool folder that are unchanged for this long are of a dead worker."""
 
 Key = tuple[str, int]
 
 
 class ShardService:
-    """The shard loops of a worker, started and stopped with its models; used on the event loop.
+    """The shard loops of a worker, started and stopped with its models; for the event loop.
 
-    Args:
-        settings: How bulk jobs are run, and the worker's.
-        delivery: The queue.
-        keeper: Has leases renewed.
-        worker_id: The consumer.
-
-    Attributes:
-        counts: The rows of jobs that were settled here.
+    `counts` are the rows of jobs that were settled here.
     """
 
     def __init__(self, settings: Settings, delivery: Queue, keeper: LeaseKeeper, worker_id: str) -> None:
@@ -86,25 +78,13 @@ class ShardService:
     def start(
         self, tasks: asyncio.TaskGroup, ensembles: EnsembleParts, spans: Spans | None = None
     ) -> "asyncio.Task[None]":
-        """Begins to look for jobs; returns the task that does, to be cancelled.
-
-        Args:
-            tasks: Owns it, and the loops.
-            ensembles: What ensembles are run by.
-            spans: Records what becomes of shards; `None` = nobody wants to know.
-        """
+        """Starts looking for jobs in a task group, which also owns the loops; returns the task, to be cancelled."""
         self._tasks, self._ensembles = tasks, ensembles
         self._context = replace(self._context, spans=spans)
         return tasks.create_task(self._look())
 
     def start_shadows(self, endpoints: EndpointStore, publisher: Publisher, intake: Intake) -> "asyncio.Task[None]":
-        """Begins to look for shadows, which have turns as jobs have; returns the task that does, to be cancelled.
-
-        Args:
-            endpoints: Tells which versions are shadows.
-            publisher: Answers.
-            intake: Makes items of leases.
-        """
+        """Starts looking for shadows, which have turns like jobs; returns the task, to be cancelled."""
         self._shadows = Shadows(self._context, self._settings.batch_ms / 1000, endpoints, publisher, intake)
         return self._tasks.create_task(self._shadows.look())
 
@@ -116,7 +96,7 @@ class ShardService:
             try:
                 models = {model for model, _ in await self._context.jobs.models()}
                 outage.over()
-            except QinferError as error:  # the loops say more
+            except QinferError as error:  # the loops report more
                 outage.failed(error.message)
                 models = set()
             if not self._is_prepared and any(model in models for model, _ in self._served):
@@ -131,7 +111,7 @@ class ShardService:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _prepare(self) -> bool:
-        """Imports the dependencies of bulk jobs, and clears the spool folder; false = one is not installed."""
+        """Imports the dependencies of bulk jobs and clears the spool folder; false = one is not installed."""
         try:
             import qinfer_workers.jobs.scoring.shard_run  # noqa: F401  here, in a thread of its own
             from qinfer_workers.jobs.scoring.shard_files import clear_spool
@@ -142,7 +122,7 @@ class ShardService:
         return True
 
     def serve(self, batcher: JobBatcher, loaded: Loaded) -> None:
-        """Takes shards of a model version from now on, or goes on with another generation of it."""
+        """Takes shards of a model version, or of its new generation, from now on."""
         self._arbiter.place(batcher, loaded.devices)
         key = (loaded.spec.name, loaded.version)
         known = self._served.get(key)
@@ -173,7 +153,7 @@ class ShardService:
             self._shadows.serve(served.batcher, self._arbiter, self._tasks)
 
     async def retire(self, batcher: JobBatcher) -> None:
-        """Releases the shards and shadows of a model version, and fetches no more."""
+        """Releases a model version's shards and shadows, and fetches no more."""
         if self._shadows is not None:
             await self._shadows.retire(batcher)
         served = self._served.pop((batcher.model.spec.name, batcher.model.version), None)
@@ -183,7 +163,7 @@ class ShardService:
         self._arbiter.forget(batcher)
 
     async def pause(self) -> None:
-        """Releases all shards and shadows, at the next batch, and fetches none until `resume`."""
+        """Releases all shards and shadows at the next batch, and fetches none until `resume`."""
         self._is_paused = True
         if self._shadows is not None:
             await self._shadows.pause()
@@ -197,7 +177,7 @@ class ShardService:
             self._serve_shadows(served)
 
     def hurry(self) -> None:
-        """Has nobody wait any longer for executions to end; what does not end is not released, and counts as tried."""
+        """Stops waiting for executions; shards that do not end are not released, and count as executed."""
         self._context.hurry.set()
 
     def loops(self) -> "list[asyncio.Task[None]]":
@@ -217,14 +197,14 @@ class ShardService:
 async def _make_run(
     served: Served, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event
 ) -> "ShardRun":
-    """Makes the run of a shard; `_prepare` has imported what that needs."""
+    """Makes the run of a shard, with imports by `_prepare`."""
     from qinfer_workers.jobs.scoring.shard_run import make_run
 
     return await make_run(served, held, ticket, record, free)
 
 
 async def _ended(served: Collection[Served]) -> None:
-    """Cancels loops, and waits until they have ended."""
+    """Cancels loops and waits for their end."""
     loops = [one.loop for one in served if one.loop is not None]
     for loop in loops:
         loop.cancel()
