@@ -29,7 +29,6 @@ from qinfer.queue.router import load_script
 from qinfer.wire.versions import encode_document
 
 RECEIVED, ACCEPTED, REPEATED, UNIDENTIFIED = "received", "accepted", "repeated", "unidentified"
-"""Fields of a route's counts."""
 PAUSED_MS = "paused_ms"
 """`paused_s` in milliseconds."""
 REFUSED, REPLIED, UNROUTABLE = "refused:", "replied:", "unroutable:"
@@ -185,13 +184,12 @@ _GAUGES: tuple[tuple[Info, Callable[[RouteTotals], int]], ...] = (
 
 
 KEPT_S = 30 * 24 * 3600.0
-"""How long the totals of a route that no bridge reports are kept."""
+"""How long the totals of an unused route are kept."""
 
 REMEMBERED_S = 3600.0
-"""How long the number of a bridge's last report is kept after the bridge has expired."""
+"""How long a bridge's last number is kept after its expiry."""
 
 MOST_ROUTES = 1000
-"""The most routes in a result: the last reported ones."""
 
 _REPORT = load_script("report", "now_ms", package="qinfer.bridge").text
 _LIVE = load_script("live", "now_ms", package="qinfer.bridge").text
@@ -301,7 +299,6 @@ class ReportSequence:
 
 
 def _merged(counts: Mapping[str, Mapping[str, int]], live: Iterable[Mapping[str, RouteUse]]) -> dict[str, RouteTotals]:
-    """Merges the counts of all bridges with the messages in hand of live ones."""
     totals = {route: RouteTotals(counts=of) for route, of in sorted(counts.items())}
     for uses in live:
         for route, use in uses.items():

@@ -159,7 +159,6 @@ def _server_columns(spec: JobSpec) -> tuple[str, ...]:
 
 
 def _collisions(spec: JobSpec, written: Sequence[TensorSpec], schema: pa.Schema) -> Iterator[str]:
-    """Finds output columns with equal names."""
     taken = dict.fromkeys(_server_columns(spec), "the server's own column")
     for tensor in written:
         for name in output_columns(spec, tensor):
@@ -194,7 +193,6 @@ def _cases(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str]:
 
 
 def _unwritable(spec: JobSpec, schema: pa.Schema) -> Iterator[str]:
-    """Finds copied columns whose type the output's format lacks."""
     format_name, has = _FORMATS[spec.output.format]
     there = Fields(schema)
     fields = [field for name in copied_columns(spec, schema) if (field := there.field(name)) is not None]
@@ -250,7 +248,7 @@ _FORMATS: Mapping[str, tuple[str, Callable[[Sequence[pa.Field]], bool]]] = {
 
 
 def _instead(name: str, known: list[str], compared: Iterable[str] | None = None) -> str:
-    """Returns a hint: similar names, else some of the known names."""
+    """Returns a hint at similar, or some known, names."""
     some = islice(known if compared is None else compared, _MOST_COMPARED)
     near = get_close_matches(name, some, n=3) if len(name) <= _LONGEST_COMPARED else ()
     if near:

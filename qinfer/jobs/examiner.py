@@ -37,11 +37,11 @@ from qinfer.jobs.shards import Pace
 from qinfer.models.spec import ModelSpec
 
 NO_MEMORY = 3
-"""The exit code of an examiner that reached its memory limit."""
+"""The exit code at the memory limit."""
 DEFECT = "defect"
-"""Replaces the class name of errors other than `QinferError`."""
+"""Stands for the class of errors other than `QinferError`."""
 NOTE_BYTES = 4096
-"""The space for one URL in the file of `Hello.notes`."""
+"""The space for one URL in the notes."""
 
 
 class Hello(msgspec.Struct, array_like=True):
@@ -224,7 +224,6 @@ def _write(outbox: int, data: bytes) -> None:
 
 
 def _limit(max_bytes: int) -> None:
-    """Limits this process's memory, so that it fails before others do."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -241,7 +240,6 @@ def _be_first_to_go() -> None:
 
 
 def _loaded(allow: Sequence[str], footer_bytes: int) -> _Do:
-    """Loads the code that does the work, and the drivers of the allowed stores."""
     try:
         from qinfer.jobs.parts import part_of, set_aside
         from qinfer.jobs.planning import estimate, examine, make_plan
@@ -279,7 +277,7 @@ def _loaded(allow: Sequence[str], footer_bytes: int) -> _Do:
                 return patiently(lambda: function(stores(url), parts, shard))
 
         with ThreadPoolExecutor(work.threads, thread_name_prefix="qinfer-parts") as pool:
-            return _found(pool.map(one, parts.shards))  # the first error cancels the rest
+            return _found(pool.map(one, parts.shards))
 
     return do
 

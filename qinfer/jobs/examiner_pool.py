@@ -51,16 +51,14 @@ logger = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-P", "-m", "qinfer.jobs.examiner")
 GATEWAY_PROCESSES = 2
-"""The most new jobs that a gateway checks at once; further ones wait in line."""
+"""New jobs that a gateway checks at once; more wait in line."""
 PLAN_SHARES = 4
-"""A planning process keeps all files of a job in memory; it may use this multiple of `bulk.max_examine_bytes`."""
+"""The share of memory of a planning process, which keeps all files of a job."""
 ESTIMATE_THREADS = 16
-"""Footers that an estimate reads at once."""
 CHECK_S = 120
-"""Seconds after which the kernel kills a check of a new job; the gateway gives up long before."""
+"""After this the kernel kills a check; the gateway gives up long before."""
 
 DIED = "the process that read "
-"""The beginning of `ExaminerDied`'s message."""
 
 _PLAN_MARGIN_S = 60
 _LONGEST_S = 2**31 - 1  # the limit of alarm(2)
@@ -165,7 +163,7 @@ class ExaminerPool:
         return _estimates.decode(await self._ask_gateway(EstimateJob(job, pace, ESTIMATE_THREADS), job.spec))
 
     async def _ask_gateway(self, work: Work, spec: JobSpec) -> bytes:
-        """Runs work on a new job; the death of the process rejects the job."""
+        """Runs work on a new job; a crash of the process rejects the job."""
         try:
             return await self._ask(work, CHECK_S)
         except ExaminerDied as died:
@@ -204,7 +202,6 @@ class ExaminerPool:
             await self._ask(SetAside(some, threads), self._plan_s)
 
     async def _ask(self, work: Work, limit_s: int) -> bytes:
-        """Sends work to a process; cancellation kills that process."""
         request, answer = packed(Request(work, limit_s)), None
         while answer is None:
             child = await self._next()
@@ -222,7 +219,6 @@ class ExaminerPool:
         return answer.result
 
     async def _next(self) -> "_Child":
-        """Waits for an idle process."""
         if self._is_over:
             raise Overloaded("Server exiting")
         if self._idle:
@@ -238,7 +234,7 @@ class ExaminerPool:
             raise
 
     def _free(self, child: "_Child") -> None:
-        """Gives a process to the first in line, keeps it idle, or kills a surplus one."""
+        """Gives a process to the first in line, or keeps a few idle."""
         if child.has_ended:
             return
         while self._line:
@@ -253,21 +249,19 @@ class ExaminerPool:
             child.kill()
 
     def _turn_away(self, reason: str) -> None:
-        """Rejects all requests in line."""
         while self._line:
             place = self._line.popleft()
             if not place.done():
                 place.set_exception(Overloaded(reason))
 
     def _prepare(self) -> None:
-        """Starts a process, unless one is idle or starting, or the maximum is reached."""
         if not (self._idle or self._is_starting or self._count == self._processes or self._is_over):
             self._count += 1
             self._is_starting = True
             self._tasks.create_task(self._live())
 
     async def _live(self) -> None:
-        """Runs a process. It counts until it has ended, even if it was killed and hangs."""
+        """Runs a process; it counts until it has ended, even if it hangs."""
         child, reason = None, ""
         try:
             child = await _Child.start(self._command, self._inherited | _ENVIRONMENT, self._bound)
@@ -277,7 +271,7 @@ class ExaminerPool:
             if self._line:
                 self._prepare()
             await child.wait()
-        except OSError as error:  # no memory, or too many processes or files
+        except OSError as error:
             reason = str(error.strerror)
         except _Ended as ended:
             reason = ended.how
@@ -289,7 +283,7 @@ class ExaminerPool:
         output = child.output if child is not None else ""
         if reason:
             logger.error("the process that looks at jobs can't be started", extra={"how": reason, "output": output})
-            if not self._count:  # otherwise requests in line wait for the other processes
+            if not self._count:
                 self._turn_away(f"the process that looks at jobs can't be started now ({reason}); try again")
         elif child in self._idle:
             self._idle.remove(child)
@@ -299,13 +293,11 @@ class ExaminerPool:
 
 
 def _pieces(parts: ExpectedParts) -> Iterator[ExpectedParts]:
-    """Splits parts so that requests and answers stay moderate in size."""
     for begin in range(0, len(parts.shards), _PARTS_AT_ONCE):
         yield msgspec.structs.replace(parts, shards=parts.shards[begin : begin + _PARTS_AT_ONCE])
 
 
 def _raise(answer: Answer) -> None:
-    """Raises the error of an answer, if it has one."""
     if answer.error == DEFECT:
         raise RuntimeError(f"a defect in the process that parses files\n{answer.message}")
     if answer.error:
@@ -313,8 +305,6 @@ def _raise(answer: Answer) -> None:
 
 
 class _Ended(Exception):
-    """A process ended before it answered; `how` is, for example, `SIGSEGV`."""
-
     def __init__(self, how: str) -> None:
         super().__init__(how)
         self.how = how
@@ -323,18 +313,10 @@ class _Ended(Exception):
 class _Child:
     """An examiner, seen from its parent.
 
-    Args:
-        process: The process, just started; its stderr is a pipe.
-        reader: Its output.
-        writer: Its input.
-        notes: The file in which it notes the files that it reads.
-        bound: The name of its memory limit, for messages.
-
     Attributes:
-        files: The URLs of the files that it was reading when it ended.
+        files: The files that it was reading when it ended.
         output: The end of its stderr, once it has ended.
-        has_ended: Set by `end`.
-        is_surplus: Whether it was killed because the pool had no work for it.
+        is_surplus: Whether it was killed for lack of work.
     """
 
     def __init__(
@@ -360,10 +342,10 @@ class _Child:
 
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str], bound: str) -> Self:
-        """Starts a process; an `OSError` means no program, no memory, or too many processes or files.
+        """Starts a process.
 
-        `subprocess` uses vfork(2), which copies nothing. asyncio with uvloop would fork, and block a gateway of some
-        hundred megabytes for tens of milliseconds.
+        `subprocess` uses vfork(2), which copies nothing. asyncio with uvloop would fork, and block a large gateway for
+        tens of milliseconds.
         """
         notes = open(os.memfd_create("examiner-notes"), "rb")  # noqa: ASYNC230, SIM115  in memory; closed by `_ended`
         mine, theirs = socket.socketpair()
@@ -385,7 +367,7 @@ class _Child:
                 raise
         try:
             return cls(process, reader, writer, notes, bound)
-        except RuntimeError:  # no thread can be started
+        except RuntimeError:
             process.kill()
             process.communicate()
             writer.transport.abort()
@@ -400,7 +382,6 @@ class _Child:
         return signal_name(-code) or f"exit code {code}"
 
     async def greet(self, allow: tuple[str, ...], max_bytes: int, footer_bytes: int) -> None:
-        """Sends the first message and waits until the process is ready."""
         try:
             async with asyncio.timeout(_START_S):
                 await self._say(packed(Hello(allow, max_bytes, self._notes.fileno(), footer_bytes)))
@@ -409,10 +390,7 @@ class _Child:
             raise _Ended(f"it is not ready after {_START_S:g} s") from None
 
     async def ask(self, request: bytes) -> Answer | None:
-        """Sends an encoded request and returns its answer; `None` = the process ended before it took the request.
-
-        `_Ended` means that it ended, or was killed for an invalid answer.
-        """
+        """Sends an encoded request; `None` = the process had ended before it took the request."""
         try:
             await self._say(request)
             await self._answer()
@@ -428,7 +406,6 @@ class _Child:
             os.kill(self._process.pid, signal.SIGKILL)
 
     async def end(self) -> None:
-        """Kills the process and releases its resources; stops waiting after `_END_S`."""
         self.kill()
         with suppress(TimeoutError):  # a hanging store may hold it in the kernel
             async with asyncio.timeout(_END_S):
@@ -454,7 +431,7 @@ class _Child:
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Keeps the end of stderr, where C++ explains an abort, and waits for the end of the process.
 
-        The loop reaps the process, so that `kill` never hits another process with the same number.
+        The loop reaps the process, so that `kill` never hits another one with the same number.
         """
         assert self._process.stderr is not None
         tail = b""

@@ -544,7 +544,6 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`(?: - at .*
 
 
 def _explained(text: str, body: bytes, kind: type[JobSpec]) -> str:
-    """Translates a message of msgspec for the user."""
     at = _PATH.search(text)
     path = at["path"].replace("[...]", "") if at else ""
     if path.startswith("columns"):

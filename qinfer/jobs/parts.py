@@ -42,7 +42,7 @@ _ZSTD_LEVEL = 1
 _GROUP_ROWS = 2**18
 _PARQUET_GROUP_BYTES = 32 * 2**20
 _ARROW_BATCH_BYTES = 8 * 2**20
-_SMALL_ROWS = 4096  # smaller records are joined
+_SMALL_ROWS = 4096
 _SMALL_BYTES = 4 * 2**20
 _ENCODED_ROWS = 65_536  # a few percent faster than the usual 1024
 _COUNTED = PLACE_COLUMNS[1:]  # row group and row grow by one, or stay
@@ -222,8 +222,8 @@ class PartWriter:
 class _BufferedFile:
     """Buffers rows until a group is full.
 
-    Small records are expensive to write, so they are joined as they arrive. Joined at the flush, a whole group would be
-    in memory twice.
+    Small records are expensive to write, so they are joined as they arrive; a join at the flush would hold a group
+    twice.
     """
 
     def __init__(self, path: Path, schema: pa.Schema, file: "_ParquetFile | _ArrowFile | TextFile") -> None:
@@ -264,7 +264,6 @@ class _BufferedFile:
         self._file.close(errors)
 
     def written(self) -> "_File":
-        """Returns size and hash of the closed file."""
         with self.path.open("rb") as file:
             return _File(self.path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
@@ -352,7 +351,7 @@ _KINDS: Mapping[str, type[_ParquetFile | _ArrowFile | TextFile]] = {
 
 
 def _typed(column: pa.Array, field: pa.Field) -> pa.Array:
-    """Casts a column to the field's type: Parquet stores other units of time, for example."""
+    """Casts a column back, since Parquet changes some types, such as units of time."""
     if pa.types.is_dictionary(field.type) and not pa.types.is_dictionary(column.type):
         column = column.cast(field.type.value_type).dictionary_encode()  # Arrow casts strings to dictionaries only
     return column if column.type == field.type else column.cast(field.type)
@@ -363,7 +362,6 @@ def _level(output: Output) -> int | None:
 
 
 def _leaves(field: pa.Field, path: str = "") -> list[pa.Field]:
-    """Returns a field's leaf columns under their paths in Parquet."""
     name = f"{path}{field.name}"
     kind = field.type
     if pa.types.is_struct(kind):
@@ -440,10 +438,10 @@ def set_aside(store: Store, parts: ExpectedParts, shard: Shard) -> None:
 
 
 def _record_of(store: Store, stat: Stat, folder: str) -> _Record:
-    """Returns a part's commit record from the folder of its records; raises `ValueError` without one.
+    """Returns a part's commit record from the folder of its records; `ValueError` without one.
 
-    Each writer stores its record before the part. If attempts left several records of the part's size, the hash of the
-    part's bytes decides.
+    Writers store the record before the part. Attempts may leave several records of the part's size; then the hash of
+    the part decides.
     """
     # Sorted, so that all readers choose the same of records that differ in failed rows only.
     names = sorted(child.name for child in store.children(folder) if not child.is_folder)
@@ -474,7 +472,6 @@ def part_of_failed(name: str) -> str:
 
 
 def _failed_of(store: Store, folder: str, name: str, record: _Record) -> str:
-    """Returns the name of a part's file of failed rows, empty without one; raises `ValueError` if it is not whole."""
     if record.failed is None:
         return ""
     failed = _failed_name(name, record.failed)

@@ -40,7 +40,7 @@ from qinfer.storage.store import Stat
 from qinfer.storage.within import readable, writable
 
 Reading = Callable[[str], AbstractContextManager[None]]
-"""A context around the reading of a file, by its URL."""
+"""Is entered around the reading of a file."""
 
 ENOUGH_FILES = 10_000
 """The most files of a folder that `examine` lists; planning lists all."""
@@ -104,7 +104,6 @@ def examine(spec: JobSpec, model: ModelSpec, grant: Grant, footer_bytes: int = F
 
 
 def _with_escape(spec: JobSpec, files: Sequence[Stat]) -> JobSpec:
-    """Returns the job with the escape character of its first CSV file, unless the job names one."""
     form = InputForm.of(spec)
     if spec.csv is not msgspec.UNSET and spec.csv.escape:
         return spec
@@ -113,7 +112,6 @@ def _with_escape(spec: JobSpec, files: Sequence[Stat]) -> JobSpec:
 
 
 def _csv_head(spec: JobSpec, files: Sequence[Stat]) -> tuple[str, bytes]:
-    """Returns the URL and the beginning of the first CSV file with content; empty if it can't be read."""
     file = next((file for file in files[:_MOST_EMPTY] if file.size_bytes), None)
     if file is None:
         return "", b""
@@ -125,7 +123,6 @@ def _csv_head(spec: JobSpec, files: Sequence[Stat]) -> tuple[str, bytes]:
 
 
 def _csv_hint(files: Sequence[Stat], format_: FileFormat, spec: JobSpec) -> str:
-    """Returns hints at the delimiter and decimal point of a rejected CSV file, from its first lines."""
     if format_ != "csv":
         return ""
     csv = spec.csv_form
@@ -172,10 +169,7 @@ def check_output(spec: JobSpec) -> None:
 
 
 def _file_above(url: str) -> str:
-    """Returns the URL of a file in the place of a parent folder; empty = no such file.
-
-    Only local stores can have one: in an object store, a name may continue another object's name.
-    """
+    """Returns the URL of a file in the place of a parent folder; object stores allow such names."""
     path = local_path(url)
     above = next((folder for folder in path.parents if folder.is_file()), None) if path else None
     return f"file://{above}" if above else ""
@@ -240,7 +234,7 @@ def make_plan(
         StoreError: A store can't be read.
     """
     spec, check_read = job.spec, readable(job.grant).check
-    files = find_files(spec.inputs, check_read, looks_above=False)  # `examine` did
+    files = find_files(spec.inputs, check_read, looks_above=False)
     format_ = common_format(files, spec)
     spec = _with_escape(spec, files) if format_ == "csv" else spec
     columns = _CommonColumns(spec, job.model, format_)
@@ -284,7 +278,6 @@ def make_plan(
 
 
 def _read_and_kept(file: Stat, format_: FileFormat, types: TextTypes, job: Unplanned, footer_bytes: int) -> Footer:
-    """Reads a file's footer; stores pieces of a text file that has to be decoded."""
     if not (is_text(format_) and types.form.is_decoded(file.url, format_)):
         return read_footer(file, format_, types, footer_bytes=footer_bytes)
     keeper = PieceKeeper(writable(job.grant), types.form.kept_url, file.url, file.etag)
@@ -296,7 +289,6 @@ def _read_and_kept(file: Stat, format_: FileFormat, types: TextTypes, job: Unpla
 def _sorted_out(
     footers: Iterable[tuple[Stat, Footer | BadFile]], columns: "_CommonColumns", spec: JobSpec
 ) -> tuple[list[InputFile], list[BadFile]]:
-    """Returns readable files and bad ones; stops at the job's row limit, or at the maximum of bad files."""
     planned: list[InputFile] = []
     bad: list[BadFile] = []
     rows = 0
@@ -319,7 +311,6 @@ def _bad_file(file: Stat, error: SourceBroken) -> BadFile:
 
 
 def _cannot_be_read(bad: Sequence[BadFile], files: int, *, is_sure: bool) -> str:
-    """Returns the message about unreadable files; `is_sure` = all files were looked at."""
     if len(bad) == files:
         remedy = "are they of another format than it seems?"
     else:
@@ -358,9 +349,9 @@ def _footers(
 
 
 class _CommonColumns:
-    """The common columns of a job's files: one type for each that all files' values have, or are converted to.
+    """Common columns of a job's files, with a type for each that fits the values of all files.
 
-    Fields of JSON lines that only `passthrough: ["*"]` copies are null in files without them, and left out if their
+    Fields of JSON lines that only `passthrough: ["*"]` copies may be missing in files; they are left out if their
     values are of several kinds.
     """
 
@@ -380,7 +371,6 @@ class _CommonColumns:
         self.example = 0  # the number of that file
 
     def add(self, number: int, file: Stat, footer: Footer) -> None:
-        """Checks and merges the columns of one more file; raises `InvalidRequest` if they do not fit."""
         if self._has_unnamed:
             for field in footer.mixed:
                 self._leave_out(field.path, f"{field} of '{file.url}'")
@@ -406,7 +396,6 @@ class _CommonColumns:
             self._fine.append(schema)
 
     def _check(self, url: str, schema: pa.Schema) -> None:
-        """Requires all columns that the job names; with `merge_schema`, any of them."""
         if self._merges:
             if not (self._used(schema) or copied_columns(self._spec, schema) == schema.names):
                 raise InvalidRequest(f"'{url}' has none of the columns that the job reads; leave it out")
@@ -424,7 +413,6 @@ class _CommonColumns:
         return {name for name in names if fields.places(name)}
 
     def schema(self) -> pa.Schema:
-        """Returns the merged columns; raises `InvalidRequest` if there are none, or they do not fit the model."""
         if not (self._has_rows or self._schema.names):
             raise InvalidRequest("the inputs are empty; without a row their columns are unknown")
         schema = without_null(self._schema) if self._is_csv else self._schema
@@ -432,7 +420,6 @@ class _CommonColumns:
         return schema
 
     def not_copied(self) -> tuple[str, ...]:
-        """Returns descriptions of the first fields that were left out."""
         return tuple(self._mixed.values())[:SHOWN_FILES]
 
     def _leave_out(self, path: Path, why: str) -> None:

@@ -16,13 +16,13 @@ import msgspec
 from qinfer.jobs.plan import Range, Shard, read_stored
 
 FAN_OUT = 8
-"""A range in which a worker died is cut into this many; after each range that ends well, the next is as much larger."""
+"""A range in which a worker died is cut into this many; ranges that end well grow by the same factor."""
 
 WORKERS = 2
-"""A row fails after this many different workers died while it was alone in its range."""
+"""A row that was alone in its range fails after this many different workers died."""
 
 MOST_DEATHS = 5
-"""A row also fails after this many deaths of one worker while it was alone."""
+"""It also fails after this many deaths of one worker."""
 
 MOST_DEADLY_ROWS = 16
 MOST_IDLE_DEATHS = 16
@@ -31,7 +31,7 @@ workers before they began a range.
 """
 
 CHECKPOINTS = "_resume"
-"""The folder, in the output folder, with a folder for the pieces of each job's unfinished shards."""
+"""The folder, in the output folder, of the pieces of jobs' unfinished shards."""
 
 
 class PieceFile(msgspec.Struct, frozen=True, array_like=True):

@@ -18,9 +18,9 @@ from qinfer.jobs.plan import NO_GROUPS, Cut, InputFile, Range, Shard
 MAX_SHARDS = 100_000
 MAX_FILES = 1_000_000
 MAX_SHARD_FILES = 256
-"""The most files of one shard: opening each takes tens of milliseconds, and other workers can read the next ones."""
+"""Opening a file takes tens of milliseconds, and other workers can read the next ones."""
 MAX_SHARD_RANGES = 1024
-"""The most ranges of one shard, whose ticket has to fit into an entry of a stream."""
+"""A ticket has to fit into an entry of a stream."""
 
 FolderOf = Callable[[str], str]
 
@@ -146,7 +146,6 @@ def part_name(index: int, extension: str) -> str:
 
 
 def _first_rows(files: Iterable[InputFile], limit: int) -> Iterator[InputFile]:
-    """Yields files up to a number of rows; the last one is shortened."""
     for source, groups, cuts in files:
         rows = min(source.rows, limit)
         # The rows within the limit that remain before each group, and after the last.
@@ -159,7 +158,7 @@ def _first_rows(files: Iterable[InputFile], limit: int) -> Iterator[InputFile]:
 
 
 class _Packing:
-    """Walks the row groups in order; cuts large ones and joins small ones. `left` is the number of all rows."""
+    """Walks the row groups in order; cuts large ones and joins small ones."""
 
     def __init__(self, sizes: Sizes, left: int, folder_of: FolderOf) -> None:
         self._sizes = sizes
@@ -172,7 +171,6 @@ class _Packing:
         self._rows = self._files = 0
 
     def run(self, files: Iterable[InputFile]) -> Iterator[list[Range]]:
-        """Yields the ranges of each shard."""
         for source, groups, cuts in files:
             first_row, folder = 0, self._folder_of(source.url)
             if self._shard and folder != self._folder:
@@ -195,7 +193,7 @@ class _Packing:
             yield self._close()
 
     def _piece(self, rows: int, begin: int) -> int:
-        """Returns the size of the next piece of a row group: all of it, or one of several about equal pieces."""
+        """Returns the size of the next piece of a row group: all, or one of about equal pieces."""
         target, sizes = self._target, self._sizes
         if not begin and rows <= (sizes.whole if target == sizes.rows else target):
             return rows
@@ -215,7 +213,6 @@ class _Packing:
 
 
 def _cut_before(row: int, cuts: Sequence[Cut]) -> Cut:
-    """Returns the last cut point at or before a row."""
     return cuts[bisect_right(cuts, row, key=_first_row) - 1] if cuts else _BEGINNING
 
 

@@ -178,7 +178,6 @@ def _stored(values: pa.Array) -> pa.Array | None:
 
 
 def _objects(fields: Sequence[pa.Field], columns: Sequence[pa.Array]) -> pa.Array:
-    """Returns a JSON object for each row."""
     pieces: list[Any] = []
     for number, (field, column) in enumerate(zip(fields, columns, strict=True)):
         pieces.append(f"{',' if number else '{'}{msgspec.json.encode(field.name).decode()}:")
@@ -187,7 +186,6 @@ def _objects(fields: Sequence[pa.Field], columns: Sequence[pa.Array]) -> pa.Arra
 
 
 def _nested(values: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Returns nested values as JSON; `kind` is their type, perhaps with metadata on fields."""
     if pa.types.is_map(kind):
         pairs = pa.list_(pa.struct([("key", kind.key_type), ("value", kind.item_type)]))
         return _nested(values.cast(pairs), pairs)
@@ -205,7 +203,6 @@ def _nested(values: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def _quoted(values: pa.Array) -> pa.Array:
-    """Returns values as JSON strings."""
     if _is_binary(values.type):
         return pc.binary_join_element_wise('"', _base64(values), '"', "")
     texts = _utf8(values) if _is_text(values.type) else values.cast(pa.string())

@@ -50,7 +50,6 @@ def cut(record: pa.RecordBatch, max_bytes: int) -> Iterator[Cut]:
 
 
 def _single(row: pa.RecordBatch, max_bytes: int) -> Cut:
-    """Returns a row that is too large, with its largest columns."""
     sizes = {name: bytes_before(column, np.arange(2))[1] for name, column in zip(row.schema.names, row, strict=True)}
     left, large = sum(sizes.values()), []
     for name in sorted(sizes, key=lambda name: -sizes[name]):
@@ -149,7 +148,6 @@ def _view_sizes(array: pa.Array) -> Sizes:
 
 
 def _union_sizes(array: pa.UnionArray) -> Sizes:
-    """Returns the size of each element: all children of a sparse union, one of a dense union."""
     fields = [array.field(number) for number in range(array.type.num_fields)]
     if array.type.mode == "sparse":
         return sum((_each(field) for field in fields), np.ones(len(array)))
@@ -172,7 +170,6 @@ def _summed(sizes: npt.NDArray[Any], positions: Positions) -> Sizes:
 
 
 def _text_offsets(array: pa.Array) -> Positions:
-    """Returns the beginnings of all texts, and the end of the last."""
     buffer = array.buffers()[1]
     if buffer is None or not len(array):
         return np.zeros(len(array) + 1, np.int64)

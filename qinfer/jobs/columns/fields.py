@@ -107,7 +107,6 @@ def replaced(schema: pa.Schema, path: str, field: pa.Field) -> pa.Schema:
 
 
 def _splits(path: str) -> Iterator[tuple[str, str]]:
-    """Yields the two parts of a path at each dot."""
     end = path.find(".")
     while end >= 0:
         yield path[:end], path[end + 1 :]

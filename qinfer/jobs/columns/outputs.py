@@ -133,8 +133,6 @@ class OutputColumns:
 
 
 class _Output:
-    """The column of one output."""
-
     def __init__(self, tensor: TensorSpec, names: tuple[str, ...], *, is_binary: bool = False) -> None:
         self._tensor = tensor
         self._dims = () if all(dim == 1 for dim in tensor.dims) else tensor.dims
@@ -154,8 +152,7 @@ class _Output:
     ) -> list[pa.Array]:
         """Returns the columns of a batch of `rows` rows.
 
-        `place` has the number of each row among the executed ones, or null; `None` = all were executed in order. Rows
-        with invalid UTF-8 are marked in `errors`.
+        `place` has each row's number among the executed ones, or null; `None` = all rows, in order.
         """
         parts = [self._part(part, rows, errors) for part in scored]
         if place is None:
@@ -169,7 +166,6 @@ class _Output:
         return self._columns(self._array(part.outputs, part.rows, all_rows), part.rows, errors)
 
     def _array(self, outputs: Mapping[str, Array | Tensor], rows: Indices | None, all_rows: int) -> Array:
-        """Returns the output's values; raises `OutputMismatch` for another shape or dtype than configured."""
         tensor = self._tensor
         value = outputs.get(tensor.name)
         if value is None:
@@ -223,8 +219,6 @@ class _Output:
 
 
 class _ListedOutput(_Output):
-    """The column of a decoupled model's output: lists with an element for each response."""
-
     def __init__(self, tensor: TensorSpec, names: tuple[str, ...], *, is_binary: bool) -> None:
         super().__init__(tensor, names, is_binary=is_binary)
         self._list = list_type(self._kind, -1)
@@ -248,8 +242,6 @@ class _ListedOutput(_Output):
 
 
 class _RankedOutput(_Output):
-    """The columns of an output's greatest elements: plain for one, lists for several."""
-
     def __init__(self, tensor: TensorSpec, names: tuple[str, ...], count: int) -> None:
         super().__init__(tensor, ())
         self._count = count
@@ -277,7 +269,6 @@ class _RankedOutput(_Output):
 
 
 def _notes(field: pa.Field) -> dict[bytes, bytes] | None:
-    """Returns the metadata of a copied column for the JSON lines writer."""
     return {JSON_NUMBER: b"1"} if JSON_NUMBER in (field.metadata or {}) else None
 
 
@@ -293,7 +284,6 @@ def _place(rows: int, scored: Sequence[Scored]) -> pa.Array:
 
 
 def _without(column: pa.Array, errors: RowErrors) -> pa.Array:
-    """Sets failed rows of a column to null."""
     bad = errors.bad
     assert bad is not None
     if column.is_null().to_numpy(zero_copy_only=False)[bad].all():

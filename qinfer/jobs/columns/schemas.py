@@ -57,7 +57,6 @@ def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _decimal_beside(kind: pa.DataType) -> pa.DataType:
-    """Returns a decimal type for a decimal type's values and all integers."""
     digits = max(kind.precision - kind.scale, _MOST_DIGITS_OF_INTEGERS) + kind.scale
     return pa.decimal128(digits, kind.scale) if digits <= _DECIMAL128_DIGITS else pa.decimal256(digits, kind.scale)
 

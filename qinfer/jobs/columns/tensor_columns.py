@@ -67,7 +67,7 @@ class ScalarColumns:
 
 
 class _Scalar(NamedTuple):
-    """A scalar column; `allowed` limits its values, `fill` replaces nulls, and without it a null is an error."""
+    """A scalar column; without `fill`, a null is an error."""
 
     name: str
     is_plain: bool
@@ -75,7 +75,6 @@ class _Scalar(NamedTuple):
     fill: Any
 
     def values(self, record: pa.RecordBatch) -> pa.Array:
-        """Returns the column of a batch in a plain type."""
         values = record.column(self.name)
         # A dictionary may have a null that `null_count` misses.
         return values if self.is_plain else casts.as_plain(values)
@@ -188,7 +187,6 @@ class ListColumn:
             notes.mark_beyond(misfits, found.rows_of(misfits.places), self._column, self._datatype)
 
     def _shapes(self, sizes: Indices) -> Indices:
-        """Returns the shapes of rows from the sizes of their lists."""
         if not self._is_flat:
             return sizes
         step = prod(dim for dim in self._shape if dim != _RAGGED)
@@ -201,7 +199,7 @@ class ListColumn:
 class _Layout(NamedTuple):
     """Layout of fixed-shape tensors (https://arrow.apache.org/docs/format/CanonicalExtensions.html).
 
-    `stored` has the dimensions in stored, row-major order; `order` has the stored dimension of each of the tensor's.
+    `stored` is row-major; `order` has the stored dimension of each dimension.
     """
 
     stored: tuple[int, ...]
@@ -209,14 +207,12 @@ class _Layout(NamedTuple):
 
     @classmethod
     def of(cls, kind: pa.DataType) -> "_Layout | None":
-        """Returns the layout of a tensor type; `None` for other types."""
         if not isinstance(kind, pa.FixedShapeTensorType):
             return None
         return cls(tuple(kind.shape), tuple(kind.permutation or range(len(kind.shape))))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the tensors."""
         return tuple(self.stored[dimension] for dimension in self.order)
 
     def in_order(self, values: Array, rows: int) -> Array:
@@ -232,13 +228,12 @@ class _Notes:
         self._rows = rows
 
     def mark(self, places: Mask | Indices, message: str) -> None:
-        """Marks rows, by mask or numbers."""
         chosen = np.flatnonzero(places) if places.dtype == np.bool_ else places
         chosen = chosen if self._rows is None else self._rows[chosen]
         self._errors.mark(chosen, ErrorCode.INVALID_REQUEST, message)
 
     def mark_each(self, places: Indices, values: Array, text: Callable[[object], str]) -> None:
-        """Marks rows with a message about each one's value; with too many different values, without it."""
+        """Marks rows with a message about each value; if these are many, without it."""
         found = np.unique(values)
         if len(found) > _MESSAGES:
             self.mark(places, text(None))
@@ -247,7 +242,6 @@ class _Notes:
             self.mark(places[values == value], text(value))
 
     def mark_beyond(self, misfits: casts.Misfits, places: Indices, column: str, datatype: str) -> None:
-        """Marks rows with a number that does not fit."""
         places, first = np.unique(places, return_index=True)
         remedy = "convert the column in the inputs, or map it to another input"
 
@@ -263,9 +257,8 @@ class _Walked(NamedTuple):
 
     Attributes:
         sizes: The lengths of lists by row and level; `_RAGGED` if they differ within a row.
-        values: The elements, flat.
         owner: The row of each element; `None` = all rows have equally many.
-        has_null: The rows with a null inner list; `None` = no row.
+        has_null: The rows with a null inner list.
     """
 
     sizes: Indices
@@ -274,7 +267,6 @@ class _Walked(NamedTuple):
     has_null: Mask | None
 
     def rows_of(self, places: Indices) -> Indices:
-        """Returns the rows of some elements."""
         if self.owner is not None:
             return self.owner[places]
         return places // (len(self.values) // len(self.sizes))
@@ -306,7 +298,6 @@ def _walk(array: pa.Array, depth: int) -> _Walked:
 
 
 def _lengths(array: pa.Array) -> int | Indices:
-    """Returns the lengths of lists without nulls; a number for fixed-size lists."""
     if pa.types.is_fixed_size_list(array.type):
         return int(array.type.list_size)
     offsets = array.offsets.to_numpy(zero_copy_only=False)
@@ -338,7 +329,7 @@ def _levels(kind: pa.DataType) -> tuple[list[int], pa.DataType]:
 
 
 def _of_tensors(tensor: TensorSpec, column: str, dims: tuple[int, ...], layout: _Layout) -> tuple[int, ...]:
-    """Returns the shape of an input's rows made of fixed-shape tensors; sizes of 1 may differ, or the shape be flat."""
+    """Returns the shape of rows made of fixed-shape tensors: theirs, flat, or with other sizes of 1."""
     shape = layout.shape
     if len(dims) == len(shape) and all(dim in (_RAGGED, size) for dim, size in zip(dims, shape, strict=True)):
         return shape
@@ -358,7 +349,6 @@ def _of_tensors(tensor: TensorSpec, column: str, dims: tuple[int, ...], layout: 
 def _resolved(
     tensor: TensorSpec, column: str, kind: pa.DataType, shape: tuple[int, ...], sizes: list[int]
 ) -> tuple[int, ...]:
-    """Returns the shape of a row, completed by the type's fixed sizes; raises `InvalidRequest` if they conflict."""
     text = f"column '{column}' is of type {kind}; a row of input '{tensor.name}' has the shape {list(shape)}"
     if len(sizes) == len(shape):
         if any(_RAGGED not in (size, dim) and size != dim for size, dim in zip(sizes, shape, strict=True)):
@@ -377,7 +367,7 @@ def _resolved(
 
 
 def _check_type(tensor: TensorSpec, column: str, kind: pa.DataType, shown: pa.DataType) -> None:
-    """Raises `InvalidRequest` if values of a plain type do not fit a tensor; messages use the type `shown`."""
+    """Raises `InvalidRequest` if a plain type does not fit a tensor; messages name the type `shown`."""
     if casts.fits(kind, tensor.datatype):
         return
     remedy = "map another column to it, or convert the column in the inputs"
@@ -389,7 +379,7 @@ def _check_type(tensor: TensorSpec, column: str, kind: pa.DataType, shown: pa.Da
 
 
 def _fill(tensor: TensorSpec, given: Columns, column: str) -> Any:
-    """Returns the element that replaces nulls, `None` = nulls are errors; raises `InvalidRequest` if impossible."""
+    """Returns the element that replaces nulls; `None` = nulls are errors."""
     null = given.null_of(column)
     if null == "error":
         return None
@@ -404,7 +394,6 @@ def _fill(tensor: TensorSpec, given: Columns, column: str) -> Any:
 
 
 def _filled(tensor: TensorSpec, shape: tuple[int, ...], columns: Sequence[str]) -> tuple[int, ...]:
-    """Returns the shape of a row with one element per column."""
     count = len(columns)
     fixed = prod(dim for dim in shape if dim != -1)
     variable = sum(dim == -1 for dim in shape)

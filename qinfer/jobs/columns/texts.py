@@ -119,7 +119,6 @@ class TypedColumns:
 
 
 def _places(batch: "RowBatch", rows: list[int]) -> Iterator[tuple[int, tuple[int, str]]]:
-    """Yields rows of a batch, each with its number in its file and the file's URL."""
     segments, first = iter(batch.segments), 0
     segment = next(segments, None)
     for row in rows:

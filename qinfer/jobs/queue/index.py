@@ -101,7 +101,7 @@ class JobIndex:
         found: list[OpenRows] = []
         for place, values in zip(known, read, strict=True):
             if values[0] is None:
-                continue  # its record is gone, or not stored yet
+                continue
             try:
                 record = record_of(place, dict(zip(OPEN_FIELDS, values, strict=True)))
             except CorruptEntry as error:
@@ -151,7 +151,7 @@ class JobIndex:
         """Removes a job without a record, unless its creation may be in progress."""
         if created_ms is None:
             score = await self._call(b"ZSCORE", _JOBS, job_id)
-            if score is None:  # not added yet, or removed
+            if score is None:
                 return
             created_ms = int(float(score))
         if created_ms / 1000 < self._clock.now_s() - _CREATION_S:

@@ -63,8 +63,8 @@ from qinfer.queue.submitter import PLACING
 POLL_S = 0.5
 
 _REQUEUED = frozenset(JobState) - {JobState.VALIDATING, JobState.COMPLETED, JobState.CANCELLING}
-_SCAN_COUNT = 1000  # outcomes read at once
-_STEP_BYTES = 2**20  # of frames stored in one step
+_SCAN_COUNT = 1000
+_STEP_BYTES = 2**20
 
 _load = partial(load_script, package="qinfer.jobs")
 _SHARED = (*PLACING, "deliveries", "job")
@@ -365,7 +365,6 @@ class Jobs:
         return True
 
     async def _end_shard(self, what: str, job_id: str, lease: Lease, outcome: ShardOutcome, *about: Argument) -> bool:
-        """Runs `finish.lua`; only burials have `about`."""
         lane = lease.entry.lane
         place = Place(lane.model, lane.partition, job_id)
         letters = [keys.dead_letters(lane.model, lane.partition).encode()] if about else []
@@ -376,7 +375,6 @@ class Jobs:
         return bool(await run_script(self._call(place), _FINISH, names, *entry, MAX_LOG_LINES, TOP_UP_COUNT, *about))
 
     async def _withdraw(self, record: JobRecord, shards: Sequence[bytes], *, in_hand: bool) -> None:
-        """Removes shards (index, place) of a stopped job from the lane; `in_hand` includes held ones."""
         about = (record.id, keys.GROUP, keys.RELEASED, keys.SUSPECTS, int(in_hand))
         await self._run(Place.of(record), _WITHDRAW, *about, *shards, lane=record.lane)
 
@@ -403,7 +401,6 @@ class Jobs:
             return error
 
     async def _reopen(self, place: Place) -> None:
-        """Adds a job to the index of open jobs, with its deadline."""
         deadline_ms = await self._call(place)(b"HGET", place.record, b"deadline_at")
         await self._index.open(place.job_id, int(deadline_ms or 0) / 1000)
 
@@ -420,13 +417,11 @@ class Jobs:
 
 
 def _place(entry: Entry) -> str:
-    """Returns an entry's place in its lane, as `job.lua` defines it."""
     _, number = divided_of(entry.lane)
     return f"{entry.entry_id}~{number}" if number else entry.entry_id
 
 
 def _parts(shards: Sequence[tuple[int, bytes]]) -> Iterator[Sequence[tuple[int, bytes]]]:
-    """Splits shards into groups that one script call stores; yields at least one."""
     part: list[tuple[int, bytes]] = []
     size = 0
     for shard in shards:

@@ -32,7 +32,6 @@ MAX_LINE_CHARACTERS = 2000
 """The longest line of a log, and the longest error of a shard."""
 
 KEPT_S = 7 * 86400.0
-"""How long an ended job is kept by default."""
 
 _COUNTS = (
     *("rows", "rows_done", "rows_failed", "rows_before", "shards", "shards_done", "shards_failed", "in_lane"),
@@ -46,7 +45,6 @@ _PUT_OFF = "put_off:"  # + index of a shard that was put off: the reason
 _RESUME = "resume:"  # + index of an interrupted shard: the note for its next run
 
 OPEN_FIELDS = tuple(b"about state rows rows_done rows_failed rows_before started_at resumed_at".split())
-"""The fields that `open_rows` reads."""
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,8 +204,6 @@ def service_order(record: JobRecord) -> tuple[int, float, str]:
 
 
 class _About(msgspec.Struct, array_like=True, frozen=True):
-    """The fields that are fixed at a job's creation and that no script reads."""
-
     version: int
     tenant: str
     priority: int

@@ -18,10 +18,8 @@ TAIL = struct.Struct("<i6s")
 END_BYTES = 64 * 1024
 """The end of a file that is read at once: it contains most footers, and saves a slow read of a store."""
 BLOCK = struct.Struct("<qi4xq")
-"""Layout of the footer's `Block`."""
 _CONTINUATION = b"\xff\xff\xff\xff"
 FOOTER_BYTES = 16 * 2**20
-"""Default of `bulk.max_footer_bytes`."""
 _MAX_HEADER_BYTES = 16 * 2**20  # of a record batch
 
 _FOOTER_SCHEMA, _FOOTER_DICTIONARIES, _FOOTER_BATCHES, _FOOTER_METADATA = 1, 2, 3, 4
@@ -135,7 +133,7 @@ def _chosen(schema: pa.Schema, columns: Collection[str], variadic: Iterator[int]
 
 
 def _buffers(kind: pa.DataType, variadic: Iterator[int]) -> int:
-    """Returns how many buffers a column has; `variadic` has the numbers of data buffers of view columns."""
+    """Returns how many buffers a column has; `variadic` are the data buffers of view columns."""
     if isinstance(kind, pa.BaseExtensionType):
         return _buffers(kind.storage_type, variadic)
     if pa.types.is_null(kind):
@@ -172,7 +170,6 @@ def _variadic(message: bytes, table: int) -> Iterator[int]:
 
 
 def _blocks(file: BinaryIO, number: int, footer_bytes: int = FOOTER_BYTES) -> list[Block]:
-    """Reads the blocks in a field of the footer."""
     footer = _footer(file, footer_bytes)
     field = field_of(footer, unsigned(footer, 0), number)
     if not field:
@@ -198,7 +195,6 @@ def check_footer_size(size: int, most: int, parts: str) -> None:
 
 
 def _footer(file: BinaryIO, footer_bytes: int) -> bytes:
-    """Reads the footer's flatbuffer."""
     end = file.seek(0, 2)
     file.seek(max(0, end - END_BYTES))
     data = file.read(min(end, END_BYTES))
@@ -222,7 +218,6 @@ def _length(file: BinaryIO, block: Block) -> int:
 
 
 def _header(file: BinaryIO, block: Block) -> tuple[bytes, int]:
-    """Reads a message; returns it, and the position of its header's table."""
     message = _message(file, block)
     return message, _table(message, unsigned(message, 0), _MESSAGE_HEADER)
 
@@ -249,7 +244,6 @@ def _table(message: bytes, table: int, number: int) -> int:
 
 
 def _tables(buffer: bytes, table: int, number: int) -> Iterator[int]:
-    """Yields the positions of a vector's tables; they may repeat."""
     field = field_of(buffer, table, number)
     if field:
         vector = field + unsigned(buffer, field)

@@ -23,7 +23,7 @@ _CONTINUATION = b"\xff\xff\xff\xff"
 
 Positions = npt.NDArray[np.int64]
 
-_MESSAGE_HEADER = 2  # Message: version, the header's type, the header
+_MESSAGE_HEADER = 2
 _SCHEMA_FIELDS, _SCHEMA_METADATA = 1, 2
 _FIELD_NAME, _FIELD_KIND, _FIELD_TYPE, _FIELD_CHILDREN, _FIELD_METADATA = 0, 2, 3, 5, 6
 _TIMESTAMP, _UNION = 10, 14  # types with a time zone, and with a number for each child
@@ -76,7 +76,6 @@ class _Size:
         self._left_bytes = MAX_METADATA_BYTES
 
     def take_schema(self, table: int) -> None:
-        """Adds a schema's fields and metadata; `IndexError` if the flatbuffer points outside."""
         self.take_pairs(np.array([table]), _SCHEMA_METADATA)
         fields = self._tables(np.array([table]), _SCHEMA_FIELDS)
         for _ in range(_MAX_DEPTH):
@@ -91,7 +90,6 @@ class _Size:
         raise SchemaTooLarge("its columns are nested too deeply")
 
     def take_pairs(self, tables: Positions, number: int) -> None:
-        """Adds the metadata of some tables."""
         pairs = self._tables(tables, number)
         for item in (_KEY, _VALUE):
             self._take_items(pairs, item)
@@ -110,7 +108,6 @@ class _Size:
         self._take(item_bytes * int(self._numbers(self._vectors(tables, number), 4).sum()))
 
     def _vectors(self, tables: Positions, number: int) -> Positions:
-        """Returns the positions of a field's vectors or texts, where present."""
         fields = self._fields(tables, number)
         fields = fields[fields > 0]
         return fields + self._numbers(fields, 4)
@@ -124,7 +121,6 @@ class _Size:
         return np.where(offsets, tables + offsets, 0)
 
     def _numbers(self, places: Positions, size: int) -> Positions:
-        """Returns unsigned numbers of `size` bytes."""
         if len(places) and places.min() < 0:
             raise IndexError("a flatbuffer points outside")
         raw = self._bytes[places[:, None] + np.arange(size)]

@@ -118,7 +118,7 @@ _LINE = re.compile(rb"[\r\n]*[^\r\n]*(?:\r\n|\n|\r|\Z)")
 
 
 def _is_plainly_balanced(rows: bytes, csv: Csv) -> bool:
-    """Detects most balanced texts quickly: each quote begins or ends a value, or is next to another."""
+    """Detects most balanced texts fast: each quote begins or ends a value, or is next to another."""
     data = np.frombuffer(rows, np.uint8)
     quotes = np.flatnonzero(data == ord(csv.quote))
     if len(quotes) % 2:
@@ -136,8 +136,6 @@ def _whole_rows(head: bytes, csv: Csv, *, is_whole: bool) -> bytes:
 
 
 class _Once:
-    """A text whose end is unknown."""
-
     def __init__(self, head: bytes) -> None:
         self._head = head
 
@@ -156,7 +154,6 @@ def _strict(csv: Csv) -> "re.Pattern[bytes]":
 
 @lru_cache
 def _quoted(csv: Csv) -> "re.Pattern[bytes]":
-    """Returns the grammar of a quoted value after a delimiter or line end."""
     return re.compile(rb"(?:^|(?<=[%s\r\n]))%s" % (re.escape(csv.delimiter.encode()), quoted_value(csv)))
 
 

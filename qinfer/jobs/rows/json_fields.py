@@ -61,7 +61,6 @@ class _Field:
     Attributes:
         kind: `bool`, `int`, `float`, `str`, `list` or `dict`; `None` = only nulls.
         inner: An object's fields by name; a list's items under an empty name.
-        is_mixed: Whether it, or a list within it, has values of two kinds.
     """
 
     __slots__ = ("inner", "is_mixed", "kind")
@@ -103,10 +102,7 @@ class JsonFields:
         return without(pa.schema(list(_type(self._whole))), [each.path for each in self.mixed])
 
     def _take(self, field: _Field, value: Any, path: Path, owner: _Field | None) -> None:
-        """Adds a value of a field.
-
-        Within lists, `path` is that of the outermost list, and `owner` its field.
-        """
+        """Adds a value; within lists, `path` and `owner` are those of the outermost list's field."""
         if value is None or (owner or field).is_mixed:
             return
         kind = float if type(value) is int and value not in _INT64 else type(value)
@@ -135,7 +131,6 @@ class JsonFields:
         return found
 
     def _of_type(self, kind: pa.DataType) -> _Field:
-        """Returns the field of a type that pyarrow has read."""
         field = _Field()
         if pa.types.is_struct(kind):
             field.kind = dict

@@ -60,7 +60,6 @@ def exact(fine: pa.RecordBatch, coarse: pa.RecordBatch, schema: pa.Schema) -> tu
 
 
 def _written(metadata: pq.FileMetaData) -> pa.Schema:
-    """Returns the Arrow schema that a file was written from; empty if unknown."""
     text = (metadata.metadata or {}).get(ARROW_SCHEMA, b"")
     with suppress(CorruptEntry, UnicodeDecodeError):
         return decode_schema(text.decode())
@@ -73,7 +72,6 @@ def _has_nanoseconds(schema: pa.Schema, name: str) -> bool:
 
 
 def _instants(array: pa.Array) -> Iterator[npt.NDArray[np.int64]]:
-    """Yields the timestamps within a column as integers, without nulls."""
     if pa.types.is_timestamp(array.type):
         yield array.drop_null().cast(pa.int64()).to_numpy()
     elif pa.types.is_map(array.type):

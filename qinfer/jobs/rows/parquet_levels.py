@@ -57,7 +57,6 @@ class RowLengths:
         self.longest = max(self.longest, self._current)
 
     def _add_bits(self, levels: bytes, count: int) -> None:
-        """Adds levels of one bit, the lowest first."""
         begins = ~int.from_bytes(levels, "little") & ((1 << count) - 1)
         at = 0
         while begins:

@@ -18,7 +18,6 @@ from qinfer.jobs.rows.arrow_schema import MAX_METADATA_BYTES, SchemaTooLarge, ch
 from qinfer.jobs.rows.parquet_instants import ARROW_SCHEMA
 
 MAX_PAGES = 100_000
-"""The most pages of a column chunk."""
 PADDING_BYTES = 100
 """Old parquet-mr leaves the dictionary's header out of a column chunk's size (PARQUET-816)."""
 
@@ -34,7 +33,7 @@ _FIRST_READ_BYTES = 512
 _MAX_HEADER_BYTES = 2**20
 
 _DATA_PAGE, _DICTIONARY_PAGE, _DATA_PAGE_V2 = 0, 2, 3
-_TYPE, _DECOMPRESSED, _COMPRESSED = 1, 2, 3  # fields of PageHeader
+_TYPE, _DECOMPRESSED, _COMPRESSED = 1, 2, 3
 _HEADERS = {_DATA_PAGE: 5, _DICTIONARY_PAGE: 7, _DATA_PAGE_V2: 8}
 _VALUES = 1  # of all three
 _LEVELS_BYTES = 6  # of DataPageHeaderV2: repetition_levels_byte_length
@@ -115,7 +114,7 @@ def read_metadata(content: BinaryIO | Any, footer_bytes: int = FOOTER_BYTES) -> 
 
 
 def _check_metadata(footer: bytes, footer_bytes: int) -> None:
-    """Raises `ValueError` if a footer is damaged or takes too much memory: a column chunk of three bytes takes 800."""
+    """Refuses footers that take too much memory: a column chunk of three bytes takes 800."""
     items = _Items(footer, MAX_METADATA_BYTES * footer_bytes // FOOTER_BYTES)
     try:
         schemas = _arrow_schemas(footer)
@@ -135,7 +134,7 @@ def _check_metadata(footer: bytes, footer_bytes: int) -> None:
 
 
 def _arrow_schemas(footer: bytes) -> list[bytes] | None:
-    """Returns the Arrow schemas of a footer; `None` if a value may not follow its key, as all writers have it."""
+    """Returns the Arrow schemas of a footer; `None` if a value does not follow its key as usual."""
     found = []
     place = footer.find(ARROW_SCHEMA)
     while place >= 0:
@@ -151,7 +150,7 @@ def _arrow_schemas(footer: bytes) -> list[bytes] | None:
 
 
 class _Items:
-    """Adds up the memory of all list items in a footer; `texts` collects strings that may be a large schema."""
+    """Adds up the memory of list items in a footer; collects `texts` that may be a large schema."""
 
     def __init__(self, data: bytes, limit_bytes: int) -> None:
         self.texts: list[bytes] = []
@@ -159,7 +158,6 @@ class _Items:
         self._left_bytes = limit_bytes
 
     def of_structure(self, at: int, depth: int = 0) -> int:
-        """Returns the end of a structure; `ValueError` beyond the limit, `IndexError` if it is cut off."""
         data = self._data
         while head := data[at]:
             at += 1
@@ -230,7 +228,6 @@ def chunk_begin(chunk: Any) -> int:
 
 
 def _headers(read_at: ReadAt, chunk: Any) -> Iterator[tuple[dict[int, Any], int]]:
-    """Yields the page headers of a column chunk: fields, and the offset of the page's data."""
     place = chunk_begin(chunk)
     end = place + chunk.total_compressed_size
     values = count = 0
@@ -255,7 +252,6 @@ def _headers(read_at: ReadAt, chunk: Any) -> Iterator[tuple[dict[int, Any], int]
 
 
 def _header(read_at: ReadAt, place: int) -> tuple[dict[int, Any], int]:
-    """Reads a page header; returns its fields and size."""
     size = _FIRST_READ_BYTES
     while True:
         data = read_at(size, place)
@@ -268,7 +264,6 @@ def _header(read_at: ReadAt, place: int) -> tuple[dict[int, Any], int]:
 
 
 def _structure(data: bytes, at: int, depth: int) -> tuple[dict[int, Any], int]:
-    """Reads a Thrift structure; returns fields by number, and its end. `IndexError` if it is cut off."""
     found: dict[int, Any] = {}
     number = 0
     while head := data[at]:
@@ -283,7 +278,6 @@ def _structure(data: bytes, at: int, depth: int) -> tuple[dict[int, Any], int]:
 
 
 def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
-    """Reads a field's value, `None` for types that headers do not use; returns it and its end."""
     if kind in _INTEGERS:
         coded, at = varint(data, at)
         return coded >> 1 ^ -(coded & 1), at

@@ -26,7 +26,7 @@ _MOST_ROWS = 65_536  # decoded at a time
 _MOST_TEXT_ROWS = 8192  # if a column's dictionary may be much smaller than its values
 _FEW_ROWS = 256  # at a time would be so slow that indices are read instead of values
 
-_BUFFERS_BYTES = 16 * 2**20  # of all columns together
+_BUFFERS_BYTES = 16 * 2**20
 _FAR_BUFFERS_BYTES = 128 * 2**20
 _LEAST_BUFFER_BYTES = 64 * 1024
 _MOST_BUFFER_BYTES = 2**20
@@ -46,11 +46,9 @@ class _Leaf(NamedTuple):
     """A leaf column in a row group.
 
     Attributes:
-        path: Its path in the schema.
-        kind: Its physical type.
         width: The bytes of each value; 0 = they differ.
         max_level: Its highest repetition level; 0 = each row has one value.
-        longest_bytes: The bytes of the dictionary's longest value; 0 = no dictionary, or short values.
+        longest_bytes: The dictionary's longest value; 0 = no dictionary, or short values.
         longest_row: The most values of a row; 0 = all rows are short.
         is_distinct: Whether the dictionary has no value twice, which pyarrow's indices require.
     """
@@ -66,11 +64,9 @@ class _Leaf(NamedTuple):
 
     @property
     def is_text(self) -> bool:
-        """Whether its values are byte arrays that may come from a dictionary."""
         return self.kind == "BYTE_ARRAY" and self.pages.has_indices
 
     def value_bytes(self, *, as_indices: bool) -> float:
-        """Returns the most bytes of a value with its levels."""
         each = self.width or max(self.pages.value_bytes, 0 if as_indices else self.longest_bytes) + _LEVELS_BYTES
         return each + _LEVELS_BYTES
 
@@ -89,8 +85,6 @@ class _Leaf(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """Rows of a row group to decode at a time, and columns to read as indices and a dictionary."""
-
     rows: int
     indices: tuple[str, ...]
 
@@ -165,7 +159,6 @@ class ParquetGroups:
         )
 
     def _fetched(self, groups: Iterable[int]) -> Windows | None:
-        """Prepares fetching of row groups before they are read; `None` if one is too large."""
         size = self._content.seek(0, 2)
         spans = {group: spans_of(self._metadata.row_group(group), self._leaves, size) for group in sorted(groups)}
         if any(sum(span.end - span.begin for span in own) > _FETCHED_BYTES for own in spans.values()):
@@ -174,7 +167,6 @@ class ParquetGroups:
         return windows
 
     def _reading(self, group: int) -> _Reading:
-        """Decides how to read a row group, from its page headers and dictionaries."""
         rows = max(1, int(self._metadata.row_group(group).num_rows))
         leaves = self._pages_of(group)
         self._check_held(sum(leaf.held_bytes(as_indices=False) for leaf in leaves))
@@ -204,7 +196,6 @@ class ParquetGroups:
             )
 
     def _pages_of(self, group: int) -> list[_Leaf]:
-        """Reads the page headers of a row group's columns; in parallel from a remote store."""
         read_at, whole = _read_at(self._content), self._metadata.row_group(group)
 
         def leaf_of(number: int) -> _Leaf:
@@ -248,7 +239,6 @@ class ParquetGroups:
         return leaf._replace(longest_row=lengths.longest)
 
     def _dictionary_of(self, leaf: _Leaf, group: int) -> pa.Array | None:
-        """Reads a leaf's dictionary, which comes with its first value."""
         for record in self._open([leaf.path]).iter_batches(_PEEKED_ROWS, [group], [leaf.path], use_threads=False):
             values = _dictionary_in(record.column(0))
             if values is not None and len(values):
@@ -257,7 +247,6 @@ class ParquetGroups:
 
 
 def _dictionary_in(array: pa.Array) -> pa.Array | None:
-    """Returns the dictionary of the one leaf of an array."""
     if isinstance(array, pa.DictionaryArray):
         return array.dictionary
     if pa.types.is_struct(array.type):
@@ -269,7 +258,6 @@ def _dictionary_in(array: pa.Array) -> pa.Array | None:
 
 
 def _read_at(content: Any) -> ReadAt:
-    """Returns a thread-safe function that reads anywhere in a file."""
     if hasattr(content, "read_at"):
         return lambda size, place: bytes(content.read_at(size, place))
     lock = Lock()
@@ -283,19 +271,16 @@ def _read_at(content: Any) -> ReadAt:
 
 
 def _leaves(metadata: Any, names: Sequence[str]) -> list[int]:
-    """Returns the leaf columns of columns and struct fields."""
     wanted = set(names)
     return [leaf for leaf in range(metadata.num_columns) if wanted.intersection(_prefixes(metadata, leaf))]
 
 
 def _int96(metadata: Any, names: Sequence[str], leaves: Sequence[int]) -> list[str]:
-    """Returns the columns and struct fields that contain INT96."""
     found = [_prefixes(metadata, leaf) for leaf in leaves if metadata.schema.column(leaf).physical_type == INT96]
     return [name for name in names if any(name in prefixes for prefixes in found)]
 
 
 def _prefixes(metadata: Any, leaf: int) -> set[str]:
-    """Returns all paths that contain a leaf, where names may have dots as well."""
     parts = metadata.schema.column(leaf).path.split(".")
     return {".".join(parts[: end + 1]) for end in range(len(parts))}
 

@@ -126,7 +126,6 @@ class Windows(io.RawIOBase):
         super().close()
 
     def _window_at(self, place: int) -> int:
-        """Returns the last window that begins at or before a place; -1 = none does."""
         return bisect_right(self._begins, place) - 1
 
 

@@ -162,13 +162,13 @@ class TextRows:
 RowFile = _Parquet | _Arrow | TextRows
 """An open input file; close it.
 
-`batches` reads a range in order, in batches of the wanted columns and types. It raises `SourceBroken` if the range is
-not in the file or values do not fit, `pyarrow.ArrowException` and `OSError` if the file is damaged or can't be read.
+`batches` reads a range in order. It raises `SourceBroken` if the range is not in the file or values do not fit,
+`pyarrow.ArrowException` and `OSError` if the file is damaged or can't be read.
 """
 
 
 class _Columns:
-    """Converts a file's batches to the job's columns, in order and in the common types of all files."""
+    """Converts a file's batches to the job's columns and types."""
 
     def __init__(self, there: pa.Schema, wanted: Wanted, url: str, rows_bytes: int) -> None:
         self.wanted = wanted.columns
@@ -191,7 +191,6 @@ class _Columns:
             self._here.append(field.name)
 
     def of(self, record: pa.RecordBatch) -> Iterator[Rows]:
-        """Yields converted runs of a batch's rows; raises `SourceBroken` if a value does not fit."""
         for rows in _cut(pick(record, self._here), self._rows_bytes):
             yield rows._replace(record=self._decoded(rows.record))
 
@@ -234,7 +233,7 @@ def _within(
     url: str,
     put_back: Callable[[pa.RecordBatch], None] | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Yields the `rows` rows of a range after skipping `skip`; `put_back` gets the rest of the last batch."""
+    """Yields the rows of a range; `put_back` gets the rest of the last batch."""
     left = rows
     while left:
         record = next(read, None)

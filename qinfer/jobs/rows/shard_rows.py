@@ -30,12 +30,11 @@ from qinfer.storage.s3_native import open_native
 from qinfer.storage.store import Stat, Store
 
 READ_BYTES = 64 * 2**20
-"""Default of `bulk.max_read_bytes`."""
 
 _LIMITS = Limits.of(READ_BYTES)
 _AHEAD = 8
 _SMALL_BYTES = 4 * 2**20
-_LOST_ROWS = 4096  # in one batch
+_LOST_ROWS = 4096
 _ANY_JOB = JobSpec(model="", inputs=(), output=Output(""))
 _REMEDY = "a new job can skip such files with 'bad_files': \"skip\""
 _OF_STORE = "AWS Error"  # marks errors of Arrow's S3 client among the `OSError`s of damaged files
@@ -164,7 +163,6 @@ class ShardReader:
             source.check_again()
 
     def _read_file(self, source: "_Source", left: deque[Range]) -> Generator["_Chunk", None, None]:
-        """Reads ranges of a file; `left` keeps the unread rest."""
         with _explained(source), closing(self._files.open(source, left)) as file:
             while left:
                 for rows in self._with_partitions(source.url, file.batches(left[0])):
@@ -192,7 +190,6 @@ class ShardReader:
         return pa.RecordBatch.from_arrays(columns, schema=self._stored)
 
     def _with_partitions(self, url: str, read: Iterable[Rows]) -> Iterator[Rows]:
-        """Adds the partition columns of a file, in runs of rows within the memory limit."""
         if not self._partitions.names:
             yield from read
             return
@@ -229,7 +226,6 @@ def _parted(whole: Range, rows: int) -> tuple[Range, Range]:
 
 
 def _extend(segments: list[Segment], new: Segment) -> None:
-    """Adds a segment, or extends the last one."""
     last = segments[-1] if segments else None
     if last is not None and last[:2] == new[:2] and last.first_row + last.rows == new.first_row:
         segments[-1] = last._replace(rows=last.rows + new.rows)
@@ -238,17 +234,16 @@ def _extend(segments: list[Segment], new: Segment) -> None:
 
 
 class _Source:
-    """A file of a shard, as planned; an earlier qinfer did not plan its size. `is_far` = each read takes long."""
+    """A planned file of a shard; `is_far` = each read takes long."""
 
     def __init__(self, planned: Stat, store: Store) -> None:
         self.url, self.etag = planned.url, planned.etag
         self._planned = planned
         self._store = store
-        self._is_seen = store.sees_changes and planned.size_bytes > 0  # by each read
+        self._is_seen = store.sees_changes and planned.size_bytes > 0
         self.is_far = local_path(planned.url) is None
 
     def check(self) -> Stat:
-        """Raises `SourceChanged` if the file differs from the plan, or is gone."""
         found = self._store.stat(self.url)
         if found is None:
             raise SourceChanged(f"'{self.url}' does not exist any more; bring it back, and resume the job")
@@ -259,12 +254,11 @@ class _Source:
         return found
 
     def check_again(self) -> None:
-        """Compares the file with the plan after its last row, unless each read does."""
         if not self._is_seen:
             self.check()
 
     def content(self, format_: FileFormat) -> Any:
-        """Opens the file for pyarrow, after a check unless reads do it; reads a small remote file whole."""
+        """Opens the file for pyarrow, checked unless reads do it; reads a small remote file whole."""
         found, sequential = self._planned if self._is_seen else self.check(), is_text(format_)
         if not self.is_far:
             return self._store.open(self.url) if sequential else pa.OSFile(str(local_path(self.url)))
@@ -278,8 +272,6 @@ class _Source:
 
 
 class _SourceFiles:
-    """The files of a shard, in order, fetched ahead if they are remote."""
-
     def __init__(
         self,
         ranges: Sequence[Range],
@@ -311,7 +303,6 @@ class _SourceFiles:
             yield source, ranges
 
     def open(self, source: _Source, ranges: Sequence[Range]) -> RowFile:
-        """Opens a file, possibly again; raises like `_Source.content` and `open_rows`."""
         is_ahead = self._ahead and self._ahead[0][0] is source
         content = self._ahead.popleft()[1].result() if is_ahead else self._content(source, ranges)
         try:
@@ -325,7 +316,6 @@ class _SourceFiles:
             raise
 
     def close(self) -> None:
-        """Closes the files that were fetched ahead."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         for _, future in self._ahead:
@@ -350,7 +340,6 @@ class _SourceFiles:
 
 @contextmanager
 def _explained(source: _Source) -> Iterator[None]:
-    """Turns errors of reading a file into `SourceChanged`, `SourceBroken` or `StoreError`."""
     try:
         yield
     except (StoreChanged, StoreNotFound):

@@ -118,7 +118,7 @@ def find_files(
     """
     until_s = time.monotonic() + within_s
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="qinfer-list") as pool:
-        # In an object store, the listing shows whether an object has a pattern as its name; in directories, it may stop
+        # The listing of an object store shows whether an object has a pattern's name; that of a directory may stop
         # before.
         literal = [url for url in inputs if "*" not in url or local_path(url)]
         for url in literal:
@@ -150,7 +150,6 @@ def find_files(
 
 
 def _stats(urls: Sequence[str], pool: ThreadPoolExecutor) -> dict[str, Stat | None]:
-    """Stats files, several at once; the listing of a folder replaces stats where that is faster."""
     found: dict[str, Stat | None] = {}
     schemes: dict[str, list[str]] = {}
     for url in urls:
@@ -237,7 +236,7 @@ def reason_of(error: Exception) -> str:
 
 
 def _read_names(schema: pa.Schema) -> None:
-    """Raises `ValueError` for names of columns and nested fields that are not UTF-8, which pyarrow decodes late."""
+    """Reads all names, which pyarrow decodes late; `ValueError` if one is not UTF-8."""
     types = [pa.struct(list(schema))]
     while types:
         found = types.pop()
@@ -269,9 +268,8 @@ def _arrow(content: BinaryIO, file: Stat, footer_bytes: int, *, columns_only: bo
 
 
 def _listing(folder: str, patterns: dict[str, re.Pattern[str]], enough: int, until_s: float) -> dict[str, list[Stat]]:
-    """Returns the matching files below a folder for each pattern; keeps no others in memory."""
     found: dict[str, list[Stat]] = {url: [] for url in patterns}
-    named: dict[str, list[Stat]] = {}  # by patterns that are names of files or folders
+    named: dict[str, list[Stat]] = {}
     tables: set[tuple[str, str]] = set()
     kept = 0
     for file in store_for(folder).scan(folder):
@@ -301,7 +299,6 @@ def _listing(folder: str, patterns: dict[str, re.Pattern[str]], enough: int, unt
 
 
 def _none(url: str) -> list[Stat]:
-    """Raises the error for a URL or pattern without files."""
     if _is_pattern(url):
         raise InputMissing(
             f"no file matches the input '{url}'; '*' stands for parts of a name and '**' for folders, and names that "
@@ -319,7 +316,6 @@ def _is_pattern(url: str) -> bool:
 
 
 def _folder(url: str) -> str:
-    """Returns the folder to list: the last one before the pattern, or the URL itself if it is a folder."""
     is_shown = "*" in url and not local_path(url)  # the listing of the parent shows it
     if not _is_pattern(url) or (not is_shown and next(iter(store_for(url).scan(url)), None) is not None):
         return url
@@ -331,7 +327,7 @@ def _folder(url: str) -> str:
 def _compiled(pattern: str) -> re.Pattern[str]:
     """Compiles a pattern below its folder.
 
-    Atomic groups (`(?>…)`) make the text after a `*` or `**` match only its first place, so that no name takes long.
+    Atomic groups (`(?>…)`) match the text after a `*` at its first place only, so that no name takes long.
     """
     *folders, last = pattern.split("/")
     groups = [""]

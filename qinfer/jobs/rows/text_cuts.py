@@ -16,7 +16,6 @@ import pyarrow as pa
 from qinfer.jobs.job import Csv
 
 CUT_BYTES = 16 * 2**20
-"""The approximate distance of cut points."""
 
 _TAIL_BYTES = 64 * 2**10
 
@@ -55,7 +54,6 @@ def _last_end(text: bytes) -> int:
 
 
 def _quoted_end(text: bytes, csv: Csv) -> int:
-    """Returns the end of the last whole row of a text with quotes, which begins with a row."""
     data = np.frombuffer(text, np.uint8)
     quotes = np.flatnonzero(data == ord(csv.quote))
     opening = quotes[::2]
@@ -77,7 +75,6 @@ def _end_of(match: "re.Match[bytes] | None") -> int:
 
 @lru_cache
 def _rows(csv: Csv) -> "re.Pattern[bytes]":
-    """Returns the grammar of whole rows, greedy and without backtracking."""
     return re.compile(rb"(?:%s(?:\r\n|\n|\r(?!\Z)))*+" % _values(csv))
 
 

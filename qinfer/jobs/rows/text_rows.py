@@ -35,13 +35,12 @@ from qinfer.jobs.rows.text_streams import BLOCK_BYTES, BOM, ForwardOnly, NotText
 from qinfer.jobs.rows.text_types import TextTypes, csv_schema, joined, json_declared, json_schema, json_texts
 
 MAX_COLUMNS = 10_000
-"""The most columns of a CSV file, and fields of JSON lines."""
 
 NESTING_LIMIT = 100
-"""The guaranteed depth of nesting. Text of twice the depth is refused; between, it depends on the cuts of blocks."""
+"""The guaranteed depth; twice the depth is refused. Between, it depends on the cuts of blocks."""
 
 _CELLS_BYTES = 8 * 2**20
-"""The size of the cells of JSON lines decoded at a time; each line has a cell in each column, even if it is null."""
+"""The size of JSON cells decoded at a time; each line has one in each column, even if null."""
 _PLANNED_CELLS_BYTES = 512 * 2**20  # while columns are unknown, and each colon may begin one
 _COPIES = 4  # of cells, where numbers are compared with their texts
 _CELL_BYTES = 8
@@ -101,14 +100,12 @@ def read_through(text: TextStream, format_: TextFormat, types: TextTypes, on_blo
 
 
 class _Csv:
-    """Counts the rows of a CSV file; converts no values."""
-
     def __init__(self, text: TextStream, types: TextTypes) -> None:
         self.schema = _csv_schema(text.peek(2 * BLOCK_BYTES), types)
         self.rows = 0
         self.mixed: dict[Path, Mixed] = {}  # always empty: a column of CSV has one type
         self._text, self._csv = text, types.form.csv
-        self._lines = 0  # without blank ones
+        self._lines = 0
         options = pyarrow.csv.ReadOptions(use_threads=False, block_size=2**31 - 1)
         options.column_names = [str(number) for number in range(len(self.schema))]
         self._options = options
@@ -138,8 +135,6 @@ class _Csv:
 
 
 class _Json:
-    """Counts the rows of JSON lines and merges their fields."""
-
     def __init__(self, text: TextStream, types: TextTypes) -> None:
         self.schema = pa.schema([])
         self.rows = 0
@@ -172,7 +167,6 @@ class _Json:
         self.schema = json_declared(pa.schema([marked(field, texts) for field in self.schema]), self._types)
 
     def _read(self, part: bytes) -> tuple[pa.Schema, int]:
-        """Returns the fields and the number of rows of some lines."""
         table = read_lines(part, None)
         if table.num_columns > MAX_COLUMNS:
             raise NotText(f"its lines have more than {MAX_COLUMNS} fields")
@@ -183,9 +177,9 @@ class _Json:
         return schema, table.num_rows
 
     def _add_mixed(self, part: bytes, error: pa.ArrowInvalid) -> int:
-        """Adds lines that pyarrow refuses, or whose fields conflict with earlier lines; returns their number of rows.
+        """Adds lines that pyarrow refuses, or that conflict with earlier lines; returns their number of rows.
 
-        Raises `NotText` if the job names a field of several kinds, and `error` for other faults.
+        `NotText` means that the job names a field of several kinds.
         """
         fields = JsonFields(self.schema, self._lines, self._types.declared)
         try:
@@ -208,7 +202,6 @@ class _Json:
         return fields.rows
 
     def _check_texts(self, part: bytes, schema: pa.Schema, error: pa.ArrowInvalid) -> None:
-        """Raises an error unless the lines can be read with numbers as text, since the job declares types."""
         if not self._types.declared:
             raise error
         read_lines(quoted(part), texts_of(schema))
@@ -294,7 +287,6 @@ FAULT = b"fault"
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields the first number and the length of each run of consecutive numbers."""
     for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         found = [number for _, number in run]
         yield found[0], len(found)
@@ -334,7 +326,7 @@ def read_block(block: bytes, names: Sequence[str], types: pa.Schema | None, csv:
             ),
         )
     except pa.ArrowInvalid as error:
-        if "Empty CSV" in str(error):  # blank lines
+        if "Empty CSV" in str(error):
             return (types or pa.schema([(name, pa.null()) for name in names])).empty_table()
         raise
 
@@ -390,7 +382,7 @@ def read_lines(part: bytes, schema: pa.Schema | None) -> pa.Table:
         parse = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
         return pyarrow.json.read_json(pa.BufferReader(part), options, parse).select(schema.names)
     except pa.ArrowInvalid as error:
-        if "Empty JSON" in str(error):  # blank lines
+        if "Empty JSON" in str(error):
             return schema.empty_table()
         raise
 
@@ -400,7 +392,6 @@ def _dotted(path: Path) -> str:
 
 
 def _apart(block: bytes, cells_bytes: int) -> Iterator[bytes]:
-    """Cuts a block of whole lines into parts with few cells."""
     lines = block.count(b"\n") + block.count(b"\r")
     middle = max(block.rfind(b"\n", 0, len(block) // 2), block.rfind(b"\r", 0, len(block) // 2)) + 1
     if lines <= _max_lines(block.count(b":"), cells_bytes) or not middle:
@@ -411,12 +402,11 @@ def _apart(block: bytes, cells_bytes: int) -> Iterator[bytes]:
 
 
 def _max_lines(columns: int, cells_bytes: int = _CELLS_BYTES) -> int:
-    """Returns how many lines of `columns` columns may be decoded at a time."""
     return max(1, cells_bytes // _CELL_BYTES // max(1, columns))
 
 
 def _check_header(head: bytes, csv: Csv) -> None:
-    """Refuses a first row with too many columns, each of which would take kilobytes."""
+    """Refuses too many columns, each of which takes kilobytes to read."""
     parts = head.split(csv.quote.encode())[::2] if csv.quote else [head]
     row = b"".join(parts).translate(_LINE_ENDS).lstrip(b"\n").partition(b"\n")[0]
     if row.count(csv.delimiter.encode()) >= MAX_COLUMNS:
@@ -424,10 +414,7 @@ def _check_header(head: bytes, csv: Csv) -> None:
 
 
 class _Objects(ForwardOnly):
-    """JSON lines, checked for input that crashes pyarrow: blocks of nulls, and deep nesting.
-
-    `max_lines` is about how many lines `read` returns; 0 = no limit.
-    """
+    """JSON lines, about `max_lines` a read (0 = all), without nulls and deep nesting, which crash pyarrow."""
 
     def __init__(self, text: TextStream, *, max_lines: int = 0) -> None:
         self._text = text
@@ -437,7 +424,6 @@ class _Objects(ForwardOnly):
         self._nesting = Nesting()
 
     def read(self, size: int) -> bytes:
-        """Returns the next bytes; raises `ValueError` for a null line, or nesting beyond the limit."""
         data = self._some_lines(self._rest or self._text.read(size))
         self._nesting.check(data)
         begins = data.translate(_LINE_ENDS, b" \t")
@@ -447,7 +433,6 @@ class _Objects(ForwardOnly):
         return data
 
     def _some_lines(self, data: bytes) -> bytes:
-        """Returns the first `max_lines` lines or so, and keeps the rest."""
         self._rest = b""
         while self._max_lines and len(data) > 1 and data.count(b"\n") + data.count(b"\r") > self._max_lines:
             half = len(data) // 2

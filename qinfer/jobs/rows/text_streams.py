@@ -24,10 +24,8 @@ from qinfer.storage.store import Store
 TextFormat = Literal["csv", "jsonl"]
 
 BLOCK_BYTES = 4 * 2**20
-"""The longest row."""
 
 MAX_DECODED_BYTES = 64 * 2**30
-"""The most text of a compressed file."""
 
 BOM = codecs.BOM_UTF8
 
@@ -185,8 +183,6 @@ def _check_kind(head: bytes) -> None:
 
 
 class _Bounded:
-    """Limits the size of a decompressed file."""
-
     def __init__(self, file: _Readable, raw: TextStream) -> None:
         self._file, self._raw = file, raw
         self._bytes = 0
@@ -229,7 +225,6 @@ class _Gzip:
         return b""
 
     def _begin(self) -> bool:
-        """Begins the next member; false if there is none."""
         while not (data := self._data.lstrip(b"\0")):
             self._data = self._raw.read(_READ_BYTES)
             if not self._data:
@@ -243,8 +238,6 @@ class _Gzip:
 
 
 class _Recoded:
-    """Converts a text from another encoding to UTF-8."""
-
     def __init__(self, file: _Readable, encoding: str) -> None:
         self._file = file
         self._encoding = encoding
@@ -268,7 +261,6 @@ class _Recoded:
 
 
 def _piece_url(folder: str, url: str, etag: str, begin: int) -> str:
-    """Returns the URL of a kept piece, derived from the file's content and the piece's offset."""
     return f"{folder}/{hashlib.sha256(f'{url} {etag}'.encode()).hexdigest()[:24]}-{begin:015d}.zst"
 
 

@@ -138,7 +138,6 @@ def _decided(guessed: pa.Field, types: TextTypes) -> pa.Field:
 
 
 def _as_text(kind: pa.DataType) -> pa.DataType:
-    """Replaces timestamps, which pyarrow guesses in JSON, by text."""
     if pa.types.is_timestamp(kind):
         return pa.string()
     if pa.types.is_list(kind):

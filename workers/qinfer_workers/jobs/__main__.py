@@ -60,7 +60,7 @@ async def _connect(settings: Settings) -> tuple[Queue, ControlStore]:
 
 def serve(settings: Settings) -> int:
     """Runs a worker until SIGTERM or SIGINT; returns the exit code. An unusable broker raises `SettingsError`."""
-    broker_of(settings)  # fails before anything is opened
+    broker_of(settings)
     loop = EventLoop()
     _stop_on_signals(loop)
     if (health := open_health(settings)) is not None:
@@ -86,7 +86,6 @@ def serve(settings: Settings) -> int:
 
 
 def _work(settings: Settings, loop: EventLoop, services: JobServices) -> int:
-    """Runs Celery's worker until it stops; returns the exit code."""
     tasks = BulkTasks(settings)
     use_cases: dict[str, UseCase] = {
         PLAN: Planner(services, settings.limits).run,
@@ -141,7 +140,6 @@ def main() -> int:
 
 
 def _stop(loop: EventLoop, code: int) -> None:
-    """Requests a stop with an exit code; safe in signal handlers and threads."""
     state.should_stop = code
     loop.stop()
 

@@ -133,7 +133,7 @@ def write_partial(
 
 
 def _set_aside_others(store: Store, plan: Plan, parts: Sequence[PartInfo]) -> None:
-    """Sets aside files of failed rows that attempts without a part left."""
+    """Sets aside files of failed rows left by attempts without a part."""
     own = {url_of(plan.spec.output.url, part.failed) for part in parts}
     for found in list(store.scan(url_of(plan.spec.output.url, FAILED))):
         if found.url not in own and f"/{BROKEN}/" not in found.url:
@@ -148,7 +148,6 @@ def _read(store: Store, url: str) -> bytes | None:
 
 
 def _is_same(data: bytes, manifest: Manifest) -> bool:
-    """Returns whether a stored manifest is equal, apart from its time."""
     try:
         there = decode_manifest(data)
     except CorruptEntry:

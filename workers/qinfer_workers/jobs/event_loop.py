@@ -36,16 +36,13 @@ TASKS_AT_ONCE = 8
 
 LOOK_EVERY_S = 5.0
 ANSWER_S = 30.0
-"""The event loop hangs after this silence; it never blocks, but may be late on a busy machine."""
+"""The loop hangs after this silence; it never blocks, but may be late on a busy machine."""
 HANGING_S = 600.0
 """Longer than drivers of stores wait for a response, including retries."""
 STOP_S = 10.0
-"""The time limit of an orderly stop."""
 
 WAITING_LOOKS = 12
-"""Consecutive looks that have to find waiting tasks: one may be about to be taken, and after an outage of Redis, Celery
-pauses up to half a minute (kombu's longest pause).
-"""
+"""Consecutive looks with waiting tasks: after an outage of Redis, kombu pauses up to half a minute."""
 
 _QUIET_SWEEPS = 30
 _QUIET_S = 300.0
@@ -115,7 +112,7 @@ class EventLoop:
 
     def stop(self) -> None:
         """Cancels all work and rejects new work, except `close`'s; safe in signal handlers."""
-        with suppress(RuntimeError):  # it has ended
+        with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._cancel)
 
     def close(self, *last: Coroutine[Any, Any, None]) -> None:
@@ -195,7 +192,6 @@ class Watchdog:
         return self._deaf()
 
     def _deaf(self) -> str:
-        """Returns evidence that Celery takes no tasks, or an empty text."""
         every_s = self._services.settings.sweep_every_s
         quiet_s = self._loop.quiet_s()
         if self._loop.running >= TASKS_AT_ONCE or quiet_s <= max(_QUIET_S, _QUIET_SWEEPS * every_s):
@@ -206,7 +202,7 @@ class Watchdog:
         try:
             waiting = self._waiting()
         except QinferError:
-            waiting = 0  # unknown
+            waiting = 0
         self._looks = self._looks + 1 if waiting else 0
         return f"no task has come for {quiet_s:.0f} s, and {waiting} wait" if self._looks >= WAITING_LOOKS else ""
 

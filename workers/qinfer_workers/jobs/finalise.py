@@ -86,7 +86,6 @@ class Finaliser:
         logger.warning("parts made again", extra={"job": record.id, "parts": len(wrong), "first": first})
 
     async def _rounds(self, record: JobRecord) -> int:
-        """Returns how often parts were made again since the last planning."""
         rounds = 0
         for line in await self._services.jobs.log(record.id):
             rounds = 0 if line.text == PLANNING.began else rounds + (_BROKEN in line.text)

@@ -84,7 +84,6 @@ def clear(store_for: StoreFor, earlier: EarlierOutput, threads: int) -> None:
 
 
 def _is_own(name: str, parts: Collection[str]) -> bool:
-    """Returns whether a file was written by the job with these parts."""
     if aside := _SET_ASIDE.fullmatch(name):
         name = aside["folder"] + aside["name"]
     top, _, rest = name.partition("/")

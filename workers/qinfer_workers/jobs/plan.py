@@ -58,7 +58,7 @@ class Planner:
         await leave_partial(self._services, job_id)
 
     async def _await_model(self, job_id: str) -> None:
-        """Pins a job's model version; raises `ModelNotReady` for a new job until workers report what they execute.
+        """Pins a job's model version; `ModelNotReady` until workers report what they execute of it.
 
         This is no attempt at planning, and has no time limit.
         """
@@ -148,7 +148,6 @@ class Planner:
         return await services.in_thread(_written, services.outputs_of(record), record, data)
 
     async def _spec_of(self, stored: StoredModel) -> ModelSpec:
-        """Reads a model's configuration; an ensemble's is completed by the models of its steps."""
         used: dict[str, StoredModel] = {}
         missing = {use.model for use in stored.uses}
         while missing:
@@ -159,7 +158,6 @@ class Planner:
         return replace(spec, **kind_of_ensemble(stored, used)._asdict()) if spec.steps else spec
 
     async def _clear(self, record: JobRecord, threads: int) -> None:
-        """Removes the output of an earlier job; raises `InvalidRequest` if that job has not ended."""
         services = self._services
         earlier = await services.in_thread(earlier_output, services.outputs_of(record), record)
         if earlier is None:
@@ -174,9 +172,9 @@ class Planner:
         await services.jobs.note(record.id, f"removed {len(earlier.files)} files of job '{earlier.job_id}'")
 
     async def _check_model(self, record: JobRecord, plan: Plan) -> None:
-        """Refuses a plan of an earlier qinfer if the model has changed, since one output would mix two models.
+        """Refuses a plan of an earlier qinfer if the model has changed: one output would mix two models.
 
-        Shards of other plans wait for a worker with the planned model, and the sweep checks them.
+        Shards of other plans wait for a worker with the planned model.
         """
         if is_executed(plan.model_hash):
             return
@@ -189,10 +187,9 @@ class Planner:
     async def _to_be_made_again(
         self, record: JobRecord, plan: Plan, outcomes: Mapping[int, ShardOutcome], readers: int
     ) -> list[Shard]:
-        """Checks the parts of a resumed job; sets broken ones aside and returns the shards of broken and missing ones.
+        """Sets broken parts of a resumed job aside; returns the shards of broken and missing parts.
 
-        `InvalidRequest` means that an input for the remaining shards is gone or changed, `Forbidden` that the job may
-        not read it any more.
+        `InvalidRequest` means that an input of the remaining shards is gone or changed.
         """
         if not outcomes:
             return []
@@ -210,7 +207,6 @@ class Planner:
 
 
 def _written(store_for: StoreFor, record: JobRecord, data: bytes) -> Plan:
-    """Writes a new plan; returns it, or an existing one."""
     output_url = spec_of(record).output.url
     url = url_of(output_url, PLAN_NAME)
     if len(data) > MAX_BYTES:  # readers would reject it
@@ -224,8 +220,6 @@ def _written(store_for: StoreFor, record: JobRecord, data: bytes) -> Plan:
 
 
 def _changed(store_for: StoreFor, etags: Mapping[str, str], threads: int) -> list[str]:
-    """Returns a message for each input that has changed or is gone."""
-
     def problem(url: str) -> str:
         stat = store_for(url).stat(url)
         if stat is None:

@@ -42,7 +42,6 @@ _IDLE_S = 600.0
 
 
 PIN_REASON = "job"
-"""The reason of the pins that jobs hold."""
 PIN_TTL_S = 3600.0
 """How long a pin holds a job's model version unless a bulk worker renews it."""
 

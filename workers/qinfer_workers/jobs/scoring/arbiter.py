@@ -78,8 +78,6 @@ class Turn:
 
 
 class _Line:
-    """Lock of one device, with the number of waiters."""
-
     def __init__(self) -> None:
         self.lock = asyncio.Lock()  # first come, first served
         self.waiting = 0
@@ -133,7 +131,6 @@ class DeviceArbiter:
                 self._batch_s = time.monotonic() - begin_s
 
     async def _quiet(self, mine: JobBatcher, devices: frozenset[Device]) -> bool:
-        """Waits until there is no online work; false = the wait was too long."""
         begin_s = time.monotonic()
         while busy := [batcher for batcher in self._neighbours(devices) if batcher.has_work]:
             self._online_s = time.monotonic()
@@ -152,7 +149,6 @@ class DeviceArbiter:
         return [batcher for batcher in self._places if self._devices(batcher) & devices]
 
     def _devices(self, batcher: JobBatcher) -> frozenset[Device]:
-        """Returns the devices of a model version; of an ensemble, those of its steps' models here."""
         if isinstance(batcher, Batcher):
             return self._places[batcher]
         versions, found = batcher.versions, frozenset[Device]()

@@ -12,13 +12,13 @@ twice as long; otherwise a model that scores many rows as fast as one would scor
 _TRIALS = 3
 _MOST_TRIALS = 32
 _ENOUGH_S = 0.03
-"""A few batches must take this long together before a size is known; on a busy machine one says little."""
+"""Batches of a size must take this long together; on a busy machine one says little."""
 _HOPELESS = 4
 _SINGLE_ROWS = 2
 _QUICK = 4
 _SLOW = 2
 _GAIN = 0.97
-"""A size is better than a smaller one if a row costs at most this share of its cost there."""
+"""A better size has at most this share of a smaller one's cost per row."""
 _SHARED_GAIN = 0.85
 """The same beside online requests."""
 _SHARED_TIME = 0.25
@@ -75,7 +75,6 @@ class BatchSize:
             self._try_next(_usual(self._seconds))
 
     def _is_enough(self) -> bool:
-        """Returns whether the current trial of a size is conclusive."""
         count, whole_s = len(self._seconds), sum(self._seconds)
         is_hopeless = self.rows > 1 and self._seconds[-1] > _HOPELESS * self._longest_s()
         if is_hopeless or (count >= _TRIALS and whole_s >= _ENOUGH_S):
@@ -83,7 +82,6 @@ class BatchSize:
         return count >= _MOST_TRIALS
 
     def _try_next(self, seconds: float) -> None:
-        """Records a tried size; goes on to the next, or ends the search."""
         self._seconds.clear()
         is_better = not self._row_s or seconds / self.rows <= _GAIN * min(self._row_s.values())
         self._misses = 0 if is_better else self._misses + 1
@@ -96,7 +94,7 @@ class BatchSize:
             self.rows = min(self.rows * factor, self._most)
 
     def _longest_s(self) -> float:
-        """Returns the time limit of a batch, regardless of its share beside online requests."""
+        """Returns the time limit, regardless of the share beside online requests."""
         return self._limit_s if self.is_shared else max(self._limit_s, _SINGLE_ROWS * self._row_s.get(1, 0.0))
 
     def _note(self, seconds: float) -> None:
@@ -106,7 +104,6 @@ class BatchSize:
             self._row_s.pop(self.rows, None)
 
     def _settle(self) -> None:
-        """Chooses the best known size."""
         self.is_settled = True
         known = self._row_s
         if self.is_shared:
@@ -116,7 +113,6 @@ class BatchSize:
         self._home = self.rows = min((rows for rows, row_s in known.items() if row_s <= enough_s), default=1)
 
     def _stay(self) -> None:
-        """Keeps a size; after a while tries the next larger or smaller one, alternately."""
         self._count += 1
         if len(self._seconds) < _RECENT:
             return
@@ -124,7 +120,7 @@ class BatchSize:
         self._seconds.clear()
         if self._home not in self._row_s:  # it takes too long now: a slower device, or larger rows
             self._row_s = {rows: row_s for rows, row_s in self._row_s.items() if rows < self._home}
-            self._row_s.setdefault(max(self._home // _SLOW, 1), 0.0)  # to be tried
+            self._row_s.setdefault(max(self._home // _SLOW, 1), 0.0)
             self._home = self.rows = max(self._home // _SLOW, 1)
         elif self._count >= _EVERY:
             self._count = 0

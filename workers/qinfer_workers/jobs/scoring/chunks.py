@@ -156,7 +156,6 @@ class Chunks:
         self._to_cut: deque[Slice] = deque()
         """Pieces, or their rests, that are not in a batch yet."""
         self._again: deque[Slice] = deque()
-        """Parts of failed batches."""
         self._takers = 0
         self._reserved = 0
         self._has_ended = False
@@ -305,7 +304,6 @@ class Chunks:
             self._changed.notify_all()
 
     def _tell_of_last_rows(self) -> None:
-        """Reports, once, that the remaining rows will soon be scored, at the pace so far."""
         with self._changed:
             if self._is_told or self.is_stopped or not self._has_ended:
                 return

@@ -160,7 +160,7 @@ class EnsembleExecutor:
     async def _run(
         self, item: Pending, responses: Callable[[Callable[[], None]], Responses] | None = None
     ) -> tuple[Tensor, ...]:
-        """Runs a request; `responses` makes a receiver of several responses, given a callback that ends the request."""
+        """Runs a request; `responses` makes a receiver of several responses, given a callback that ends it."""
         if self._is_stopped:
             raise Cancelled(_LEFT)
         ended: asyncio.Future[Outcome] = self._loop.create_future()
@@ -209,10 +209,7 @@ class EnsembleExecutor:
 
 
 class _Row:
-    """The `Responses` to one row of a decoupled ensemble, which never make the steps wait.
-
-    `left` is called when `ctx` accepts no more.
-    """
+    """The `Responses` to one row, which never make the steps wait; `left` is called when no more are accepted."""
 
     def __init__(self, ctx: Context, number: int, left: Callable[[], None]) -> None:
         self._ctx = ctx

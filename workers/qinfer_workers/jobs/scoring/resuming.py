@@ -143,7 +143,6 @@ class Resuming:
 
 
 def _read(noted: bytes, bound: str) -> Resumption:
-    """Decodes a note of the same plan and model; else returns an empty one."""
     try:
         known = decode_resumption(noted) if noted else Resumption(bound=bound)
     except CorruptEntry as error:

@@ -46,10 +46,10 @@ EXECUTION_FAILED = "execution_failed"
 """The `error_code` of rows on which the model raised."""
 
 _OWN_WORK = 0.2
-"""A thread that is busy for a smaller share of the model's time waits for a device or another process."""
+"""A less busy thread waits for a device or another process."""
 
 _LATER = (Overloaded, DeliveryError, Cancelled)
-"""Errors of the server's state, which say nothing about rows: the shard is put off."""
+"""Errors of the server's state; they put the shard off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,6 @@ class Scorer:
         self.purpose = purpose
         self.executions = Executions()
         self.error: QinferError | None = None
-        """Why scoring has stopped."""
         self._spec = purpose.model.spec
         self._responder = Responder(self._spec, purpose.model.version, strict=True)
         self._due = purpose.outputs or tuple(output.name for output in self._spec.outputs)
@@ -122,7 +121,6 @@ class Scorer:
                 self.chunks.done(part, outputs, watch.seconds())
 
     def _execute(self, instance: Backend, part: Slice, watch: "Watch") -> tuple[Outputs, Mapping[int, QinferError]]:
-        """Returns the outputs of a slice, and the errors of single rows by position."""
         inputs = part.inputs()
         is_batched = self._spec.max_batch_size > 0
         if not is_batched:
@@ -148,7 +146,6 @@ class Scorer:
     def _stream(
         self, instance: Backend, inputs: Mapping[str, Array], rows: int, watch: "Watch"
     ) -> tuple[Outputs, Mapping[int, QinferError]]:
-        """Executes rows of a decoupled model, each as a request."""
         purpose = self.purpose
         bounds = Bounds(purpose.row_bytes, self._spec.default_timeout_s)
         streams = RowStreams(rows, bounds, partial(self._problem, rows=1), _Way(self))
@@ -178,7 +175,7 @@ class Scorer:
         return problem and f"{problem} (a bulk job takes outputs only as they are declared)"
 
     def _settle(self, part: Slice, outputs: Outputs, failed: Mapping[int, QinferError]) -> None:
-        """Stores the outputs of a slice with failed rows; rows that failed beside others run again alone."""
+        """Stores a slice's outputs; rows that failed beside others run again alone."""
         start = 0
         for place in (*sorted(failed), part.rows):
             if start < place:
@@ -208,7 +205,7 @@ class Scorer:
         self.chunks.stop()
 
     def _warn(self, part: Slice) -> None:
-        """Warns of a shard's first failure; parts of a bisected batch mostly raise the same."""
+        """Warns once a shard: parts of a halved batch mostly raise the same."""
         level = logging.DEBUG if self._is_warned else logging.WARNING
         self._is_warned = True
         extra = {"model": self._spec.name, "rows": part.rows, "shard": self.purpose.request_id}

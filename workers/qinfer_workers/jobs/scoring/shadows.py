@@ -31,7 +31,6 @@ from qinfer_workers.jobs.scoring.context import ShardContext
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-"""How often a worker reads which versions are shadows."""
 
 _WAIT_S = 1.0
 _RETRY_S = 0.5
@@ -147,7 +146,6 @@ class ShadowLoop:
                 self._shadows.publisher.give_back(waiting)
 
     async def _step(self) -> None:
-        """Waits for a shadow, then for a turn, and executes a batch."""
         keeper = self._shadows.context.keeper
         if not keeper.can_renew([self.lane]):
             await keeper.watch([self.lane])
@@ -159,7 +157,6 @@ class ShadowLoop:
                 await self._use(turn)
 
     async def _drop_leftovers(self) -> None:
-        """Removes shadows of dead workers now and then."""
         queue, context, now_s = self._shadows.queue, self._shadows.context, time.monotonic()
         if now_s < self._look_at_s:
             return
@@ -170,7 +167,6 @@ class ShadowLoop:
             await queue.finish([lease.entry for lease in left])
 
     async def _fetch(self, count: int, wait_s: float) -> None:
-        """Fetches shadows; unusable ones get an error response."""
         context, intake = self._shadows.context, self._shadows.intake
         leases = await self._shadows.queue.fetch([self.lane], context.worker_id, count, wait_s)
         ready, external = intake.items(self._batcher, leases)
@@ -180,7 +176,6 @@ class ShadowLoop:
             self._waiting += await intake.complete(self._batcher, external)
 
     async def _use(self, turn: Turn) -> None:
-        """Executes one batch, filled up from the lane."""
         self.size.share(is_shared=turn.is_shared)
         if (room := self.size.rows - sum(item.rows for item in self._waiting)) > 0:
             await self._fetch(room, 0.0)
@@ -200,7 +195,6 @@ class ShadowLoop:
         self.size.observe(sum(rows), (time.perf_counter_ns() - begin_ns) / 1e9)
 
     def _next_batch(self) -> list[Pending]:
-        """Takes the first waiting item, with others that fit into its batch."""
         model, now_s = self._batcher.model, self._shadows.queue.clock.now_s()
         chosen: list[Pending] = []
         waiting, self._waiting = self._waiting, []
@@ -223,7 +217,7 @@ class ShadowLoop:
         return has_room and item.key == first.key and not (item.alone or first.alone)
 
     async def _lend(self, execution: Execution, responder: Responder) -> None:
-        """Executes on an instance and waits for the end, even if cancelled, unless `hurry` is set."""
+        """Executes on an instance; waits for it, even if cancelled, unless `hurry` is set."""
         batcher, executor = self._batcher, self._batcher.model.executor
         assert isinstance(executor, ThreadExecutor), "so are those of all models with lanes"
         back = asyncio.get_running_loop().create_future()
@@ -254,7 +248,6 @@ class ShadowLoop:
             shadows.publisher.answer(items, responses)
 
     def _again(self, items: list[Pending], error: QinferError) -> None:
-        """Queues the items of a failed batch one by one; a single item fails."""
         if len(items) == 1:
             self._batcher.fail(items, error)
             return
@@ -264,14 +257,11 @@ class ShadowLoop:
 
 
 class _Borrowed:
-    """An instance lent to a shadow batch (`ThreadExecutor.lend`)."""
-
     def __init__(self, execution: Execution) -> None:
         self.run: Callable[[Backend], None] = partial(Execution.run, execution)
 
 
 async def _ended(loops: Iterable[ShadowLoop]) -> None:
-    """Cancels loops and waits for their end."""
     tasks = [loop.task for loop in loops if loop.task is not None]
     for task in tasks:
         task.cancel()

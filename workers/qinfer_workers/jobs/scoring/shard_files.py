@@ -301,7 +301,6 @@ class ShardFiles:
         return self._at_last(lambda: self._commit(writer.paths[0], writer), chunks)
 
     def _at_last(self, commit: Callable[[], T], chunks: Chunks) -> T | None:
-        """Repeats a commit until the store accepts it; `None` if the chunks are stopped before."""
         backoff = Backoff(_FIRST_COMMIT_S, _LAST_COMMIT_S)
         while True:
             try:
@@ -314,7 +313,6 @@ class ShardFiles:
                 return None
 
     def _commit(self, path: Path, writer: PartWriter) -> ShardOutcome:
-        """Commits the part, or accepts a whole one that exists already."""
         task = self._task
         store = task.outputs(task.url)
         writer.prepare(store, task.spec.output.url.rstrip("/"), task.shard.part)
@@ -345,7 +343,6 @@ def clear_spool(folder: Path, older_than_at: float) -> None:
 
 
 def _unread(batch: RowBatch, max_bytes: int) -> RowErrors:
-    """Returns the errors of rows that are too large or unreadable."""
     errors = RowErrors(batch.record.num_rows)
     errors.mark(
         np.array(batch.too_large, np.int64),
@@ -360,7 +357,7 @@ def _unread(batch: RowBatch, max_bytes: int) -> RowErrors:
 
 @contextmanager
 def _one_at_a_time(chunks: Chunks) -> Iterator[None]:
-    """Beside online requests, admits one reading or writing thread of this process, since each takes a core."""
+    """Beside online requests, admits one thread of this process, since reading and writing take a core."""
     if not chunks.is_shared:
         yield
         return
@@ -369,7 +366,6 @@ def _one_at_a_time(chunks: Chunks) -> Iterator[None]:
 
 
 def _first_failed(chunk: Chunk) -> str:
-    """Describes the first failed row of a chunk, with its reason."""
     assert chunk.errors.bad is not None
     first = int(chunk.errors.bad.argmax())
     message, passed = chunk.errors.columns()[1][first].as_py(), 0

@@ -29,12 +29,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STALLED_S = 1800.0
-"""A shard without progress for this long goes to another worker, since the model hangs. It also limits one batch, and
-the upload of a part.
-"""
+"""A shard without progress goes to another worker after this time, which also limits a batch and an upload."""
 
 WANTED_EVERY_S = 2.0
-"""How often the worker reports progress to the job, and asks whether the job still wants the shard."""
+"""The interval of progress reports to the job."""
 
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 2.0
@@ -43,7 +41,7 @@ _RETRY_S = 0.5
 _FIRST_REST_S = 1.0
 _LAST_REST_S = 30.0
 _LEFT_TO_OTHERS_S = 5.0
-"""How long a shard that this worker could not run rests at most; another worker may be able to run it."""
+"""The longest rest in the lane, since other workers may be able to run the shard."""
 
 T = TypeVar("T")
 
@@ -149,7 +147,6 @@ class ShardTask:
             await self._try(ticket, record)
 
     async def _try(self, ticket: ShardTicket, record: JobRecord) -> None:
-        """Runs the shard; if it can't be run now, releases it and begins a rest of its job."""
         began_s = time.monotonic()
         try:
             await self._run_through(ticket, record)
@@ -175,7 +172,7 @@ class ShardTask:
         self._context.counts.add(lane.model, lane.version, PUT_OFF + code)
 
     def _delayed(self, ticket: ShardTicket, run: "ShardRun", error: QinferError) -> None:
-        """Notes that the scored part can't be committed now, so that the model goes on with other jobs."""
+        """Notes that the scored part can't be committed now; the model goes on with other jobs."""
         self._note_put_off(ticket, error.message, error.code)
         if not self._delay:
             self._rests.delay(ticket.job_id, 1)
@@ -193,7 +190,6 @@ class ShardTask:
             self._context.counts.add(self._lease.entry.lane.model, self._lease.entry.lane.version, DEAD_LETTERS)
 
     async def _run_through(self, ticket: ShardTicket, record: JobRecord) -> None:
-        """Runs the shard and finishes it; drops it if its job is over."""
         jobs, lease = self._context.jobs, self._lease
         run = self._shard_run = await self._make_run(self._held, ticket, record, self.free)
         self._held.on_lost = run.stop
@@ -220,7 +216,6 @@ class ShardTask:
             await self._finish(record, outcome, run.faults)
 
     async def _recorded(self, run: "ShardRun", ticket: ShardTicket, record: JobRecord) -> ShardOutcome | None:
-        """Runs the shard, within a span if the job is traced; `None` = the shard was abandoned."""
         spans, now_s = self._context.spans, self._context.delivery.clock.now_s
         begin_s, outcome = now_s(), None
         error: tuple[str, str] | None = ErrorCode.INTERNAL.value, "the worker's log says why"
@@ -265,7 +260,6 @@ class ShardTask:
         self._context.counts.merge(lane.model, lane.version, run.statistics())
 
     async def _watch(self, run: "ShardRun", ticket: ShardTicket) -> None:
-        """Reports the progress of the run, and stops it when its job does not want it any more."""
         while True:
             await asyncio.sleep(WANTED_EVERY_S)
             self._note_executions(run)
@@ -345,7 +339,6 @@ class ShardLoop:
                 await asyncio.wait(self._tasks)
 
     async def _step(self) -> None:
-        """Runs a suspect when a look is due, else a shard; returns when the model is free for the next."""
         context, now_s = self._context, time.monotonic()
         if not context.keeper.can_renew(self._lanes):
             await context.keeper.watch(self._lanes)

@@ -38,13 +38,13 @@ from qinfer_workers.jobs.scoring.shard_loop import STALLED_S
 logger = logging.getLogger(__name__)
 
 WAITS_S = 30.0
-"""How long a shard waits for the end of the previous one before it goes to other workers."""
+"""A shard waits this long for the previous one before it goes to other workers."""
 
 MODEL_LOADS_WITHIN_S = 600.0
-"""How long after a job's start a worker with another model may still be loading the planned one."""
+"""So long after a job's start, the planned model may still be loading."""
 
 KEEPS_WITHIN_S = 120.0
-"""The time limit for storing scored rows when the shard is handed back; after that they are lost."""
+"""The time limit for storing scored rows when the shard is handed back."""
 
 _BROKEN = "the shard could not be run; the worker's log says why"
 
@@ -200,7 +200,6 @@ class ShardRun:
         return outcome
 
     async def _run_step(self, *, is_last: bool = True) -> ShardOutcome | None:
-        """Reads, scores and writes the rows of a step."""
         reading = asyncio.ensure_future(in_thread("bulk-read", lambda: self._files.read(self._chunks)))
         writing = asyncio.ensure_future(in_thread("bulk-write", lambda: self._files.write(self._chunks)))
         scoring = asyncio.ensure_future(self._score(is_last=is_last))
@@ -262,7 +261,6 @@ class ShardRun:
 
     @asynccontextmanager
     async def _in_line(self) -> AsyncIterator[None]:
-        """Waits until the previous shard is scored, or this one is stopped."""
         line = self._served.line
         try:
             async with asyncio.timeout(0 if self._chunks.is_stopped else WAITS_S) as self._patience:

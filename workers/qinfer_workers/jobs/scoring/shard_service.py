@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.25
-"""How often a worker checks for bulk jobs."""
 
 _LEFT_S = 86400.0
 """Files in the spool folder that are unchanged for this long are of a dead worker."""
