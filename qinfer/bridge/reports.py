@@ -42,14 +42,13 @@ class RouteTally:
     """The counts of one route in one bridge.
 
     Attributes:
-        received: Messages from the source.
         accepted: Messages that became requests.
         repeated: Messages that were accepted before.
         unidentified: Messages without an id.
         refused: Dead-lettered messages, by error code.
         replied: Requests with confirmed replies, by final state.
         unroutable: Messages that no queue took, by kind: `reply`, `sink`, `dead_letter`.
-        paused_s: Seconds without acceptance, because the lane was full or the queue unavailable.
+        paused_s: Seconds without acceptance: the lane was full or the queue unavailable.
         unacknowledged: Messages whose acknowledgement the source awaits.
         unconfirmed: Ended requests whose replies are not confirmed.
         connected: Connection → whether it is up.
@@ -84,13 +83,7 @@ class RouteTally:
 
 @dataclass(slots=True)
 class RouteTotals:
-    """The counts of one route in all bridges.
-
-    Attributes:
-        counts: Field → sum, including ended bridges.
-        processes: Live bridges; the other fields cover only these.
-        connected: Connection → how many are up.
-    """
+    """The counts of one route in all bridges, including ended ones; gauges cover the live `processes`."""
 
     counts: Mapping[str, int]
     processes: int = 0
@@ -196,7 +189,7 @@ _LIVE = load_script("live", "now_ms", package="qinfer.bridge").text
 
 
 class RouteUse(msgspec.Struct, frozen=True):
-    """One bridge's messages in hand for a route; `connected` is 1 or 0 by connection."""
+    """One bridge's messages in hand for a route."""
 
     unacknowledged: int = 0
     unconfirmed: int = 0
@@ -213,11 +206,7 @@ class BridgeUses(msgspec.Struct, frozen=True):
 class BridgeReport(msgspec.Struct, frozen=True, kw_only=True):
     """A report of one bridge: its counts since the last report, and its messages in hand.
 
-    Attributes:
-        process: Unique for each start of a bridge.
-        number: From 1; repeated reports have the same number.
-        counts: Route → field → count since the previous report.
-        uses: Route → messages in hand now, for all routes.
+    `process` is unique for each start of a bridge; a repeated report has the same number.
     """
 
     process: str

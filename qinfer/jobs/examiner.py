@@ -45,13 +45,9 @@ NOTE_BYTES = 4096
 
 
 class Hello(msgspec.Struct, array_like=True):
-    """Settings for all requests, sent as the first message; the environment has the credentials of stores.
+    """Settings for all requests; the environment has the credentials of stores.
 
-    Attributes:
-        allow: URL prefixes of stores; their drivers are loaded at the start.
-        max_bytes: The memory limit of this process.
-        notes: The descriptor of the file in which this process notes the URLs that it reads.
-        footer_bytes: The size limit of an input file's footer.
+    Drivers of the stores in `allow` are loaded at the start; `notes` is the descriptor of the file for notes.
     """
 
     allow: tuple[str, ...]
@@ -61,7 +57,7 @@ class Hello(msgspec.Struct, array_like=True):
 
 
 class CheckJob(msgspec.Struct, array_like=True, tag=True):
-    """Checks whether a job can run (`qinfer.jobs.planning.examine`); empty result."""
+    """Runs `qinfer.jobs.planning.examine`; empty result."""
 
     spec: JobSpec
     model: ModelSpec
@@ -69,7 +65,7 @@ class CheckJob(msgspec.Struct, array_like=True, tag=True):
 
 
 class PlanJob(msgspec.Struct, array_like=True, tag=True):
-    """Plans a job (`qinfer.jobs.planning.make_plan`); the result is the plan's JSON."""
+    """Runs `qinfer.jobs.planning.make_plan`; the result is the plan's JSON."""
 
     job: Unplanned
     pace: Pace
@@ -77,7 +73,7 @@ class PlanJob(msgspec.Struct, array_like=True, tag=True):
 
 
 class EstimateJob(msgspec.Struct, array_like=True, tag=True):
-    """Checks a job and computes its size (`qinfer.jobs.planning.estimate`); the result is an `Estimate`."""
+    """Runs `qinfer.jobs.planning.estimate`; the result is an `Estimate`."""
 
     job: Unplanned
     pace: Pace
@@ -85,7 +81,7 @@ class EstimateJob(msgspec.Struct, array_like=True, tag=True):
 
 
 class ReadParts(msgspec.Struct, array_like=True, tag=True):
-    """Validates parts; the result has a `PartInfo` or a message for each shard in order."""
+    """Validates parts; the result is a `PartInfo` or a message for each shard."""
 
     parts: ExpectedParts
     threads: int
@@ -102,19 +98,16 @@ Work = CheckJob | PlanJob | EstimateJob | ReadParts | SetAside
 
 
 class Request(msgspec.Struct, array_like=True):
-    """Work; after `limit_s` seconds the kernel kills the examiner, even if parent and Python fail."""
+    """Work; after `limit_s` the kernel kills the examiner, even if parent and Python fail."""
 
     work: Work
     limit_s: int
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """The reply to a message: `Hello` gets one when all is loaded, a `Request` one at receipt and one with its result.
+    """A reply: one to `Hello`, two to a `Request`, at its receipt and with its result.
 
-    Attributes:
-        error: The name of an error's class, or `DEFECT`; empty = success.
-        message: The error's text, or the traceback of a defect.
-        result: As the class of the `Work` says.
+    `error` is the name of an error's class, or `DEFECT`, whose `message` is a traceback.
     """
 
     error: str = ""

@@ -82,7 +82,7 @@ _estimates = msgspec.msgpack.Decoder(Estimate)
 
 
 class ExaminerDied(QinferError):
-    """An examiner ended (`how`, such as `SIGSEGV`) before it answered; `files` are those it was reading."""
+    """An examiner ended (`how`, such as `SIGSEGV`) while it read `files`."""
 
     retryable = True
 
@@ -97,12 +97,11 @@ class ExaminerPool:
     """Runs work in examiners, for a process with an event loop.
 
     Args:
-        settings: Stores that jobs may use, the memory of an examiner, and the time limit of planning.
-        environment: This process's environment, with credentials of stores; examiners do not inherit qinfer's own
-            settings, some of which are secret.
+        settings: Allowed stores, memory of an examiner, and time limit of planning.
+        environment: Has the credentials of stores; qinfer's own settings, some of them secret, are removed.
         command: Replaces `COMMAND`.
         processes: The most processes.
-        shares: The multiple of `bulk.max_examine_bytes` that an examiner may use.
+        shares: The multiple of `bulk.max_examine_bytes` for an examiner.
     """
 
     def __init__(

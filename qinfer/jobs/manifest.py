@@ -22,11 +22,11 @@ class Part(msgspec.Struct, frozen=True):
     """A part of an output.
 
     Attributes:
-        name: Its name in the output folder, with the folders of its partition (`output.partition_by`).
-        ok: Rows that have outputs.
-        errors: Rows that have an `error_code`.
+        name: Its path in the output folder.
+        ok: Rows with outputs.
+        errors: Rows with an `error_code`.
         etag: The store's id of its content.
-        failed: The name of its file of failed rows, in the output folder; empty = it has no such file.
+        failed: The path of its file of failed rows, if it has one.
     """
 
     name: str
@@ -44,18 +44,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         format: The version of this layout.
         model_hash: The hash of the model's files.
-        output_format: `parquet`, `arrow`, `csv` or `jsonl`.
-        failed_rows: `inline` = failed rows are in the parts, `separate` = in files of their own.
-        rows: The rows of all parts, as many as the inputs have.
-        ok: Rows that have outputs.
-        errors: Rows that have an `error_code`.
+        ok: Rows with outputs.
+        errors: Rows with an `error_code`.
         schema: The parts' columns, one `name: type` a line.
-        parts: The parts in the order of the inputs' rows.
-        sources: The input files in order.
-        skipped: Unreadable input files that the job skipped; their rows are in no part.
-        created_at: When the manifest was made, in seconds since 1970.
-        ended_at: Only of an incomplete output: the end of the job that left these parts, in seconds since 1970. The job
-            may be resumed, and end again.
+        parts: In the order of the inputs' rows.
+        skipped: Unreadable input files; their rows are in no part.
+        created_at: In seconds since 1970.
+        ended_at: Of an incomplete output only: the end of the job that left these parts, in seconds since 1970.
     """
 
     format: Literal[1] = 1

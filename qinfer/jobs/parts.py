@@ -59,7 +59,7 @@ class PartBroken(StoreError):
 
 
 class PartMetadata(msgspec.Struct, frozen=True):
-    """Metadata in a part's file; `etags` are those of its input files, `errors` -1 = stored elsewhere."""
+    """Metadata in a part's file; `etags` are of its input files, `errors` -1 = stored elsewhere."""
 
     job: str
     shard: int
@@ -100,10 +100,9 @@ class Split(NamedTuple):
 
 
 class PartWriter:
-    """Writes one part to a local file, and deletes the file if left by an exception.
+    """Writes one part to a new local file, and deletes it if left by an exception.
 
-    With `split`, failed rows go to `<path>.failed`. The file must not exist, its folder must. `rows` and `errors` count
-    the rows written so far.
+    With `split`, failed rows go to `<path>.failed`. `rows` and `errors` count the rows so far.
     """
 
     def __init__(

@@ -35,12 +35,7 @@ SHOWN_FILES = 20
 
 
 class Cut(NamedTuple):
-    """A position in CSV or JSON lines from which rows can be read.
-
-    Attributes:
-        first_row: The number of the row that begins there.
-        begin: Its offset in bytes of (decoded) text.
-    """
+    """A position in CSV or JSON lines from which rows can be read: a row, and its offset in bytes of text."""
 
     first_row: int
     begin: int
@@ -50,13 +45,12 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
     """Rows of one row group of one file.
 
     Attributes:
-        etag: The store's id of the file's content at planning.
-        row_group: The row group (Parquet) or record batch (Arrow); -1 = none (CSV, JSON lines).
-        first_row: The number of the first row within the file.
-        rows: The number of rows.
-        first_in_group: The number of the first row within the row group; for CSV and JSON lines, after `begin`.
-        begin: The offset of the cut point from which CSV and JSON lines are read.
-        size_bytes: The file's size at planning; 0 = unknown, in shards of an earlier qinfer.
+        etag: The store's id of the planned content.
+        row_group: The row group (Parquet) or record batch (Arrow); -1 = none.
+        first_row: Counts within the file.
+        first_in_group: Counts within the row group; in text, after `begin`.
+        begin: The offset of the cut point from which text is read.
+        size_bytes: The file's planned size; 0 = unknown, of an earlier qinfer.
     """
 
     url: str
@@ -72,11 +66,7 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
 class Shard(msgspec.Struct, frozen=True, array_like=True):
     """The rows that one worker scores at a time, and that become one part.
 
-    Attributes:
-        index: Its position among the job's shards.
-        part: The name of its part in the output folder, which may contain folders.
-        rows: The rows of all its ranges.
-        ranges: Its rows in order; the only shard of a job without rows has one empty range, of a file with columns.
+    `part` is its path in the output folder. The only shard of a job without rows has one empty range.
     """
 
     index: _Count
@@ -95,7 +85,7 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BadFile(msgspec.Struct, frozen=True):
-    """An input file that can't be read; `reason` continues a sentence that begins with the URL."""
+    """An unreadable input file; `reason` continues a sentence that begins with the URL."""
 
     url: str
     reason: str
@@ -105,7 +95,7 @@ class BadFile(msgspec.Struct, frozen=True):
 
 
 class ShardTicket(msgspec.Struct, frozen=True, array_like=True):
-    """Entry of a bulk lane: a shard of a job. The job's record has the specification."""
+    """Entry of a bulk lane; the job's record has the specification."""
 
     job_id: str
     shard: Shard
@@ -118,13 +108,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         spec: The specification, with the model's version resolved.
         model_hash: The hash of the model's files at planning, and of an ensemble's steps.
         schema: The inputs' columns, in the types that workers read (`schemas.decode_schema`).
-        sources: The input files in order.
-        rows: The rows of all files.
-        skipped: Unreadable files that the job skips (`bad_files: skip`), in order.
-        created_at: When the job was created, in seconds since 1970; it distinguishes jobs of the same id. 0 = unknown,
-            in a plan of an earlier qinfer.
-        not_copied: Descriptions of the first fields of JSON lines that `passthrough: ["*"]` leaves out, since their
-            values are of several kinds.
+        skipped: Unreadable files that the job skips.
+        created_at: In seconds since 1970; distinguishes jobs of the same id. 0 = unknown, of an earlier qinfer.
+        not_copied: Descriptions of the first fields that `passthrough: ["*"]` leaves out for values of several kinds.
         executes: Of an ensemble: itself, then the models of its steps.
     """
 
@@ -142,7 +128,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InputFile(NamedTuple):
-    """An input file for planning; `groups` has the rows of each row group, `cuts` replaces them in text formats."""
+    """An input file for planning: the rows of its row groups, or the cut points of its text."""
 
     source: Source
     groups: tuple[int, ...] | None
@@ -150,10 +136,7 @@ class InputFile(NamedTuple):
 
 
 class Unplanned(NamedTuple):
-    """A job without a plan; `spec` has passed `planning.examine` and names a model version.
-
-    `model_hash` is the hash of the model's files, `created_at` is in seconds since 1970, `executes` as in `Plan`.
-    """
+    """A job without a plan; `spec` has passed `planning.examine` and names a model version."""
 
     job_id: str
     spec: JobSpec
@@ -165,7 +148,7 @@ class Unplanned(NamedTuple):
 
 
 class Estimate(msgspec.Struct, frozen=True, array_like=True):
-    """The size of a job that passed the checks, up to its limit of rows."""
+    """The size of a job that passed the checks."""
 
     files: int
     rows: int
@@ -173,14 +156,7 @@ class Estimate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExpectedParts(msgspec.Struct, frozen=True, array_like=True):
-    """The planned parts of some shards.
-
-    Attributes:
-        model_hash: The hash of the model's files at planning.
-        output_url: The output folder.
-        grant: The URL prefixes that the job may use.
-        is_split: Whether failed rows are in files of their own.
-    """
+    """The planned parts of some shards; `is_split` = failed rows are in files of their own."""
 
     job_id: str
     model_hash: str
@@ -201,7 +177,7 @@ class PartInfo(NamedTuple):
         errors: The number of failed rows.
         etag: The store's id of its content.
         schema: Its columns, one `name: type` a line.
-        failed: The name of its file of failed rows, in the output folder; empty = it has no such file.
+        failed: The path of its file of failed rows, if it has one.
     """
 
     url: str
@@ -281,10 +257,7 @@ class _NamedShard(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlanNames(msgspec.Struct, frozen=True):
-    """The fields of a plan, of any version, that identify its job and its parts.
-
-    `created_at` is in seconds since 1970, 0 = unknown.
-    """
+    """The fields of a plan, of any version, that identify its job and its parts."""
 
     job_id: str
     shards: tuple[_NamedShard, ...]
@@ -333,20 +306,16 @@ def decode_plan_names(data: bytes) -> PlanNames:
 
 
 class SkippedFiles(msgspec.Struct, frozen=True):
-    """Number of unreadable input files that a job skipped, and the first of them; the manifest has all."""
+    """The number of skipped input files, and the first of them."""
 
     total: int = 0
     first: tuple[BadFile, ...] = ()
 
 
 class PlanHead(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a plan that is needed without the shards; kept in the job's record.
+    """The part of a plan that is kept in the job's record.
 
-    Attributes:
-        model_hash: The hash of the model's files at planning.
-        schema: The inputs' columns, in the types that workers read (`schemas.decode_schema`).
-        executes: As `Plan.executes`.
-        csv_escape: The escape character of CSV inputs that the first file shows; empty = as the job says.
+    `csv_escape` is the escape character that the first file shows; empty = as the job says.
     """
 
     model_hash: str

@@ -57,13 +57,9 @@ _MOST_SCHEMAS = 64
 
 
 class Examined(NamedTuple):
-    """A job that passed the checks.
+    """A job that passed the checks, with normalized URLs.
 
-    Attributes:
-        spec: The job with normalized URLs; store this one.
-        files: Its input files in order, at most `ENOUGH_FILES` of a folder.
-        format: Their format.
-        schema: The columns of the first file that has any; empty if only planning will find one.
+    `files` may be incomplete; `schema` is empty if only planning can find one.
     """
 
     spec: JobSpec

@@ -35,20 +35,16 @@ CHECKPOINTS = "_resume"
 
 
 class PieceFile(msgspec.Struct, frozen=True, array_like=True):
-    """A file of a piece: its name in the output folder, and the hash that proves it whole."""
+    """A file of a piece: its path in the output folder, and its hash."""
 
     name: str
     sha256: str
 
 
 class KeptPiece(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive scored rows, in files of the output's format.
+    """Consecutive scored rows; `good` lacks failed rows if these have a file of their own.
 
-    Attributes:
-        errors: The number of failed rows.
-        good: The file of the rows, without failed rows if these have files of their own.
-        failed: The file of failed rows, if there is one.
-        faults: Descriptions of inputs that can't be read.
+    `faults` describe unreadable inputs.
     """
 
     rows: int
@@ -59,14 +55,14 @@ class KeptPiece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Begun(msgspec.Struct, frozen=True, array_like=True):
-    """Mark of a running range: its rows, from the first that is not kept, and its worker."""
+    """Mark of a running range of rows, and its worker."""
 
     rows: int
     worker: str
 
 
 class RowSpan(NamedTuple):
-    """The rows to run next, from `first` to before `stop`; a deadly row fails without execution."""
+    """The rows to run next; a deadly row fails without execution."""
 
     first: int
     stop: int
@@ -74,18 +70,18 @@ class RowSpan(NamedTuple):
 
 
 class Resumption(msgspec.Struct, frozen=True, kw_only=True):
-    """State of an interrupted shard, as JSON in the job's record; see the module's docstring.
+    """State of an interrupted shard, as JSON in the job's record.
 
     Attributes:
-        bound: The hash of plan and shard, and the hash of the model that scored the rows.
+        bound: The hashes of plan and shard, and of the model.
         attempt: Incremented by each change, so that no two states of a shard are equal.
         pieces: The kept rows, in order.
         size: The rows of the next range; 0 = all that remain.
         until: Ranges grow again after this row.
         begun: The mark of the running range.
         alone: The workers that died while the first row that is not kept was alone.
-        deadly: The number of rows that failed because they kill workers.
-        idle: Deaths of workers outside of ranges, since a range last ended.
+        deadly: Rows that failed because they kill workers.
+        idle: Deaths outside of ranges, since a range last ended.
     """
 
     bound: str

@@ -26,14 +26,7 @@ FolderOf = Callable[[str], str]
 
 
 class Pace(NamedTuple):
-    """Speed and bounds that determine the size of shards if the user does not.
-
-    Attributes:
-        rows_per_s: The speed of one worker; 0 = unknown.
-        shard_s: The target duration of a shard.
-        default_rows: Rows of a shard while the speed is unknown.
-        workers: Workers that have the model.
-    """
+    """Speed of one worker (0 = unknown), and bounds that determine the size of shards."""
 
     rows_per_s: float
     shard_s: float
@@ -45,17 +38,15 @@ class Pace(NamedTuple):
 class Sizes(NamedTuple):
     """The number of rows of shards.
 
-    While the model's speed is unknown, the first shards are small, one for each worker, and later ones grow. So every
-    worker has a shard within seconds, and the speed gets known, whether a row takes a microsecond or a second. The last
-    shards get smaller, so that the workers end at about the same time.
+    While the model's speed is unknown, the first shards are small and later ones grow. So every worker soon has a
+    shard, and the speed gets known, whether a row takes a microsecond or a second. The last shards get smaller, so that
+    the workers end at about the same time.
 
     Attributes:
-        rows: Small row groups are joined up to this number of rows.
-        whole: Row groups up to this size are not cut, unless shards are meant to be small: reading from within a row
-            group means reading the rows before as well.
+        rows: Small row groups are joined up to this size.
+        whole: Row groups up to this size are not cut, since reading from within one means reading the rows before.
         first: Rows of the first shards; 0 = like the others.
         least: Rows of the last shards; 0 = like the others.
-        workers: Shards that run at a time.
     """
 
     rows: int

@@ -28,13 +28,7 @@ _UNUSED = {"connection_class", "host", "port", "path", "db", "username", "passwo
 
 
 class Broker(NamedTuple):
-    """Celery's broker, in kombu's terms.
-
-    Attributes:
-        url: The broker's URL; contains the password.
-        transport: Transport options, such as the primary to ask Sentinels for, and timeouts.
-        tls: TLS options under redis-py's names; empty = no TLS.
-    """
+    """Celery's broker, in kombu's terms; `url` contains the password, an empty `tls` means no TLS."""
 
     url: str
     transport: dict[str, Any]

@@ -27,7 +27,7 @@ _DTYPES = {name: np.dtype(kind.numpy or "<f4") for name, kind in DATATYPES.items
 
 
 class Bounds(NamedTuple):
-    """The range of values that fit, besides infinities and NaN; `or_exact` adds all integers of FP64."""
+    """The range of values that fit; `or_exact` adds all integers of FP64."""
 
     low: Any
     high: Any
@@ -35,7 +35,7 @@ class Bounds(NamedTuple):
 
 
 class Misfits(NamedTuple):
-    """Elements that do not fit, with their ascending positions."""
+    """Elements that do not fit."""
 
     places: Indices
     values: Array

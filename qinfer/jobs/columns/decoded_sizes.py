@@ -21,7 +21,7 @@ _CUT_ROWS = 2**18
 
 
 class Cut(NamedTuple):
-    """Rows decoded together, with their decoded size; `too_large` are columns to drop from a single row."""
+    """Rows decoded together; `too_large` are columns to drop from a single row."""
 
     record: pa.RecordBatch
     size_bytes: int

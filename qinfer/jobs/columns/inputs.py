@@ -25,11 +25,9 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of a batch whose tensors have one shape.
+    """Rows of a batch whose tensors have one shape; `rows` are their numbers, `None` = all.
 
-    Attributes:
-        rows: Their ascending numbers within the batch; `None` = all.
-        inputs: Tensor → array `[count, …]`, possibly read-only; BYTES as objects of `bytes`, BF16 as float32.
+    Arrays may be read-only; BYTES are objects of `bytes`, BF16 is float32.
     """
 
     rows: Indices | None
@@ -38,10 +36,7 @@ class Piece:
 
 
 class Decoded(NamedTuple):
-    """Result of decoding a batch: executable pieces, one per shape, and the errors of other rows.
-
-    The caller adds errors of execution.
-    """
+    """Executable pieces of a batch, one per shape, and the errors of other rows."""
 
     pieces: tuple[Piece, ...]
     errors: RowErrors
@@ -53,10 +48,7 @@ def is_left_out(spec: JobSpec, tensor: TensorSpec, schema: pa.Schema) -> bool:
 
 
 class InputColumns:
-    """Makes a model's inputs from the columns of a job, for every batch; `columns` lists those that it needs.
-
-    A missing column, or one that does not fit, raises `InvalidRequest` with its name.
-    """
+    """Makes a model's inputs from a job's columns, for every batch."""
 
     def __init__(self, spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> None:
         known = {tensor.name for tensor in model.inputs}

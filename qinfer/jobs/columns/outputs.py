@@ -40,12 +40,10 @@ from qinfer.wire.outputs import greatest
 
 
 class Scored(NamedTuple):
-    """Outputs of the model for one piece of a batch.
+    """Outputs of the model for one piece of a batch; `rows` are the rows' numbers, `None` = all.
 
-    Attributes:
-        rows: The rows' numbers within the batch; `None` = all.
-        outputs: Output → array `[rows, …]`, with BYTES as objects of `bytes` or `str`, or a raw tensor. For a decoupled
-            model, `[rows]` of tuples with an array for each response.
+    BYTES are objects of `bytes` or `str`. For a decoupled model, an output is `[rows]` of tuples of arrays, one for
+    each response.
     """
 
     rows: Indices | None
@@ -53,13 +51,7 @@ class Scored(NamedTuple):
 
 
 class OutputColumns:
-    """Makes the columns of a job's output, for every batch; invalid columns raise `InvalidRequest`.
-
-    Args:
-        spec: The job.
-        model: The model's configuration.
-        schema: The inputs' columns.
-        urls: The files of the shard, for `_file`.
+    """Makes the columns of a job's output, for every batch.
 
     Attributes:
         schema: The output's columns, the same for all parts.

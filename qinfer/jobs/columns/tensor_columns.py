@@ -22,10 +22,7 @@ _NULL_REMEDY = "'null' of its input can give it a value"
 
 
 class ScalarColumns:
-    """Makes a tensor of scalar columns; `shape`, of one row, may have one -1.
-
-    Types that do not fit, too few columns, or an impossible treatment of nulls raise `InvalidRequest`.
-    """
+    """Makes a tensor of scalar columns; `shape`, of one row, may have one -1."""
 
     def __init__(
         self, tensor: TensorSpec, given: Columns, kinds: Sequence[pa.DataType], shape: tuple[int, ...]
@@ -83,9 +80,8 @@ class _Scalar(NamedTuple):
 class ListColumn:
     """Makes a tensor of a column of lists; in `shape`, of one row, -1 may differ from row to row.
 
-    The lists are nested as deep as the tensor's dimensions, or flat in row-major order. A column of Arrow's fixed-shape
-    tensors has flat lists whose type has the shape. A wrong type, depth or size, or an impossible treatment of nulls,
-    raises `InvalidRequest`.
+    The lists are nested like the tensor, or flat in row-major order. Arrow's fixed-shape tensors are flat lists whose
+    type has the shape.
     """
 
     def __init__(self, tensor: TensorSpec, given: Columns, kind: pa.DataType, shape: tuple[int, ...]) -> None:

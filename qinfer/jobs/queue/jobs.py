@@ -83,7 +83,7 @@ _WITHDRAW = _load("withdraw", *_SHARED)
 
 
 class Jobs:
-    """Bulk jobs as entries of a connected queue; coroutines raise `BrokerUnavailable` if Redis can't be reached."""
+    """Bulk jobs of a connected queue; coroutines raise `BrokerUnavailable` if Redis can't be reached."""
 
     def __init__(self, queue: Queue) -> None:
         self._router = queue.router

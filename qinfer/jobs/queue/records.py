@@ -52,33 +52,25 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         id: Unique over all models.
-        version: The model version of the shards' lanes.
-        partition: The queue partition of its keys and lanes.
-        state: A `JobState`.
         priority: 1 … 3: the number of its bulk lane.
-        created_at: Set by `create`.
-        resumed_at: When it was last resumed.
         rows_before: Rows that were settled at `resumed_at`.
         spec: The JSON of its `JobSpec`.
         head: The part of its plan that workers need; opaque here.
         grant: The JSON of its tenant's `Grant` at its creation or last resumption.
-        rows: Known once it is planned.
         rows_done: Rows of settled shards that have an output.
         rows_failed: Rows of settled shards that have an error.
-        rows_scored: Rows scored by running shards, not yet in a part.
-        shards: Known once it is planned.
-        shards_done: Shards whose part was committed.
+        rows_scored: Rows scored by running shards.
+        shards_done: Committed shards.
         shards_failed: Shards that were given up.
         in_lane: Shards in the lane, waiting or held.
-        max_parallel: Shards that may run at a time; 0 = as many as there are workers.
-        error: Why it failed.
+        max_parallel: Shards that may run at a time; 0 = the number of workers.
         waiting: Why the job can't go on now.
         put_off: Why one of its shards can't go on now.
         max_errors: Rows that may fail before the job does; -1 = all.
         kept_s: How long it is kept after its end.
-        trace: W3C `traceparent` of the request that created it; empty = not traced.
+        trace: W3C `traceparent` of the creating request.
         webhook_state: `` | pending | delivered | failed.
-        endpoint: The endpoint that the job named, resolved to its stable target at creation.
+        endpoint: The endpoint that the job named, resolved at its creation.
         resumptions: Notes on interrupted shards, by index; opaque here.
     """
 
@@ -132,7 +124,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardOutcome(msgspec.Struct, frozen=True):
-    """Outcome of a shard; with an `error` the whole shard was given up and has no part."""
+    """Outcome of a shard; with an `error` it was given up and has no part."""
 
     index: int
     rows: int
@@ -141,13 +133,9 @@ class ShardOutcome(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """State and shard counts of a job, read in the step that filled its lane.
+    """State of a job, and its shards: just moved to the lane, waiting in `todo`, and in the lane.
 
-    Attributes:
-        moved: Shards moved to the lane in this step.
-        waiting: Shards in `todo`.
-        in_lane: Shards in the lane, waiting or held.
-        has_failed: Whether more rows failed than may.
+    `has_failed` means that more rows failed than may.
     """
 
     state: str
@@ -163,14 +151,14 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    """A line of a job's log; `at` is in seconds of the broker's time."""
+    """A line of a job's log, in seconds of the broker's time."""
 
     at: float
     text: str
 
 
 class Page(NamedTuple):
-    """Page of a listing; `after` begins the next page, empty = this is the last."""
+    """Page of a listing; `after` begins the next page, if there is one."""
 
     records: list[JobRecord]
     after: str

@@ -33,7 +33,7 @@ _LENGTH = struct.Struct("<q")  # before each compressed buffer: its decompressed
 
 
 class Block(NamedTuple):
-    """The place of a message in a file: offset, length of its flatbuffer with prefix, length of its body."""
+    """The place of a message in a file: offset, header with prefix, body."""
 
     offset: int
     header: int
@@ -71,7 +71,7 @@ def batch_metadata(file: BinaryIO, number: int) -> dict[bytes, bytes]:
 
 
 class BatchSizes:
-    """The memory that reading some columns of record batches takes; damage raises `ValueError`."""
+    """The memory that reading some columns of record batches takes."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class _Readable(Protocol):
 
 
 class Unescaped:
-    """A CSV text with doubled quotes instead of an escape character; closes the original text with itself."""
+    """A CSV text with doubled quotes instead of an escape character."""
 
     def __init__(self, text: _Readable, csv: Csv, block_bytes: int) -> None:
         self._text = text

@@ -31,7 +31,7 @@ _INT64 = range(-(2**63), 2**63)  # pyarrow reads larger numbers as floats
 
 
 class Mixed(NamedTuple):
-    """A field with values of two kinds, in words; `line`, from 1, is the first with the other kind.
+    """A field with values of two kinds; `line` is the first with the other kind.
 
     Values within a list count for the field of the list.
     """
@@ -72,9 +72,9 @@ class _Field:
 
 
 class JsonFields:
-    """Finds the fields of JSON lines, continuing from `known` fields of `lines` earlier lines.
+    """Finds the fields of JSON lines, after `known` fields of earlier lines.
 
-    Fields in `declared` have types in the job: their numbers and texts are all text. `rows` counts the objects added.
+    Numbers and texts of `declared` fields are all text.
     """
 
     def __init__(self, known: pa.Schema, lines: int, declared: Collection[str] = ()) -> None:

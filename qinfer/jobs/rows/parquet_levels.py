@@ -22,10 +22,7 @@ _SHORT_BYTES = 16
 
 
 class RowLengths:
-    """Follows rows through the pages of a column chunk; `longest` is the most values of a row so far.
-
-    `max_level` is the column's highest repetition level.
-    """
+    """Follows rows through the pages of a column chunk; `longest` is the most values of a row."""
 
     def __init__(self, max_level: int) -> None:
         self.longest = 0

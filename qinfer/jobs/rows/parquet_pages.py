@@ -53,9 +53,7 @@ class ChunkPages(NamedTuple):
     """The pages of a column chunk; sizes are of decompressed data.
 
     Attributes:
-        values: The values of all data pages, with nulls.
-        largest_bytes: The largest data page.
-        dictionary_bytes: The dictionary; 0 = no dictionary.
+        values: With nulls.
         value_bytes: The most bytes per value of a data page without indices.
         has_indices: Whether a data page refers to the dictionary.
         begins_with_indices: Whether the first data page does.
@@ -188,13 +186,7 @@ class _Items:
 
 
 class PageData(NamedTuple):
-    """A data page.
-
-    Attributes:
-        data: Its stored, perhaps compressed bytes.
-        values: The number of values, with nulls.
-        levels_bytes: The size of its leading repetition levels; -1 = a length precedes them.
-    """
+    """A stored data page; `levels_bytes` -1 = a length precedes the repetition levels."""
 
     data: bytes
     decompressed_bytes: int

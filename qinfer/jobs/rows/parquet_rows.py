@@ -92,8 +92,7 @@ class _Reading(NamedTuple):
 class ParquetGroups:
     """The row groups of a Parquet file; closes `content` with itself.
 
-    `names` are columns and paths of struct fields, `wanted` the row groups to read (empty = all), `far` marks a store
-    with slow reads. A damaged or too large footer raises `ValueError`, `pyarrow.ArrowException` or `OSError`.
+    `names` may be paths of struct fields, `wanted` lists the row groups to read (empty = all).
     """
 
     def __init__(

@@ -21,7 +21,7 @@ _FETCHES = 16  # of one file at once
 
 
 class ByteRange(NamedTuple):
-    """Bytes of a file from `begin` to before `end`."""
+    """Bytes of a file."""
 
     begin: int
     end: int
@@ -54,10 +54,7 @@ def windows_of(spans: Iterable[ByteRange]) -> list[ByteRange]:
 
 
 class Windows(io.RawIOBase):
-    """A file whose spans are fetched ahead, for one thread; closes `content` with itself.
-
-    `read_at` is thread-safe; `groups` has the spans of each row group, in the order of reading.
-    """
+    """A file whose spans are fetched ahead, for one thread; closes `content` with itself."""
 
     def __init__(self, content: Any, read_at: ReadAt, groups: Mapping[int, Sequence[ByteRange]]) -> None:
         self._content, self._read_at = content, read_at

@@ -12,9 +12,9 @@ from qinfer.storage.hive import Values, number_columns, partition_folders, parti
 
 
 class Partitions:
-    """The partition columns of a job's files, of which there is at least one; none unless the job asks for them.
+    """The partition columns of a job's files, if it asks for them.
 
-    Files whose folders have different names, or an output partitioned by another name, raise `InvalidRequest`.
+    Files whose folders have different names raise `InvalidRequest`.
     """
 
     def __init__(self, urls: Sequence[str], spec: JobSpec, types: TextTypes) -> None:

@@ -24,13 +24,12 @@ from qinfer.jobs.rows.text_streams import TextFormat, TextStream
 
 
 class Wanted(NamedTuple):
-    """Columns and struct fields to read.
+    """Columns and struct fields to read, in order.
 
     Attributes:
-        columns: A column for each, named by its path, in the type to return.
-        nested: The files' columns that contain them, with structs reduced to these fields.
-        may_lack: Whether a file may lack columns; they are null then.
-        groups: The row groups to read, in order.
+        columns: Named by path, in the type to return.
+        nested: The files' columns that contain them.
+        may_lack: Whether missing columns are null.
     """
 
     columns: pa.Schema
@@ -49,10 +48,7 @@ class Wanted(NamedTuple):
 class Rows(NamedTuple):
     """Rows of a file.
 
-    Attributes:
-        size_bytes: Their size in memory.
-        is_too_large: A single row beyond the memory limit; its largest columns are null.
-        fault: Why the rows can't be read; all columns are null then.
+    `is_too_large` marks a row whose largest columns are null; with a `fault`, all columns are.
     """
 
     record: pa.RecordBatch
@@ -122,11 +118,7 @@ class _Arrow:
 
 
 class TextRows:
-    """CSV or JSON lines in the plan's types; a value of another type is found while reading.
-
-    The text begins at the first range's cut point, and is closed with the rows. Damage raises `pyarrow.ArrowException`
-    or `OSError`.
-    """
+    """CSV or JSON lines in the plan's types, from the first range's cut point."""
 
     def __init__(
         self, content: TextStream, format_: TextFormat, wanted: Wanted, url: str, limits: Limits, csv: Csv

@@ -41,11 +41,11 @@ _OF_STORE = "AWS Error"  # marks errors of Arrow's S3 client among the `OSError`
 
 
 class SourceChanged(StoreChanged):
-    """An input file has changed since planning, or is gone; the message names the URL."""
+    """An input file has changed since planning, or is gone."""
 
 
 class Segment(NamedTuple):
-    """Rows of a batch from one row group (-1 = none) of a file; `first_row` counts within the file."""
+    """Rows of a batch from one row group of a file; `first_row` counts within the file."""
 
     url: str
     row_group: int
@@ -54,7 +54,7 @@ class Segment(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Rows of a batch that can't be read; `first` counts within the batch."""
+    """Rows of a batch that can't be read."""
 
     first: int
     rows: int
@@ -62,12 +62,9 @@ class Fault(NamedTuple):
 
 
 class RowBatch(NamedTuple):
-    """Rows of a shard.
+    """Rows of a shard and their origins, in order.
 
-    Attributes:
-        segments: Their origins, in order.
-        too_large: The numbers of rows beyond the memory limit; their largest columns are null.
-        faults: The runs of unreadable rows; all their columns are null.
+    Rows in `too_large` lack their largest columns; rows in `faults` lack all.
     """
 
     record: pa.RecordBatch
@@ -79,16 +76,7 @@ class RowBatch(NamedTuple):
 class ShardReader:
     """Reads the rows of one shard in order; blocking, for one thread. Close it.
 
-    Args:
-        shard: The shard.
-        columns: The columns to read (`InputColumns.columns` and `OutputColumns.copied`).
-        schema: The plan's input columns, in the types that they are read as.
-        spec: The job, for the form of its files and the treatment of unreadable ones.
-        store: URL → its store; also for kept pieces (`InputForm.kept_url`).
-        limits: Memory limits.
-
-    Attributes:
-        schema: The columns of the batches; dictionary columns are decoded.
+    `schema` has the batches' columns, without dictionaries; `store` also finds kept pieces (`InputForm.kept_url`).
     """
 
     def __init__(

@@ -46,17 +46,11 @@ _HIDDEN_BELOW = re.compile(r"/[._]")
 
 
 class SourceBroken(InvalidRequest):
-    """An input file is damaged, lacks planned columns, or takes too much memory; the message names its URL."""
+    """An input file is damaged, lacks planned columns, or takes too much memory."""
 
 
 class Limits(NamedTuple):
-    """Memory limits of reading a file.
-
-    Attributes:
-        rows_bytes: Rows decoded together; a larger row is an error.
-        page_bytes: The encoded data of rows: pages and dictionaries, or a record batch.
-        footer_bytes: A footer (`bulk.max_footer_bytes`).
-    """
+    """Memory limits of reading a file: decoded rows, encoded pages or a record batch, and the footer."""
 
     rows_bytes: int
     page_bytes: int
@@ -71,11 +65,7 @@ class Limits(NamedTuple):
 class Footer(NamedTuple):
     """Schema and row counts of a file.
 
-    Attributes:
-        schema: Its columns; none if a CSV or JSON lines file is empty.
-        groups: The rows of each row group (Parquet) or record batch (Arrow); `None` for other formats.
-        cuts: Cut points of a CSV or JSON lines file.
-        mixed: Fields of JSON lines with values of several kinds, which the schema lacks.
+    Text has `cuts` instead of row `groups`; `mixed` are fields of several kinds, which the schema lacks.
     """
 
     schema: pa.Schema

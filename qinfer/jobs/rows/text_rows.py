@@ -51,7 +51,7 @@ _LINE_ENDS = bytes.maketrans(b"\r", b"\n")
 
 
 class Contents(NamedTuple):
-    """Schema, row count and cut points of a text; `mixed` are fields of several kinds, which the schema lacks."""
+    """Columns, rows and cut points of a text; `mixed` fields of several kinds are no columns."""
 
     schema: pa.Schema
     rows: int
@@ -233,9 +233,9 @@ def open_text(
 
 
 class CsvReader:
-    """Reads a CSV file block by block; rows with unbalanced quotes are null, in separate batches.
+    """Reads CSV block by block; rows with unbalanced quotes are null, in separate batches.
 
-    `lines` counts the lines before the next rows, without blank ones. Malformed text raises `pyarrow.ArrowInvalid`.
+    `lines` counts the lines before the next rows, without blank ones.
     """
 
     def __init__(self, text: TextStream, types: pa.Schema, csv: Csv) -> None:
@@ -268,7 +268,7 @@ class CsvReader:
 
 
 class NumbersReader:
-    """Reads JSON lines block by block, and keeps some numbers as they are written."""
+    """Reads JSON lines block by block, and keeps some numbers as written."""
 
     def __init__(self, text: TextStream, types: pa.Schema) -> None:
         self._text, self._types = text, types
@@ -444,7 +444,7 @@ class _Objects(ForwardOnly):
 
 
 class Nesting:
-    """Checks the nesting of JSON lines, block by block, before a recursive parser overflows its stack."""
+    """Checks the nesting of JSON lines before a recursive parser overflows its stack."""
 
     def __init__(self) -> None:
         self._depth = 0

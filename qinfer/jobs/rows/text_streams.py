@@ -57,14 +57,11 @@ _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")
 
 
 class NotText(ValueError):
-    """A file is of another kind, or too large; the message, with the remedy, calls it `it`."""
+    """A file is of another kind, or too large; the message calls it `it`."""
 
 
 class InputForm(NamedTuple):
-    """The form of a job's input files; an empty format or compression = by their extensions.
-
-    `kept_url` is the folder of kept pieces.
-    """
+    """The form of a job's input files; an empty format or compression = by their extensions."""
 
     format: InputFormat = ""
     compression: InputCompression = ""
@@ -118,7 +115,7 @@ class ForwardOnly:
 
 
 class TextStream(ForwardOnly):
-    """A text that can't seek: `head`, then the content of `file`, which is closed with the stream."""
+    """A text that can't seek: `head`, then `file`, which is closed with the stream."""
 
     def __init__(self, file: _Readable, head: bytes = b"") -> None:
         self._file = file
@@ -265,10 +262,7 @@ def _piece_url(folder: str, url: str, etag: str, begin: int) -> str:
 
 
 class PieceKeeper:
-    """Stores compressed pieces of one file's text in `folder`.
-
-    Text before the first cut point is not kept: shards read it from the file.
-    """
+    """Stores compressed pieces of a file's text, from its first cut point on."""
 
     def __init__(self, store_for: Callable[[str], Store], folder: str, url: str, etag: str) -> None:
         self._store_for = store_for
@@ -295,7 +289,7 @@ class PieceKeeper:
 
 
 class KeptText:
-    """The text of a file from the piece at `begin` on; it ends where the next piece is missing."""
+    """The text of a file from the piece at `begin` to the last piece."""
 
     def __init__(self, store_for: Callable[[str], Store], folder: str, url: str, etag: str, begin: int) -> None:
         self._store_for = store_for

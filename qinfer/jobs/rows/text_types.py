@@ -25,10 +25,9 @@ class TextTypes(NamedTuple):
 
     Attributes:
         wanted: Column → the type for its inputs; `None` = inputs need different types.
-        key: The job's key column, or empty.
         named: Columns that the job names: inputs, the key, and copied columns.
         copied: Copied columns with the key; `*` = all.
-        declared: Column → the name of its type in the job's `types`.
+        declared: The job's `types`.
     """
 
     wanted: Mapping[str, pa.DataType | None]

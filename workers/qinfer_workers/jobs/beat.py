@@ -44,7 +44,7 @@ _LEVELS = {"celery.beat": logging.WARNING}  # it logs each sweep
 
 
 class Beat:
-    """Celery's beat in a thread, and the time of its last sending; `SettingsError` if the broker is unusable."""
+    """Celery's beat in a thread, and the time of its last sending."""
 
     def __init__(self, settings: Settings) -> None:
         self._sent_s = time.monotonic()

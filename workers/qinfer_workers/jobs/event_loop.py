@@ -49,7 +49,7 @@ _QUIET_S = 300.0
 
 
 class Stopped(Exception):
-    """The process ends, so the work was cancelled; another process has to do it."""
+    """The process ends; another one has to do the work."""
 
 
 class TimedOut(Exception):
@@ -148,12 +148,7 @@ class EventLoop:
 class Watchdog:
     """Watches a bulk worker, in a thread that lives as long as the process.
 
-    Args:
-        loop: The loop of its tasks.
-        services: Its threads.
-        stop: Requests an orderly stop with a failure code; thread-safe.
-        waiting: Returns how many tasks wait.
-        beat: The thread of an embedded beat, which implies that tasks arrive.
+    `stop` requests an orderly stop with a failure code. `beat` is the thread of an embedded beat.
     """
 
     def __init__(

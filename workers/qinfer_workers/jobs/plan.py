@@ -45,7 +45,7 @@ logger = logging.getLogger("qinfer_workers.jobs")
 
 
 class Planner:
-    """Plans new and resumed jobs; `limits` are for models' configurations."""
+    """Plans new and resumed jobs."""
 
     def __init__(self, services: JobServices, limits: LimitSettings) -> None:
         self._services = services

@@ -50,11 +50,11 @@ MAX_DEATHS = 5
 
 
 class NotWanted(Exception):
-    """The job's state has changed, or this process is already working on the job."""
+    """The job's state has changed, or this process already works on the job."""
 
 
 class Step(NamedTuple):
-    """A step of a job, by name: the state during the step, and the states to which the step itself moves the job."""
+    """A step: the job's state during it, and the states to which the step itself moves the job."""
 
     name: str
     state: JobState
@@ -76,13 +76,7 @@ FINISHING = Step("finishing", JobState.FINALIZING, frozenset({JobState.RUNNING, 
 
 
 class Attempts(NamedTuple):
-    """The attempts so far.
-
-    Attributes:
-        since_at: When the first began, in the broker's time; 0 = no attempt.
-        deaths: Attempts in which the bulk worker, or the process that read the files, died.
-        reason: Why the last attempt failed; empty = not logged.
-    """
+    """The attempts so far: since when (0 = none), deaths of processes, and why the last one failed."""
 
     since_at: float = 0.0
     deaths: int = 0
@@ -110,7 +104,7 @@ Work = Callable[[JobRecord, int], Awaitable[None]]
 
 
 class JobServices:
-    """The ports and the threads, for one event loop; `examiners` parse inputs and parts.
+    """The ports and the threads, for one event loop.
 
     `store_for` returns any store; jobs get their own by `inputs_of` and `outputs_of`.
     """

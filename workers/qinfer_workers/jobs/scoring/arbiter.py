@@ -44,10 +44,10 @@ class Turn:
     """Permission to use devices; `goes_on` may be called in any thread, one at a time.
 
     Args:
-        mine: The turn's owner; the turn ends when its model is reloaded.
+        mine: The owner; the turn ends when its model is reloaded.
         batchers: Models whose online work ends the turn.
         lines: The queues for the devices.
-        is_forced: The turn began despite online work, and ends after one batch.
+        is_forced: It began despite online work, and ends after one batch.
         is_shared: There was online work lately.
     """
 

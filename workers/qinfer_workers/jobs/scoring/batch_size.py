@@ -31,17 +31,7 @@ _RECENT = 8
 
 
 class BatchSize:
-    """Chooses the size of batches; for one thread at a time.
-
-    Args:
-        most: The model's own limit.
-        limit_s: The longest that a batch should take.
-
-    Attributes:
-        rows: The size of the next batch.
-        is_settled: Whether the search is over.
-        is_shared: Whether there are online requests.
-    """
+    """Chooses the size of batches up to `most` rows; for one thread at a time."""
 
     def __init__(self, most: int, limit_s: float) -> None:
         self.rows = 1

@@ -38,10 +38,7 @@ Outputs = Mapping[str, Array]
 
 
 class Slice(NamedTuple):
-    """Rows of a chunk's piece, from `start` to before `stop`, executed as one batch.
-
-    `is_apart` marks part of a failed batch, which tells nothing about speed.
-    """
+    """Rows of a chunk's piece, executed as one batch; `is_apart` marks part of a failed batch."""
 
     chunk: "Chunk"
     piece: int
@@ -136,12 +133,12 @@ def _start(done: _Done) -> int:
 
 
 class Chunks:
-    """The chunks of a shard.
+    """The chunks of a shard; callbacks come in any thread.
 
     Args:
         size: Chooses the size of batches.
-        on_work: Called, in any thread, when work has no consumer, and when all was read.
-        on_last_rows: Called once, in any thread, when the remaining rows will soon be scored; not after `stop`.
+        on_work: Called when work has no consumer, and when all was read.
+        on_last_rows: Called once, when the remaining rows will soon be scored; not after `stop`.
     """
 
     def __init__(self, size: BatchSize, on_work: Callable[[], None], on_last_rows: Callable[[], None]) -> None:

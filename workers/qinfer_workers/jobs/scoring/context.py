@@ -33,10 +33,9 @@ if TYPE_CHECKING:
 
 
 class HeldShard:
-    """A shard that this worker holds, whose lease is renewed (`leases.Held`).
+    """A shard that this worker holds, whose lease is renewed (`leases.Held`) until `deadline_s`.
 
-    `lost` means that another worker runs it, or its job does not want it; `on_lost` is called then. The lease is
-    renewed until `deadline_s` in the broker's time, which progress moves on.
+    `lost` means that another worker runs it, or its job does not want it; `on_lost` is called then.
     """
 
     def __init__(self, lease: Lease, deadline_s: float) -> None:
@@ -110,15 +109,11 @@ class Served:
     """A served model version, its shard loop, and how its shards are scored.
 
     Attributes:
-        loaded: The loaded generation.
-        arbiter: Gives turns on the devices.
-        size: Learns the best size of batches.
         hurry: Set when running executions are no longer waited for.
         spool: A folder for parts until they are committed.
         read_bytes: The approximate size of rows held at once.
         line: Held by the shard that is scored; the next one is read meanwhile.
         is_open: Set while the model has open jobs.
-        loop: The task of the shard loop.
     """
 
     batcher: JobBatcher
@@ -139,13 +134,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardContext:
-    """The parts of a worker that its shard loops share.
-
-    Attributes:
-        worker_id: The consumer.
-        hurry: Set when running executions are no longer waited for.
-        counts: The settled rows.
-    """
+    """The parts of a worker that its shard loops share."""
 
     delivery: Queue
     jobs: Jobs
@@ -160,7 +149,7 @@ class ShardContext:
 
 
 class PutOff(Exception):
-    """A shard can't be run now, for example during an outage; `code` is the kind of the reason, for the metric."""
+    """A shard can't be run now; `code` is the kind of the reason, for the metric."""
 
     def __init__(self, text: str, code: ErrorCode = ErrorCode.MODEL_NOT_READY) -> None:
         super().__init__(text)
@@ -173,7 +162,7 @@ class PutOff(Exception):
 
 
 class GivenUp(Exception):
-    """A shard kills workers again and again; the text says how."""
+    """A shard kills workers again and again."""
 
 
 class Abandoned(Exception):

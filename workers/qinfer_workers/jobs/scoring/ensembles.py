@@ -66,7 +66,7 @@ class BulkSteps:
 
 
 class EnsembleInstance:
-    """A `Backend` that runs a shard's batches on the event loop; blocks the shard's thread."""
+    """A `Backend` for a shard's thread that runs batches on the event loop."""
 
     short_on_loop = False
 
@@ -101,7 +101,7 @@ class EnsembleInstance:
 
 
 class EnsembleExecutor:
-    """The executor of an ensemble for one shard, with the configuration `spec`; for the event loop."""
+    """The executor of an ensemble for one shard; for the event loop."""
 
     count = AT_ONCE
 

@@ -31,18 +31,7 @@ Note = Callable[[bytes, bytes, str], Awaitable[bool]]
 
 
 class Resuming:
-    """The notes of one run.
-
-    Args:
-        lease: The lease on the shard.
-        shard: The shard.
-        bound: Identifies the plan and the model (`bound_to`).
-        noted: The latest note; empty = no note.
-
-    Attributes:
-        known: The decoded note.
-        note: Set before the run.
-    """
+    """The notes of one run; `bound` identifies the plan and the model (`bound_to`), `note` is set before the run."""
 
     def __init__(self, lease: Lease, shard: Shard, bound: str, noted: bytes) -> None:
         self.note: Note

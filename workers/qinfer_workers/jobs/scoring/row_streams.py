@@ -21,7 +21,7 @@ class Bounds(NamedTuple):
     """Limits of a batch's streams.
 
     Attributes:
-        row_bytes: The most bytes of the responses to a row, each with `RESPONSE_OVERHEAD_BYTES`.
+        row_bytes: Bytes of the responses to a row, each with `RESPONSE_OVERHEAD_BYTES`.
         idle_s: Rows fail when the model sends no response for this long.
     """
 
@@ -42,7 +42,7 @@ class _Row:
 class RowStreams:
     """The `Context` of a decoupled model's bulk batch; an item is a row. Thread-safe.
 
-    `problem` returns the fault of a response's outputs; `calls` is the context for calls of other models.
+    `calls` is the context for calls of other models.
     """
 
     def __init__(

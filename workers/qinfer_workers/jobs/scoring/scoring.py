@@ -60,7 +60,7 @@ class Purpose:
         request_id: The id in the model's own log.
         progress: Called after each batch, in any thread.
         outputs: The requested outputs; empty = all.
-        row_bytes: The most bytes of a decoupled model's responses to a row.
+        row_bytes: The limit of a decoupled model's responses to a row.
     """
 
     model: LoadedModel
@@ -215,7 +215,7 @@ class Scorer:
 class Executions:
     """Counts the executions of one shard for the statistics; thread-safe.
 
-    An execution here has no request: it counts as a batch with rows, and its time as the batch's.
+    Without a request, an execution counts as a batch with rows, and its time as the batch's.
     """
 
     def __init__(self) -> None:
@@ -246,10 +246,7 @@ class Executions:
 
 
 class Watch:
-    """Measures how long the device was busy; if this thread is the device, without the time of other threads.
-
-    `laps_ns` are the nanoseconds between laps.
-    """
+    """Measures how long the device was busy; if this thread is the device, without other threads' time."""
 
     def __init__(self) -> None:
         self.laps_ns: list[int] = []

@@ -40,15 +40,7 @@ Key = tuple[str, int]
 
 
 class Shadows:
-    """The shadow loops of a worker, started and stopped with its models; for the event loop.
-
-    Args:
-        context: The parts shared with the shard loops.
-        batch_s: The time limit of a batch.
-        endpoints: Tells which versions are shadows.
-        publisher: Sends responses.
-        intake: Makes items of leases.
-    """
+    """The shadow loops of a worker, started and stopped with its models; for the event loop."""
 
     def __init__(
         self, context: ShardContext, batch_s: float, endpoints: EndpointStore, publisher: Publisher, intake: Intake
@@ -109,12 +101,9 @@ class Shadows:
 
 
 class ShadowLoop:
-    """The shadow loop of a model version; cancelling its task stops it.
+    """The shadow loop of a model version; cancelling its task stops it, without a task it is paused.
 
-    Attributes:
-        size: Chooses the size of batches.
-        is_open: Set while an endpoint declares the version as a shadow.
-        task: The task that runs it; `None` = paused.
+    `is_open` is set while an endpoint declares the version as a shadow.
     """
 
     def __init__(self, shadows: Shadows, batcher: Batcher, arbiter: DeviceArbiter) -> None:

@@ -63,10 +63,7 @@ T = TypeVar("T")
 
 
 class TooManyFailed(Exception):
-    """More rows of a shard failed than the whole job allows; the text has the number, and the first with its reason.
-
-    `failed_rows` counts only the rows seen to fail; other rows of the shard are unknown.
-    """
+    """More rows of a shard failed than the job allows; `failed_rows` counts those seen to fail."""
 
     def __init__(self, text: str, failed_rows: int) -> None:
         super().__init__(text)
@@ -78,11 +75,9 @@ class Task:
     """A shard, with everything that scoring it needs.
 
     Attributes:
-        head: The inputs' columns and the model, from the job's plan.
         model_hash: The hash of the model's files on this worker.
         max_errors: The number of rows that may fail in the job; -1 = all.
         spool: A folder for the part until it is committed.
-        grant: The URL prefixes that the job may use.
     """
 
     job_id: str
@@ -118,8 +113,8 @@ class ShardFiles:
 
     Attributes:
         faults: Descriptions of unreadable inputs that the job skips.
-        on_delay: Called in a thread, with the error, when the scored part can't be committed now.
-        step: The rows to read and write; all, unless the shard continues an interrupted run.
+        on_delay: Called in a thread when the scored part can't be committed now.
+        step: The rows to read and write.
         keeps: Whether `take_piece` gets the scored rows of stopped chunks.
         errors_before: The number of failed rows before the step.
     """

@@ -49,8 +49,8 @@ T = TypeVar("T")
 class JobRests:
     """Jobs whose shards could not be run here rest for a while.
 
-    A rest takes a second, then twice as long each time up to half a minute, and at least as long as the last attempt.
-    So other jobs get at least as much of the model's time.
+    A rest takes a second, then twice as long each time up to half a minute, but not less than the last attempt, so that
+    other jobs get as much of the model's time.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -87,8 +87,8 @@ class ShardTask:
     Each end is one step in the queue, retried during an outage of the broker while the lease holds.
 
     Attributes:
-        free: Set when the next shard may begin: the model has little or nothing left to do for this one.
-        left: Set when the shard has ended, or its scored part waits for its store: other jobs' shards go on.
+        free: Set when the model has little left to do for this shard, and the next may begin.
+        left: Set when the shard has ended, or its scored part waits for its store.
     """
 
     def __init__(self, context: ShardContext, lease: Lease, make_run: MakeRun, rests: JobRests) -> None:
@@ -306,7 +306,7 @@ class ShardTask:
 class ShardLoop:
     """The shard loop of a model version; cancelling `run` stops it and releases its shards.
 
-    It asks the broker for shards only while `is_open` is set, which means that there are open jobs.
+    It fetches shards only while `is_open` is set, which means that there are open jobs.
     """
 
     def __init__(self, context: ShardContext, lanes: Sequence[Lane], make_run: MakeRun, is_open: asyncio.Event) -> None:

@@ -53,19 +53,12 @@ pa.set_cpu_count(1)
 
 
 class ShardRun:
-    """The run of a shard.
-
-    Args:
-        files: Reads and writes.
-        purpose: The model, and what for.
-        served: The model version, and how its shards are scored.
-        free: Set when the next shard may begin: the model has little left to do for this one.
-        resuming: Reads and writes the notes on the shard.
-        ensemble: Runs the batches of an ensemble, instead of the model version's instances.
+    """The run of a shard; an ensemble's executor replaces the model version's instances.
 
     Attributes:
+        free: Set when the model has little left to do for this shard, and the next may begin.
         is_stuck: It was cancelled, and an execution did not end in time.
-        on_delay: Called on the event loop, with the error, when the scored part can't be committed now.
+        on_delay: Called on the event loop when the scored part can't be committed now.
     """
 
     def __init__(

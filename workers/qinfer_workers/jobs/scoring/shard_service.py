@@ -49,10 +49,7 @@ Key = tuple[str, int]
 
 
 class ShardService:
-    """The shard loops of a worker, started and stopped with its models; for the event loop.
-
-    `counts` are the rows of jobs that were settled here.
-    """
+    """The shard loops of a worker, started and stopped with its models; for the event loop."""
 
     def __init__(self, settings: Settings, delivery: Queue, keeper: LeaseKeeper, worker_id: str) -> None:
         self._settings = settings.bulk
