@@ -68,7 +68,7 @@ class RouteTally:
     connected: dict[str, bool] = field(default_factory=dict)
 
     def counts(self) -> dict[str, int]:
-        """Returns the counts that only grow, by field."""
+        """Returns the counts that only grow."""
         counts = {
             RECEIVED: self.received,
             ACCEPTED: self.accepted,
@@ -93,7 +93,7 @@ class RouteTotals:
 
 
 def count(counts: dict[str, int], key: str, by: int = 1) -> None:
-    """Adds to a count, thread-safe: a scrape would take a count that decreases for a restart."""
+    """Adds to a count, thread-safe: a count that decreases would look like a restart."""
     with _COUNTING:
         counts[key] = counts.get(key, 0) + by
 
@@ -120,7 +120,7 @@ class BridgeCollector(Collector):
 
 
 def families(routes: Mapping[str, RouteTotals]) -> Iterator[Family]:
-    """Yields the metrics of all bridges, from the totals by route."""
+    """Yields the metrics of all bridges."""
     yield from _families(routes)
     living = Family(catalogue.BRIDGE_PROCESSES)
     for route, totals in routes.items():
@@ -223,10 +223,9 @@ class BridgeReports:
         self._records = StoredRecords()
 
     async def put(self, report: BridgeReport, ttl_s: float) -> None:
-        """Stores a bridge's messages in hand and adds its counts, once for each number.
+        """Stores a bridge's messages in hand, for `ttl_s`, and adds its counts, once for each number.
 
-        A report that arrives after its successor has no effect. The messages in hand expire `ttl_s` seconds after the
-        last write; 0 removes them at once.
+        A report that arrives after its successor has no effect; `ttl_s` 0 removes the messages in hand.
         """
         words: list[str | int | bytes] = [_ms(REMEMBERED_S), _ms(KEPT_S), report.process, _ms(ttl_s), report.number]
         words.append(encode_document(BridgeUses(report.process, report.uses)))
@@ -237,7 +236,7 @@ class BridgeReports:
             await self._client.eval(_REPORT, len(names), *names, *words)
 
     async def routes(self) -> dict[str, RouteTotals]:
-        """Returns the totals of each route; counts only grow."""
+        """Returns the totals of each route."""
         with translated():
             live, routes = await self._client.eval(_LIVE, 2, keys.bridges(), keys.routes(), _ms(KEPT_S), MOST_ROUTES)
             names = [name.decode() for name in routes]
@@ -265,7 +264,7 @@ class ReportSequence:
         self._totals: dict[str, dict[str, int]] | None = None  # of a report that may not be stored yet
 
     def next(self) -> BridgeReport:
-        """Returns the next report, or repeats one that was not stored; messages in hand are current."""
+        """Returns the next report, or repeats one that was not stored, with current messages in hand."""
         if self._totals is None:
             self._number += 1
             self._totals = {tally.route: tally.counts() for tally in self._tallies}

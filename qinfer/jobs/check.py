@@ -33,8 +33,7 @@ _MOST_COMPARED, _LONGEST_COMPARED = 1000, 200  # for guessing the intended name
 def check(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> None:
     """Checks that a file's columns fit the model, and that the output's columns have different names.
 
-    An `InvalidRequest` has the first problems. Names that differ only in case are rejected here, but not where shards
-    run, since jobs of earlier releases may have some.
+    Names that differ only in case are rejected here, but not where shards run: jobs of earlier releases may have some.
     """
     found = list(islice(_untyped(spec, model, schema), _MOST_PROBLEMS))
     schema = typed(schema)
@@ -46,7 +45,7 @@ def check(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> None:
 
 
 def problems(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str]:
-    """Yields messages about unknown names, and names that are not unique."""
+    """Yields messages about unknown and ambiguous names."""
     fields = Fields(schema)
     yield from _unknown("columns", spec.columns, [tensor.name for tensor in model.inputs], f"input of '{model.name}'")
     outputs, written = [tensor.name for tensor in model.outputs], written_outputs(spec, model)
@@ -97,12 +96,12 @@ def _untyped(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str
 
 
 def written_outputs(spec: JobSpec, model: ModelSpec) -> tuple[TensorSpec, ...]:
-    """Returns the output tensors that a job writes, in the model's order."""
+    """Returns the output tensors that a job writes."""
     return tuple(t for t in model.outputs if not spec.output.tensors or t.name in spec.output.tensors)
 
 
 def output_columns(spec: JobSpec, tensor: TensorSpec) -> tuple[str, ...]:
-    """Returns the names of the columns for an output tensor: one, or several for its greatest elements."""
+    """Returns the columns for an output tensor: one, or several for its greatest elements."""
     name = spec.column_of(tensor.name)
     if tensor.name not in spec.output.top_k:
         return (name,)
@@ -110,12 +109,12 @@ def output_columns(spec: JobSpec, tensor: TensorSpec) -> tuple[str, ...]:
 
 
 def has_place(spec: JobSpec) -> bool:
-    """Returns whether output rows have their origin: in jobs without a key, or with files of failed rows."""
+    """Returns whether output rows have their origin."""
     return not spec.key or spec.output.is_split
 
 
 def copied_columns(spec: JobSpec, schema: pa.Schema) -> tuple[str, ...]:
-    """Returns the columns that are copied to the output: `passthrough`, then the key."""
+    """Returns the columns that are copied to the output."""
     names = spec.passthrough
     if names == ("*",):
         left_out = {*spec.exclude, *spec.output.partition_by}

@@ -144,21 +144,14 @@ class ExaminerPool:
                 self._turn_away("Server exiting")
 
     async def check(self, spec: JobSpec, model: ModelSpec, grant: Grant) -> None:
-        """Checks whether a job can run; cancellation kills the process that checks.
+        """Checks whether a job can run; cancellation kills the process.
 
-        Raises:
-            QinferError: As `qinfer.jobs.planning.examine`.
-            InvalidRequest: Also if the process died.
-            UnsupportedFeature: A library for reading the inputs is missing.
-            Overloaded: No process can be started, or this process is shutting down.
+        It raises like `qinfer.jobs.planning.examine`, and `Overloaded` if no process can be started.
         """
         await self._ask_gateway(CheckJob(spec, model, grant), spec)
 
     async def estimate(self, job: Unplanned, pace: Pace) -> Estimate:
-        """Checks a job and returns its size; the job's id and model hash are ignored.
-
-        It raises like `check` and `qinfer.jobs.planning.make_plan`.
-        """
+        """Checks a job and returns its size."""
         return _estimates.decode(await self._ask_gateway(EstimateJob(job, pace, ESTIMATE_THREADS), job.spec))
 
     async def _ask_gateway(self, work: Work, spec: JobSpec) -> bytes:
@@ -173,30 +166,18 @@ class ExaminerPool:
             ) from None
 
     async def plan(self, job: Unplanned, pace: Pace, threads: int) -> bytes:
-        """Plans a job and returns the plan's JSON; reads `threads` footers at once.
-
-        Raises:
-            QinferError: As `qinfer.jobs.planning.make_plan`.
-            ExaminerDied: The process died.
-            Overloaded: As `check`.
-        """
+        """Plans a job and returns the plan's JSON; `ExaminerDied` if the process died."""
         return await self._ask(PlanJob(job, pace, threads), self._plan_s)
 
     async def read_parts(self, parts: ExpectedParts, threads: int) -> list[PartInfo | str]:
-        """Validates parts; returns each part, or a message if it is broken, in the order of the shards.
-
-        Raises:
-            StoreError: A store fails.
-            ExaminerDied: The process died.
-            Overloaded: As `check`.
-        """
+        """Validates parts; returns each part, or a message, in the order of the shards."""
         found: list[PartInfo | str] = []
         for some in _pieces(parts):
             found += parts_found(await self._ask(ReadParts(some, threads), self._plan_s))
         return found
 
     async def set_aside(self, parts: ExpectedParts, threads: int) -> None:
-        """Frees the names of broken parts (`qinfer.jobs.parts.set_aside`); raises like `read_parts`."""
+        """Frees the names of broken parts (`qinfer.jobs.parts.set_aside`)."""
         for some in _pieces(parts):
             await self._ask(SetAside(some, threads), self._plan_s)
 

@@ -271,7 +271,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def compression_of_inputs(self) -> InputCompression:
-        """The compression of CSV and JSON lines inputs; empty = by their extensions."""
+        """The compression of text inputs; empty = by their extensions."""
         return "" if self.input_compression is msgspec.UNSET else self.input_compression
 
     @property
@@ -288,7 +288,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self.csv, encoding=codecs.lookup(self.csv.encoding).name, escape=escape)
 
     def with_escape(self, escape: str) -> "JobSpec":
-        """Returns the job with the escape character of its CSV inputs; empty = unchanged."""
+        """Returns the job with an escape character, if one is given."""
         given = Csv() if self.csv is msgspec.UNSET else self.csv
         return msgspec.structs.replace(self, csv=msgspec.structs.replace(given, escape=escape)) if escape else self
 
@@ -304,7 +304,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.output.columns.get(tensor, tensor)
 
     def max_errors(self, rows: int) -> int:
-        """Returns how many of the job's rows may fail; -1 = all."""
+        """Returns how many rows may fail; -1 = all."""
         if self.error_threshold < 0:
             return -1
         share = self.error_threshold < 1
@@ -340,7 +340,7 @@ def decode_spec(body: bytes) -> JobSpec:
 
 
 def decode_spec_as(body: bytes, kind: type[T]) -> T:
-    """Decodes and checks a specification type with more fields; an `InvalidRequest` names the faulty field."""
+    """Decodes and checks a specification type with more fields."""
     try:
         spec = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -357,14 +357,14 @@ def encode_spec(spec: JobSpec) -> bytes:
 
 
 def with_checked_urls(spec: JobSpec, grant: Grant) -> JobSpec:
-    """Returns the job with normalized URLs, without duplicate inputs, after a check against the grant."""
+    """Returns the job with normalized, granted URLs."""
     inputs = tuple(map(grant.check_read, spec.inputs))
     output = msgspec.structs.replace(spec.output, url=grant.check_write(spec.output.url))
     return msgspec.structs.replace(spec, inputs=tuple(dict.fromkeys(inputs)), output=output)
 
 
 def check_spec(spec: JobSpec) -> None:
-    """Checks everything that needs neither the model nor the inputs; raises `InvalidRequest`."""
+    """Checks everything that needs neither the model nor the inputs."""
     if not spec.model:
         raise InvalidRequest("field 'model' is empty; name a model")
     if spec.version < 0:

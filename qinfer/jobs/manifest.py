@@ -87,10 +87,9 @@ _successes = msgspec.json.Decoder(Success)
 
 
 def make_manifest(plan: Plan, parts: Sequence[PartInfo], created_at: float) -> Manifest:
-    """Makes the manifest of a job from its validated parts, which are in the order of the shards.
+    """Makes the manifest of a job from its validated parts, in the order of the shards.
 
-    `created_at` is in seconds since 1970. `CorruptEntry` means that the parts are not the plan's, that their rows do
-    not add up, or that their columns differ.
+    `CorruptEntry` means that the parts are not the plan's, or that their columns differ.
     """
     folder = plan.spec.output.url.rstrip("/")
     names = [info.url.removeprefix(f"{folder}/") for info in parts]
@@ -128,7 +127,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Decodes `_manifest.json`; raises `CorruptEntry` for other content, or wrong sums."""
+    """Decodes `_manifest.json` and checks its sums."""
     manifest = read_stored(_manifests, data, f"the output's {MANIFEST_NAME}")
     sums = [sum(getattr(part, name) for part in manifest.parts) for name in ("rows", "ok", "errors")]
     if sums != [manifest.rows, manifest.ok, manifest.errors] or manifest.ok + manifest.errors != manifest.rows:
@@ -137,7 +136,7 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def encode_success(manifest: Manifest, data: bytes) -> bytes:
-    """Returns the content of `_SUCCESS` for a manifest that was stored as `data`."""
+    """Returns the content of `_SUCCESS` for a manifest stored as `data`."""
     success = Success(
         job=manifest.job,
         rows=manifest.rows,
@@ -149,7 +148,7 @@ def encode_success(manifest: Manifest, data: bytes) -> bytes:
 
 
 def decode_success(data: bytes, manifest: bytes) -> Success:
-    """Decodes `_SUCCESS`; raises `CorruptEntry` for other content, or another manifest."""
+    """Decodes `_SUCCESS` and checks that it is of this manifest."""
     success = read_stored(_successes, data, f"the output's {SUCCESS_NAME}")
     if success.manifest_sha256 != hashlib.sha256(manifest).hexdigest():
         raise CorruptEntry(f"the output's {SUCCESS_NAME} is of another {MANIFEST_NAME}")

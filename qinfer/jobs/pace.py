@@ -26,9 +26,8 @@ def pace_of(settings: BulkSettings, stats: Mapping[str, int], workers: int) -> P
 def rows_per_s(stats: Mapping[str, int]) -> float:
     """Returns how many rows of a job a worker scores per second; 0 = unknown.
 
-    The statistics of jobs count after some seconds of scoring, since they include reading, writing and the influence of
-    online requests. Before that, the fastest batch size of one instance counts: bulk batches have the best size, online
-    batches are often smaller.
+    Statistics of jobs include reading, writing and the influence of online requests; they count after some seconds.
+    Before that, the fastest batch size of one instance counts, since bulk batches have the best size.
     """
     if stats.get(JOB_SCORING_NS, 0) >= _ENOUGH_NS:
         return stats.get(JOB_ROWS_SCORED, 0) / stats[JOB_SCORING_NS] * 1e9

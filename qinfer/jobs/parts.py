@@ -87,7 +87,7 @@ _records = msgspec.json.Decoder(_Record)
 
 
 def part_metadata(job_id: str, shard: Shard, model_hash: str) -> PartMetadata:
-    """Returns the expected metadata of a shard's part, without its failed rows."""
+    """Returns the expected metadata of a shard's part."""
     etags = dict.fromkeys((part.url, part.etag) for part in shard.ranges)
     return PartMetadata(job_id, shard.index, shard.rows, tuple(etag for _, etag in etags), model_hash)
 
@@ -142,14 +142,14 @@ class PartWriter:
         self._good.write(record)
 
     def close(self) -> None:
-        """Ends the file, once; raises `ValueError` if it does not have the rows that its metadata promises."""
+        """Ends the file; raises `ValueError` if its number of rows is not the planned one."""
         if not self._has_ended and self.rows != self._metadata.rows:
             self.abort()
             raise ValueError(f"a part of {self._metadata.rows} rows has {self.rows}")
         self.end()
 
     def end(self) -> None:
-        """Ends the file with the rows that it has, as a piece of a part."""
+        """Ends the file as a piece of a part, with any number of rows."""
         if not self._has_ended:
             self._has_ended = True
             for file in self._files:
@@ -157,11 +157,11 @@ class PartWriter:
 
     @property
     def paths(self) -> Sequence[Path]:
-        """The local files: the part, then the file of failed rows if there is one."""
+        """The part, then the file of failed rows if there is one."""
         return [file.path for file in self._files]
 
     def add(self, paths: Sequence[Path], rows: int, errors: int) -> None:
-        """Appends a piece that an equal writer ended; `paths` are the piece's files."""
+        """Appends a piece that an equal writer ended."""
         self.rows += rows
         self.errors += errors
         if rows > errors or not self._split:
@@ -170,10 +170,7 @@ class PartWriter:
             self._failed_file().add(paths[1])
 
     def prepare(self, store: Store, folder: str, name: str) -> None:
-        """Writes the failed rows and the commit record to the store, which have to precede the part.
-
-        Does nothing for parts that need no record.
-        """
+        """Stores failed rows and the commit record, which have to precede the part."""
         if not self._split and self._output.format not in TEXT_FORMATS:
             return
         part, failed = self._good.written(), None
@@ -380,12 +377,7 @@ def validate_part(
 ) -> PartInfo:
     """Checks that a shard's part is whole: its footer or commit record is readable and fits the plan.
 
-    `is_split` = failed rows are in files of their own.
-
-    Raises:
-        PartBroken: The part is cut off, damaged, or something else.
-        StoreNotFound: The part does not exist.
-        StoreError: The store fails.
+    `PartBroken` means that it is cut off, damaged, or something else.
     """
     stat = store.stat(url)
     if stat is None:
@@ -426,10 +418,7 @@ def part_of(store: Store, parts: ExpectedParts, shard: Shard) -> PartInfo | str:
 
 
 def set_aside(store: Store, parts: ExpectedParts, shard: Shard) -> None:
-    """Frees the name of a broken part, so that it can be written again.
-
-    Does nothing if the part is gone, or another process has replaced it meanwhile.
-    """
+    """Frees the name of a broken part, unless another process has replaced it."""
     url = parts.url_of(shard)
     found = store.stat(url)
     if found is not None and isinstance(part_of(store, parts, shard), str):
@@ -466,7 +455,7 @@ def _failed_name(name: str, failed: _File) -> str:
 
 
 def part_of_failed(name: str) -> str:
-    """Returns the name of the part to which a file in the folder of failed rows belongs."""
+    """Returns the part to which a file of failed rows belongs."""
     return re.sub(_FAILED_DIGEST, "", name)
 
 

@@ -195,7 +195,7 @@ def url_of(output_url: str, name: str) -> str:
 
 
 def read_stored(decoder: Decoder[T], data: bytes | memoryview, what: str) -> T:
-    """Decodes data that qinfer stored or queued; raises `CorruptEntry`, whose message begins with `what`."""
+    """Decodes stored or queued data; the message of `CorruptEntry` begins with `what`."""
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -208,12 +208,12 @@ def encode_ticket(ticket: ShardTicket) -> bytes:
 
 
 def frames_of(job_id: str, shards: Iterable[Shard]) -> list[tuple[int, bytes]]:
-    """Returns the index and ticket of each shard, for the queue."""
+    """Returns the index and ticket of each shard."""
     return [(shard.index, encode_ticket(ShardTicket(job_id, shard))) for shard in shards]
 
 
 def decode_ticket(data: bytes | memoryview) -> ShardTicket:
-    """Decodes a ticket; raises `CorruptEntry` if it is malformed or its rows do not add up."""
+    """Decodes a ticket and checks its number of rows."""
     ticket = read_stored(_tickets, data, "a shard's ticket")
     rows = sum(part.rows for part in ticket.shard.ranges)
     if ticket.shard.rows != rows:
@@ -290,7 +290,7 @@ def encode_plan(plan: Plan) -> bytes:
 
 
 def decode_plan(data: bytes) -> Plan:
-    """Decodes a plan; raises `CorruptEntry` if it is malformed."""
+    """Decodes a plan."""
     wire = read_stored(_plans, data, "the job's plan")
     try:
         shards = tuple(_shard(index, shard, wire.sources) for index, shard in enumerate(wire.shards))
@@ -301,7 +301,7 @@ def decode_plan(data: bytes) -> Plan:
 
 
 def decode_plan_names(data: bytes) -> PlanNames:
-    """Decodes the `PlanNames` of a plan; raises `CorruptEntry` if it is malformed."""
+    """Decodes the `PlanNames` of a plan."""
     return read_stored(_plan_names, data, "the job's plan")
 
 
@@ -339,7 +339,7 @@ def encode_plan_head(plan: Plan) -> bytes:
 
 
 def decode_plan_head(data: bytes) -> PlanHead:
-    """Decodes the head of a plan; raises `CorruptEntry` if it is malformed."""
+    """Decodes the head of a plan."""
     return read_stored(_heads, data, "the head of the job's plan")
 
 

@@ -71,10 +71,7 @@ class Examined(NamedTuple):
 def examine(spec: JobSpec, model: ModelSpec, grant: Grant, footer_bytes: int = FOOTER_BYTES) -> Examined:
     """Checks that a job can run; blocks while the stores list the inputs.
 
-    Raises:
-        InvalidRequest: An input is missing or unreadable, its columns do not fit, or the output is not empty.
-        Forbidden: A URL, or the target of a link, is not granted.
-        StoreError: A store can't be read.
+    `InvalidRequest` means a fault of the job, `Forbidden` a URL, or the target of a link, that is not granted.
     """
     spec = with_checked_urls(spec, grant)
     writable(grant).check(spec.output.url)
@@ -135,14 +132,14 @@ def _csv_hint(files: Sequence[Stat], format_: FileFormat, spec: JobSpec) -> str:
 
 
 def estimate(job: Unplanned, pace: Pace, threads: int, footer_bytes: int = FOOTER_BYTES) -> Estimate:
-    """Checks a job like `examine` and counts its files, rows and shards; blocks until every footer is read."""
+    """Checks a job like `examine` and returns its size; blocks until every footer is read."""
     spec = examine(job.spec, job.model, job.grant, footer_bytes).spec
     plan = make_plan(job._replace(spec=spec), pace, threads=threads, footer_bytes=footer_bytes)
     return Estimate(len(plan.sources), plan.rows, len(plan.shards))
 
 
 def check_output(spec: JobSpec) -> None:
-    """Checks that a job's output folder is empty, or holds an output that the job overwrites."""
+    """Checks that a job's output folder is empty, or that the job overwrites it."""
     url = spec.output.url
     store = store_for(url)
     if store.stat(url) is not None:
@@ -172,7 +169,7 @@ def _file_above(url: str) -> str:
 
 
 def common_format(files: Sequence[Stat], spec: JobSpec) -> FileFormat:
-    """Returns the format of a job's files; raises `InvalidRequest` if it is unknown, or they have several."""
+    """Returns the format of a job's files, which must be the same."""
     first = format_of(files[0].url, spec.input_format)
     for file in files:
         if format_of(file.url, spec.input_format) != first:
@@ -189,12 +186,7 @@ def first_schema(
     types: TextTypes,
     footer_bytes: int = FOOTER_BYTES,
 ) -> tuple[Stat | None, pa.Schema]:
-    """Returns the first file with columns, and these; `None` if none of the first files has any.
-
-    Raises:
-        InvalidRequest: A file can't be read and the job does not skip bad files, or no file has columns.
-        StoreError: A store can't be read.
-    """
+    """Returns the first file with columns; `None` if none of the first files has any."""
     bad: list[BadFile] = []
     for file in files[:_MOST_EMPTY]:
         try:
@@ -219,15 +211,9 @@ def make_plan(
     reading: Reading = lambda _: nullcontext(),
     footer_bytes: int = FOOTER_BYTES,
 ) -> Plan:
-    """Plans a job; blocks until every footer is read.
+    """Plans a job; blocks until every footer is read, `threads` at once.
 
-    `reading` is entered around the reading of each file. `threads` footers are read at once.
-
-    Raises:
-        InvalidRequest: A file is damaged and the job does not skip bad files, or a file lacks a column or has another
-            type than the others.
-        Forbidden: A file is, or links to, what the grant excludes.
-        StoreError: A store can't be read.
+    It raises like `examine`, and if files are damaged or their columns do not fit together.
     """
     spec, check_read = job.spec, readable(job.grant).check
     files = find_files(spec.inputs, check_read, looks_above=False)

@@ -108,7 +108,7 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, attempt=self.attempt + 1, **changes)
 
     def taken(self, rows: int, *, is_suspect: bool) -> "Resumption":
-        """Returns the state for a new owner of a shard of `rows` rows."""
+        """Returns the state for a new owner."""
         if self.begun is None:
             if not is_suspect:
                 return self
@@ -133,7 +133,7 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
         return len(set(self.alone)) >= WORKERS or len(self.alone) >= MOST_DEATHS
 
     def step(self, rows: int) -> RowSpan:
-        """Returns the next rows to run of an unfinished shard of `rows` rows."""
+        """Returns the next rows to run."""
         first = self.done
         if self._is_deadly:
             return RowSpan(first, first + 1, is_deadly=True)
@@ -150,7 +150,7 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
         return self._next(pieces=(*self.pieces, piece), begun=None, alone=(), size=size, deadly=deadly, idle=0)
 
     def broken_off(self, step: RowSpan, piece: KeptPiece | None, *, has_scored: bool) -> "Resumption":
-        """Adds the first rows of an interrupted step; if rows were scored but not kept, the next range is smaller."""
+        """Adds the first rows of an interrupted step; if scored rows were lost, the next range is smaller."""
         if piece is not None:
             return self._next(pieces=(*self.pieces, piece), begun=None, alone=(), idle=0)
         if has_scored:
@@ -167,12 +167,12 @@ def _cut(rows: int) -> int:
 
 
 def pieces_folder(job_id: str) -> str:
-    """Returns the folder of a job's pieces, in the output folder; only this job writes there."""
+    """Returns the folder of a job's pieces, where only this job writes."""
     return f"{CHECKPOINTS}/{hashlib.sha256(job_id.encode()).hexdigest()[:16]}"
 
 
 def bound_to(head: bytes, shard: Shard, model_hash: str) -> str:
-    """Returns the hashes that a shard's pieces depend on: plan head and shard, then the model."""
+    """Returns the hashes that pieces depend on: of plan head and shard, and of the model."""
     digest = hashlib.sha256(head)
     digest.update(msgspec.msgpack.encode(shard))
     return f"{digest.hexdigest()[:32]} {model_hash}"
@@ -184,7 +184,7 @@ def encode_resumption(resumption: Resumption) -> bytes:
 
 
 def decode_resumption(data: bytes) -> Resumption:
-    """Decodes a state; raises `CorruptEntry` if it is malformed."""
+    """Decodes a state."""
     return read_stored(_resumptions, data, "what is known of a shard")
 
 
@@ -192,7 +192,7 @@ _resumptions = msgspec.json.Decoder(Resumption)
 
 
 def rows_of(shard: Shard, first: int, stop: int) -> Shard:
-    """Returns the rows from `first` to before `stop` as a shard."""
+    """Returns some rows of a shard as a shard."""
     if (first, stop) == (0, shard.rows):
         return shard
     ranges, passed = list[Range](), 0

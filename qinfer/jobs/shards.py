@@ -56,7 +56,7 @@ class Sizes(NamedTuple):
     workers: int = 1
 
     def next_rows(self, index: int, left: int) -> int:
-        """Returns the most rows of the shard at `index`, when `left` rows are in no earlier shard."""
+        """Returns the most rows of the shard at `index`, with `left` rows remaining."""
         rows = self.rows
         if self.least:
             rows = min(rows, max(left // (2 * self.workers), self.least))
@@ -79,7 +79,7 @@ _MOST_WORKERS = 1000
 
 
 def shard_sizes(rows_per_part: int, rows: int, pace: Pace) -> Sizes:
-    """Returns the sizes of a job's shards; `rows_per_part` is the user's choice, 0 = none."""
+    """Returns the sizes of a job's shards; `rows_per_part` 0 = the server decides."""
     if rows_per_part:
         return Sizes(rows_per_part, rows_per_part)
     workers, possible = min(max(1, pace.workers), _MOST_WORKERS), _least_rows_a_shard(rows)
@@ -107,13 +107,8 @@ def plan_shards(
 ) -> tuple[Shard, ...]:
     """Cuts at least one file into shards; raises `InvalidRequest` beyond `MAX_SHARDS`.
 
-    Args:
-        files: The files in order.
-        sizes: The sizes of the shards.
-        extension: The extension of the parts' names, such as `parquet`.
-        example: The number of a file with columns, for the empty part of a job without rows.
-        limit: The number of rows to use, from the first; 0 = all.
-        folder_of: URL of a file → output folder of its rows, ending in `/`; a shard has rows of one folder.
+    `example` is the number of a file with columns, for the empty part of a job without rows. Rows of different output
+    folders (`folder_of`, ending in `/`) are never in one shard.
     """
     shards: list[Shard] = []
     wanted = list(_first_rows(files, limit)) if limit else files

@@ -36,7 +36,7 @@ class Broker(NamedTuple):
 
 
 def broker_of(settings: Settings) -> Broker:
-    """Returns the broker from `bulk.broker_url`, else `redis.url`; `SettingsError` if Celery can't use it."""
+    """Returns the broker from `bulk.broker_url`, else `redis.url`."""
     given = settings.bulk.broker_url.get_secret_value()
     if not given and settings.redis.cluster:
         raise SettingsError(f"{_VARIABLE} is not set: Celery needs a Redis that is no cluster; give its URL there")
@@ -63,19 +63,16 @@ class BulkTasks:
         self._app: Celery | None = None
 
     def check(self) -> None:
-        """Raises `SettingsError` if the broker is not set, or Celery is not installed; sends nothing."""
+        """Raises `SettingsError` if tasks can't be sent; sends nothing."""
         broker_of(self._settings)
         self._producer()
 
     def plan(self, job_id: str) -> None:
-        """Requests planning of a new or resumed job.
-
-        After `BrokerUnavailable` the task may have been sent; it can be repeated, since planning is idempotent.
-        """
+        """Requests planning of a job; safe to repeat after `BrokerUnavailable`."""
         self._send(PLAN, job_id)
 
     def finalise(self, job_id: str) -> None:
-        """Requests the end of a job whose shards are all settled; raises like `plan`."""
+        """Requests the end of a job whose shards are all settled."""
         self._send(FINALISE, job_id)
 
     def waiting(self) -> int:
@@ -124,10 +121,7 @@ class BulkTasks:
 
 
 def celery_app(settings: Settings, connect_s: float, transport: Mapping[str, Any]) -> "Celery":
-    """Makes an app with the queue of the tasks, but without tasks; raises `SettingsError` if it can't.
-
-    `connect_s` limits connecting; `transport` adds options of the broker's transport.
-    """
+    """Makes an app with the queue of the tasks, but without tasks."""
     broker = broker_of(settings)
     try:
         from celery import Celery

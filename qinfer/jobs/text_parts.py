@@ -56,7 +56,7 @@ class TextFile:
                 self._rows.write(record.slice(first, size))
 
     def add(self, path: Path) -> None:
-        """Appends the rows of another file of this kind, which has rows."""
+        """Appends the rows of another file of this kind."""
         codec = None if self._compression == "none" else self._compression
         with pa.input_stream(str(path), compression=codec) as text:
             text.read(self._rows.begin())
@@ -122,10 +122,7 @@ class _JsonRows:
 
 
 def csv_column(column: pa.Array, field: pa.Field | None = None) -> pa.Array:
-    """Converts a column for CSV: numbers and instants stay, everything else becomes text.
-
-    `field` has metadata on the column and its nested fields.
-    """
+    """Converts a column for CSV, by the metadata of its field: numbers and instants stay, the rest is text."""
     kind = column.type
     if (stored := _stored(column)) is not None:
         return csv_column(stored)
@@ -139,10 +136,7 @@ def csv_column(column: pa.Array, field: pa.Field | None = None) -> pa.Array:
 
 
 def json_texts(values: pa.Array, field: pa.Field | None = None) -> pa.Array:
-    """Returns values as JSON texts, nulls as null; a type without a text raises `pa.ArrowException`.
-
-    `field` has metadata on the values and their nested fields.
-    """
+    """Returns values as JSON texts, by the metadata of their field; nulls stay null."""
     kind = values.type
     if (stored := _stored(values)) is not None:
         return json_texts(stored)

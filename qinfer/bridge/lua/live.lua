@@ -1,5 +1,5 @@
--- Returns what live bridges have in hand, and the names of the latest routes.
--- KEYS: live bridges, routes. ARGV: ms that a route is kept, how many routes at most.
+-- Returns the messages in hand of live bridges, and the names of the last reported routes.
+-- KEYS: live bridges, routes. ARGV: ms that a route is kept, most routes.
 local now = now_ms()
 local found, live = redis.call('HGETALL', KEYS[1]), {}
 for i = 1, #found, 2 do

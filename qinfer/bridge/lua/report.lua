@@ -1,6 +1,6 @@
--- Adds up what a bridge reports; a report that comes after its successor changes nothing.
--- KEYS: live bridges, routes, the counts of each route. ARGV: ms that a bridge's number is remembered, ms that a route is kept,
---   process, ms for which the report holds, its number, its uses, then for each route its name, how many counts follow, and they.
+-- Adds a bridge's report; one that arrives after its successor has no effect.
+-- KEYS: live bridges, routes, the counts of each route. ARGV: ms that a bridge's number is kept, ms that a route is kept,
+--   process, ms that the report holds, its number, messages in hand, then for each route its name, number of counts, counts.
 local now = now_ms()
 local remembered_ms, kept_ms, process, ttl_ms, number = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 local known = redis.call('HGET', KEYS[1], process)

@@ -85,7 +85,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def fits(kind: pa.DataType, datatype: str) -> bool:
-    """Returns whether values of a plain type suit a datatype; single values may still not fit."""
+    """Returns whether a plain type suits a datatype; single values may not fit."""
     if pa.types.is_null(kind):  # a column without values, as of an empty CSV file
         return True
     if datatype == "BYTES":
@@ -96,7 +96,7 @@ def fits(kind: pa.DataType, datatype: str) -> bool:
 
 
 def bounds(kind: pa.DataType, datatype: str) -> Bounds | None:
-    """Returns the values of a suitable type that fit a datatype; `None` = all."""
+    """Returns the values of a suitable type that fit; `None` = all."""
     if datatype == "BYTES" or pa.types.is_boolean(kind) or pa.types.is_null(kind):
         return None
     source = np.dtype(kind.to_pandas_dtype())
@@ -113,7 +113,7 @@ def bounds(kind: pa.DataType, datatype: str) -> Bounds | None:
 
 
 def beyond(values: pa.Array, allowed: Bounds) -> Misfits | None:
-    """Finds numbers that do not fit, ignoring nulls; `None` = all fit, which the extremes mostly show."""
+    """Finds numbers that do not fit, if any; mostly the extremes suffice."""
     extremes = pc.min_max(values)
     low, high = extremes["min"].as_py(), extremes["max"].as_py()
     if low is None or (low >= allowed.low and high <= allowed.high):
@@ -129,14 +129,14 @@ def beyond(values: pa.Array, allowed: Bounds) -> Misfits | None:
 
 
 def target_dtype(datatype: str) -> np.dtype[Any]:
-    """Returns the numpy dtype of a datatype: float32 for BF16, object for BYTES."""
+    """Returns a datatype's numpy dtype: float32 for BF16, object for BYTES."""
     if datatype == "BYTES":
         return np.dtype(object)
     return _DTYPES[datatype]
 
 
 def fill_of(null: Null, datatype: str) -> Any:
-    """Returns the element that replaces a null; raises `ValueError` if the datatype lacks it."""
+    """Returns the element that replaces a null, or raises `ValueError`."""
     if datatype == "BYTES":
         if isinstance(null, str) and null != "nan":
             return null.encode()
@@ -152,7 +152,7 @@ def fill_of(null: Null, datatype: str) -> Any:
 
 
 def to_array(values: pa.Array, datatype: str, fill: Any = None) -> Array:
-    """Returns fitting values as a flat array, without a copy if the type is the same; `fill` replaces nulls."""
+    """Returns fitting values as a flat array, without a copy if possible."""
     if fill is not None and values.null_count:
         array = np.full(len(values), fill, target_dtype(datatype))
         valid = values.is_valid().to_numpy(zero_copy_only=False)

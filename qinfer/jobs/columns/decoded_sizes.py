@@ -61,7 +61,7 @@ def _single(row: pa.RecordBatch, max_bytes: int) -> Cut:
 
 
 def bytes_before(array: pa.Array, positions: Positions) -> Sizes:
-    """Returns the decoded bytes of the elements before each position of a valid array."""
+    """Returns the decoded bytes before each position of a valid array."""
     kind = array.type
     for is_of, sizes_of in _BY_ELEMENT:
         if is_of(kind):

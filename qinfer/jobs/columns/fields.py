@@ -29,7 +29,7 @@ class Fields:
 
     @property
     def names(self) -> list[str]:
-        """The names of the top-level fields, each once."""
+        """The names of the top-level fields."""
         return list(self._numbers)
 
     def places(self, path: str) -> list[Place]:
@@ -46,7 +46,7 @@ class Fields:
         ]
 
     def field(self, path: str) -> pa.Field | None:
-        """Returns the only field of a path, named by the path, or `None`."""
+        """Returns the only field of a path, or `None`."""
         places = self.places(path)
         if len(places) != 1:
             return None
@@ -58,7 +58,7 @@ class Fields:
         return pa.field(path, found.type, nullable, found.metadata)
 
     def paths(self) -> Iterator[str]:
-        """Yields the paths of all fields, outer ones first."""
+        """Yields all paths, outer fields first."""
         yield from self._numbers
         for number, field in enumerate(self._fields):
             for path in self._struct(number).paths():
@@ -72,7 +72,7 @@ class Fields:
 
 
 def select(schema: pa.Schema, paths: Iterable[str]) -> pa.Schema:
-    """Returns a schema of fields named by their paths; `KeyError` unless each exists once."""
+    """Returns a schema of fields named by their paths, which must be unique."""
     fields, chosen = Fields(schema), []
     for path in paths:
         found = fields.field(path)
@@ -83,7 +83,7 @@ def select(schema: pa.Schema, paths: Iterable[str]) -> pa.Schema:
 
 
 def pick(record: pa.RecordBatch, paths: Sequence[str]) -> pa.RecordBatch:
-    """Returns unique fields of a batch as columns named by their paths."""
+    """Returns fields of a batch as columns named by their paths."""
     if set(paths) <= set(record.schema.names):
         return record.select(paths)
     fields, columns = Fields(record.schema), []
@@ -95,13 +95,13 @@ def pick(record: pa.RecordBatch, paths: Sequence[str]) -> pa.RecordBatch:
 
 
 def pruned(schema: pa.Schema, paths: Iterable[str]) -> pa.Schema:
-    """Returns the columns that contain some fields, with structs reduced to these."""
+    """Returns the columns that contain some fields, reduced to these."""
     fields = Fields(schema)
     return pa.schema(_pruned(list(schema), [place for path in paths for place in fields.places(path)]))
 
 
 def replaced(schema: pa.Schema, path: str, field: pa.Field) -> pa.Schema:
-    """Replaces type, nullability and metadata of a path's only field."""
+    """Replaces type, nullability and metadata of a path's field."""
     ((first, *inner),) = Fields(schema).places(path)
     return schema.set(first, _replaced(schema.field(first), inner, field))
 

@@ -43,7 +43,7 @@ class Decoded(NamedTuple):
 
 
 def is_left_out(spec: JobSpec, tensor: TensorSpec, schema: pa.Schema) -> bool:
-    """Returns whether the model runs without an input: it is optional, and the job has no column for it."""
+    """Returns whether the model runs without an optional input."""
     return tensor.optional and tensor.name not in spec.columns and not Fields(schema).places(tensor.name)
 
 
@@ -70,10 +70,7 @@ class InputColumns:
         self._has_views = schema_without_views(flat).types != flat.types
 
     def decode(self, record: pa.RecordBatch, errors: RowErrors | None = None) -> Decoded:
-        """Makes the arrays of a batch; `errors` has earlier errors of its rows.
-
-        The batch has the columns, or structs that contain them, in the schema's types or with decoded dictionaries.
-        """
+        """Makes the arrays of a batch in the schema's types; dictionaries may be decoded already."""
         record = pick(record, self.columns)
         if self._has_views:
             record = without_views(record)

@@ -94,8 +94,8 @@ class OutputColumns:
     def encode(self, batch: RowBatch, scored: Sequence[Scored], errors: RowErrors) -> pa.RecordBatch:
         """Makes the output rows of a batch, in its order.
 
-        `scored` has the outputs of executed rows, `errors` those of the others; rows without a column value are marked
-        there, too. An output of another shape or datatype than configured raises `OutputMismatch`.
+        Rows without a column value are marked in `errors`. An output of another shape or datatype than configured
+        raises `OutputMismatch`.
         """
         place = None
         if len(scored) != 1 or scored[0].rows is not None:
@@ -290,7 +290,7 @@ def list_type(element: pa.DataType, dim: int, *, nullable: bool = False) -> pa.D
 
 
 def lists_of(values: pa.Array, kind: pa.DataType, size: int, count: int) -> pa.Array:
-    """Splits values into `count` lists of `size` elements."""
+    """Splits values into `count` lists."""
     if pa.types.is_fixed_size_list(kind):
         return pa.FixedSizeListArray.from_arrays(values, type=kind)
     offsets = pa.array(np.arange(count + 1, dtype=np.int32) * np.int32(size))

@@ -39,11 +39,11 @@ class RowErrors:
 
     @property
     def bad(self) -> Mask | None:
-        """The mask of failed rows; `None` = no row failed."""
+        """The mask of failed rows, if any."""
         return None if self._reason is None else self._reason != 0
 
     def columns(self) -> tuple[pa.Array, pa.Array]:
-        """Returns the columns `error_code` and `error_message`; null for valid rows."""
+        """Returns the columns `error_code` and `error_message`."""
         if self._reason is None:
             return pa.nulls(self.rows, pa.string()), pa.nulls(self.rows, pa.string())
         numbers = pa.array(self._reason - 1, mask=self._reason == 0)

@@ -22,12 +22,12 @@ INT96_INSTANT = b"qinfer:int96"
 
 
 def encode_schema(schema: pa.Schema) -> str:
-    """Encodes columns as base64 of Arrow's own form."""
+    """Encodes columns as base64 of Arrow's form."""
     return binascii.b2a_base64(schema.remove_metadata().serialize().to_pybytes(), newline=False).decode()
 
 
 def decode_schema(text: str) -> pa.Schema:
-    """Decodes `encode_schema`; raises `CorruptEntry` if the text is malformed."""
+    """Decodes `encode_schema`."""
     try:
         return pa.ipc.read_schema(pa.py_buffer(binascii.a2b_base64(text, strict_mode=True)))
     except (ValueError, OSError) as error:
@@ -35,9 +35,9 @@ def decode_schema(text: str) -> pa.Schema:
 
 
 def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Returns the type for values of both types, such as the wider number or the longer list; `None` = no such type.
+    """Returns the type for values of both types, such as the wider number, if there is one.
 
-    Timestamps with zones are instants, which UTC can represent. A timestamp without a zone could be in any zone.
+    Timestamps with zones are instants, which UTC can represent; one without a zone could be in any zone.
     """
     one, other = as_read(one), as_read(other)
     if one == other:
@@ -62,14 +62,14 @@ def _decimal_beside(kind: pa.DataType) -> pa.DataType:
 
 
 def are_rounded(one: pa.DataType, other: pa.DataType) -> bool:
-    """Returns whether a common float type may round decimals of one type."""
+    """Returns whether a common float type may round decimals."""
     kinds = (as_read(one), as_read(other))
     is_rounded = any(pa.types.is_decimal(kind) and kind.precision > _EXACT_DIGITS for kind in kinds)
     return is_rounded and any(pa.types.is_floating(kind) for kind in kinds)
 
 
 def common_field(one: pa.Field, other: pa.Field) -> pa.Field | None:
-    """Returns the first field in the common type; INT96 beside timestamps with a zone is an instant."""
+    """Returns the first field in the common type; INT96 beside a zone is an instant."""
     kinds = [one.type, other.type]
     instants = [INT96_INSTANT in (field.metadata or {}) for field in (one, other)]
     for number, is_int96 in enumerate(instants):
@@ -134,7 +134,7 @@ def _has_views(kind: pa.DataType) -> bool:
 
 
 def as_read(kind: pa.DataType) -> pa.DataType:
-    """Returns the type in which a column is read: without dictionary, run lengths and views."""
+    """Returns a type without dictionary, run lengths and views."""
     while pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         kind = kind.value_type
     return _not_a_view(kind)
@@ -146,7 +146,7 @@ def has_runs(kind: pa.DataType) -> bool:
 
 
 def cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Casts a column to the type of reading; raises `pyarrow.ArrowException` if a value does not fit."""
+    """Casts a column to the type of reading."""
     if column.type == kind:
         return column
     if pa.types.is_run_end_encoded(column.type):
@@ -161,14 +161,14 @@ def cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def run_values(array: pa.RunEndEncodedArray) -> pa.Array:
-    """Decodes runs; Arrow's own function has no kernel for views, dictionaries and other types."""
+    """Decodes runs; Arrow's function has no kernel for views, dictionaries and other types."""
     values = cast(array.values, as_read(array.values.type))
     rows = np.arange(array.offset, array.offset + len(array))
     return values.take(pa.array(np.searchsorted(array.run_ends.to_numpy(), rows, side="right")))
 
 
 def as_list(lists: pa.Array) -> pa.Array:
-    """Converts list views to lists; Arrow's own cast ignores nulls and the beginning of a slice."""
+    """Converts list views; Arrow's cast ignores nulls and the beginning of a slice."""
     return _relisted(lists, lists.flatten())
 
 

@@ -40,7 +40,7 @@ class ScalarColumns:
         ]
 
     def check(self, record: pa.RecordBatch, errors: RowErrors) -> Indices | None:
-        """Marks unusable rows; returns `None`, since all rows have one shape."""
+        """Marks unusable rows; all others have one shape."""
         notes = _Notes(errors, None)
         for column in self._columns:
             values = column.values(record)
@@ -52,7 +52,7 @@ class ScalarColumns:
         return None
 
     def convert(self, record: pa.RecordBatch) -> Array:
-        """Returns the array `[rows, *shape]` of a batch of valid rows."""
+        """Returns the array `[rows, *shape]` of valid rows."""
         rows = record.num_rows
         if len(self.columns) == 1:
             (column,) = self._columns
@@ -107,10 +107,9 @@ class ListColumn:
         return _is_list(casts.plain(kind))
 
     def check(self, record: pa.RecordBatch, errors: RowErrors) -> Indices | None:
-        """Marks unusable rows of a batch.
+        """Marks unusable rows; returns what separates the others into arrays, if anything.
 
-        Returns what separates rows into arrays: their shapes `[rows, dimensions]`, or with a fixed shape `[rows, 1]`
-        whether a row is a filled null; `None` = one array. Values of marked rows are undefined.
+        That is their shape `[rows, dimensions]`, or with a fixed shape `[rows, 1]` whether a row is a filled null.
         """
         array = casts.as_plain(record.column(self._column))
         rows = is_filled = None

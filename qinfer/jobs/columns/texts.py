@@ -34,7 +34,7 @@ _DECIMAL = re.compile(r"decimal128\((?P<digits>\d+), ?(?P<fraction>\d+)\)")
 
 
 def type_of(name: str) -> pa.DataType:
-    """Returns the type with a name in `qinfer.jobs.job.COLUMN_TYPES`, or of a decimal."""
+    """Returns the type of a name in `qinfer.jobs.job.COLUMN_TYPES`, or of a decimal."""
     if decimal := _DECIMAL.fullmatch(name):
         return pa.decimal128(int(decimal["digits"]), int(decimal["fraction"]))
     plain, zone, _ = name.partition(", tz=UTC")
@@ -74,7 +74,7 @@ def leaf_of(field: pa.Field) -> pa.DataType:
 
 
 def read_type(field: pa.Field) -> pa.DataType:
-    """Returns the type that inputs read a column as, including fields in lists and structs."""
+    """Returns the type that inputs read a column as, with nested fields."""
     kind = field.type
     if pa.types.is_struct(kind):
         return pa.struct([inner.with_type(read_type(inner)) for inner in kind])
@@ -85,7 +85,7 @@ def read_type(field: pa.Field) -> pa.DataType:
 
 
 def numbers(texts: pa.Array, field: pa.Field, decimal_point: str, errors: RowErrors) -> pa.Array:
-    """Converts a text column to the field's type; marks rows with other values."""
+    """Converts a text column; marks rows with other values."""
     kind = read_type(field)
     if JSON_NUMBER in (field.metadata or {}) or pa.types.is_nested(kind):
         return texts.cast(kind)

@@ -1,6 +1,6 @@
--- Stores the record of a bulk job, unless there is one.
--- KEYS: record. ARGV: what tells this creation from others (it may be run twice), fields and values.
--- Returns 1 where it is stored, now or by this creation's first run.
+-- Stores the record of a bulk job, unless it exists.
+-- KEYS: record. ARGV: a random word that identifies this creation (the script may run twice), fields and values.
+-- Returns 1 if this creation has stored the record.
 local record, nonce = KEYS[1], ARGV[1]
 
 local known = redis.call('HMGET', record, 'state', 'nonce')

@@ -1,5 +1,5 @@
--- Forgets a job that has ended, or whose record is gone.
--- KEYS: record, todo, in_lane, outcomes, log. Returns 1 where it was known and had ended, 0 where it has not, -1 where it was unknown.
+-- Deletes a job that has ended, or the remains of one without a record.
+-- KEYS: record, todo, in_lane, outcomes, log. Returns 1 = deleted, 0 = not ended, -1 = unknown.
 local state = redis.call('HGET', KEYS[1], 'state')
 if state and not ENDED[state] then return 0 end
 redis.call('UNLINK', unpack(KEYS, 1, 5))

@@ -1,9 +1,9 @@
--- Ends a shard: removes its entry, whoever owns it, and where that is the job's present one records what became of it.
--- KEYS: see job.lua, then the lane, and to bury it the dead letters.
--- ARGV: id, group, place, index, what (finish | drop | bury), its outcome ('rows failed given_up error'), lines of the log
---   that are kept, how many shards to move to the lane at most; and to bury it: its owner, version and name of the lane, error
---   code, reason, how long dead letters are kept in ms, how many bytes they may take.
--- Returns 1 where the outcome was recorded, or the entry buried; else 0.
+-- Ends a shard: removes its entry regardless of the owner, and records its outcome if the entry is the job's current one.
+-- KEYS: see job.lua, then the lane, and for 'bury' the dead letters.
+-- ARGV: id, group, place, index, what (finish | drop | bury), outcome ('rows failed given_up error'), lines of the log to keep,
+--   most shards to move to the lane; for 'bury' also: owner, version and name of the lane, error code, reason, and of dead
+--   letters the age in ms and the bytes to keep.
+-- Returns 1 if the outcome was recorded or the entry buried, else 0.
 local record, todo, in_lane, outcomes, lane, letters = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[8], KEYS[9]
 local id, group, place, index, what, outcome, lines, most = unpack(ARGV, 1, 8)
 local stream, entry = entry_at(lane, place)
@@ -12,9 +12,9 @@ local is_buried = what == 'bury' and 1 or 0
 local body = what ~= 'finish' and redis.call('XRANGE', stream, entry, entry)[1]
 if what == 'bury' then
   local owner, name, code, reason, age, bytes = unpack(ARGV, 9)
-  local pending = redis.pcall('XPENDING', stream, group, entry, entry, 1, owner) -- an error where the stream is gone
+  local pending = redis.pcall('XPENDING', stream, group, entry, entry, 1, owner) -- an error if the stream is gone
   if pending.err or not pending[1] or not body then return 0 end
-  redis.call('XACK', stream, group, '0-0') -- changes nothing, but is a write: after one, full memory stops no script
+  redis.call('XACK', stream, group, '0-0') -- a write without effect: after a write, full memory stops no script
   local size = #body[2][2]
   local letter = redis.call('XADD', letters, '*', 'lane', name, 'request_id', id, 'code', code, 'reason', reason,
     'deliveries', pending[1][4], 'size', size, 'frame', body[2][2], 'payload', '')

@@ -1,25 +1,23 @@
--- What the scripts of bulk jobs share; all have these KEYS first: record, todo (sorted set: index → '<index>:<frame>'), in_lane
--- (hash: index → place), outcomes (hash: index → 'rows failed given_up error'), log, queues of webhooks and of jobs to
--- be looked at. A place is an entry's id, with `~` and the number of its share of the lane unless that is the lane itself.
+-- Functions for the scripts of bulk jobs. All have these KEYS first: record, todo (sorted set: index → '<index>:<frame>'),
+-- in_lane (hash: index → place), outcomes (hash: index → 'rows failed given_up error'), log, queues of webhooks and of notices.
+-- A place is an entry's id, with `~` and the number of its tenant's share of the lane if it is not in the lane itself.
 local DAY_MS = 86400000
 local ENDED = {completed = true, failed = true, cancelled = true, expired = true}
 
--- Notes that something about a job has changed, with the fields and values given.
+-- Changes fields of a job, and raises its revision.
 local function change(record, ...)
   redis.call('HSET', record, 'updated_at', now_ms(), ...)
   redis.call('HINCRBY', record, 'revision', 1)
 end
 
--- Returns the field of a job that says how many rows of a shard are scored, while it is being run.
+-- Fields of a job about a shard: its scored rows while it runs, why it was put off, and the note for its next run.
 local function scored(index) return 'scored:' .. index end
 
--- Returns the field of a job that says why a shard was put off last, until it goes on or ends.
 local function put_off(index) return 'put_off:' .. index end
 
--- Returns the field of a job that says what of a shard is kept, and which of its rows may end workers.
 local function resume(index) return 'resume:' .. index end
 
--- Leaves a notice of a job, unless there is one that nobody has looked at yet.
+-- Leaves a notice of a job, unless it has an unread one.
 local function notify(id)
   if redis.call('HSETNX', KEYS[1], 'noticed', '1') == 1 then deliver(KEYS[7], id, '') end
 end
@@ -33,14 +31,14 @@ local function note(text, most)
   if left > 0 then redis.call('PEXPIRE', log, left) end
 end
 
--- Gives a job a state, with fields and values; an end begins its time to live and has its webhook told.
+-- Sets a job's state and fields; a terminal state starts its time to live and queues its webhook.
 local function become(id, state, ...)
   local record = KEYS[1]
   local was, started, ended, kept, webhook =
     unpack(redis.call('HMGET', record, 'state', 'started_at', 'ended_at', 'kept_ms', 'webhook'))
   if state == 'running' and started == '0' then started = now_ms() end
   if ENDED[state] and not ENDED[was] then ended = now_ms() end
-  for i = 1, 5 do -- first, for it takes no memory: after a write, full memory stops no script
+  for i = 1, 5 do -- first, since it takes no memory: after a write, full memory stops no script
     if ENDED[state] then redis.call('PEXPIRE', KEYS[i], kept) else redis.call('PERSIST', KEYS[i]) end
   end
   change(record, 'state', state, 'started_at', started, 'ended_at', ENDED[state] and ended or 0, ...)
@@ -50,7 +48,7 @@ local function become(id, state, ...)
   end
 end
 
--- Returns the stream and the id of a place in a lane.
+-- Returns the stream and the id of a place.
 local function entry_at(lane, place)
   local id, number = string.match(place, '^([^~]+)~?(%d*)$')
   return stream_of(lane, tonumber(number) or 0), id
@@ -63,7 +61,7 @@ local function append(lane, group, tenant, weight, frame)
   return route.number == 0 and id or id .. '~' .. route.number
 end
 
--- Moves up to `most` shards from todo to the lane, of which it holds at most twice as many as may run; returns how many.
+-- Moves up to `most` shards from todo to the lane, until it has twice as many as may run; returns how many.
 local function refill(lane, group, most)
   local record, todo, in_lane = KEYS[1], KEYS[2], KEYS[3]
   local parallel = tonumber(redis.call('HGET', record, 'parallel') or 1)
@@ -79,22 +77,22 @@ local function refill(lane, group, most)
   return #found / 2
 end
 
--- Tells whether more rows of a job have failed than may.
+-- Returns whether more rows have failed than may.
 local function has_failed(record)
   local failed, most = unpack(redis.call('HMGET', record, 'rows_failed', 'max_errors'))
   return tonumber(most) >= 0 and tonumber(failed) > tonumber(most)
 end
 
--- Adds an outcome to a job's counts, or with a sign of -1 takes it out again.
+-- Adds an outcome to a job's counts, or subtracts it with a sign of -1.
 local function count(record, outcome, sign)
   local rows, failed, given_up = string.match(outcome, '^(%d+) (%d+) (%d)')
-  local function add(field, number) redis.call('HINCRBY', record, field, string.format('%d', sign * number)) end -- -0 is none
+  local function add(field, number) redis.call('HINCRBY', record, field, string.format('%d', sign * number)) end -- HINCRBY rejects -0
   add('rows_done', rows - failed)
   add('rows_failed', failed)
   add(given_up == '1' and 'shards_failed' or 'shards_done', 1)
 end
 
--- Puts a shard into todo, in the place of what was there of it.
+-- Puts a shard into todo, replacing an earlier frame.
 local function put(todo, index, frame)
   local member = index .. ':' .. frame
   redis.call('ZADD', todo, index, member)

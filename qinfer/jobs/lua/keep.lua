@@ -1,13 +1,13 @@
--- Notes what is known of a shard that is being run, if who does so is its owner still, and has read what is known.
--- KEYS: see job.lua, then the lane. ARGV: index, place, group, owner, what is known ('' = nothing), what is known from now on,
---   a line for the log ('' = none), lines of the log that are kept.
--- Returns 1, also where this was done before, or 0 where the shard has another owner, or no owner.
+-- Replaces the note on a held shard, if the caller still owns it and has read the latest note.
+-- KEYS: see job.lua, then the lane. ARGV: index, place, group, owner, the note that was read ('' = no note), the new note,
+--   a line for the log ('' = no line), lines of the log to keep.
+-- Returns 1, also for a repetition, or 0 if the caller does not own the shard or has read another note.
 local record, in_lane, lane = KEYS[1], KEYS[3], KEYS[8]
 local index, place, group, owner, was, now, line, lines = unpack(ARGV)
 
 if redis.call('HGET', in_lane, index) ~= place then return 0 end
 local stream, entry = entry_at(lane, place)
-local pending = redis.pcall('XPENDING', stream, group, entry, entry, 1, owner) -- an error where the stream is gone
+local pending = redis.pcall('XPENDING', stream, group, entry, entry, 1, owner) -- an error if the stream is gone
 if pending.err or not pending[1] then return 0 end
 local known = redis.call('HGET', record, resume(index)) or ''
 if known == now then return 1 end

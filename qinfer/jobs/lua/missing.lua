@@ -1,5 +1,4 @@
--- Names the shards that should be in the lane and are not.
--- KEYS: in_lane (see job.lua), the lane. Returns their indices.
+-- Returns the indices of shards that should be in the lane and are not. KEYS: in_lane (see job.lua), the lane.
 local missing = {}
 
 local held = redis.call('HGETALL', KEYS[1])

@@ -39,7 +39,7 @@ class JobIndex:
         self._skipped: set[str] = set()
 
     async def add(self, place: Place, created_ms: int, deadline_at: float) -> bool:
-        """Adds an open job; False if another place has its id. An id without a record is freed."""
+        """Adds an open job; False if its id is elsewhere. An id without a record is freed."""
         where = f"{place.partition} {place.model}".encode()
         if not await self._call(b"HSETNX", _PLACES, place.job_id, where):
             known = await self.find(place.job_id)
@@ -54,7 +54,7 @@ class JobIndex:
         return True
 
     async def find(self, job_id: str) -> Place | None:
-        """Returns a job's location; `None` if it is unknown."""
+        """Returns a job's location."""
         (place,) = await self._find_all([job_id])
         return place
 
@@ -66,7 +66,7 @@ class JobIndex:
         return [where and _place(job_id, where) for job_id, where in zip(job_ids, found, strict=True)]
 
     async def open(self, job_id: str, deadline_at: float) -> None:
-        """Marks a job as open, with its deadline; 0 = no deadline."""
+        """Marks a job as open, with its deadline (0 = none)."""
         await self._call(b"ZADD", _OPEN, int(deadline_at * 1000) if deadline_at else b"+inf", job_id)
 
     async def close(self, job_id: str) -> None:
@@ -74,17 +74,17 @@ class JobIndex:
         await self._call(b"ZREM", _OPEN, job_id)
 
     async def open_ids(self, *, due_at: float | None = None) -> Sequence[str]:
-        """Returns the jobs that may be open: with a deadline up to `due_at`, or all."""
+        """Returns the jobs that may be open, all or those due."""
         end = b"+inf" if due_at is None else int(due_at * 1000)
         return [found.decode() for found in await self._call(b"ZRANGEBYSCORE", _OPEN, b"-inf", end)]
 
     async def models(self) -> Sequence[tuple[str, int]]:
-        """Returns the models and partitions of the jobs that may be open."""
+        """Returns the models and partitions with open jobs."""
         places = await self._find_all(await self.open_ids())
         return list(dict.fromkeys(place[:2] for place in places if place is not None))
 
     async def states(self, newest: int) -> Mapping[str, int]:
-        """Counts jobs by state: all open jobs, and the ended ones among the `newest`."""
+        """Counts jobs by state: open ones, and ended ones among the `newest`."""
         words = (b"ZREVRANGE", _JOBS, 0, newest - 1)
         open_ids, latest = await asyncio.gather(self.open_ids(), self._call(*words))
         ids = list(dict.fromkeys([*open_ids, *(job_id.decode() for job_id in latest)]))
@@ -118,7 +118,7 @@ class JobIndex:
         after: str,
         count: int,
     ) -> Page:
-        """Returns up to `count` jobs that fit, the newest first, from `after` on; leaves unreadable ones out."""
+        """Returns a page of jobs that fit, the newest first; leaves unreadable ones out."""
         place = place_of(after) if after else None
         found: list[JobRecord] = []
         left_bytes = _PAGE_BYTES
@@ -193,7 +193,7 @@ def cursor_of(created_ms: int, job_id: str) -> str:
 
 
 def place_of(after: str) -> tuple[int, str]:
-    """Decodes a `cursor_of`; raises `InvalidRequest` for anything else."""
+    """Decodes `cursor_of`."""
     found = _CURSOR.fullmatch(after)
     if found is None:
         raise InvalidRequest(f"'{after[:60]}' begins no page of jobs; give the 'next' of the page before")

@@ -95,7 +95,7 @@ class Jobs:
     async def create(self, record: JobRecord) -> bool:
         """Stores a job as durably as the settings ask; False if its id exists.
 
-        `QueueFull` means that the broker is out of memory. After `BrokerUnavailable` the job may be stored.
+        After `BrokerUnavailable` it may be stored.
         """
         place = Place.of(record)
         created_ms = int((record.created_at or self._clock.now_s()) * 1000)
@@ -111,7 +111,7 @@ class Jobs:
         return await self._durability.write(record.model, record.partition, write)
 
     async def get(self, job_id: str) -> JobRecord | None:
-        """Returns a job's record; `None` if it is unknown or expired."""
+        """Returns a job's record, if it is known."""
         place = await self._index.find(job_id)
         if place is None:
             return None
@@ -126,10 +126,9 @@ class Jobs:
         count: int = 100,
         wanted: Callable[[JobRecord], bool] = lambda _: True,
     ) -> Page:
-        """Returns up to `count` jobs, the newest first, that match the filters.
+        """Returns up to `count` jobs, the newest first.
 
-        A page may be shorter than `count` although more follow: pass its `Page.after` as `after` for the next. An
-        invalid `after` raises `InvalidRequest`.
+        A page may be shorter although more follow; `Page.after` begins the next one.
         """
 
         def fits(record: JobRecord) -> bool:
@@ -138,19 +137,19 @@ class Jobs:
         return await self._index.page(self._readable, fits, after, count)
 
     async def unfinished(self) -> Sequence[JobRecord]:
-        """Returns the jobs that have not ended, in the order of service."""
+        """Returns the open jobs in the order of service."""
         return await self._open(await self._index.open_ids())
 
     async def states(self, newest: int = 500) -> Mapping[str, int]:
-        """Counts jobs by state: all open jobs, and the ended ones among the `newest`."""
+        """Counts jobs by state: open ones, and ended ones among the `newest`."""
         return await self._index.states(newest)
 
     async def open_rows(self) -> Sequence[OpenRows]:
-        """Returns the remaining work of each open job, in a few round trips."""
+        """Returns the remaining work of each open job."""
         return await self._index.open_rows()
 
     async def models(self) -> Sequence[tuple[str, int]]:
-        """Returns the models, with their partitions, that may have open jobs."""
+        """Returns the models and partitions that may have open jobs."""
         return await self._index.models()
 
     async def overdue(self) -> Sequence[JobRecord]:
@@ -158,11 +157,11 @@ class Jobs:
         return await self._open(await self._index.open_ids(due_at=self._clock.now_s()))
 
     async def move(self, job_id: str, expected: Collection[str], state: str, **change: Unpack[Change]) -> bool:
-        """Changes a job's state if the current one is expected; False otherwise, or if the job is unknown.
+        """Changes a job's state if the current one is expected; False otherwise.
 
         `running` becomes `finalizing` only when no shard waits or is held. A terminal state also sets `ended_at`,
-        starts `kept_s` and queues the webhook; end a `running` job with `stop`, which takes its shards back. With the
-        old state, the call only sets the fields in `change`.
+        starts `kept_s` and queues the webhook; `stop` ends a `running` job, whose shards it takes back. The state may
+        stay the same.
         """
         if unknown := change.keys() - Change.__annotations__.keys():  # scripts maintain the counts
             raise TypeError(f"the field {min(unknown)!r} of a job can't be set")
@@ -184,9 +183,8 @@ class Jobs:
     ) -> bool:
         """Adds shards (index, frame) to `todo`; False, without an effect, if the job is not `planning`.
 
-        It skips shards that succeeded or are in the lane, and forgets the outcome of failed ones; call it repeatedly
-        for many shards. `complete` ends the plan: the job has `rows` rows, becomes `running` and gets a notice, so that
-        its lane is filled.
+        It skips shards that succeeded or are in the lane, and forgets the outcome of failed ones. `complete` makes the
+        job `running` and leaves a notice, so that its lane is filled.
         """
         return await self._plan(job_id, shards, rows if complete else None, is_last=complete)
 
@@ -195,17 +193,17 @@ class Jobs:
     ) -> bool:
         """Runs shards again, settled or not, and thereby the job; False if the job's state is not expected.
 
-        It repairs broken parts and `missing` shards, and corrects the counts. Without shards, those in `todo` run. The
-        job is `planning` meanwhile: if the caller dies, the job is planned again.
+        The counts follow. Without shards, those in `todo` run. The job is `planning` meanwhile: if the caller dies, it
+        is planned again.
         """
         if not await self.move(job_id, expected, JobState.PLANNING):
             return False
         return await self._plan(job_id, shards, None, is_last=True, is_forced=True)
 
     async def advance(self, job_id: str, *, workers: int = 1) -> Standing | None:
-        """Fills a job's lane and returns its standing, `None` if it is unknown; allows a new notice.
+        """Fills a job's lane and returns its standing; its next notice is a new one.
 
-        `workers` is the number of live workers; it limits the running shards of a job without `max_parallel`.
+        `workers` limits the running shards of a job without `max_parallel`.
         """
         record = await self.get(job_id)
         if record is None:
@@ -217,27 +215,26 @@ class Jobs:
         return Standing(state.decode(), moved, waiting, in_lane, bool(has_failed))
 
     async def finish_shard(self, job_id: str, lease: Lease, outcome: ShardOutcome) -> bool:
-        """Removes a shard's entry and records the outcome; False if it had one, or the job is over or unknown."""
+        """Removes a shard's entry and records the outcome; False if the outcome does not count."""
         return await self._end_shard("finish", job_id, lease, outcome)
 
     async def bury_shard(self, job_id: str, lease: Lease, outcome: ShardOutcome, code: str) -> bool:
         """Gives a shard up: records its outcome and moves its entry to the dead letters in one step.
 
-        The dead letter has the job's id as request id, and `outcome.error` as its reason. Returns False, without an
-        effect, if the lease's consumer no longer owns the entry.
+        False, without an effect, if the lease's consumer no longer owns the entry.
         """
         lane = lease.entry.lane
         about = (lease.consumer, f"{lane.version}:{lane.name}", code, outcome.error, ttl_ms(MAX_AGE_S), MAX_BYTES)
         return await self._end_shard("bury", job_id, lease, outcome, *about)
 
     async def drop_shard(self, job_id: str, lease: Lease, index: int) -> None:
-        """Removes a shard's entry without an outcome; the shard returns to `todo` if its job is planned or running."""
+        """Removes a shard's entry without an outcome; it returns to `todo` if its job still runs."""
         await self._end_shard("drop", job_id, lease, ShardOutcome(index, 0))
 
     async def keep(self, job_id: str, lease: Lease, index: int, was: bytes, now: bytes, line: str = "") -> bool:
-        """Replaces the note on a held shard and adds `line` to the log; the note lasts until the shard ends.
+        """Replaces the note on a held shard, which lasts until the shard ends, and logs `line`.
 
-        Returns False, without an effect, if the lease was lost or the stored note is not `was`.
+        False, without an effect, if the lease was lost or the stored note is not `was`.
         """
         lane = lease.entry.lane
         place = Place(lane.model, lane.partition, job_id)
@@ -245,7 +242,7 @@ class Jobs:
         return bool(await self._run(place, _KEEP, *about, MAX_LOG_LINES, lane=divided_of(lane)[0]))
 
     async def outcomes(self, job_id: str) -> dict[int, ShardOutcome]:
-        """Returns the outcomes of a job's settled shards by index."""
+        """Returns the outcomes of settled shards by index."""
         place = await self._index.find(job_id)
         found: dict[int, ShardOutcome] = {}
         cursor = b"0"
@@ -259,7 +256,7 @@ class Jobs:
         return found
 
     async def missing(self, job_id: str) -> Sequence[int]:
-        """Returns the shards that should be in the lane and are not, since their stream was deleted."""
+        """Returns the shards that the lane lost, since their stream was deleted."""
         record = await self.get(job_id)
         if record is None:
             return ()
@@ -268,7 +265,7 @@ class Jobs:
         return sorted(map(int, await run_script(self._call(place), _MISSING, names)))
 
     async def note(self, job_id: str, text: str) -> None:
-        """Adds a line to a job's log, which keeps the last `MAX_LOG_LINES`; an unknown job has no log."""
+        """Adds a line to a job's log, which keeps the last `MAX_LOG_LINES`."""
         place = await self._index.find(job_id)
         if place is not None:
             await self._run(place, _NOTE, text[:MAX_LINE_CHARACTERS], MAX_LOG_LINES)
@@ -281,18 +278,10 @@ class Jobs:
         return [line_of(text) for text in await self._call(place)(b"LRANGE", place.part("log"), 0, -1)]
 
     async def stop(self, job_id: str, state: str, *, error: str = "", in_hand: bool = False) -> bool:
-        """Stops an open job: removes its waiting shards from `todo` and lane, in bounded steps.
+        """Stops an open job: removes its waiting shards from `todo` and lane, in bounded steps; repeatable.
 
-        It can be repeated after a failure. A notice follows when the lane holds no shard of the job.
-
-        Args:
-            job_id: The job.
-            state: `cancelling`, or a terminal state.
-            error: The reason, for its record and log.
-            in_hand: Also take back shards that workers hold; they learn of it at their next renewal.
-
-        Returns:
-            False, without an effect, if the job had ended in another state or is unknown.
+        `state` is `cancelling`, or a terminal one. `in_hand` takes back held shards, too; workers learn of it at their
+        next renewal. A notice follows when the lane is empty. False if the job had ended in another state.
         """
         record = await self.get(job_id)
         if record is None:
@@ -308,7 +297,7 @@ class Jobs:
         return True
 
     async def delete(self, job_id: str) -> bool:
-        """Deletes an ended job; False if it has not ended, or is unknown."""
+        """Deletes an ended job."""
         place = await self._index.find(job_id)
         if place is None:
             return False
@@ -318,10 +307,9 @@ class Jobs:
         return deleted > 0
 
     async def report(self, job_id: str, lease: Lease, index: int, rows: int, put_off: str = "") -> bool:
-        """Records how many rows of a held shard are scored, or why it was put off.
+        """Records progress of a held shard: scored rows (0 = it no longer runs), and why it was put off.
 
-        `rows` 0 = the shard no longer runs. The job's log says `put_off`, too; empty = it goes on. Returns whether the
-        job still wants the shard: it is `running` or `planning`.
+        Returns whether the job, `running` or `planning`, still wants the shard.
         """
         place = await self._index.find(job_id)
         if place is None:
@@ -330,10 +318,7 @@ class Jobs:
         return bool(await self._run(place, _REPORT, *about))
 
     async def wait_for_change(self, job_id: str, since: int, timeout_s: float) -> JobRecord | None:
-        """Returns a job's record once its `revision` exceeds `since`, or after the timeout; `None` if unknown.
-
-        It polls Redis every `POLL_S`.
-        """
+        """Returns a job's record once its `revision` exceeds `since`, or after the timeout."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s
         while True:

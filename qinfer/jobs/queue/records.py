@@ -167,7 +167,7 @@ class Page(NamedTuple):
 def open_rows(record: JobRecord, now_s: float) -> OpenRows:
     """Returns a job's remaining work, from the fields in `OPEN_FIELDS`.
 
-    A job without a plan counts as one row: it waits for a worker that plans it.
+    A job without a plan counts as one row, since it needs a worker to be planned.
     """
     settled = record.rows_done + record.rows_failed
     began_s = max(record.started_at, record.resumed_at)
@@ -187,7 +187,7 @@ def _rows_left(record: JobRecord, settled: int) -> int:
 
 
 def service_order(record: JobRecord) -> tuple[int, float, str]:
-    """Sort key of service: by priority, then the oldest first."""
+    """Sort key: by priority, then the oldest first."""
     return record.priority, record.created_at, record.id
 
 
@@ -247,10 +247,7 @@ class Place(NamedTuple):
 
 
 def new_words(record: JobRecord, weight: int) -> list[Argument]:
-    """Returns the fields and values of a new record, for a script.
-
-    `weight` is the tenant's, 0 = unknown; scripts put shards into the tenant's share of the lane.
-    """
+    """Returns a new record for a script, with its tenant's `weight` (0 = unknown) for the lane's share."""
     about = _About(record.version, record.tenant, record.priority, record.created_at, record.trace)
     names = (*_TEXTS, *_BYTES, *_COUNTS, *_INSTANTS[:-1])
     owner = {"tenant": record.tenant, "weight": weight}
@@ -259,7 +256,7 @@ def new_words(record: JobRecord, weight: int) -> list[Argument]:
 
 
 def words_of(fields: Mapping[str, object]) -> list[Argument]:
-    """Returns fields and values in the form that scripts take."""
+    """Returns fields and values for a script."""
     words: list[Argument] = []
     for name, value in fields.items():
         if isinstance(value, int | float):
@@ -271,12 +268,7 @@ def words_of(fields: Mapping[str, object]) -> list[Argument]:
 
 
 def record_of(place: Place, fields: Mapping[bytes, bytes]) -> JobRecord:
-    """Decodes a record; absent fields have their defaults.
-
-    Raises:
-        NewerVersion: A newer qinfer wrote it.
-        CorruptEntry: It is damaged.
-    """
+    """Decodes a record; absent fields have their defaults."""
     with damage_told(place.job_id):
         return _record_of(place, {name.decode(): value for name, value in fields.items()})
 
@@ -299,7 +291,7 @@ def _record_of(place: Place, found: dict[str, bytes]) -> JobRecord:
 
 
 def outcome_of(index: bytes, text: bytes) -> ShardOutcome:
-    """Decodes an outcome as scripts write it: `rows failed given_up error`."""
+    """Decodes an outcome: `rows failed given_up error`."""
     rows, failed, _, error = text.decode().split(" ", 3)
     return ShardOutcome(int(index), int(rows), int(failed), error)
 
@@ -311,16 +303,13 @@ def line_of(text: bytes) -> LogLine:
 
 
 def spec_of(record: JobRecord) -> JobSpec:
-    """Decodes the specification of a stored job; raises `CorruptEntry` if it is damaged."""
+    """Decodes the specification of a stored job."""
     with damage_told(record.id):
         return msgspec.json.decode(record.spec, type=JobSpec)
 
 
 def granted(record: JobRecord, stores: StoreSettings) -> Grant:
-    """Returns the URL prefixes that a job may use: allowed by its gateway's grant and by this process.
-
-    A record without a grant was stored by an older gateway.
-    """
+    """Returns the URL prefixes that both the gateway's grant (if stored) and this process allow."""
     here = stores.grant_of(record.tenant)
     with damage_told(record.id):
         return msgspec.json.decode(record.grant, type=Grant).narrowed(here) if record.grant else here
@@ -344,10 +333,7 @@ def damage_told(job_id: str) -> Iterator[None]:
 
 
 def why_failed(outcomes: Iterable[ShardOutcome], max_errors: int, shards: int) -> str:
-    """Returns why a job can't complete, from the outcomes of its settled shards; empty = it can.
-
-    `max_errors` is the number of rows that may fail, -1 = all.
-    """
+    """Returns why a job can't complete, or an empty text; `max_errors` -1 = any row may fail."""
     settled = list(outcomes)
     failed_rows = sum(outcome.failed_rows for outcome in settled)
     given_up = [outcome for outcome in settled if outcome.error]
@@ -361,5 +347,5 @@ def why_failed(outcomes: Iterable[ShardOutcome], max_errors: int, shards: int) -
 
 
 def too_many(failed_rows: int, max_errors: int) -> str:
-    """Returns the message that more rows failed than the job allows."""
+    """Returns the message that too many rows failed."""
     return f"{failed_rows} rows failed; the job allows {max_errors} (error_threshold)"

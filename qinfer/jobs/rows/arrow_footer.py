@@ -41,7 +41,7 @@ class Block(NamedTuple):
 
 
 def open_arrow(file: BinaryIO | Any, footer_bytes: int = FOOTER_BYTES) -> pa.ipc.RecordBatchFileReader:
-    """Opens an untrusted Arrow file; a damaged or too large footer raises `ValueError`."""
+    """Opens an untrusted Arrow file; `ValueError` for its footer."""
     try:
         footer = _footer(file, footer_bytes)
         schema = field_of(footer, unsigned(footer, 0), _FOOTER_SCHEMA)
@@ -53,7 +53,7 @@ def open_arrow(file: BinaryIO | Any, footer_bytes: int = FOOTER_BYTES) -> pa.ipc
 
 
 def batch_rows(file: BinaryIO, footer_bytes: int = FOOTER_BYTES) -> tuple[int, ...]:
-    """Returns the rows of each record batch; raises `ValueError` if the footer is damaged."""
+    """Returns the rows of each record batch."""
     try:
         return tuple(_length(file, block) for block in _blocks(file, _FOOTER_BATCHES, footer_bytes))
     except (struct.error, IndexError) as error:
@@ -61,7 +61,7 @@ def batch_rows(file: BinaryIO, footer_bytes: int = FOOTER_BYTES) -> tuple[int, .
 
 
 def batch_metadata(file: BinaryIO, number: int) -> dict[bytes, bytes]:
-    """Returns the metadata of a record batch without reading rows; raises `ValueError` if it is damaged."""
+    """Returns the metadata of a record batch without reading rows."""
     try:
         message = _message(file, _blocks(file, _FOOTER_BATCHES)[number])
         pairs = _tables(message, unsigned(message, 0), _MESSAGE_METADATA)
@@ -186,7 +186,7 @@ def _blocks(file: BinaryIO, number: int, footer_bytes: int = FOOTER_BYTES) -> li
 
 
 def check_footer_size(size: int, most: int, parts: str) -> None:
-    """Raises `ValueError` if a footer is larger than `most`."""
+    """Raises `ValueError` if a footer is too large."""
     if size > most:
         raise ValueError(
             f"its footer has {size} bytes, and may have {most}; write fewer {parts} or columns, or raise "

@@ -37,12 +37,12 @@ class SchemaTooLarge(ValueError):
 
 
 def check_schema_text(text: bytes) -> None:
-    """Checks the memory of a schema in base64, as in a Parquet footer; `ValueError` if it is damaged."""
+    """Checks the memory of a schema in base64, as in a Parquet footer."""
     check_schema_message(b64decode(text))
 
 
 def check_schema_message(data: Bytes) -> None:
-    """Checks the memory of the schema in a length-prefixed message; `ValueError` if it is damaged."""
+    """Checks the memory of the schema in a length-prefixed message."""
     try:
         begin = 8 if bytes(data[:4]) == _CONTINUATION else 4
         message = bytes(data[begin : begin + unsigned(data, begin - 4)])
@@ -55,10 +55,7 @@ def check_schema_message(data: Bytes) -> None:
 
 
 def check_schema(footer: bytes, table: int, metadata: int) -> None:
-    """Checks the memory of a footer's schema, at `table`, and of its metadata, in field `metadata` of the root.
-
-    Damage raises `struct.error` or `IndexError`.
-    """
+    """Checks the memory of a footer's schema, at `table`, and of the root's field `metadata`."""
     if len(footer) > _HARMLESS_BYTES:
         size = _Size(footer)
         size.take_schema(table)
@@ -134,7 +131,7 @@ class _Size:
 
 
 def text_of(buffer: bytes, table: int, number: int) -> bytes:
-    """Returns a text field of a table; `ValueError` or `struct.error` if the flatbuffer points outside."""
+    """Returns a text field of a table."""
     field = field_of(buffer, table, number)
     if not field:
         return b""
@@ -143,7 +140,7 @@ def text_of(buffer: bytes, table: int, number: int) -> bytes:
 
 
 def field_of(buffer: Bytes, table: int, number: int) -> int:
-    """Returns the position of a table's field, 0 = default; `ValueError` or `struct.error` if it is outside."""
+    """Returns the position of a table's field; 0 = default."""
     vtable = table - struct.unpack_from("<i", buffer, table)[0]
     if vtable < 0:
         raise ValueError("a flatbuffer points outside")
@@ -154,6 +151,6 @@ def field_of(buffer: Bytes, table: int, number: int) -> int:
 
 
 def unsigned(buffer: Bytes, position: int) -> int:
-    """Returns a flatbuffer's unsigned number; at position 0, the root table."""
+    """Returns an unsigned number; at position 0, the root table."""
     value: int = struct.unpack_from("<I", buffer, position)[0]
     return value

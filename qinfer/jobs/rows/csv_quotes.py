@@ -72,8 +72,8 @@ def unescaped(rows: bytes, csv: Csv) -> bytes:
 def guessed_escape(url: str, head: bytes, csv: Csv, *, is_whole: bool) -> str:
     """Guesses the escape character of a CSV file from its first rows; empty = none, or unsure.
 
-    It is a backslash if the rows balance only with it, or if they balance with it and the file, with a name like
-    Spark's, has no doubled quotes. `is_whole` = `head` is the whole file.
+    It is a backslash if the rows balance only with it, or if they do and a file named like Spark's has no doubled
+    quotes.
     """
     if csv.escape or csv.quote in ("", _BACKSLASH) or _BACKSLASH in (csv.delimiter, csv.decimal_point):
         return ""
@@ -87,12 +87,12 @@ def guessed_escape(url: str, head: bytes, csv: Csv, *, is_whole: bool) -> str:
 
 
 def is_balanced(rows: bytes, csv: Csv) -> bool:
-    """Returns whether all quotes of some rows balance."""
+    """Returns whether all quotes balance."""
     return not csv.quote or not any(is_broken for _, is_broken in _rows(rows, csv))
 
 
 def mended(rows: bytes, csv: Csv, columns: int) -> tuple[bytes, list[int]]:
-    """Empties rows with unbalanced quotes; returns all rows, and the numbers of the emptied ones."""
+    """Empties rows with unbalanced quotes; returns all rows, and the numbers of these."""
     if not csv.quote or _is_plainly_balanced(rows, csv):
         return rows, []
     empty = csv.delimiter.encode().join([csv.quote.encode() * 2] * columns) + b"\n"

@@ -50,7 +50,7 @@ class Mixed(NamedTuple):
         return shown(".".join(self.path))
 
     def is_read(self, named: Collection[str]) -> bool:
-        """Returns whether one of the names is this field, contains it, or is within it."""
+        """Returns whether a name is this field, contains it, or is within it."""
         own = ".".join(self.path)
         return any(f"{own}.".startswith(f"{name}.") or name.startswith(f"{own}.") for name in named)
 
@@ -86,7 +86,7 @@ class JsonFields:
         self._whole = self._of_type(pa.struct(list(known)))
 
     def add(self, block: bytes) -> None:
-        """Adds lines; raises `ValueError` if one is no JSON object, or there are too many fields."""
+        """Adds lines; raises `ValueError` if one is no JSON object."""
         for line in block.splitlines():
             self._line += 1
             if not line or line.isspace():
@@ -98,7 +98,7 @@ class JsonFields:
             self.rows += 1
 
     def schema(self) -> pa.Schema:
-        """Returns the fields of one kind, in types that fit all values."""
+        """Returns the fields of one kind."""
         return without(pa.schema(list(_type(self._whole))), [each.path for each in self.mixed])
 
     def _take(self, field: _Field, value: Any, path: Path, owner: _Field | None) -> None:
@@ -145,7 +145,7 @@ class JsonFields:
 
 
 def without(schema: pa.Schema, paths: Collection[Path]) -> pa.Schema:
-    """Removes fields from a schema, and objects that become empty."""
+    """Removes fields, and objects that become empty."""
     return pa.schema(_without(list(schema), paths)) if paths else schema
 
 

@@ -30,7 +30,7 @@ _BEGINS[np.frombuffer(b"0123456789-", np.uint8)] = True
 
 
 def quoted(lines: bytes) -> bytes:
-    """Puts all numbers of some lines in quotes."""
+    """Puts all numbers in quotes."""
     plain = lines
     if b"\\" in lines:  # escaped characters end no string
         plain = lines.replace(b"\\\\", b"__").replace(b'\\"', b"__")
@@ -45,22 +45,22 @@ def quoted(lines: bytes) -> bytes:
 
 
 def texts_of(schema: pa.Schema) -> pa.Schema:
-    """Replaces all numbers of a schema by text."""
+    """Replaces numbers by text."""
     return pa.schema([_mapped(field, (field.name,), lambda one, _: one.with_type(pa.string())) for field in schema])
 
 
 def plain(field: pa.Field) -> pa.Field:
-    """Replaces texts that are numbers by numbers."""
+    """Replaces marked texts by numbers."""
     return _mapped(field, (field.name,), lambda one, _: _unmarked(one))
 
 
 def marked(field: pa.Field, paths: set[Path]) -> pa.Field:
-    """Replaces the numbers at some paths by text."""
+    """Replaces the numbers at some paths by marked text."""
     return _mapped(field, (field.name,), lambda one, path: _marked(one) if path in paths else one)
 
 
 def marks(field: pa.Field) -> set[Path]:
-    """Returns the paths of texts that are numbers."""
+    """Returns the paths of marked texts."""
     return {path for path, one in _fields(field, (field.name,)) if JSON_NUMBER in (one.metadata or {})}
 
 
@@ -70,7 +70,7 @@ def numbers(field: pa.Field) -> dict[Path, pa.DataType]:
 
 
 def changed(table: pa.Table, texts: pa.Table) -> set[Path]:
-    """Returns the paths of numbers that writing would change; `texts` has the same rows as written."""
+    """Returns the paths of numbers that writing would change; `texts` has them as written."""
     found = set()
     for name in table.schema.names:
         pairs = zip(_leaves(_whole(table, name), (name,)), _leaves(_whole(texts, name), (name,)), strict=False)
@@ -81,7 +81,7 @@ def changed(table: pa.Table, texts: pa.Table) -> set[Path]:
 
 
 def large(table: pa.Table) -> set[Path]:
-    """Returns the paths of whole numbers that would be written differently as floats."""
+    """Returns the paths of whole numbers that would change as floats."""
     found = set()
     for name in table.schema.names:
         for path, values in _leaves(_whole(table, name), (name,)):
@@ -93,7 +93,7 @@ def large(table: pa.Table) -> set[Path]:
 
 
 def changed_in_lines(lines: bytes) -> tuple[set[Path], set[Path]]:
-    """Returns paths like `changed` and `large` for lines whose fields may be of several kinds."""
+    """Returns `changed` and `large` for lines with fields of several kinds."""
     tokens: dict[Path, list[str]] = {}
 
     def walk(value: Any, path: Path) -> None:
@@ -114,7 +114,7 @@ def changed_in_lines(lines: bytes) -> tuple[set[Path], set[Path]]:
 
 
 def read(block: Callable[[bytes, pa.Schema], pa.Table], lines: bytes, schema: pa.Schema) -> pa.Table:
-    """Reads lines with `block`, keeping marked numbers as they are written."""
+    """Reads lines with `block`; keeps marked numbers as written."""
     raw, others = ([field for field in schema if bool(marks(field)) == is_raw] for is_raw in (True, False))
     texts = block(quoted(lines), texts_of(pa.schema([plain(field) for field in raw])))
     table = block(lines, pa.schema(others)) if others else texts

@@ -26,7 +26,7 @@ _MOST_US = (2**63 - 1) // _NS_IN_US
 
 
 def arrow_schema(content: Any, metadata: pq.FileMetaData) -> pa.Schema:
-    """Returns the columns of a Parquet file; INT96 in the unit that fits."""
+    """Returns the columns of a Parquet file, with INT96 in the unit that fits."""
     schema = metadata.schema.to_arrow_schema()
     if not any(metadata.schema.column(leaf).physical_type == INT96 for leaf in range(metadata.num_columns)):
         return schema
@@ -40,9 +40,9 @@ def arrow_schema(content: Any, metadata: pq.FileMetaData) -> pa.Schema:
 
 
 def exact(fine: pa.RecordBatch, coarse: pa.RecordBatch, schema: pa.Schema) -> tuple[dict[str, pa.Array], str]:
-    """Chooses the unit of each INT96 column from rows read as nanoseconds (`fine`) and microseconds (`coarse`).
+    """Chooses the unit of each INT96 column from rows in nanoseconds (`fine`) and microseconds (`coarse`).
 
-    `schema` is the file's `arrow_schema`. Returns the columns, and a message if a value has no exact form.
+    Returns the columns, and a message if a value has no exact form.
     """
     columns = {}
     for name in fine.schema.names:

@@ -30,10 +30,7 @@ class RowLengths:
         self._current = 0
 
     def add(self, page: PageData, codec: str) -> None:
-        """Adds a data page; `codec` is Parquet's name of its compression.
-
-        Damage raises `ValueError`, `IndexError`, `struct.error`, `pyarrow.ArrowException` or `OSError`.
-        """
+        """Adds a data page, compressed with Parquet's `codec`."""
         left = page.values
         for levels, values in _runs(_levels_of(page, codec), self._bits):
             count = min(values, left)

@@ -68,7 +68,7 @@ class ChunkPages(NamedTuple):
     begins_with_indices: bool = False
 
     def with_page(self, header: dict[int, Any]) -> "ChunkPages":
-        """Adds the page of a header; raises `ValueError` if the header is incomplete."""
+        """Adds the page of a header."""
         kind, size = header.get(_TYPE, -1), header[_DECOMPRESSED]
         if kind not in _HEADERS:  # an index page, which readers skip
             return self
@@ -89,10 +89,7 @@ class ChunkPages(NamedTuple):
 
 
 def read_metadata(content: BinaryIO | Any, footer_bytes: int = FOOTER_BYTES) -> pq.FileMetaData:
-    """Reads the footer of an untrusted Parquet file; in memory it may take eight times `footer_bytes`.
-
-    Damage, or a footer beyond the limits, raises `ValueError`, `pyarrow.ArrowException` or `OSError`.
-    """
+    """Reads an untrusted footer, which may take eight times `footer_bytes` in memory."""
     end = content.seek(0, 2)
     content.seek(max(0, end - END_BYTES))
     data = content.read(min(end, END_BYTES))
@@ -195,7 +192,7 @@ class PageData(NamedTuple):
 
 
 def read_pages(read_at: ReadAt, chunk: Any) -> ChunkPages:
-    """Reads all page headers of a `pyarrow.parquet.ColumnChunkMetaData`; `ValueError` if one is invalid."""
+    """Reads and checks all page headers of a `pyarrow.parquet.ColumnChunkMetaData`."""
     found = ChunkPages()
     for header, _ in _headers(read_at, chunk):
         found = found.with_page(header)
@@ -203,7 +200,7 @@ def read_pages(read_at: ReadAt, chunk: Any) -> ChunkPages:
 
 
 def data_pages(read_at: ReadAt, chunk: Any) -> Iterator[PageData]:
-    """Reads the data pages of a column chunk that `read_pages` has checked."""
+    """Reads the data pages of a chunk that `read_pages` has checked."""
     for header, place in _headers(read_at, chunk):
         kind = header[_TYPE]
         if kind in (_DATA_PAGE, _DATA_PAGE_V2):
@@ -214,7 +211,7 @@ def data_pages(read_at: ReadAt, chunk: Any) -> Iterator[PageData]:
 
 
 def chunk_begin(chunk: Any) -> int:
-    """Returns the offset of a column chunk (`pyarrow.parquet.ColumnChunkMetaData`)."""
+    """Returns the offset of a column chunk."""
     dictionary = chunk.dictionary_page_offset
     return int(dictionary if dictionary and 0 < dictionary < chunk.data_page_offset else chunk.data_page_offset)
 
@@ -303,7 +300,7 @@ def _within(data: bytes, at: int) -> int:
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
-    """Reads a ULEB128 number of up to 64 bits; returns it and its end. `IndexError` if it is cut off."""
+    """Reads a ULEB128 number of up to 64 bits; returns it and its end."""
     number = shift = 0
     while (byte := data[at]) & 0x80:
         number |= (byte & 0x7F) << shift

@@ -116,11 +116,7 @@ class ParquetGroups:
         self._windows = self._fetched(set(wanted).intersection(groups) if wanted else groups) if self._far else None
 
     def batches(self, wanted: Range) -> Iterator[pa.RecordBatch]:
-        """Reads a row group from its first row; byte arrays may be indices and a dictionary.
-
-        `SourceBroken` means no such row group, or too large pages; damage raises `ValueError`, `pyarrow.ArrowException`
-        or `OSError`.
-        """
+        """Reads a row group from its first row; byte arrays may be indices and a dictionary."""
         group = wanted.row_group
         if not 0 <= group < self._metadata.num_row_groups:
             raise SourceBroken(f"'{self._url}' has no row group {group}")

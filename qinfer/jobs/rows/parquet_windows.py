@@ -28,7 +28,7 @@ class ByteRange(NamedTuple):
 
 
 def spans_of(group: Any, leaves: Iterable[int], file_bytes: int) -> list[ByteRange]:
-    """Returns the column chunks of leaf columns of a row group (`pyarrow.parquet.RowGroupMetaData`)."""
+    """Returns the column chunks of leaf columns of a `pyarrow.parquet.RowGroupMetaData`."""
     found = []
     for chunk in map(group.column, leaves):
         begin = min(max(0, chunk_begin(chunk)), file_bytes)
@@ -38,7 +38,7 @@ def spans_of(group: Any, leaves: Iterable[int], file_bytes: int) -> list[ByteRan
 
 
 def windows_of(spans: Iterable[ByteRange]) -> list[ByteRange]:
-    """Returns few windows that cover the spans with little else, in the file's order."""
+    """Returns few windows that cover the spans with little else."""
     windows: list[ByteRange] = []
     useful = 0
     for span in sorted(spans):
@@ -78,7 +78,7 @@ class Windows(io.RawIOBase):
             self._held[number] = self._pool.submit(self._read_at, end - begin, begin)
 
     def read_at(self, size: int, place: int) -> bytes:
-        """Reads up to `size` bytes, fewer at a window's end; reads outside of windows go to the file."""
+        """Reads up to `size` bytes, within a window or from the file."""
         number = self._window_at(place)
         held = self._held.get(number)
         if held is None or place >= self._windows[number].end:

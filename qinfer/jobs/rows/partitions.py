@@ -29,7 +29,7 @@ class Partitions:
                 )
 
     def beside(self, columns: pa.Schema, url: str) -> pa.Schema:
-        """Returns a file's columns, then its partition columns; raises `InvalidRequest` if a name is in both."""
+        """Returns a file's columns, then its partition columns."""
         if twice := [name for name in self.schema.names if name in columns.names]:
             raise InvalidRequest(
                 f"'{url}' has the column '{shown(twice[0])}', and its folder has one of that name; leave out "
@@ -53,7 +53,7 @@ class Partitions:
 
 
 def partition_arrays(url: str, schema: pa.Schema, rows: int) -> dict[str, pa.Array]:
-    """Returns the partition columns of `rows` rows of a file, in the plan's types."""
+    """Returns the partition columns of `rows` rows of a file."""
     values = partition_values(url)
     arrays = {}
     for field in schema:

@@ -39,7 +39,7 @@ class Wanted(NamedTuple):
 
     @classmethod
     def of(cls, schema: pa.Schema, paths: Iterable[str]) -> "Wanted":
-        """Selects fields of a schema; dictionary columns get their values' types."""
+        """Selects fields of a schema."""
         chosen = tuple(dict.fromkeys(paths))
         columns = [field.with_type(as_read(field.type)) for field in select(schema, chosen)]
         return cls(pa.schema([(field.name, field.type) for field in columns]), pruned(schema, chosen))
@@ -58,11 +58,7 @@ class Rows(NamedTuple):
 
 
 def open_rows(content: Any, format_: FileFormat, wanted: Wanted, url: str, *, far: bool, limits: Limits) -> "RowFile":
-    """Opens a Parquet or Arrow file, which is closed with the rows; `far` marks a store with slow reads.
-
-    A missing column, or one of another type, raises `SourceBroken`; damage raises `pyarrow.ArrowException` or
-    `OSError`.
-    """
+    """Opens a Parquet or Arrow file, which is closed with the rows."""
     if format_ == "parquet":
         return _Parquet(content, wanted, url, far=far, limits=limits)
     return _Arrow(content, wanted, url, limits)
@@ -129,7 +125,7 @@ class TextRows:
         self._row = -1  # the first unread row
 
     def batches(self, wanted: Range) -> Iterator[Rows]:
-        """Reads a range after those read before, as `RowFile` says."""
+        """Reads the next range, as `RowFile` says."""
         if self._row < 0:
             self._row = wanted.first_row - wanted.first_in_group
             if isinstance(self._reader, CsvReader):

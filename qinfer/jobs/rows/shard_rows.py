@@ -105,10 +105,7 @@ class ShardReader:
     def read(self, rows: int) -> RowBatch | None:
         """Reads up to `rows` next rows, fewer at the memory limit; `None` after the last.
 
-        Raises:
-            SourceChanged: A file has changed since planning.
-            SourceBroken: A file is damaged or has other columns, and the job does not skip bad files.
-            StoreError: A store fails; `retryable` tells whether a retry may help.
+        `SourceChanged` and `SourceBroken` name a file; a `StoreError` may be `retryable`.
         """
         records: list[pa.RecordBatch] = []
         segments: list[Segment] = []

@@ -58,7 +58,7 @@ class Limits(NamedTuple):
 
     @classmethod
     def of(cls, read_bytes: int, footer_bytes: int = FOOTER_BYTES) -> "Limits":
-        """Returns the limits of a worker with `bulk.max_read_bytes` of `read_bytes`."""
+        """Returns the limits for `bulk.max_read_bytes`."""
         return cls(read_bytes // _CHUNKS, 2 * read_bytes, footer_bytes)
 
 
@@ -95,16 +95,10 @@ def find_files(
 
     Args:
         inputs: Normalized URLs of files and folders, and patterns.
-        check_read: Is called before a file or folder is opened, and for each file that matches.
-        enough: The listing of a folder stops at this number of files, if each pattern matches one.
+        check_read: Is called before a file or folder is opened, and for each match.
+        enough: The listing of a folder stops at this number of files, if each pattern has a match.
         within_s: Seconds that listing may take.
         looks_above: Checks whether a parent folder is a table.
-
-    Raises:
-        InputMissing: A URL or pattern matches no file, or its bucket does not exist.
-        InvalidRequest: A URL or pattern matches files of a table, or more than `MAX_FILES` match.
-        Forbidden: A file or folder may not be read.
-        StoreError: A store can't be read, or not in time.
     """
     until_s = time.monotonic() + within_s
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="qinfer-list") as pool:
@@ -152,7 +146,7 @@ def _stats(urls: Sequence[str], pool: ThreadPoolExecutor) -> dict[str, Stat | No
 
 
 def format_of(url: str, input_format: InputFormat) -> FileFormat:
-    """Returns a file's format: the job's, else by its extension; raises `InvalidRequest` without either."""
+    """Returns a file's format: the job's, else by its extension."""
     if input_format:
         return input_format
     *_, inner, extension = ("", *url.rpartition("/")[2].lower().split("."))
@@ -179,15 +173,10 @@ def read_footer(
     on_block: OnBlock = lambda *_: None,
     footer_bytes: int = FOOTER_BYTES,
 ) -> Footer:
-    """Reads columns and row counts of a file for planning; reads CSV and JSON lines to their end.
+    """Reads columns and row counts of a file; reads CSV and JSON lines to their end.
 
-    With `columns_only`, rows may be missing, and CSV and JSON lines are read up to their first block. `on_block`
-    receives their text.
-
-    Raises:
-        SourceBroken: The file is damaged, of another format, or in a directory where this server may not read it.
-        InvalidRequest: Its columns don't suit the job.
-        StoreError: The store fails, or denies access.
+    With `columns_only`, rows may be missing, and text is read up to its first block. `SourceBroken` means that the file
+    is damaged, of another format, or that this server may not read it.
     """
     if not file.size_bytes:  # some tools leave empty files in folders
         return Footer(pa.schema([]), 0, None if is_text(format_) else ())
@@ -220,7 +209,7 @@ def read_footer(
 
 
 def reason_of(error: Exception) -> str:
-    """Returns a reader's error for a message: printable and shortened."""
+    """Returns a reader's error for a message."""
     words = " ".join(str(error).split())[:_REASON_CHARACTERS]
     return "".join(character if character.isprintable() else "?" for character in words)
 

@@ -25,7 +25,7 @@ _MOST_NAMES = 1000
 
 
 def table_of_log(name: str) -> tuple[str, str] | None:
-    """Returns the folder and kind of the table whose log has the file `name`; `None` if it is in no log."""
+    """Returns the folder and kind of the table whose log has a file."""
     found = _OF_LOG.fullmatch(name)
     if found is None:
         return None
@@ -40,7 +40,7 @@ def table_of_log(name: str) -> tuple[str, str] | None:
 
 
 def check_names(folder: str, tables: Iterable[tuple[str, str]], names: Iterable[str]) -> None:
-    """Raises `InvalidRequest` if a file to be read belongs to one of the tables below a folder."""
+    """Raises `InvalidRequest` if a file to be read belongs to a table below a folder."""
     known = list(tables)
     for name in names:
         for root, kind in known:
@@ -51,7 +51,7 @@ def check_names(folder: str, tables: Iterable[tuple[str, str]], names: Iterable[
 
 
 def check_above(folder: str, check_read: Callable[[str], None]) -> None:
-    """Raises `InvalidRequest` if a readable folder above this one is a table."""
+    """Raises `InvalidRequest` if a readable parent folder is a table."""
     for above in _above(folder):
         with suppress(StoreError, Forbidden):
             check_read(above)

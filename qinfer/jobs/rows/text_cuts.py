@@ -25,7 +25,7 @@ class _Readable(Protocol):
 
 
 def row_blocks(text: _Readable, format_: Literal["csv", "jsonl"], csv: Csv, block_bytes: int) -> Iterator[bytes]:
-    """Splits a text into blocks of whole rows; raises `pyarrow.ArrowInvalid` if a row exceeds a block."""
+    """Splits a text into blocks of whole rows."""
     quote = csv.quote.encode() if format_ == "csv" else b""
     rest = b""
     while block := text.read(block_bytes):
@@ -44,7 +44,7 @@ def row_blocks(text: _Readable, format_: Literal["csv", "jsonl"], csv: Csv, bloc
 
 
 def first_row(text: bytes, csv: Csv) -> bytes:
-    """Returns the first row of a CSV file, with blank lines before it and its line end."""
+    """Returns the first row of a CSV file, with blank lines before it."""
     return text[: _end_of(row_pattern(csv).match(text))]
 
 

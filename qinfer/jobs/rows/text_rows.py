@@ -64,10 +64,7 @@ OnBlock = Callable[[bytes, Cut | None], None]
 
 
 def text_schema(text: TextStream, format_: TextFormat, types: TextTypes) -> pa.Schema:
-    """Returns a text's columns from its first block; none if it is empty.
-
-    The text is at its beginning; CSV is only peeked at. `pyarrow.ArrowInvalid` means that it is malformed.
-    """
+    """Returns a text's columns from its first block; CSV is only peeked at."""
     if format_ == "csv":
         return _csv_schema(text.peek(2 * BLOCK_BYTES), types)  # a row that begins in the first block ends in the second
     lines = _Json(text, types)
@@ -82,8 +79,8 @@ def text_schema(text: TextStream, format_: TextFormat, types: TextTypes) -> pa.S
 def read_through(text: TextStream, format_: TextFormat, types: TextTypes, on_block: OnBlock) -> Contents:
     """Reads a whole text: counts its rows and merges its columns.
 
-    Values of CSV matter in the first block only. A field of JSON lines with values of several kinds is left out, unless
-    the job names it, which raises `NotText`. `pyarrow.ArrowInvalid` means that the text is malformed.
+    Values of CSV matter in the first block only. JSON fields with values of several kinds are left out; one that the
+    job names raises `NotText`.
     """
     counting = _Csv(text, types) if format_ == "csv" else _Json(text, types)
     cuts, begin, uncut = [Cut(0, 0)], 0, 0
@@ -210,11 +207,7 @@ class _Json:
 def open_text(
     text: TextStream, format_: TextFormat, types: pa.Schema, csv: Csv
 ) -> "CsvReader | NumbersReader | Any | None":
-    """Returns a reader of batches with the given columns; `None` if the text is empty.
-
-    The text is at its beginning; the reader keeps it. Opening and reading raise `pyarrow.ArrowInvalid` for malformed
-    text.
-    """
+    """Returns a reader of batches, which keeps the text; `None` if the text is empty."""
     if format_ == "csv":
         return CsvReader(text, types, csv)
     if any(marks(field) for field in types):
@@ -293,7 +286,7 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def csv_names(head: bytes, csv: Csv) -> list[str]:
-    """Returns a CSV file's column names from its beginning; raises `NotText` if the first row is no CSV."""
+    """Returns a CSV file's column names from its beginning."""
     _check_header(head, csv)
     if csv.column_names:
         return list(csv.column_names)
@@ -311,7 +304,7 @@ def csv_names(head: bytes, csv: Csv) -> list[str]:
 
 
 def read_block(block: bytes, names: Sequence[str], types: pa.Schema | None, csv: Csv) -> pa.Table:
-    """Reads whole rows of CSV without a header; without `types`, reads all columns in guessed types."""
+    """Reads rows of CSV without a header; without `types`, guesses types."""
     try:
         return pyarrow.csv.read_csv(
             pa.BufferReader(block),
@@ -332,7 +325,7 @@ def read_block(block: bytes, names: Sequence[str], types: pa.Schema | None, csv:
 
 
 def header_of(text: TextStream, format_: TextFormat, csv: Csv) -> bytes:
-    """Returns the bytes that must precede rows from within a text: the CSV header, if there is one."""
+    """Returns the bytes that must precede rows from within a text."""
     return first_row(text.peek(BLOCK_BYTES), csv) if format_ == "csv" and csv.header else b""
 
 
@@ -343,7 +336,7 @@ _CSV_ERROR = re.compile(
 
 
 def located(error: pa.ArrowInvalid, csv: Csv, lines: int) -> pa.ArrowInvalid:
-    """Adds the row's place in the file to a CSV error; `lines` were read before the reader's first line."""
+    """Adds the row's place in the file to a CSV error of a reader that began after `lines`."""
     found = _CSV_ERROR.fullmatch(str(error))
     if found is None:
         return error
@@ -374,7 +367,7 @@ def _csv_schema(head: bytes, types: TextTypes) -> pa.Schema:
 
 
 def read_lines(part: bytes, schema: pa.Schema | None) -> pa.Table:
-    """Reads whole JSON lines; without a schema, reads all fields in their own types."""
+    """Reads whole JSON lines; without a schema, all fields."""
     options = pyarrow.json.ReadOptions(use_threads=False, block_size=max(1, len(part)))
     if schema is None:
         return pyarrow.json.read_json(pa.BufferReader(part), options)
@@ -451,7 +444,7 @@ class Nesting:
         self._begins = b""  # an open string's quote, and backslashes that may belong to the next block
 
     def check(self, block: bytes) -> None:
-        """Adds the next block; raises `ValueError` beyond the limit. Invalid JSON may pass: the parser rejects it."""
+        """Checks the next block; invalid JSON may pass, since the parser rejects it."""
         text = self._begins + block
         whole = text.rstrip(b"\\")
         rest = text[len(whole) :] if (len(text) - len(whole)) % 2 else b""

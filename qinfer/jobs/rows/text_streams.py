@@ -72,8 +72,8 @@ class InputForm(NamedTuple):
     def of(cls, spec: JobSpec) -> "InputForm":
         """Returns the form that a job names.
 
-        Jobs that overwrite an output keep pieces in a folder named by the form, since an earlier job may have left
-        pieces that were decoded differently.
+        Jobs that overwrite keep pieces in a folder named by the form, since an earlier job may have decoded
+        differently.
         """
         kept_url = f"{spec.output.url.rstrip('/')}/{KEPT_FOLDER}"
         if spec.overwrite:
@@ -139,10 +139,7 @@ class TextStream(ForwardOnly):
 
 
 def open_stream(file: BinaryIO | Any, url: str, format_: TextFormat, form: InputForm) -> TextStream:
-    """Returns the decoded text of a file at its beginning; raises `NotText` for another compression.
-
-    The text closes the file.
-    """
+    """Returns the decoded text of a file at its beginning; the text closes the file."""
     raw = TextStream(file)
     compression = form.compression_of(url)
     encoding = form.csv.encoding if format_ == "csv" else UTF_8
@@ -272,7 +269,7 @@ class PieceKeeper:
         self._piece: Any = None
 
     def add(self, rows: bytes, cut: Cut | None) -> None:
-        """Adds the next block of text; a cut point before it begins a new piece."""
+        """Adds the next block; a cut point begins a new piece."""
         if cut is not None:
             self.finish()
             self._url, self._sink = _piece_url(*self._text, cut.begin), pa.BufferOutputStream()
@@ -298,7 +295,7 @@ class KeptText:
         self._piece: Any = None
 
     def read(self, size: int) -> bytes:
-        """Reads up to `size` bytes; a damaged piece raises `OSError`."""
+        """Reads up to `size` bytes."""
         while self._piece is not None or self._open():
             data: bytes = self._piece.read(size)
             self._next += len(data)

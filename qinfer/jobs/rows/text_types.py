@@ -38,7 +38,7 @@ class TextTypes(NamedTuple):
     declared: Mapping[str, str] = {}
 
     def is_copied(self, name: str) -> bool:
-        """Returns whether a column or field is copied to the output."""
+        """Returns whether a column or field is copied."""
         return "*" in self.copied or any(f"{name}.".startswith(f"{copied}.") for copied in self.copied)
 
 
@@ -58,7 +58,7 @@ def text_types(spec: JobSpec, model: ModelSpec) -> TextTypes:
 
 
 def csv_schema(guessed: pa.Schema, types: TextTypes) -> pa.Schema:
-    """Returns a CSV file's columns in the types to read; `guessed` has the types of the first values."""
+    """Returns a CSV file's columns, guessed from its first values, in the types to read."""
     return pa.schema([_decided(field, types) for field in guessed])
 
 
@@ -80,7 +80,7 @@ def json_texts(schema: pa.Schema, types: TextTypes) -> pa.Schema:
 
 
 def json_declared(schema: pa.Schema, types: TextTypes) -> pa.Schema:
-    """Marks text and null fields with the types that the job declares."""
+    """Marks text and null fields with their declared types."""
     kinds = (pa.string(), pa.null())
     return _at_declared(
         schema, types, lambda field, name: declared(field, name, is_json=True) if field.type in kinds else field
@@ -107,7 +107,7 @@ def _at_declared(
 
 
 def joined(one: pa.Schema, other: pa.Schema) -> pa.Schema:
-    """Merges the fields of two parts of JSON lines; raises `pyarrow.ArrowInvalid` for different kinds."""
+    """Merges the fields of two parts of JSON lines."""
     try:
         return pa.unify_schemas([one, other], promote_options="permissive")
     except pa.ArrowTypeError as error:

@@ -59,7 +59,7 @@ async def _connect(settings: Settings) -> tuple[Queue, ControlStore]:
 
 
 def serve(settings: Settings) -> int:
-    """Runs a worker until SIGTERM or SIGINT; returns the exit code. An unusable broker raises `SettingsError`."""
+    """Runs a worker until SIGTERM or SIGINT; returns the exit code."""
     broker_of(settings)
     loop = EventLoop()
     _stop_on_signals(loop)

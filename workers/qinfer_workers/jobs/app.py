@@ -29,7 +29,7 @@ _FIRST_PAUSE_S = 0.5
 
 
 def make_app(settings: Settings, loop: EventLoop, use_cases: Mapping[str, UseCase]) -> Celery:
-    """Makes the app; `SWEEP`'s use case gets an empty id. An unusable broker raises `SettingsError`."""
+    """Makes the app; `SWEEP`'s use case gets an empty id."""
     app = plain_app(settings)
     for name in (PLAN, FINALISE, SWEEP):
         limit_s = SWEEP_LIMIT_S if name == SWEEP else settings.bulk.plan_timeout_s + _TASK_MARGIN_S
@@ -39,7 +39,7 @@ def make_app(settings: Settings, loop: EventLoop, use_cases: Mapping[str, UseCas
 
 
 def plain_app(settings: Settings) -> Celery:
-    """Makes the app without tasks, for beat, which sends tasks by name."""
+    """Makes the app without tasks, for beat."""
     longest_s = settings.bulk.plan_timeout_s + _VISIBILITY_MARGIN_S  # less would deliver running tasks again
     transport = {
         "visibility_timeout": longest_s,
@@ -72,7 +72,7 @@ def plain_app(settings: Settings) -> Celery:
 
 
 def longest_pause_s(settings: Settings) -> float:
-    """Returns the longest pause before a retry; the sweep must not consider the task lost meanwhile."""
+    """Returns the longest pause before a retry, short enough for the sweep."""
     return 2 * settings.bulk.sweep_every_s
 
 

@@ -87,10 +87,7 @@ class Beat:
 
 
 async def look_after(beat: Beat, store: ControlStore, stop: asyncio.Event, *, longest_s: float) -> int:
-    """Reports liveness until `stop` is set or beat fails; returns the exit code.
-
-    `longest_s` is how long beat may send nothing while Redis is reachable.
-    """
+    """Reports liveness until `stop` is set or beat has sent nothing for `longest_s`; returns the exit code."""
     name = f"qinfer-beat-{os.getpid()}@{socket.gethostname()}"
     while not stop.is_set():
         if not beat.is_alive:

@@ -54,10 +54,7 @@ def expected(plan: Plan, shards: Iterable[Shard], grant: Grant) -> ExpectedParts
 
 
 def read_plan(store_for: StoreFor, record: JobRecord) -> Plan | None:
-    """Reads a job's plan; `None` if there is none, or one that the job will overwrite.
-
-    A damaged plan, or another job's output, raises `InvalidRequest`.
-    """
+    """Reads a job's plan, unless there is none, or one that the job will overwrite."""
     spec = spec_of(record)
     url = url_of(spec.output.url, PLAN_NAME)
     data = _read(store_for(url), url)
@@ -77,15 +74,12 @@ def read_plan(store_for: StoreFor, record: JobRecord) -> Plan | None:
 
 
 def is_of(names: PlanNames, record: JobRecord) -> bool:
-    """Returns whether a plan is the job's; a plan to be overwritten may be of an earlier job with the same id."""
+    """Returns whether a plan is the job's, and not an earlier one's with the same id."""
     return names.job_id == record.id and (names.created_at == record.created_at or not spec_of(record).overwrite)
 
 
 def write_manifest(store_for: StoreFor, plan: Plan, parts: Sequence[PartInfo], now_s: float) -> Manifest:
-    """Writes `_manifest.json` and then `_SUCCESS`, which completes the output; returns the stored manifest.
-
-    `parts` are the validated parts of all shards; `CorruptEntry` means that they do not match the plan.
-    """
+    """Writes `_manifest.json` and then `_SUCCESS`, which completes the output."""
     manifest = make_manifest(plan, parts, now_s)
     data = encode_manifest(manifest)
     manifest_url, success_url = (url_of(plan.spec.output.url, name) for name in (MANIFEST_NAME, SUCCESS_NAME))
@@ -117,10 +111,7 @@ def write_manifest(store_for: StoreFor, plan: Plan, parts: Sequence[PartInfo], n
 def write_partial(
     store_for: StoreFor, plan: Plan, found: Sequence[tuple[Shard, PartInfo]], ended_at: float, now_s: float
 ) -> None:
-    """Writes `_manifest.partial.json`: the validated parts of a job that ended early at `ended_at`.
-
-    Times are in seconds since 1970.
-    """
+    """Writes `_manifest.partial.json` with the validated parts of a job that ended early."""
     shards = tuple(shard for shard, _ in found)
     there = msgspec.structs.replace(plan, shards=shards, rows=sum(shard.rows for shard in shards))
     manifest = make_manifest(there, [part for _, part in found], now_s)

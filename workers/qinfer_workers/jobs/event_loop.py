@@ -81,8 +81,7 @@ class EventLoop:
     def run(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
         """Runs a coroutine on the loop and waits for it; for other threads.
 
-        `stop` raises `Stopped`, the limit `TimedOut`. The coroutine is cancelled then, but not awaited, since the loop
-        itself may hang (`answers`).
+        `stop` raises `Stopped`, the limit `TimedOut`. It is cancelled then, but not awaited, since the loop may hang.
         """
         with self._lock:
             if self._stopping:
@@ -98,7 +97,7 @@ class EventLoop:
                 self._running.discard(future)
 
     def start(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Runs a coroutine until `close`; it does not count as a task."""
+        """Runs a coroutine until `close`."""
         self._beside.append(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def answers(self, within_s: float) -> bool:
@@ -111,7 +110,7 @@ class EventLoop:
         return answered.wait(within_s)
 
     def stop(self) -> None:
-        """Cancels all work and rejects new work, except `close`'s; safe in signal handlers."""
+        """Cancels all work and rejects new work; safe in signal handlers."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._cancel)
 

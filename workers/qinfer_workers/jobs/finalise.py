@@ -36,7 +36,7 @@ class Finaliser:
         self._services = services
 
     async def run(self, job_id: str) -> None:
-        """Finishes a settled job, or lists the parts of one that ended early. Errors mean: retry later."""
+        """Finishes a settled job, or lists the parts of one that ended early."""
         await self._services.attempt(FINISHING, job_id, self._finish)
         await leave_partial(self._services, job_id)
 
@@ -93,7 +93,7 @@ class Finaliser:
 
 
 async def leave_partial(services: JobServices, job_id: str) -> None:
-    """Lists the parts of a planned job that ended early; does nothing for other jobs. Errors mean: retry later."""
+    """Lists the parts of a planned job that ended early."""
     listed_at: float | None = None
     record = await services.jobs.get(job_id)
     while record is not None and record.shards and record.state in ENDED_EARLY and record.ended_at != listed_at:

@@ -33,10 +33,7 @@ class EarlierOutput(NamedTuple):
 
 
 def earlier_output(store_for: StoreFor, record: JobRecord) -> EarlierOutput | None:
-    """Lists the files of an earlier job in a job's output folder; `None` without a plan of such a job.
-
-    A damaged plan raises `InvalidRequest`.
-    """
+    """Lists the files of an earlier job in a job's output folder."""
     spec = spec_of(record)
     plan_url, form = url_of(spec.output.url, PLAN_NAME), InputForm.of(spec)
     store = store_for(plan_url)
@@ -63,7 +60,7 @@ def earlier_output(store_for: StoreFor, record: JobRecord) -> EarlierOutput | No
 
 
 def clear(store_for: StoreFor, earlier: EarlierOutput, threads: int) -> None:
-    """Removes the unchanged files of an earlier output, `threads` at once; repeat it after a `StoreError`."""
+    """Removes the unchanged files of an earlier output; repeatable."""
     files = {file.url.removeprefix(url_of(earlier.url, "")): file for file in earlier.files}
     first = [files.pop(name) for name in _FIRST if name in files]
     plan = files.pop(PLAN_NAME)

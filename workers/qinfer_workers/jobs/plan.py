@@ -52,7 +52,7 @@ class Planner:
         self._limits = limits
 
     async def run(self, job_id: str) -> None:
-        """Plans a job that is `planning`; lists the parts of one that has ended early. Errors mean: retry later."""
+        """Plans a job that is `planning`; lists the parts of one that ended early."""
         await self._await_model(job_id)
         await self._services.attempt(PLANNING, job_id, self._plan)
         await leave_partial(self._services, job_id)

@@ -143,11 +143,11 @@ class JobServices:
             raise
 
     async def plan_of(self, record: JobRecord) -> Plan | None:
-        """Reads a job's plan; `None` = not planned yet. Raises like `read_plan`."""
+        """Reads a job's plan, if it is planned."""
         return await self.in_thread(read_plan, self.outputs_of(record), record)
 
     async def plan_there(self, record: JobRecord) -> Plan:
-        """Reads the plan of a planned job; raises if it is gone or unreadable."""
+        """Reads the plan of a planned job."""
         plan = await self.plan_of(record)
         if plan is None:
             raise InvalidRequest("the job's plan is gone from its output; make a new job")
@@ -170,14 +170,14 @@ class JobServices:
         return expected(plan, shards, self.grant_of(record))
 
     def hanging(self, longer_than_s: float) -> int:
-        """Returns how many abandoned threads have run longer than this; thread-safe."""
+        """Returns how many abandoned threads have run longer than this."""
         before_s = time.monotonic() - longer_than_s
         return sum(since_s < before_s for since_s in list(self._left_s.values()))
 
     def readers(self, deaths: int) -> int:
         """Returns how many files to read at once after some deaths of the reading process.
 
-        Reading one at a time needs less memory, and shows which file kills the process.
+        One at a time needs less memory, and shows which file kills the process.
         """
         return max(1, self.settings.plan_threads >> deaths)
 
@@ -194,15 +194,15 @@ class JobServices:
         return record.id not in self._in_hand and self.age_s(record) > self.stale_s
 
     async def note_idle(self, record: JobRecord) -> None:
-        """Logs a long absence of bulk workers, which does not count as time of the step (`attempts_of`)."""
+        """Logs a long absence of bulk workers, which is not time of the step (`attempts_of`)."""
         age_s = self.age_s(record)
         if age_s > max(_IDLE_S, _IDLE_ROUNDS * self.settings.sweep_every_s):
             await self.jobs.note(record.id, f"no bulk worker ran for {age_s:.0f} s")
 
     def pins_of(self, record: JobRecord) -> list[Pin]:
-        """Returns the pins of a job on its model version, with the planned hash once there is a plan.
+        """Returns the pins of a job on its model version; of an ensemble, on those of its steps as well.
 
-        An ensemble has one for each model version of its steps.
+        Once there is a plan, they have its hash.
         """
         executes: tuple[Executed, ...] = ()
         if record.head:
@@ -228,12 +228,12 @@ class JobServices:
             await self.store.put_pin(pin, PIN_TTL_S)
 
     def why_lost(self, record: JobRecord, workers: Sequence[WorkerRecord], desired: Mapping[str, Desired]) -> str:
-        """Returns why a job's model version is unavailable or changed; empty = it is not, as far as is known."""
+        """Returns why a job's model version is unavailable or changed, as far as is known."""
         reasons = (why_lost(pin, workers, desired.get(pin.model)) for pin in self.pins_of(record))
         return next(filter(None, reasons), "")
 
     async def say_waiting(self, record: JobRecord, why: str) -> None:
-        """Sets why a job waits, in record and log; empty = it goes on. Also keeps the record fresh."""
+        """Sets why a job waits (empty = it goes on), in record and log; keeps the record fresh."""
         if why != record.waiting:
             await self.jobs.note(record.id, f"waits: {why}" if why else "goes on")
         await self.jobs.move(record.id, {record.state}, record.state, waiting=why)
@@ -244,10 +244,10 @@ class JobServices:
         logger.warning("job failed", extra={"job": record.id, "reason": why})
 
     async def attempt(self, step: Step, job_id: str, work: Work) -> None:
-        """Attempts a step of a job in the step's state; ends the job after too many or too long attempts.
+        """Attempts a step of a job that is in the step's state; ends the job after too many or too long attempts.
 
-        The job also ends on errors that a retry can't mend. Other errors are raised, and the step has to be retried. A
-        change of the job's state by another process cancels the work.
+        Errors that a retry can't mend end the job; others are raised for a retry. A change of the job's state by
+        another process cancels the work.
         """
         record = await self.jobs.get(job_id)
         if record is None or record.state != step.state:

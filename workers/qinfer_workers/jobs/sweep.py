@@ -38,7 +38,7 @@ class Sweeper:
     async def run(self, _: str = "") -> None:
         """Checks all open jobs, unless a sweep is running in this process.
 
-        Errors of one job do not affect the others. After `BrokerUnavailable` the next sweep goes on.
+        Errors of one job do not affect the others.
         """
         if self._is_running:
             return

@@ -116,7 +116,7 @@ class DeviceArbiter:
 
     @asynccontextmanager
     async def turn(self, batcher: JobBatcher) -> AsyncIterator[Turn]:
-        """Waits until a model version's devices have no online work, and gives a turn."""
+        """Waits until the devices have no online work, or bulk has waited long enough."""
         devices = self._devices(batcher)
         lines = [self._lines.setdefault(device, _Line()) for device in sorted(devices)]
         async with AsyncExitStack() as mine:

@@ -88,7 +88,7 @@ class Chunk:
         self.left -= part.rows
 
     def leave(self) -> int:
-        """Gives up the unexecuted rows; returns the number of rows before the first of them."""
+        """Gives up unexecuted rows; returns the number of rows before the first of them."""
         if not self.left:
             return self.errors.rows
         settled = np.zeros(self.errors.rows, np.bool_) if self.errors.bad is None else self.errors.bad.copy()
@@ -279,13 +279,13 @@ class Chunks:
                 self._changed.notify_all()
 
     def next_scored(self) -> Chunk | None:
-        """Waits until the first chunk is scored, and returns it; `None` = no more will come."""
+        """Waits until the first chunk is scored; `None` = no more will come."""
         with self._changed:
             self._changed.wait_for(self._is_next_ready)
             return None if self.is_stopped or not self._chunks else self._chunks[0]
 
     def rest(self) -> Iterator[tuple[Chunk, int]]:
-        """Yields, after a `stop`, unwritten chunks, each with the number of its first rows that are scored."""
+        """Yields, after a `stop`, unwritten chunks with the number of first rows that are scored."""
         while self._chunks:
             chunk = self._chunks.popleft()
             is_whole = not chunk.left

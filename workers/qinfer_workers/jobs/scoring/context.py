@@ -79,7 +79,7 @@ class Slots:
         return True
 
     def on_suspect(self, holder: object, stop: Callable[[], None] | None) -> None:
-        """Registers how to stop a shard that waits for its store when a suspect comes; `None` unregisters it."""
+        """Registers how to stop a shard that waits for its store when a suspect comes."""
         if stop is None:
             self._waiting.pop(holder, None)
         elif self._alone.locked():
@@ -95,7 +95,7 @@ class Slots:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Waits until all slots are free, and keeps them free for the caller until the end."""
+        """Waits until all slots are free, and keeps them free for the caller."""
         async with self._alone:
             for stop in list(self._waiting.values()):
                 stop()

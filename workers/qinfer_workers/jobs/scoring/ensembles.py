@@ -81,10 +81,7 @@ class EnsembleInstance:
         """Does nothing."""
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Runs a batch as one request, or for a decoupled ensemble, a request per row.
-
-        `Cancelled` means that it can't run now, `InferenceFailed` that a step failed.
-        """
+        """Runs a batch as one request, or for a decoupled ensemble, a request per row."""
         if ctx.is_decoupled:
             self._wait(self._lent.stream(batch, ctx))
         else:
@@ -117,7 +114,7 @@ class EnsembleExecutor:
         self._is_stopped = False
 
     def lend(self, borrower: Borrower, done: Callable[[Borrower], None]) -> None:
-        """Lends an instance in its own thread; calls `done` on the event loop when it is returned."""
+        """Lends an instance in its own thread; calls `done` on the event loop afterwards."""
 
         def use() -> None:
             borrower.run(EnsembleInstance(self, self._loop))
@@ -137,11 +134,11 @@ class EnsembleExecutor:
                 ended.set_result(Failure.of(Cancelled(_LEFT)))
 
     async def run(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Runs a batch on the event loop; raises like `EnsembleInstance.execute`."""
+        """Runs a batch on the event loop."""
         return await self._run(self._item(batch.requests[0], batch.rows[0], batch.inputs))
 
     async def stream(self, batch: Batch, ctx: Context) -> None:
-        """Runs each row of a decoupled ensemble's batch, on the event loop."""
+        """Runs each row of a batch on the event loop."""
         is_batched = self.spec.max_batch_size > 0
 
         async def row(number: int) -> None:

@@ -25,7 +25,7 @@ class PieceLost(StoreError):
 def store_piece(
     store_for: StoreFor, output_url: str, folder: str, writer: PartWriter, faults: Sequence[str]
 ) -> KeptPiece:
-    """Stores a written piece in a folder of an output, under new names."""
+    """Stores a written piece under new names."""
     name = secrets.token_hex(8)
     files = []
     for path, suffix in zip(writer.paths, ("", ".failed"), strict=False):
@@ -40,7 +40,7 @@ def store_piece(
 
 @contextmanager
 def fetched(store_for: StoreFor, output_url: str, piece: KeptPiece, path: Path) -> Iterator[Sequence[Path]]:
-    """Fetches the files of a piece to `path` and a name like it; raises `PieceLost` if it is gone or damaged."""
+    """Fetches the files of a piece to `path` and a name like it, and checks them."""
     files = [piece.good] if piece.failed is None else [piece.good, piece.failed]
     paths = [path, path.with_name(f"{path.name}.failed")][: len(files)]
     try:

@@ -57,10 +57,7 @@ class Resuming:
         return tuple(fault for piece in self.known.pieces for fault in piece.faults)
 
     async def next_step(self) -> RowSpan | None:
-        """Begins the next rows; `None` = all are kept.
-
-        `GivenUp` means that the shard kills workers, `Abandoned` that it has another owner.
-        """
+        """Begins the next rows; `None` = all are kept. `Abandoned` means another owner."""
         known, self._step = self.known, None
         if known.is_hopeless:
             raise GivenUp(
@@ -76,14 +73,11 @@ class Resuming:
         return step
 
     async def ended(self, take: Callable[[], KeptPiece | None]) -> None:
-        """Keeps the scored rows of the whole step, which the blocking `take` stores.
-
-        `Abandoned` means that the shard has another owner; errors of `take` mean that rows were not stored.
-        """
+        """Keeps the scored rows of the whole step, which the blocking `take` stores."""
         await self._finish(self._end(take))
 
     async def broken_off(self, take: Callable[[], KeptPiece | None], scored: int) -> None:
-        """Keeps the scored rows of a step before the shard is released; raises like `ended`."""
+        """Keeps the scored rows of a step before the shard is released."""
         if self._work is not None and not self._work.done():
             await self._work
         if self._step is not None:
@@ -95,7 +89,7 @@ class Resuming:
             logger.info("shard broken off", extra={"rows_kept": known.done, "rows": self.rows})
 
     async def let_go(self) -> None:
-        """Removes the mark of a step that ended without a death; raises like `ended`."""
+        """Removes the mark of a step that ended without a death."""
         if self._step is not None and self.known.begun is not None:
             await self._put(self.known.broken_off(self._step, None, has_scored=False))
 

@@ -70,13 +70,13 @@ class RowStreams:
     def respond(
         self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
     ) -> None:
-        """Stores a response without waiting, as `Context.respond`."""
+        """Stores a response without waiting."""
         self.offer(item, outputs, final=final, parameters=parameters)
 
     def offer(
         self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
     ) -> None:
-        """Stores a response, as `Context.offer`; an error ends its row, even if it is not final."""
+        """Stores a response; an error ends its row, even if it is not final."""
         del parameters
         row = self._rows[item]
         with self._changed:
@@ -96,7 +96,7 @@ class RowStreams:
         self._calls.reschedule(item, states)
 
     def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
-        """Registers a callback for when the row is abandoned, as `Context.on_taken`."""
+        """Registers a callback for when the row is abandoned."""
         with self._changed:
             self._callbacks[item] = callback
 
@@ -105,18 +105,15 @@ class RowStreams:
         return self._is_over or self._rows[item].error is not None or self._calls.cancelled(item)
 
     def call(self, request: InferRequest) -> Response:
-        """Runs another model, as `Context.call`."""
+        """Runs another model."""
         return self._calls.call(request)
 
     def stream(self, request: InferRequest) -> Iterator[Response]:
-        """Runs another model with any number of responses, as `Context.stream`."""
+        """Runs another model with any number of responses."""
         return self._calls.stream(request)
 
     def wait(self, progress: Callable[[], None]) -> None:
-        """Waits for the final response of each row, and calls `progress` meanwhile; late rows fail.
-
-        `Cancelled` means that the shard is stopped.
-        """
+        """Waits for the final response of each row, and calls `progress` meanwhile; late rows fail."""
         with self._changed:
             while any(row.is_open for row in self._rows):
                 if self._calls.cancelled(0):
@@ -129,7 +126,7 @@ class RowStreams:
                 progress()
 
     def close(self) -> None:
-        """Rejects further responses, and tells the model about the rows for which it still makes some."""
+        """Rejects further responses, and tells the model about rows that it still works on."""
         with self._changed:
             self._is_over = True
             callbacks, self._callbacks = self._callbacks, {}
@@ -137,7 +134,7 @@ class RowStreams:
             callback(0)
 
     def outputs(self, names: Sequence[str], *, is_batched: bool) -> dict[str, Array]:
-        """Returns each output as `[rows]` of tuples with an array per response; a batch dimension of 1 is removed."""
+        """Returns each output as `[rows]` of tuples with an array per response."""
         arrays = {}
         for name in names:
             arrays[name] = np.empty(len(self._rows), object)

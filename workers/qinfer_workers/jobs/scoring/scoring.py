@@ -95,10 +95,7 @@ class Scorer:
         self._is_warned = False
 
     def run(self, instance: Backend, part: Slice, watch: "Watch") -> None:
-        """Executes a slice; raises nothing.
-
-        `watch` has run since the previous slice was done, since the time between batches counts, too.
-        """
+        """Executes a slice; `watch` also covers the time since the previous slice."""
         try:
             outputs, failed = self._execute(instance, part, watch)
         except _LATER as error:
@@ -225,10 +222,7 @@ class Executions:
         self._began_ns = self._ended_ns = 0
 
     def add(self, rows: int, laps_ns: Sequence[int], now_s: float) -> None:
-        """Counts a successful execution that has just ended.
-
-        `laps_ns` are the nanoseconds of making the inputs, of the model, and of making the outputs.
-        """
+        """Counts an execution; the laps are of making the inputs, of the model, and of making the outputs."""
         input_ns, infer_ns, output_ns = laps_ns
         ended_ns, whole_ns = time.perf_counter_ns(), input_ns + infer_ns + output_ns
         with self._lock:

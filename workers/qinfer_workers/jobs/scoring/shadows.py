@@ -69,7 +69,7 @@ class Shadows:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def serve(self, batcher: JobBatcher, arbiter: DeviceArbiter, tasks: asyncio.TaskGroup) -> None:
-        """Executes a model version's shadows from now on, if it supports and is declared to have them."""
+        """Executes a model version's shadows from now on, if it supports them."""
         spec, key = batcher.model.spec, (batcher.model.spec.name, batcher.model.version)
         if not isinstance(batcher, Batcher) or why_no_shadow(spec) or self.context.hurry.is_set():
             return
@@ -89,7 +89,7 @@ class Shadows:
             await self.queue.leave([loop.lane])
 
     async def pause(self) -> None:
-        """Releases all waiting shadows and waits for executing ones; `serve` resumes each version."""
+        """Releases waiting shadows and waits for executing ones; `serve` resumes each version."""
         await _ended(self._loops.values())
 
     def tasks(self) -> "list[asyncio.Task[None]]":

@@ -130,13 +130,13 @@ class ShardFiles:
         self._outputs: OutputColumns | None = None
 
     def failed(self, error: str, failed_rows: int | None = None) -> ShardOutcome:
-        """Returns the outcome of a shard without a part, of which some or all rows failed."""
+        """Returns the outcome of a shard without a part."""
         shard = self._task.shard
         rows = shard.rows if failed_rows is None else failed_rows
         return ShardOutcome(shard.index, rows, rows, error)
 
     def existing(self) -> ShardOutcome | None:
-        """Returns the outcome of a part that was committed before; `None` without a whole one."""
+        """Returns the outcome of a whole part that was committed before."""
         task = self._task
         try:
             info = validate_part(
@@ -152,7 +152,7 @@ class ShardFiles:
         return ShardOutcome(task.shard.index, info.rows, info.errors)
 
     def read(self, chunks: Chunks) -> None:
-        """Reads all rows into chunks, until these are stopped; raises if the model or a file changed."""
+        """Reads all rows into chunks, until these are stopped."""
         task = self._task
         task.outputs.check(task.url)  # before rows are scored in vain
         if task.model_hash != task.head.model_hash:
@@ -194,10 +194,9 @@ class ShardFiles:
         return ShardReader(shard, columns, schema, task.spec, store_of, limits=task.limits)
 
     def write(self, chunks: Chunks) -> ShardOutcome | None:
-        """Writes the scored rows and commits the part; `None` if the chunks were stopped, or the rows are a piece.
+        """Writes the scored rows and commits the part; `None` for stopped chunks, or a piece.
 
-        While the store is unavailable or full, the scored part is kept and its commit repeated. `TooManyFailed` means
-        that nothing was committed.
+        While the store is unavailable or full, the scored part is kept and its commit repeated.
         """
         first = chunks.next_scored()
         if self._outputs is None or (chunks.is_stopped and not self.keeps):
@@ -239,7 +238,7 @@ class ShardFiles:
             chunk = chunks.next_scored()
 
     def take_piece(self, chunks: Chunks) -> KeptPiece | None:
-        """Stores the written rows of the step as a piece, with scored rows of stopped chunks; `None` without rows.
+        """Stores the written rows of the step as a piece, with scored rows of stopped chunks.
 
         It waits for the store, unless the chunks are stopped.
         """
@@ -264,10 +263,7 @@ class ShardFiles:
             writer.abort()
 
     def join(self, pieces: Sequence[KeptPiece], chunks: Chunks) -> ShardOutcome | None:
-        """Makes the part from its pieces and commits it; `None` if the chunks are stopped before.
-
-        `PieceLost` means that a piece is gone or damaged.
-        """
+        """Makes the part from its pieces and commits it, unless the chunks are stopped."""
         task = self._task
         schema = typed(decode_schema(task.head.schema))
         writer = self._new_writer(
@@ -323,13 +319,13 @@ class ShardFiles:
 
 
 def streamed_bytes(read_bytes: int) -> int:
-    """Returns the most bytes of a decoupled model's responses to one row, for `bulk.max_read_bytes`."""
+    """Returns the limit of a decoupled model's responses to one row."""
     # A chunk's responses become one array of lists with 32-bit offsets.
     return min(read_bytes // _STREAMED_SHARE, 2**31 // _STREAMED_ROWS)
 
 
 def clear_spool(folder: Path, older_than_at: float) -> None:
-    """Deletes a dead worker's files from a spool folder, if unchanged since an instant."""
+    """Deletes old files of dead workers."""
     with suppress(OSError):
         for path in folder.glob(f"{SPOOL_PREFIX}*"):
             with suppress(OSError):

@@ -60,13 +60,13 @@ class JobRests:
         """Job → the end of its rest, and how often in a row its shards could not be run."""
 
     def left_s(self, job_id: str) -> float:
-        """Returns how long a job still rests; it also rests while a scored part can't be committed."""
+        """Returns how long a job still rests, also while a scored part can't be committed."""
         if self._delayed[job_id]:
             return _LAST_REST_S
         return max(self._jobs.get(job_id, (0.0, 0))[0] - self._now_s(), 0.0)
 
     def begin(self, job_id: str, tried_s: float) -> None:
-        """Begins a job's rest after a failed attempt that took `tried_s`."""
+        """Begins a rest after a failed attempt."""
         now_s = self._now_s()
         self._jobs = {job: rest for job, rest in self._jobs.items() if rest[0] + _LAST_REST_S > now_s}
         count = self._jobs.get(job_id, (0.0, 0))[1] + 1

@@ -55,8 +55,9 @@ pa.set_cpu_count(1)
 class ShardRun:
     """The run of a shard; an ensemble's executor replaces the model version's instances.
 
+    `free` is set when the model has little left to do for this shard, and the next may begin.
+
     Attributes:
-        free: Set when the model has little left to do for this shard, and the next may begin.
         is_stuck: It was cancelled, and an execution did not end in time.
         on_delay: Called on the event loop when the scored part can't be committed now.
     """
@@ -131,10 +132,7 @@ class ShardRun:
     async def run(self) -> ShardOutcome:
         """Runs the shard; cancelled, it stops at the next batch, keeps scored rows and completes a running commit.
 
-        Raises:
-            PutOff: A retry may help.
-            GivenUp: It kills workers.
-            Abandoned: `stop` was called.
+        `PutOff` means that a retry may help, `GivenUp` that it kills workers.
         """
         try:
             outcome = await self._run_or_keep()
@@ -305,9 +303,9 @@ class ShardRun:
 
 
 async def release_memory() -> None:
-    """Returns memory of ended shards to the system: allocators keep some for each thread.
+    """Returns memory of ended shards to the system; without it, a worker grows from job to job.
 
-    It blocks the event loop for a few milliseconds at most. Without it, a worker grows from job to job.
+    It blocks the event loop for a few milliseconds at most.
     """
     # In the main thread: only there mimalloc reclaims the memory of ended threads.
     pa.default_memory_pool().release_unused()
@@ -318,11 +316,7 @@ async def release_memory() -> None:
 async def make_run(
     served: Served, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event
 ) -> ShardRun:
-    """Makes the run of a shard, as a `context.MakeRun`.
-
-    `PutOff` means that this worker can't read the job (damaged, or of a newer qinfer), or does not have the planned
-    model: it may still have to load it, or the job waits for it.
-    """
+    """Makes the run of a shard; `PutOff` if this worker can't read the job, or lacks the planned model."""
     try:
         spec, head, grant = decode_spec(record.spec), decode_plan_head(record.head), granted(record, served.stores)
     except QinferError as error:

@@ -74,7 +74,7 @@ class ShardService:
     def start(
         self, tasks: asyncio.TaskGroup, ensembles: EnsembleParts, spans: Spans | None = None
     ) -> "asyncio.Task[None]":
-        """Starts looking for jobs in a task group, which also owns the loops; returns the task, to be cancelled."""
+        """Starts looking for jobs; returns the task, to be cancelled."""
         self._tasks, self._ensembles = tasks, ensembles
         self._context = replace(self._context, spans=spans)
         return tasks.create_task(self._look())
@@ -159,7 +159,7 @@ class ShardService:
         self._arbiter.forget(batcher)
 
     async def pause(self) -> None:
-        """Releases all shards and shadows at the next batch, and fetches none until `resume`."""
+        """Releases all shards and shadows at the next batch, until `resume`."""
         self._is_paused = True
         if self._shadows is not None:
             await self._shadows.pause()
@@ -173,7 +173,7 @@ class ShardService:
             self._serve_shadows(served)
 
     def hurry(self) -> None:
-        """Stops waiting for executions; shards that do not end are not released, and count as executed."""
+        """Stops waiting for executions; their shards are not released, and count as executed."""
         self._context.hurry.set()
 
     def loops(self) -> "list[asyncio.Task[None]]":
