@@ -1,14 +1,13 @@
 """The counts of bridges by route: in one bridge, summed in Redis, and as metrics.
 
-A bridge counts in plain integers (`RouteTally`). One thread writes each, others read it; `count` is for counts of
-several threads. A bridge serves the counts on its own port and reports them. In Redis, the reports of all bridges sum
-up to `RouteTotals` by route, which only grow.
+A bridge counts in plain integers (`RouteTally`), each written by one thread, serves them on its own port and reports
+them. In Redis, all reports sum up to `RouteTotals`.
 
-A report has a number and the counts since the previous one. If it is unknown whether a report was stored, it is sent
-again unchanged, and the store adds each number once: an outage of Redis neither loses counts nor doubles them.
+A report has a number and the counts since the previous one. A report that may not be stored is sent again unchanged,
+and the store adds each number once: an outage of Redis neither loses counts nor doubles them.
 
-All keys share a hash tag, so that one script can add a report. A bridge's entry has its number and expiry beside its
-messages in hand: `<expiry in ms> <number> <a document of uses>`.
+All keys share a hash tag for the script. A bridge's entry is `<expiry in ms> <number> <a document of its messages in
+hand>`.
 """
 
 import threading
@@ -47,11 +46,10 @@ class RouteTally:
         unidentified: Messages without an id.
         refused: Dead-lettered messages, by error code.
         replied: Requests with confirmed replies, by final state.
-        unroutable: Messages that no queue took, by kind: `reply`, `sink`, `dead_letter`.
-        paused_s: Seconds without acceptance: the lane was full or the queue unavailable.
-        unacknowledged: Messages whose acknowledgement the source awaits.
-        unconfirmed: Ended requests whose replies are not confirmed.
-        connected: Connection → whether it is up.
+        unroutable: Messages that no queue took: `reply`, `sink`, `dead_letter`.
+        paused_s: The lane was full or the queue unavailable.
+        unacknowledged: Messages that the source waits for.
+        unconfirmed: Ended requests without confirmed replies.
     """
 
     route: str
@@ -93,7 +91,7 @@ class RouteTotals:
 
 
 def count(counts: dict[str, int], key: str, by: int = 1) -> None:
-    """Adds to a count, thread-safe: a count that decreases would look like a restart."""
+    """Adds to a count, thread-safe: a decrease would look like a restart."""
     with _COUNTING:
         counts[key] = counts.get(key, 0) + by
 
@@ -225,7 +223,7 @@ class BridgeReports:
     async def put(self, report: BridgeReport, ttl_s: float) -> None:
         """Stores a bridge's messages in hand, for `ttl_s`, and adds its counts, once for each number.
 
-        A report that arrives after its successor has no effect; `ttl_s` 0 removes the messages in hand.
+        A report that arrives after its successor has no effect.
         """
         words: list[str | int | bytes] = [_ms(REMEMBERED_S), _ms(KEPT_S), report.process, _ms(ttl_s), report.number]
         words.append(encode_document(BridgeUses(report.process, report.uses)))

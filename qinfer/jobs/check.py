@@ -76,7 +76,7 @@ def problems(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str
 
 
 def _untyped(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str]:
-    """Finds columns in `types` that have another type, or are not read as separate columns."""
+    """Finds columns in `types` that have another type, or are not read by themselves."""
     fields, copied = Fields(schema), copied_columns(spec, schema)
     read = {*copied}.union(*(spec.columns_of(tensor.name).columns for tensor in model.inputs))
     for name, kind in spec.column_types.items():
@@ -139,7 +139,7 @@ def _column_problems(field: str, wanted: Sequence[str], fields: Fields) -> Itera
 
 
 def _unranked(spec: JobSpec, model: ModelSpec, written: Sequence[TensorSpec]) -> Iterator[str]:
-    """Finds outputs in `top_k` that have too few elements, or elements without an order."""
+    """Finds outputs in `top_k` with too few, or unordered, elements."""
     for tensor in written:
         count, elements = spec.output.top_k.get(tensor.name, 0), prod(tensor.dims)
         if count and model.decoupled:

@@ -1,9 +1,8 @@
 """The examiner: a process that parses files of users, started as `python -m qinfer.jobs.examiner`.
 
-Users who create jobs choose the files, and native code parses them. A file that crashes its parser, or makes it
-allocate without end, kills only this process; its parent kills it if it hangs. Gateways let it check new jobs; bulk
-workers let it plan jobs and read the parts of outputs. Each starts its own examiners (`qinfer.jobs.examiner_pool`) and
-talks to them through standard input and output:
+Native code parses the files of jobs. A file that crashes its parser, or makes it allocate without end, kills only this
+process; its parent kills it if it hangs. Gateways let examiners check jobs; bulk workers let them plan jobs and read
+parts. Each starts its own (`qinfer.jobs.examiner_pool`):
 
     parent ── Hello, then a Request at a time ──▶ stdin │ examiner │ stdout ── Answer, two for a Request ──▶ parent
 
@@ -116,7 +115,7 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 class _Notes:
-    """The URLs that this process is reading, in a file that outlives it."""
+    """URLs that this process is reading, in a file that outlives it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -148,7 +147,7 @@ def notes_of(descriptor: int) -> list[str]:
 
 
 def _found(parts: Iterable[PartInfo | str | None]) -> bytes:
-    """Encodes parts; equal columns in a row are sent once."""
+    """Encodes parts; equal columns in a row once."""
     schema = ""
     found: list[PartInfo | str | None] = []
     for part in parts:

@@ -1,8 +1,7 @@
 """A pool of examiner processes (`qinfer.jobs.examiner`) that parse files for gateways and bulk workers.
 
 A file that crashes its parser kills only the examiner. A process serves one request at a time. The pool starts more
-processes when several requests come at once, and replaces dead ones. While a process lives, requests wait for it rather
-than for the start of another.
+when several requests come at once, and replaces dead ones; while one lives, requests wait for it rather than a start.
 """
 
 import asyncio

@@ -1,17 +1,16 @@
 """Parts of an output: written to a local file, and validated after the commit.
 
-A part identifies itself by metadata under the key `qinfer`: shard, job, inputs, model and number of failed rows. A
-Parquet file keeps it in its file metadata, an Arrow file in its footer and the failed rows in its last batch. Two kinds
-of parts need a *commit record* as well, `_commits/<part>/<hash>.json` in the output folder: text files, which have no
-place for metadata, and parts whose failed rows are in a file of their own in `_failed`. Record and failed rows are
-written before the part is committed, under names derived from their content. So every part has its own record, even if
-the writer dies in between; records without a part mean nothing.
+A part identifies itself by metadata under the key `qinfer`: shard, job, inputs, model and number of failed rows.
+Parquet keeps it in the file metadata, Arrow in its footer and the failed rows in its last batch. Text has no place for
+metadata, and a part may have its failed rows in a file of their own in `_failed`. Such parts need a *commit record*:
+`_commits/<part>/<hash>.json` in the output folder. Record and failed rows are written before the part is committed,
+under names derived from their content, so every part has its own record even if the writer dies in between. Records
+without a part mean nothing.
 
-Another program may replace files in the output folder, so validation reads footers, headers and records only, within
-limits, and no rows.
+Files in the output folder are untrusted: validation reads footers, headers and records, within limits, and no rows.
 
-Encodings favour the speed of writing: floats have no dictionary, since values hardly repeat, and row numbers are stored
-as differences.
+Encodings favour the speed of writing: floats, which hardly repeat, have no dictionary, and row numbers are stored as
+differences.
 """
 
 import hashlib

@@ -2,10 +2,9 @@
 
     0 ──── kept pieces ────▶ done ──── next range ────▶ stop ·········▶ rows
 
-A shard is scored from its first row to its last. A *piece* is a file of consecutive scored rows; the pieces of a shard
-follow one another. A shard whose worker died is a *suspect*. It runs in ranges, and each range begins with a mark that
-names the worker. If the next owner finds a mark, the worker died in that range, and the range is cut. A row that was
-alone in its range when two workers died fails, and the rows after it are scored.
+A *piece* is a file of consecutive scored rows. A shard whose worker died is a *suspect*: it runs in ranges, each of
+which begins with a mark that names the worker. A mark that the next owner finds means that the worker died in that
+range, which is cut then. A row that was alone in its range when two workers died fails.
 """
 
 import hashlib
@@ -42,10 +41,7 @@ class PieceFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KeptPiece(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive scored rows; `good` lacks failed rows if these have a file of their own.
-
-    `faults` describe unreadable inputs.
-    """
+    """Consecutive scored rows; `good` lacks failed rows if these have a file of their own."""
 
     rows: int
     errors: int
@@ -74,8 +70,7 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         bound: The hashes of plan and shard, and of the model.
-        attempt: Incremented by each change, so that no two states of a shard are equal.
-        pieces: The kept rows, in order.
+        attempt: Incremented, so that no two states of a shard are equal.
         size: The rows of the next range; 0 = all that remain.
         until: Ranges grow again after this row.
         begun: The mark of the running range.

@@ -1,8 +1,8 @@
-"""Parts as CSV and JSON lines: converts columns to text, and writes the text to a file, compressed or not.
+"""Parts as CSV and JSON lines: converts columns to text, and writes the text, compressed or not.
 
-Numbers have the shortest form that reads back as the same number. NaN and infinities, which JSON lacks, are null.
-Lists, structs and maps are JSON in both formats, bytes are base64, and instants, dates and times are as Arrow prints
-them. In copied text, replacement characters stand for invalid UTF-8. The conversion works column by column.
+Numbers have the shortest form that reads back as the same number; NaN and infinities are null in JSON. Lists, structs
+and maps are JSON in both formats, bytes are base64, and instants, dates and times are as Arrow prints them. In copied
+text, replacement characters stand for invalid UTF-8.
 """
 
 import gzip
@@ -157,7 +157,7 @@ def json_texts(values: pa.Array, field: pa.Field | None = None) -> pa.Array:
 
 
 def _stored(values: pa.Array) -> pa.Array | None:
-    """Decodes dictionaries, runs and extension types; `None` for other types."""
+    """Decodes dictionaries, runs and extension types, if any."""
     kind = values.type
     if pa.types.is_dictionary(kind):
         return values.dictionary_decode()

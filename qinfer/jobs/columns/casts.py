@@ -1,9 +1,8 @@
 """Casts Arrow values to numpy arrays of a tensor's datatype; decides which types and values fit. Pure.
 
-Integer tensors take whole numbers within their range. Float tensors take any number, decimals too, and round it. Errors
-are values that would become infinite, and integers beyond 2^53 that FP64 would round, since these are rather
-identifiers than measures. Booleans are 0 and 1, and integers 0 and 1 are booleans. Floats never become integers, nor
-texts numbers.
+Integer tensors take whole numbers within their range. Float tensors take any number and round it. Errors are values
+that would become infinite, and integers beyond 2^53 that FP64 would round, since these are rather identifiers than
+measures. Booleans are 0 and 1, and vice versa. Floats never become integers, nor texts numbers.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Looks up columns and struct fields by path: `image.bytes` is the field `bytes` of the column `image`. Pure.
 
-A column whose name equals the path takes precedence. A field becomes a column named by its path, null where its struct
-is null. Fields within lists and maps have no path; neither have unions and runs within structs, which pyarrow can't
-extract from a struct with nulls.
+A column whose name equals the path takes precedence. A field is null where its struct is. Fields within lists and maps
+have no path; neither have unions and runs within structs, which pyarrow can't extract.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,10 +1,10 @@
 """Converts a model's outputs to columns, in the input's row order, beside copied columns and the rows' origins.
 
-A tensor with one element per row becomes a plain column, `[k]` lists of fixed size, `[a, b]` lists in lists; a variable
-dimension makes lists of any size. BYTES become strings; a row with invalid UTF-8 is an error, unless the model
-parameter `qinfer.binary_outputs` (comma-separated names) makes the column binary. Outputs in the job's `top_k` become
-columns of their greatest elements, ranked like Triton's classification (`qinfer.wire.outputs.greatest`). With a
-decoupled model, a row has a list with one item per response. A failed row has nulls.
+A tensor with one element per row becomes a plain column, `[k]` lists of fixed size, `[a, b]` lists in lists, and a
+variable dimension lists of any size. BYTES become strings, which must be UTF-8, unless the model parameter
+`qinfer.binary_outputs` (comma-separated names) makes them binary. Outputs in the job's `top_k` become columns of their
+greatest elements, ranked like Triton's classification (`qinfer.wire.outputs.greatest`). With a decoupled model, a row
+has a list with one item per response. A failed row has nulls.
 """
 
 from collections.abc import Mapping, Sequence

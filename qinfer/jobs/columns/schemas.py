@@ -69,7 +69,7 @@ def are_rounded(one: pa.DataType, other: pa.DataType) -> bool:
 
 
 def common_field(one: pa.Field, other: pa.Field) -> pa.Field | None:
-    """Returns the first field in the common type; INT96 beside a zone is an instant."""
+    """Returns the first field in the common type; INT96 becomes an instant beside a zone."""
     kinds = [one.type, other.type]
     instants = [INT96_INSTANT in (field.metadata or {}) for field in (one, other)]
     for number, is_int96 in enumerate(instants):
@@ -179,7 +179,6 @@ def _relisted(lists: pa.Array, items: pa.Array) -> pa.Array:
 
 
 def _without_list_views(array: pa.Array) -> pa.Array:
-    """Replaces list views on all levels of an array at offset 0."""
     kind = array.type
     if "list_view" not in str(kind):
         return array

@@ -1,7 +1,7 @@
 """Text columns with values of other types: declared by the job, or both copied and fed to an input. Pure.
 
-A column that is only copied stays as written. A column in the job's `types` (`JobSpec.types`) is text in the plan and
-when read, with the type in its metadata; `TypedColumns` converts it, and a row with another value fails.
+A column in the job's `types` (`JobSpec.types`) is text with the type in its metadata; `TypedColumns` converts it, and a
+row with another value fails. Other copied columns stay as written.
 """
 
 import re

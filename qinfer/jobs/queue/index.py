@@ -1,7 +1,7 @@
 """The index of all bulk jobs on Redis: jobs by creation, open jobs by deadline, and the location of each job's keys.
 
-Its keys are in other slots than the jobs' keys, so it may list jobs that have ended, or whose record is gone. Readers
-remove ended jobs from the open ones, and jobs without a record once these are older than a creation can take.
+Its keys are in other slots than the jobs', so it may list jobs that have ended or lack a record. Readers remove these,
+the latter once they are older than a creation can take.
 """
 
 import asyncio

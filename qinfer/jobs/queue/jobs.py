@@ -6,11 +6,11 @@
 A *shard* is an entry on a bulk lane of its model version, fetched, renewed, released and reclaimed like any entry. Its
 frame is opaque here. The promises, each with a test in `tests/contract/`:
 
-1. `create` stores a record once; `move` changes a job's state in one step, if the current state is expected.
+1. `create` stores a record once; `move` changes an expected state in one step.
 2. `plan` is idempotent: it adds each shard once, skips shards that succeeded or are in the lane, and works only while
    the job is `planning`. `complete` makes the job run.
 3. A shard is in `todo`, in the lane or settled. `advance` moves shards to the lane in one step, the lowest index
-   first; the lane holds at most twice as many as may run at a time. `finish_shard` refills it in the same step.
+   first; the lane holds at most twice as many as may run. `finish_shard` refills it in the same step.
 4. `finish_shard` is the only terminal step of a shard: it removes the entry regardless of its owner, records outcome
    and counts once, and leaves a notice when no shard is left or too many rows failed.
 5. A notice is a delivery of kind `JOBS`; a job has at most one unread notice.
@@ -19,7 +19,7 @@ frame is opaque here. The promises, each with a test in `tests/contract/`:
 8. An ended job expires after `kept_s` seconds; other jobs never expire.
 
 A job's keys are in partition 0 of its model, in the slot of its lanes; only the index of all jobs (`JobIndex`) is
-elsewhere. `missing` names shards that the queue lost (their stream was deleted); requeue them from the plan.
+elsewhere. `missing` names shards whose stream was deleted; requeue them from the plan.
 """
 
 import asyncio

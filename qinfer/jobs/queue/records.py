@@ -1,8 +1,7 @@
 """Records of bulk jobs in the queue: types, limits and storage.
 
-A record is a hash. `about` holds the fields that are fixed at creation and that no script reads. `spec`, `head` and
-`grant` are separate values, since they may change and take megabytes. Scripts read and write the other fields, where
-instants are whole milliseconds.
+A record is a hash. `about` holds the fixed fields that no script reads. `spec`, `head` and `grant` are separate, since
+they may change and take megabytes. Scripts read and write the other fields, with instants in milliseconds.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,8 +1,7 @@
 """Row counts and memory needs of an Arrow file's record batches, from footer and headers.
 
-pyarrow needs whole batches to count rows, and allocates the declared size of a compressed buffer before it reads the
-buffer. An Arrow file ends with a flatbuffer `Footer`, its length and `ARROW1`; the footer's blocks point to flatbuffers
-`Message` (Arrow columnar format).
+pyarrow needs whole batches to count rows, and allocates the declared size of a compressed buffer before it reads it. An
+Arrow file ends with a flatbuffer `Footer`, its length and `ARROW1`; the footer's blocks point to flatbuffers `Message`.
 """
 
 import struct

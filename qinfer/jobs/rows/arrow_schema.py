@@ -1,8 +1,8 @@
 """Measures the memory of an Arrow schema before pyarrow reads it.
 
-A schema is a flatbuffer (https://github.com/apache/arrow/blob/main/format/Schema.fbs) whose fields, names and metadata
-are offsets: a thousand fields can share one name of a megabyte, of which pyarrow makes a thousand copies. A schema is
-in the footer of an Arrow file, in the first message of a stream, and as text `ARROW:schema` in a Parquet footer.
+In the flatbuffer (https://github.com/apache/arrow/blob/main/format/Schema.fbs), fields, names and metadata are offsets:
+a thousand fields can share one name of a megabyte, of which pyarrow makes a thousand copies. A schema is in the footer
+of an Arrow file, in the first message of a stream, and as text `ARROW:schema` in a Parquet footer.
 """
 
 import struct

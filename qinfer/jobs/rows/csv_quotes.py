@@ -1,8 +1,8 @@
 r"""Quotes in CSV: escape characters, and rows with unbalanced quotes. Pure.
 
-Spark and PostgreSQL write `\"` for a quote within quotes, and double the escape character; outside quotes it is a plain
-character. Such text is rewritten with doubled quotes, which every reader of CSV understands. A value with unbalanced
-quotes, such as `"a"b`, is ambiguous, so its row is not read.
+Spark and PostgreSQL write `\"` for a quote within quotes, and double the escape character. Such text is rewritten with
+doubled quotes, which every reader understands. A value with unbalanced quotes, such as `"a"b`, is ambiguous, so its row
+is not read.
 """
 
 import re

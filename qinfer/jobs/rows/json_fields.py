@@ -1,7 +1,7 @@
 """Fields of JSON lines with values of several kinds, such as a number in one line and a text in another. Pure.
 
-pyarrow refuses lines in which a field has two kinds of values, unless it ignores the field. A field that the job does
-not name must not fail it. So another parser determines the types of the other fields, line by line, like pyarrow.
+pyarrow refuses such lines, unless it ignores the field. A field that the job does not name must not fail it, so another
+parser determines the types of the other fields, line by line, like pyarrow.
 """
 
 from collections.abc import Collection, Mapping

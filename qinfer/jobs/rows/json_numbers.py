@@ -1,8 +1,7 @@
 """Numbers of JSON lines that reading and writing would change, such as 1.10, 1e3 and very long ones. Pure.
 
-A copied field with such numbers is text, with the numbers as written. To read it, the numbers of a block are put in
-quotes, and pyarrow reads strings. Metadata on the field marks the text as a number: inputs parse it, and JSON lines are
-written without the quotes.
+A copied field with such numbers is text: the numbers of a block are put in quotes, and pyarrow reads strings. Metadata
+on the field marks the text as a number, so that inputs parse it and JSON lines are written without the quotes.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Timestamps of Parquet's deprecated type INT96, which Spark, Hive and Impala write: read exactly, or refused.
 
-INT96 has nanoseconds of any day. pyarrow reads it as 64-bit nanoseconds, which end in 2262, and silently wraps later
-days around. Here such a column has microseconds, unless its file was written from Arrow nanoseconds (`ARROW:schema` in
-the footer). Each batch is read in both units, which reveals values that one of them can't represent.
+pyarrow reads INT96 as 64-bit nanoseconds, which end in 2262, and silently wraps later days around. Here such a column
+has microseconds, unless its file was written from Arrow nanoseconds (`ARROW:schema` in the footer). Each batch is read
+in both units, which reveals values that one of them can't represent.
 """
 
 from collections.abc import Iterator

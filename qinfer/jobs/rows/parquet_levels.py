@@ -1,9 +1,8 @@
 """The longest row of a Parquet column of lists, from the repetition levels of its pages.
 
-A page's header has the number of values, but one row may have the values of a whole column chunk. A row begins where
-the repetition level is 0. Levels are runs and bit-packed groups
-(https://parquet.apache.org/docs/file-format/data-pages/encodings/#RLE). Lists of numbers mostly give a run and a group
-of few bytes per row, where plain integers are faster than arrays.
+One row may have all values of a column chunk, which page headers do not show. A row begins where the repetition level
+is 0. Levels are runs and bit-packed groups (https://parquet.apache.org/docs/file-format/data-pages/encodings/#RLE),
+mostly of few bytes per row, where plain integers are faster than arrays.
 """
 
 import struct

@@ -1,9 +1,9 @@
 """Reads and checks the sizes that a Parquet file declares, before anything is allocated for them.
 
-A page header declares the decompressed size of its page, and pyarrow allocates that before it reads the page. The
-header may lie, so all headers of a column chunk are checked first. Headers and footers are Thrift structures in the
-compact protocol (https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md), defined in
-parquet.thrift (https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift).
+pyarrow allocates the decompressed size in a page header before it reads the page, so all headers of a column chunk are
+checked first. Headers and footers are Thrift structures in the compact protocol
+(https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md), defined in parquet.thrift
+(https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift).
 """
 
 import struct

@@ -1,9 +1,8 @@
 """Reads the rows of a Parquet file in bounded memory, regardless of its layout.
 
-Pages of a row group are read through buffers while they are decoded, so that memory does not depend on the size of row
-groups; a remote store's are fetched before (`parquet_windows`). The pages' headers determine how many rows are decoded
-at a time. A column of byte arrays whose dictionary has long values is read as indices and a dictionary, and rows are
-split before they get their values (`qinfer.jobs.columns.decoded_sizes`).
+Pages are read through buffers while they are decoded, or fetched before from a remote store (`parquet_windows`). Page
+headers determine how many rows are decoded at a time. A column of byte arrays whose dictionary has long values is read
+as indices and a dictionary, and rows are split before they get their values (`qinfer.jobs.columns.decoded_sizes`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,8 +1,7 @@
 """Fetches the column chunks of a remote Parquet file in few large reads before they are decoded.
 
-Each read of a store takes tens of milliseconds, however small, and may be billed. So neighbouring chunks, of one row
-group or several, are fetched together as a window, and the next window is fetched meanwhile. Page headers and pages are
-then read in memory.
+Each read of a store takes tens of milliseconds, and may be billed. So neighbouring chunks, of one row group or several,
+are fetched together as a window, and the next window meanwhile.
 """
 
 import io

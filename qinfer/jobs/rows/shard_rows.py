@@ -1,7 +1,7 @@
-"""Reads the rows of a shard in batches of the requested size.
+"""Reads the rows of a shard in batches of the requested size, across row groups and files.
 
-Batches span row groups and files, so that small files do not make small batches. A file's etag is compared with the
-plan before its first and after its last row. Small files in a remote store are fetched ahead, several at a time.
+A file's etag is compared with the plan before its first and after its last row. Small files in a remote store are
+fetched ahead, several at a time.
 """
 
 from collections import deque

@@ -1,8 +1,7 @@
 """Finds the ends of rows in CSV and JSON lines, where a text can be cut. Pure.
 
-A line of JSON ends at its line end. A row of CSV may have line ends in quotes, which are interpreted like pyarrow's
-parser does: a quote at the beginning of a value opens it, a doubled one within stands for one, and after the closing
-quote they are plain characters.
+A row of CSV may have line ends in quotes, as pyarrow's parser interprets them: a quote at the beginning of a value
+opens it, a doubled one within stands for one, and after the closing quote they are plain characters.
 """
 
 import re

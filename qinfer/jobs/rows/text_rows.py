@@ -1,9 +1,9 @@
 """CSV and JSON lines: columns, rows, row counts, and cut points from which rows can be read.
 
-The first row of a CSV file names its columns, unless the job does. Quoted values may contain line ends, and blank lines
-are no rows. `text_types` decides the columns' types, `text_streams` decodes the text.
+The first row of a CSV file names its columns, unless the job does. Quoted values may contain line ends; blank lines are
+no rows. `text_types` decides the types, `text_streams` decodes the text.
 
-A pyarrow reader reads ahead in its own thread, even after it is closed. Never use a text again that was given to one.
+A pyarrow reader reads ahead in its own thread, even after it is closed: never use its text again.
 """
 
 import re

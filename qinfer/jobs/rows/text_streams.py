@@ -1,8 +1,7 @@
 """CSV and JSON lines as streams of UTF-8 text, from any compression and encoding.
 
-Decoding can't begin in the middle of a text. So planning decodes the whole text once, and keeps pieces of it beside the
-plan, from the first cut point on; shards that begin there read the pieces
-(docs/explanation/decisions/0017-decoded-text-is-kept.md). The size of decoded text is limited.
+Decoding can't begin in the middle of a text. So planning decodes the whole text once, and keeps pieces of it for the
+shards, from the first cut point on (docs/explanation/decisions/0017-decoded-text-is-kept.md). Its size is limited.
 """
 
 import codecs

@@ -1,9 +1,8 @@
 """Types of the columns of CSV and JSON lines: types that a job needs, else types of the values. Pure.
 
-CSV has no types. A copied column stays text. The first block of a file shows the type of a column that feeds an input,
-but the input's datatype takes precedence; if the column is copied as well, it is text that `InputColumns` converts. A
-column with a type in the job's `types` is text that `TypedColumns` converts. In JSON lines, texts and numbers are
-distinct, and a field has a type that fits the values of all lines.
+CSV has no types. A copied column stays text. A column that feeds an input has the input's type, or the type of its
+values in the first block; if it is copied as well, it is text that `InputColumns` converts. A column in the job's
+`types` is text that `TypedColumns` converts. A field of JSON lines has a type that fits the values of all lines.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,11 +1,10 @@
 """The bulk worker's composition root: `python -m qinfer_workers.jobs`.
 
-One Celery worker, with beat embedded unless `bulk.beat` is off; `QINFER_…` variables configure it. Any number may run,
-with their beats, since tasks are idempotent. SIGTERM and SIGINT end it: its tasks go back to the queue. It also ends
-when it can't do its work any more (`Watchdog`), to be restarted.
+One Celery worker, with beat embedded unless `bulk.beat` is off; `QINFER_…` variables configure it. Any number may run.
+SIGTERM and SIGINT end it, and its tasks go back to the queue. It also ends when it can't do its work any more
+(`Watchdog`), to be restarted. At the start it waits for Redis.
 
-It waits for Redis at the start. Exit codes: 0 after a stop, 2 for a wrong setting, others when a part of it died or
-hangs.
+Exit codes: 0 after a stop, 2 for a wrong setting, others when a part of it died or hangs.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """Beat's composition root: `python -m qinfer_workers.jobs.beat`.
 
-It sends a sweep for stuck jobs to the bulk workers every `bulk.sweep_every_s` seconds; `QINFER_…` variables configure
-it. Run one; a second is harmless, for example during a replacement, since sweeps may be repeated. Without beat, jobs
-run, but stuck jobs wait until it is back. It needs no file.
+It sends a sweep to the bulk workers every `bulk.sweep_every_s` seconds; `QINFER_…` variables configure it. Run one; a
+second is harmless. Without beat, stuck jobs wait until it is back.
 
 Exit codes: 0 after SIGTERM or SIGINT, 2 for a wrong setting, 70 if it can't send any more and has to be restarted.
 """
@@ -78,7 +77,7 @@ class Beat:
         self._thread.service.stop(wait=False)
 
     def quiet_s(self) -> float:
-        """Returns the time since the last sending or `excuse`."""
+        """Returns the time since the last sending."""
         return time.monotonic() - self._sent_s
 
     def excuse(self) -> None:
@@ -87,7 +86,7 @@ class Beat:
 
 
 async def look_after(beat: Beat, store: ControlStore, stop: asyncio.Event, *, longest_s: float) -> int:
-    """Reports liveness until `stop` is set or beat has sent nothing for `longest_s`; returns the exit code."""
+    """Reports liveness until `stop` is set or beat fails; returns the exit code."""
     name = f"qinfer-beat-{os.getpid()}@{socket.gethostname()}"
     while not stop.is_set():
         if not beat.is_alive:

@@ -124,7 +124,7 @@ def write_partial(
 
 
 def _set_aside_others(store: Store, plan: Plan, parts: Sequence[PartInfo]) -> None:
-    """Sets aside files of failed rows left by attempts without a part."""
+    """Sets aside files of failed rows without a part."""
     own = {url_of(plan.spec.output.url, part.failed) for part in parts}
     for found in list(store.scan(url_of(plan.spec.output.url, FAILED))):
         if found.url not in own and f"/{BROKEN}/" not in found.url:

@@ -1,10 +1,8 @@
 """The event loop of the bulk worker, for queue, control store and examiners; and the watchdog of its process.
 
-Celery's threads run coroutines on the loop. The watchdog ends a process that can't do its work any more, so that its
-supervisor restarts it. Otherwise jobs would wait for ever in these cases: an event loop that hangs, threads that wait
-for a dead store, a dead beat, and a Celery that takes no tasks, for example because its own loop waits for a
-connection. With an embedded beat, a sweep arrives every few seconds. Without it, other workers may take all sweeps, so
-only waiting tasks count. Ending the process is safe, since tasks may be repeated.
+Celery's threads run coroutines on the loop. The watchdog ends a process, to be restarted, if the event loop hangs,
+threads wait for a dead store, beat is dead, or Celery takes no tasks. With an embedded beat, a sweep arrives every few
+seconds. Without it, other workers may take all sweeps, so only waiting tasks count. Tasks may be repeated.
 """
 
 import asyncio
@@ -81,7 +79,7 @@ class EventLoop:
     def run(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
         """Runs a coroutine on the loop and waits for it; for other threads.
 
-        `stop` raises `Stopped`, the limit `TimedOut`. It is cancelled then, but not awaited, since the loop may hang.
+        At its limit it is cancelled, but not awaited, since the loop may hang.
         """
         with self._lock:
             if self._stopping:
@@ -101,7 +99,7 @@ class EventLoop:
         self._beside.append(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def answers(self, within_s: float) -> bool:
-        """Returns whether the loop responds in time, or is closed."""
+        """Returns whether the loop responds, or is closed."""
         answered = threading.Event()
         try:
             self._loop.call_soon_threadsafe(answered.set)
@@ -110,12 +108,12 @@ class EventLoop:
         return answered.wait(within_s)
 
     def stop(self) -> None:
-        """Cancels all work and rejects new work; safe in signal handlers."""
+        """Cancels all work, for good; safe in signal handlers."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._cancel)
 
     def close(self, *last: Coroutine[Any, Any, None]) -> None:
-        """Runs the last coroutines and ends the loop; each step has a time limit."""
+        """Runs the last coroutines and ends the loop."""
         for one in self._beside:
             one.cancel()
         for work in last:
@@ -147,7 +145,7 @@ class EventLoop:
 class Watchdog:
     """Watches a bulk worker, in a thread that lives as long as the process.
 
-    `stop` requests an orderly stop with a failure code. `beat` is the thread of an embedded beat.
+    `stop` requests an orderly stop; `beat` is the thread of an embedded beat.
     """
 
     def __init__(
@@ -175,7 +173,7 @@ class Watchdog:
         self._ended.set()
 
     def problem(self) -> str:
-        """Returns why the process has to end, or an empty text."""
+        """Returns why the process has to end, if it has."""
         settings = self._services.settings
         if not self._loop.answers(ANSWER_S):
             return "the event loop hangs"

@@ -6,8 +6,7 @@
 The parts determine the counts. Each step can be repeated, even by two processes at once: documents are made by
 conditional creates, and the job's state changes by compare-and-set.
 
-For a job that ended early, it lists the existing parts in `_manifest.partial.json`. The list names the end, so that
-readers can tell it from that of an earlier end.
+For a job that ended early, `_manifest.partial.json` lists the existing parts, and names the end for its readers.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """Removes the files of an earlier job from an output folder, before a job that overwrites them writes its plan.
 
-It removes only what qinfer wrote: the documents, and the parts in the earlier plan with their files. `_SUCCESS` and the
-manifests go first, so that readers never take a mixture for complete. The earlier plan goes last: after a crash, the
-next attempt finds it and continues. All functions block.
+Only files that qinfer wrote are removed. `_SUCCESS` and the manifests go first, so that readers never take a mixture
+for complete. The earlier plan goes last: after a crash, the next attempt finds it and continues. All functions block.
 """
 
 import re

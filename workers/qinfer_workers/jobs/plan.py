@@ -2,8 +2,7 @@
 
     footers ──▶ plan ──conditional create──▶ <output>/_plan.json ──▶ todo ──▶ lane
 
-The plan is written once. A later run, after a repeated task, a dead worker or a resumption, reads the existing plan. So
-shards and parts stay the same, however often the job is planned.
+The plan is written once. A repeated task, or a resumption, reads the existing plan, so shards and parts stay the same.
 """
 
 import logging
@@ -58,7 +57,7 @@ class Planner:
         await leave_partial(self._services, job_id)
 
     async def _await_model(self, job_id: str) -> None:
-        """Pins a job's model version; `ModelNotReady` until workers report what they execute of it.
+        """Pins a job's model version; `ModelNotReady` until workers report what they execute.
 
         This is no attempt at planning, and has no time limit.
         """
@@ -174,7 +173,7 @@ class Planner:
     async def _check_model(self, record: JobRecord, plan: Plan) -> None:
         """Refuses a plan of an earlier qinfer if the model has changed: one output would mix two models.
 
-        Shards of other plans wait for a worker with the planned model.
+        Other shards wait for a worker with the planned model.
         """
         if is_executed(plan.model_hash):
             return

@@ -1,9 +1,7 @@
 """Services that the bulk worker's use cases share: ports, threads for blocking calls, and attempts at a job's steps.
 
-A job's log records the beginning and the outcome of each attempt at planning or finishing. A failed attempt logs its
-reason, but a killed process logs nothing: a beginning after a beginning means that the bulk worker died in between. The
-log also has each death of a process that read the job's files. `attempts_of` (pure) derives earlier attempts from the
-log alone.
+A job's log records the beginning and outcome of each attempt, and each death of a process that read the job's files. A
+killed bulk worker logs nothing: a beginning after a beginning means that it died in between.
 """
 
 import asyncio
@@ -84,7 +82,7 @@ class Attempts(NamedTuple):
 
 
 def attempts_of(step: Step, log: Sequence[LogLine]) -> Attempts:
-    """Returns the attempts since the job reached this step, from the last lines of its log."""
+    """Returns the attempts since the job reached this step."""
     lines: list[LogLine] = []
     for line in reversed(log):
         if line.text != step.began and not line.text.startswith(step.waits):
@@ -170,19 +168,19 @@ class JobServices:
         return expected(plan, shards, self.grant_of(record))
 
     def hanging(self, longer_than_s: float) -> int:
-        """Returns how many abandoned threads have run longer than this."""
+        """Returns how many abandoned threads have run longer."""
         before_s = time.monotonic() - longer_than_s
         return sum(since_s < before_s for since_s in list(self._left_s.values()))
 
     def readers(self, deaths: int) -> int:
-        """Returns how many files to read at once after some deaths of the reading process.
+        """Returns how many files to read at once after some deaths.
 
         One at a time needs less memory, and shows which file kills the process.
         """
         return max(1, self.settings.plan_threads >> deaths)
 
     async def workers_for(self, record: JobRecord) -> int:
-        """Returns how many live workers have a job's model version, at least 1."""
+        """Returns the live workers with a job's model version, at least 1."""
         return max(1, capacity_of(await self.store.workers(), record.model, record.version).workers)
 
     def age_s(self, record: JobRecord) -> float:
@@ -190,17 +188,17 @@ class JobServices:
         return self.clock.now_s() - record.updated_at
 
     def is_stale(self, record: JobRecord) -> bool:
-        """Returns whether a job seems abandoned, by its record."""
+        """Returns whether a job seems abandoned."""
         return record.id not in self._in_hand and self.age_s(record) > self.stale_s
 
     async def note_idle(self, record: JobRecord) -> None:
-        """Logs a long absence of bulk workers, which is not time of the step (`attempts_of`)."""
+        """Logs a long absence of bulk workers, which is not time of the step."""
         age_s = self.age_s(record)
         if age_s > max(_IDLE_S, _IDLE_ROUNDS * self.settings.sweep_every_s):
             await self.jobs.note(record.id, f"no bulk worker ran for {age_s:.0f} s")
 
     def pins_of(self, record: JobRecord) -> list[Pin]:
-        """Returns the pins of a job on its model version; of an ensemble, on those of its steps as well.
+        """Returns the pins of a job on its model version, or on those of an ensemble's steps.
 
         Once there is a plan, they have its hash.
         """
@@ -228,26 +226,26 @@ class JobServices:
             await self.store.put_pin(pin, PIN_TTL_S)
 
     def why_lost(self, record: JobRecord, workers: Sequence[WorkerRecord], desired: Mapping[str, Desired]) -> str:
-        """Returns why a job's model version is unavailable or changed, as far as is known."""
+        """Returns why a job's model version is unavailable or changed, if known."""
         reasons = (why_lost(pin, workers, desired.get(pin.model)) for pin in self.pins_of(record))
         return next(filter(None, reasons), "")
 
     async def say_waiting(self, record: JobRecord, why: str) -> None:
-        """Sets why a job waits (empty = it goes on), in record and log; keeps the record fresh."""
+        """Sets why a job waits (empty = it goes on), and keeps its record fresh."""
         if why != record.waiting:
             await self.jobs.note(record.id, f"waits: {why}" if why else "goes on")
         await self.jobs.move(record.id, {record.state}, record.state, waiting=why)
 
     async def fail(self, record: JobRecord, why: str) -> None:
-        """Fails a job, with the reason in its log and record."""
+        """Fails a job, in its log and record."""
         await self.jobs.stop(record.id, JobState.FAILED, error=why)
         logger.warning("job failed", extra={"job": record.id, "reason": why})
 
     async def attempt(self, step: Step, job_id: str, work: Work) -> None:
-        """Attempts a step of a job that is in the step's state; ends the job after too many or too long attempts.
+        """Attempts a step of a job in the step's state; ends the job after too many or too long attempts.
 
-        Errors that a retry can't mend end the job; others are raised for a retry. A change of the job's state by
-        another process cancels the work.
+        Errors that a retry can't mend end the job, too. A change of the job's state by another process cancels the
+        work.
         """
         record = await self.jobs.get(job_id)
         if record is None or record.state != step.state:
@@ -280,7 +278,6 @@ class JobServices:
             await self.fail(record, f"{step.name} failed: {type(error).__name__}; the bulk worker's log says more")
 
     async def _begin(self, step: Step, record: JobRecord, attempts: Attempts, work: Work) -> None:
-        """Runs the work; fails the job on too long or too many attempts."""
         limit_s = self.settings.plan_timeout_s
         spent_s = self.clock.now_s() - attempts.since_at if attempts.since_at else 0.0
         if attempts.deaths >= MAX_DEATHS:
@@ -303,8 +300,7 @@ class JobServices:
     async def _hold(self, record: JobRecord, leads_to: frozenset[JobState]) -> AsyncIterator[None]:
         """Keeps a job's record fresh during a step, so that sweeps skip the job.
 
-        Raises `NotWanted`, and cancels the work, if this process already works on the job, or its state changes to one
-        that is not in `leads_to`.
+        `NotWanted` means that another attempt is running here, or the job's state changed unexpectedly.
         """
         if record.id in self._in_hand:
             raise NotWanted
@@ -339,13 +335,11 @@ class JobServices:
 
 
 def _given_up(step: Step, deaths: int, reason: str) -> str:
-    """Returns the error of a step in which too many processes died."""
     if reason.startswith(DIED):
         return f"{step.name} was broken off {deaths} times: {reason}; is a file damaged?"
     return f"{step.name} was broken off {deaths} times by the end of the bulk worker; its log says why"
 
 
 def _too_long(step: Step, timeout_s: float, reason: str) -> str:
-    """Returns the error of a step that took too long."""
     why = f": {reason}" if reason else "; is a store slow or stuck? resume the job when it is well"
     return f"{step.name} took more than {timeout_s:g} s{why}"

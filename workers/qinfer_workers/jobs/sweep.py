@@ -1,10 +1,8 @@
 """The use case of the task `sweep`: revives jobs that are stuck because a process died at a bad moment.
 
-Tasks, workers and notices of ended shards move a job on, and each updates its record. The sweep checks jobs whose
-record did not change for `JobServices.stale_s`: it sends the task again, fills the lane, or ends the job.
-
-It also renews the pins of unfinished jobs on their model versions, and removes other jobs' pins. If a job's version is
-unavailable or changed, the job says so, or fails if it asks for that.
+Tasks, workers and notices move a job on, and update its record. If that has not changed for `JobServices.stale_s`, the
+sweep sends the task again, fills the lane, or ends the job. It also renews the pins of open jobs on their model
+versions, and removes other jobs' pins.
 """
 
 import logging
@@ -66,7 +64,7 @@ class Sweeper:
             await services.store.put_pin(pin, 0.0)
 
     async def _hold(self, held: Sequence[Pin], record: JobRecord) -> None:
-        """Renews a job's pins after half of their time, and when the job's plan changes them."""
+        """Renews a job's pins after half of their time, and when its plan changes them."""
         services = self._services
         wanted = {(pin.id, pin.content_hash) for pin in services.pins_of(record)}
         renew_before = services.clock.now_s() + PIN_TTL_S / 2
@@ -76,8 +74,8 @@ class Sweeper:
     async def _check_version(self, record: JobRecord, why: str) -> None:
         """Sets or clears why a job's model version is unavailable; fails the job if it asks for that.
 
-        Failing takes two sweeps, since changing files may be missing for a moment, and waits for workers after a
-        resumption. The planner clears the reason of a job that is to be planned.
+        Failing takes two sweeps, since files may be changing, and some time after a resumption, since workers may be
+        loading.
         """
         if record.state not in (JobState.PLANNING, JobState.RUNNING):
             return
@@ -102,7 +100,6 @@ class Sweeper:
         await self._end(record, JobState.EXPIRED, "its deadline has passed")
 
     async def _end(self, record: JobRecord, state: JobState, why: str) -> None:
-        """Ends a job, and sends the task that lists its parts."""
         if await self._services.jobs.stop(record.id, state, error=why, in_hand=True):
             await self._services.in_thread(self._tasks.finalise, record.id)
 
@@ -120,7 +117,7 @@ class Sweeper:
                 await self._end(record, JobState.CANCELLED, "")
 
     async def _send_again(self, record: JobRecord) -> None:
-        """Sends a lost task again; the updated record keeps other sweeps from doing the same."""
+        """Sends a lost task again; the fresh record keeps other sweeps from it."""
         await self._services.note_idle(record)
         if not await self._services.jobs.move(record.id, {record.state}, record.state):
             return
@@ -148,7 +145,7 @@ class Sweeper:
             await services.in_thread(self._tasks.finalise, record.id)
 
     async def _run_again(self, record: JobRecord, lost: Collection[int]) -> None:
-        """Requeues shards that the queue lost; raises if their plan can't be read."""
+        """Requeues shards that the queue lost."""
         services, jobs = self._services, self._services.jobs
         plan = await services.plan_there(record)
         frames = frames_of(record.id, [shard for shard in plan.shards if shard.index in lost])

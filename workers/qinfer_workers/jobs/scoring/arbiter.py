@@ -1,21 +1,19 @@
 """Access to a device: online requests of any model first, bulk batches in between.
 
-Bulk takes *turns*. A turn begins when no model with an instance on the device has online work, waiting or executing,
-and the condition is checked after each batch. So an online request waits for at most one bulk batch of each instance.
-Jobs of several models take turns in order. Online work does not cooperate; the arbiter reads its state.
+Bulk takes *turns*. A turn begins when no model with an instance on the device has online work, which is checked again
+after each batch. So an online request waits for at most one bulk batch of each instance. Jobs of several models take
+turns in order.
 
-Under continuous online load bulk would wait for ever. It gets one batch all the same:
+Under continuous online load bulk gets one batch all the same:
 
 - at once, behind the executing online batch, while online batches are at most half full. Requests that arrive meanwhile
-  make the next batch larger, which costs little (`Batcher.lend`): the device has time to spare, and online and bulk
-  batches alternate. If the online work is another model's, which would execute in parallel, bulk waits as long as its
-  last batch of this kind took;
+  make the next batch larger, which costs little (`Batcher.lend`). If the online work is another model's, which would
+  execute in parallel, bulk waits as long as its last such batch took;
 - else after `PATIENCE_S`: the device has no time to spare.
 
 A turn also says whether there were online requests lately, which call for small batches.
 
-An ensemble uses the devices of its steps' models. The steps of a job's batch are requests to these models, and end its
-turn after one batch of each instance.
+An ensemble uses the devices of its steps' models, and the steps of its batch end its turn.
 """
 
 import asyncio
@@ -41,7 +39,7 @@ TURN_S = 0.1
 
 
 class Turn:
-    """Permission to use devices; `goes_on` may be called in any thread, one at a time.
+    """Permission to use devices, for one thread at a time.
 
     Args:
         mine: The owner; the turn ends when its model is reloaded.

@@ -1,12 +1,10 @@
 """Finds the size of bulk batches: the fewest rows at nearly the best speed, within a time limit. Pure arithmetic.
 
 The search begins with one row and grows while larger batches make a row cheaper. Larger ones would only delay online
-requests, which wait for the running batch. While there are online requests, batches are smaller, and bulk is a bit
-slower. Later it sometimes tries a neighbouring size, since the machine may have been busy during the search, and other
-rows may cost more.
+requests; beside them, batches are smaller. Now and then a neighbouring size is tried, since speeds may change.
 
-If a single row exceeds the limit, online requests wait that long anyway. Then, while there are none, batches may take
-twice as long; otherwise a model that scores many rows as fast as one would score single rows.
+If a single row exceeds the limit, batches may take twice as long while there are no online requests; otherwise a model
+that scores many rows as fast as one would score single rows.
 """
 
 _TRIALS = 3

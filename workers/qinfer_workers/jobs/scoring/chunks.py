@@ -5,7 +5,7 @@
                        ▼         │
                     instance threads, a slice each
 
-One condition guards everything: threads enter it once or twice per batch, which takes far longer.
+One condition guards everything, since threads enter it only once or twice per batch.
 """
 
 import threading
@@ -38,7 +38,7 @@ Outputs = Mapping[str, Array]
 
 
 class Slice(NamedTuple):
-    """Rows of a chunk's piece, executed as one batch; `is_apart` marks part of a failed batch."""
+    """Rows of a piece, executed as one batch; `is_apart` = part of a failed batch."""
 
     chunk: "Chunk"
     piece: int
@@ -88,7 +88,7 @@ class Chunk:
         self.left -= part.rows
 
     def leave(self) -> int:
-        """Gives up unexecuted rows; returns the number of rows before the first of them."""
+        """Gives up unexecuted rows; returns how many rows precede them."""
         if not self.left:
             return self.errors.rows
         settled = np.zeros(self.errors.rows, np.bool_) if self.errors.bad is None else self.errors.bad.copy()
@@ -99,7 +99,7 @@ class Chunk:
         return int(np.argmin(settled))
 
     def scored(self) -> list[Scored]:
-        """Returns the executed rows, grouped by the shape of their outputs."""
+        """Returns the executed rows, grouped by output shape."""
         return [one for piece, done in enumerate(self._done) for one in self._joined(piece, sorted(done, key=_start))]
 
     def _joined(self, piece: int, done: list["_Done"]) -> list[Scored]:
@@ -135,10 +135,8 @@ def _start(done: _Done) -> int:
 class Chunks:
     """The chunks of a shard; callbacks come in any thread.
 
-    Args:
-        size: Chooses the size of batches.
-        on_work: Called when work has no consumer, and when all was read.
-        on_last_rows: Called once, when the remaining rows will soon be scored; not after `stop`.
+    `on_work` is called when work has no consumer, and when all was read; `on_last_rows` once, when the remaining rows
+    will soon be scored.
     """
 
     def __init__(self, size: BatchSize, on_work: Callable[[], None], on_last_rows: Callable[[], None]) -> None:
@@ -159,14 +157,14 @@ class Chunks:
         self.is_stopped = False
 
     def reserve(self) -> bool:
-        """Waits for room for another chunk; false = stop reading."""
+        """Waits for room for a chunk; false = stop reading."""
         with self._changed:
             self._changed.wait_for(lambda: self.is_stopped or len(self._chunks) + self._reserved < DEPTH)
             self._reserved += 1
             return not self.is_stopped
 
     def add(self, chunk: Chunk) -> None:
-        """Adds a chunk to the reserved room."""
+        """Adds a chunk in the reserved room."""
         with self._changed:
             self._reserved -= 1
             self._chunks.append(chunk)
@@ -186,14 +184,14 @@ class Chunks:
         self._on_work()
 
     def stop(self) -> None:
-        """Stops everything: waiting calls return, and no more rows are given out."""
+        """Ends all waiting, and gives out no more rows."""
         with self._changed:
             self.is_stopped = True
             self._changed.notify_all()
         self._on_work()
 
     def wait_stopped(self, longest_s: float) -> bool:
-        """Waits up to `longest_s` for a `stop`; returns whether it came."""
+        """Waits for a `stop`; returns whether it came."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_stopped, longest_s)
 
@@ -210,7 +208,7 @@ class Chunks:
             return self.is_stopped or (self._has_ended and not any(chunk.left for chunk in self._chunks))
 
     def share(self, *, is_shared: bool) -> None:
-        """Updates whether there are online requests, which make batches smaller."""
+        """Updates whether there are online requests."""
         with self._changed:
             self._size.share(is_shared=is_shared)
 
@@ -233,7 +231,7 @@ class Chunks:
             self._on_work()
 
     def take(self) -> Slice | None:
-        """Returns the rows of the next batch; `None` = no rows now."""
+        """Returns the rows of the next batch, if there are any now."""
         with self._changed:
             if self.is_stopped:
                 return None
@@ -250,7 +248,7 @@ class Chunks:
             return whole._replace(stop=middle)
 
     def done(self, part: Slice, outputs: Outputs, seconds: float) -> None:
-        """Stores the outputs of an executed batch."""
+        """Stores a batch's outputs."""
         with self._changed:
             if not part.is_apart:
                 self._size.observe(part.rows, seconds)
@@ -261,12 +259,12 @@ class Chunks:
         self._tell_of_last_rows()
 
     def cut(self, part: Slice) -> None:
-        """Queues the halves of a failed batch separately."""
+        """Queues the halves of a failed batch."""
         with self._changed:
             self._again.extendleft(reversed(part.halves()))
 
     def again(self, part: Slice) -> None:
-        """Queues a part of a batch separately."""
+        """Queues a part of a batch."""
         with self._changed:
             self._again.append(part)
 
@@ -279,13 +277,13 @@ class Chunks:
                 self._changed.notify_all()
 
     def next_scored(self) -> Chunk | None:
-        """Waits until the first chunk is scored; `None` = no more will come."""
+        """Waits for the next scored chunk; `None` = the end."""
         with self._changed:
             self._changed.wait_for(self._is_next_ready)
             return None if self.is_stopped or not self._chunks else self._chunks[0]
 
     def rest(self) -> Iterator[tuple[Chunk, int]]:
-        """Yields, after a `stop`, unwritten chunks with the number of first rows that are scored."""
+        """Yields, after a `stop`, unwritten chunks with the number of their scored first rows."""
         while self._chunks:
             chunk = self._chunks.popleft()
             is_whole = not chunk.left
@@ -295,7 +293,7 @@ class Chunks:
                 return
 
     def written(self) -> None:
-        """Drops the first chunk, which makes room for another."""
+        """Drops the first chunk."""
         with self._changed:
             self._chunks.popleft()
             self._changed.notify_all()

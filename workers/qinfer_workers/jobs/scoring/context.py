@@ -1,8 +1,7 @@
 """Context that a worker's shard loops share: its slots for shards, and the types of a shard's run.
 
-A worker holds any number of healthy shards, or one suspect alone. A suspect is a shard whose worker died. If it causes
-the death, it kills this worker as well; each shard held beside it would count an execution without fault, and be given
-up in the end.
+A worker holds any number of healthy shards, or one suspect alone. A suspect, whose worker died, may kill this worker as
+well; shards held beside it would count an execution without fault, and be given up in the end.
 """
 
 import asyncio
@@ -33,9 +32,9 @@ if TYPE_CHECKING:
 
 
 class HeldShard:
-    """A shard that this worker holds, whose lease is renewed (`leases.Held`) until `deadline_s`.
+    """A held shard, whose lease is renewed (`leases.Held`) until `deadline_s`.
 
-    `lost` means that another worker runs it, or its job does not want it; `on_lost` is called then.
+    `lost` means that another worker runs it, or its job does not want it.
     """
 
     def __init__(self, lease: Lease, deadline_s: float) -> None:
@@ -79,7 +78,7 @@ class Slots:
         return True
 
     def on_suspect(self, holder: object, stop: Callable[[], None] | None) -> None:
-        """Registers how to stop a shard that waits for its store when a suspect comes."""
+        """Registers how to stop a shard that waits for its store, if a suspect comes."""
         if stop is None:
             self._waiting.pop(holder, None)
         elif self._alone.locked():
@@ -95,7 +94,7 @@ class Slots:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Waits until all slots are free, and keeps them free for the caller."""
+        """Waits until all slots are free, and keeps them free."""
         async with self._alone:
             for stop in list(self._waiting.values()):
                 stop()
@@ -111,7 +110,6 @@ class Served:
     Attributes:
         hurry: Set when running executions are no longer waited for.
         spool: A folder for parts until they are committed.
-        read_bytes: The approximate size of rows held at once.
         line: Held by the shard that is scored; the next one is read meanwhile.
         is_open: Set while the model has open jobs.
     """

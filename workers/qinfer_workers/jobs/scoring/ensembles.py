@@ -4,8 +4,8 @@
           ▲                            │
           └───────── outputs ──────────┘
 
-A job's batches run the planned versions, regardless of rollouts; outputs of a model that changed meanwhile are
-discarded. Jobs neither read nor fill the response cache.
+A job's batches run the planned versions; outputs of a model that changed meanwhile are discarded. Jobs neither read nor
+fill the response cache.
 """
 
 import asyncio
@@ -114,7 +114,7 @@ class EnsembleExecutor:
         self._is_stopped = False
 
     def lend(self, borrower: Borrower, done: Callable[[Borrower], None]) -> None:
-        """Lends an instance in its own thread; calls `done` on the event loop afterwards."""
+        """Lends an instance in its own thread, then calls `done` on the event loop."""
 
         def use() -> None:
             borrower.run(EnsembleInstance(self, self._loop))
@@ -157,7 +157,7 @@ class EnsembleExecutor:
     async def _run(
         self, item: Pending, responses: Callable[[Callable[[], None]], Responses] | None = None
     ) -> tuple[Tensor, ...]:
-        """Runs a request; `responses` makes a receiver of several responses, given a callback that ends it."""
+        """Runs a request; `responses` gets a callback that ends it."""
         if self._is_stopped:
             raise Cancelled(_LEFT)
         ended: asyncio.Future[Outcome] = self._loop.create_future()
@@ -206,7 +206,7 @@ class EnsembleExecutor:
 
 
 class _Row:
-    """The `Responses` to one row, which never make the steps wait; `left` is called when no more are accepted."""
+    """The `Responses` to one row, which never make the steps wait."""
 
     def __init__(self, ctx: Context, number: int, left: Callable[[], None]) -> None:
         self._ctx = ctx
@@ -214,7 +214,7 @@ class _Row:
         self._left = left
 
     def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
-        """Passes a response on, as `run.Responses` says; the caller sends the final one once all count."""
+        """Passes a response on; the caller sends the final one once all count."""
         del final
         try:
             self._ctx.offer(self._number, outputs, final=False)

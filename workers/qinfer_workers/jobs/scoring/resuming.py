@@ -31,7 +31,7 @@ Note = Callable[[bytes, bytes, str], Awaitable[bool]]
 
 
 class Resuming:
-    """The notes of one run; `bound` identifies the plan and the model (`bound_to`), `note` is set before the run."""
+    """The notes of one run; `bound` identifies the plan and the model (`bound_to`)."""
 
     def __init__(self, lease: Lease, shard: Shard, bound: str, noted: bytes) -> None:
         self.note: Note

@@ -18,12 +18,7 @@ _LOOK_S = 0.5  # between two checks whether the shard is stopped
 
 
 class Bounds(NamedTuple):
-    """Limits of a batch's streams.
-
-    Attributes:
-        row_bytes: Bytes of the responses to a row, each with `RESPONSE_OVERHEAD_BYTES`.
-        idle_s: Rows fail when the model sends no response for this long.
-    """
+    """Limits of the responses to a row, and of the model's silence."""
 
     row_bytes: int
     idle_s: float
@@ -40,10 +35,7 @@ class _Row:
 
 
 class RowStreams:
-    """The `Context` of a decoupled model's bulk batch; an item is a row. Thread-safe.
-
-    `calls` is the context for calls of other models.
-    """
+    """The `Context` of a decoupled model's bulk batch; an item is a row. Thread-safe."""
 
     def __init__(
         self, rows: int, bounds: Bounds, problem: Callable[[Sequence[Tensor]], str | None], calls: Context
@@ -113,7 +105,7 @@ class RowStreams:
         return self._calls.stream(request)
 
     def wait(self, progress: Callable[[], None]) -> None:
-        """Waits for the final response of each row, and calls `progress` meanwhile; late rows fail."""
+        """Waits for the final response of each row; late rows fail."""
         with self._changed:
             while any(row.is_open for row in self._rows):
                 if self._calls.cancelled(0):
@@ -126,7 +118,7 @@ class RowStreams:
                 progress()
 
     def close(self) -> None:
-        """Rejects further responses, and tells the model about rows that it still works on."""
+        """Rejects further responses, and tells the model."""
         with self._changed:
             self._is_over = True
             callbacks, self._callbacks = self._callbacks, {}

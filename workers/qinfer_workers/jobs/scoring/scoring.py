@@ -1,8 +1,7 @@
 """Executes slices of a shard on a model instance; a failing row does not cost other rows their outputs.
 
 A batch that raises is halved repeatedly, down to the rows that fail alone (`batching.halves` does the same for
-requests). These get the model's error; the others get their outputs. With a decoupled model, each row is a request of
-the batch, and a row's outputs are those of all its responses.
+requests). With a decoupled model, each row is a request of the batch, with the outputs of all its responses.
 """
 
 import logging
@@ -56,11 +55,7 @@ _LATER = (Overloaded, DeliveryError, Cancelled)
 class Purpose:
     """The model that scores rows, and for which job.
 
-    Attributes:
-        request_id: The id in the model's own log.
-        progress: Called after each batch, in any thread.
-        outputs: The requested outputs; empty = all.
-        row_bytes: The limit of a decoupled model's responses to a row.
+    `request_id` is for the model's own log; `progress` is called after each batch, in any thread.
     """
 
     model: LoadedModel
@@ -167,7 +162,7 @@ class Scorer:
         return outputs, failed
 
     def _problem(self, outputs: Sequence[Tensor], rows: int) -> str | None:
-        """Returns the fault of outputs; strict, since a job's columns have the declared types."""
+        """Returns the fault of outputs, which must have the declared types."""
         problem = self._responder.problem(outputs, self._due, rows)
         return problem and f"{problem} (a bulk job takes outputs only as they are declared)"
 
@@ -210,10 +205,7 @@ class Scorer:
 
 
 class Executions:
-    """Counts the executions of one shard for the statistics; thread-safe.
-
-    Without a request, an execution counts as a batch with rows, and its time as the batch's.
-    """
+    """Counts the executions of one shard as batches; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -222,7 +214,7 @@ class Executions:
         self._began_ns = self._ended_ns = 0
 
     def add(self, rows: int, laps_ns: Sequence[int], now_s: float) -> None:
-        """Counts an execution; the laps are of making the inputs, of the model, and of making the outputs."""
+        """Counts an execution; the laps are of inputs, model and outputs."""
         input_ns, infer_ns, output_ns = laps_ns
         ended_ns, whole_ns = time.perf_counter_ns(), input_ns + infer_ns + output_ns
         with self._lock:
@@ -240,7 +232,7 @@ class Executions:
 
 
 class Watch:
-    """Measures how long the device was busy; if this thread is the device, without other threads' time."""
+    """Measures how long the device was busy; if this thread is the device, in its own time."""
 
     def __init__(self) -> None:
         self.laps_ns: list[int] = []

@@ -1,9 +1,8 @@
 """Shadows of a worker: copies of requests that another target has answered, executed while a device is idle.
 
-They wait in the shadow lane of their model version, which is read only while an endpoint declares that version as a
-shadow. They execute like bulk batches: in a turn of the arbiter (`arbiter.py`), on an instance lent by the batcher, in
-batches of at most `bulk.batch_ms`, and never in one batch with online requests. Shadows of dead workers are dropped,
-since a second execution is not worthwhile.
+They wait in the shadow lane of their model version, which is read only while an endpoint declares it a shadow. They
+execute like bulk batches, in turns of the arbiter (`arbiter.py`), of at most `bulk.batch_ms`, and never together with
+online requests. Shadows of dead workers are dropped.
 """
 
 import asyncio
@@ -89,7 +88,7 @@ class Shadows:
             await self.queue.leave([loop.lane])
 
     async def pause(self) -> None:
-        """Releases waiting shadows and waits for executing ones; `serve` resumes each version."""
+        """Releases waiting shadows and waits for executing ones, until `serve`."""
         await _ended(self._loops.values())
 
     def tasks(self) -> "list[asyncio.Task[None]]":
@@ -101,7 +100,7 @@ class Shadows:
 
 
 class ShadowLoop:
-    """The shadow loop of a model version; cancelling its task stops it, without a task it is paused.
+    """The shadow loop of a model version; without a task it is paused.
 
     `is_open` is set while an endpoint declares the version as a shadow.
     """
@@ -206,7 +205,7 @@ class ShadowLoop:
         return has_room and item.key == first.key and not (item.alone or first.alone)
 
     async def _lend(self, execution: Execution, responder: Responder) -> None:
-        """Executes on an instance; waits for it, even if cancelled, unless `hurry` is set."""
+        """Executes on an instance, even if cancelled, unless `hurry` is set."""
         batcher, executor = self._batcher, self._batcher.model.executor
         assert isinstance(executor, ThreadExecutor), "so are those of all models with lanes"
         back = asyncio.get_running_loop().create_future()

@@ -72,13 +72,7 @@ class TooManyFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A shard, with everything that scoring it needs.
-
-    Attributes:
-        model_hash: The hash of the model's files on this worker.
-        max_errors: The number of rows that may fail in the job; -1 = all.
-        spool: A folder for the part until it is committed.
-    """
+    """A shard to score; `model_hash` is that of the files here, `max_errors` the job's limit (-1 = none)."""
 
     job_id: str
     spec: JobSpec
@@ -114,9 +108,7 @@ class ShardFiles:
     Attributes:
         faults: Descriptions of unreadable inputs that the job skips.
         on_delay: Called in a thread when the scored part can't be committed now.
-        step: The rows to read and write.
         keeps: Whether `take_piece` gets the scored rows of stopped chunks.
-        errors_before: The number of failed rows before the step.
     """
 
     def __init__(self, task: Task) -> None:
@@ -196,7 +188,7 @@ class ShardFiles:
     def write(self, chunks: Chunks) -> ShardOutcome | None:
         """Writes the scored rows and commits the part; `None` for stopped chunks, or a piece.
 
-        While the store is unavailable or full, the scored part is kept and its commit repeated.
+        While the store is unavailable or full, only the commit is repeated.
         """
         first = chunks.next_scored()
         if self._outputs is None or (chunks.is_stopped and not self.keeps):
@@ -238,10 +230,7 @@ class ShardFiles:
             chunk = chunks.next_scored()
 
     def take_piece(self, chunks: Chunks) -> KeptPiece | None:
-        """Stores the written rows of the step as a piece, with scored rows of stopped chunks.
-
-        It waits for the store, unless the chunks are stopped.
-        """
+        """Stores the step's scored rows as a piece; waits for the store unless the chunks are stopped."""
         task, writer, self._piece = self._task, self._piece, None
         if writer is None:
             return None
@@ -348,7 +337,7 @@ def _unread(batch: RowBatch, max_bytes: int) -> RowErrors:
 
 @contextmanager
 def _one_at_a_time(chunks: Chunks) -> Iterator[None]:
-    """Beside online requests, admits one thread of this process, since reading and writing take a core."""
+    """Beside online requests, admits one thread of this process, which takes a core."""
     if not chunks.is_shared:
         yield
         return

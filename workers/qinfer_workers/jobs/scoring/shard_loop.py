@@ -1,7 +1,7 @@
 """The shard loop of a model version fetches shards; a shard task takes each one to its end.
 
-One shard is scored at a time. The next is fetched just before the end, so that its first rows are read meanwhile; it
-begins while the previous part is still being committed. The worker holds no other shards, which idle workers could run.
+One shard is scored at a time. The next is fetched just before the end, to read its first rows meanwhile; it begins
+while the previous part is still being committed. Other shards are left to idle workers.
 """
 
 import asyncio
@@ -49,8 +49,8 @@ T = TypeVar("T")
 class JobRests:
     """Jobs whose shards could not be run here rest for a while.
 
-    A rest takes a second, then twice as long each time up to half a minute, but not less than the last attempt, so that
-    other jobs get as much of the model's time.
+    A rest doubles from a second to half a minute, but takes as long as the last attempt, so that other jobs get as much
+    of the model's time.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -60,7 +60,7 @@ class JobRests:
         """Job → the end of its rest, and how often in a row its shards could not be run."""
 
     def left_s(self, job_id: str) -> float:
-        """Returns how long a job still rests, also while a scored part can't be committed."""
+        """Returns how long a job still rests, also for a delayed commit."""
         if self._delayed[job_id]:
             return _LAST_REST_S
         return max(self._jobs.get(job_id, (0.0, 0))[0] - self._now_s(), 0.0)
@@ -84,11 +84,8 @@ class JobRests:
 class ShardTask:
     """One lease on a shard, taken to its end: run and finished, or dropped, buried, released.
 
-    Each end is one step in the queue, retried during an outage of the broker while the lease holds.
-
-    Attributes:
-        free: Set when the model has little left to do for this shard, and the next may begin.
-        left: Set when the shard has ended, or its scored part waits for its store.
+    Each end is one step in the queue, retried during an outage while the lease holds. `free` is set when the next shard
+    may begin, `left` when this one has ended or its part waits for its store.
     """
 
     def __init__(self, context: ShardContext, lease: Lease, make_run: MakeRun, rests: JobRests) -> None:
@@ -104,10 +101,7 @@ class ShardTask:
         self._outage = OutageLog(logger, "shard not finished, trying again", "shards are finished again")
 
     async def run(self) -> None:
-        """Takes the shard to its end; cancelled, it releases the shard with an unchanged delivery count.
-
-        A shard that can't be run now rests in the lane, and its job rests here.
-        """
+        """Takes the shard to its end; cancelled, it releases the shard with an unchanged delivery count."""
         self._context.keeper.hold([self._held])
         about = {"entry_id": self._lease.entry.entry_id}
         try:
@@ -172,7 +166,7 @@ class ShardTask:
         self._context.counts.add(lane.model, lane.version, PUT_OFF + code)
 
     def _delayed(self, ticket: ShardTicket, run: "ShardRun", error: QinferError) -> None:
-        """Notes that the scored part can't be committed now; the model goes on with other jobs."""
+        """Notes that the commit is delayed; the model goes on with other jobs."""
         self._note_put_off(ticket, error.message, error.code)
         if not self._delay:
             self._rests.delay(ticket.job_id, 1)
@@ -280,7 +274,7 @@ class ShardTask:
         return await self._context.jobs.report(ticket.job_id, self._lease, ticket.shard.index, rows, self._delay)
 
     async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeats a step in the queue during an outage, until the lease is lost."""
+        """Repeats a step during an outage, until the lease is lost."""
         backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
         while True:
             try:
@@ -295,7 +289,7 @@ class ShardTask:
             await asyncio.sleep(backoff.next_s())
 
     async def _release(self, rest_s: float = 0.0) -> None:
-        """Releases the shard; if that fails, another worker reclaims it when the lease expires."""
+        """Releases the shard; otherwise it is reclaimed when the lease expires."""
         if not self._held.lost:
             with suppress(QinferError):
                 if self._reported is not None:
@@ -304,10 +298,7 @@ class ShardTask:
 
 
 class ShardLoop:
-    """The shard loop of a model version; cancelling `run` stops it and releases its shards.
-
-    It fetches shards only while `is_open` is set, which means that there are open jobs.
-    """
+    """The shard loop of a model version, idle unless `is_open` is set; cancelling `run` releases its shards."""
 
     def __init__(self, context: ShardContext, lanes: Sequence[Lane], make_run: MakeRun, is_open: asyncio.Event) -> None:
         self._context = context

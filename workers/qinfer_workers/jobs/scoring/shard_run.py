@@ -2,7 +2,7 @@
 
     read thread ─▶ chunks ─▶ instance threads, turn after turn ─▶ chunks ─▶ write thread ─▶ commit
 
-The event loop only gives out turns; rows never pass through it.
+The event loop only gives out turns.
 """
 
 import asyncio
@@ -53,13 +53,9 @@ pa.set_cpu_count(1)
 
 
 class ShardRun:
-    """The run of a shard; an ensemble's executor replaces the model version's instances.
+    """The run of a shard; `free` is set when the next shard may begin.
 
-    `free` is set when the model has little left to do for this shard, and the next may begin.
-
-    Attributes:
-        is_stuck: It was cancelled, and an execution did not end in time.
-        on_delay: Called on the event loop when the scored part can't be committed now.
+    `is_stuck` = cancelled, but an execution did not end in time. `on_delay` is called when the commit is delayed.
     """
 
     def __init__(
@@ -130,10 +126,7 @@ class ShardRun:
         self.on_delay(error)
 
     async def run(self) -> ShardOutcome:
-        """Runs the shard; cancelled, it stops at the next batch, keeps scored rows and completes a running commit.
-
-        `PutOff` means that a retry may help, `GivenUp` that it kills workers.
-        """
+        """Runs the shard; cancelled, it keeps scored rows and completes a running commit."""
         try:
             outcome = await self._run_or_keep()
         except TooManyFailed as error:
@@ -268,7 +261,7 @@ class ShardRun:
             line.release()
 
     async def _lend(self, turn: Turn) -> None:
-        """Lets every instance score during the turn; cancelled, it waits for them, unless `hurry` is set."""
+        """Lets every instance score during the turn; cancelled, it waits unless `hurry` is set."""
         executor, batcher = self._ensemble or self._executor(self._purpose.model), self._served.batcher
         left = executor.count
         back = asyncio.get_running_loop().create_future()
@@ -303,10 +296,7 @@ class ShardRun:
 
 
 async def release_memory() -> None:
-    """Returns memory of ended shards to the system; without it, a worker grows from job to job.
-
-    It blocks the event loop for a few milliseconds at most.
-    """
+    """Returns memory of ended shards to the system, within milliseconds; without it, a worker grows."""
     # In the main thread: only there mimalloc reclaims the memory of ended threads.
     pa.default_memory_pool().release_unused()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
@@ -362,7 +352,6 @@ async def make_run(
 
 
 async def _ensemble_of(served: Served, model: LoadedModel, head: PlanHead) -> EnsembleExecutor:
-    """Returns an executor of the planned ensemble; raises `PutOff` if a model that it uses is not loaded as planned."""
     assert served.ensembles is not None
     try:
         await served.ensembles.caller.follow()

@@ -1,7 +1,7 @@
 """The shard service of a worker runs a shard loop for each model version that the worker serves.
 
-Without bulk jobs, all loops together cost one short command four times a second: loops ask for shards only while there
-are open jobs. Only then is pyarrow imported, in a thread; without pyarrow, a worker takes no shards.
+Without bulk jobs, all loops together cost one short command four times a second. With open jobs, pyarrow is imported in
+a thread, and the loops ask for shards; without pyarrow, a worker takes none of them.
 """
 
 import asyncio
@@ -107,7 +107,7 @@ class ShardService:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _prepare(self) -> bool:
-        """Imports the dependencies of bulk jobs and clears the spool folder; false = one is not installed."""
+        """Imports the dependencies of bulk jobs; false = one is not installed."""
         try:
             import qinfer_workers.jobs.scoring.shard_run  # noqa: F401  here, in a thread of its own
             from qinfer_workers.jobs.scoring.shard_files import clear_spool
@@ -173,7 +173,7 @@ class ShardService:
             self._serve_shadows(served)
 
     def hurry(self) -> None:
-        """Stops waiting for executions; their shards are not released, and count as executed."""
+        """Stops waiting for executions, whose shards count as executed."""
         self._context.hurry.set()
 
     def loops(self) -> "list[asyncio.Task[None]]":
@@ -193,14 +193,13 @@ class ShardService:
 async def _make_run(
     served: Served, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event
 ) -> "ShardRun":
-    """Makes the run of a shard, with imports by `_prepare`."""
+    """Makes the run of a shard; `_prepare` has imported what it needs."""
     from qinfer_workers.jobs.scoring.shard_run import make_run
 
     return await make_run(served, held, ticket, record, free)
 
 
 async def _ended(served: Collection[Served]) -> None:
-    """Cancels loops and waits for their end."""
     loops = [one.loop for one in served if one.loop is not None]
     for loop in loops:
         loop.cancel()
