@@ -33,7 +33,7 @@ _MOST_COMPARED, _LONGEST_COMPARED = 1000, 200  # for guessing the intended name
 def check(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> None:
     """Checks that a file's columns fit the model, and that the output's columns have different names.
 
-    Names that differ only in case are rejected here, but not where shards run: jobs of earlier releases may have some.
+    Shards of earlier releases may have names that differ only in case, which are rejected only here.
     """
     found = list(islice(_untyped(spec, model, schema), _MOST_PROBLEMS))
     schema = typed(schema)
@@ -243,7 +243,7 @@ _FORMATS: Mapping[str, tuple[str, Callable[[Sequence[pa.Field]], bool]]] = {
     "csv": ("CSV", _csv_has),
     "jsonl": ("JSON lines", _json_has),
 }
-"""Output format → its name, and whether it supports the types of some columns."""
+"""Output format → its name, and a test of its types."""
 
 
 def _instead(name: str, known: list[str], compared: Iterable[str] | None = None) -> str:

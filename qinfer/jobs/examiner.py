@@ -46,7 +46,7 @@ NOTE_BYTES = 4096
 class Hello(msgspec.Struct, array_like=True):
     """Settings for all requests; the environment has the credentials of stores.
 
-    Drivers of the stores in `allow` are loaded at the start; `notes` is the descriptor of the file for notes.
+    Drivers of the stores in `allow` are loaded at once; `notes` is a descriptor.
     """
 
     allow: tuple[str, ...]

@@ -52,7 +52,7 @@ COMMAND = (sys.executable, "-P", "-m", "qinfer.jobs.examiner")
 GATEWAY_PROCESSES = 2
 """New jobs that a gateway checks at once; more wait in line."""
 PLAN_SHARES = 4
-"""The share of memory of a planning process, which keeps all files of a job."""
+"""A planning process keeps all files of a job in memory."""
 ESTIMATE_THREADS = 16
 CHECK_S = 120
 """After this the kernel kills a check; the gateway gives up long before."""
@@ -99,7 +99,6 @@ class ExaminerPool:
         settings: Allowed stores, memory of an examiner, and time limit of planning.
         environment: Has the credentials of stores; qinfer's own settings, some of them secret, are removed.
         command: Replaces `COMMAND`.
-        processes: The most processes.
         shares: The multiple of `bulk.max_examine_bytes` for an examiner.
     """
 
@@ -143,10 +142,7 @@ class ExaminerPool:
                 self._turn_away("Server exiting")
 
     async def check(self, spec: JobSpec, model: ModelSpec, grant: Grant) -> None:
-        """Checks whether a job can run; cancellation kills the process.
-
-        It raises like `qinfer.jobs.planning.examine`, and `Overloaded` if no process can be started.
-        """
+        """Checks whether a job can run; cancellation kills the process."""
         await self._ask_gateway(CheckJob(spec, model, grant), spec)
 
     async def estimate(self, job: Unplanned, pace: Pace) -> Estimate:
@@ -290,13 +286,7 @@ class _Ended(Exception):
 
 
 class _Child:
-    """An examiner, seen from its parent.
-
-    Attributes:
-        files: The files that it was reading when it ended.
-        output: The end of its stderr, once it has ended.
-        is_surplus: Whether it was killed for lack of work.
-    """
+    """An examiner, seen from its parent; `output` is the end of its stderr."""
 
     def __init__(
         self,

@@ -315,7 +315,7 @@ T = TypeVar("T", bound=JobSpec)
 
 
 class JobState(StrEnum):
-    """States of a job."""
+    """The states of a job."""
 
     VALIDATING = "validating"
     PLANNING = "planning"

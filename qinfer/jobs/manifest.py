@@ -25,7 +25,6 @@ class Part(msgspec.Struct, frozen=True):
         name: Its path in the output folder.
         ok: Rows with outputs.
         errors: Rows with an `error_code`.
-        etag: The store's id of its content.
         failed: The path of its file of failed rows, if it has one.
     """
 
@@ -43,14 +42,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         format: The version of this layout.
-        model_hash: The hash of the model's files.
         ok: Rows with outputs.
         errors: Rows with an `error_code`.
         schema: The parts' columns, one `name: type` a line.
         parts: In the order of the inputs' rows.
         skipped: Unreadable input files; their rows are in no part.
         created_at: In seconds since 1970.
-        ended_at: Of an incomplete output only: the end of the job that left these parts, in seconds since 1970.
+        ended_at: Only of an incomplete output: the end of the job that left these parts, in seconds since 1970.
     """
 
     format: Literal[1] = 1
@@ -87,10 +85,7 @@ _successes = msgspec.json.Decoder(Success)
 
 
 def make_manifest(plan: Plan, parts: Sequence[PartInfo], created_at: float) -> Manifest:
-    """Makes the manifest of a job from its validated parts, in the order of the shards.
-
-    `CorruptEntry` means that the parts are not the plan's, or that their columns differ.
-    """
+    """Makes the manifest of a job from its validated parts, in the order of the shards."""
     folder = plan.spec.output.url.rstrip("/")
     names = [info.url.removeprefix(f"{folder}/") for info in parts]
     if names != [shard.part for shard in plan.shards]:

@@ -7,9 +7,9 @@ from qinfer.jobs.shards import Pace
 from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, batches
 
 _ENOUGH_NS = 3 * 10**9
-"""Nanoseconds of scoring after which the speed of jobs counts; a few small shards tell little."""
+"""After this time, the speed of jobs counts; a few small shards tell little."""
 _ENOUGH = 3
-"""Executions after which a batch size counts; the first executions of a runtime are slow."""
+"""A batch size counts after this many executions; the first ones of a runtime are slow."""
 
 
 def pace_of(settings: BulkSettings, stats: Mapping[str, int], workers: int) -> Pace:
@@ -26,8 +26,8 @@ def pace_of(settings: BulkSettings, stats: Mapping[str, int], workers: int) -> P
 def rows_per_s(stats: Mapping[str, int]) -> float:
     """Returns how many rows of a job a worker scores per second; 0 = unknown.
 
-    Statistics of jobs include reading, writing and the influence of online requests; they count after some seconds.
-    Before that, the fastest batch size of one instance counts, since bulk batches have the best size.
+    Statistics of jobs, which include reading, writing and online requests, count after some seconds; before that, the
+    fastest batch size of one instance, since bulk batches have the best size.
     """
     if stats.get(JOB_SCORING_NS, 0) >= _ENOUGH_NS:
         return stats.get(JOB_ROWS_SCORED, 0) / stats[JOB_SCORING_NS] * 1e9

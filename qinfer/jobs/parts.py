@@ -374,10 +374,7 @@ def _is_text(kind: pa.DataType) -> bool:
 def validate_part(
     store: Store, url: str, shard: Shard, job_id: str, model_hash: str, *, is_split: bool = False
 ) -> PartInfo:
-    """Checks that a shard's part is whole: its footer or commit record is readable and fits the plan.
-
-    `PartBroken` means that it is cut off, damaged, or something else.
-    """
+    """Checks that a shard's part is whole: its footer or commit record is readable and fits the plan."""
     stat = store.stat(url)
     if stat is None:
         raise StoreNotFound(f"'{url}' does not exist")
@@ -425,12 +422,11 @@ def set_aside(store: Store, parts: ExpectedParts, shard: Shard) -> None:
 
 
 def _record_of(store: Store, stat: Stat, folder: str) -> _Record:
-    """Returns a part's commit record from the folder of its records; `ValueError` without one.
+    """Returns a part's commit record from the folder of its records.
 
-    Writers store the record before the part. Attempts may leave several records of the part's size; then the hash of
-    the part decides.
+    Writers store the record first. If attempts left several of the part's size, the hash of the part decides.
     """
-    # Sorted, so that all readers choose the same of records that differ in failed rows only.
+    # Sorted: of records that differ in failed rows only, all readers choose the same.
     names = sorted(child.name for child in store.children(folder) if not child.is_folder)
     if len(names) > _MOST_RECORDS:
         raise ValueError(f"it has {len(names)} commit records; at most {_MOST_RECORDS}")

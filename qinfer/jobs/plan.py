@@ -17,10 +17,10 @@ Decoder = msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T]
 PLAN_NAME = "_plan.json"
 
 FAILED = "_failed"
-"""The folder, in the output folder, of files of failed rows."""
+"""The folder of files of failed rows, in the output folder."""
 
 RECORDS = "_commits"
-"""The folder, in the output folder, of commit records (`qinfer.jobs.parts`)."""
+"""The folder of commit records (`qinfer.jobs.parts`), in the output folder."""
 
 NO_GROUPS = -1
 """Stands for the row group in formats without row groups."""
@@ -35,7 +35,7 @@ SHOWN_FILES = 20
 
 
 class Cut(NamedTuple):
-    """A position in CSV or JSON lines from which rows can be read: a row, and its offset in bytes of text."""
+    """A position in CSV or JSON lines from which rows can be read: a row, and its offset in bytes."""
 
     first_row: int
     begin: int
@@ -50,7 +50,7 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
         first_row: Counts within the file.
         first_in_group: Counts within the row group; in text, after `begin`.
         begin: The offset of the cut point from which text is read.
-        size_bytes: The file's planned size; 0 = unknown, of an earlier qinfer.
+        size_bytes: 0 = unknown, of an earlier qinfer.
     """
 
     url: str
@@ -64,10 +64,7 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True):
-    """The rows that one worker scores at a time, and that become one part.
-
-    `part` is its path in the output folder. The only shard of a job without rows has one empty range.
-    """
+    """The rows that one worker scores at a time, and that become one part, at `part` in the output folder."""
 
     index: _Count
     part: _Below
@@ -85,7 +82,12 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BadFile(msgspec.Struct, frozen=True):
-    """An unreadable input file; `reason` continues a sentence that begins with the URL."""
+    """An input file that can't be read.
+
+    Attributes:
+        url: Its location.
+        reason: What is wrong with it; continues a sentence that begins with the URL.
+    """
 
     url: str
     reason: str
@@ -105,10 +107,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that determines the shards of a job; written once, and never changed.
 
     Attributes:
-        spec: The specification, with the model's version resolved.
         model_hash: The hash of the model's files at planning, and of an ensemble's steps.
         schema: The inputs' columns, in the types that workers read (`schemas.decode_schema`).
-        skipped: Unreadable files that the job skips.
         created_at: In seconds since 1970; distinguishes jobs of the same id. 0 = unknown, of an earlier qinfer.
         not_copied: Descriptions of the first fields that `passthrough: ["*"]` leaves out for values of several kinds.
         executes: Of an ensemble: itself, then the models of its steps.
@@ -171,13 +171,9 @@ class ExpectedParts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PartInfo(NamedTuple):
-    """A validated part.
+    """A validated part; `errors` counts failed rows.
 
-    Attributes:
-        errors: The number of failed rows.
-        etag: The store's id of its content.
-        schema: Its columns, one `name: type` a line.
-        failed: The path of its file of failed rows, if it has one.
+    `schema` has one `name: type` a line; `failed` is the path of its file of failed rows, if it has one.
     """
 
     url: str
@@ -306,7 +302,12 @@ def decode_plan_names(data: bytes) -> PlanNames:
 
 
 class SkippedFiles(msgspec.Struct, frozen=True):
-    """The number of skipped input files, and the first of them."""
+    """The unreadable input files that a job skipped.
+
+    Attributes:
+        total: How many files were skipped.
+        first: The first of them; the manifest has all.
+    """
 
     total: int = 0
     first: tuple[BadFile, ...] = ()

@@ -45,7 +45,6 @@ Reading = Callable[[str], AbstractContextManager[None]]
 ENOUGH_FILES = 10_000
 """The most files of a folder that `examine` lists; planning lists all."""
 LISTING_S = 50.0
-"""The time limit for listing the inputs."""
 
 _MOST_EMPTY = 20
 _HINT_LINES = 20
@@ -69,10 +68,7 @@ class Examined(NamedTuple):
 
 
 def examine(spec: JobSpec, model: ModelSpec, grant: Grant, footer_bytes: int = FOOTER_BYTES) -> Examined:
-    """Checks that a job can run; blocks while the stores list the inputs.
-
-    `InvalidRequest` means a fault of the job, `Forbidden` a URL, or the target of a link, that is not granted.
-    """
+    """Checks that a job can run; blocks while the stores list the inputs."""
     spec = with_checked_urls(spec, grant)
     writable(grant).check(spec.output.url)
     check_output(spec)
@@ -162,7 +158,7 @@ def check_output(spec: JobSpec) -> None:
 
 
 def _file_above(url: str) -> str:
-    """Returns the URL of a file in the place of a parent folder; object stores allow such names."""
+    """Returns the URL of a file in the place of a parent folder, which only object stores allow."""
     path = local_path(url)
     above = next((folder for folder in path.parents if folder.is_file()), None) if path else None
     return f"file://{above}" if above else ""
@@ -211,10 +207,7 @@ def make_plan(
     reading: Reading = lambda _: nullcontext(),
     footer_bytes: int = FOOTER_BYTES,
 ) -> Plan:
-    """Plans a job; blocks until every footer is read, `threads` at once.
-
-    It raises like `examine`, and if files are damaged or their columns do not fit together.
-    """
+    """Plans a job; blocks until every footer is read, `threads` at once."""
     spec, check_read = job.spec, readable(job.grant).check
     files = find_files(spec.inputs, check_read, looks_above=False)
     format_ = common_format(files, spec)
@@ -333,8 +326,7 @@ def _footers(
 class _CommonColumns:
     """Common columns of a job's files, with a type for each that fits the values of all files.
 
-    Fields of JSON lines that only `passthrough: ["*"]` copies may be missing in files; they are left out if their
-    values are of several kinds.
+    Fields that only `passthrough: ["*"]` copies may be missing, and are left out if their values are of several kinds.
     """
 
     def __init__(self, spec: JobSpec, model: ModelSpec, format_: FileFormat) -> None:
@@ -459,7 +451,7 @@ class _CommonColumns:
         return "leave it out of 'passthrough'" if name in copied else "leave it out of both"
 
     def _texts(self, here: pa.Field, there: pa.Field) -> set[Path]:
-        """Returns the numbers of JSON lines to copy as text: so marked in a file, or of different types."""
+        """Returns the numbers to copy as text: marked in a file, or of different types."""
         if not (self._is_json and self._types.is_copied(here.name)):
             return set()
         one, other = numbers(plain(here)), numbers(plain(there))

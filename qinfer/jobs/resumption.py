@@ -15,7 +15,7 @@ import msgspec
 from qinfer.jobs.plan import Range, Shard, read_stored
 
 FAN_OUT = 8
-"""A range in which a worker died is cut into this many; ranges that end well grow by the same factor."""
+"""A range in which a worker died is cut into this many; ranges that end well grow likewise."""
 
 WORKERS = 2
 """A row that was alone in its range fails after this many different workers died."""
@@ -25,9 +25,7 @@ MOST_DEATHS = 5
 
 MOST_DEADLY_ROWS = 16
 MOST_IDLE_DEATHS = 16
-"""A shard that reaches a limit is given up, or it would kill workers without end: rows that kill workers, and deaths of
-workers before they began a range.
-"""
+"""Limits on rows that kill workers, and on deaths outside of ranges, after which a shard is given up."""
 
 CHECKPOINTS = "_resume"
 """The folder, in the output folder, of the pieces of jobs' unfinished shards."""

@@ -38,9 +38,8 @@ class Pace(NamedTuple):
 class Sizes(NamedTuple):
     """The number of rows of shards.
 
-    While the model's speed is unknown, the first shards are small and later ones grow. So every worker soon has a
-    shard, and the speed gets known, whether a row takes a microsecond or a second. The last shards get smaller, so that
-    the workers end at about the same time.
+    While the model's speed is unknown, the first shards are small and later ones grow: every worker soon has a shard,
+    and the speed gets known. The last shards get smaller, so that the workers end at about the same time.
 
     Attributes:
         rows: Small row groups are joined up to this size.
@@ -134,7 +133,7 @@ def part_name(index: int, extension: str) -> str:
 def _first_rows(files: Iterable[InputFile], limit: int) -> Iterator[InputFile]:
     for source, groups, cuts in files:
         rows = min(source.rows, limit)
-        # The rows within the limit that remain before each group, and after the last.
+        # Rows within the limit that remain before each group, and after the last.
         left = [max(rows - end, 0) for end in accumulate(groups or (), initial=0)]
         kept = tuple(begin - end for begin, end in pairwise(left) if begin)
         yield InputFile(msgspec.structs.replace(source, rows=rows), None if groups is None else kept, cuts)

@@ -24,7 +24,7 @@ from qinfer.jobs.job import Output
 
 _GZIP_LEVEL = 1
 _SLICE_BYTES = 8 * 2**20
-"""The size of rows converted to text at a time: Arrow's texts are limited to 2 GiB."""
+"""Arrow's texts are limited to 2 GiB."""
 _ESCAPED = r'["\\\x00-\x1f]'
 """Characters that JSON requires to be escaped (RFC 8259 §7)."""
 

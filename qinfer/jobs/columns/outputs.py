@@ -54,7 +54,6 @@ class OutputColumns:
     """Makes the columns of a job's output, for every batch.
 
     Attributes:
-        schema: The output's columns, the same for all parts.
         copied: The input columns that batches need for it.
         good: Columns of the part, if failed rows have files of their own.
         failed: Columns of the files of failed rows.
@@ -92,11 +91,7 @@ class OutputColumns:
         self.failed = [name for name in self.schema.names if name not in outputs]
 
     def encode(self, batch: RowBatch, scored: Sequence[Scored], errors: RowErrors) -> pa.RecordBatch:
-        """Makes the output rows of a batch, in its order.
-
-        Rows without a column value are marked in `errors`. An output of another shape or datatype than configured
-        raises `OutputMismatch`.
-        """
+        """Makes the output rows of a batch, in its order; marks rows without a column value."""
         place = None
         if len(scored) != 1 or scored[0].rows is not None:
             place = _place(batch.record.num_rows, scored)

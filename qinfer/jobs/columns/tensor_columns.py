@@ -252,7 +252,7 @@ class _Walked(NamedTuple):
 
     Attributes:
         sizes: The lengths of lists by row and level; `_RAGGED` if they differ within a row.
-        owner: The row of each element; `None` = all rows have equally many.
+        owner: The row of each element; `None` = equally many in each row.
         has_null: The rows with a null inner list.
     """
 
@@ -324,7 +324,7 @@ def _levels(kind: pa.DataType) -> tuple[list[int], pa.DataType]:
 
 
 def _of_tensors(tensor: TensorSpec, column: str, dims: tuple[int, ...], layout: _Layout) -> tuple[int, ...]:
-    """Returns the shape of rows made of fixed-shape tensors: theirs, flat, or with other sizes of 1."""
+    """Returns the shape of rows made of fixed-shape tensors: theirs, flat, or with other dimensions of 1."""
     shape = layout.shape
     if len(dims) == len(shape) and all(dim in (_RAGGED, size) for dim, size in zip(dims, shape, strict=True)):
         return shape
@@ -362,7 +362,7 @@ def _resolved(
 
 
 def _check_type(tensor: TensorSpec, column: str, kind: pa.DataType, shown: pa.DataType) -> None:
-    """Raises `InvalidRequest` if a plain type does not fit a tensor; messages name the type `shown`."""
+    """Raises `InvalidRequest` if a plain type does not fit a tensor."""
     if casts.fits(kind, tensor.datatype):
         return
     remedy = "map another column to it, or convert the column in the inputs"

@@ -128,7 +128,7 @@ class Jobs:
     ) -> Page:
         """Returns up to `count` jobs, the newest first.
 
-        A page may be shorter although more follow; `Page.after` begins the next one.
+        A page may be shorter although more follow.
         """
 
         def fits(record: JobRecord) -> bool:
@@ -169,7 +169,7 @@ class Jobs:
         if place is None:
             return False
         reopens = state not in TERMINAL and (not TERMINAL.isdisjoint(expected) or "deadline_at" in change)
-        if reopens:  # before, so that the index has every open job; and after, since a reader may close it in between
+        if reopens:  # before, so that every open job is listed; and after, since a reader may close it in between
             await self._reopen(place)
         moved = bool(await self._run(place, _MOVE, job_id, state, len(expected), *expected, *words_of(change)))
         if reopens:
@@ -201,7 +201,7 @@ class Jobs:
         return await self._plan(job_id, shards, None, is_last=True, is_forced=True)
 
     async def advance(self, job_id: str, *, workers: int = 1) -> Standing | None:
-        """Fills a job's lane and returns its standing; its next notice is a new one.
+        """Fills a job's lane and returns its standing; allows a new notice.
 
         `workers` limits the running shards of a job without `max_parallel`.
         """
@@ -307,9 +307,9 @@ class Jobs:
         return deleted > 0
 
     async def report(self, job_id: str, lease: Lease, index: int, rows: int, put_off: str = "") -> bool:
-        """Records progress of a held shard: scored rows (0 = it no longer runs), and why it was put off.
+        """Records a held shard's scored rows (0 = it no longer runs), and why it was put off.
 
-        Returns whether the job, `running` or `planning`, still wants the shard.
+        Returns whether the job still wants the shard.
         """
         place = await self._index.find(job_id)
         if place is None:
@@ -378,7 +378,7 @@ class Jobs:
         return sorted((record for record in records if record is not None and not record.is_over), key=service_order)
 
     async def _readable(self, job_id: str) -> JobRecord | CorruptEntry | None:
-        """Reads one record of many: a damaged one, or one of a newer qinfer, must not hide the others."""
+        """Reads one of many records: a damaged one, or a newer qinfer's, must not hide the others."""
         try:
             return await self.get(job_id)
         except CorruptEntry as error:

@@ -50,7 +50,6 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Record of a job; instants are in seconds of the broker's time, 0 = not yet or never.
 
     Attributes:
-        id: Unique over all models.
         priority: 1 … 3: the number of its bulk lane.
         rows_before: Rows that were settled at `resumed_at`.
         spec: The JSON of its `JobSpec`.
@@ -59,10 +58,9 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         rows_done: Rows of settled shards that have an output.
         rows_failed: Rows of settled shards that have an error.
         rows_scored: Rows scored by running shards.
-        shards_done: Committed shards.
         shards_failed: Shards that were given up.
         in_lane: Shards in the lane, waiting or held.
-        max_parallel: Shards that may run at a time; 0 = the number of workers.
+        max_parallel: 0 = the number of workers.
         waiting: Why the job can't go on now.
         put_off: Why one of its shards can't go on now.
         max_errors: Rows that may fail before the job does; -1 = all.
@@ -132,10 +130,7 @@ class ShardOutcome(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """State of a job, and its shards: just moved to the lane, waiting in `todo`, and in the lane.
-
-    `has_failed` means that more rows failed than may.
-    """
+    """State of a job, and numbers of its shards: moved to the lane now, waiting in `todo`, and in the lane."""
 
     state: str
     moved: int
@@ -166,7 +161,7 @@ class Page(NamedTuple):
 def open_rows(record: JobRecord, now_s: float) -> OpenRows:
     """Returns a job's remaining work, from the fields in `OPEN_FIELDS`.
 
-    A job without a plan counts as one row, since it needs a worker to be planned.
+    Without a plan, it counts as one row, since it needs a worker.
     """
     settled = record.rows_done + record.rows_failed
     began_s = max(record.started_at, record.resumed_at)

@@ -15,7 +15,7 @@ from qinfer.jobs.rows.arrow_schema import check_schema, field_of, text_of, unsig
 _MAGIC = b"ARROW1"
 TAIL = struct.Struct("<i6s")
 END_BYTES = 64 * 1024
-"""The end of a file that is read at once: it contains most footers, and saves a slow read of a store."""
+"""The end of a file that is read at once; it contains most footers."""
 BLOCK = struct.Struct("<qi4xq")
 _CONTINUATION = b"\xff\xff\xff\xff"
 FOOTER_BYTES = 16 * 2**20
@@ -132,7 +132,7 @@ def _chosen(schema: pa.Schema, columns: Collection[str], variadic: Iterator[int]
 
 
 def _buffers(kind: pa.DataType, variadic: Iterator[int]) -> int:
-    """Returns how many buffers a column has; `variadic` are the data buffers of view columns."""
+    """Returns how many buffers a column has; views have data buffers (`variadic`)."""
     if isinstance(kind, pa.BaseExtensionType):
         return _buffers(kind.storage_type, variadic)
     if pa.types.is_null(kind):

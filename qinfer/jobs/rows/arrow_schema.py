@@ -65,7 +65,7 @@ def check_schema(footer: bytes, table: int, metadata: int) -> None:
 class _Size:
     """Adds up the memory of a schema; shared parts count at each reference.
 
-    It follows all tables of a level at once: int64[tables] has their positions, 0 = absent.
+    It follows all tables of a level at once: int64[tables] are positions, 0 = absent.
     """
 
     def __init__(self, buffer: bytes) -> None:

@@ -53,7 +53,6 @@ class ChunkPages(NamedTuple):
     """The pages of a column chunk; sizes are of decompressed data.
 
     Attributes:
-        values: With nulls.
         value_bytes: The most bytes per value of a data page without indices.
         has_indices: Whether a data page refers to the dictionary.
         begins_with_indices: Whether the first data page does.

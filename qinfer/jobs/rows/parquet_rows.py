@@ -23,7 +23,7 @@ from qinfer.jobs.rows.source import Limits, SourceBroken
 
 _MOST_ROWS = 65_536  # decoded at a time
 _MOST_TEXT_ROWS = 8192  # if a column's dictionary may be much smaller than its values
-_FEW_ROWS = 256  # at a time would be so slow that indices are read instead of values
+_FEW_ROWS = 256  # fewer rows at a time are slow: indices are read instead of values
 
 _BUFFERS_BYTES = 16 * 2**20
 _FAR_BUFFERS_BYTES = 128 * 2**20

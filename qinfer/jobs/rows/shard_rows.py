@@ -103,10 +103,7 @@ class ShardReader:
         self._rest: _Chunk | None = None
 
     def read(self, rows: int) -> RowBatch | None:
-        """Reads up to `rows` next rows, fewer at the memory limit; `None` after the last.
-
-        `SourceChanged` and `SourceBroken` name a file; a `StoreError` may be `retryable`.
-        """
+        """Reads up to `rows` next rows, fewer at the memory limit; `None` after the last."""
         records: list[pa.RecordBatch] = []
         segments: list[Segment] = []
         too_large: list[int] = []

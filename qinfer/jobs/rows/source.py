@@ -93,12 +93,8 @@ def find_files(
     `.` match such names. A file or folder with the pattern as its name takes precedence. A folder means all files below
     it.
 
-    Args:
-        inputs: Normalized URLs of files and folders, and patterns.
-        check_read: Is called before a file or folder is opened, and for each match.
-        enough: The listing of a folder stops at this number of files, if each pattern has a match.
-        within_s: Seconds that listing may take.
-        looks_above: Checks whether a parent folder is a table.
+    `check_read` is called before a file or folder is opened, and for each match. The listing of a folder stops after
+    `enough` files, if each pattern has a match. `looks_above` checks whether a parent folder is a table.
     """
     until_s = time.monotonic() + within_s
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="qinfer-list") as pool:
@@ -175,8 +171,7 @@ def read_footer(
 ) -> Footer:
     """Reads columns and row counts of a file; reads CSV and JSON lines to their end.
 
-    With `columns_only`, rows may be missing, and text is read up to its first block. `SourceBroken` means that the file
-    is damaged, of another format, or that this server may not read it.
+    With `columns_only`, rows may be missing, and text is read up to its first block.
     """
     if not file.size_bytes:  # some tools leave empty files in folders
         return Footer(pa.schema([]), 0, None if is_text(format_) else ())

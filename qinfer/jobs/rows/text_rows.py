@@ -40,7 +40,7 @@ NESTING_LIMIT = 100
 """The guaranteed depth; twice the depth is refused. Between, it depends on the cuts of blocks."""
 
 _CELLS_BYTES = 8 * 2**20
-"""The size of JSON cells decoded at a time; each line has one in each column, even if null."""
+"""The size of JSON cells decoded at a time; each line has one in each column."""
 _PLANNED_CELLS_BYTES = 512 * 2**20  # while columns are unknown, and each colon may begin one
 _COPIES = 4  # of cells, where numbers are compared with their texts
 _CELL_BYTES = 8

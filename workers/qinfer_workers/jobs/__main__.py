@@ -44,7 +44,7 @@ from qinfer_workers.liveness import end
 logger = logging.getLogger("qinfer_workers.jobs")
 
 _LEVELS = {
-    "celery.beat": logging.WARNING,  # these log several lines for each task, and tasks come every few seconds
+    "celery.beat": logging.WARNING,  # these log several lines for each task
     "celery.worker.strategy": logging.WARNING,
     "celery.app.trace": logging.WARNING,
     "celery.worker.request": logging.WARNING,

@@ -20,9 +20,8 @@ UseCase = Callable[[str], Coroutine[None, None, None]]
 """The work of a task on a job; a `retryable` error retries it later."""
 
 SWEEP_LIMIT_S = 120.0
-"""The time limit of a sweep; the next sweep continues."""
 
-_TASK_MARGIN_S = 60.0  # a step ends after `plan_timeout_s` and logs it; this limit is for hanging tasks
+_TASK_MARGIN_S = 60.0  # a step ends itself after `plan_timeout_s`; this limit is for hanging tasks
 _VISIBILITY_MARGIN_S = 600.0
 _SOCKET_MARGIN_S = 2.0
 _FIRST_PAUSE_S = 0.5

@@ -33,10 +33,10 @@ from qinfer_workers.liveness import end
 logger = logging.getLogger("qinfer_workers.jobs.beat")
 
 QUIET_S = 300.0
-"""How long it may send nothing while Redis is reachable; longer if sweeps are rare."""
+"""How long it may send nothing while Redis is reachable."""
 
 MOST_WAITING = 100
-"""It sends nothing while this many tasks wait: without bulk workers, expired tasks would fill Redis."""
+"""It sends nothing while this many tasks wait; else, without bulk workers, Redis would fill."""
 
 _QUIET_SWEEPS = 5
 _LEVELS = {"celery.beat": logging.WARNING}  # it logs each sweep

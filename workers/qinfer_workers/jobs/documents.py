@@ -86,7 +86,7 @@ def write_manifest(store_for: StoreFor, plan: Plan, parts: Sequence[PartInfo], n
     store = store_for(manifest_url)
     if plan.spec.output.is_split:
         _set_aside_others(store, plan, parts)
-    for _ in range(_TRIES):  # others may write them, too, and existing ones may describe parts that broke later
+    for _ in range(_TRIES):  # others may write them, too, and existing ones may be outdated
         if store.put_if_absent(data, manifest_url) is Outcome.EXISTS:
             there = _read(store, manifest_url)
             if there is None or not _is_same(there, manifest):

@@ -26,7 +26,7 @@ logger = logging.getLogger("qinfer_workers.jobs")
 T = TypeVar("T")
 
 CLOSE_S = 2.0
-"""The time limit of each closing step; `qinfer up` kills the process after 5 seconds."""
+"""`qinfer up` kills the process after 5 seconds."""
 
 
 TASKS_AT_ONCE = 8

@@ -109,7 +109,7 @@ async def leave_partial(services: JobServices, job_id: str) -> None:
 async def _list_parts(services: JobServices, record: JobRecord) -> None:
     try:
         plan = await services.plan_of(record)
-    except InvalidRequest:  # the output is another job's, which is why this job failed
+    except InvalidRequest:  # the output is another job's
         return
     if plan is None:
         return

@@ -53,7 +53,7 @@ def earlier_output(store_for: StoreFor, record: JobRecord) -> EarlierOutput | No
         for file in store.scan(spec.output.url)
         if _is_own(file.url.removeprefix(base), parts) and not file.url.startswith(f"{form.kept_url}/")
     )
-    # Another process may have cleared the folder for the same job: then these are the new job's files.
+    # Another process may have cleared the folder for the same job: then the files are the new job's.
     now = store.stat(plan_url)
     return EarlierOutput(names.job_id, spec.output.url, files) if now == found else None
 

@@ -29,7 +29,7 @@ JobBatcher = Batcher | EnsembleBatcher
 """The batcher of a model version whose jobs run here."""
 
 PATIENCE_S = 1.0
-"""How long bulk waits for a pause of online work on a device without time to spare."""
+"""How long bulk waits on a device without time to spare."""
 
 LATELY_S = 2.0
 """How long a device counts as shared after online work."""

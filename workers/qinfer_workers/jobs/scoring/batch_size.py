@@ -22,7 +22,7 @@ _SHARED_GAIN = 0.85
 _SHARED_TIME = 0.25
 """The share of the limit that a batch takes beside online requests."""
 _MISSES = 2
-"""Consecutive sizes without improvement that end the search; one may be chance."""
+"""Sizes without improvement that end the search; one may be chance."""
 _EVERY = 64
 """Batches between trials of a neighbouring size."""
 _RECENT = 8

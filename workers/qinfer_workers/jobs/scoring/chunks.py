@@ -25,10 +25,10 @@ from qinfer.jobs.rows.shard_rows import RowBatch
 from qinfer_workers.jobs.scoring.batch_size import BatchSize
 
 DEPTH = 3
-"""Chunks at once: one is read, one is scored and one is written."""
+"""One chunk is read, one is scored and one is written."""
 
 AHEAD_S = 0.05
-"""The next shard begins this long before the last row is scored, to read its first rows meanwhile."""
+"""The next shard begins this long before the end of scoring, to read its first rows."""
 
 SHARED_AHEAD_S = 1.0
 """The same beside online requests, which slow down reading."""

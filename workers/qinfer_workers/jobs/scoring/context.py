@@ -168,4 +168,4 @@ class Abandoned(Exception):
 
 
 MakeRun = Callable[[HeldShard, ShardTicket, JobRecord, asyncio.Event], Awaitable["ShardRun"]]
-"""Makes the run of a shard, which sets the event when the model has little or nothing left to do for it."""
+"""Makes the run of a shard, which sets the event when the next shard may begin."""

@@ -36,7 +36,7 @@ from qinfer_workers.inference.executor import Borrower
 T = TypeVar("T")
 
 AT_ONCE = 2
-"""Batches of a shard that run at once: while one is in a step, another may be in the next."""
+"""While one batch is in a step, another may be in the next."""
 
 _LATER = (ErrorCode.CANCELLED.value, ErrorCode.DEADLINE_EXCEEDED.value)
 """Failures of steps that say nothing about the rows, besides retryable ones."""

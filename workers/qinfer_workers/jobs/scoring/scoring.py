@@ -205,7 +205,7 @@ class Scorer:
 
 
 class Executions:
-    """Counts the executions of one shard as batches; thread-safe."""
+    """Counts the executions of one shard; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

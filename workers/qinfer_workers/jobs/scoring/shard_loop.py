@@ -49,8 +49,8 @@ T = TypeVar("T")
 class JobRests:
     """Jobs whose shards could not be run here rest for a while.
 
-    A rest doubles from a second to half a minute, but takes as long as the last attempt, so that other jobs get as much
-    of the model's time.
+    A rest doubles from a second to half a minute, and is never shorter than the last attempt, so that other jobs get as
+    much of the model's time.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:

@@ -55,7 +55,7 @@ pa.set_cpu_count(1)
 class ShardRun:
     """The run of a shard; `free` is set when the next shard may begin.
 
-    `is_stuck` = cancelled, but an execution did not end in time. `on_delay` is called when the commit is delayed.
+    `is_stuck` = an execution did not end after a cancellation; `on_delay` is called when the commit is delayed.
     """
 
     def __init__(
