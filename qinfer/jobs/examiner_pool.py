@@ -257,13 +257,13 @@ class ExaminerPool:
             self._is_starting = self._is_starting and not reason
         output = child.output if child is not None else ""
         if reason:
-            logger.error("the process that looks at jobs can't be started", extra={"how": reason, "output": output})
+            logger.error("the examiner can't be started", extra={"how": reason, "output": output})
             if not self._count:
-                self._turn_away(f"the process that looks at jobs can't be started now ({reason}); try again")
+                self._turn_away(f"the examiner can't be started now ({reason}); try again")
         elif child in self._idle:
             self._idle.remove(child)
         elif child is not None and not child.is_surplus:
-            logger.warning("the process that looked at a job ended", extra={"how": child.how, "output": output})
+            logger.warning("an examiner ended", extra={"how": child.how, "output": output})
             self._prepare()
 
 

@@ -387,7 +387,7 @@ def _check_output(output: Output) -> None:
     if not output.url:
         raise InvalidRequest("field 'output.url' is empty; name a folder, such as s3://bucket/out")
     if _PATTERN.search(output.url):
-        raise InvalidRequest("field 'output.url' may be no pattern; name one folder, such as s3://bucket/out")
+        raise InvalidRequest("field 'output.url' is a pattern; name one folder, such as s3://bucket/out")
     known = COMPRESSIONS[output.format]
     if output.compression not in known:
         raise InvalidRequest(
@@ -488,7 +488,7 @@ def _check_types(types: Mapping[str, str]) -> None:
 def _check_null(field: str, given: Columns) -> None:
     by_column = given.null if isinstance(given.null, dict) else {}
     if unknown := [name for name in by_column if name not in given.columns]:
-        raise InvalidRequest(f"field '{field}' names '{shown(unknown[0])}', which is none of the input's columns")
+        raise InvalidRequest(f"field '{field}' names '{shown(unknown[0])}', which is not one of the input's columns")
     for value in by_column.values() if isinstance(given.null, dict) else [given.null]:
         if isinstance(value, str) and len(value) > MAX_NULL_CHARACTERS:
             raise InvalidRequest(f"field '{field}' is too long; at most {MAX_NULL_CHARACTERS} characters")

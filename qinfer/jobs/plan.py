@@ -46,7 +46,7 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         etag: The store's id of the planned content.
-        row_group: The row group (Parquet) or record batch (Arrow); -1 = none.
+        row_group: The row group (Parquet) or record batch (Arrow); -1 = no row group.
         first_row: Counts within the file.
         first_in_group: Counts within the row group; in text, after `begin`.
         begin: The offset of the cut point from which text is read.
@@ -86,7 +86,7 @@ class BadFile(msgspec.Struct, frozen=True):
 
     Attributes:
         url: Its location.
-        reason: What is wrong with it; continues a sentence that begins with the URL.
+        reason: The fault, as the end of a sentence that begins with the URL.
     """
 
     url: str

@@ -158,7 +158,7 @@ def check_output(spec: JobSpec) -> None:
 
 
 def _file_above(url: str) -> str:
-    """Returns the URL of a file in the place of a parent folder, which only object stores allow."""
+    """Returns the URL of a local file in the place of a parent folder, if there is one."""
     path = local_path(url)
     above = next((folder for folder in path.parents if folder.is_file()), None) if path else None
     return f"file://{above}" if above else ""
@@ -423,7 +423,7 @@ class _CommonColumns:
             if here is None or there is None:
                 has, lacks = (self._first, url) if here is None else (url, self._first)
                 raise InvalidRequest(
-                    f"'{has}' has the column '{shown(name)}', and '{lacks}' lacks it; add it there, have it null by "
+                    f"'{has}' has the column '{shown(name)}', and '{lacks}' lacks it; add it there, make it null with "
                     f"'merge_schema': true (--merge-schema), or {self._remedy(name, copied)}"
                 )
             texts = self._texts(here, there)

@@ -178,7 +178,7 @@ def encode_resumption(resumption: Resumption) -> bytes:
 
 def decode_resumption(data: bytes) -> Resumption:
     """Decodes a state."""
-    return read_stored(_resumptions, data, "what is known of a shard")
+    return read_stored(_resumptions, data, "the note on a shard")
 
 
 _resumptions = msgspec.json.Decoder(Resumption)

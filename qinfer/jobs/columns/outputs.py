@@ -200,7 +200,7 @@ class _Output:
             own if rows is None else rows[own],
             ErrorCode.OUTPUT_MISMATCH,
             f"output '{self._tensor.name}' has bytes that are not UTF-8; name it in the model's parameter "
-            f"'{BINARY_OUTPUTS}' to have them as they are",
+            f"'{BINARY_OUTPUTS}' to get the bytes unchanged",
         )
         return pa.array(texts, pa.string())
 

@@ -352,7 +352,7 @@ def _resolved(
     if len(sizes) > 1:
         raise InvalidRequest(f"{text}; nest the lists {len(shape)} deep, or make them flat")
     if shape.count(_RAGGED) > 1:
-        raise InvalidRequest(f"{text}, of which a flat list tells too little; give 'shape' with at most one -1")
+        raise InvalidRequest(f"{text}, which a flat list does not determine; give 'shape' with at most one -1")
     step = prod(dim for dim in shape if dim != _RAGGED)
     if sizes[0] == _RAGGED:
         return shape

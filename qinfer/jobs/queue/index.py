@@ -196,5 +196,7 @@ def place_of(after: str) -> tuple[int, str]:
     """Decodes `cursor_of`."""
     found = _CURSOR.fullmatch(after)
     if found is None:
-        raise InvalidRequest(f"'{after[:60]}' begins no page of jobs; give the 'next' of the page before")
+        raise InvalidRequest(
+            f"'{after[:60]}' is not the beginning of a page of jobs; pass the 'next' of the previous page"
+        )
     return int(found[1]), found[2]

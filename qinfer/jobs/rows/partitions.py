@@ -24,7 +24,7 @@ class Partitions:
             if name not in self.schema.names:
                 there = ", ".join(map(shown, self.schema.names)) or "none"
                 raise InvalidRequest(
-                    f"field 'output.partition_by' names '{shown(name)}', which is the name of no folder of the inputs; "
+                    f"field 'output.partition_by' names '{shown(name)}', but no folder of the inputs has that name; "
                     f"there are {there}: an output is partitioned as its inputs are"
                 )
 
@@ -33,7 +33,7 @@ class Partitions:
         if twice := [name for name in self.schema.names if name in columns.names]:
             raise InvalidRequest(
                 f"'{url}' has the column '{shown(twice[0])}', and its folder has one of that name; leave out "
-                "'partitioning' to read that of the files"
+                "'partitioning' to read the files' column"
             )
         return pa.schema([*columns, *self.schema]) if self.schema.names else columns
 

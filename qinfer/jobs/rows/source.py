@@ -40,7 +40,7 @@ _THREADS = 16
 _SMALL_BATCH_BYTES = 256 * 1024
 _REASON_CHARACTERS = 200
 _CHUNKS = 6  # held by a worker at once: three, as rows and as tensors
-_TOO_MANY = f"the inputs are more than {MAX_FILES} files, which is the most; make several jobs"
+_TOO_MANY = f"the inputs are more than {MAX_FILES} files; make several jobs"
 _HIDDEN = "(?![._])"  # as is usual for readers of folders: `_SUCCESS`, `.part-0.crc`
 _HIDDEN_BELOW = re.compile(r"/[._]")
 
@@ -150,7 +150,7 @@ def format_of(url: str, input_format: InputFormat) -> FileFormat:
         extension = inner
     if extension not in _EXTENSIONS:
         raise InvalidRequest(
-            f"the extension of '{url}' is that of no format; set 'input_format' to parquet, arrow, csv or jsonl"
+            f"the extension of '{url}' names no format; set 'input_format' to parquet, arrow, csv or jsonl"
         )
     return _EXTENSIONS[extension]
 
@@ -263,7 +263,7 @@ def _listing(folder: str, patterns: dict[str, re.Pattern[str]], enough: int, unt
             raise InvalidRequest(_TOO_MANY)
         if time.monotonic() > until_s:
             raise StoreUnavailable(
-                f"looking at all that is below '{folder}' takes too long; name files or folders further down"
+                f"listing all files below '{folder}' takes too long; name files or folders further down"
             )
         if kept >= enough and all(found[url] or url in named for url in patterns):
             break
@@ -314,7 +314,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile("".join(f"(?>{group})" for group in groups))
     except re.error:
-        raise InvalidRequest(f"'{pattern}' of the inputs is no pattern; write such as [0-9], or * instead") from None
+        raise InvalidRequest(
+            f"'{pattern}' of the inputs is not a valid pattern; write a range such as [0-9], or *"
+        ) from None
 
 
 def _name(segment: str) -> str:

@@ -77,6 +77,6 @@ def _above(folder: str) -> Iterator[str]:
 
 def _refused(url: str, kind: str) -> str:
     return (
-        f"'{url}' is a table of {kind}, whose folder also has files with rows that the table has no more; tables are "
-        "not read yet: write the table's rows to files of their own, or name each file that is to be read"
+        f"'{url}' is a table of {kind}, whose folder also has files with deleted rows; tables are not read yet: write "
+        "the table's rows to files of their own, or name each file that is to be read"
     )

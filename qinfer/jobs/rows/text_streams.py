@@ -184,9 +184,7 @@ class _Bounded:
         data = self._file.read(size)
         self._bytes += len(data)
         if self._bytes > MAX_DECODED_BYTES:
-            raise NotText(
-                f"it has more than {MAX_DECODED_BYTES} bytes when it is decompressed, which is the most; split it"
-            )
+            raise NotText(f"it has more than {MAX_DECODED_BYTES} bytes when it is decompressed; split it")
         return data
 
     def close(self) -> None:

@@ -235,7 +235,7 @@ async def test_processes_that_die(lake: str, caplog: pytest.LogCaptureFixture) -
             )
             await eventually(lambda: warnings() != [], description="a line of the log")
             (record,) = warnings()
-            assert (record.message, vars(record)["how"]) == ("the process that looked at a job ended", text)
+            assert (record.message, vars(record)["how"]) == ("an examiner ended", text)
             assert ("in crash" in vars(record)["output"]) == (how == "crash")
         await examiner.check(job(lake, "fine"), MODEL, ANY_FILE)
         await eventually(lambda: len(looking()) == 1, description="what died is replaced")
@@ -329,7 +329,7 @@ async def test_a_process_that_can_not_be_started(
         found = await asyncio.gather(*(told(examiner, job(lake, "a")) for _ in range(4)))
 
     assert {type(error) for error in found} == {Overloaded}
-    assert found[0].message == f"the process that looks at jobs can't be started now ({reason}); try again"
+    assert found[0].message == f"the examiner can't be started now ({reason}); try again"
     assert 1 <= len(caplog.records) <= 4
     assert "no such thing" in str([vars(record)["output"] for record in caplog.records]) or reason != "exit code 1"
 

@@ -96,7 +96,7 @@ def test_inputs_of_several_formats_are_refused_with_one_of_each(lake: str) -> No
     (folder / "part-0").write_bytes(parquet())
     with pytest.raises(InvalidRequest, match=f"several formats, such as '{lake}/a.parquet' and '{lake}/c.csv'"):
         examine(job(f"{lake}/[a-c].*", output=f"{lake}/out"), MODEL, Grant((lake,), (lake,)))
-    with pytest.raises(InvalidRequest, match=f"'{lake}/part-0' is that of no format; set 'input_format'"):
+    with pytest.raises(InvalidRequest, match=f"'{lake}/part-0' names no format; set 'input_format'"):
         examine(job(f"{lake}/part-0", output=f"{lake}/out"), MODEL, Grant((lake,), (lake,)))
     examine(job(f"{lake}/part-0", output=f"{lake}/out", input_format="parquet"), MODEL, Grant((lake,), (lake,)))
 

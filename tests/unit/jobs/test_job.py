@@ -102,7 +102,7 @@ def test_a_specification_survives_its_json() -> None:
         ({"csv": {"separator": ";"}}, r"no field 'csv.separator'"),
         ({"output": {}}, r"field 'output.url' is missing"),
         ({"output": {"url": ""}}, r"field 'output.url' is empty"),
-        ({"output": {"url": "s3://a/*"}}, r"field 'output.url' may be no pattern"),
+        ({"output": {"url": "s3://a/*"}}, r"field 'output.url' is a pattern"),
         ({"output": {"url": "s3://a", "formt": "x"}}, r"no field 'output.formt'; did you mean 'output.format'\?"),
         (
             {"output": {"url": "s3://a", "format": "orc"}},
@@ -139,7 +139,7 @@ def test_a_specification_survives_its_json() -> None:
             {"columns": {"x": {"columns": ["y"], "null": {"y": []}}}},
             r"field 'columns.x.null.*': Expected .*, got array",
         ),
-        ({"columns": {"x": {"columns": ["y"], "null": {"z": 0}}}}, r"field 'columns.x.null' names 'z', which is none"),
+        ({"columns": {"x": {"columns": ["y"], "null": {"z": 0}}}}, r"field 'columns.x.null' names 'z', which is not one"),
         ({"columns": {"x": {"columns": ["y"], "null": "0" * 1025}}}, r"'columns.x.null' is too long; at most 1024"),
         ({"columns": []}, r"field 'columns': Expected object, got array"),
         ({"passthrough": ["a", "a"]}, r"field 'passthrough' names 'a' twice"),

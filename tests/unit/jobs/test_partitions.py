@@ -126,7 +126,7 @@ def test_without_partitioning_folders_are_no_columns(tmp_path: Path) -> None:
         (
             ["a=1"],
             {"partition_by": ("x",)},
-            "'x', which is the name of no folder of the inputs; there are a: an output",
+            "'x', but no folder of the inputs has that name; there are a: an output",
         ),
         (["a=1"], {"partition_by": ("a",), "key": "a"}, "'a', which 'key' copies into the parts; leave it out of one"),
         (["a=1"], {"partition_by": ("a",), "passthrough": ("a",)}, "'a', which 'passthrough' copies into the parts"),

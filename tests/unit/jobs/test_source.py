@@ -107,7 +107,7 @@ def test_a_name_with_brackets_is_found_as_it_is(tmp_path: Path) -> None:
     [
         ("*.orc", r"no file matches the input 'file://.*/\*\.orc'; '\*' stands for"),
         ("missing.parquet", r"input 'file://.*/missing.parquet' does not exist"),
-        ("[z-a].parquet", r"is no pattern; write such as \[0-9\]"),
+        ("[z-a].parquet", r"is not a valid pattern; write a range such as \[0-9\]"),
         ("nothing/*.parquet", r"no file matches"),
     ],
 )
@@ -166,7 +166,7 @@ def test_extensions_tell_formats(name: str, format_: str) -> None:
 @pytest.mark.parametrize("name", ["x", "x.parquet.gz", "x.d/part-0", "x.parquet.bak"])
 def test_other_extensions_ask_for_the_format(name: str) -> None:
     """With the field that names it."""
-    with pytest.raises(InvalidRequest, match=rf"'s3://lake/{name}' is that of no format; set 'input_format'"):
+    with pytest.raises(InvalidRequest, match=rf"'s3://lake/{name}' names no format; set 'input_format'"):
         format_of(f"s3://lake/{name}", "")
 
 

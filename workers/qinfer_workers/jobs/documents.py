@@ -69,7 +69,7 @@ def read_plan(store_for: StoreFor, record: JobRecord) -> Plan | None:
     if spec.overwrite and not record.head:
         return None
     raise InvalidRequest(
-        f"output '{spec.output.url}' is that of job '{names.job_id}'; make a new job with an empty output"
+        f"output '{spec.output.url}' belongs to job '{names.job_id}'; make a new job with an empty output"
     )
 
 
@@ -105,7 +105,7 @@ def write_manifest(store_for: StoreFor, plan: Plan, parts: Sequence[PartInfo], n
         if plan.spec.overwrite or plan.skipped or any(form.is_decoded(source.url, "csv") for source in plan.sources):
             store.delete_folder(form.kept_url)
         return decode_manifest(data)
-    raise CorruptEntry(f"others write to output '{plan.spec.output.url}'; make a new job with an empty output")
+    raise CorruptEntry(f"other programs write to output '{plan.spec.output.url}'; make a new job with an empty output")
 
 
 def write_partial(

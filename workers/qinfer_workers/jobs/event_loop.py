@@ -132,7 +132,7 @@ class EventLoop:
         except TimeoutError:
             if not future.cancel():  # it ended with its own `TimeoutError`, or just now
                 return future.result()
-            raise TimedOut(f"it took more than {limit_s:g} s, and was broken off") from None
+            raise TimedOut(f"it took more than {limit_s:g} s, and was cancelled") from None
 
     def _cancel(self) -> None:
         with self._lock:

@@ -164,7 +164,7 @@ class Planner:
         other = await services.jobs.get(earlier.job_id)
         if other is not None and other.id != record.id and not other.is_over:
             raise InvalidRequest(
-                f"output '{spec_of(record).output.url}' is that of job '{other.id}', which is {other.state}; cancel "
+                f"output '{spec_of(record).output.url}' belongs to job '{other.id}', which is {other.state}; cancel "
                 "that one, or wait for its end, and resume this one"
             )
         await services.in_thread(clear, services.outputs_of(record), earlier, threads)

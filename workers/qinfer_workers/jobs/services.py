@@ -336,10 +336,10 @@ class JobServices:
 
 def _given_up(step: Step, deaths: int, reason: str) -> str:
     if reason.startswith(DIED):
-        return f"{step.name} was broken off {deaths} times: {reason}; is a file damaged?"
-    return f"{step.name} was broken off {deaths} times by the end of the bulk worker; its log says why"
+        return f"{step.name} was interrupted {deaths} times: {reason}; is a file damaged?"
+    return f"{step.name} was interrupted {deaths} times by the end of the bulk worker; its log says why"
 
 
 def _too_long(step: Step, timeout_s: float, reason: str) -> str:
-    why = f": {reason}" if reason else "; is a store slow or stuck? resume the job when it is well"
+    why = f": {reason}" if reason else "; is a store slow or stuck? resume the job when it has recovered"
     return f"{step.name} took more than {timeout_s:g} s{why}"

@@ -94,7 +94,7 @@ class Sweeper:
         except QinferError as error:
             logger.warning("job can't be moved on now", extra={"job": record.id, "reason": error.message})
         except Exception:  # the boundary: the other jobs still need the sweep
-            logger.exception("a job can't be looked at", extra={"job": record.id})
+            logger.exception("a job can't be checked", extra={"job": record.id})
 
     async def _expire(self, record: JobRecord) -> None:
         await self._end(record, JobState.EXPIRED, "its deadline has passed")
@@ -106,7 +106,7 @@ class Sweeper:
     async def _move_on(self, record: JobRecord) -> None:
         match record.state:
             case JobState.VALIDATING if self._services.age_s(record) > CREATION_S:
-                await self._services.jobs.stop(record.id, JobState.FAILED, error="its creation was broken off")
+                await self._services.jobs.stop(record.id, JobState.FAILED, error="its creation was interrupted")
             case JobState.PLANNING:
                 await self._send_again(record)
             case JobState.FINALIZING:

@@ -128,7 +128,9 @@ async def test_deaths_over_a_jobs_parts_are_attempts_at_finishing(database: Data
 
     record = await one.record()
     assert record.state == JobState.FAILED
-    assert record.error.startswith("finishing was broken off 5 times: the process that read 'file:///bad.parquet' died")
+    assert record.error.startswith(
+        "finishing was interrupted 5 times: the process that read 'file:///bad.parquet' died"
+    )
 
 
 async def test_a_part_that_is_cut_off_is_set_aside_and_made_again(database: Database, tmp_path: Path) -> None:

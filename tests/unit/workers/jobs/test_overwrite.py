@@ -117,7 +117,7 @@ async def test_a_job_that_has_not_ended_keeps_its_output(database: Database, tmp
 
     record = await one.record("second")
     assert record.state == JobState.FAILED
-    assert "is that of job 'job', which is running; cancel that one" in record.error
+    assert "belongs to job 'job', which is running; cancel that one" in record.error
     assert one.plan().job_id == "job"
 
 
@@ -194,7 +194,7 @@ async def test_a_job_whose_output_was_overwritten_is_not_resumed(database: Datab
     await one.jobs.move("job", {JobState.CANCELLED}, JobState.PLANNING)
     await one.planner().run("job")
 
-    assert "is that of job 'second'" in (await one.record()).error
+    assert "belongs to job 'second'" in (await one.record()).error
     assert one.plan() == plan
 
 

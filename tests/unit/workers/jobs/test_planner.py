@@ -145,7 +145,7 @@ async def test_an_output_with_another_jobs_plan_is_refused(database: Database, t
 
     record = await one.record("second")
     assert record.state == JobState.FAILED
-    assert "is that of job 'job'; make a new job with an empty output" in record.error
+    assert "belongs to job 'job'; make a new job with an empty output" in record.error
 
 
 async def test_a_damaged_plan_is_refused(database: Database, tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ async def test_planning_that_hangs_fails_the_job_in_time(database: Database, tmp
     record = await one.record()
     assert (record.state, record.error) == (
         JobState.FAILED,
-        "planning took more than 60 s; is a store slow or stuck? resume the job when it is well",
+        "planning took more than 60 s; is a store slow or stuck? resume the job when it has recovered",
     )
 
 
@@ -373,7 +373,7 @@ async def test_a_job_that_ends_the_process_each_time_is_given_up(database: Datab
 
     await one.planner().run("job")
 
-    assert (await one.record()).error.startswith("planning was broken off 5 times")
+    assert (await one.record()).error.startswith("planning was interrupted 5 times")
 
 
 async def test_a_death_over_a_jobs_files_is_another_attempt(database: Database, tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ async def test_deaths_over_a_jobs_files_fail_it_in_the_end(database: Database, t
     record = await one.record()
     assert (record.state, record.error) == (
         JobState.FAILED,
-        f"planning was broken off 5 times: {DEATH}; is a file damaged?",
+        f"planning was interrupted 5 times: {DEATH}; is a file damaged?",
     )
     assert one.examiners.threads[-1] == 1
 
@@ -440,7 +440,7 @@ async def test_what_a_file_does_to_its_reader_it_does_not_do_to_the_bulk_worker(
     assert (await one.record("other")).error == ""
     assert (record.state, record.error) == (
         JobState.FAILED,
-        f"planning was broken off 5 times: the process that read 'file://{tmp_path}/{how}' died ({text}); "
+        f"planning was interrupted 5 times: the process that read 'file://{tmp_path}/{how}' died ({text}); "
         "is a file damaged?",
     )
 

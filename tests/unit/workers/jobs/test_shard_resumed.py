@@ -229,7 +229,7 @@ async def test_a_row_that_was_alone_at_two_deaths_fails_and_is_named(tmp_path: P
     assert ground.model.sizes[0] == 1
     assert sum(ground.model.sizes) == 9
     [line] = ground.log
-    assert line == f"row 0 of 'file://{tmp_path}/in.parquet' failed: it ended w8 and w9 while it was executed alone"
+    assert line == f"row 0 of 'file://{tmp_path}/in.parquet' failed: it killed w8 and w9 while it was executed alone"
 
 
 async def test_a_shard_that_ends_workers_without_an_end_is_given_up(tmp_path: Path) -> None:

@@ -500,7 +500,7 @@ async def test_a_shard_is_left_to_others_when_the_one_before_does_not_end(
     ground, (shard, spec) = Ground(tmp_path, Model()), one_shard(tmp_path, 200)
     await ground.line.acquire()
 
-    with pytest.raises(PutOff, match="shard before"):
+    with pytest.raises(PutOff, match="previous shard"):
         await ground.run(shard, spec).run()
 
     assert (ground.model.sizes, ground.left(), ground.line.locked()) == ([], [], True)
@@ -537,7 +537,7 @@ async def test_a_model_that_was_loaded_anew_does_not_go_on_with_a_part(tmp_path:
     ground.batcher.replace(replace(ground.loaded, executor=newer, generation=2))
     gate.set()
 
-    with pytest.raises(PutOff, match="anew"):
+    with pytest.raises(PutOff, match="reloaded"):
         await running
     newer.retire()
 

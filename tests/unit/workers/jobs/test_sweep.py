@@ -98,7 +98,7 @@ async def test_a_job_whose_creation_was_broken_off_fails(scene: Make) -> None:
 
     await one.sweep(CREATION_S)
 
-    assert (await one.bench.record()).error == "its creation was broken off"
+    assert (await one.bench.record()).error == "its creation was interrupted"
 
 
 async def test_a_job_s_model_version_is_pinned_until_its_end(scene: Make) -> None:

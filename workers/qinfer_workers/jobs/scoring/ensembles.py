@@ -41,7 +41,7 @@ AT_ONCE = 2
 _LATER = (ErrorCode.CANCELLED.value, ErrorCode.DEADLINE_EXCEEDED.value)
 """Failures of steps that say nothing about the rows, besides retryable ones."""
 
-_LEFT = "nobody waits for this batch any more"
+_LEFT = "the batch was abandoned"
 _CHANGED = "a model of a step has changed while rows were scored"
 
 

@@ -52,7 +52,7 @@ def fetched(store_for: StoreFor, output_url: str, piece: KeptPiece, path: Path) 
                 raise PieceLost(f"'{url}' is gone") from None
             with target.open("rb") as content:
                 if hashlib.file_digest(content, "sha256").hexdigest() != file.sha256:
-                    raise PieceLost(f"'{url}' is not what was written there")
+                    raise PieceLost(f"'{url}' has other content than was written")
         yield paths
     finally:
         for target in paths:

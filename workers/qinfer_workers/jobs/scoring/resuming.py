@@ -62,7 +62,7 @@ class Resuming:
         if known.is_hopeless:
             raise GivenUp(
                 f"the shard was given up: {len(known.alone)} workers died or hung over {self._place()}, "
-                f"{known.idle} more outside its rows, after {known.deadly} rows that end workers "
+                f"{known.idle} more outside its rows, after {known.deadly} rows that kill workers "
                 f"(at most {MOST_DEADLY_ROWS}); `qinfer jobs resume` tries it again"
             )
         if known.done == self.rows:
@@ -86,7 +86,7 @@ class Resuming:
             known = self.known.broken_off(self._step, piece, has_scored=has_scored)
             if known is not self.known:
                 await self._put(known)
-            logger.info("shard broken off", extra={"rows_kept": known.done, "rows": self.rows})
+            logger.info("shard interrupted", extra={"rows_kept": known.done, "rows": self.rows})
 
     async def let_go(self) -> None:
         """Removes the mark of a step that ended without a death."""
@@ -104,7 +104,7 @@ class Resuming:
             raise Abandoned
         line = ""
         if step.is_deadly:
-            line = f"{self._place()} failed: it ended {' and '.join(self.known.alone)} while it was executed alone"
+            line = f"{self._place()} failed: it killed {' and '.join(self.known.alone)} while it was executed alone"
         await self._put(self.known.ended(step, piece), line)
         self._step = None
 
@@ -129,6 +129,6 @@ def _read(noted: bytes, bound: str) -> Resumption:
     try:
         known = decode_resumption(noted) if noted else Resumption(bound=bound)
     except CorruptEntry as error:
-        logger.warning("what is known of a shard is damaged", extra={"reason": error.message})
+        logger.warning("the note on a shard is damaged", extra={"reason": error.message})
         known = Resumption(bound="")
     return known if known.bound == bound else Resumption(bound=bound, attempt=known.attempt + 1)

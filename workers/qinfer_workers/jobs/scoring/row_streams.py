@@ -74,7 +74,7 @@ class RowStreams:
         with self._changed:
             self._heard_s = time.monotonic()
             if self._is_over or row.error is not None:
-                raise Cancelled("nobody waits for responses of this row any more")
+                raise Cancelled("the row was abandoned")
             if not row.is_open:
                 raise OutputMismatch("the model answered a row after its final response")
             self._take(row, outputs)
@@ -109,7 +109,7 @@ class RowStreams:
         with self._changed:
             while any(row.is_open for row in self._rows):
                 if self._calls.cancelled(0):
-                    raise Cancelled("nobody waits for this batch any more")
+                    raise Cancelled("the batch was abandoned")
                 left_s = self._heard_s + self._bounds.idle_s - time.monotonic()
                 if left_s <= 0:
                     self._give_up()

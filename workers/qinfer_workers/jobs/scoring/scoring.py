@@ -312,7 +312,7 @@ class _Way(OneResponse):
         if caller is None:
             raise InferenceFailed("this model runs where it can't call other models")
         if self._scorer.chunks.is_stopped:
-            raise Cancelled("nobody waits for this batch any more")
+            raise Cancelled("the batch was abandoned")
         self._token = self._token or new_batch_id()
         whose = msgspec.structs.replace(
             request,

@@ -53,7 +53,7 @@ class Shadows:
 
     async def look(self) -> None:
         """Follows the declarations until cancelled."""
-        outage = OutageLog(logger, "shadows not looked for", "shadows are looked for again")
+        outage = OutageLog(logger, "declarations of shadows not read", "declarations of shadows are read again")
         while True:
             try:
                 declared = (await self._endpoints.read()).endpoints.values()
@@ -207,7 +207,7 @@ class ShadowLoop:
     async def _lend(self, execution: Execution, responder: Responder) -> None:
         """Executes on an instance, even if cancelled, unless `hurry` is set."""
         batcher, executor = self._batcher, self._batcher.model.executor
-        assert isinstance(executor, ThreadExecutor), "so are those of all models with lanes"
+        assert isinstance(executor, ThreadExecutor), "all models with lanes have thread executors"
         back = asyncio.get_running_loop().create_future()
 
         def ended(_: object) -> None:

@@ -44,7 +44,7 @@ MODEL_CHANGED = (
     "model '{model}' has changed since the job was planned; load the former one and resume the job, or make a new job"
 )
 
-DEADLY = "the row ends workers: two of them died, or passed the execution limit, while it was executed alone"
+DEADLY = "the row kills workers: two of them died, or passed the execution limit, while it was executed alone"
 """The `error_message` of rows that kill workers."""
 
 _FIRST_ROWS = 256

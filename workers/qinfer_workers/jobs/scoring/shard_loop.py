@@ -217,7 +217,7 @@ class ShardTask:
             outcome = await run.run()
             error = (ErrorCode.INFERENCE_FAILED.value, outcome.error) if outcome.error else None
         except Abandoned:
-            error = "abandoned", "nobody wants the shard any more, or another worker has it"
+            error = "abandoned", "the job does not want the shard any more, or another worker has it"
         except PutOff as raised:
             error = "put_off", str(raised)
             raise

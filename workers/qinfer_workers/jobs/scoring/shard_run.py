@@ -216,9 +216,7 @@ class ShardRun:
         try:
             return await keeping
         except (QinferError, OSError, Abandoned) as error:
-            logger.warning(
-                "what is scored is not kept", extra={"shard": self._purpose.request_id, "reason": str(error)}
-            )
+            logger.warning("scored rows are lost", extra={"shard": self._purpose.request_id, "reason": str(error)})
             return None
 
     async def _keep(self) -> ShardOutcome | None:
@@ -252,7 +250,7 @@ class ShardRun:
         except TimeoutError:
             if self._chunks.is_stopped:
                 raise Abandoned from None
-            raise PutOff("the shard before does not come to its end") from None
+            raise PutOff("the previous shard does not end") from None
         finally:
             self._patience = None
         try:
@@ -290,7 +288,7 @@ class ShardRun:
 
     def _executor(self, model: LoadedModel) -> ThreadExecutor:
         if self._served.batcher.model.executor is not model.executor:
-            raise PutOff("the model was loaded anew")
+            raise PutOff("the model was reloaded")
         assert isinstance(model.executor, ThreadExecutor)
         return model.executor
 
@@ -319,7 +317,7 @@ async def make_run(
     # A job of an earlier qinfer fails in the end, since nothing tells whether its model will be back.
     is_patient = is_executed(head.model_hash) or served.clock.now_s() < record.started_at + MODEL_LOADS_WITHIN_S
     if head.model_hash != model_hash and is_patient:
-        raise PutOff("the model is not loaded here as the job was planned with it")
+        raise PutOff("this worker has not loaded the model that the job was planned with")
 
     def progress() -> None:
         held.deadline_s = served.clock.now_s() + STALLED_S

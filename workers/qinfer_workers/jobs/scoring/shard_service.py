@@ -87,7 +87,7 @@ class ShardService:
     async def _look(self) -> None:
         if not self._settings.enabled:
             return
-        outage = OutageLog(logger, "no look for bulk jobs", "bulk jobs are looked for again")
+        outage = OutageLog(logger, "bulk jobs not listed", "bulk jobs are listed again")
         while True:
             try:
                 models = {model for model, _ in await self._context.jobs.models()}
