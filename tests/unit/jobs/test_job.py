@@ -139,7 +139,10 @@ def test_a_specification_survives_its_json() -> None:
             {"columns": {"x": {"columns": ["y"], "null": {"y": []}}}},
             r"field 'columns.x.null.*': Expected .*, got array",
         ),
-        ({"columns": {"x": {"columns": ["y"], "null": {"z": 0}}}}, r"field 'columns.x.null' names 'z', which is not one"),
+        (
+            {"columns": {"x": {"columns": ["y"], "null": {"z": 0}}}},
+            r"field 'columns.x.null' names 'z', which is not one",
+        ),
         ({"columns": {"x": {"columns": ["y"], "null": "0" * 1025}}}, r"'columns.x.null' is too long; at most 1024"),
         ({"columns": []}, r"field 'columns': Expected object, got array"),
         ({"passthrough": ["a", "a"]}, r"field 'passthrough' names 'a' twice"),
