@@ -33,7 +33,7 @@ _MOST_COMPARED, _LONGEST_COMPARED = 1000, 200  # for guessing the intended name
 def check(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> None:
     """Checks that a file's columns fit the model, and that the output's columns have different names.
 
-    Shards of earlier releases may have names that differ only in case, which are rejected only here.
+    Names that differ only in case are rejected only here, since shards of earlier releases may have some.
     """
     found = list(islice(_untyped(spec, model, schema), _MOST_PROBLEMS))
     schema = typed(schema)
@@ -76,7 +76,7 @@ def problems(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str
 
 
 def _untyped(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str]:
-    """Finds columns in `types` that have another type, or are not read by themselves."""
+    """Finds columns in `types` that have another type, or are not read."""
     fields, copied = Fields(schema), copied_columns(spec, schema)
     read = {*copied}.union(*(spec.columns_of(tensor.name).columns for tensor in model.inputs))
     for name, kind in spec.column_types.items():
@@ -101,7 +101,7 @@ def written_outputs(spec: JobSpec, model: ModelSpec) -> tuple[TensorSpec, ...]:
 
 
 def output_columns(spec: JobSpec, tensor: TensorSpec) -> tuple[str, ...]:
-    """Returns the columns for an output tensor: one, or several for its greatest elements."""
+    """Returns the columns for an output tensor."""
     name = spec.column_of(tensor.name)
     if tensor.name not in spec.output.top_k:
         return (name,)

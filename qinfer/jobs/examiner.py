@@ -106,7 +106,7 @@ class Request(msgspec.Struct, array_like=True):
 class Answer(msgspec.Struct, array_like=True):
     """A reply: one to `Hello`, two to a `Request`, at its receipt and with its result.
 
-    `error` is the name of an error's class, or `DEFECT`, whose `message` is a traceback.
+    `error` is a class name, or `DEFECT`, whose `message` is a traceback.
     """
 
     error: str = ""
@@ -225,7 +225,7 @@ def _limit(max_bytes: int) -> None:
 def _be_first_to_go() -> None:
     """Makes the kernel's OOM killer choose this process first.
 
-    It has to precede `protect_process`, which takes away the permission to write there.
+    `protect_process` takes the permission for that away.
     """
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -95,11 +95,8 @@ class ExaminerDied(QinferError):
 class ExaminerPool:
     """Runs work in examiners, for a process with an event loop.
 
-    Args:
-        settings: Allowed stores, memory of an examiner, and time limit of planning.
-        environment: Has the credentials of stores; qinfer's own settings, some of them secret, are removed.
-        command: Replaces `COMMAND`.
-        shares: The multiple of `bulk.max_examine_bytes` for an examiner.
+    They inherit `environment`, with credentials of stores, but not qinfer's settings, some of which are secret. An
+    examiner gets `shares` of `bulk.max_examine_bytes`.
     """
 
     def __init__(
@@ -129,7 +126,7 @@ class ExaminerPool:
         self._is_over = False
 
     async def run(self, up: asyncio.Event | None = None) -> None:
-        """Manages the processes until cancelled; starts one when `up` is set, if jobs are enabled."""
+        """Manages the processes until cancelled; starts one after `up`, if jobs are enabled."""
         async with self._tasks:
             try:
                 if up is not None:
@@ -150,7 +147,6 @@ class ExaminerPool:
         return _estimates.decode(await self._ask_gateway(EstimateJob(job, pace, ESTIMATE_THREADS), job.spec))
 
     async def _ask_gateway(self, work: Work, spec: JobSpec) -> bytes:
-        """Runs work on a new job; a crash of the process rejects the job."""
         try:
             return await self._ask(work, CHECK_S)
         except ExaminerDied as died:
@@ -165,7 +161,7 @@ class ExaminerPool:
         return await self._ask(PlanJob(job, pace, threads), self._plan_s)
 
     async def read_parts(self, parts: ExpectedParts, threads: int) -> list[PartInfo | str]:
-        """Validates parts; returns each part, or a message, in the order of the shards."""
+        """Validates parts; returns each part, or a message."""
         found: list[PartInfo | str] = []
         for some in _pieces(parts):
             found += parts_found(await self._ask(ReadParts(some, threads), self._plan_s))
@@ -209,7 +205,6 @@ class ExaminerPool:
             raise
 
     def _free(self, child: "_Child") -> None:
-        """Gives a process to the first in line, or keeps a few idle."""
         if child.has_ended:
             return
         while self._line:
@@ -236,7 +231,7 @@ class ExaminerPool:
             self._tasks.create_task(self._live())
 
     async def _live(self) -> None:
-        """Runs a process; it counts until it has ended, even if it hangs."""
+        """Runs a process, which counts until it has ended."""
         child, reason = None, ""
         try:
             child = await _Child.start(self._command, self._inherited | _ENVIRONMENT, self._bound)
@@ -313,8 +308,7 @@ class _Child:
     async def start(cls, command: Sequence[str], environment: Mapping[str, str], bound: str) -> Self:
         """Starts a process.
 
-        `subprocess` uses vfork(2), which copies nothing. asyncio with uvloop would fork, and block a large gateway for
-        tens of milliseconds.
+        `subprocess` uses vfork(2). asyncio with uvloop would fork, and block a large gateway for tens of milliseconds.
         """
         notes = open(os.memfd_create("examiner-notes"), "rb")  # noqa: ASYNC230, SIM115  in memory; closed by `_ended`
         mine, theirs = socket.socketpair()
@@ -400,7 +394,7 @@ class _Child:
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Keeps the end of stderr, where C++ explains an abort, and waits for the end of the process.
 
-        The loop reaps the process, so that `kill` never hits another one with the same number.
+        The loop reaps it, so that `kill` never hits another process with its number.
         """
         assert self._process.stderr is not None
         tail = b""

@@ -26,8 +26,8 @@ def pace_of(settings: BulkSettings, stats: Mapping[str, int], workers: int) -> P
 def rows_per_s(stats: Mapping[str, int]) -> float:
     """Returns how many rows of a job a worker scores per second; 0 = unknown.
 
-    Statistics of jobs, which include reading, writing and online requests, count after some seconds; before that, the
-    fastest batch size of one instance, since bulk batches have the best size.
+    After some seconds, statistics of jobs count, which include reading and writing; before, the fastest batch size of
+    one instance.
     """
     if stats.get(JOB_SCORING_NS, 0) >= _ENOUGH_NS:
         return stats.get(JOB_ROWS_SCORED, 0) / stats[JOB_SCORING_NS] * 1e9

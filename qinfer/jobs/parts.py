@@ -74,7 +74,7 @@ class _File(msgspec.Struct, frozen=True):
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Commit record of a part; `schema` has one `name: type` a line, before the conversion to text."""
+    """Commit record of a part; `schema` is that before the conversion to text."""
 
     metadata: PartMetadata
     schema: str
@@ -101,7 +101,7 @@ class Split(NamedTuple):
 class PartWriter:
     """Writes one part to a new local file, and deletes it if left by an exception.
 
-    With `split`, failed rows go to `<path>.failed`. `rows` and `errors` count the rows so far.
+    With `split`, failed rows go to `<path>.failed`.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class PartWriter:
         return [file.path for file in self._files]
 
     def add(self, paths: Sequence[Path], rows: int, errors: int) -> None:
-        """Appends a piece that an equal writer ended."""
+        """Appends a piece that another writer of this part has ended."""
         self.rows += rows
         self.errors += errors
         if rows > errors or not self._split:
@@ -217,8 +217,7 @@ class PartWriter:
 class _BufferedFile:
     """Buffers rows until a group is full.
 
-    Small records are expensive to write, so they are joined as they arrive; a join at the flush would hold a group
-    twice.
+    Small records, which are expensive, are joined as they arrive; a join at the flush would hold a group twice.
     """
 
     def __init__(self, path: Path, schema: pa.Schema, file: "_ParquetFile | _ArrowFile | TextFile") -> None:
@@ -374,7 +373,7 @@ def _is_text(kind: pa.DataType) -> bool:
 def validate_part(
     store: Store, url: str, shard: Shard, job_id: str, model_hash: str, *, is_split: bool = False
 ) -> PartInfo:
-    """Checks that a shard's part is whole: its footer or commit record is readable and fits the plan."""
+    """Checks that a shard's part is whole and fits the plan, by its footer or commit record."""
     stat = store.stat(url)
     if stat is None:
         raise StoreNotFound(f"'{url}' does not exist")
@@ -422,9 +421,9 @@ def set_aside(store: Store, parts: ExpectedParts, shard: Shard) -> None:
 
 
 def _record_of(store: Store, stat: Stat, folder: str) -> _Record:
-    """Returns a part's commit record from the folder of its records.
+    """Returns a part's commit record.
 
-    Writers store the record first. If attempts left several of the part's size, the hash of the part decides.
+    If attempts left several of the part's size, the hash of the part decides.
     """
     # Sorted: of records that differ in failed rows only, all readers choose the same.
     names = sorted(child.name for child in store.children(folder) if not child.is_folder)

@@ -35,7 +35,7 @@ SHOWN_FILES = 20
 
 
 class Cut(NamedTuple):
-    """A position in CSV or JSON lines from which rows can be read: a row, and its offset in bytes."""
+    """A position in CSV or JSON lines from which rows can be read."""
 
     first_row: int
     begin: int
@@ -49,7 +49,7 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
         row_group: The row group (Parquet) or record batch (Arrow); -1 = no row group.
         first_row: Counts within the file.
         first_in_group: Counts within the row group; in text, after `begin`.
-        begin: The offset of the cut point from which text is read.
+        begin: The offset of a cut point of text.
         size_bytes: 0 = unknown, of an earlier qinfer.
     """
 
@@ -64,7 +64,7 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True):
-    """The rows that one worker scores at a time, and that become one part, at `part` in the output folder."""
+    """The rows that one worker scores at a time, and that become one part."""
 
     index: _Count
     part: _Below
@@ -110,7 +110,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         model_hash: The hash of the model's files at planning, and of an ensemble's steps.
         schema: The inputs' columns, in the types that workers read (`schemas.decode_schema`).
         created_at: In seconds since 1970; distinguishes jobs of the same id. 0 = unknown, of an earlier qinfer.
-        not_copied: Descriptions of the first fields that `passthrough: ["*"]` leaves out for values of several kinds.
+        not_copied: Descriptions of the first fields with values of several kinds.
         executes: Of an ensemble: itself, then the models of its steps.
     """
 
@@ -128,7 +128,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InputFile(NamedTuple):
-    """An input file for planning: the rows of its row groups, or the cut points of its text."""
+    """An input file with the rows of its row groups, or the cut points of its text."""
 
     source: Source
     groups: tuple[int, ...] | None
@@ -173,7 +173,7 @@ class ExpectedParts(msgspec.Struct, frozen=True, array_like=True):
 class PartInfo(NamedTuple):
     """A validated part; `errors` counts failed rows.
 
-    `schema` has one `name: type` a line; `failed` is the path of its file of failed rows, if it has one.
+    `schema` has one `name: type` a line; `failed` is the path of a file of failed rows.
     """
 
     url: str
@@ -316,7 +316,7 @@ class SkippedFiles(msgspec.Struct, frozen=True):
 class PlanHead(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a plan that is kept in the job's record.
 
-    `csv_escape` is the escape character that the first file shows; empty = as the job says.
+    `csv_escape` is detected from the first file; empty = as the job says.
     """
 
     model_hash: str

@@ -58,7 +58,7 @@ _MOST_SCHEMAS = 64
 class Examined(NamedTuple):
     """A job that passed the checks, with normalized URLs.
 
-    `files` may be incomplete; `schema` is empty if only planning can find one.
+    `files` may be incomplete; `schema` is empty if only planning can find it.
     """
 
     spec: JobSpec
@@ -128,7 +128,7 @@ def _csv_hint(files: Sequence[Stat], format_: FileFormat, spec: JobSpec) -> str:
 
 
 def estimate(job: Unplanned, pace: Pace, threads: int, footer_bytes: int = FOOTER_BYTES) -> Estimate:
-    """Checks a job like `examine` and returns its size; blocks until every footer is read."""
+    """Checks a job and returns its size; blocks until every footer is read."""
     spec = examine(job.spec, job.model, job.grant, footer_bytes).spec
     plan = make_plan(job._replace(spec=spec), pace, threads=threads, footer_bytes=footer_bytes)
     return Estimate(len(plan.sources), plan.rows, len(plan.shards))
@@ -182,7 +182,7 @@ def first_schema(
     types: TextTypes,
     footer_bytes: int = FOOTER_BYTES,
 ) -> tuple[Stat | None, pa.Schema]:
-    """Returns the first file with columns; `None` if none of the first files has any."""
+    """Returns the first file with columns, if it is among the first files."""
     bad: list[BadFile] = []
     for file in files[:_MOST_EMPTY]:
         try:
@@ -324,7 +324,7 @@ def _footers(
 
 
 class _CommonColumns:
-    """Common columns of a job's files, with a type for each that fits the values of all files.
+    """Common columns of a job's files, with a type for each that fits all values.
 
     Fields that only `passthrough: ["*"]` copies may be missing, and are left out if their values are of several kinds.
     """

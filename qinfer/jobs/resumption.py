@@ -71,7 +71,6 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
         attempt: Incremented, so that no two states of a shard are equal.
         size: The rows of the next range; 0 = all that remain.
         until: Ranges grow again after this row.
-        begun: The mark of the running range.
         alone: The workers that died while the first row that is not kept was alone.
         deadly: Rows that failed because they kill workers.
         idle: Deaths outside of ranges, since a range last ended.
@@ -165,7 +164,7 @@ def pieces_folder(job_id: str) -> str:
 
 
 def bound_to(head: bytes, shard: Shard, model_hash: str) -> str:
-    """Returns the hashes that pieces depend on: of plan head and shard, and of the model."""
+    """Returns the hashes of plan head and shard, and of the model."""
     digest = hashlib.sha256(head)
     digest.update(msgspec.msgpack.encode(shard))
     return f"{digest.hexdigest()[:32]} {model_hash}"

@@ -41,7 +41,7 @@ class Misfits(NamedTuple):
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
-    """Returns the type for reading: no dictionary, run lengths or extension; decimals as doubles."""
+    """Returns the type for reading, without dictionary, run lengths, extension and decimals."""
     while True:
         if isinstance(kind, pa.BaseExtensionType):
             kind = kind.storage_type
@@ -84,7 +84,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def fits(kind: pa.DataType, datatype: str) -> bool:
-    """Returns whether a plain type suits a datatype; single values may not fit."""
+    """Returns whether a type suits a datatype, apart from single values."""
     if pa.types.is_null(kind):  # a column without values, as of an empty CSV file
         return True
     if datatype == "BYTES":
@@ -112,7 +112,7 @@ def bounds(kind: pa.DataType, datatype: str) -> Bounds | None:
 
 
 def beyond(values: pa.Array, allowed: Bounds) -> Misfits | None:
-    """Finds numbers that do not fit, if any; mostly the extremes suffice."""
+    """Finds numbers that do not fit, if any."""
     extremes = pc.min_max(values)
     low, high = extremes["min"].as_py(), extremes["max"].as_py()
     if low is None or (low >= allowed.low and high <= allowed.high):
@@ -151,7 +151,7 @@ def fill_of(null: Null, datatype: str) -> Any:
 
 
 def to_array(values: pa.Array, datatype: str, fill: Any = None) -> Array:
-    """Returns fitting values as a flat array, without a copy if possible."""
+    """Returns fitting values as a flat array."""
     if fill is not None and values.null_count:
         array = np.full(len(values), fill, target_dtype(datatype))
         valid = values.is_valid().to_numpy(zero_copy_only=False)

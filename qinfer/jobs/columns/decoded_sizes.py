@@ -21,7 +21,7 @@ _CUT_ROWS = 2**18
 
 
 class Cut(NamedTuple):
-    """Rows decoded together; `too_large` are columns to drop from a single row."""
+    """Rows decoded together; columns in `too_large` are dropped from a single row."""
 
     record: pa.RecordBatch
     size_bytes: int
@@ -29,7 +29,7 @@ class Cut(NamedTuple):
 
 
 def cut(record: pa.RecordBatch, max_bytes: int) -> Iterator[Cut]:
-    """Splits a valid batch into runs of rows within `max_bytes`; a larger row is a run of its own."""
+    """Splits a valid batch into runs of rows within `max_bytes`, or single rows."""
     for begin in range(0, record.num_rows, _CUT_ROWS):
         part = record.slice(begin, _CUT_ROWS)
         whole = sum(float(bytes_before(column, np.array([part.num_rows]))[0]) for column in part.columns)

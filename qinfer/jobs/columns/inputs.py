@@ -25,7 +25,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of a batch whose tensors have one shape; `rows` are their numbers, `None` = all.
+    """Rows (`None` = all) of a batch whose tensors have one shape.
 
     Arrays may be read-only; BYTES are objects of `bytes`, BF16 is float32.
     """
@@ -36,7 +36,7 @@ class Piece:
 
 
 class Decoded(NamedTuple):
-    """Executable pieces of a batch, one per shape, and the errors of other rows."""
+    """Executable pieces of a batch, and the errors of other rows."""
 
     pieces: tuple[Piece, ...]
     errors: RowErrors
@@ -70,7 +70,7 @@ class InputColumns:
         self._has_views = schema_without_views(flat).types != flat.types
 
     def decode(self, record: pa.RecordBatch, errors: RowErrors | None = None) -> Decoded:
-        """Makes the arrays of a batch in the schema's types; dictionaries may be decoded already."""
+        """Makes the arrays of a batch in the schema's types."""
         record = pick(record, self.columns)
         if self._has_views:
             record = without_views(record)

@@ -40,7 +40,7 @@ from qinfer.wire.outputs import greatest
 
 
 class Scored(NamedTuple):
-    """Outputs of the model for one piece of a batch; `rows` are the rows' numbers, `None` = all.
+    """Outputs of the model for some rows (`None` = all) of a batch.
 
     BYTES are objects of `bytes` or `str`. For a decoupled model, an output is `[rows]` of tuples of arrays, one for
     each response.
@@ -53,10 +53,7 @@ class Scored(NamedTuple):
 class OutputColumns:
     """Makes the columns of a job's output, for every batch.
 
-    Attributes:
-        copied: The input columns that batches need for it.
-        good: Columns of the part, if failed rows have files of their own.
-        failed: Columns of the files of failed rows.
+    `copied` are input columns; `good` and `failed` are the columns of a part and its file of failed rows.
     """
 
     def __init__(self, spec: JobSpec, model: ModelSpec, schema: pa.Schema, urls: Sequence[str] = ()) -> None:
@@ -137,7 +134,7 @@ class _Output:
     def columns_of(
         self, scored: Sequence[Scored], place: pa.Array | None, rows: int, errors: RowErrors
     ) -> list[pa.Array]:
-        """Returns the columns of a batch of `rows` rows.
+        """Returns the columns of a batch.
 
         `place` has each row's number among the executed ones, or null; `None` = all rows, in order.
         """

@@ -35,7 +35,7 @@ def decode_schema(text: str) -> pa.Schema:
 
 
 def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Returns the type for values of both types, such as the wider number, if there is one.
+    """Returns the type for values of both types, if there is one.
 
     Timestamps with zones are instants, which UTC can represent; one without a zone could be in any zone.
     """
@@ -69,7 +69,7 @@ def are_rounded(one: pa.DataType, other: pa.DataType) -> bool:
 
 
 def common_field(one: pa.Field, other: pa.Field) -> pa.Field | None:
-    """Returns the first field in the common type; INT96 becomes an instant beside a zone."""
+    """Returns the first field in the common type."""
     kinds = [one.type, other.type]
     instants = [INT96_INSTANT in (field.metadata or {}) for field in (one, other)]
     for number, is_int96 in enumerate(instants):

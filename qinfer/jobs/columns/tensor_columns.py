@@ -80,8 +80,7 @@ class _Scalar(NamedTuple):
 class ListColumn:
     """Makes a tensor of a column of lists; in `shape`, of one row, -1 may differ from row to row.
 
-    The lists are nested like the tensor, or flat in row-major order. Arrow's fixed-shape tensors are flat lists whose
-    type has the shape.
+    The lists, or Arrow's fixed-shape tensors, are nested like the tensor, or flat in row-major order.
     """
 
     def __init__(self, tensor: TensorSpec, given: Columns, kind: pa.DataType, shape: tuple[int, ...]) -> None:
@@ -194,7 +193,7 @@ class ListColumn:
 class _Layout(NamedTuple):
     """Layout of fixed-shape tensors (https://arrow.apache.org/docs/format/CanonicalExtensions.html).
 
-    `stored` is row-major; `order` has the stored dimension of each dimension.
+    `order` has the stored dimension of each dimension.
     """
 
     stored: tuple[int, ...]
@@ -228,7 +227,7 @@ class _Notes:
         self._errors.mark(chosen, ErrorCode.INVALID_REQUEST, message)
 
     def mark_each(self, places: Indices, values: Array, text: Callable[[object], str]) -> None:
-        """Marks rows with a message about each value; if these are many, without it."""
+        """Marks rows with a message about each value, if these are few."""
         found = np.unique(values)
         if len(found) > _MESSAGES:
             self.mark(places, text(None))
@@ -250,10 +249,7 @@ class _Notes:
 class _Walked(NamedTuple):
     """Sizes and elements of a list array.
 
-    Attributes:
-        sizes: The lengths of lists by row and level; `_RAGGED` if they differ within a row.
-        owner: The row of each element; `None` = equally many in each row.
-        has_null: The rows with a null inner list.
+    `sizes` are by row and level, `_RAGGED` if they differ within a row; `owner` is the row of each element.
     """
 
     sizes: Indices
@@ -362,7 +358,6 @@ def _resolved(
 
 
 def _check_type(tensor: TensorSpec, column: str, kind: pa.DataType, shown: pa.DataType) -> None:
-    """Raises `InvalidRequest` if a plain type does not fit a tensor."""
     if casts.fits(kind, tensor.datatype):
         return
     remedy = "map another column to it, or convert the column in the inputs"
@@ -374,7 +369,6 @@ def _check_type(tensor: TensorSpec, column: str, kind: pa.DataType, shown: pa.Da
 
 
 def _fill(tensor: TensorSpec, given: Columns, column: str) -> Any:
-    """Returns the element that replaces nulls; `None` = nulls are errors."""
     null = given.null_of(column)
     if null == "error":
         return None

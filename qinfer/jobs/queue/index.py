@@ -39,7 +39,7 @@ class JobIndex:
         self._skipped: set[str] = set()
 
     async def add(self, place: Place, created_ms: int, deadline_at: float) -> bool:
-        """Adds an open job; False if its id is elsewhere. An id without a record is freed."""
+        """Adds an open job; False if another model has its id. An id without a record is freed."""
         where = f"{place.partition} {place.model}".encode()
         if not await self._call(b"HSETNX", _PLACES, place.job_id, where):
             known = await self.find(place.job_id)
@@ -118,7 +118,7 @@ class JobIndex:
         after: str,
         count: int,
     ) -> Page:
-        """Returns a page of jobs that fit, the newest first; leaves unreadable ones out."""
+        """Returns a page of jobs that fit, the newest first."""
         place = place_of(after) if after else None
         found: list[JobRecord] = []
         left_bytes = _PAGE_BYTES
@@ -164,7 +164,7 @@ class JobIndex:
         await self._call(b"HDEL", _PLACES, job_id)
 
     async def _behind(self, place: tuple[int, str] | None) -> tuple[list[tuple[int, str]], bool]:
-        """Returns jobs older than `place`, the newest first, as (created, id); and whether no more follow."""
+        """Returns jobs older than `place`, the newest first, and whether no more follow."""
         start = b"+inf" if place is None else place[0]
         skipped = 0
         while True:

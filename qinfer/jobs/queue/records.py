@@ -55,19 +55,17 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         spec: The JSON of its `JobSpec`.
         head: The part of its plan that workers need; opaque here.
         grant: The JSON of its tenant's `Grant` at its creation or last resumption.
-        rows_done: Rows of settled shards that have an output.
-        rows_failed: Rows of settled shards that have an error.
+        rows_done: Rows of settled shards with an output.
+        rows_failed: Rows of settled shards with an error.
         rows_scored: Rows scored by running shards.
-        shards_failed: Shards that were given up.
         in_lane: Shards in the lane, waiting or held.
-        max_parallel: 0 = the number of workers.
         waiting: Why the job can't go on now.
         put_off: Why one of its shards can't go on now.
         max_errors: Rows that may fail before the job does; -1 = all.
         kept_s: How long it is kept after its end.
         trace: W3C `traceparent` of the creating request.
         webhook_state: `` | pending | delivered | failed.
-        endpoint: The endpoint that the job named, resolved at its creation.
+        endpoint: The endpoint that the job named.
         resumptions: Notes on interrupted shards, by index; opaque here.
     """
 
@@ -130,7 +128,7 @@ class ShardOutcome(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """State of a job, and numbers of its shards: moved to the lane now, waiting in `todo`, and in the lane."""
+    """State of a job, and its shards: just moved to the lane, in `todo`, and in the lane."""
 
     state: str
     moved: int
@@ -241,7 +239,7 @@ class Place(NamedTuple):
 
 
 def new_words(record: JobRecord, weight: int) -> list[Argument]:
-    """Returns a new record for a script, with its tenant's `weight` (0 = unknown) for the lane's share."""
+    """Returns a new record for a script, with its tenant's `weight` in the lane (0 = unknown)."""
     about = _About(record.version, record.tenant, record.priority, record.created_at, record.trace)
     names = (*_TEXTS, *_BYTES, *_COUNTS, *_INSTANTS[:-1])
     owner = {"tenant": record.tenant, "weight": weight}
@@ -327,7 +325,7 @@ def damage_told(job_id: str) -> Iterator[None]:
 
 
 def why_failed(outcomes: Iterable[ShardOutcome], max_errors: int, shards: int) -> str:
-    """Returns why a job can't complete, or an empty text; `max_errors` -1 = any row may fail."""
+    """Returns why a job can't complete, if it can't; `max_errors` -1 = any row may fail."""
     settled = list(outcomes)
     failed_rows = sum(outcome.failed_rows for outcome in settled)
     given_up = [outcome for outcome in settled if outcome.error]

@@ -92,7 +92,6 @@ class _Size:
             self._take_items(pairs, item)
 
     def _tables(self, tables: Positions, number: int) -> Positions:
-        """Returns the tables in a field's vectors; adds the cost of each table."""
         vectors = self._vectors(tables, number)
         counts = self._numbers(vectors, 4)
         self._take(_TABLE_BYTES * int(counts.sum()))

@@ -70,10 +70,9 @@ def unescaped(rows: bytes, csv: Csv) -> bytes:
 
 
 def guessed_escape(url: str, head: bytes, csv: Csv, *, is_whole: bool) -> str:
-    """Guesses the escape character of a CSV file from its first rows; empty = none, or unsure.
+    """Guesses the escape character of a CSV file from its first rows, if there is one.
 
-    It is a backslash if the rows balance only with it, or if they do and a file named like Spark's has no doubled
-    quotes.
+    It is a backslash if rows balance only with it, or if they do and a file named like Spark's has no doubled quotes.
     """
     if csv.escape or csv.quote in ("", _BACKSLASH) or _BACKSLASH in (csv.delimiter, csv.decimal_point):
         return ""

@@ -33,7 +33,7 @@ _INT64 = range(-(2**63), 2**63)  # pyarrow reads larger numbers as floats
 class Mixed(NamedTuple):
     """A field with values of two kinds; `line` is the first with the other kind.
 
-    Values within a list count for the field of the list.
+    Values in a list count for the list.
     """
 
     path: Path
@@ -58,9 +58,7 @@ class Mixed(NamedTuple):
 class _Field:
     """A field, or the items of a list, by the values seen so far.
 
-    Attributes:
-        kind: `bool`, `int`, `float`, `str`, `list` or `dict`; `None` = only nulls.
-        inner: An object's fields by name; a list's items under an empty name.
+    `inner` has an object's fields by name, or a list's items under an empty name.
     """
 
     __slots__ = ("inner", "is_mixed", "kind")
@@ -72,10 +70,7 @@ class _Field:
 
 
 class JsonFields:
-    """Finds the fields of JSON lines, after `known` fields of earlier lines.
-
-    Numbers and texts of `declared` fields are all text.
-    """
+    """Finds the fields of JSON lines after `known` ones; `declared` fields are text."""
 
     def __init__(self, known: pa.Schema, lines: int, declared: Collection[str] = ()) -> None:
         self.rows = 0

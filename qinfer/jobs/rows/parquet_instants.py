@@ -42,7 +42,7 @@ def arrow_schema(content: Any, metadata: pq.FileMetaData) -> pa.Schema:
 def exact(fine: pa.RecordBatch, coarse: pa.RecordBatch, schema: pa.Schema) -> tuple[dict[str, pa.Array], str]:
     """Chooses the unit of each INT96 column from rows in nanoseconds (`fine`) and microseconds (`coarse`).
 
-    Returns the columns, and a message if a value has no exact form.
+    Returns a message if a value has no exact form.
     """
     columns = {}
     for name in fine.schema.names:

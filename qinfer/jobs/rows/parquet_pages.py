@@ -50,13 +50,7 @@ ReadAt = Callable[[int, int], bytes]
 
 
 class ChunkPages(NamedTuple):
-    """The pages of a column chunk; sizes are of decompressed data.
-
-    Attributes:
-        value_bytes: The most bytes per value of a data page without indices.
-        has_indices: Whether a data page refers to the dictionary.
-        begins_with_indices: Whether the first data page does.
-    """
+    """The pages of a column chunk, decompressed; `value_bytes` is for pages without indices."""
 
     values: int = 0
     largest_bytes: int = 0
@@ -128,7 +122,7 @@ def _check_metadata(footer: bytes, footer_bytes: int) -> None:
 
 
 def _arrow_schemas(footer: bytes) -> list[bytes] | None:
-    """Returns the Arrow schemas of a footer; `None` if a value does not follow its key as usual."""
+    """Returns the Arrow schemas of a footer; `None` if a value may not follow its key."""
     found = []
     place = footer.find(ARROW_SCHEMA)
     while place >= 0:

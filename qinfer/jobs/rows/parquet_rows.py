@@ -47,8 +47,8 @@ class _Leaf(NamedTuple):
     Attributes:
         width: The bytes of each value; 0 = they differ.
         max_level: Its highest repetition level; 0 = each row has one value.
-        longest_bytes: The dictionary's longest value; 0 = no dictionary, or short values.
-        longest_row: The most values of a row; 0 = all rows are short.
+        longest_bytes: The dictionary's longest value, unless values are short.
+        longest_row: The most values of a row, unless rows are short.
         is_distinct: Whether the dictionary has no value twice, which pyarrow's indices require.
     """
 
@@ -91,7 +91,7 @@ class _Reading(NamedTuple):
 class ParquetGroups:
     """The row groups of a Parquet file; closes `content` with itself.
 
-    `names` may be paths of struct fields, `wanted` lists the row groups to read (empty = all).
+    `names` may be paths of struct fields; empty `wanted` = all row groups.
     """
 
     def __init__(

@@ -26,10 +26,7 @@ from qinfer.jobs.rows.text_streams import TextFormat, TextStream
 class Wanted(NamedTuple):
     """Columns and struct fields to read, in order.
 
-    Attributes:
-        columns: Named by path, in the type to return.
-        nested: The files' columns that contain them.
-        may_lack: Whether missing columns are null.
+    `columns` are named by path, in the type to return; `nested` are the files' columns that contain them.
     """
 
     columns: pa.Schema
@@ -46,10 +43,7 @@ class Wanted(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of a file.
-
-    `is_too_large` marks a row whose largest columns are null; with a `fault`, all columns are.
-    """
+    """Rows of a file; with a `fault` they are null, and if too large, their largest columns."""
 
     record: pa.RecordBatch
     size_bytes: int
@@ -221,7 +215,6 @@ def _within(
     url: str,
     put_back: Callable[[pa.RecordBatch], None] | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Yields the rows of a range; `put_back` gets the rest of the last batch."""
     left = rows
     while left:
         record = next(read, None)

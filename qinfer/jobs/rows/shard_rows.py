@@ -62,10 +62,7 @@ class Fault(NamedTuple):
 
 
 class RowBatch(NamedTuple):
-    """Rows of a shard and their origins, in order.
-
-    Rows in `too_large` lack their largest columns; rows in `faults` lack all.
-    """
+    """Rows of a shard and their origins; `too_large` ones lack their largest columns, `faults` lack all."""
 
     record: pa.RecordBatch
     segments: tuple[Segment, ...]
@@ -76,7 +73,7 @@ class RowBatch(NamedTuple):
 class ShardReader:
     """Reads the rows of one shard in order; blocking, for one thread. Close it.
 
-    `schema` has the batches' columns, without dictionaries; `store` also finds kept pieces (`InputForm.kept_url`).
+    `store` also finds kept pieces (`InputForm.kept_url`).
     """
 
     def __init__(

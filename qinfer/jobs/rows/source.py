@@ -65,7 +65,7 @@ class Limits(NamedTuple):
 class Footer(NamedTuple):
     """Schema and row counts of a file.
 
-    Text has `cuts` instead of row `groups`; `mixed` are fields of several kinds, which the schema lacks.
+    Text has `cuts` instead of row `groups`; `mixed` fields of several kinds are no columns.
     """
 
     schema: pa.Schema
@@ -94,7 +94,7 @@ def find_files(
     it.
 
     `check_read` is called before a file or folder is opened, and for each match. The listing of a folder stops after
-    `enough` files, if each pattern has a match. `looks_above` checks whether a parent folder is a table.
+    `enough` files, if each pattern has a match.
     """
     until_s = time.monotonic() + within_s
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="qinfer-list") as pool:

@@ -171,10 +171,7 @@ class Planner:
         await services.jobs.note(record.id, f"removed {len(earlier.files)} files of job '{earlier.job_id}'")
 
     async def _check_model(self, record: JobRecord, plan: Plan) -> None:
-        """Refuses a plan of an earlier qinfer if the model has changed: one output would mix two models.
-
-        Other shards wait for a worker with the planned model.
-        """
+        """Refuses a plan of an earlier qinfer if the model has changed: one output would mix two models."""
         if is_executed(plan.model_hash):
             return
         stored = await self._services.store.model(record.model)
@@ -188,7 +185,7 @@ class Planner:
     ) -> list[Shard]:
         """Sets broken parts of a resumed job aside; returns the shards of broken and missing parts.
 
-        `InvalidRequest` means that an input of the remaining shards is gone or changed.
+        `InvalidRequest` means that an input of these is gone or changed.
         """
         if not outcomes:
             return []

@@ -74,7 +74,7 @@ FINISHING = Step("finishing", JobState.FINALIZING, frozenset({JobState.RUNNING, 
 
 
 class Attempts(NamedTuple):
-    """The attempts so far: since when (0 = none), deaths of processes, and why the last one failed."""
+    """The attempts so far: since when (0 = none), deaths of processes, and the last failure."""
 
     since_at: float = 0.0
     deaths: int = 0
@@ -102,10 +102,7 @@ Work = Callable[[JobRecord, int], Awaitable[None]]
 
 
 class JobServices:
-    """The ports and the threads, for one event loop.
-
-    `store_for` returns any store; jobs get their own by `inputs_of` and `outputs_of`.
-    """
+    """The ports and the threads; jobs get stores by `inputs_of` and `outputs_of`."""
 
     def __init__(
         self,
@@ -152,15 +149,15 @@ class JobServices:
         return plan
 
     def grant_of(self, record: JobRecord) -> Grant:
-        """Returns the URL prefixes that a job may use now."""
+        """Returns the URL prefixes that a job may use."""
         return granted(record, self._stores)
 
     def inputs_of(self, record: JobRecord) -> Within:
-        """Returns the stores that a job may read."""
+        """Returns the stores to read."""
         return readable(self.grant_of(record), self._store_for)
 
     def outputs_of(self, record: JobRecord) -> Within:
-        """Returns the stores that a job may write."""
+        """Returns the stores to write."""
         return writable(self.grant_of(record), self._store_for)
 
     def parts_of(self, record: JobRecord, plan: Plan, shards: Iterable[Shard]) -> ExpectedParts:
@@ -173,10 +170,7 @@ class JobServices:
         return sum(since_s < before_s for since_s in list(self._left_s.values()))
 
     def readers(self, deaths: int) -> int:
-        """Returns how many files to read at once after some deaths.
-
-        One at a time needs less memory, and shows which file kills the process.
-        """
+        """Returns how many files to read at once: fewer need less memory, and show which one kills the process."""
         return max(1, self.settings.plan_threads >> deaths)
 
     async def workers_for(self, record: JobRecord) -> int:
@@ -198,10 +192,7 @@ class JobServices:
             await self.jobs.note(record.id, f"no bulk worker ran for {age_s:.0f} s")
 
     def pins_of(self, record: JobRecord) -> list[Pin]:
-        """Returns the pins of a job on its model version, or on those of an ensemble's steps.
-
-        Once there is a plan, they have its hash.
-        """
+        """Returns the pins of a job on its model version, or those of an ensemble's steps."""
         executes: tuple[Executed, ...] = ()
         if record.head:
             head = decode_plan_head(record.head)
@@ -244,8 +235,7 @@ class JobServices:
     async def attempt(self, step: Step, job_id: str, work: Work) -> None:
         """Attempts a step of a job in the step's state; ends the job after too many or too long attempts.
 
-        Errors that a retry can't mend end the job, too. A change of the job's state by another process cancels the
-        work.
+        Errors that a retry can't mend end the job, too. A change of its state elsewhere cancels the work.
         """
         record = await self.jobs.get(job_id)
         if record is None or record.state != step.state:
@@ -300,7 +290,7 @@ class JobServices:
     async def _hold(self, record: JobRecord, leads_to: frozenset[JobState]) -> AsyncIterator[None]:
         """Keeps a job's record fresh during a step, so that sweeps skip the job.
 
-        `NotWanted` means that another attempt is running here, or the job's state changed unexpectedly.
+        `NotWanted` means that its state changed, or it is being worked on here.
         """
         if record.id in self._in_hand:
             raise NotWanted

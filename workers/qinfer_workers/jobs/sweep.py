@@ -74,8 +74,7 @@ class Sweeper:
     async def _check_version(self, record: JobRecord, why: str) -> None:
         """Sets or clears why a job's model version is unavailable; fails the job if it asks for that.
 
-        Failing takes two sweeps, since files may be changing, and some time after a resumption, since workers may be
-        loading.
+        Failing takes two sweeps, since files may be changing, and time after a resumption, for workers to load.
         """
         if record.state not in (JobState.PLANNING, JobState.RUNNING):
             return

@@ -6,14 +6,13 @@ turns in order.
 
 Under continuous online load bulk gets one batch all the same:
 
-- at once, behind the executing online batch, while online batches are at most half full. Requests that arrive meanwhile
-  make the next batch larger, which costs little (`Batcher.lend`). If the online work is another model's, which would
-  execute in parallel, bulk waits as long as its last such batch took;
+- at once, behind the executing online batch, while online batches are at most half full: requests that arrive meanwhile
+  make the next batch larger, which costs little (`Batcher.lend`). If the online work is another model's, bulk first
+  waits as long as its last such batch took;
 - else after `PATIENCE_S`: the device has no time to spare.
 
-A turn also says whether there were online requests lately, which call for small batches.
-
-An ensemble uses the devices of its steps' models, and the steps of its batch end its turn.
+Batches should be small if there were online requests lately. An ensemble uses the devices of its steps' models, and the
+steps of its batch end its turn.
 """
 
 import asyncio
@@ -39,14 +38,10 @@ TURN_S = 0.1
 
 
 class Turn:
-    """Permission to use devices, for one thread at a time.
+    """Permission to use devices, for one thread at a time; ends if the owner's model is reloaded.
 
-    Args:
-        mine: The owner; the turn ends when its model is reloaded.
-        batchers: Models whose online work ends the turn.
-        lines: The queues for the devices.
-        is_forced: It began despite online work, and ends after one batch.
-        is_shared: There was online work lately.
+    `batchers` have online work that ends it, `lines` are the queues for the devices. A forced turn began despite online
+    work, and ends after one batch.
     """
 
     def __init__(

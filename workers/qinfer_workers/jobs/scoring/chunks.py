@@ -62,7 +62,7 @@ class Slice(NamedTuple):
         return self.within(0, self.rows // 2), self.within(self.rows // 2, self.rows)
 
     def within(self, start: int, stop: int) -> "Slice":
-        """Returns rows `start` to before `stop` of this slice."""
+        """Returns rows of this slice."""
         return self._replace(start=self.start + start, stop=self.start + stop, is_apart=True)
 
 
@@ -88,7 +88,7 @@ class Chunk:
         self.left -= part.rows
 
     def leave(self) -> int:
-        """Gives up unexecuted rows; returns how many rows precede them."""
+        """Gives up unexecuted rows; returns how many precede them."""
         if not self.left:
             return self.errors.rows
         settled = np.zeros(self.errors.rows, np.bool_) if self.errors.bad is None else self.errors.bad.copy()
@@ -149,7 +149,7 @@ class Chunks:
         self._changed = threading.Condition()
         self._chunks: deque[Chunk] = deque()
         self._to_cut: deque[Slice] = deque()
-        """Pieces, or their rests, that are not in a batch yet."""
+        """Pieces, or rests of pieces, that are not in a batch yet."""
         self._again: deque[Slice] = deque()
         self._takers = 0
         self._reserved = 0

@@ -40,7 +40,7 @@ def store_piece(
 
 @contextmanager
 def fetched(store_for: StoreFor, output_url: str, piece: KeptPiece, path: Path) -> Iterator[Sequence[Path]]:
-    """Fetches the files of a piece to `path` and a name like it, and checks them."""
+    """Fetches and checks the files of a piece."""
     files = [piece.good] if piece.failed is None else [piece.good, piece.failed]
     paths = [path, path.with_name(f"{path.name}.failed")][: len(files)]
     try:

@@ -48,7 +48,7 @@ class Resuming:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the shard runs without regard to earlier runs."""
+        """Whether no earlier run left anything."""
         return not self.known.pieces and not self.known.size
 
     @property
@@ -57,7 +57,7 @@ class Resuming:
         return tuple(fault for piece in self.known.pieces for fault in piece.faults)
 
     async def next_step(self) -> RowSpan | None:
-        """Begins the next rows; `None` = all are kept. `Abandoned` means another owner."""
+        """Begins the next rows; `None` = all are kept."""
         known, self._step = self.known, None
         if known.is_hopeless:
             raise GivenUp(
@@ -73,7 +73,7 @@ class Resuming:
         return step
 
     async def ended(self, take: Callable[[], KeptPiece | None]) -> None:
-        """Keeps the scored rows of the whole step, which the blocking `take` stores."""
+        """Keeps the scored rows of the whole step."""
         await self._finish(self._end(take))
 
     async def broken_off(self, take: Callable[[], KeptPiece | None], scored: int) -> None:

@@ -52,7 +52,7 @@ class Shadows:
         self._loops: dict[Key, ShadowLoop] = {}
 
     async def look(self) -> None:
-        """Follows the declarations until cancelled."""
+        """Follows the endpoints' declarations of shadows until cancelled."""
         outage = OutageLog(logger, "declarations of shadows not read", "declarations of shadows are read again")
         while True:
             try:
