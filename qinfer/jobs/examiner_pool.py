@@ -252,9 +252,9 @@ class ExaminerPool:
             self._is_starting = self._is_starting and not reason
         output = child.output if child is not None else ""
         if reason:
-            logger.error("the examiner can't be started", extra={"how": reason, "output": output})
+            logger.error("the process that checks jobs can't be started", extra={"how": reason, "output": output})
             if not self._count:
-                self._turn_away(f"the examiner can't be started now ({reason}); try again")
+                self._turn_away(f"the process that checks jobs can't be started now ({reason}); try again")
         elif child in self._idle:
             self._idle.remove(child)
         elif child is not None and not child.is_surplus:

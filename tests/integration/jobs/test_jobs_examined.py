@@ -99,7 +99,7 @@ async def test_a_store_that_hangs(
         (
             ("/nowhere",),
             503,
-            "the examiner can't be started now (No such file or directory); try again",
+            "the process that checks jobs can't be started now (No such file or directory); try again",
         ),
     ],
     ids=["library missing", "can't be started"],

@@ -329,7 +329,7 @@ async def test_a_process_that_can_not_be_started(
         found = await asyncio.gather(*(told(examiner, job(lake, "a")) for _ in range(4)))
 
     assert {type(error) for error in found} == {Overloaded}
-    assert found[0].message == f"the examiner can't be started now ({reason}); try again"
+    assert found[0].message == f"the process that checks jobs can't be started now ({reason}); try again"
     assert 1 <= len(caplog.records) <= 4
     assert "no such thing" in str([vars(record)["output"] for record in caplog.records]) or reason != "exit code 1"
 

@@ -4,7 +4,7 @@ One Celery worker, with beat embedded unless `bulk.beat` is off; `QINFER_…` va
 SIGTERM and SIGINT end it, and its tasks go back to the queue. It also ends when it can't do its work any more
 (`Watchdog`), to be restarted. At the start it waits for Redis.
 
-Exit codes: 0 after a stop, 2 for a wrong setting, others when a part of it died or hangs.
+Exit codes: 0 after a stop, 2 for a wrong setting, others after a failure.
 """
 
 import logging

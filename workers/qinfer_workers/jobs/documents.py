@@ -74,7 +74,7 @@ def read_plan(store_for: StoreFor, record: JobRecord) -> Plan | None:
 
 
 def is_of(names: PlanNames, record: JobRecord) -> bool:
-    """Returns whether a plan is the job's, and not an earlier one's with the same id."""
+    """Returns whether a plan is the job's, and not an earlier one's with its id."""
     return names.job_id == record.id and (names.created_at == record.created_at or not spec_of(record).overwrite)
 
 
@@ -124,7 +124,6 @@ def write_partial(
 
 
 def _set_aside_others(store: Store, plan: Plan, parts: Sequence[PartInfo]) -> None:
-    """Sets aside files of failed rows without a part."""
     own = {url_of(plan.spec.output.url, part.failed) for part in parts}
     for found in list(store.scan(url_of(plan.spec.output.url, FAILED))):
         if found.url not in own and f"/{BROKEN}/" not in found.url:

@@ -145,7 +145,7 @@ class EventLoop:
 class Watchdog:
     """Watches a bulk worker, in a thread that lives as long as the process.
 
-    `stop` requests an orderly stop; `beat` is the thread of an embedded beat.
+    `stop` requests an orderly stop.
     """
 
     def __init__(

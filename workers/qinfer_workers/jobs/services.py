@@ -1,7 +1,7 @@
 """Services that the bulk worker's use cases share: ports, threads for blocking calls, and attempts at a job's steps.
 
-A job's log records the beginning and outcome of each attempt, and each death of a process that read the job's files. A
-killed bulk worker logs nothing: a beginning after a beginning means that it died in between.
+A job's log records the beginning and outcome of each attempt, and deaths of processes that read files. A killed bulk
+worker logs nothing: a beginning after a beginning means that it died in between.
 """
 
 import asyncio
@@ -186,7 +186,7 @@ class JobServices:
         return record.id not in self._in_hand and self.age_s(record) > self.stale_s
 
     async def note_idle(self, record: JobRecord) -> None:
-        """Logs a long absence of bulk workers, which is not time of the step."""
+        """Logs a long absence of bulk workers, which does not count as the step's time."""
         age_s = self.age_s(record)
         if age_s > max(_IDLE_S, _IDLE_ROUNDS * self.settings.sweep_every_s):
             await self.jobs.note(record.id, f"no bulk worker ran for {age_s:.0f} s")

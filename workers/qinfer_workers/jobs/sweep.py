@@ -144,7 +144,6 @@ class Sweeper:
             await services.in_thread(self._tasks.finalise, record.id)
 
     async def _run_again(self, record: JobRecord, lost: Collection[int]) -> None:
-        """Requeues shards that the queue lost."""
         services, jobs = self._services, self._services.jobs
         plan = await services.plan_there(record)
         frames = frames_of(record.id, [shard for shard in plan.shards if shard.index in lost])

@@ -29,7 +29,7 @@ _RECENT = 8
 
 
 class BatchSize:
-    """Chooses the size of batches up to `most` rows; for one thread at a time."""
+    """Chooses the size of batches; for one thread at a time."""
 
     def __init__(self, most: int, limit_s: float) -> None:
         self.rows = 1

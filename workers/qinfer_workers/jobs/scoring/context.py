@@ -1,7 +1,7 @@
 """Context that a worker's shard loops share: its slots for shards, and the types of a shard's run.
 
-A worker holds any number of healthy shards, or one suspect alone. A suspect, whose worker died, may kill this worker as
-well; shards held beside it would count an execution without fault, and be given up in the end.
+A worker holds any number of healthy shards, or one suspect alone. A suspect may kill this worker as well, and shards
+held beside it would count an execution without fault.
 """
 
 import asyncio
@@ -147,7 +147,7 @@ class ShardContext:
 
 
 class PutOff(Exception):
-    """A shard can't be run now; `code` is the kind of the reason, for the metric."""
+    """A shard can't be run now; `code` is for the metric."""
 
     def __init__(self, text: str, code: ErrorCode = ErrorCode.MODEL_NOT_READY) -> None:
         super().__init__(text)

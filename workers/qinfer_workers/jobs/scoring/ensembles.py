@@ -46,7 +46,7 @@ _CHANGED = "a model of a step has changed while rows were scored"
 
 
 class EnsembleParts(NamedTuple):
-    """The parts of a worker that plan ensembles and submit their steps."""
+    """The parts of a worker that run ensembles."""
 
     planner: Planner
     caller: Caller
@@ -81,7 +81,7 @@ class EnsembleInstance:
         """Does nothing."""
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Runs a batch as one request, or for a decoupled ensemble, a request per row."""
+        """Runs a batch as one request; decoupled, a request per row."""
         if ctx.is_decoupled:
             self._wait(self._lent.stream(batch, ctx))
         else:
@@ -157,7 +157,6 @@ class EnsembleExecutor:
     async def _run(
         self, item: Pending, responses: Callable[[Callable[[], None]], Responses] | None = None
     ) -> tuple[Tensor, ...]:
-        """Runs a request; `responses` gets a callback that ends it."""
         if self._is_stopped:
             raise Cancelled(_LEFT)
         ended: asyncio.Future[Outcome] = self._loop.create_future()

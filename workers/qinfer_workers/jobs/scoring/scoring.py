@@ -45,7 +45,7 @@ EXECUTION_FAILED = "execution_failed"
 """The `error_code` of rows on which the model raised."""
 
 _OWN_WORK = 0.2
-"""A less busy thread waits for a device or another process."""
+"""A thread that works for a smaller share of the time waits for a device or another process."""
 
 _LATER = (Overloaded, DeliveryError, Cancelled)
 """Errors of the server's state; they put the shard off."""
@@ -55,7 +55,7 @@ _LATER = (Overloaded, DeliveryError, Cancelled)
 class Purpose:
     """The model that scores rows, and for which job.
 
-    `request_id` is for the model's own log; `progress` is called after each batch, in any thread.
+    `progress` is called after each batch, in any thread.
     """
 
     model: LoadedModel
@@ -162,7 +162,6 @@ class Scorer:
         return outputs, failed
 
     def _problem(self, outputs: Sequence[Tensor], rows: int) -> str | None:
-        """Returns the fault of outputs, which must have the declared types."""
         problem = self._responder.problem(outputs, self._due, rows)
         return problem and f"{problem} (a bulk job takes outputs only as they are declared)"
 
@@ -197,7 +196,6 @@ class Scorer:
         self.chunks.stop()
 
     def _warn(self, part: Slice) -> None:
-        """Warns once a shard: parts of a halved batch mostly raise the same."""
         level = logging.DEBUG if self._is_warned else logging.WARNING
         self._is_warned = True
         extra = {"model": self._spec.name, "rows": part.rows, "shard": self.purpose.request_id}
@@ -279,7 +277,7 @@ class Borrowed:
 
 
 class _Way(OneResponse):
-    """The `Context` of a bulk batch, which is one item with many rows."""
+    """The `Context` of a bulk batch, an item with many rows."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.answer: Answer | None = None

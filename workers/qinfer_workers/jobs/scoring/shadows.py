@@ -205,7 +205,7 @@ class ShadowLoop:
         return has_room and item.key == first.key and not (item.alone or first.alone)
 
     async def _lend(self, execution: Execution, responder: Responder) -> None:
-        """Executes on an instance, even if cancelled, unless `hurry` is set."""
+        """Executes on an instance and waits for it, even if cancelled, unless `hurry` is set."""
         batcher, executor = self._batcher, self._batcher.model.executor
         assert isinstance(executor, ThreadExecutor), "all models with lanes have thread executors"
         back = asyncio.get_running_loop().create_future()

@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 
 class TooManyFailed(Exception):
-    """More rows of a shard failed than the job allows; `failed_rows` counts those seen to fail."""
+    """More rows of a shard failed than the job allows."""
 
     def __init__(self, text: str, failed_rows: int) -> None:
         super().__init__(text)
@@ -105,10 +105,8 @@ class Task:
 class ShardFiles:
     """Reads and writes the files of a task.
 
-    Attributes:
-        faults: Descriptions of unreadable inputs that the job skips.
-        on_delay: Called in a thread when the scored part can't be committed now.
-        keeps: Whether `take_piece` gets the scored rows of stopped chunks.
+    `faults` describe unreadable inputs that the job skips. `on_delay` is called in a thread when the commit is delayed.
+    `keeps` saves the scored rows of stopped chunks for `take_piece`.
     """
 
     def __init__(self, task: Task) -> None:

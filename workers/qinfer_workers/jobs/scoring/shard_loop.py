@@ -60,7 +60,7 @@ class JobRests:
         """Job → the end of its rest, and how often in a row its shards could not be run."""
 
     def left_s(self, job_id: str) -> float:
-        """Returns how long a job still rests, also for a delayed commit."""
+        """Returns how long a job still rests."""
         if self._delayed[job_id]:
             return _LAST_REST_S
         return max(self._jobs.get(job_id, (0.0, 0))[0] - self._now_s(), 0.0)
@@ -73,7 +73,7 @@ class JobRests:
         self._jobs[job_id] = now_s + max(pause_s(count, _FIRST_REST_S, _LAST_REST_S), tried_s), count
 
     def delay(self, job_id: str, count: int) -> None:
-        """Adds to a job's number of scored parts that can't be committed now."""
+        """Adds to a job's number of delayed commits."""
         self._delayed += Counter({job_id: count})  # drops counts that are not positive
 
     def end(self, job_id: str) -> None:
@@ -166,7 +166,6 @@ class ShardTask:
         self._context.counts.add(lane.model, lane.version, PUT_OFF + code)
 
     def _delayed(self, ticket: ShardTicket, run: "ShardRun", error: QinferError) -> None:
-        """Notes that the commit is delayed; the model goes on with other jobs."""
         self._note_put_off(ticket, error.message, error.code)
         if not self._delay:
             self._rests.delay(ticket.job_id, 1)
@@ -274,7 +273,6 @@ class ShardTask:
         return await self._context.jobs.report(ticket.job_id, self._lease, ticket.shard.index, rows, self._delay)
 
     async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeats a step during an outage, until the lease is lost."""
         backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
         while True:
             try:
@@ -289,7 +287,6 @@ class ShardTask:
             await asyncio.sleep(backoff.next_s())
 
     async def _release(self, rest_s: float = 0.0) -> None:
-        """Releases the shard; otherwise it is reclaimed when the lease expires."""
         if not self._held.lost:
             with suppress(QinferError):
                 if self._reported is not None:
@@ -386,7 +383,6 @@ class ShardLoop:
 
 
 async def _release_memory() -> None:
-    """Calls `shard_run.release_memory`, whose imports the opened loop has."""
     from qinfer_workers.jobs.scoring.shard_run import release_memory
 
     await release_memory()

@@ -1,7 +1,7 @@
 """The shard service of a worker runs a shard loop for each model version that the worker serves.
 
-Without bulk jobs, all loops together cost one short command four times a second. With open jobs, pyarrow is imported in
-a thread, and the loops ask for shards; without pyarrow, a worker takes none of them.
+Without bulk jobs, all loops together cost one short command four times a second, and pyarrow is not imported; a worker
+without pyarrow takes no shards.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ class ShardService:
         return tasks.create_task(self._look())
 
     def start_shadows(self, endpoints: EndpointStore, publisher: Publisher, intake: Intake) -> "asyncio.Task[None]":
-        """Starts looking for shadows, which have turns like jobs; returns the task, to be cancelled."""
+        """Starts looking for shadows; returns the task, to be cancelled."""
         self._shadows = Shadows(self._context, self._settings.batch_ms / 1000, endpoints, publisher, intake)
         return self._tasks.create_task(self._shadows.look())
 
@@ -173,7 +173,7 @@ class ShardService:
             self._serve_shadows(served)
 
     def hurry(self) -> None:
-        """Stops waiting for executions, whose shards count as executed."""
+        """Stops waiting for executions, which count as executed."""
         self._context.hurry.set()
 
     def loops(self) -> "list[asyncio.Task[None]]":
@@ -193,7 +193,6 @@ class ShardService:
 async def _make_run(
     served: Served, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event
 ) -> "ShardRun":
-    """Makes the run of a shard; `_prepare` has imported what it needs."""
     from qinfer_workers.jobs.scoring.shard_run import make_run
 
     return await make_run(served, held, ticket, record, free)
