@@ -8,7 +8,7 @@ committed and published by its outlet, which also asks Redis whether a sequence 
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from qinfer.batching.batcher import LoadedModel
@@ -93,6 +93,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         self._outlet = outlet
         self._initial = initial
         self._kept: dict[SequenceId, _Kept] = {}
+        self._end: Callable[[int], None] = lambda _: None
         self._idle = asyncio.Event()
         self._idle.set()
         self.completed = self.waiting = 0
@@ -125,10 +126,14 @@ class SequenceBatcher(StepRunner[PendingStep]):
             self._scheduler.adopt(sequence, committed)
             self.pump()
 
-    def grow(self, model: LoadedModel, instances: int) -> None:
-        """Goes on with more instances, which the executor has already, under another generation."""
-        self.model = model
-        self._scheduler.grow(instances)
+    def resize(self, model: LoadedModel, added: int, surplus: int, end: Callable[[int], None]) -> None:
+        """Goes on under another generation with more instances, which the executor has already, or with fewer.
+
+        The callback `end` ends an instance of the executor, once the last of its sequences has ended.
+        """
+        self.model, self._end = model, end
+        self._scheduler.grow(added)
+        self._scheduler.shrink(surplus)
         self.pump()
 
     def admit(self, step: PendingStep) -> None:
@@ -201,7 +206,9 @@ class SequenceBatcher(StepRunner[PendingStep]):
         self.model.executor.retire()
 
     def _tell(self, decision: Decision[PendingStep]) -> None:
-        """Tells the outlet which sequences have ended, or may have."""
+        """Tells the outlet which sequences have ended, or may have, and ends the instances that may."""
+        for instance in decision.left:
+            self._end(instance)
         broken = {ended.sequence for ended in decision.ended if ended.ending is not Ending.RESTARTED}
         for refused, error in decision.refused:
             step = refused.item

@@ -12,7 +12,7 @@ that one are refused. What follows under its ID is a sequence of its own, which 
 Whether a sequence that is idle for its time ends is decided where its steps arrive: the scheduler only tells.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Hashable
 from enum import StrEnum
 from heapq import heapify, heappop, heappush
@@ -69,6 +69,7 @@ class Decision(msgspec.Struct, Generic[T], frozen=True):
         idle: Sequences that have been idle for their time. They go on, and are told again after as long, unless they
             are dropped.
         wake_at_s: When to decide again, if nothing else happens; `NEVER_S` = only when something does.
+        left: Instances that may end: they had to go, and the last of their sequences has ended.
     """
 
     batches: list[StepBatch[T]]
@@ -76,6 +77,7 @@ class Decision(msgspec.Struct, Generic[T], frozen=True):
     ended: list[Ended]
     idle: list[SequenceId]
     wake_at_s: float
+    left: list[int] = msgspec.field(default_factory=list)
 
 
 class _Queue(Generic[T]):
@@ -126,6 +128,9 @@ class SequenceScheduler(Generic[T]):
         self._busy: set[int] = set()
         self._freed: list[tuple[int, int]] = []
         self._used = 0
+        self._leaving: dict[int, int] = {}
+        """The instances that go or are gone, and how many of their slots sequences have yet."""
+        self._left: list[int] = []
         self._deadlines = _Deadlines[T]()
         self._home: dict[Step[T], _Queue[T]] = {}
         """The queue of each step that waits or executes."""
@@ -138,8 +143,8 @@ class SequenceScheduler(Generic[T]):
     @property
     def free_slots(self) -> int:
         """How many sequences more would get a slot at once."""
-        held = self._used - len(self._freed) + len(self._backlog)
-        return max(self._instances * self._spec.slots - held, 0)
+        unused = self._instances * self._spec.slots - self._used
+        return max(unused + len(self._freed) - len(self._backlog), 0)
 
     @property
     def open(self) -> int:
@@ -152,17 +157,29 @@ class SequenceScheduler(Generic[T]):
         return len(self._backlog)
 
     def grow(self, instances: int) -> None:
-        """Takes more instances beside those there are; sequences keep their slots. For the strategy `direct`.
-
-        Slots are numbered by the count of instances, so that those that were never used are listed first.
-        """
-        slots, before = self._spec.slots, self._instances
+        """Takes more instances beside those there are; sequences keep their slots. For the strategy `direct`."""
+        self._list_unused()
+        before = self._instances
         self._instances += instances
-        unused = [divmod(number, before) for number in range(self._used, before * slots)]
-        for slot in (*unused, *product(range(slots), range(before, self._instances))):
+        for slot in product(range(self._spec.slots), range(before, self._instances)):
             heappush(self._freed, slot)
-        self._used = self._instances * slots
+        self._used = self._instances * self._spec.slots
         self._ready += [{} for _ in range(instances)]
+
+    def shrink(self, instances: int) -> None:
+        """Lets so many instances go once their sequences have ended: those with the fewest. For the strategy `direct`.
+
+        The numbers of the others do not change.
+        """
+        self._list_unused()
+        free = Counter(instance for _, instance in self._freed)
+        staying = [instance for instance in range(self._instances) if instance not in self._leaving]
+        for instance in sorted(staying, key=lambda one: (free[one], one), reverse=True)[:instances]:
+            self._leaving[instance] = self._spec.slots - free[instance]
+            if not self._leaving[instance]:
+                self._left.append(instance)
+        self._freed = [slot for slot in self._freed if slot[1] not in self._leaving]
+        heapify(self._freed)
 
     def admit(self, step: Step[T], now_s: float) -> None:
         """Takes a step; those of one sequence come in their order.
@@ -275,8 +292,15 @@ class SequenceScheduler(Generic[T]):
             wake_at_s = min(wake_at_s, pick.wake_at_s)
             if pick.rows:
                 batches.append(self._begin(instance, pick))
-        refused, ended, self._refused, self._ended = self._refused, self._ended, [], []
-        return Decision(batches, refused, ended, idle, wake_at_s)
+        decision = Decision(batches, self._refused, self._ended, idle, wake_at_s, self._left)
+        self._refused, self._ended, self._left = [], [], []
+        return decision
+
+    def _list_unused(self) -> None:
+        """Lists the slots that were never used, numbered by the count of instances, with those that are free."""
+        for number in range(self._used, self._instances * self._spec.slots):
+            heappush(self._freed, divmod(number, self._instances))
+        self._used = self._instances * self._spec.slots
 
     def _queue_of(self, step: Step[T]) -> _Queue[T]:
         """Returns the queue of a step that comes, a new one where it begins a sequence and there is none."""
@@ -321,7 +345,12 @@ class SequenceScheduler(Generic[T]):
 
     def _release(self, queue: _Queue[T], slot: tuple[int, int]) -> None:
         """Frees the slot of a sequence that has ended; the next one of its ID goes to the end of the backlog."""
-        heappush(self._freed, slot)
+        if (instance := slot[1]) in self._leaving:
+            self._leaving[instance] -= 1
+            if not self._leaving[instance]:
+                self._left.append(instance)
+        else:
+            heappush(self._freed, slot)
         queue.slot = None
         if queue.waiting:
             self._backlog[queue] = None

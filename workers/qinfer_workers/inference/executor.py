@@ -100,7 +100,8 @@ class ThreadExecutor:
         self._loop = loop
         self._name = name
         self._pinned = pinned
-        self._instances: list[Backend] = []
+        self._instances: dict[int, Backend] = {}
+        """By their numbers, which those that are pinned keep when others leave."""
         self._started = 0
         self._running = 0
         self._queues: list[_Jobs] = []
@@ -109,22 +110,27 @@ class ThreadExecutor:
 
     def grow(self, instances: Sequence[Backend]) -> None:
         """Takes more instances."""
-        self._instances += instances
-        self._note_instances()
         self.count += len(instances)
         for instance in instances:
             name = f"{self._name}-{self._started}"
+            self._instances[self._started if self._pinned else len(self._instances)] = instance
             self._started += 1
             jobs: _Jobs = queue.SimpleQueue() if self._pinned or not self._queues else self._queues[0]
             self._queues.append(jobs)
             # Daemons: a call that never returns must not keep a drained worker from exiting.
             _start(threading.Thread(target=self._serve, args=(instance, jobs), name=name, daemon=True))
+        self._note_instances()
 
     def shrink(self, surplus: int) -> None:
         """Unloads so many instances, those that are idle first, or the last ones; at least one must be left."""
         self.count -= surplus
         for _ in range(surplus):
             self._queues.pop().put(_End.ONE)
+
+    def end(self, instance: int) -> None:
+        """Unloads a pinned instance, for which nothing comes any more, once it has executed what is queued."""
+        self.count -= 1
+        self._queues[instance].put(_End.ONE)
 
     def run_now(self, execution: Execution, expected_s: float, instance: int = 0) -> bool:
         """Executes at once if that is short and no instance is busy; returns whether it did."""
@@ -149,11 +155,11 @@ class ThreadExecutor:
 
     def memory(self) -> tuple[MemoryUse, ...]:
         """Returns the memory that the instances hold; for any thread."""
-        return added_up(use for instance in list(self._instances) for use in memory_of(instance))
+        return added_up(use for instance in list(self._instances.values()) for use in memory_of(instance))
 
     def metrics(self) -> list[ModelSeries]:
         """Returns the metrics of the instances' models; for any thread."""
-        return [one for instance in list(self._instances) for one in metrics_of(instance)]
+        return [one for instance in list(self._instances.values()) for one in metrics_of(instance)]
 
     def recall(self) -> list[Execution]:
         """Takes back the executions that no instance has taken; borrowers stay."""
@@ -183,11 +189,12 @@ class ThreadExecutor:
         return recalled
 
     def _note_instances(self) -> None:
-        self._on_loop = all(instance.short_on_loop for instance in self._instances)
+        self._on_loop = all(instance.short_on_loop for instance in self._instances.values())
 
     def _leave(self, instance: Backend, left: threading.Event) -> None:
         """Forgets an instance, so that nothing runs on it any more."""
-        self._instances.remove(instance)
+        others = {number: one for number, one in self._instances.items() if one is not instance}
+        self._instances = others if self._pinned else dict(enumerate(others.values()))
         self._note_instances()
         left.set()
 

@@ -202,11 +202,10 @@ class Loader:
         surplus = list((Counter(serving.devices) - Counter(loaded.devices)).elements())
         if not missing and not surplus:
             return Change(kind=Kind.SAME, loaded=loaded)
-        # Any idle instance may end, so that those on one device can't be told from those on another. Sequences are
-        # bound to their instances, of which none may end.
+        # Any idle instance may end, so that those on one device can't be told from those on another.
         is_resizable = not surplus or (not missing and len(set(serving.devices)) == 1)
         if (sequences := loaded.spec.sequences) is not None:
-            is_resizable = not surplus and isinstance(sequences.strategy, DirectSpec) and not sequences.iterative
+            is_resizable = is_resizable and isinstance(sequences.strategy, DirectSpec) and not sequences.iterative
         if not is_resizable:
             return None
         added = self._instances(loaded, directory, missing, LatencyModel())

@@ -301,7 +301,7 @@ class Worker:
         """Goes on with the instances of a version that is served, more or fewer of them, under a new generation."""
         key = loaded.spec.name, loaded.version
         if key in self._sequences:
-            self._sequences.go_on(loaded)
+            self._sequences.go_on(loaded, surplus)
             return
         batcher = self._serving[key].batcher
         executor = batcher.model.executor
