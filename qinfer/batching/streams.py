@@ -347,11 +347,11 @@ class Streams:
 
     def resume(self, item: Pending, source: Source) -> Stream:
         """Returns the stream of an item that is executed again, once its window has room, or one that is over."""
-        if not self.is_open_of(item):
+        stream = self._open.get((item.request.id, item.lease.deliveries))
+        if stream is None or stream.item is not item:
             stream = Stream(self, item, source)
             stream.lose()
-            return stream
-        stream = self._open[item.request.id, item.lease.deliveries]
+            stream.closed.set()
         stream.source = source
         stream.await_room()
         return stream

@@ -29,7 +29,7 @@ from qinfer.backends.python_host.channel import Buffer, Channel
 from qinfer.backends.python_host.errors import GivenParameters, TritonError, TritonModelException, message_of
 from qinfer.backends.python_host.forks import serve_forks
 from qinfer.backends.python_host.inbox import Inbox, Received
-from qinfer.backends.python_host.inference import InferenceRequest
+from qinfer.backends.python_host.inference import InferenceRequest, InferenceTrace
 from qinfer.backends.python_host.messages import (
     Answer,
     Asked,
@@ -101,6 +101,8 @@ class Host:
         """Requests may be rescheduled."""
         self._streams: dict[tuple[int, int], Stream] = {}
         """The open streams, by batch and item."""
+        self._rescheduled: dict[tuple[int, int], InferenceResponseSender] = {}
+        """The senders of requests that are to be executed again, by the batch and item of their first execution."""
         self._preparing = threading.Lock()
         self._later: queue.SimpleQueue[Message | Callable[[], None]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -268,6 +270,7 @@ class Host:
             trace: The traceback of the error, for the log; empty = there is none, or the log has it.
         """
         self._streams.pop((stream.batch, stream.item), None)
+        self._rescheduled.pop((stream.batch, stream.item), None)
         if self._later is None:
             return
         if trace:
@@ -313,6 +316,7 @@ class Host:
     def _unwanted(self, message: Unwanted) -> None:
         if stream := self._streams.get((message.batch, message.item)):
             stream.is_unwanted = True
+        self._rescheduled.pop((message.batch, message.item), None)
 
     def _prepare_later(self) -> None:
         """Starts the thread that sends what must not be sent where it arises."""
@@ -422,15 +426,12 @@ class Host:
 
     def _start(self, message: Execute, buffers: Sequence[Buffer]) -> None:
         """Executes a batch of a decoupled model, whose senders may be used for longer."""
-        streams = [
-            Stream(self, message.number, item, asked, message.window_bytes)
-            for item, asked in enumerate(message.requests)
-        ]
-        self._streams.update(((stream.batch, stream.item), stream) for stream in streams)
+        senders = [self._sender(message, item, asked) for item, asked in enumerate(message.requests)]
+        streams = [stream for sender in senders if isinstance(stream := sender.responses(), Stream)]
         _batch.set(message.number)
         try:
             # They live until the end of this method: those of a batch that fails are not dropped, but closed.
-            requests = _requests(message, buffers, tuple(self._datatypes), streams)
+            requests = _requests(message, buffers, tuple(self._datatypes), senders)
             with self._turn:
                 returned = self._model.execute(requests)
             if inspect.iscoroutine(returned):
@@ -443,15 +444,30 @@ class Host:
                 request.is_rescheduled() and not stream.is_closed
                 for request, stream in zip(requests, streams, strict=True)
             ]
-            for stream, again in zip(streams, rescheduled, strict=True):
+            for sender, stream, again in zip(senders, streams, rescheduled, strict=True):
                 if again:
-                    stream.close()
+                    self._rescheduled[stream.batch, stream.item] = sender
+                if stream.is_closed:  # by a thread, meanwhile
+                    self._rescheduled.pop((stream.batch, stream.item), None)
         except BaseException as error:  # noqa: BLE001  as in `_guarded`
             for stream in streams:
                 stream.close()
             self._channel.send(Failed(self._told(error, "execute failed", _ids(message))))
             return
         self._channel.send(Executed([Answer([], {}, rescheduled=again) for again in rescheduled]))
+
+    def _sender(self, message: Execute, item: int, asked: Asked) -> InferenceResponseSender:
+        """Returns the sender of a request: a new one, or that of its earlier executions."""
+        if asked.goes_on is None:
+            stream = Stream(self, message.number, item, asked, message.window_bytes)
+            self._streams[message.number, item] = stream
+            return InferenceResponseSender(stream)
+        sender = self._rescheduled.pop(asked.goes_on, None)
+        if sender is None:  # a thread has sent the final flag meanwhile
+            stream = Stream(self, *asked.goes_on, asked, message.window_bytes)
+            stream.is_closed = True
+            sender = InferenceResponseSender(stream)
+        return sender
 
     def _in_background(self, coroutine: Coroutine[Any, Any, object], streams: Sequence[Stream]) -> "Future[None]":
         """Runs the coroutine of a decoupled model's `execute`, while other batches are executed."""
@@ -607,7 +623,7 @@ def _models(error: BaseException) -> types.TracebackType | None:
 
 
 def _requests(
-    message: Execute, buffers: Sequence[Buffer], outputs: Sequence[str], streams: Sequence[Stream] = ()
+    message: Execute, buffers: Sequence[Buffer], outputs: Sequence[str], senders: Sequence[InferenceResponseSender] = ()
 ) -> list[InferenceRequest]:
     """Cuts a batch into its requests; their tensors are views of the batch's.
 
@@ -628,8 +644,9 @@ def _requests(
             timeout=asked.timeout_us,
             parameters=GivenParameters(asked.parameters),
         )
-        stream = streams[item] if streams else None
-        requests.append(request.placed(message.number, item, asked.request_id, stream, asked.trace))
+        trace = InferenceTrace(asked.trace, (message.number, item))
+        place = asked.goes_on or (message.number, item)
+        requests.append(request.placed(place, asked.request_id, senders[item] if senders else None, trace))
     return requests
 
 

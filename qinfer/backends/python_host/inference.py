@@ -159,14 +159,13 @@ class InferenceRequest:
         self._sender: InferenceResponseSender | None = None
 
     def placed(
-        self, batch: int, item: int, server_id: str, stream: Stream | None, context: str = ""
+        self, place: tuple[int, int], server_id: str, sender: InferenceResponseSender | None, trace: InferenceTrace
     ) -> "InferenceRequest":
-        """Notes that it is an item of a batch, with its trace context and where responses of it go; returns itself."""
-        self._place, self._server_id = (batch, item), server_id
-        self._trace = InferenceTrace(context, (batch, item))
-        if stream is not None:
-            # Not made when it is first asked for: whoever drops the request without asking has abandoned it.
-            self._sender = InferenceResponseSender(stream)
+        """Notes its place in a batch, its trace, and what sends responses of a decoupled model; returns itself.
+
+        Such a sender is there before it is asked for: dropping the request without asking abandons it.
+        """
+        self._place, self._server_id, self._sender, self._trace = place, server_id, sender, trace
         return self
 
     def inputs(self) -> list[Tensor]:

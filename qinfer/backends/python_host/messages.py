@@ -97,6 +97,7 @@ class Asked(msgspec.Struct, array_like=True, frozen=True):
         correlation_id: Names its sequence; 0 = it has none, or is a row of padding.
         flags: `SEQUENCE_START`, `SEQUENCE_END`, both, or 0.
         request_id: The server's id of it.
+        goes_on: Batch and item of an earlier execution of it, whose stream goes on; `None` = it has one of its own.
     """
 
     client_id: str
@@ -107,6 +108,7 @@ class Asked(msgspec.Struct, array_like=True, frozen=True):
     correlation_id: int | str = 0
     flags: int = 0
     request_id: str = ""
+    goes_on: tuple[int, int] | None = None
 
 
 class Execute(msgspec.Struct, array_like=True, tag=True):

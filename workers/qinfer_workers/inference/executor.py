@@ -204,7 +204,8 @@ class ThreadExecutor:
             execution, done = job
             execution.run(instance)
             if isinstance(execution, StreamedExecution):
-                streams = [stream for stream in (*streams, *execution.streams) if not stream.closed.is_set()]
+                # Once each: those of a request that is executed again and again are one.
+                streams = [one for one in dict.fromkeys((*streams, *execution.streams)) if not one.closed.is_set()]
             try:
                 self._loop.call_soon_threadsafe(self._ended, execution, done)
             except RuntimeError:
