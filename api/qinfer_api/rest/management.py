@@ -291,6 +291,10 @@ def repository_routes(services: Services) -> APIRouter:
     return router
 
 
+_MAX_ENCODED = 2**31 - 1
+"""So many characters of base64 are decoded at most."""
+
+
 def _overrides(parameters: dict[str, Any]) -> tuple[str | None, dict[str, bytes]]:
     """Returns the configuration and the files that come with a load request."""
     config: str | None = None
@@ -308,6 +312,8 @@ def _overrides(parameters: dict[str, Any]) -> tuple[str | None, dict[str, bytes]
 
 
 def _decoded(name: str, text: str) -> bytes:
+    if len(text) > _MAX_ENCODED:
+        raise InvalidRequest(f"'{name[:100]}' exceeds the maximum allowed data size limit INT_MAX")
     try:
         return base64.b64decode(text.replace("\n", "").replace("\r", ""), validate=True)
     except (binascii.Error, ValueError):
