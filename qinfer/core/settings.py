@@ -413,7 +413,10 @@ class WorkerSettings(Section):
         "never gets settings, and by default no credentials. `qinfer up` and `qinfer autoscale` pass them to workers.",
     )
     max_environment_bytes: int = Field(
-        8 * 2**30, gt=0, description="Largest packed environment of a `python` model (`EXECUTION_ENV_PATH`), unpacked."
+        8 * 2**30,
+        gt=0,
+        description="Largest packed environment of a `python` model (`EXECUTION_ENV_PATH`), unpacked; environments "
+        "that no process uses take no more together.",
     )
     max_environment_files: int = Field(
         200_000, gt=0, description="Files, directories and links that such an environment may have."

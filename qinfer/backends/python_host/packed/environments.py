@@ -1,7 +1,7 @@
 """Unpacked environments on this machine, which all its workers share.
 
     <directory>/<hash of the archive>/env/…     the environment
-    <directory>/<hash of the archive>/ready     made last: without it, the environment counts as not there
+    <directory>/<hash of the archive>/ready     its bytes; made last: without it, the environment counts as not there
     <directory>/known/<hash of a stamp>         the hash of an archive with this stamp, which need not be read again
     <directory>/lent/<hash>/<package>           a link to a package of the worker's
 
@@ -24,7 +24,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from qinfer.backends.python_host.packed.archive import ArchiveBounds, unpack
-from qinfer.core.shared_folders import hold, remove_unused, used_at
+from qinfer.core.shared_folders import hold, is_held, remove_unused, used_at
 from qinfer.errors import ModelLoadFailed
 
 UNUSED_S = 86400.0
@@ -43,7 +43,7 @@ class Environments:
 
     Args:
         directory: It need not exist.
-        bounds: How large an archive may be.
+        bounds: How large an archive may be; environments that no process uses are no larger together.
 
     Raises:
         ModelLoadFailed: Somebody else can write to the directory.
@@ -141,15 +141,21 @@ class Environments:
                 raise ModelLoadFailed("conda-unpack of its environment failed; the log says why")
         with (home / READY).with_suffix(".new").open("w") as ready:
             # A machine that stops now must not find the name and files without their content.
+            ready.write(str(_bytes_of(home / "env")))
+            ready.flush()
             ctypes.CDLL(None).syncfs(ready.fileno())
             Path(ready.name).rename(home / READY)
         return members
 
     def _sweep(self, unused_s: float) -> None:
-        """Removes environments that are not ready, or that no process has used for a time."""
-        limit = time.time() - unused_s
-        for home in self._root.iterdir():
-            if home.name not in (_KNOWN, _LENT, _LOCK) and (not (home / READY).exists() or used_at(home) <= limit):
+        """Removes environments that are not ready, or unused for a time, and the oldest of those that are too large."""
+        limit, unused_bytes = time.time() - unused_s, 0
+        homes = [home for home in self._root.iterdir() if home.name not in (_KNOWN, _LENT, _LOCK)]
+        for home in sorted(homes, key=used_at, reverse=True):
+            is_old = not (home / READY).exists() or used_at(home) <= limit
+            if not is_old and not is_held(home):
+                unused_bytes += int((home / READY).read_text() or 0)
+            if is_old or unused_bytes > self._bounds.max_bytes:
                 remove_unused(home, READY)
         for note in (self._root / _KNOWN).glob("*"):
             if used_at(note) <= limit and not (self._root / note.read_text()).exists():
@@ -160,6 +166,12 @@ def with_libraries(root: Path, variables: Mapping[str, str]) -> dict[str, str]:
     """Returns variables by which an environment's Python finds its libraries, as Triton sets them."""
     libraries = ":".join(filter(None, (str(root / "lib"), variables.get("LD_LIBRARY_PATH", ""))))
     return {**variables, "LD_LIBRARY_PATH": libraries}
+
+
+def _bytes_of(directory: Path) -> int:
+    """Returns the bytes of all files in a directory."""
+    paths = (os.path.join(place, name) for place, _, names in os.walk(directory) for name in names)
+    return sum(os.lstat(path).st_size for path in paths)
 
 
 def _stamp(file: BufferedReader) -> str:
