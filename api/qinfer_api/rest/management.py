@@ -2,13 +2,13 @@
 
 Readiness, metadata, configuration and statistics of the server and its models; the model repository; settings of
 logging and tracing, which clients change while the server runs; and shared memory. Its regions are used by infer
-requests, and registered by those who may make such. CUDA's are never taken: where shared memory is on there are just
-none of them, so that clients which clear both kinds at their start can go on.
+requests, and registered by those who may make such.
 """
 
 import asyncio
 import base64
 import binascii
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any
 
@@ -30,9 +30,9 @@ from qinfer_api.observe.trace_file import TraceChanges
 from qinfer_api.rest.openapi import Json, answer, body, errors, operation, query
 from qinfer_api.rest.services import Services, caller, guarded, read_body, read_json, send, send_json, target_of
 from qinfer_api.server_settings import LogChanges, LogValues, TraceValues
-from qinfer_api.shared_memory import Region
+from qinfer_api.shared_memory import CudaRegion, Region
 
-_DONE, _NOTHING = Reply(200, b""), Reply(200, b"[]")
+_DONE = Reply(200, b"")
 
 _METADATA = operation("", {200: answer("The metadata.", about.ServerMetadata), **errors(401, 403)})
 _LIVE = operation("", {200: answer("It is running."), **errors(403, 503)})
@@ -356,15 +356,16 @@ class CudaRegionCall(msgspec.Struct, frozen=True):
 
 _CALL = "Shared memory register request"
 _OK, _REFUSED = {200: answer("Done.")}, errors(400, 401, 403, 500, 501)
-_STATUS = operation(
-    "Look at shared memory regions",
-    {200: answer("The regions; none where client memory is off.", list[Region]), **errors(400, 401, 403, 404)},
+_STATUS, _CUDA_STATUS = (
+    operation(
+        "Look at shared memory regions",
+        {200: answer("The regions; none where client memory is off.", kind), **errors(400, 401, 403, 404)},
+    )
+    for kind in (list[Region], list[CudaRegion])
 )
 _ACTION = operation("Forget shared memory regions", {**_OK, **errors(400, 401, 403, 501)})
 _REGISTER = operation("Register a system shared memory region", {**_OK, **_REFUSED}, takes=body(RegionCall))
-_REGISTER_CUDA = operation(
-    "Register a CUDA shared memory region (always refused)", {**_OK, **_REFUSED}, takes=body(CudaRegionCall)
-)
+_REGISTER_CUDA = operation("Register a CUDA shared memory region", {**_OK, **_REFUSED}, takes=body(CudaRegionCall))
 
 
 def shared_memory_routes(services: Services) -> APIRouter:
@@ -408,7 +409,7 @@ def _add_system(router: APIRouter, services: Services) -> None:
     @router.post(f"{_SYSTEM}/unregister", name="unregister_system_regions", **_ACTION)
     async def unregister_system_regions(request: Request) -> HttpResponse:
         """Forgets all regions of the caller's tenant."""
-        memory.of(caller(request).tenant).unregister_all()
+        memory.of(caller(request).tenant).unregister()
         return send(_DONE)
 
     @router.post(f"{_SYSTEM}/region/{{region}}/unregister", name="unregister_system_region", **_ACTION)
@@ -421,27 +422,35 @@ def _add_system(router: APIRouter, services: Services) -> None:
 def _add_cuda(router: APIRouter, services: Services) -> None:
     memory = services.codec.memory
 
-    @router.get(f"{_CUDA}/status", name="cuda_regions", **_STATUS)
-    async def cuda_regions() -> HttpResponse:
-        """Tells that there are none."""
-        memory.check_cuda()
-        return send(_NOTHING)
+    @router.get(f"{_CUDA}/status", name="cuda_regions", **_CUDA_STATUS)
+    async def cuda_regions(request: Request) -> HttpResponse:
+        """Tells the registered regions on GPUs, of the caller's tenant."""
+        return send_json(memory.of(caller(request).tenant).cuda_status())
 
     @router.post(f"{_CUDA}/region/{{region}}/unregister", name="unregister_cuda_region", **_ACTION)
     @router.post(f"{_CUDA}/unregister", name="unregister_cuda_regions", **_ACTION)
-    async def unregister_cuda_regions() -> HttpResponse:
-        """Does nothing: there are none."""
-        memory.check_allowed()
+    async def unregister_cuda_regions(request: Request) -> HttpResponse:
+        """Forgets a region on a GPU, or all of the caller's tenant."""
+        own = memory.of(caller(request).tenant)
+        await asyncio.to_thread(own.unregister, request.path_params.get("region", ""), CudaRegion)
         return send(_DONE)
 
-    @router.get(f"{_CUDA}/region/{{region}}/status", name="cuda_region", **_STATUS)
-    async def cuda_region(region: str) -> HttpResponse:
-        """Tells that there is none of that name."""
-        memory.check_cuda(region)
-        return send(_NOTHING)
+    @router.get(f"{_CUDA}/region/{{region}}/status", name="cuda_region", **_CUDA_STATUS)
+    async def cuda_region(region: str, request: Request) -> HttpResponse:
+        """Tells about one region on a GPU."""
+        return send_json(memory.of(caller(request).tenant).cuda_status(region))
 
     @router.post(f"{_CUDA}/register", include_in_schema=False)
     @router.post(f"{_CUDA}/region/{{region}}/register", name="register_cuda_region", **_REGISTER_CUDA)
-    async def register_cuda_region() -> HttpResponse:
-        """Refuses: CUDA shared memory is not supported."""
-        memory.register_cuda()
+    async def register_cuda_region(request: Request) -> HttpResponse:
+        """Opens memory on a GPU of this host under a name, by the handle that its process has made."""
+        own, region = memory.of(caller(request).tenant), request.path_params.get("region", "")
+        await asyncio.to_thread(own.check_cuda, region)
+        depth = services.settings.limits.max_json_depth
+        decode = partial(decode_json, kind=CudaRegionCall, max_depth=depth, call=_CALL)
+        call = await read_body(services, request, _MAX_BODY_BYTES, decode)
+        handle = b""
+        with suppress(ValueError):
+            handle = base64.b64decode(call.raw_handle.b64)
+        await asyncio.to_thread(own.register_cuda, region, handle, call.device_id, call.byte_size)
+        return send(_DONE)

@@ -1,7 +1,7 @@
 """All calls other than inference (reference §1.14 … §1.17, §2.1).
 
 Readiness, metadata, configuration and statistics of the server and its models; the model repository; settings of
-tracing and logging; shared memory, of which CUDA's is never taken; and `grpc.health.v1.Health/Check` for probes.
+tracing and logging; shared memory of both kinds; and `grpc.health.v1.Health/Check` for probes.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from qinfer_api.rpc.calls import Guard, parse, read
 from qinfer_api.rpc.headers import Method
 from qinfer_api.rpc.protocol import Call
 from qinfer_api.server_settings import LogSettings, LogValues, TraceSettings
-from qinfer_api.shared_memory import SharedMemory
+from qinfer_api.shared_memory import CudaRegion, SharedMemory
 
 _HEALTH, _METADATA, _CONFIG, _STATISTICS = "health", "metadata", "model-config", "statistics"
 
@@ -287,21 +287,21 @@ def shared_memory_calls(guard: Guard, memory: SharedMemory) -> dict[str, Method]
         return pb.SystemSharedMemoryRegisterResponse()
 
     async def unregister(request: Any, own: SharedMemory) -> Any:
-        if request.name:
-            own.unregister(request.name)
-        else:
-            own.unregister_all()
+        own.unregister(request.name)
         return pb.SystemSharedMemoryUnregisterResponse()
 
-    async def cuda_status(request: Any) -> Any:
-        memory.check_cuda(request.name)
-        return pb.CudaSharedMemoryStatusResponse()
+    async def cuda_status(request: Any, own: SharedMemory) -> Any:
+        kind = pb.CudaSharedMemoryStatusResponse
+        regions = {region.name: _message(kind.RegionStatus, region) for region in own.cuda_status(request.name)}
+        return kind(regions=regions)
 
-    async def cuda_register(_: Any) -> Any:
-        memory.register_cuda()
+    async def cuda_register(request: Any, own: SharedMemory) -> Any:
+        about = request.raw_handle, request.device_id, request.byte_size
+        await asyncio.to_thread(own.register_cuda, request.name, *about)
+        return pb.CudaSharedMemoryRegisterResponse()
 
-    async def cuda_unregister(_: Any) -> Any:
-        memory.check_allowed()
+    async def cuda_unregister(request: Any, own: SharedMemory) -> Any:
+        await asyncio.to_thread(own.unregister, request.name, CudaRegion)
         return pb.CudaSharedMemoryUnregisterResponse()
 
     def of_caller(request: Any, use_case: Callable[[Any, SharedMemory], Awaitable[Any]]) -> Method:
@@ -317,7 +317,7 @@ def shared_memory_calls(guard: Guard, memory: SharedMemory) -> dict[str, Method]
         "SystemSharedMemoryStatus": of_caller(pb.SystemSharedMemoryStatusRequest, status),
         "SystemSharedMemoryRegister": of_caller(pb.SystemSharedMemoryRegisterRequest, register),
         "SystemSharedMemoryUnregister": of_caller(pb.SystemSharedMemoryUnregisterRequest, unregister),
-        "CudaSharedMemoryStatus": guard.question(pb.CudaSharedMemoryStatusRequest, cuda_status, _MEMORY),
-        "CudaSharedMemoryRegister": guard.question(pb.CudaSharedMemoryRegisterRequest, cuda_register, _MEMORY),
-        "CudaSharedMemoryUnregister": guard.question(pb.CudaSharedMemoryUnregisterRequest, cuda_unregister, _MEMORY),
+        "CudaSharedMemoryStatus": of_caller(pb.CudaSharedMemoryStatusRequest, cuda_status),
+        "CudaSharedMemoryRegister": of_caller(pb.CudaSharedMemoryRegisterRequest, cuda_register),
+        "CudaSharedMemoryUnregister": of_caller(pb.CudaSharedMemoryUnregisterRequest, cuda_unregister),
     }
