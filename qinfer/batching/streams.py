@@ -340,9 +340,12 @@ class Streams:
             await self._closed.wait()
 
     def open(self, item: Pending, source: Source) -> Stream:
-        """Opens the stream of an item whose execution begins."""
+        """Opens the stream of an item whose execution begins; one that was lost before is over, and closed at once."""
         stream = Stream(self, item, source)
         self._open[stream.key] = stream
+        if item.lost:  # `lose` may have come before the stream was in the table
+            with suppress(RuntimeError):  # as in `put`
+                self._loop.call_soon_threadsafe(self.lose, item)
         return stream
 
     def resume(self, item: Pending, source: Source) -> Stream:

@@ -87,6 +87,21 @@ async def test_a_thread_waits_for_room() -> None:
     assert [r.index for r in bench.responses()] == [0, 1, 2, 3, 4, 5]
 
 
+async def test_an_item_that_was_lost_before_its_execution_began_has_no_stream() -> None:
+    """A worker that stops waits until no stream is open."""
+    bench = StreamBench()
+    execution = bench.execution()
+    (item,) = execution.items
+    item.lose()
+    bench.table.lose(item)
+
+    stream = bench.table.open(item, execution)
+    await bench.table.ended()
+
+    assert stream.is_over
+    assert stream.closed.is_set()
+
+
 async def test_a_stream_that_is_over_keeps_no_instance_when_its_item_is_executed_again() -> None:
     """An instance ends when all streams that it has had are closed."""
     bench = StreamBench()
