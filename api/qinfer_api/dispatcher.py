@@ -5,8 +5,8 @@ ones reach the sink as a failed `Response`.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 
 import msgspec
 
@@ -123,13 +123,10 @@ class Dispatcher:
         """Returns the `traceparent` of a stored request or a job."""
         return context.trace
 
-    def trace_stored(
-        self,
-        request: InferRequest,
-        began_s: float,
-        ending: Ending,
-    ) -> None:
-        """Traces a stored request, in a gateway with a trace file."""
+    @contextmanager
+    def trace_stored(self, request: InferRequest) -> Iterator[Callable[[Ending], None]]:
+        """Traces a request that the block stores; for a new request, the block calls the yielded function."""
+        yield lambda _: None
 
     def resolve(self, model: str, version: int, *, is_taken: bool = False) -> Served:
         """Returns where a model version, or an endpoint's stable target, is or soon will be served.

@@ -1,10 +1,11 @@
-"""System shared memory: clients on this host pass tensors in it instead of in bodies (reference §1.15).
+"""Shared memory of both kinds: clients on this host pass tensors in it instead of in bodies (reference §1.15).
 
 - A client registers its regions at each gateway that it uses. Tenants can't see, unregister or use those of others.
 - It is off by default, because a client may name any shared memory object that this process can open, and so read and
   overwrite those of others.
-- Regions are read and written through descriptors, never mapped: a client that shortens a mapped object would kill this
-  process (SIGBUS). Reads are copies, so that nothing changes under a request.
+- Regions of system memory are read and written through descriptors, never mapped: a client that shortens a mapped
+  object would kill this process (SIGBUS). `cuda_memory.py` has the regions on GPUs. Reads are copies, so that nothing
+  changes under a request.
 - As in Triton, an unregistered region stays open until the last request that uses it has ended. An accepted request
   uses it while its `Limited`, which its output plan holds, is referenced.
 """
@@ -16,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import TypeVar
 
 import msgspec
 
@@ -26,10 +27,10 @@ from qinfer.errors import (
     PayloadTooLarge,
     RegionNotFound,
     RegionUnavailable,
-    UnsupportedFeature,
 )
 from qinfer.tensors import Bytes
 from qinfer.wire.outputs import no_shared_memory
+from qinfer_api.cuda_memory import HANDLE_BYTES, CudaObject, driver
 
 DIRECTORY = "/dev/shm"  # noqa: S108 - where `shm_open` of glibc and musl keeps its objects
 
@@ -57,14 +58,65 @@ class Region(msgspec.Struct, frozen=True):
     byte_size: int
 
 
+class CudaRegion(msgspec.Struct, frozen=True):
+    """A registered region of GPU memory.
+
+    Attributes:
+        name: The name in requests.
+        device_id: CUDA's number of the GPU on the gateway's host.
+        byte_size: Its size.
+    """
+
+    name: str
+    device_id: int
+    byte_size: int
+
+
+R = TypeVar("R", Region, CudaRegion)
+
+
+class _SystemObject:
+    """A shared memory object of the operating system, with its descriptor."""
+
+    def __init__(self, name: str, descriptor: int) -> None:
+        self._name = name
+        self._descriptor = descriptor
+
+    def copy(self) -> "_SystemObject":
+        """Duplicates the descriptor, so that the object stays open when this one is closed."""
+        return _SystemObject(self._name, os.dup(self._descriptor))
+
+    def close(self) -> None:
+        """Closes the descriptor."""
+        os.close(self._descriptor)
+
+    def read(self, position: int, size: int) -> bytearray:
+        """Returns a copy of a part."""
+        data = bytearray()
+        while len(data) < size:
+            piece = os.pread(self._descriptor, size - len(data), position + len(data))
+            if not piece:
+                raise _shortened(self._name)
+            data += piece
+        return data
+
+    def write(self, position: int, data: memoryview) -> None:
+        """Writes a part."""
+        if position + len(data) > os.fstat(self._descriptor).st_size:  # writing beyond the end would lengthen it again
+            raise _shortened(self._name)
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._descriptor, data[done:], position + done)
+
+
 class _Opened:
-    """An open region with its descriptor and users; if `is_leaving`, the last user closes it."""
+    """An open region with its object and users; if `is_leaving`, the last user closes it."""
 
-    __slots__ = ("descriptor", "is_leaving", "region", "users")
+    __slots__ = ("is_leaving", "memory", "region", "users")
 
-    def __init__(self, region: Region, descriptor: int) -> None:
+    def __init__(self, region: Region | CudaRegion, memory: _SystemObject | CudaObject) -> None:
         self.region = region
-        self.descriptor = descriptor
+        self.memory = memory
         self.users = 0
         self.is_leaving = False
 
@@ -102,10 +154,7 @@ class SharedMemory:
                 f"prefix '{_RESERVED_PREFIX}'"
             )
         with self._lock:
-            if name in self._regions:
-                raise AlreadyExists(f"shared memory region '{name}' already in manager")
-            if self._is_full():
-                raise InvalidRequest(f"{MAX_REGIONS} shared memory regions are registered already; unregister some")
+            self._check_free(name)
             descriptor = _open(name, key)
             try:
                 if byte_size <= 0 or offset + byte_size > os.fstat(descriptor).st_size:
@@ -113,20 +162,38 @@ class SharedMemory:
             except BaseException:
                 os.close(descriptor)
                 raise
-            self._regions[name] = _Opened(Region(name, key, offset, byte_size), descriptor)
+            self._regions[name] = _Opened(Region(name, key, offset, byte_size), _SystemObject(name, descriptor))
 
-    def unregister(self, name: str) -> None:
-        """Closes a region once no request uses it; does nothing for an unknown name."""
+    def register_cuda(self, name: str, handle: bytes, device_id: int, byte_size: int) -> None:
+        """Opens a region of GPU memory by the CUDA handle of another process."""
+        self.check_cuda(name)
+        if len(handle) != HANDLE_BYTES:
+            raise InvalidRequest("'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t")
+        found = driver()
+        assert found is not None, "it was checked"
+        with self._lock:
+            self._check_free(name)
+            if byte_size <= 0:
+                raise InvalidRequest(f"failed to register shared memory region '{name}': invalid args")
+            memory = CudaObject(found, name, handle, device_id, byte_size)
+            self._regions[name] = _Opened(CudaRegion(name, device_id, byte_size), memory)
+
+    def check_cuda(self, name: str) -> None:
+        """Checks that a region of GPU memory may be registered: shared memory is on, it has a name, a GPU exists."""
+        self.check_allowed()
+        if not name:
+            raise InvalidRequest("'region name' is necessary to register cuda shared memory region")
+        if driver() is None:
+            raise InvalidRequest(f"failed to register CUDA shared memory region: '{name}', GPUs not supported")
+
+    def unregister(self, name: str = "", kind: type[Region | CudaRegion] = Region) -> None:
+        """Closes a region, or all of a kind, once no request uses it; does nothing for an unknown name."""
         self.check_allowed()
         with self._lock:
-            self._leave(name)
-
-    def unregister_all(self) -> None:
-        """Closes all regions, each once no request uses it."""
-        self.check_allowed()
-        with self._lock:
-            for name in list(self._regions):
-                self._leave(name)
+            for each in [name] if name else list(self._regions):
+                opened = self._regions.get(each)
+                if opened is not None and isinstance(opened.region, kind):
+                    self._leave(each)
 
     def hold(self, names: Iterable[str]) -> list[_Opened]:
         """Adds a user to each existing region; returns them for `release`."""
@@ -146,12 +213,22 @@ class SharedMemory:
 
     def status(self, name: str = "") -> list[Region]:
         """Returns the registered regions, or the one of that name."""
+        return self._status(name, Region, "system")
+
+    def cuda_status(self, name: str = "") -> list[CudaRegion]:
+        """Returns the registered regions of GPU memory, or the one of that name."""
+        return self._status(name, CudaRegion, "cuda")
+
+    def _status(self, name: str, kind: type[R], told: str) -> list[R]:
         with self._lock:
-            if not name:
-                return [opened.region for opened in list(self._regions.values())]
-            if name not in self._regions:
-                raise RegionNotFound(f"Unable to find system shared memory region: '{name}'")
-            return [self._regions[name].region]
+            regions = [opened.region for opened in self._regions.values()]
+        found = [region for region in regions if isinstance(region, kind) and name in ("", region.name)]
+        if not name or found:
+            return found
+        if any(region.name == name for region in regions):
+            is_of = "CUDA shared memory, not system" if kind is Region else "system shared memory, not CUDA"
+            raise RegionNotFound(f"The region named '{name}' is registered as {is_of} shared memory")
+        raise RegionNotFound(f"Unable to find {told} shared memory region: '{name}'")
 
     def check(self, name: str, offset: int, byte_size: int) -> None:
         """Checks that a region has that part."""
@@ -160,34 +237,14 @@ class SharedMemory:
 
     def view(self, name: str, offset: int, byte_size: int) -> memoryview:
         """Returns a copy of a part of a region, which later writes of the client do not change."""
-        data = bytearray()
-        with self._part(name, offset, byte_size) as (descriptor, position):
-            while len(data) < byte_size:
-                piece = os.pread(descriptor, byte_size - len(data), position + len(data))
-                if not piece:
-                    raise _shortened(name)
-                data += piece
-        return memoryview(data)
+        with self._part(name, offset, byte_size) as (memory, position):
+            return memoryview(memory.read(position, byte_size))
 
     def write(self, name: str, offset: int, data: Bytes) -> None:
         """Writes into a region; raises as `view` does."""
         view = memoryview(data)
-        with self._part(name, offset, len(view)) as (descriptor, position):
-            if position + len(view) > os.fstat(descriptor).st_size:  # writing beyond the end would lengthen it again
-                raise _shortened(name)
-            done = 0
-            while done < len(view):
-                done += os.pwrite(descriptor, view[done:], position + done)
-
-    def register_cuda(self) -> NoReturn:
-        """Refuses: CUDA shared memory is not supported."""
-        self.check_allowed()
-        raise UnsupportedFeature("CUDA shared memory is not supported; use system shared memory, or send the tensors")
-
-    def check_cuda(self, name: str = "") -> None:
-        """Refuses any name, as there are no CUDA regions."""
-        if name:
-            raise RegionNotFound(f"Unable to find cuda shared memory region: '{name}'")
+        with self._part(name, offset, len(view)) as (memory, position):
+            memory.write(position, view)
 
     def limited(self, max_bytes: int) -> "Limited":
         """Returns the regions for one request, which may copy `max_bytes` from them."""
@@ -199,6 +256,12 @@ class SharedMemory:
             with memory._lock:
                 for name in list(memory._regions):
                     memory._close(name)
+
+    def _check_free(self, name: str) -> None:
+        if name in self._regions:
+            raise AlreadyExists(f"shared memory region '{name}' already in manager")
+        if self._is_full():
+            raise InvalidRequest(f"{MAX_REGIONS} shared memory regions are registered already; unregister some")
 
     def _is_full(self) -> bool:
         counts = [len(memory._regions) for memory in tuple(self._tenants.values())]
@@ -215,7 +278,7 @@ class SharedMemory:
     def _close(self, name: str) -> None:
         opened = self._regions.pop(name, None)
         if opened is not None:
-            os.close(opened.descriptor)
+            opened.memory.close()
 
     def _of_request(self, name: str) -> _Opened:
         opened = self._regions.get(name)
@@ -224,8 +287,8 @@ class SharedMemory:
         return opened
 
     @contextmanager
-    def _part(self, name: str, offset: int, byte_size: int) -> Iterator[tuple[int, int]]:
-        """Yields a descriptor of a region's object, which stays open if the region is unregistered, and a position."""
+    def _part(self, name: str, offset: int, byte_size: int) -> Iterator[tuple[_SystemObject | CudaObject, int]]:
+        """Yields a region's object, which stays open if the region is unregistered, and a position in it."""
         self.check_allowed()
         with self._lock:
             opened = self._of_request(name)
@@ -239,11 +302,11 @@ class SharedMemory:
                 )
             if offset + byte_size > region.byte_size:
                 raise InvalidRequest(f"Invalid offset + byte size for shared memory region: '{name}'")
-            own = os.dup(opened.descriptor)
+            own = opened.memory.copy()
         try:
-            yield own, region.offset + offset
+            yield own, offset + (region.offset if isinstance(region, Region) else 0)
         finally:
-            os.close(own)
+            own.close()
 
 
 class Limited:

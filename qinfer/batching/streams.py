@@ -315,18 +315,21 @@ class Streams:
             await self._closed.wait()
 
     def open(self, item: Pending, source: Source) -> Stream:
-        """Opens an item's stream."""
+        """Opens an item's stream; a lost item's stream is closed at once."""
         stream = Stream(self, item, source)
         self._open[stream.key] = stream
+        if item.lost:  # `lose` may have come before the stream was in the table
+            with suppress(RuntimeError):  # as in `put`
+                self._loop.call_soon_threadsafe(self.lose, item)
         return stream
 
     def resume(self, item: Pending, source: Source) -> Stream:
         """Returns an item's stream, once its window has room."""
-        if not self.is_open_of(item):
+        stream = self._open.get((item.request.id, item.lease.deliveries))
+        if stream is None or stream.item is not item:
             stream = Stream(self, item, source)
             stream.lose()
-            return stream
-        stream = self._open[item.request.id, item.lease.deliveries]
+            stream.closed.set()
         stream.source = source
         stream.await_room()
         return stream

@@ -323,7 +323,7 @@ class _Streaming(_TimedContext):
         super().__init__(ctx, clock)
         self.open = set(range(items))
         self._waits: Callable[[int], bool] = getattr(ctx, "waits", lambda _: False)
-        self.respond, self.offer = self._respond, self._offer
+        self.respond, self.offer, self.reschedule = self._respond, self._offer, self._reschedule
         clock.opened(self)
 
     def look(self) -> bool:
@@ -345,6 +345,11 @@ class _Streaming(_TimedContext):
         self, item: int, outputs: _Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
     ) -> None:
         self._send(self.inner.offer, item, outputs, final=final, parameters=parameters)
+
+    def _reschedule(self, item: int, states: tuple[Tensor, ...] = ()) -> None:
+        """Ends the item's time here; its next execution has its own context."""
+        self.inner.reschedule(item, states)
+        self._end(item)
 
     def _send(self, way: Callable[..., None], item: int, outputs: _Answer, *, final: bool, parameters: Any) -> None:
         if self.overdue is not None and isinstance(outputs, InferenceFailed):

@@ -411,7 +411,10 @@ class WorkerSettings(Section):
         "never gets settings, and by default no credentials. `qinfer up` and `qinfer autoscale` pass them to workers.",
     )
     max_environment_bytes: int = Field(
-        8 * 2**30, gt=0, description="Largest packed environment of a `python` model (`EXECUTION_ENV_PATH`), unpacked."
+        8 * 2**30,
+        gt=0,
+        description="Largest packed environment of a `python` model (`EXECUTION_ENV_PATH`), unpacked; all unused "
+        "environments together have the same limit.",
     )
     max_environment_files: int = Field(
         200_000, gt=0, description="Files, directories and links that such an environment may have."

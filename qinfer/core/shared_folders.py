@@ -31,6 +31,21 @@ def used_at(path: Path) -> float:
         return 0.0
 
 
+def is_held(folder: Path) -> bool:
+    """Returns whether a process holds a folder."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def remove_unused(folder: Path, mark: str) -> None:
     """Removes a folder that no process holds, its mark first."""
     try:

@@ -93,6 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.executing: dict[int, StepBatch[Item]] = {}
         self.cancelled: set[Step[Item]] = set()
         self.begun: set[Step[Item]] = set()
+        self.numbered, self.left = instances, set[int]()
 
     @rule(
         sent=st.lists(
@@ -154,6 +155,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         if correlation_id in self.last:
             self.last[correlation_id].open = False
 
+    @precondition(lambda self: self.is_direct and not self.spec.iterative)
+    @rule(added=st.integers(0, 2), surplus=st.integers(0, 2))
+    def resize(self, added: int, surplus: int) -> None:
+        """Adds instances and marks others as surplus."""
+        surplus = min(surplus, self.instances + added - 1)
+        self.scheduler.grow(added)
+        self.scheduler.shrink(surplus)
+        self.numbered += added
+        self.instances += added - surplus
+
     @rule(seconds=st.sampled_from([0.5, 1.0, 2.0, 4.0]))
     def wait(self, seconds: float) -> None:
         """Time passes."""
@@ -180,6 +191,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not sequence.left
             assert self.scheduler.drop(idle, self.now_s) == []
             sequence.open = False
+        assert not self.left.intersection(decision.left)
+        self.left.update(decision.left)
+        assert not any(one.place and one.place[0] in self.left for one in self.sequences if self.is_here(one))
         for batch in decision.batches:
             self.check_batch(batch)
             self.executing[batch.instance] = batch
@@ -214,6 +228,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Rows belong to sequences, of which each has one step at most, and its next one; controls say which."""
         steps = batch.steps
         assert batch.instance not in self.executing
+        assert batch.instance not in self.left
         assert steps
         assert len(batch.rows) <= self.spec.max_rows
         assert len({id(self.of[step]) for step in steps}) == len(steps)
@@ -319,7 +334,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Sequences that have executed and not ended hold a slot each."""
         if not hasattr(self, "spec"):
             return
-        total = self.spec.slots * self.instances
+        total = self.spec.slots * (self.numbered - len(self.left))
         held = sum(sequence.place is not None and self.is_here(sequence) for sequence in self.sequences)
         assert self.scheduler.free_slots <= total - held
         assert self.scheduler.backlog <= self.scheduler.open
@@ -340,6 +355,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.here
         assert (self.scheduler.open, self.scheduler.backlog) == (0, 0)
         assert self.scheduler.free_slots == self.spec.slots * self.instances
+        assert len(self.left) == self.numbered - self.instances
         counted = Counter(fate for sequence in self.sequences for fate in sequence.fates.values())
         assert counted.total() - counted["elsewhere"] == len(self.of)
 

@@ -240,6 +240,13 @@ class Sampling:
         if is_last or self._weight >= MOST_HELD or (frequency and len(self._held) >= frequency):
             self._write(numbered=not self._is_over or bool(frequency))
 
+    def give_back(self) -> None:
+        """Undoes the counting of a request that has no trace."""
+        self._open -= 1
+        self.left += self.left >= 0
+        if self._is_over and not self._open:
+            self._write(numbered=bool(self.rule.frequency))
+
     def _trace(self, about: About, stamps: Stamps, tensors: Taken, calls: Sequence[CallTrace]) -> _Trace:
         number = self._output.number()
         inner = [self._trace({**call.about, "parent_id": number}, *call[1:]) for call in calls]

@@ -8,7 +8,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -195,16 +196,27 @@ class TracedDispatcher(Dispatcher):
             return span.trace
         return context.trace
 
-    def trace_stored(self, request: InferRequest, began_s: float, ending: Ending) -> None:
-        """Traces a request that was stored just now, at its end."""
+    @contextmanager
+    def trace_stored(self, request: InferRequest) -> Iterator[Callable[[Ending], None]]:
+        """Traces a request that is stored in the block, at its end."""
         if len(self._following) >= _MOST_FOLLOWED or (sampling := self._sample(request.model)) is None:
+            yield lambda _: None
             return
-        with _FENCE:  # as above
-            taken = take(INPUT, request.inputs) if sampling.rule.has_tensors else None
-            about = _about(request)
-            task = asyncio.get_running_loop().create_task(self._follow(sampling, about, began_s, taken, ending))
-            self._following.add(task)
-            task.add_done_callback(self._following.discard)
+        request.calls = CallTraces(has_tensors=sampling.rule.has_tensors)
+        begin_s = self._server_clock.now_s()
+        told: list[Ending] = []
+        try:
+            yield told.append
+        finally:
+            with _FENCE:  # as above
+                if told:
+                    taken = take(INPUT, request.inputs) if sampling.rule.has_tensors else None
+                    follow = self._follow(sampling, _about(request), begin_s, taken, told[0])
+                    task = asyncio.get_running_loop().create_task(follow)
+                    self._following.add(task)
+                    task.add_done_callback(self._following.discard)
+                else:
+                    sampling.give_back()
 
     async def _follow(
         self,
@@ -215,7 +227,7 @@ class TracedDispatcher(Dispatcher):
         ending: Ending,
     ) -> None:
         """Waits for the end of a stored request and adds its trace, even if the end is not seen."""
-        stamps = [("REQUEST_START", began_s)]
+        stamps, calls = [("REQUEST_START", began_s)], list[CallTrace]()
         try:
             async with ending() as (record, response):
                 if record is not None:
@@ -225,11 +237,12 @@ class TracedDispatcher(Dispatcher):
                         stamps.append(("REQUEST_END", record.finished_at))
                 if taken is not None and response is not None:
                     taken += take(OUTPUT, response.outputs)
+                calls += [] if response is None else [_trace_of(call, stamps[-1][1]) for call in response.called]
         except QinferError as error:
             logger.debug("end of a traced request not seen", extra={"reason": error.message})
         finally:
             with _FENCE:  # as above
-                sampling.add(about, _ascending(stamps, stamps[-1][1]), taken)
+                sampling.add(about, _ascending(stamps, stamps[-1][1]), taken, calls)
 
 
 class TracedSink:

@@ -312,17 +312,18 @@ class AsyncRequests:
             route=route,
         )
         is_large = tensor_bytes(request) > self.inline_max_bytes
-        stamped = await asyncio.to_thread(stamp) if is_large else stamp()
-        began_s = self.now_s()
-        accepted = await self.delivery.requests.accept(msgspec.structs.replace(acceptance, **stamped._asdict()))
-        if accepted.is_new:
+        with self.dispatcher.trace_stored(request) as trace:
+            stamped = await asyncio.to_thread(stamp) if is_large else stamp()
+            accepted = await self.delivery.requests.accept(msgspec.structs.replace(acceptance, **stamped._asdict()))
+            if not accepted.is_new:
+                return accepted
             sharing = self.dispatcher.sharing(context)
             ending = functools.partial(self._ending, acceptance.address, acceptance.timeout_s, sharing)
-            self.dispatcher.trace_stored(request, began_s, ending)
-            if request.endpoint and not self.waits.is_full(sharing):
-                given_s = acceptance.timeout_s
-                own_s = self._timeout_s(served, None)
-                self.ends.accepted(request, ending, sharing, given_s if given_s < own_s else math.inf)
+            trace(ending)
+        if request.endpoint and not self.waits.is_full(sharing):
+            given_s = acceptance.timeout_s
+            own_s = self._timeout_s(served, None)
+            self.ends.accepted(request, ending, sharing, given_s if given_s < own_s else math.inf)
         return accepted
 
     @contextlib.asynccontextmanager

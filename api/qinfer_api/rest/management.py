@@ -1,12 +1,9 @@
-"""Routes other than inference (reference §1.3 … §1.5, §1.13 … §1.17).
-
-CUDA shared memory is never accepted; if shared memory is on, its region lists are empty, so that clients can clear both
-kinds at their start.
-"""
+"""Routes other than inference (reference §1.3 … §1.5, §1.13 … §1.17)."""
 
 import asyncio
 import base64
 import binascii
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any
 
@@ -28,9 +25,9 @@ from qinfer_api.observe.trace_file import TraceChanges
 from qinfer_api.rest.openapi import Json, answer, body, errors, operation, query
 from qinfer_api.rest.services import Services, caller, guarded, read_body, read_json, send, send_json, target_of
 from qinfer_api.server_settings import LogChanges, LogValues, TraceValues
-from qinfer_api.shared_memory import Region
+from qinfer_api.shared_memory import CudaRegion, Region
 
-_DONE, _NOTHING = Reply(200, b""), Reply(200, b"[]")
+_DONE = Reply(200, b"")
 
 _METADATA = operation("", {200: answer("The metadata.", about.ServerMetadata), **errors(401, 403)})
 _LIVE = operation("", {200: answer("It is running."), **errors(403, 503)})
@@ -289,6 +286,10 @@ def repository_routes(services: Services) -> APIRouter:
     return router
 
 
+_MAX_ENCODED = 2**31 - 1
+"""Longest base64 text that is decoded, in characters."""
+
+
 def _overrides(parameters: dict[str, Any]) -> tuple[str | None, dict[str, bytes]]:
     config: str | None = None
     files: dict[str, bytes] = {}
@@ -305,6 +306,8 @@ def _overrides(parameters: dict[str, Any]) -> tuple[str | None, dict[str, bytes]
 
 
 def _decoded(name: str, text: str) -> bytes:
+    if len(text) > _MAX_ENCODED:
+        raise InvalidRequest(f"'{name[:100]}' exceeds the maximum allowed data size limit INT_MAX")
     try:
         return base64.b64decode(text.replace("\n", "").replace("\r", ""), validate=True)
     except (binascii.Error, ValueError):
@@ -347,15 +350,16 @@ class CudaRegionCall(msgspec.Struct, frozen=True):
 
 _CALL = "Shared memory register request"
 _OK, _REFUSED = {200: answer("Done.")}, errors(400, 401, 403, 500, 501)
-_STATUS = operation(
-    "Look at shared memory regions",
-    {200: answer("The regions; none where client memory is off.", list[Region]), **errors(400, 401, 403, 404)},
+_STATUS, _CUDA_STATUS = (
+    operation(
+        "Look at shared memory regions",
+        {200: answer("The regions; none where client memory is off.", kind), **errors(400, 401, 403, 404)},
+    )
+    for kind in (list[Region], list[CudaRegion])
 )
 _ACTION = operation("Unregister shared memory regions", {**_OK, **errors(400, 401, 403, 501)})
 _REGISTER = operation("Register a system shared memory region", {**_OK, **_REFUSED}, takes=body(RegionCall))
-_REGISTER_CUDA = operation(
-    "Register a CUDA shared memory region (always refused)", {**_OK, **_REFUSED}, takes=body(CudaRegionCall)
-)
+_REGISTER_CUDA = operation("Register a CUDA shared memory region", {**_OK, **_REFUSED}, takes=body(CudaRegionCall))
 
 
 def shared_memory_routes(services: Services) -> APIRouter:
@@ -399,7 +403,7 @@ def _add_system(router: APIRouter, services: Services) -> None:
     @router.post(f"{_SYSTEM}/unregister", name="unregister_system_regions", **_ACTION)
     async def unregister_system_regions(request: Request) -> HttpResponse:
         """Unregisters all regions of the caller's tenant."""
-        memory.of(caller(request).tenant).unregister_all()
+        memory.of(caller(request).tenant).unregister()
         return send(_DONE)
 
     @router.post(f"{_SYSTEM}/region/{{region}}/unregister", name="unregister_system_region", **_ACTION)
@@ -412,27 +416,35 @@ def _add_system(router: APIRouter, services: Services) -> None:
 def _add_cuda(router: APIRouter, services: Services) -> None:
     memory = services.codec.memory
 
-    @router.get(f"{_CUDA}/status", name="cuda_regions", **_STATUS)
-    async def cuda_regions() -> HttpResponse:
-        """Returns an empty list."""
-        memory.check_cuda()
-        return send(_NOTHING)
+    @router.get(f"{_CUDA}/status", name="cuda_regions", **_CUDA_STATUS)
+    async def cuda_regions(request: Request) -> HttpResponse:
+        """Lists the registered GPU memory regions of the caller's tenant."""
+        return send_json(memory.of(caller(request).tenant).cuda_status())
 
     @router.post(f"{_CUDA}/region/{{region}}/unregister", name="unregister_cuda_region", **_ACTION)
     @router.post(f"{_CUDA}/unregister", name="unregister_cuda_regions", **_ACTION)
-    async def unregister_cuda_regions() -> HttpResponse:
-        """Does nothing, as there are no regions."""
-        memory.check_allowed()
+    async def unregister_cuda_regions(request: Request) -> HttpResponse:
+        """Unregisters one GPU memory region, or all of the caller's tenant."""
+        own = memory.of(caller(request).tenant)
+        await asyncio.to_thread(own.unregister, request.path_params.get("region", ""), CudaRegion)
         return send(_DONE)
 
-    @router.get(f"{_CUDA}/region/{{region}}/status", name="cuda_region", **_STATUS)
-    async def cuda_region(region: str) -> HttpResponse:
-        """Refuses: there is no such region."""
-        memory.check_cuda(region)
-        return send(_NOTHING)
+    @router.get(f"{_CUDA}/region/{{region}}/status", name="cuda_region", **_CUDA_STATUS)
+    async def cuda_region(region: str, request: Request) -> HttpResponse:
+        """Returns one GPU memory region."""
+        return send_json(memory.of(caller(request).tenant).cuda_status(region))
 
     @router.post(f"{_CUDA}/register", include_in_schema=False)
     @router.post(f"{_CUDA}/region/{{region}}/register", name="register_cuda_region", **_REGISTER_CUDA)
-    async def register_cuda_region() -> HttpResponse:
-        """Refuses: CUDA shared memory is not supported."""
-        memory.register_cuda()
+    async def register_cuda_region(request: Request) -> HttpResponse:
+        """Registers memory on a GPU of this host, by the CUDA handle that its owner has made."""
+        own, region = memory.of(caller(request).tenant), request.path_params.get("region", "")
+        await asyncio.to_thread(own.check_cuda, region)
+        depth = services.settings.limits.max_json_depth
+        decode = partial(decode_json, kind=CudaRegionCall, max_depth=depth, call=_CALL)
+        call = await read_body(services, request, _MAX_BODY_BYTES, decode)
+        handle = b""
+        with suppress(ValueError):
+            handle = base64.b64decode(call.raw_handle.b64)
+        await asyncio.to_thread(own.register_cuda, region, handle, call.device_id, call.byte_size)
+        return send(_DONE)

@@ -1,7 +1,4 @@
-"""All calls but inference (reference §1.14 … §1.17, §2.1), and `grpc.health.v1.Health`.
-
-CUDA shared memory is never accepted.
-"""
+"""All calls but inference (reference §1.14 … §1.17, §2.1), and `grpc.health.v1.Health`."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -32,7 +29,7 @@ from qinfer_api.rpc.calls import Guard, parse, read
 from qinfer_api.rpc.headers import Method
 from qinfer_api.rpc.protocol import Call
 from qinfer_api.server_settings import LogSettings, LogValues, TraceSettings
-from qinfer_api.shared_memory import SharedMemory
+from qinfer_api.shared_memory import CudaRegion, SharedMemory
 
 _HEALTH, _METADATA, _CONFIG, _STATISTICS = "health", "metadata", "model-config", "statistics"
 
@@ -280,21 +277,21 @@ def shared_memory_calls(guard: Guard, memory: SharedMemory) -> dict[str, Method]
         return pb.SystemSharedMemoryRegisterResponse()
 
     async def unregister(request: Any, own: SharedMemory) -> Any:
-        if request.name:
-            own.unregister(request.name)
-        else:
-            own.unregister_all()
+        own.unregister(request.name)
         return pb.SystemSharedMemoryUnregisterResponse()
 
-    async def cuda_status(request: Any) -> Any:
-        memory.check_cuda(request.name)
-        return pb.CudaSharedMemoryStatusResponse()
+    async def cuda_status(request: Any, own: SharedMemory) -> Any:
+        kind = pb.CudaSharedMemoryStatusResponse
+        regions = {region.name: _message(kind.RegionStatus, region) for region in own.cuda_status(request.name)}
+        return kind(regions=regions)
 
-    async def cuda_register(_: Any) -> Any:
-        memory.register_cuda()
+    async def cuda_register(request: Any, own: SharedMemory) -> Any:
+        about = request.raw_handle, request.device_id, request.byte_size
+        await asyncio.to_thread(own.register_cuda, request.name, *about)
+        return pb.CudaSharedMemoryRegisterResponse()
 
-    async def cuda_unregister(_: Any) -> Any:
-        memory.check_allowed()
+    async def cuda_unregister(request: Any, own: SharedMemory) -> Any:
+        await asyncio.to_thread(own.unregister, request.name, CudaRegion)
         return pb.CudaSharedMemoryUnregisterResponse()
 
     def of_caller(request: Any, use_case: Callable[[Any, SharedMemory], Awaitable[Any]]) -> Method:
@@ -310,7 +307,7 @@ def shared_memory_calls(guard: Guard, memory: SharedMemory) -> dict[str, Method]
         "SystemSharedMemoryStatus": of_caller(pb.SystemSharedMemoryStatusRequest, status),
         "SystemSharedMemoryRegister": of_caller(pb.SystemSharedMemoryRegisterRequest, register),
         "SystemSharedMemoryUnregister": of_caller(pb.SystemSharedMemoryUnregisterRequest, unregister),
-        "CudaSharedMemoryStatus": guard.question(pb.CudaSharedMemoryStatusRequest, cuda_status, _MEMORY),
-        "CudaSharedMemoryRegister": guard.question(pb.CudaSharedMemoryRegisterRequest, cuda_register, _MEMORY),
-        "CudaSharedMemoryUnregister": guard.question(pb.CudaSharedMemoryUnregisterRequest, cuda_unregister, _MEMORY),
+        "CudaSharedMemoryStatus": of_caller(pb.CudaSharedMemoryStatusRequest, cuda_status),
+        "CudaSharedMemoryRegister": of_caller(pb.CudaSharedMemoryRegisterRequest, cuda_register),
+        "CudaSharedMemoryUnregister": of_caller(pb.CudaSharedMemoryUnregisterRequest, cuda_unregister),
     }

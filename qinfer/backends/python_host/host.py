@@ -29,7 +29,7 @@ from qinfer.backends.python_host.channel import Buffer, Channel
 from qinfer.backends.python_host.errors import GivenParameters, TritonError, TritonModelException, message_of
 from qinfer.backends.python_host.forks import serve_forks
 from qinfer.backends.python_host.inbox import Inbox, Received
-from qinfer.backends.python_host.inference import InferenceRequest
+from qinfer.backends.python_host.inference import InferenceRequest, InferenceTrace
 from qinfer.backends.python_host.messages import (
     Answer,
     Asked,
@@ -95,6 +95,8 @@ class Host:
         self.is_iterative = False
         """Requests may be rescheduled."""
         self._streams: dict[tuple[int, int], Stream] = {}
+        self._rescheduled: dict[tuple[int, int], InferenceResponseSender] = {}
+        """Senders of rescheduled requests, by batch and item of the first execution."""
         self._preparing = threading.Lock()
         self._later: queue.SimpleQueue[Message | Callable[[], None]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -237,6 +239,7 @@ class Host:
     def end(self, stream: Stream, error: str | None, trace: str) -> None:
         """Forgets a stream, with its `error` and `trace`; never waits, because the garbage collector may call it."""
         self._streams.pop((stream.batch, stream.item), None)
+        self._rescheduled.pop((stream.batch, stream.item), None)
         if self._later is None:
             return
         if trace:
@@ -282,6 +285,7 @@ class Host:
     def _unwanted(self, message: Unwanted) -> None:
         if stream := self._streams.get((message.batch, message.item)):
             stream.is_unwanted = True
+        self._rescheduled.pop((message.batch, message.item), None)
 
     def _prepare_later(self) -> None:
         with self._preparing:
@@ -389,15 +393,12 @@ class Host:
             self._channel.send(Failed(self._told(error, "no memory for the outputs", _ids(message))))
 
     def _start(self, message: Execute, buffers: Sequence[Buffer]) -> None:
-        streams = [
-            Stream(self, message.number, item, asked, message.window_bytes)
-            for item, asked in enumerate(message.requests)
-        ]
-        self._streams.update(((stream.batch, stream.item), stream) for stream in streams)
+        senders = [self._sender(message, item, asked) for item, asked in enumerate(message.requests)]
+        streams = [stream for sender in senders if isinstance(stream := sender.responses(), Stream)]
         _batch.set(message.number)
         try:
             # The requests live until the end, so that a failed batch closes their senders.
-            requests = _requests(message, buffers, tuple(self._datatypes), streams)
+            requests = _requests(message, buffers, tuple(self._datatypes), senders)
             with self._turn:
                 returned = self._model.execute(requests)
             if inspect.iscoroutine(returned):
@@ -410,15 +411,30 @@ class Host:
                 request.is_rescheduled() and not stream.is_closed
                 for request, stream in zip(requests, streams, strict=True)
             ]
-            for stream, again in zip(streams, rescheduled, strict=True):
+            for sender, stream, again in zip(senders, streams, rescheduled, strict=True):
                 if again:
-                    stream.close()
+                    self._rescheduled[stream.batch, stream.item] = sender
+                if stream.is_closed:  # by a thread
+                    self._rescheduled.pop((stream.batch, stream.item), None)
         except BaseException as error:  # noqa: BLE001  as in `_guarded`
             for stream in streams:
                 stream.close()
             self._channel.send(Failed(self._told(error, "execute failed", _ids(message))))
             return
         self._channel.send(Executed([Answer([], {}, rescheduled=again) for again in rescheduled]))
+
+    def _sender(self, message: Execute, item: int, asked: Asked) -> InferenceResponseSender:
+        """Returns a request's sender, which all its executions share."""
+        if asked.goes_on is None:
+            stream = Stream(self, message.number, item, asked, message.window_bytes)
+            self._streams[message.number, item] = stream
+            return InferenceResponseSender(stream)
+        sender = self._rescheduled.pop(asked.goes_on, None)
+        if sender is None:  # a thread has sent the final flag
+            stream = Stream(self, *asked.goes_on, asked, message.window_bytes)
+            stream.is_closed = True
+            sender = InferenceResponseSender(stream)
+        return sender
 
     def _in_background(self, coroutine: Coroutine[Any, Any, object], streams: Sequence[Stream]) -> "Future[None]":
         return asyncio.run_coroutine_threadsafe(self._awaited(coroutine, streams), self._running_loop())
@@ -573,7 +589,7 @@ def _models(error: BaseException) -> types.TracebackType | None:
 
 
 def _requests(
-    message: Execute, buffers: Sequence[Buffer], outputs: Sequence[str], streams: Sequence[Stream] = ()
+    message: Execute, buffers: Sequence[Buffer], outputs: Sequence[str], senders: Sequence[InferenceResponseSender] = ()
 ) -> list[InferenceRequest]:
     """Cuts a batch into its requests, as views. As in Triton, a request without output names gets all."""
     arrays = [_array(meta, data) for meta, data in zip(message.inputs, buffers, strict=True)]
@@ -591,8 +607,9 @@ def _requests(
             timeout=asked.timeout_us,
             parameters=GivenParameters(asked.parameters),
         )
-        stream = streams[item] if streams else None
-        requests.append(request.placed(message.number, item, asked.request_id, stream, asked.trace))
+        trace = InferenceTrace(asked.trace, (message.number, item))
+        place = asked.goes_on or (message.number, item)
+        requests.append(request.placed(place, asked.request_id, senders[item] if senders else None, trace))
     return requests
 
 

@@ -150,14 +150,13 @@ class InferenceRequest:
         self._sender: InferenceResponseSender | None = None
 
     def placed(
-        self, batch: int, item: int, server_id: str, stream: Stream | None, context: str = ""
+        self, place: tuple[int, int], server_id: str, sender: InferenceResponseSender | None, trace: InferenceTrace
     ) -> "InferenceRequest":
-        """Sets a request's place, trace and stream; returns itself."""
-        self._place, self._server_id = (batch, item), server_id
-        self._trace = InferenceTrace(context, (batch, item))
-        if stream is not None:
-            # Made at once, so that dropping the request abandons it.
-            self._sender = InferenceResponseSender(stream)
+        """Sets a request's place, trace and sender; returns itself.
+
+        The sender exists at once, so that dropping the request abandons it.
+        """
+        self._place, self._server_id, self._sender, self._trace = place, server_id, sender, trace
         return self
 
     def inputs(self) -> list[Tensor]:

@@ -70,6 +70,7 @@ class Asked(msgspec.Struct, array_like=True, frozen=True):
         trace: W3C `traceparent`.
         correlation_id: The id of its sequence; 0 = none.
         flags: `SEQUENCE_START`, `SEQUENCE_END`, both, or 0.
+        goes_on: Batch and item of the first execution, whose stream continues; `None` = a new stream.
     """
 
     client_id: str
@@ -80,6 +81,7 @@ class Asked(msgspec.Struct, array_like=True, frozen=True):
     correlation_id: int | str = 0
     flags: int = 0
     request_id: str = ""
+    goes_on: tuple[int, int] | None = None
 
 
 class Execute(msgspec.Struct, array_like=True, tag=True):

@@ -16,6 +16,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
+import msgspec
+
 from qinfer.backends.base import Context
 from qinfer.backends.python_host.calls import Calls, send, tensors
 from qinfer.backends.python_host.channel import Buffer, UnreadError
@@ -51,12 +53,18 @@ OPEN_STREAMS = 512
 """With this many open requests, an instance takes no batch."""
 
 Outcome = Executed | Failed
+Place = tuple[int, int]
+"""Batch number and item."""
 
 
 class _Stream:
-    __slots__ = ("question", "taken_bytes")
+    """A request without a final response; `ctx` and `item` are those of its latest execution."""
 
-    def __init__(self) -> None:
+    __slots__ = ("ctx", "item", "question", "taken_bytes")
+
+    def __init__(self, ctx: Context, item: int) -> None:
+        self.ctx = ctx
+        self.item = item
         self.taken_bytes = 0
         self.question: AwaitTaken | None = None
 
@@ -71,7 +79,7 @@ class _OpenBatch:
         self.requests = requests
         self.has_begun = False
         self.refusal: QinferError | None = None
-        self.streams = {item: _Stream() for item in range(len(requests))}
+        self.streams: dict[int, _Stream] = {}
         self.outcome: Future[Outcome] = Future()
 
 
@@ -85,8 +93,10 @@ class Streams:
         self._model = model
         self._calls = Calls(process.channel, model)
         self._changed = threading.Condition()
-        """Guards the two below; never held while a context is called."""
+        """Guards the three below; never held while a context is called."""
         self._batches: dict[int, _OpenBatch] = {}
+        self._rescheduled: dict[str, Place] = {}
+        """Places of the streams of rescheduled requests, by request id."""
         self._is_lost = False
         self._lost: list[str] = []
         process.held = self._held
@@ -107,28 +117,52 @@ class Streams:
         """
         batch = _OpenBatch(ctx, message.requests)
         with self._changed:
-            self._changed.wait_for(lambda: self._is_lost or self._count() < OPEN_STREAMS)
+            self._changed.wait_for(lambda: self._is_lost or self._count() - len(self._rescheduled) < OPEN_STREAMS)
             if self._is_lost:
                 raise UnreadError
+            places = [self._goes_on(message, item, ctx) for item in range(len(message.requests))]
+            batch.streams = {item: _Stream(ctx, item) for number, item in places if number == message.number}
             self._batches[message.number] = batch
             self._instance.begins()
         try:
             self.process.channel.send(message, buffers)
         except BaseException:
             self._forget(message.number)
+            for place in places:
+                self._unwant(*place)
             raise
         # After the batch: a callback may report a cancelled request.
-        for item in range(len(message.requests)):
+        for item in list(batch.streams):
             ctx.on_taken(item, partial(self._on_taken, message.number, item))
         outcome = batch.outcome.result()
-        if isinstance(outcome, Executed):
-            for item, answer in enumerate(outcome.answers):
-                if answer.rescheduled:
-                    self._close(message.number, item)
-            self._forget_ended(message.number)
+        for position, place in enumerate(places):
+            if isinstance(outcome, Failed):
+                self._close(*place)
+            elif outcome.answers[position].rescheduled:
+                self._reschedule(message.requests[position].request_id if ctx.is_decoupled else "", place)
+        self._forget_ended(message.number)
         if not ctx.is_decoupled:
             self._await_streams(batch)
         return outcome
+
+    def _goes_on(self, message: Execute, item: int, ctx: Context) -> Place:
+        """Returns the place of an item's stream and notes it in the message; a rescheduled request keeps its stream."""
+        asked = message.requests[item]
+        place = self._rescheduled.pop(asked.request_id, None)
+        stream = None if place is None else self._stream(*place)
+        if stream is not None:
+            stream.ctx, stream.item = ctx, item
+        message.requests[item] = msgspec.structs.replace(asked, goes_on=place)
+        return place or (message.number, item)
+
+    def _reschedule(self, request_id: str, place: Place) -> None:
+        """Keeps a stream for the next execution of its request; a stream without a request (padding) is closed."""
+        with self._changed:
+            if request_id and self._stream(*place) is not None:
+                self._rescheduled[request_id] = place
+            else:
+                self._messages.put(Unwanted(*place))
+                self._close(*place)
 
     def _await_streams(self, batch: _OpenBatch) -> None:
         """Waits for all responses; a warm-up's context takes none after `execute`."""
@@ -198,9 +232,10 @@ class Streams:
             if batch is None or stream is None:
                 return
             batch.has_begun = True
+            ctx, item = stream.ctx, stream.item
         answer = _answer(message.answer, buffers)
         try:
-            batch.ctx.offer(message.item, answer, final=message.final, parameters=message.answer.parameters or None)
+            ctx.offer(item, answer, final=message.final, parameters=message.answer.parameters or None)
         except QinferError as error:
             batch.refusal = error
             self._unwant(message.batch, message.item)
@@ -219,6 +254,8 @@ class Streams:
         with self._changed:
             self._lost, self._is_lost = self._open(), True
             batches, self._batches = list(self._batches.values()), {}
+            executing = next((batch.ctx for batch in batches if not batch.outcome.done()), None)
+            self._rescheduled.clear()
             self._instance.is_busy = False
             self._changed.notify_all()
         for batch in batches:
@@ -227,9 +264,10 @@ class Streams:
                 batch.outcome.set_exception(UnreadError() if is_unread else EOFError())
                 continue
             error = InferenceFailed(f"the process of model '{self._model}' died ({self.process.death()})")
-            for item in batch.streams:
+            for stream in batch.streams.values():
                 with suppress(QinferError):  # the caller has left, or `execute` raises it
-                    batch.ctx.offer(item, error, final=True)
+                    if stream.ctx is not executing:
+                        stream.ctx.offer(stream.item, error, final=True)
             with self._changed:
                 batch.refusal = error
                 self._changed.notify_all()
@@ -276,9 +314,8 @@ class Streams:
 
     def _is_cancelled(self, message: IsCancelled) -> None:
         with self._changed:
-            batch = self._batches.get(message.batch)
-            is_open = batch is not None and message.item in batch.streams
-        cancelled = not is_open or (batch is not None and batch.ctx.cancelled(message.item))
+            stream = self._stream(message.batch, message.item)
+        cancelled = stream is None or stream.ctx.cancelled(stream.item)
         self._messages.put(Cancelled(message.number, cancelled))
 
     def _context(self, call: Call) -> Context | None:
@@ -297,6 +334,9 @@ class Streams:
             batch = self._batches.get(number)
             if batch is None or batch.streams.pop(item, None) is None:
                 return
+            request_id = batch.requests[item].request_id
+            if self._rescheduled.get(request_id) == (number, item):
+                del self._rescheduled[request_id]
             if not batch.streams and batch.outcome.done():
                 self._forget(number)
             self._changed.notify_all()

@@ -8,7 +8,7 @@ sequence has ended.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from qinfer.batching.batcher import LoadedModel
@@ -71,6 +71,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         self._outlet = outlet
         self._initial = initial
         self._kept: dict[SequenceId, _Kept] = {}
+        self._end: Callable[[int], None] = lambda _: None
         self._idle = asyncio.Event()
         self._idle.set()
         self.completed = self.waiting = 0
@@ -97,10 +98,14 @@ class SequenceBatcher(StepRunner[PendingStep]):
             self._scheduler.adopt(sequence, committed)
             self.pump()
 
-    def grow(self, model: LoadedModel, instances: int) -> None:
-        """Switches to another generation with more instances."""
-        self.model = model
-        self._scheduler.grow(instances)
+    def resize(self, model: LoadedModel, added: int, surplus: int, end: Callable[[int], None]) -> None:
+        """Switches to another generation with more or fewer instances.
+
+        `end` ends an instance of the executor, after the last of its sequences.
+        """
+        self.model, self._end = model, end
+        self._scheduler.grow(added)
+        self._scheduler.shrink(surplus)
         self.pump()
 
     def admit(self, step: PendingStep) -> None:
@@ -168,6 +173,8 @@ class SequenceBatcher(StepRunner[PendingStep]):
         self.model.executor.retire()
 
     def _tell(self, decision: Decision[PendingStep]) -> None:
+        for instance in decision.left:
+            self._end(instance)
         broken = {ended.sequence for ended in decision.ended if ended.ending is not Ending.RESTARTED}
         for refused, error in decision.refused:
             step = refused.item

@@ -10,7 +10,7 @@ step expires, is cancelled or dies; later steps are then refused. The next seque
 any other. Sequences past their idle time are only reported, because another step may be on its way.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Hashable
 from enum import StrEnum
 from heapq import heapify, heappop, heappush
@@ -60,6 +60,7 @@ class Decision(msgspec.Struct, Generic[T], frozen=True):
         ended: Sequences that have ended by anything but END.
         idle: Sequences past their idle time, reported again after as long.
         wake_at_s: When to decide again without an event; `NEVER_S` = never.
+        left: Surplus instances whose last sequence has ended.
     """
 
     batches: list[StepBatch[T]]
@@ -67,6 +68,7 @@ class Decision(msgspec.Struct, Generic[T], frozen=True):
     ended: list[Ended]
     idle: list[SequenceId]
     wake_at_s: float
+    left: list[int] = msgspec.field(default_factory=list)
 
 
 class _Queue(Generic[T]):
@@ -108,6 +110,9 @@ class SequenceScheduler(Generic[T]):
         self._busy: set[int] = set()
         self._freed: list[tuple[int, int]] = []
         self._used = 0
+        self._leaving: dict[int, int] = {}
+        """Surplus instances, also those that have ended, and how many of their slots are still taken."""
+        self._left: list[int] = []
         self._deadlines = _Deadlines[T]()
         self._home: dict[Step[T], _Queue[T]] = {}
         self._cancelled: set[Step[T]] = set()
@@ -119,8 +124,8 @@ class SequenceScheduler(Generic[T]):
     @property
     def free_slots(self) -> int:
         """How many more sequences would get a slot."""
-        held = self._used - len(self._freed) + len(self._backlog)
-        return max(self._instances * self._spec.slots - held, 0)
+        unused = self._instances * self._spec.slots - self._used
+        return max(unused + len(self._freed) - len(self._backlog), 0)
 
     @property
     def open(self) -> int:
@@ -134,13 +139,28 @@ class SequenceScheduler(Generic[T]):
 
     def grow(self, instances: int) -> None:
         """Adds instances for the strategy `direct`; sequences keep their slots."""
-        slots, before = self._spec.slots, self._instances
+        self._list_unused()
+        before = self._instances
         self._instances += instances
-        unused = [divmod(number, before) for number in range(self._used, before * slots)]
-        for slot in (*unused, *product(range(slots), range(before, self._instances))):
+        for slot in product(range(self._spec.slots), range(before, self._instances)):
             heappush(self._freed, slot)
-        self._used = self._instances * slots
+        self._used = self._instances * self._spec.slots
         self._ready += [{} for _ in range(instances)]
+
+    def shrink(self, instances: int) -> None:
+        """Marks the instances with the fewest sequences as surplus, for the strategy `direct`.
+
+        They end with their last sequence; the other instances keep their numbers.
+        """
+        self._list_unused()
+        free = Counter(instance for _, instance in self._freed)
+        staying = [instance for instance in range(self._instances) if instance not in self._leaving]
+        for instance in sorted(staying, key=lambda one: (free[one], one), reverse=True)[:instances]:
+            self._leaving[instance] = self._spec.slots - free[instance]
+            if not self._leaving[instance]:
+                self._left.append(instance)
+        self._freed = [slot for slot in self._freed if slot[1] not in self._leaving]
+        heapify(self._freed)
 
     def admit(self, step: Step[T], now_s: float) -> None:
         """Takes the next step of a sequence.
@@ -232,8 +252,15 @@ class SequenceScheduler(Generic[T]):
             wake_at_s = min(wake_at_s, pick.wake_at_s)
             if pick.rows:
                 batches.append(self._begin(instance, pick))
-        refused, ended, self._refused, self._ended = self._refused, self._ended, [], []
-        return Decision(batches, refused, ended, idle, wake_at_s)
+        decision = Decision(batches, self._refused, self._ended, idle, wake_at_s, self._left)
+        self._refused, self._ended, self._left = [], [], []
+        return decision
+
+    def _list_unused(self) -> None:
+        """Adds unused slots to the free ones, because their numbers depend on the count of instances."""
+        for number in range(self._used, self._instances * self._spec.slots):
+            heappush(self._freed, divmod(number, self._instances))
+        self._used = self._instances * self._spec.slots
 
     def _queue_of(self, step: Step[T]) -> _Queue[T]:
         if self._spec.iterative:
@@ -276,7 +303,12 @@ class SequenceScheduler(Generic[T]):
 
     def _release(self, queue: _Queue[T], slot: tuple[int, int]) -> None:
         """Frees a slot; the next sequence of the ID goes to the backlog's end."""
-        heappush(self._freed, slot)
+        if (instance := slot[1]) in self._leaving:
+            self._leaving[instance] -= 1
+            if not self._leaving[instance]:
+                self._left.append(instance)
+        else:
+            heappush(self._freed, slot)
         queue.slot = None
         if queue.waiting:
             self._backlog[queue] = None

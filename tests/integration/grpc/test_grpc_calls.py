@@ -242,12 +242,12 @@ async def test_shared_memory_is_off(server: Rpc) -> None:
 
 
 async def test_cuda_memory_can_be_cleared(server_with_memory: Rpc) -> None:
-    """As perf_analyzer does with both kinds at its start; there is never any."""
+    """perf_analyzer clears both kinds at its start; without a GPU there are no CUDA regions."""
     async with InferenceServerClient(server_with_memory.running.grpc_target) as client:
         await client.unregister_cuda_shared_memory()
         await client.unregister_cuda_shared_memory("r")
         assert not (await client.get_cuda_shared_memory_status()).regions
-        with pytest.raises(Exception, match="CUDA shared memory is not supported"):
+        with pytest.raises(Exception, match="'r', GPUs not supported"):
             await client.register_cuda_shared_memory("r", b"", 0, 8)
 
 

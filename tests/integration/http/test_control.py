@@ -14,6 +14,7 @@ from qinfer.core.settings import AuthSettings, GrpcSettings, HttpSettings, Limit
 from qinfer.observe.stats import StatsTally
 from qinfer.testing import eventually
 from qinfer_api.observe import reporting
+from qinfer_api.rest import management
 from tests.support.gateway import Running, running_gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -104,6 +105,16 @@ async def test_what_the_repository_refuses(
 
     assert reply.status_code == status
     assert reply.json()["error"].startswith(error)
+
+
+async def test_a_file_of_too_much_base64(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's decoder counts in `int`."""
+    monkeypatch.setattr(management, "_MAX_ENCODED", 3)
+
+    reply = await client.post("/v2/repository/models/echo/load", json={"parameters": {"file:1/m.onnx": "QUFB"}})
+
+    assert reply.status_code == 400
+    assert reply.json()["error"] == "'file:1/m.onnx' exceeds the maximum allowed data size limit INT_MAX"
 
 
 async def test_unloading_withdraws_readiness() -> None:

@@ -172,6 +172,17 @@ async def test_stored_requests_are_traced_when_they_have_ended(scene: Scene, cli
     assert [part["activity"] for part in tensors] == ["TENSOR_QUEUE_INPUT", "TENSOR_BACKEND_OUTPUT"]
 
 
+async def test_a_stored_request_that_is_repeated_counts_once(scene: Scene, client: httpx.AsyncClient) -> None:
+    await client.post("/v2/trace/setting", json={**ON, "trace_count": "5"})
+
+    for _ in range(2):
+        reply = await client.post("/v1/models/echo/requests", json=QUESTION, headers={"Idempotency-Key": "mine"})
+        assert reply.status_code in (200, 202)
+
+    assert (await client.get("/v2/trace/setting")).json()["trace_count"] == "4"
+    await eventually(lambda: not scene.running.gateway._tracing.following, description="the end of the stored request")
+
+
 async def test_several_headers_tracestate_are_one_list(scene: Scene, client: httpx.AsyncClient) -> None:
     """As W3C has it; over gRPC, too."""
     twice = [("tracestate", "one=1"), ("tracestate", "two=2")]

@@ -51,7 +51,7 @@ def key(running: Running) -> Iterator[str]:
     handle = shm.create_shared_memory_region("object", name, 2_000_000)
     shm.set_shared_memory_region(handle, [VALUES])
     yield name
-    running.gateway.memory.unregister_all()
+    running.gateway.memory.unregister()
     shm.destroy_shared_memory_region(handle)
 
 
@@ -119,7 +119,7 @@ async def test_tritons_client_is_told_what_is_wrong(client: triton.InferenceServ
         assert refused(register, "b", "/nothing", 1) == ("500", "Unable to open shared memory region: '/nothing'")
         assert refused(status, "no") == ("404", "Unable to find system shared memory region: 'no'")
         cuda = refused(client.register_cuda_shared_memory, "c", b"raw", 0, 16)
-        assert cuda == ("501", "CUDA shared memory is not supported; use system shared memory, or send the tensors")
+        assert cuda == ("400", "failed to register CUDA shared memory region: 'c', GPUs not supported")
         assert client.get_cuda_shared_memory_status() == []
         assert refused(client.get_cuda_shared_memory_status, "c") == (
             "404",

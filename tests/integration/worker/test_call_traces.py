@@ -62,11 +62,17 @@ async def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         yield one
 
 
-async def traces(scene: EnsemblesServed, path: Path, model: str, *levels: str) -> list[dict[str, Any]]:
+async def traces(
+    scene: EnsemblesServed, path: Path, model: str, *levels: str, stored: bool = False
+) -> list[dict[str, Any]]:
     """Returns what is written of one request: its trace, with those that were made for it as `calls`."""
     settings = {"trace_level": levels or ["TIMESTAMPS"], "trace_rate": "1", "log_frequency": "1"}
     await scene.client.post("/v2/trace/setting", json=settings)
-    await scene.post(model, id="outer")
+    if stored:
+        tensor = {"name": "x", "shape": [1, 2], "datatype": "FP32", "data": ROW}
+        await scene.client.post(f"/v1/models/{model}/requests", json={"id": "outer", "inputs": [tensor]})
+    else:
+        await scene.post(model, id="outer")
     await eventually(lambda: bool(list(path.glob("trace.json*"))), description="the trace file")
     return read(path)
 
@@ -95,9 +101,10 @@ def times(trace: dict[str, Any]) -> list[int]:
     return [stamp["ns"] for stamp in trace["timestamps"]]
 
 
-async def test_a_call_has_a_trace_of_its_own(scene: EnsemblesServed, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stored", [False, True])
+async def test_a_call_has_a_trace_of_its_own(scene: EnsemblesServed, tmp_path: Path, *, stored: bool) -> None:
     """And so have the calls that are made for it, each with the id of the one that it is made for."""
-    (outer,) = await traces(scene, tmp_path, "front")
+    (outer,) = await traces(scene, tmp_path, "front", stored=stored)
 
     assert shown(outer) == ("front", 1, [("middle", 1, [("twice", 1, [])])])
     (middle,) = outer["calls"]
@@ -107,8 +114,9 @@ async def test_a_call_has_a_trace_of_its_own(scene: EnsemblesServed, tmp_path: P
     assert times(outer)[0] < times(middle)[0] < times(middle)[-1] < times(outer)[-1]
 
 
-async def test_calls_have_tensors_if_their_request_has(scene: EnsemblesServed, tmp_path: Path) -> None:
-    (outer,) = await traces(scene, tmp_path, "middle", "TENSORS")
+@pytest.mark.parametrize("stored", [False, True])
+async def test_calls_have_tensors_if_their_request_has(scene: EnsemblesServed, tmp_path: Path, *, stored: bool) -> None:
+    (outer,) = await traces(scene, tmp_path, "middle", "TENSORS", stored=stored)
 
     (call,) = outer["calls"]
     assert "timestamps" not in call
@@ -120,18 +128,19 @@ async def test_calls_have_tensors_if_their_request_has(scene: EnsemblesServed, t
 
 
 @pytest.mark.parametrize(
-    ("model", "expected"),
+    ("model", "stored", "expected"),
     [
-        ("line", [("twice", 1, []), ("tenth", 1, [])]),
-        ("late", [("line", 1, [("twice", 1, []), ("tenth", 1, [])])]),
-        ("listener", [("stream", 1, [])]),
+        ("line", False, [("twice", 1, []), ("tenth", 1, [])]),
+        ("line", True, [("twice", 1, []), ("tenth", 1, [])]),
+        ("late", False, [("line", 1, [("twice", 1, []), ("tenth", 1, [])])]),
+        ("listener", False, [("stream", 1, [])]),
     ],
 )
 async def test_steps_and_streams_have_traces(
-    scene: EnsemblesServed, tmp_path: Path, model: str, expected: list[Any]
+    scene: EnsemblesServed, tmp_path: Path, model: str, *, stored: bool, expected: list[Any]
 ) -> None:
     """Steps of an ensemble, also of one that a model calls, and a call of a decoupled model."""
-    (outer,) = await traces(scene, tmp_path, model)
+    (outer,) = await traces(scene, tmp_path, model, stored=stored)
 
     assert shown(outer) == (model, 1, expected)
 

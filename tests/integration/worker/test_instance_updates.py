@@ -100,10 +100,10 @@ async def test_a_sequence_goes_on_while_instances_come_and_go(scene: ServedModel
     assert await step(5, sequence_start=True, sequence_end=True) == 5
 
 
-async def test_instances_of_a_direct_model_come_beside_those_with_sequences(
+async def test_instances_of_a_direct_model_come_and_go_beside_those_with_sequences(
     scene: ServedModels, repository: Path
 ) -> None:
-    """Nothing of what is loaded is loaded anew, so that later sequences run on it, too."""
+    """No instance is loaded again; the instance without a sequence ends, although it is the oldest."""
     batching = sequence_batching(DIRECT, CONTROLS, "max_sequence_idle_microseconds: 60000000")
     python_models.write_model(repository, PID, "pid", dims=1, max_batch_size=1, scheduling=batching, more=ONE)
     await scene.http.load_model("pid")
@@ -120,6 +120,9 @@ async def test_instances_of_a_direct_model_come_beside_those_with_sequences(
 
     assert first == goes_on == third
     assert second != first
+    await step(3, sequence_end=True)
+    await resize(scene, "pid", 1)
+    assert await step(2, sequence_end=True) == await step(4, sequence_start=True, sequence_end=True) == second
 
 
 async def test_a_stream_goes_on_while_instances_come_and_go(scene: ServedModels, repository: Path) -> None:

@@ -70,11 +70,15 @@ class Countdowns:
                 yield {"model_name": "countdown", "inputs": [x], "request_id": str(number)}
 
         found: dict[str, list[float | str]] = {str(number): [] for number in numbers}
-        async for result, error in self.served.grpc.stream_infer(requests()):
-            if error is not None:
-                found[str(numbers[0])].append("failed")
-            else:
-                found[result.get_response().id].append(float(result.as_numpy("y").item()))
+        answers = self.served.grpc.stream_infer(requests())
+        try:
+            async for result, error in answers:
+                if error is not None:
+                    found[str(numbers[0])].append("failed")
+                else:
+                    found[result.get_response().id].append(float(result.as_numpy("y").item()))
+        finally:
+            answers.cancel()  # a reader who is cancelled cancels the call only if it waits
         return found
 
     def executed(self) -> list[list[int]]:

@@ -75,7 +75,7 @@ def test_regions_are_forgotten(memory: SharedMemory, key: str) -> None:
     memory.unregister("nothing")
 
     assert [region.name for region in memory.status()] == ["b"]
-    memory.unregister_all()
+    memory.unregister()
     assert memory.status() == []
     memory.register("a", key, 0, 8)
 
@@ -117,7 +117,7 @@ def test_a_region_stays_while_requests_use_it(memory: SharedMemory, key: str) ->
     first.hold()
     second.hold()
 
-    memory.unregister_all()
+    memory.unregister()
     del first
     assert bytes(second.view("r", 0, 2)) == bytes([0, 1])
     with pytest.raises(AlreadyExists):
@@ -133,7 +133,7 @@ def test_tenants_have_regions_of_their_own(memory: SharedMemory, key: str) -> No
         memory.of(tenant).register("r", key, offset, 8)
     memory.of("evil").register("s", key, 0, 8)
 
-    memory.of("evil").unregister_all()
+    memory.of("evil").unregister()
 
     assert memory.of("evil").status() == []
     assert [region.offset for region in memory.of("acme").status()] == [1]
@@ -273,7 +273,7 @@ def test_nothing_works_where_it_is_off(key: str) -> None:
     for call in (
         lambda: memory.register("r", key, 0, 8),
         lambda: memory.unregister("r"),
-        memory.unregister_all,
+        memory.unregister,
         lambda: memory.view("r", 0, 8),
         lambda: memory.check("r", 0, 8),
         lambda: memory.write("r", 0, b""),

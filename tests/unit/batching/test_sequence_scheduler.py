@@ -177,6 +177,47 @@ def test_sequences_keep_their_slots_when_instances_come(held: int) -> None:
     assert worker.scheduler.backlog == worker.scheduler.free_slots == 0
 
 
+def test_instances_with_the_fewest_sequences_go_when_these_have_ended() -> None:
+    """The other sequences keep their slots, and the backlog waits for a slot of a remaining instance."""
+    worker = Worker(DIRECT, instances=3)
+    for name, flags in (("a", "S"), ("b", "S"), ("c", "SE"), ("d", "S"), ("e", "S")):
+        worker.send(name, flags)
+    assert worker.run()  # a and d are on instance 0, b and e on 1, and c was on 2
+
+    worker.scheduler.shrink(2)
+
+    assert worker.scheduler.free_slots == 0
+    assert worker.decide().left == [2]
+    worker.send("f", "S")
+    worker.send("b")
+    batch = only(worker.decide())
+    assert (batch.instance, worker.scheduler.backlog) == (1, 1)
+    worker.scheduler.ended(batch, worker.now_s)
+    for name in ("b", "e", "a"):
+        worker.send(name, "E")
+    places = {}
+    decision = worker.decide()
+    for batch in decision.batches:
+        worker.scheduler.ended(batch, worker.now_s)
+    decision = worker.decide()
+    places = {step.sequence: batch.instance for batch in decision.batches for step in batch.steps}
+    assert (decision.left, places) == ([1], {SequenceId("t", "f"): 0})
+
+
+def test_instances_that_come_have_numbers_of_their_own() -> None:
+    """Slots of ended instances are not used again."""
+    worker = Worker(DIRECT, instances=2)
+    worker.scheduler.shrink(1)
+    worker.scheduler.grow(1)
+
+    for name in range(4):
+        worker.send(name, "S")
+
+    decision = worker.decide()
+    assert decision.left == [1]
+    assert [(batch.instance, len(batch.steps)) for batch in decision.batches] == [(0, 2), (2, 2)]
+
+
 @pytest.mark.parametrize("flags", ["", "E"])
 def test_a_step_without_start_is_refused(flags: str) -> None:
     worker = Worker(DIRECT)

@@ -87,6 +87,35 @@ async def test_a_thread_waits_for_room() -> None:
     assert [r.index for r in bench.responses()] == [0, 1, 2, 3, 4, 5]
 
 
+async def test_an_item_that_was_lost_before_its_execution_began_has_no_stream() -> None:
+    """A worker that stops waits until no stream is open."""
+    bench = StreamBench()
+    execution = bench.execution()
+    (item,) = execution.items
+    item.lose()
+    bench.table.lose(item)
+
+    stream = bench.table.open(item, execution)
+    await bench.table.ended()
+
+    assert stream.is_over
+    assert stream.closed.is_set()
+
+
+async def test_a_stream_that_is_over_keeps_no_instance_when_its_item_is_executed_again() -> None:
+    """An instance ends when all streams that it has had are closed."""
+    bench = StreamBench()
+    execution = bench.execution()
+    (item,) = execution.items
+    assert bench.table.resume(item, execution) is execution.streams[0]
+
+    bench.table.lose(item)
+    again = bench.table.resume(item, execution)
+
+    assert again.is_over
+    assert again.closed.is_set()
+
+
 async def test_credits_of_others_are_dropped() -> None:
     bench = StreamBench(window_bytes=COST)
     execution = bench.execution()

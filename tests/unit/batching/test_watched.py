@@ -68,6 +68,9 @@ class StreamCtx(Ctx):
     def waits(self, item: int) -> bool:
         return self.waiting
 
+    def reschedule(self, *_: object) -> None:
+        return
+
 
 TIMES = [lambda: None]
 
@@ -277,6 +280,17 @@ def test_the_clock_stops_with_the_final_response(now: Time) -> None:
 def test_a_stream_that_waits_for_its_caller_does_not_count(now: Time) -> None:
     one = Streamed()
     one.inner.waiting = True
+
+    now.now_s += 60.0
+
+    assert one.clock.elapsed_s() == 0.0
+
+
+def test_a_request_that_waits_for_its_next_execution_does_not_count(now: Time) -> None:
+    """The clock stops even if a thread of the model sends its responses."""
+    one = Streamed()
+    one.ctx.reschedule(0)
+    one.ctx.offer(0, (), final=False)
 
     now.now_s += 60.0
 

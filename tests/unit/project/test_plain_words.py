@@ -40,7 +40,7 @@ def test_every_kind_of_prose_is_read() -> None:
         (3, " is there"),
     ]
     assert [place[1:] for place in lua_prose("a.lua", "local a = 1 -- one\nreturn a\n")] == [(1, "one")]
-    assert [place[1:] for place in markdown_prose("a.md", markdown)][0] == (1, "A paragraph\nof two lines.\n")
+    assert next(place[1:] for place in markdown_prose("a.md", markdown)) == (1, "A paragraph\nof two lines.\n")
 
 
 def test_methods_of_a_protocol_are_one_name() -> None:

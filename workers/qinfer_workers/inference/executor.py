@@ -91,7 +91,8 @@ class ThreadExecutor:
         self._loop = loop
         self._name = name
         self._pinned = pinned
-        self._instances: list[Backend] = []
+        self._instances: dict[int, Backend] = {}
+        """By number; pinned instances keep theirs."""
         self._started = 0
         self._running = 0
         self._queues: list[_Jobs] = []
@@ -99,22 +100,27 @@ class ThreadExecutor:
 
     def grow(self, instances: Sequence[Backend]) -> None:
         """Adds instances."""
-        self._instances += instances
-        self._note_instances()
         self.count += len(instances)
         for instance in instances:
             name = f"{self._name}-{self._started}"
+            self._instances[self._started if self._pinned else len(self._instances)] = instance
             self._started += 1
             jobs: _Jobs = queue.SimpleQueue() if self._pinned or not self._queues else self._queues[0]
             self._queues.append(jobs)
             # A call that never returns must not keep a drained worker alive.
             _start(threading.Thread(target=self._serve, args=(instance, jobs), name=name, daemon=True))
+        self._note_instances()
 
     def shrink(self, surplus: int) -> None:
         """Unloads surplus instances; at least one must remain."""
         self.count -= surplus
         for _ in range(surplus):
             self._queues.pop().put(_End.ONE)
+
+    def end(self, instance: int) -> None:
+        """Unloads a pinned instance after its queued executions."""
+        self.count -= 1
+        self._queues[instance].put(_End.ONE)
 
     def run_now(self, execution: Execution, expected_s: float, instance: int = 0) -> bool:
         """Executes at once if that is short and no instance is busy."""
@@ -139,11 +145,11 @@ class ThreadExecutor:
 
     def memory(self) -> tuple[MemoryUse, ...]:
         """Returns the memory that the instances hold; for any thread."""
-        return added_up(use for instance in list(self._instances) for use in memory_of(instance))
+        return added_up(use for instance in list(self._instances.values()) for use in memory_of(instance))
 
     def metrics(self) -> list[ModelSeries]:
         """Returns the metrics of the models; for any thread."""
-        return [one for instance in list(self._instances) for one in metrics_of(instance)]
+        return [one for instance in list(self._instances.values()) for one in metrics_of(instance)]
 
     def recall(self) -> list[Execution]:
         """Takes back the executions that have not begun."""
@@ -173,10 +179,11 @@ class ThreadExecutor:
         return recalled
 
     def _note_instances(self) -> None:
-        self._on_loop = all(instance.short_on_loop for instance in self._instances)
+        self._on_loop = all(instance.short_on_loop for instance in self._instances.values())
 
     def _leave(self, instance: Backend, left: threading.Event) -> None:
-        self._instances.remove(instance)
+        others = {number: one for number, one in self._instances.items() if one is not instance}
+        self._instances = others if self._pinned else dict(enumerate(others.values()))
         self._note_instances()
         left.set()
 
@@ -186,7 +193,8 @@ class ThreadExecutor:
             execution, done = job
             execution.run(instance)
             if isinstance(execution, StreamedExecution):
-                streams = [stream for stream in (*streams, *execution.streams) if not stream.closed.is_set()]
+                # All executions of a rescheduled request share one stream.
+                streams = [one for one in dict.fromkeys((*streams, *execution.streams)) if not one.closed.is_set()]
             try:
                 self._loop.call_soon_threadsafe(self._ended, execution, done)
             except RuntimeError:

@@ -165,10 +165,10 @@ class Loader:
         surplus = list((Counter(serving.devices) - Counter(loaded.devices)).elements())
         if not missing and not surplus:
             return Change(kind=Kind.SAME, loaded=loaded)
-        # Any idle instance may end, on whichever device; one with sequences must not.
+        # Any idle instance may end, on whichever device.
         is_resizable = not surplus or (not missing and len(set(serving.devices)) == 1)
         if (sequences := loaded.spec.sequences) is not None:
-            is_resizable = not surplus and isinstance(sequences.strategy, DirectSpec) and not sequences.iterative
+            is_resizable = is_resizable and isinstance(sequences.strategy, DirectSpec) and not sequences.iterative
         if not is_resizable:
             return None
         added = self._instances(loaded, directory, missing, LatencyModel())

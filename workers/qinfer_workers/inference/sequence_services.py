@@ -63,14 +63,18 @@ class SequenceServices:
         if before is not None:
             self._leaving[before] = self._parts.tasks.create_task(self._leave(before))
 
-    def go_on(self, loaded: Loaded) -> None:
-        """Continues a version under a generation that at most adds instances."""
+    def go_on(self, loaded: Loaded, surplus: int) -> None:
+        """Continues a version under a generation that changes only the number of instances."""
         service = self._services[loaded.spec.name, loaded.version]
         service.generations.add(loaded.generation)
         batcher, added = service.batcher, loaded.instances
-        if added and isinstance(batcher, SequenceBatcher) and isinstance(batcher.model.executor, ThreadExecutor):
-            batcher.model.executor.grow(added)
-            batcher.grow(replace(batcher.model, spec=loaded.spec, generation=loaded.generation), len(added))
+        if not (added or surplus) or not isinstance(batcher, SequenceBatcher):
+            return
+        executor = batcher.model.executor
+        assert isinstance(executor, ThreadExecutor)
+        executor.grow(added)
+        model = replace(batcher.model, spec=loaded.spec, generation=loaded.generation)
+        batcher.resize(model, len(added), surplus, executor.end)
 
     async def retire(self, key: Key, is_wanted: Callable[[], bool]) -> bool:
         """Waits for a version's sequences to end, and unloads it; returns whether it did.

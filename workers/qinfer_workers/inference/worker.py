@@ -279,7 +279,7 @@ class Worker:
         """Changes the number of instances, under a new generation."""
         key = loaded.spec.name, loaded.version
         if key in self._sequences:
-            self._sequences.go_on(loaded)
+            self._sequences.go_on(loaded, surplus)
             return
         batcher = self._serving[key].batcher
         executor = batcher.model.executor

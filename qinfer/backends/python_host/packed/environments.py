@@ -1,7 +1,7 @@
 """Unpacked environments on this machine, which all its workers share.
 
     <directory>/<hash of the archive>/env/…     the environment
-    <directory>/<hash of the archive>/ready     made last: without it, the environment is incomplete
+    <directory>/<hash of the archive>/ready     its bytes; made last: without it, the environment is incomplete
     <directory>/known/<hash of a stamp>         the hash of an archive with this stamp, which need not be read again
     <directory>/lent/<hash>/<package>           a link to a package of the worker's
 
@@ -23,7 +23,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from qinfer.backends.python_host.packed.archive import ArchiveBounds, unpack
-from qinfer.core.shared_folders import hold, remove_unused, used_at
+from qinfer.core.shared_folders import hold, is_held, remove_unused, used_at
 from qinfer.errors import ModelLoadFailed
 
 UNUSED_S = 86400.0
@@ -38,7 +38,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Environments:
-    """The environments of one directory, which need not exist."""
+    """The environments of one directory, which need not exist.
+
+    `bounds` limits an archive, and all unused environments together.
+    """
 
     def __init__(self, directory: Path, bounds: ArchiveBounds) -> None:
         self._root = directory
@@ -124,14 +127,21 @@ class Environments:
                 raise ModelLoadFailed("conda-unpack of its environment failed; the log says why")
         with (home / READY).with_suffix(".new").open("w") as ready:
             # After a crash, the name must not exist without the files' content.
+            ready.write(str(_bytes_of(home / "env")))
+            ready.flush()
             ctypes.CDLL(None).syncfs(ready.fileno())
             Path(ready.name).rename(home / READY)
         return members
 
     def _sweep(self, unused_s: float) -> None:
-        limit = time.time() - unused_s
-        for home in self._root.iterdir():
-            if home.name not in (_KNOWN, _LENT, _LOCK) and (not (home / READY).exists() or used_at(home) <= limit):
+        """Removes incomplete and long unused environments, and the oldest unused ones above the bound."""
+        limit, unused_bytes = time.time() - unused_s, 0
+        homes = [home for home in self._root.iterdir() if home.name not in (_KNOWN, _LENT, _LOCK)]
+        for home in sorted(homes, key=used_at, reverse=True):
+            is_old = not (home / READY).exists() or used_at(home) <= limit
+            if not is_old and not is_held(home):
+                unused_bytes += int((home / READY).read_text() or 0)
+            if is_old or unused_bytes > self._bounds.max_bytes:
                 remove_unused(home, READY)
         for note in (self._root / _KNOWN).glob("*"):
             if used_at(note) <= limit and not (self._root / note.read_text()).exists():
@@ -142,6 +152,11 @@ def with_libraries(root: Path, variables: Mapping[str, str]) -> dict[str, str]:
     """Returns variables for an environment's libraries, as in Triton."""
     libraries = ":".join(filter(None, (str(root / "lib"), variables.get("LD_LIBRARY_PATH", ""))))
     return {**variables, "LD_LIBRARY_PATH": libraries}
+
+
+def _bytes_of(directory: Path) -> int:
+    paths = (os.path.join(place, name) for place, _, names in os.walk(directory) for name in names)
+    return sum(os.lstat(path).st_size for path in paths)
 
 
 def _stamp(file: BufferedReader) -> str:

@@ -109,6 +109,24 @@ async def test_rate_and_count(traces: TraceFile, values: dict[str, object], trac
     await traces.close()
 
 
+async def test_what_is_given_back_is_not_counted(traces: TraceFile, path: Path) -> None:
+    """The other traces are still written."""
+    traces.apply(on(trace_count="2"))
+    first, second = traces.sample("m"), traces.sample("m")
+    assert first is not None
+    assert first is second
+    first.give_back()
+    assert (traces.left("m"), ask(traces), traces.left("m")) == (1, True, 0)
+    third = traces.sample("m")
+    assert third is None
+
+    traces.apply(on(trace_count="3"))
+    first.give_back()
+
+    await traces.close()
+    assert held(path) == {"trace.json": 1}
+
+
 async def test_a_model_of_its_own_counts_for_itself(traces: TraceFile) -> None:
     """It inherits what it does not say."""
     traces.apply(on(trace_count="2") | settings("trace:m", trace_rate="2") | settings("trace:gone", trace_rate=None))

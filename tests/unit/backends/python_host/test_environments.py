@@ -29,19 +29,19 @@ def homes(root: Path) -> set[str]:
     return {path.name for path in root.iterdir() if path.is_dir() and path.name not in ("known", "lent")}
 
 
-def use(root: Path, file: Path, pipe: Connection) -> None:
+def use(root: Path, file: Path, pipe: Connection, bounds: ArchiveBounds) -> None:
     """Uses an environment in a process of its own until it is told to end."""
-    pipe.send(str(Environments(root, BOUNDS).unpacked(file, {})))
+    pipe.send(str(Environments(root, bounds).unpacked(file, {})))
     pipe.recv()
 
 
 class User:
     """A process that uses an environment."""
 
-    def __init__(self, root: Path, file: Path) -> None:
+    def __init__(self, root: Path, file: Path, bounds: ArchiveBounds = BOUNDS) -> None:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=use, args=(root, file, theirs))
+        self._process = context.Process(target=use, args=(root, file, theirs, bounds), daemon=True)
         self._process.start()
 
     def place(self) -> Path:
@@ -149,6 +149,24 @@ def test_what_is_unused_for_a_day_is_removed_and_what_is_used_stays(tmp_path: Pa
     assert homes(root) == {found.parent.name for found in (places[used], places[recent], place)}
     assert (places[used] / "lib" / "a.py").read_text() == "used"
     for user in (used, new):
+        user.end()
+
+
+def test_what_is_unused_takes_no_more_than_one_may(tmp_path: Path) -> None:
+    """The least recently used environments are removed; environments in use do not count."""
+    root, bounds, now_s = tmp_path / "environments", ArchiveBounds(20_000, 1000), time.time()
+    users = [User(root, packed(tmp_path / name, name * 6000), bounds) for name in "abcde"]
+    places = [user.place().parent for user in users]
+    for age, place in enumerate(places):
+        os.utime(place, (now_s - 100 + age, now_s - 100 + age))
+    for user in users[1:]:
+        user.end()
+
+    new = User(root, packed(tmp_path / "new", "new"), bounds)
+    place = new.place().parent
+
+    assert homes(root) == {found.name for found in (places[0], *places[2:], place)}
+    for user in (users[0], new):
         user.end()
 
 

@@ -106,6 +106,24 @@ async def test_pinned_instances_execute_what_is_theirs() -> None:
     await eventually(lambda: not any(backend.loaded for backend in backends))
 
 
+async def test_a_pinned_instance_ends_and_the_others_keep_their_numbers() -> None:
+    backends = [Named(), Named(), Named()]
+    instances = ThreadExecutor(backends, asyncio.get_running_loop(), "stub", pinned=True)
+    ended: list[str] = []
+
+    instances.end(0)
+    await eventually(lambda: not backends[0].loaded)
+    instances.grow([added := Named()])
+    for name, instance in (("a", 1), ("b", 3), ("c", 2)):
+        instances.start(named(name), lambda run: ended.append(run.items[0].request.id), instance)
+    await eventually(lambda: len(ended) == 3)
+
+    assert [backend.executed for backend in (*backends, added)] == [[], ["a"], ["c"], ["b"]]
+    assert instances.count == 3
+    instances.retire()
+    await eventually(lambda: not any(backend.loaded for backend in (*backends, added)))
+
+
 async def test_what_pinned_instances_have_not_begun_is_recalled() -> None:
     """From each of their queues; the instances go on."""
     gate = threading.Event()
