@@ -9,7 +9,7 @@ from qinfer.core.messages import Response
 from qinfer.tensors import Tensor
 
 LARGEST_SHARE = 8
-"""The cache's size by this is the largest entry."""
+"""An entry takes at most an eighth of the cache."""
 
 _ENTRY_BYTES, _PART_BYTES = 512, 256
 """Python's overhead of an entry, and of a tensor or parameter in it."""
