@@ -1,5 +1,5 @@
 -- Marks entries that `worker` owns as executing, so that they no longer wait.
--- KEYS: the lane. ARGV: group, worker, entry ids, mostly in order. Returns how many.
+-- KEYS: lane. ARGV: group, worker, entry ids, mostly in order. Returns how many.
 local lane, group, worker = KEYS[1], ARGV[1], ARGV[2]
 local most = 100000 -- a worker holds far fewer
 

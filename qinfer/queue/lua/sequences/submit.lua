@@ -31,8 +31,8 @@ local function is_repeated(n, committed)
   return n > 0 and n <= committed and has_answer(name, of.tail, n)
 end
 
--- Tells whether `most` sequences are open and the tenant has its share of them: a tenant below its share is admitted
--- even if others have filled the limit.
+-- Tells whether `most` sequences are open and the tenant has its share: below it, it is admitted even if others have
+-- filled the limit.
 local function has_no_room()
   if most == 0 or redis.call('ZCARD', prefix .. 'sequences') < most then return false end
   local tenant, sum, tenants = tenant_of(name), 0, redis.call('HGETALL', prefix .. 'sequences~')

@@ -2,13 +2,13 @@
 
 local function stream_of(lane, tenant) return tenant == '' and lane or lane .. '~' .. tenant end
 
--- Returns the id of the blank ticket at the head of a lane, or nil.
+-- The id of the blank ticket at the head of a lane, or nil.
 local function blank_of(lane)
   local first = redis.call('XRANGE', lane, '-', '+', 'COUNT', 1)[1]
   return first and first[2][2] == '' and first[1] or nil
 end
 
--- Finds a tenant's first ticket in some lanes; false if it has no ticket.
+-- A tenant's first ticket in some lanes, or false.
 local function look(share, lanes)
   for _, lane in ipairs(lanes) do
     local stream = stream_of(lane, share.tenant)
@@ -23,7 +23,7 @@ local function look(share, lanes)
 end
 
 -- Returns the tenants with open sequences as {tenant, weight, held (by all workers), and for waiting ones since (ms),
--- …}. The first entry is for callers without a key or of earlier versions.
+--   …}. The first entry is for callers without a key or of earlier versions.
 local function shares_of(lanes)
   local shares = {{tenant = '', weight = 1, held = redis.call('ZCARD', prefix .. 'sequences')}}
   local tenants = redis.call('HGETALL', prefix .. 'sequences~')
@@ -43,7 +43,7 @@ local function shares_of(lanes)
   return shares
 end
 
--- Returns the share with the fewest held by weight, and of equal ones the longest waiting.
+-- Returns the share with the fewest held by weight, then the longest waiting.
 local function next_of(shares)
   local best
   for _, share in ipairs(shares) do
