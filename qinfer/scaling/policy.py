@@ -259,7 +259,7 @@ class Throughput:
         self._totals: deque[_Total] = deque()
         self._correction = 1.0
         self.executed = False
-        """Since the last observation but one."""
+        """Whether anything was, between the last two observations."""
 
     def observe(
         self, now_s: float, rows: Mapping[Version, int], rows_per_s: Mapping[Version, float], live: int, work_s: float

@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 UPLOADS = 4
 """Concurrent chunks of one upload."""
 
-_AHEAD_BYTES = 8 * 2**20  # for sequential readers
+_AHEAD_BYTES = 8 * 2**20  # of sequential readers
 _AT_ONCE_BYTES = 32 * 2**20
 _BEYOND_THE_END = 416  # for a range of an empty object
-_CONFLICTS = 6  # while others write the same name in S3
+_CONFLICTS = 6  # tries while others write the same name in S3
 _CONFLICT_S = 0.1  # doubled after each try
 _MOST_CHUNKS = 10_000
-_WORTH_A_PAGE = 4  # for a worthwhile listing
-_PAGE = 1000  # of an S3 listing
+_WORTH_A_PAGE = 4  # objects that justify a listing
+_PAGE = 1000  # objects of an S3 listing
 _OF_PATTERNS = frozenset("*?[")
 _MARKS = ("generation", "ETag", "etag", "md5Hash", "LastModified", "last_modified", "updated", "mtime", "created")
 
