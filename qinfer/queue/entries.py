@@ -182,7 +182,7 @@ MAX_OUTBOX_NAME = 200
 
 
 class RequestState(StrEnum):
-    """The state of an asynchronous request."""
+    """The state of an asynchronous request; succeeded, failed, expired and cancelled are terminal."""
 
     QUEUED = "queued"
     RUNNING = "running"

@@ -1,7 +1,7 @@
 """Redis keys: the only place that spells them.
 
 The keys of a partition share the hash tag `{<model>#<partition>}`, hence a cluster slot. Configuration and statistics
-of a model live with its partition 0.
+of a model live with its partition 0. docs/builders/redis-keys.md describes all.
 """
 
 from functools import lru_cache
@@ -49,77 +49,77 @@ def slot(key: str | bytes) -> int:
 
 
 def prefix(model: str, number: int) -> str:
-    """Prefix of a partition's keys, for scripts."""
+    """Prefix of a partition's keys."""
     return _partition(model, number)
 
 
 def dead_letters(model: str, partition: int = 0) -> str:
-    """Dead-letter stream of a partition."""
+    """Stream of dead letters."""
     return f"{_partition(model, partition)}dlq"
 
 
 def payload(model: str, partition: int, request_id: str) -> str:
-    """String of a request's large body."""
+    """String, or hash, of a request's tensors."""
     return f"{_partition(model, partition)}payload:{request_id}"
 
 
 def result(model: str, partition: int, request_id: str) -> str:
-    """String of an asynchronous request's outcome, or of a synchronous one's large outputs."""
+    """String of an outcome or of large outputs."""
     return f"{_partition(model, partition)}result:{request_id}"
 
 
 def responses(model: str, partition: int, request_id: str) -> str:
-    """List of a stored decoupled request's responses before the final one."""
+    """List of a request's stored responses."""
     return f"{_partition(model, partition)}responses:{request_id}"
 
 
 def stored(model: str, partition: int, tenant: str) -> str:
-    """Hash of the bytes of a tenant's stored results; the sorted set `stored-until` has their expiry."""
+    """Hash of a tenant's stored bytes; the sorted set `stored-until` has their expiry."""
     return f"{_partition(model, partition)}stored:{tenant}"
 
 
 def request(model: str, partition: int, request_id: str) -> str:
-    """Hash of an asynchronous request's state."""
+    """Hash of an asynchronous request."""
     return f"{_partition(model, partition)}request:{request_id}"
 
 
 def staged(key: str, nonce: str) -> str:
-    """String of a staged value, which a script renames to `key`; no request id contains a `|`."""
+    """String that a script renames to `key`; no request id contains a `|`."""
     return f"{key}|{nonce}"
 
 
 def idempotency(model: str, partition: int, tenant: str, key_hash: str) -> str:
-    """String that maps an idempotency key to a request id and, on a second line, its body's hash."""
+    """String of a request id and, on a second line, its body's hash."""
     return f"{_partition(model, partition)}idem:{tenant}:{key_hash}"
 
 
 def sent(of: "Lane", entry_id: str) -> str:
-    """String that marks an entry with a sent response."""
+    """String: a response was sent."""
     return f"{_partition(of.model, of.partition)}sent:{of.version}:{of.name}:{entry_id}"
 
 
 def cancels(model: str, partition: int = 0) -> str:
-    """Stream of entries that were cancelled while a worker held them."""
+    """Stream of cancelled entries."""
     return f"{_partition(model, partition)}cancels"
 
 
 def moved(model: str, partition: int = 0) -> str:
-    """Hash of the new places of moved entries."""
+    """Hash of moved entries."""
     return f"{_partition(model, partition)}moved"
 
 
 def due(model: str, partition: int = 0) -> str:
-    """Sorted set of the deadlines of asynchronous requests."""
+    """Sorted set of requests, by deadline."""
     return f"{_partition(model, partition)}due"
 
 
 def deliveries(model: str, partition: int, kind: str) -> str:
-    """Stream of pending deliveries of a kind; `|later` is the sorted set of taken ones."""
+    """Stream of deliveries; `|later` is the sorted set of taken ones."""
     return f"{_partition(model, partition)}deliveries:{kind}"
 
 
 def confirm(model: str, partition: int = 0) -> str:
-    """String that is written before a wait for replicas or the disk."""
+    """String before a wait for replicas or the disk."""
     return f"{_partition(model, partition)}confirm"
 
 
@@ -129,27 +129,27 @@ def sequence(model: str, partition: int, name: str) -> str:
 
 
 def sequence_state(model: str, partition: int, name: str) -> str:
-    """Large state of a sequence."""
+    """Large state."""
     return f"{_partition(model, partition)}sequence-state:{name}"
 
 
 def sequence_answer(model: str, partition: int, name: str, step: str) -> str:
-    """Large response to the committed step `<life>.<number>`."""
+    """Large response to the step `<life>.<number>`."""
     return f"{_partition(model, partition)}sequence-answer:{step}:{name}"
 
 
 def sequences(model: str, partition: int) -> str:
-    """Sorted set of open sequences, by the janitor's next look."""
+    """Sorted set of open sequences."""
     return f"{_partition(model, partition)}sequences"
 
 
 def sequence_endings(model: str, partition: int) -> str:
-    """Sorted set of sequences with unanswered steps of an ended life, by when to answer them."""
+    """Sorted set of sequences with unanswered steps."""
     return f"{_partition(model, partition)}sequence-endings"
 
 
 def sequence_owners(model: str, partition: int) -> str:
-    """Sorted set of workers that own sequences, by their leases' ends."""
+    """Sorted set of workers, by lease."""
     return f"{_partition(model, partition)}sequence-owners"
 
 
@@ -159,7 +159,7 @@ def sequence_owned(model: str, partition: int, worker_id: str) -> str:
 
 
 def sequence_counts(model: str, partition: int) -> str:
-    """Hash of counts of handed-over and lost sequences."""
+    """Hash of counts."""
     return f"{_partition(model, partition)}sequence-counts"
 
 
@@ -169,37 +169,37 @@ def sequences_of(model: str, partition: int, tenant: str) -> str:
 
 
 def sequence_turn(model: str, partition: int, tenant: str) -> str:
-    """String that marks a slot just given up for a tenant."""
+    """String: a slot was given up."""
     return f"{_partition(model, partition)}sequence-turn:{tenant}"
 
 
 def sequence_numbers(model: str, partition: int) -> str:
-    """Hash of a model's first tenant and of the count of allotted numbers."""
+    """Hash of the first tenant and the count of numbers."""
     return f"{_partition(model, partition)}sequence-numbers"
 
 
 def sequence_number(model: str, partition: int, number: int) -> str:
-    """String with the sequence that has a number."""
+    """String with a number's sequence."""
     return f"{_partition(model, partition)}sequence-number:{number}"
 
 
 def sequence_told(model: str, partition: int, name: str) -> str:
-    """String with a sequence's number for a model without sequences."""
+    """String with a sequence's number."""
     return f"{_partition(model, partition)}sequence-told:{name}"
 
 
 def config(model: str) -> str:
-    """Hash of a model's configuration and latency model."""
+    """Hash of configuration and latency model."""
     return f"{_partition(model, 0)}config"
 
 
 def stats(model: str, version: int) -> str:
-    """Hash of a model version's statistics."""
+    """Hash of a version's statistics."""
     return f"{_partition(model, 0)}stats:{version}"
 
 
 def desired() -> str:
-    """Hash of the desired state of all models."""
+    """Hash of the desired state."""
     return "qinfer:desired"
 
 
@@ -209,7 +209,7 @@ def doorbell() -> str:
 
 
 def installation() -> str:
-    """String with a random id of the data in this Redis."""
+    """String with this Redis' random id."""
     return "qinfer:installation"
 
 
@@ -219,7 +219,7 @@ def control() -> str:
 
 
 def completions() -> str:
-    """Hash of runtime-completed configurations, by the hash of the model's files."""
+    """Hash of completed configurations, by the hash of the model's files."""
     return "qinfer:completions"
 
 
@@ -229,72 +229,72 @@ def settings() -> str:
 
 
 def worker(worker_id: str) -> str:
-    """Hash of a worker's heartbeat."""
+    """Hash of a heartbeat."""
     return f"qinfer:worker:{worker_id}"
 
 
 def workers() -> str:
-    """Sorted set of workers by last heartbeat."""
+    """Sorted set of workers, by heartbeat."""
     return "qinfer:workers"
 
 
 def pins() -> str:
-    """Hash of pins of model versions, with their expiry (ms of Redis' time)."""
+    """Hash of pins, with expiry (ms of Redis' time)."""
     return "qinfer:pins"
 
 
 def scalers() -> str:
-    """Hash of live autoscalers, with their expiry (ms of Redis' time)."""
+    """Hash of autoscalers, with expiry (ms of Redis' time)."""
     return "qinfer:scalers"
 
 
 def scaler_counts() -> str:
-    """Hash of the counts of all autoscalers."""
+    """Hash of the autoscalers' counts."""
     return "qinfer:scaler-counts"
 
 
 def liveness(program: str) -> str:
-    """Sorted set of a program's live processes, by the ends of their liveness."""
+    """Sorted set of a program's live processes."""
     return f"qinfer:signs:{program}"
 
 
 def bridges() -> str:
-    """Hash of bridges: expiry (ms of Redis' time), last report, gauges."""
+    """Hash of bridges, with expiry (ms of Redis' time)."""
     return f"{_BRIDGES}live"
 
 
 def routes() -> str:
-    """Sorted set of the bridges' routes, by last report."""
+    """Sorted set of bridges' routes."""
     return f"{_BRIDGES}routes"
 
 
 def route_counts(route: str) -> str:
-    """Hash of all bridges' counts for a route."""
+    """Hash of a route's counts."""
     return f"{_BRIDGES}counts:{route}"
 
 
 def endpoints() -> str:
-    """Hash of endpoint declarations by name; the empty name has their latest revision."""
+    """Hash of endpoints; the empty name has the latest revision."""
     return f"{_ENDPOINTS}declared"
 
 
 def trials() -> str:
-    """Hash of canary trials by endpoint: the revision of each, and its record."""
+    """Hash of canary trials."""
     return f"{_ENDPOINTS}trials"
 
 
 def trial_counts(endpoint: str, revision: int) -> str:
-    """Hash of the gateways' counts of a trial at one revision of the endpoint."""
+    """Hash of a trial's counts at a revision."""
     return f"{_ENDPOINTS}counts:{revision}:{endpoint}"
 
 
 def trial_latencies(endpoint: str, revision: int) -> str:
-    """List of the stable target's latest latencies."""
+    """List of the stable target's latencies."""
     return f"{_ENDPOINTS}latencies:{revision}:{endpoint}"
 
 
 def trial_events(endpoint: str) -> str:
-    """List of the latest events of an endpoint's canaries, newest first."""
+    """List of canary events, newest first."""
     return f"{_ENDPOINTS}events:{endpoint}"
 
 
@@ -304,17 +304,17 @@ def trial_lease() -> str:
 
 
 def heard_revisions() -> str:
-    """Hash of the endpoint revisions that gateways apply, with expiry."""
+    """Hash of gateways' revisions, with expiry."""
     return f"{_ENDPOINTS}heard"
 
 
 def kept_target(endpoint: str, tenant: str, name: str) -> str:
-    """String with the target of a repeatable request."""
+    """String with a repeatable request's target."""
     return f"qinfer:{{{endpoint}|targets}}:{tenant}:{name}"
 
 
 def reply(reply_to: str) -> str:
-    """Reply stream at an address such as `reply:<owner>`."""
+    """Stream at an address such as `reply:<owner>`."""
     return f"qinfer:{reply_to}"
 
 
@@ -331,47 +331,47 @@ def cached_response(key: str) -> str:
 
 
 def cached_bytes(span: int) -> str:
-    """Count of the bytes cached in a span of time."""
+    """Count of a span's cached bytes."""
     return f"qinfer:cache-bytes:{span}"
 
 
 def counts_asked() -> str:
-    """Stream by which readers of statistics ask workers for their counts."""
+    """Stream that asks workers for counts."""
     return f"{_COUNTS}asked"
 
 
 def counts_added() -> str:
-    """Stream of the workers' answers to `counts_asked`."""
+    """Stream of workers' answers."""
     return f"{_COUNTS}added"
 
 
 def resource_leases() -> str:
-    """Sorted set of workers that use global resources, by the ends of their leases."""
+    """Sorted set of workers, by lease."""
     return f"{_RESOURCES}leases"
 
 
 def resource_units() -> str:
-    """Hash of the resource units of each worker."""
+    """Hash of workers' units."""
     return f"{_RESOURCES}units"
 
 
 def resource_maxima() -> str:
-    """Hash of the total units that each worker configures."""
+    """Hash of workers' maxima."""
     return f"{_RESOURCES}maxima"
 
 
 def resource_line() -> str:
-    """Sorted set of waiting requests for resources, by since when."""
+    """Sorted set of waiting requests."""
     return f"{_RESOURCES}line"
 
 
 def resource_news() -> str:
-    """Stream that tells workers of freed units and of waiting workers."""
+    """Stream of freed units and waiting workers."""
     return f"{_RESOURCES}news"
 
 
 def quota(tenant: str) -> str:
-    """Hash of a tenant's remaining quota and the gateways' parts."""
+    """Hash of a tenant's quota."""
     return f"qinfer:quota:{tenant}"
 
 
@@ -381,32 +381,32 @@ def job(model: str, partition: int, job_id: str) -> str:
 
 
 def job_part(model: str, partition: int, job_id: str, part: str) -> str:
-    """Key of a bulk job: its `todo`, `in_lane`, `outcomes` or `log`."""
+    """A job's `todo`, `in_lane`, `outcomes` or `log`."""
     return f"{_partition(model, partition)}job-{part}:{job_id}"
 
 
 def jobs() -> str:
-    """Sorted set of all bulk jobs by creation time."""
+    """Sorted set of bulk jobs."""
     return "qinfer:jobs"
 
 
 def job_places() -> str:
-    """Hash of each bulk job's partition and model."""
+    """Hash of jobs' partitions and models."""
     return "qinfer:jobs:places"
 
 
 def open_jobs() -> str:
-    """Sorted set of unended bulk jobs, by deadline."""
+    """Sorted set of open jobs, by deadline."""
     return "qinfer:jobs:open"
 
 
 def label_board(model: str, tenant: str, project: int, part: str) -> str:
-    """Key of a labeling project's tasks: `entries`, `data`, `ended`, or a state's index."""
+    """A project's `entries`, `data`, `ended`, or a state's index."""
     return f"{_partition(model, 0)}label-{part}:{project}:{tenant}"
 
 
 def label_boards(model: str) -> str:
-    """Sorted set of a model's labeling projects, by expiry."""
+    """Sorted set of a model's projects."""
     return f"{_partition(model, 0)}label-boards"
 
 
