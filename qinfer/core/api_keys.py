@@ -259,7 +259,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Keeps the mode, for its readers, and a link to the file."""
+    """Keeps the mode, for its readers; a link to the file stays."""
     path = path.resolve()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

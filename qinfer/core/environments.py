@@ -1,8 +1,7 @@
 """The environments of processes: allow-lists of variables, so that a secret is only where it is used. Pure.
 
-A program of `qinfer up` gets its settings, and variables that runtimes and drivers of stores read. A model's code gets
-no settings, and only the credentials that the operator names. The supervisor imports the module, so that it imports
-nothing large.
+A program of `qinfer up` gets its settings, and variables of runtimes and store drivers. A model's code gets no
+settings, and only the credentials that the operator names. It imports nothing large, for the supervisor.
 """
 
 import json

@@ -23,8 +23,8 @@ LENGTH = struct.Struct("<I")
 MAX_BYTES = 2**32 - 1
 
 SWITCH_INTERVAL_S = 0.0001
-"""A thread's longest wait for the GIL. Python's own 5 ms exceed the time of many batches, and each of a small request's
-four steps might wait that long.
+"""A thread's longest wait for the GIL. Python's 5 ms exceed many batches' time, and a small request's four steps might
+each wait that long.
 """
 
 _PR_SET_DUMPABLE = 4  # linux/prctl.h

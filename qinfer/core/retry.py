@@ -45,16 +45,10 @@ class Backoff:
 
 
 class OutageLog:
-    """Logs an outage: its start, each new reason, and its end.
+    """Logs an outage: its start (`begins`, with a `reason`), each new reason, and its end (`ends`).
 
-    Args:
-        logger: The logger.
-        begins: The event of a failure; its `reason` is added.
-        ends: The event of the end; empty = `<begins>: over`.
-        level: The level of a failure.
-        remind_s: Between log lines of a lasting failure.
-        quiet_s: Without a failure for this long, an outage ends.
-        data: Fields of each line.
+    `remind_s` is between log lines of a lasting failure; after `quiet_s` without one the outage ends. `data` is in each
+    line.
     """
 
     def __init__(

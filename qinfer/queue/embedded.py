@@ -1,8 +1,5 @@
 """The private Redis of `qinfer up`: one server per data directory, on a unix socket, with an append-only file.
 
-    with EmbeddedRedis(Path(".qinfer")) as server:
-        RedisSettings(url=server.url)
-
 Two locks keep two servers off one append-only file. The supervisor holds `lock`. The redis-server inherits
 `redis/lock`, and holds it as long as it lives, even after `kill -9` of its supervisor; the next start then shuts that
 server down through its socket. This is portable and immune to reused process ids, unlike PR_SET_PDEATHSIG. Without a
@@ -78,13 +75,8 @@ sleep "$2"
 class EmbeddedRedis:
     """A redis-server of our own; `start`, `stop`, or a `with` block.
 
-    Args:
-        data_dir: Created if missing, readable by its owner only.
-        binary: By default `find_redis_server()`.
-        durability: As `RedisSettings.durability`.
-        environment: The server's whole environment.
-        orphan_s: How long the server outlives a killed supervisor.
-        max_memory_bytes: Above this it refuses writes; 0 = half of `memory_bytes()`.
+    Its `environment` is the whole one. It outlives a killed supervisor by `orphan_s`, and refuses writes above
+    `max_memory_bytes` (0 = half of `memory_bytes()`).
     """
 
     def __init__(

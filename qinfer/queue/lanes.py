@@ -153,14 +153,10 @@ class Queue:
     ) -> None:
         """Appends an entry without blocking; all submits of one event-loop tick leave in one write.
 
-        Args:
-            lane: The lane.
-            frame: The encoded request.
-            done: Called once with the entry or an error. After any error but `QueueFull` the entry may be in the queue.
-            payload: Tensors beside the frame.
-            limit: Refuse the entry when this many wait in the lane and its `.delayed` lane; 0 = no limit.
-            tenant: Its share gets the entry.
-            endpoint: Set if `moves` may move it.
+        `done` is called once with the entry or an error; after any error but `QueueFull` the entry may be in the queue.
+        It is
+        refused when `limit` wait in the lane and its `.delayed` lane; 0 = no limit. `endpoint` is set if `moves` may
+        move it.
         """
         self._submitter.submit(lane, frame, done, payload, limit, tenant, endpoint)
 

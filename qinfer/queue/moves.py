@@ -1,8 +1,7 @@
 """Moves of waiting entries from the lanes of one version to those of another, which answers instead.
 
 A movable entry has the fields `e`, its endpoint; `t`, the tenant; `r`, the id of a request with a record. `move.lua`
-moves untaken ones, each atomically. The record of a request, or a note without one (`…:moved`), has the new address,
-by which `Queue.cancel` and `Queue.withdraw` find the entry.
+moves each atomically. The record, or a note (`…:moved`), has the new address for `Queue.cancel` and `Queue.withdraw`.
 """
 
 from collections.abc import Sequence

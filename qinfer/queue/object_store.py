@@ -2,9 +2,9 @@
 
     <url>/<expiry>/<hash of the model>-<random>          expiry: seconds of the broker's time, a multiple of a minute
 
-An object is written before its reference, under a random name, and never changed. References are in Redis, and expire
-before their objects; an object is deleted with its reference. `sweep` deletes what dead processes and expired
-references leave: only names of this form in expired folders.
+An object is written before its reference, under a random name, and never changed. References in Redis expire before
+their objects; an object is deleted with its reference. `sweep` deletes the rest: only names of this form in expired
+folders.
 
 The store runs in threads with timeouts, so that it delays neither callers nor the end of the process. After a failure
 all calls fail immediately, until a background probe succeeds.

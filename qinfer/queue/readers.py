@@ -1,10 +1,10 @@
 """Blocking reads of streams: lanes (`LaneReader`), tickets of sequences (`TicketReader`), replies (`ReplyReader`).
 
 A lane reader has its own connection, because its reads block. A reply that comes after a cancelled `fetch` is released
-to the lane. On idle lanes the reader sleeps: its blocking read outlives the `fetch`, and the next `fetch` waits for it;
-an entry that arrives in between is released after a moment. `doorbell` wakes sleepers.
+to the lane. On idle lanes the reader sleeps (`doorbell`): its blocking read outlives the `fetch`, and the next one
+waits for it; an entry that arrives in between is released after a moment.
 
-A ticket reader takes nothing: scripts do, and every ticket left ends the next read at once.
+A ticket reader takes nothing: every ticket left ends the next read at once.
 
 A reply reader's stream outlives it by a minute; a reader that finds it gone creates a new one.
 """
@@ -264,9 +264,9 @@ class LaneReader:
     async def _wait(self, lanes: Sequence[Lane], consumer: str, count: int, block_s: float) -> list[Lease]:
         """Waits for the first new entry, and fetches up to `count`.
 
-        Redis wakes a blocked reader at the first of many entries of one write: on a busy lane a pipelined second read
-        finds
-        them all. With several streams it is always sent, as the script, because COUNT is per stream.
+        Redis wakes a blocked reader at the first of many entries of one write: a pipelined second read finds them all.
+        COUNT is
+        per stream, so that with several the second read is the script.
         """
         streams = [*lanes, *self.shares]
         to_leases = partial(self._leases_of_read, streams, consumer)

@@ -3,16 +3,15 @@
 The cluster's map is read at the start, after every MOVED, and while a node can't be reached; meanwhile commands follow
 MOVED and ASK. With Sentinels there is one Link, whose address they resolve.
 
-The Lua scripts of `lua/` run by their hash, or by their text on a node that does not know them. To add one:
+Lua scripts run by their hash, or by their text on a node that does not know them. To add one:
 
 1. Write `lua/<subject>/<name>.lua`, or `lua/<name>.lua` in the package of its feature, with a header of KEYS, ARGV and
    reply in order. Shared functions are files beside it or in `lua/common/`.
 2. In the class that alone runs it, load it with the shared files: `_DUE = load_script("requests/due", "now_ms")`.
-3. Write a function with the subject's types that passes keys (by `keys`) and arguments in that order to `run_script`;
-   durations are float seconds until `ttl_ms`.
+3. Write a function that passes keys (by `keys`) and arguments in that order to `run_script`.
 
 In headers `prefix` is that of the partition's keys, and unreferenced objects are names that the caller deletes from the
-store. `each.lua` runs a script, written as the function `one`, for several requests of a partition (`run_each`).
+store. `each.lua` runs a script, the function `one`, for several requests of a partition (`run_each`).
 """
 
 import asyncio

@@ -1,9 +1,8 @@
-"""The tenants' shares of lanes, as one process knows them.
+"""The tenants' shares of lanes, as one process knows them (ADR 0024).
 
-One tenant has the lane itself, each other one its own stream, or a shared one if streams are too few.
-`lua/common/places.lua` decides this when a script submits an entry; a process remembers it, to submit without the
-script. An outdated answer is harmless: a deleted stream takes no entries (`XADD NOMKSTREAM`), and an entry in another
-tenant's stream is fetched like any.
+`lua/common/places.lua` gives a tenant its stream when a script submits an entry; a process remembers it, to submit
+without the script. An outdated answer is harmless: a deleted stream takes no entries (`XADD NOMKSTREAM`), and an entry
+in another tenant's stream is fetched like any.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,8 @@
 """Byte strings beside the streams: payloads and results, up to 512 MB in Redis, or of any size in an object store.
 
 Values above `LARGE_BYTES` use a connection of their own, so that small commands never wait. There and to an object
-store, a few values travel at a time, and tenants take turns (`transfers`).
-
-With an object store, values above its threshold are objects, and Redis holds a reference: a hash with the fields `v`,
-`name` and `size`. Bytes are always a string, so they can't be mistaken for a reference.
+store, tenants take turns (`transfers`). For values above its threshold Redis holds a reference: a hash with the fields
+`v`, `name` and `size`; bytes are always a string.
 """
 
 import re

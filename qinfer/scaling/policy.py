@@ -46,10 +46,10 @@ class ScalingPolicy:
 
     Attributes:
         target_s: Waiting work per worker.
-        up_after_s: Sustained demand before scaling up; the first worker starts at once.
-        down_after_s: Lower demand before scaling down.
-        idle_s: Before scaling down to `min_workers`.
-        cooldown_s: Between scaling up and down.
+        up_after_s: Sustained demand before a step up.
+        down_after_s: Lower demand before a step down.
+        idle_s: Before a step down to `min_workers`.
+        cooldown_s: Between steps up and down.
     """
 
     min_workers: int = 0
@@ -113,7 +113,7 @@ class ScalingState:
         since_s: The start of gapless observation.
         shrunk_at_s: The last step down that left a worker.
         short_since_s: Since when more workers are wanted.
-        needs: (time, needed workers) within the last `down_after_s`, each lower than the one before.
+        needs: (time, workers) within the last `down_after_s`, each lower than the one before.
         patience: Multiple of `down_after_s` that lower demand must last.
     """
 

@@ -21,7 +21,7 @@ from qinfer.models.work import VersionWork
 from qinfer.scaling.policy import Decision, Observation, Version
 
 LAG_S = 15.0
-"""Later, rows that left the queue count as cancelled or failed."""
+"""After this, rows that left the queue count as cancelled or failed."""
 
 MOST_S = 31 * 86400.0
 """The longest readable record: the traffic is computed per second."""
@@ -238,10 +238,7 @@ def _speeds(moments: Sequence[Moment]) -> dict[Version, float]:
 
 
 def _rows_of(moments: Sequence[Moment], key: Version) -> list[tuple[int, int]]:
-    """Returns (rows arrived so far, waiting rows) at each moment.
-
-    Workers report executed rows late, so missing rows count as executed for `LAG_S`, and then as cancelled or failed.
-    """
+    """Returns (rows arrived so far, waiting rows) at each moment; workers report executed rows late."""
     found: list[tuple[int, int]] = []
     totals: deque[tuple[float, int]] = deque()
     arrived = executed = 0

@@ -1,8 +1,8 @@
 """Directories as an object store: `file:///data/out/part-00000.parquet`.
 
-A file is complete and on disk before `os.link`, which fails if the name is taken, gives it its name. Files of other
-file systems are first copied to a temporary name in the directory. A process's first commit in a directory removes
-temporary files there that are older than a day.
+A file is complete and on disk before `os.link`, which fails if the name is taken, gives it its name; one of another
+file system is copied to the directory first. A process's first commit in a directory removes temporary files there that
+are older than a day.
 """
 
 import errno

@@ -2,10 +2,8 @@
 
 Full lanes, and infeasible deadlines or queue timeouts, are refused, with Triton's texts and codes where it has the case
 (reference §3.3). A request is refused only if it would be late at best: at the workers' highest plausible speed
-(`LatencyModel.best_s`), with the fewest plausible requests of higher lanes (`overtaking.py`).
-
-With shares, a request waits for its own share and for as much of the others as the weights allow; a full lane refuses
-it only if its share holds its part of the limit.
+(`LatencyModel.best_s`), with the fewest plausible requests of higher lanes (`overtaking.py`). Shares wait by their
+weights (ADR 0024).
 """
 
 import asyncio

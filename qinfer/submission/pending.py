@@ -85,12 +85,12 @@ class Counter(Protocol):
 
 
 class Load(msgspec.Struct, eq=False):
-    """The load of a lane, or of a tenant's share of it; other processes' parts are of the last look.
+    """The load of a lane, or of a tenant's share of it; others' parts are of the last look.
 
     Attributes:
-        left: This process's requests that ended since the last look.
-        executed: The part of `left` that a model answered.
-        most: Below this many entries no request of the default timeout needs to be judged.
+        left: Own requests that ended since the last look.
+        executed: The answered ones among these.
+        most: Below this many entries no default timeout needs a judgement.
         beside: Entries in the lane's other shares.
         part: Its weight's part among busy shares.
     """
@@ -170,16 +170,16 @@ class Pending(msgspec.Struct, eq=False):
     """A submitted request without a complete answer.
 
     Attributes:
-        version: The requested version, later the one that executed it.
+        version: Later the one that executed it.
         entry: Its place in the queue, once confirmed.
         abandoned: Its entry is to be removed once it is known.
         attempt: The followed execution; 0 before the first response.
-        deadline_s: The deadline behind a first one: its queue timeout or its wait for a worker.
+        deadline_s: Behind a first deadline: its queue timeout or wait for a worker.
         untaken: Called at that first one; `None` = a worker has taken it, it waits on.
         late: The error at the first deadline.
-        shared: The execution that it waits for instead of an entry of its own.
-        holder: Returns `memory` once the answer is sent; without one, it is returned when the answer is taken.
-        turn: Set when its answer is next to be sent, if its fetch waits for that.
+        shared: The execution that it waits for instead of an entry.
+        holder: Returns `memory` once the answer is sent, instead of when it is taken.
+        turn: Set when its answer is next to be sent.
     """
 
     request_id: str
@@ -228,17 +228,8 @@ class Timer(Protocol):
 class PendingRequests:
     """The table of pending requests.
 
-    Args:
-        queue: The queue.
-        clock: The clock of the deadlines.
-        call_later: An event loop's `call_later`.
-        answered: Called with each response for a caller.
-        failed: Called with each caller's failed request.
-        window_bytes: Bytes of a stream that may be unacknowledged.
-
-    Attributes:
-        unclaimed: Called with a response's id without a pending request: a stored one may have ended.
-        lend: Waits for the memory of an answer; `None` = memory is not counted.
+    `answered` and `failed` get callers' responses and failed requests. `unclaimed` gets ids without a pending request:
+    stored ones may have ended. `lend` waits for the memory of an answer; `None` = memory is not counted.
     """
 
     def __init__(
@@ -341,9 +332,9 @@ class PendingRequests:
             self.deliver(response)
 
     def take(self, response: Response) -> Pending | None:
-        """Returns a response's request, and removes it with the last response, unless outputs are yet to be fetched.
+        """Returns a response's request, removed with the last response unless outputs are yet to be fetched.
 
-        Returns `None` for an unknown id, another attempt than the followed one, and a stream's response out of order.
+        `None` for an unknown id, another attempt than the followed one, and a stream's response out of order.
         """
         pending = self._pending.get(response.request_id)
         if pending is None:

@@ -1,11 +1,11 @@
-"""The response cache, a step of `Submission`: a repeated request is answered without being executed.
+"""The response cache, a step of `Submission`: a repeated request is answered without being executed (ADR 0021).
 
     request ─▶ key ─▶ in memory? ─▶ answered at once
                  └─▶ an execution of it in progress? ─▶ waits for that one
                        └─▶ in Redis? ─▶ answered       otherwise executed, its response stored and delivered to all
 
-A *flight* is an execution that several requests wait for, and belongs to none of them: its deadline is the latest of
-theirs, and the last one to leave cancels it. Failures are never stored. Errors of Redis are misses.
+A *flight* is an execution that several requests wait for: its deadline is the latest of theirs, and the last one to
+leave cancels it. Failures are never stored. Errors of Redis are misses.
 """
 
 import asyncio

@@ -38,16 +38,16 @@ class StreamReader(msgspec.Struct, eq=False):
 
     Attributes:
         pause_s: The longest wait for a response.
-        ends_s: The end of the whole stream, on the monotonic clock.
+        ends_s: On the monotonic clock.
         owes: Called when its worker is to get credit.
         heard_s: When a response last came or was taken.
         attempt: The followed execution; 0 before the first response.
-        seen: Responses of that execution so far.
+        seen: Its responses so far.
         delivered: Responses of all executions.
-        credit_to: The reply address of a worker that counts the window.
+        credit_to: A worker that counts the window.
         arrived_bytes: Outputs of the followed execution.
-        held_bytes: Delivered outputs that are not taken yet.
-        told_bytes: Outputs for which it got credit.
+        held_bytes: Delivered and not taken yet.
+        told_bytes: Outputs with credit.
     """
 
     request_id: str
@@ -131,9 +131,9 @@ class StreamReader(msgspec.Struct, eq=False):
 class Credits:
     """Tells workers how much of their streams was taken; one per process.
 
-    A quarter of the window is credited at once, less a little later, together with others of the same worker. A slow
-    caller
-    is reported every few seconds, so that its worker does not take it for gone.
+    A quarter of the window is credited at once, less a little later. A slow caller is reported every few seconds, so
+    that
+    its worker does not take it for gone.
     """
 
     def __init__(self, queue: Queue, window_bytes: int, is_open: Callable[[str], bool]) -> None:

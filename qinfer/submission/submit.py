@@ -1,9 +1,8 @@
 """Submission to the queue: resolve → validate → route and admit → stamp → place the payload → enqueue.
 
-`Submission` serves callers that wait: a gateway's clients, and a worker's models that call others. `prepare` does the
-same for stored requests (`/v1`, bridges), which `Requests.accept` enqueues. Requests that differ only in id and
-elements are neither checked nor laid out again (`Layouts`). Large tensors travel beside the entry; the rest is in the
-entry, and bounded, because lanes are limited by entries.
+`Submission` serves callers that wait: a gateway's clients, and a worker's models that call others. `prepare` serves
+stored requests (`/v1`, bridges), which `Requests.accept` enqueues. Similar requests are neither checked nor laid out
+again (`Layouts`). Large tensors travel beside the entry; the rest is bounded, because lanes are limited by entries.
 
 The `timeout` of a sequence's step counts until the sequence has a slot. A request for a version that no live worker has
 loaded is withdrawn after `Served.wait_s`.
@@ -105,14 +104,11 @@ class Submission:
     def submit(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None = None
     ) -> Pending:
-        """Submits a request; its responses, or its failure, go to the sink.
+        """Submits a request with tenant and trace, stamped in place; its responses, or its failure, go to the sink.
 
-        Args:
-            served: The model version.
-            request: The decoded request with tenant and trace, stamped in place; `timeout_s` is its queue timeout.
-            sink: Called on the event loop.
-            timeout_s: To the deadline; a stream also needs a first response in the model's default timeout.
-            quota: Counts it while it is in flight.
+        The request's `timeout_s` is its queue timeout, the argument the time to its deadline; a stream also needs a
+        first
+        response in the model's default timeout. `quota` counts the request while it is in flight.
         """
         spec = served.spec
         if (spec.is_cached or spec.splits or spec.sequences is not None) and (
@@ -355,16 +351,10 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
 ) -> Stamped:
     """Stamps and encodes a checked request, in a thread if its tensors do not fit the frame.
 
-    Args:
-        request: Modified: keep the result for a repetition. `timeout_s` is its queue timeout.
-        served: The model version.
-        address: Its id and partition.
-        timeout_s: From acceptance to deadline.
-        inline_max_bytes: Larger tensors travel beside the stream.
-        tenant: The tenant.
-        trace: W3C `traceparent`.
-        route: By default that of its priority.
-        max_waiting: A limit of waiting entries, beside the policy's and the lane's; 0 = unlimited.
+    It modifies the request: keep the result for a repetition. The request's `timeout_s` is its queue timeout, the
+    argument
+    the time to its deadline. Tensors above `inline_max_bytes` travel beside the stream. `max_waiting` limits waiting
+    entries, beside the policy's and the lane's limits; 0 = unlimited.
     """
     check_stateless(served)
     check_whole(request, served.spec)

@@ -1,4 +1,4 @@
--- Removes entries with their payloads, whatever their owner.
+-- Removes entries with their payloads, delivered or not.
 -- KEYS: lane, payloads. ARGV: group, ids. Returns unreferenced objects, or nil.
 local lane, group = KEYS[1], ARGV[1]
 
