@@ -11,7 +11,8 @@ Lua scripts run by their hash, or by their text on a node that does not know the
 3. Write a function that passes keys (by `keys`) and arguments in that order to `run_script`.
 
 In headers `prefix` is that of the partition's keys, and unreferenced objects are names that the caller deletes from the
-store. `each.lua` runs a script, the function `one`, for several requests of a partition (`run_each`).
+store. Full memory stops only scripts that have not written: a no-op or freeing write goes first. `each.lua` runs a
+script, the function `one`, for several requests of a partition (`run_each`).
 """
 
 import asyncio

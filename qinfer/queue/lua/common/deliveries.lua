@@ -16,7 +16,6 @@ local function deliver(queue, item, notes, lifetime, max_age)
   return id
 end
 
--- Removes items, even taken ones.
 local function done(queue, ...)
   redis.call('XDEL', queue, ...)
   redis.call('ZREM', later_of(queue), ...)
@@ -27,18 +26,18 @@ local function read_new(queue, most)
   if most < 1 then return {} end
   local words = {'XREADGROUP', 'GROUP', 'takers', 'taker', 'COUNT', most, 'NOACK', 'STREAMS', queue, '>'}
   local reply = redis.pcall(unpack(words))
-  if reply and reply.err then -- no group yet
+  if reply and reply.err then
     redis.call('XGROUP', 'CREATE', queue, 'takers', '0')
     reply = redis.call(unpack(words))
   end
   return reply and reply[1][2] or {}
 end
 
--- Takes up to `count` items, half due and half new if there are enough, each for `pause` ms, doubling up to `longest`.
--- Calls `use(id, attempts, item, notes)` with each until it returns false for lack of room.
+-- Takes up to `count` items, half due and half new, each for `pause` ms, doubling up to `longest`. Calls `use(id,
+-- attempts, item, notes)` until it returns false for lack of room.
 local function take(queue, count, pause, longest, use)
   if redis.call('EXISTS', queue) == 0 then return end
-  redis.call('ZREM', later_of(queue), '') -- full memory stops no script after a write
+  redis.call('ZREM', later_of(queue), '') -- for full memory
   local later, now, is_full = later_of(queue), now_ms(), false
 
   local function hand_out(entry, score)
@@ -68,7 +67,6 @@ local function take(queue, count, pause, longest, use)
   if #new > 0 and left > 0 then redis.call('PEXPIRE', later, left) end
 end
 
--- Postpones a taken item by `wait` ms.
 local function retry_in(queue, id, wait)
   local later = later_of(queue)
   local score = redis.call('ZSCORE', later, id)

@@ -1,7 +1,7 @@
 -- Turns of a lane's shares by start-time fair queueing (Goyal, Vin and Cheng 1996). A share's lead is its service
 -- beyond the busy share furthest behind, in entries by weight; the smallest lead is next. An idle share saves nothing.
 
--- Returns how many of the next `count` entries each share gets; all of `shares`, {lead, weight}, have work.
+-- Returns how many of the next `count` entries each share, {lead, weight}, gets.
 local function next_of(shares, count)
   local wanted, leads, all, sum, highest = {}, {}, 0, 0, 0
   for i, share in ipairs(shares) do
@@ -28,8 +28,8 @@ local function next_of(shares, count)
   return wanted
 end
 
--- Takes up to `count` entries of shares in turn; returns how many. `take(share, count)` returns fewer at the end of a
--- share. Leads of `empty` shares shrink.
+-- Takes up to `count` entries in turn; returns how many. `take(share, count)` returns fewer at a share's end. Leads of
+-- `empty` shares shrink.
 local function take_in_turn(shares, count, take)
   local live, left = {}, count
   for _, share in ipairs(shares) do
@@ -43,7 +43,7 @@ local function take_in_turn(shares, count, take)
       left = left - got
       if got == wanted[i] then still[#still + 1] = share end
     end
-    if #still == #live then break end -- all were served
+    if #still == #live then break end
     live = still
   end
   local least = #live > 0 and math.huge or 0

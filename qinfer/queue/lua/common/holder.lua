@@ -7,7 +7,7 @@ local function is_ownerless(consumer) return consumer == 'released' or consumer 
 
 -- Returns {id, consumer, idle ms, deliveries} of the worker's own entry, else nil.
 local function held(lane, group, worker, id)
-  local pending = redis.pcall('XPENDING', lane, group, id, id, 1)[1] -- fails without a group
+  local pending = redis.pcall('XPENDING', lane, group, id, id, 1)[1] -- may have no group
   if pending and pending[2] == worker then return pending end
 end
 

@@ -38,7 +38,7 @@ local function enter_share(lane, group, tenant, number, weight)
   end
   if redis.call('EXISTS', lane .. '~') == 1 then
     change_share(lane, number, weight, 1)
-  elseif number > 0 then -- the lane becomes divided; at most one tenant had it
+  elseif number > 0 then -- at most one tenant had the lane
     local first, tenants = 0, 0
     for _, place in ipairs(redis.call('HVALS', lane .. '~tenants')) do
       local its_number, its_weight = string.match(place, '^(%d+) (%d+)$')
@@ -60,7 +60,7 @@ local function place_of(lane, group, tenant, weight)
     number, its_weight = tonumber(its_number), tonumber(its_weight)
     weight = weight > 0 and weight or its_weight
     local is_alone = not shares or tenants[number] == 1
-    local may_return = shares and number > 0 and tenants[0] == 0 -- to the free lane itself
+    local may_return = shares and number > 0 and tenants[0] == 0
     local is_there = number == 0 or redis.call('EXISTS', stream_of(lane, number)) == 1
     if is_alone and is_there and weight == its_weight and not may_return then return number, false, false end
     leave_share(lane, tenant, number, its_weight)
@@ -70,7 +70,7 @@ local function place_of(lane, group, tenant, weight)
       return number, false, not is_there
     end
   end
-  if not shares then -- at most one tenant has the lane itself
+  if not shares then -- at most one tenant has the lane
     number = redis.call('HLEN', lane .. '~tenants') == 0 and 0 or 1
   else
     number = choose_share(lane, shares, tenant)
@@ -91,7 +91,6 @@ local function route_of(lane, group, tenant, weight)
   return {stream = stream_of(lane, number), number = number, share = share, is_shared = is_shared, is_marked = is_marked}
 end
 
--- Forgets tenants with empty streams that have not asked for long, and empty streams without tenants.
 local function forget_tenants(lane)
   local seen = lane .. '~seen'
   for _, tenant in ipairs(redis.call('ZRANGEBYSCORE', seen, '-inf', now_ms() - MAY_FORGET_MS, 'LIMIT', 0, 100)) do

@@ -1,7 +1,6 @@
--- The waiting entries of a lane; needs holder.lua and shares.lua.
+-- Waiting entries; needs holder.lua and shares.lua.
 
--- Counts a stream's waiting entries: all but executing ones if workers report these (`is_told`), else all but held
--- ones.
+-- Counts waiting entries: all but executing ones if workers report these (`is_told`), else all but held ones.
 local function waiting(stream, group, is_told)
   local count = redis.call('XLEN', stream)
   if is_told then return count - redis.call('SCARD', stream .. EXECUTING) end
@@ -12,14 +11,14 @@ local function waiting(stream, group, is_told)
   return count
 end
 
--- Counts a stream's undelivered entries, which alone wake blocking reads.
+-- Counts undelivered entries, which alone wake blocking reads.
 local function unread(stream, group)
-  local pending = redis.pcall('XPENDING', stream, group) -- fails without a group
+  local pending = redis.pcall('XPENDING', stream, group)
   return redis.call('XLEN', stream) - (pending.err and 0 or tonumber(pending[1]))
 end
 
--- Returns how many of `count` further entries have room: until `limit` (0 = none) wait in a lane and its `.delayed`
---   lane, and at least the share's part of it: a tenant below its share is admitted even if the lane is full.
+-- Returns how many of `count` entries have room: until `limit` (0 = none) wait in a lane and its `.delayed` lane, and
+--   at least the share's part of it: a tenant below its share is admitted even if the lane is full.
 local function room(lane, number, delayed, limit, group, is_told, count)
   if limit == 0 then return count end
   local streams, held = streams_of(lane), redis.call('XLEN', delayed)

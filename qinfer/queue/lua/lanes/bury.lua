@@ -23,7 +23,7 @@ if is_object then
   size = size + tonumber(known[3])
   if ARGV[10] then gone[1] = known[2] end
 end
-redis.call('XACK', lane, group, '0-0') -- full memory stops no script after a write
+redis.call('XACK', lane, group, '0-0') -- for full memory
 local letter = redis.call('XADD', letters, '*', 'lane', ARGV[4], 'request_id', ARGV[5], 'code', ARGV[6], 'reason', ARGV[7],
   'deliveries', pending[4], 'size', size, 'frame', frame, 'payload', tensors, unpack(fields))
 redis.call('XACK', lane, group, id)

@@ -7,7 +7,7 @@ local gone = {}
 local function remove(from, its_place, ids)
   local delivered = {}
   for _, id in ipairs(ids) do
-    local pending = redis.pcall('XPENDING', from, group, id, id, 1) -- NOGROUP: nothing was ever delivered
+    local pending = redis.pcall('XPENDING', from, group, id, id, 1)
     if pending[1] then delivered[#delivered + 1] = id end
   end
   redis.pcall('XACK', from, group, unpack(ids))

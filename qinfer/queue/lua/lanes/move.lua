@@ -12,7 +12,7 @@ local moved = 0
 
 -- Tells whether an entry waits, taking a released one from its pseudo-owner.
 local function waits(stream, id)
-  local pending = redis.pcall('XPENDING', stream, group, id, id, 1) -- without a group nothing was delivered
+  local pending = redis.pcall('XPENDING', stream, group, id, id, 1)
   local owner = not pending.err and pending[1] and pending[1][2]
   if owner == released then redis.call('XACK', stream, group, id) end
   return not owner or owner == released
@@ -51,12 +51,11 @@ local function look(stream, entry)
   return about.e == endpoint and waits(stream, entry[1]), fields, about
 end
 
-redis.call('XACK', lane, group, '0-0') -- full memory stops no script after a write
+redis.call('XACK', lane, group, '0-0') -- for full memory
 for _, stream in ipairs(streams_of(lane)) do
   if stream[1] >= first then
     local at = stream[1] == first and start or '-'
     while at do
-      -- One at a time: they may be large.
       local entry = redis.call('XRANGE', stream[2], at, '+', 'COUNT', 1)[1]
       if entry and (left < 1 or room < 1) then
         if moved > 0 then redis.call('PEXPIRE', notes, kept) end

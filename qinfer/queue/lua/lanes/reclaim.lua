@@ -37,7 +37,7 @@ local function look(number, share, lane)
   end
 end
 
--- Removes ownerless entries from the executing set, where a qinfer of another version may leave them.
+-- A qinfer of another version may leave ownerless entries in the executing set.
 local function forget_ended(lane)
   for _, id in ipairs(redis.call('SMEMBERS', lane .. EXECUTING)) do
     if not redis.call('XPENDING', lane, group, id, id, 1)[1] then ended(lane, id) end

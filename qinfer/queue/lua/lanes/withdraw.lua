@@ -6,7 +6,7 @@ local group, released, suspects, place = unpack(ARGV, 1, 4)
 local removed, gone = {}, {}
 
 local function remove(from, id)
-  local pending = redis.pcall('XPENDING', from, group, id, id, 1) -- NOGROUP: nothing was ever delivered
+  local pending = redis.pcall('XPENDING', from, group, id, id, 1)
   local owner = not pending.err and pending[1] and pending[1][2]
   if owner and owner ~= released and owner ~= suspects then return 0 end
   if owner then redis.call('XACK', from, group, id) end

@@ -4,7 +4,7 @@ local record, result, responses = unpack(KEYS)
 local state, outbox, share = unpack(redis.call('HMGET', record, 'state', 'outbox', 'share'))
 if not state or state == 'queued' or outbox then return {} end
 
--- Freeing writes go first: full memory stops no script after a write.
+-- Freeing writes go first, for full memory.
 local objects = {}
 drop(result, objects)
 redis.call('UNLINK', responses)

@@ -17,7 +17,7 @@ local function known(record, key, id, body_hash, notes)
 
   local of = redis.call('HMGET', record, 'state', 'outbox', 'notice', 'notes', 'result_ttl_ms', 'tombstone_ttl_ms')
   if not of[2] or of[1] == 'queued' then return id, hash end
-  redis.call('UNLINK', record .. '|') -- full memory stops no script after a write
+  redis.call('UNLINK', record .. '|') -- for full memory
   local outbox, kept = prefix .. 'deliveries:outbox:' .. of[2], of[5] + of[6] + DAY_MS
   if notes and notes ~= of[4] then
     deliver(outbox, id, notes, kept, kept)

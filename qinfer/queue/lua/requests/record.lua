@@ -11,7 +11,7 @@ if not state then return nil end
 local is_held, deliveries = 0, 0
 if state == 'queued' then
   local lane = prefix .. version .. ':' .. name
-  local pending = redis.pcall('XPENDING', lane, group, entry, entry, 1) -- fails without a group
+  local pending = redis.pcall('XPENDING', lane, group, entry, entry, 1)
   if pending[1] then
     local owner = pending[1][2]
     is_held, deliveries = owner ~= released and owner ~= suspects and 1 or 0, pending[1][4]

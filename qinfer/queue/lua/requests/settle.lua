@@ -22,13 +22,13 @@ if share and state == 'succeeded' and is_over(prefix, share, size) then
   return {'over', '', objects}
 end
 if is_first and attempt == '0' then
-  local pending = redis.pcall('XPENDING', lane, group, entry, entry, 1) -- fails without a group
+  local pending = redis.pcall('XPENDING', lane, group, entry, entry, 1)
   if pending[1] then attempt = pending[1][4] end
 end
 
 local pending = is_first and state == 'cancelled' and redis.pcall('XPENDING', lane, group, entry, entry, 1)
 
--- Freeing writes go first: full memory stops no script after a write.
+-- Freeing writes go first, for full memory.
 local function remove(from, entry_id)
   redis.call('XACK', from, group, entry_id)
   redis.call('XDEL', from, entry_id)

@@ -8,7 +8,7 @@ local function change_stored(prefix, tenant, id, bytes, until_ms)
   local sizes, times = prefix .. 'stored:' .. tenant, prefix .. 'stored-until:' .. tenant
   local before = tonumber(redis.call('HGET', sizes, id) or '0')
   if bytes == 0 then
-    redis.call('HDEL', sizes, id) -- freeing writes go first
+    redis.call('HDEL', sizes, id)
     redis.call('ZREM', times, id)
   else
     redis.call('HSET', sizes, id, bytes)
@@ -28,14 +28,13 @@ local function forget_expired(prefix, tenant)
   for _, id in ipairs(expired(prefix, tenant)) do change_stored(prefix, tenant, id, 0) end
 end
 
--- Sets a request's stored bytes, and forgets expired results.
 local function note_stored(prefix, tenant, id, bytes, until_ms)
   change_stored(prefix, tenant, id, bytes, until_ms)
   forget_expired(prefix, tenant)
 end
 
--- Tells whether `more` bytes exceed the tenant's share, which is as many as are free (dynamic thresholds). It writes
--- nothing: after a write full memory stops no script.
+-- Tells whether `more` bytes exceed the tenant's share, as many as are free (dynamic thresholds). It writes nothing:
+-- after a write full memory stops no script.
 local function is_over(prefix, tenant, more)
   local sizes, ids = prefix .. 'stored:' .. tenant, expired(prefix, tenant)
   local own = tonumber(redis.call('HGET', sizes, '') or '0') + more

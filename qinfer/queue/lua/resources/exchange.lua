@@ -8,7 +8,7 @@ local worker, wanted, is_callee = ARGV[1], ARGV[6], ARGV[7] == '1'
 local now, has_freed, has_got, is_new = now_ms(), false, 0, false
 local CALLEES_FIRST, NEWS = 4e15, 64
 
-redis.call('ZREM', leases, '') -- full memory stops no script after a write
+redis.call('ZREM', leases, '') -- for full memory
 
 local function read(key, field)
   return cjson.decode(redis.call('HGET', key, field) or '{}')

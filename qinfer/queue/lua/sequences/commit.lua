@@ -45,7 +45,6 @@ if ARGV[7] ~= 'none' then
 end
 put(answer_of(name, life, n), staged_answer, answer_field(life, n), ARGV[10])
 
--- mostly this step is the only one
 local function is_removed(step)
   if redis.call('XLEN', steps_of(name)) == 1 then return true end
   local is_there = false

@@ -1,9 +1,8 @@
 -- Chooses the correlation ids that a model sees: those of tenants other than the first are replaced, numbers by
 -- allotted numbers, so that no two sequences share one. Needs record.lua. Allotted numbers are in the upper half below
--- 2^53 (2^31 for 32 bits): exact as doubles, and hardly ever used by the first tenant, which reserves one or gets
--- another.
+-- 2^53 (2^31 for 32 bits): exact as doubles, and hardly ever the first tenant's, which reserves one or gets another.
 --   sequence-numbers       hash: `first` → the first tenant, `last` → how many numbers were allotted
---   sequence-number:<n>    string: the sequence that has the number; lives as long as its record
+--   sequence-number:<n>    string: the number's sequence; lives as long as its record
 
 -- A damaged hash starts again.
 local function on_numbers(command, ...)
@@ -22,7 +21,7 @@ local function is_other(tenant)
   return first and first ~= tenant
 end
 
--- Returns the low bits of a number's digits, exact below 2^53.
+-- The low bits of a number's digits, exact below 2^53.
 local function low_bits(digits, bits)
   if bits == 64 then return tonumber(digits) end
   local value = 0
@@ -31,7 +30,7 @@ local function low_bits(digits, bits)
 end
 
 -- Chooses and reserves for `ms` the id of a sequence with the number `held` (0 = none) for a model with ids of `bits`
--- (0 = text). Returns whether the tenant is not the first, and the number (0 = none).
+-- (0 = text). Returns whether the tenant is not the first, and the number.
 local function tell_apart(name, held, bits, ms)
   local other, digits = is_other(tenant_of(name)), string.match(name, '^[^:]+:n(%d+)$')
   if bits == 0 or not digits then return other, 0 end
