@@ -130,31 +130,29 @@ MOST_CALL_BYTES = 2**20
 class InferRequest(msgspec.Struct, kw_only=True):
     """One inference request, unchecked; only the dispatcher changes it.
 
+    The fields `inputs_digest`, `step_key`, `endpoint`, `assigned`, `moves` and `made_for` are local to a process.
+
     Attributes:
         version: The dispatcher replaces 0 by the highest ready one.
-        id: qinfer's own id, from the dispatcher.
+        id: qinfer's own.
         client_id: The `id` from the client, echoed in the reply; may be empty, need not be unique.
-        inputs: In the request's order.
         outputs: The names wanted; empty = all.
         priority: 0 = the model's default.
-        timeout_s: From the dispatcher, to the deadline.
+        timeout_s: To the deadline.
         reply_to: `reply:<owner>` of the process that waits; empty for asynchronous requests.
         trace: W3C `traceparent`; empty = not traced.
         generation: The model generation that it was checked against.
         attempt: Executions so far.
-        sequence: Set for stateful models.
         queue_timeout_s: The longest wait by its model's queue policy; 0 = `timeout_s`.
         payload: The tensors' bytes are stored beside the stream (claim check).
-        holders: The executions that wait for its answer.
-        inputs_digest: A hash for the response cache, if there is one already; local to a process.
-        step_key: Identifies a sequence's first request that is an ensemble's step, also when the ensemble's request is
-            executed again; local to a process.
-        endpoint: The named endpoint; model and version are its target's. Local to a process.
-        spares_outputs: The outputs that it names may be missing, as for an ensemble's step.
-        assigned: The endpoint drew its target: the caller named none, and met no condition. Local to a process.
-        moves: The endpoint's stable target may answer it if its target is rolled back. Local to a process.
-        calls: Collects the traces of requests made for it; they don't travel.
-        made_for: Its caller's position in the calling model's batch; -1 = unknown. Local to a process.
+        inputs_digest: For the response cache, if there is one already.
+        step_key: Identifies a sequence's first request that is an ensemble's step, also when that is executed again.
+        endpoint: The named one; model and version are its target's.
+        spares_outputs: Named outputs may be missing, as for an ensemble's step.
+        assigned: The endpoint drew its target: the caller named none, and met no condition.
+        moves: The endpoint's stable target may answer it if its target is rolled back.
+        calls: Traces of requests made for it; they don't travel.
+        made_for: Its caller's position in the calling model's batch; -1 = unknown.
     """
 
     model: str
@@ -212,13 +210,11 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         outputs: Empty with a failure, and in a decoupled model's empty final response.
         attempt: The execution that made it; readers follow one only.
-        index: 0, 1, … within the attempt.
+        index: Within the attempt.
         stored: The outputs are stored beside the reply stream (`Queue.take_result`).
         parameters: Values besides the outputs (reference §1.6).
-        credit_to: The reply address for `Credit`s, if its worker limits this stream by a window; empty on final
-        responses.
+        credit_to: Gets `Credit`s, if its worker limits this stream by a window; empty on final responses.
         cache: The look-up in the response cache; local to a process.
-        called: Traces of requests made for it, on the final response.
     """
 
     request_id: str

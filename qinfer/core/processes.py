@@ -58,9 +58,8 @@ def protect_process(environment: Mapping[str, str]) -> None:
     """Protects this process's memory, environment and files from other processes of the same user.
 
     A model's code runs as that user, and could read secrets in /proc or as a debugger; root still can. The kernel dumps
-    no
-    core of a protected process, and drops the protection at `exec` (prctl(2), PR_SET_DUMPABLE): each program calls this
-    before it reads its settings. Only Linux has it; `QINFER_ALLOW_INSPECTION=true` switches it off.
+    no core of a protected process, and drops the protection at `exec` (prctl(2), PR_SET_DUMPABLE): each program calls
+    this before it reads its settings. Only Linux has it; `QINFER_ALLOW_INSPECTION=true` switches it off.
 
     New files belong to tenants: they get mode 0640 at most, directories 0750; a stricter umask stays.
     """

@@ -49,8 +49,7 @@ class Durability:
         """Runs `operation` on a connection to the partition's node; returns once the write is safe.
 
         `operation` sends only through its `call`, and must be idempotent: it runs again if the slot moved, and callers
-        repeat
-        it with the same id after `BrokerUnavailable`.
+        repeat it with the same id after `BrokerUnavailable`.
         """
         slot = keys.slot(keys.confirm(model, partition))
         if not self._waits:

@@ -209,15 +209,13 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
     """A request to be accepted.
 
     Attributes:
-        frame: Encoded with an empty `reply_to`.
-        body_hash: Tells a repetition from another request.
-        timeout_s: From now to the deadline.
-        tombstone_ttl_s: How long the request stays known after its result.
+        frame: Has no `reply_to`.
+        tombstone_ttl_s: How long its id is known after the result.
         client_id: The `id` of the body, echoed in the result.
-        idempotency_key: The hash of the caller's key.
+        idempotency_key: A hash.
         outbox: For the end, instead of a webhook; trimmed by age, so that its requests should have equal times.
         notes: Opaque bytes for the outbox's reader.
-        watcher: The reply address that is notified of the end.
+        watcher: A reply address, notified of the end.
         is_told: Workers report executing entries; others that they hold count as waiting.
         endpoint: Set if `Moves` may move it.
         share: The tenant whose stored results may take all free memory; empty = no limit.

@@ -265,8 +265,7 @@ class LaneReader:
         """Waits for the first new entry, and fetches up to `count`.
 
         Redis wakes a blocked reader at the first of many entries of one write: a pipelined second read finds them all.
-        COUNT is
-        per stream, so that with several the second read is the script.
+        COUNT is per stream, so that with several the second read is the script.
         """
         streams = [*lanes, *self.shares]
         to_leases = partial(self._leases_of_read, streams, consumer)

@@ -45,9 +45,8 @@ class StoredResponses:
         """Stores responses, skipping stored ones; returns whether the caller may go on.
 
         It may not once the request has ended, or another worker has its lease. `index` is the first one's, and
-        `max_bytes` the
-        limit for all. Raises `StreamBroken` if an earlier execution's can't be continued, or some are lost, and
-        `PayloadTooLarge` over a limit, without storing any.
+        `max_bytes` the limit for all. Raises `StreamBroken` if an earlier execution's can't be continued, or some are
+        lost, and `PayloadTooLarge` over a limit, without storing any.
         """
         entry = lease.entry
         address = Address(entry.lane.model, entry.lane.partition, request_id)

@@ -216,8 +216,7 @@ class S3Store(FsspecStore):
 
     Status 412: the name is taken; 409: another writer is about to take it, the upload is repeated. After 501 (no
     conditional writes) the name is checked, the object put and read back, and a log line says so once per bucket; of
-    two
-    simultaneous writers one object remains, whole.
+    two simultaneous writers one object remains, whole.
     """
 
     has_buckets = True

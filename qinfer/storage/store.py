@@ -27,8 +27,7 @@ class Stat(NamedTuple):
     """An object.
 
     `etag` changes with the content: the store's tag or generation, or a file's `<mtime>-<size>-<ctime>` in ns. No call
-    sets
-    a ctime; inodes differ between mounts (FUSE).
+    sets a ctime; inodes differ between mounts (FUSE).
     """
 
     url: str
@@ -51,8 +50,7 @@ class Store(ABC):
     """An object store or a directory; one for all URLs of a kind.
 
     Every method raises a `StoreError`: `StoreUnavailable` (try again), `StoreDenied`, `StoreNotFound` (also of a
-    bucket),
-    `StoreChanged`.
+    bucket), `StoreChanged`.
 
     Attributes:
         sees_changes: Each read of `open_known` raises `StoreChanged` if the object was replaced.
@@ -67,10 +65,8 @@ class Store(ABC):
         """Makes a local file the object at a URL, unless one exists; a killed process leaves nothing there.
 
         After `EXISTS` look at the object: it may be an own earlier try whose answer was lost. Without conditional
-        writes (501)
-        two simultaneous writers may both get `CREATED`; one object remains, whole. `local` must not be empty, and not
-        change
-        afterwards; the caller deletes it.
+        writes (501) two simultaneous writers may both get `CREATED`; one object remains, whole. `local` must not be
+        empty, and not change afterwards; the caller deletes it.
         """
 
     @abstractmethod

@@ -24,8 +24,7 @@ class Within:
     """Opens the store of an object below a prefix, as `store_for`.
 
     All existing links in `file://` URLs and prefixes are resolved; one made after this check is not noticed. `use` is
-    in
-    the text of a refusal.
+    in the text of a refusal.
     """
 
     def __init__(

@@ -180,8 +180,7 @@ def judge(
     """Decides whether a request may enter a lane; returns the refusal, or `None`.
 
     With none ahead it always may: a model scaled to zero must wake. At unknown speed only the limit counts. With
-    `at_once`
-    ahead it may enter, too: they may be about to end, or it may join their batch.
+    `at_once` ahead it may enter, too: they may be about to end, or it may join their batch.
     """
     rps = capacity.rps
     if waiting >= limit:

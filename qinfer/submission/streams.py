@@ -132,8 +132,7 @@ class Credits:
     """Tells workers how much of their streams was taken; one per process.
 
     A quarter of the window is credited at once, less a little later. A slow caller is reported every few seconds, so
-    that
-    its worker does not take it for gone.
+    that its worker does not take it for gone.
     """
 
     def __init__(self, queue: Queue, window_bytes: int, is_open: Callable[[str], bool]) -> None:

@@ -107,8 +107,7 @@ class Submission:
         """Submits a request with tenant and trace, stamped in place; its responses, or its failure, go to the sink.
 
         The request's `timeout_s` is its queue timeout, the argument the time to its deadline; a stream also needs a
-        first
-        response in the model's default timeout. `quota` counts the request while it is in flight.
+        first response in the model's default timeout. `quota` counts the request while it is in flight.
         """
         spec = served.spec
         if (spec.is_cached or spec.splits or spec.sequences is not None) and (
@@ -349,12 +348,11 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
     route: Route | None = None,
     max_waiting: int = 0,
 ) -> Stamped:
-    """Stamps and encodes a checked request, in a thread if its tensors do not fit the frame.
+    """Stamps and encodes a checked request; call it in a thread if its tensors do not fit the frame.
 
     It modifies the request: keep the result for a repetition. The request's `timeout_s` is its queue timeout, the
-    argument
-    the time to its deadline. Tensors above `inline_max_bytes` travel beside the stream. `max_waiting` limits waiting
-    entries, beside the policy's and the lane's limits; 0 = unlimited.
+    argument the time to its deadline. Tensors above `inline_max_bytes` travel beside the stream. `max_waiting` limits
+    waiting entries, beside the policy's and the lane's limits; 0 = unlimited.
     """
     check_stateless(served)
     check_whole(request, served.spec)
