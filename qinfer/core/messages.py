@@ -15,7 +15,7 @@ from qinfer.errors import ErrorCode, InvalidRequest, QinferError
 from qinfer.tensors import Tensor
 
 Scalar = bool | int | float | str
-"""Of a custom request parameter (reference §1.6)."""
+"""A custom request parameter's value (reference §1.6)."""
 
 
 class Sequence(msgspec.Struct, frozen=True, array_like=True):

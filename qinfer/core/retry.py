@@ -9,7 +9,7 @@ REMIND_S = 60.0
 """Between log lines of an outage that affects many."""
 
 PATIENCE_S = 5.0
-"""An ending, idle process waits so long for a service."""
+"""An ending, idle process waits this long for a service that is away."""
 
 _MOST_REASONS = 32
 

@@ -27,7 +27,7 @@ from qinfer.queue.router import Router, load_script
 logger = logging.getLogger(__name__)
 
 LOOKS_PER_S = 1.0
-"""Looks of all sleepers together without a ring."""
+"""Looks of a process' sleepers together without a ring."""
 
 SHORTEST_S = 0.5
 

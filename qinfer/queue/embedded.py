@@ -192,7 +192,7 @@ class EmbeddedRedis:
         )
 
     def _end_watch(self) -> None:
-        """First, because the shell would use the server's process id."""
+        """Ends the shell first, because it would use the server's process id."""
         if self._watch is not None:
             self._watch.kill()
             self._watch.communicate()

@@ -16,10 +16,10 @@ AT_ONCE = 50
 """Each moved entry costs about five commands."""
 
 AT_ONCE_BYTES = 2**20
-"""Of frames per script."""
+"""Bytes of frames per script."""
 
 KEPT_S = 3600.0
-"""Of notes after the last move."""
+"""How long notes are kept after the last move."""
 
 _MOVE = load_script("lanes/move", *PLACING)
 

@@ -55,7 +55,7 @@ UNREACHABLE = "the payload store can't be reached; try again"
 """For clients: without the store's text."""
 
 SWEEP_MARGIN_S = 3600.0
-"""After expiry, for slow transfers and different clocks."""
+"""From expiry to sweep, for slow transfers and different clocks."""
 
 _EXPIRY_STEP_S = 60
 _FOLDER = re.compile(r"[0-9]{12}")

@@ -12,7 +12,7 @@ from qinfer.queue.entries import Entry, Lease, Payload
 from qinfer.tensors import Bytes
 
 MAX_STATE_BYTES = 64 * 2**20
-"""Of all parts together."""
+"""All parts of a state together."""
 
 
 NOBODYS = 0

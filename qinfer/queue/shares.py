@@ -16,7 +16,7 @@ KNOWN_S = 30.0
 """Half of the time until Redis may reassign a place."""
 
 CROWDED_S = 1.0
-"""For shared places; their tenants use the shorter of two streams."""
+"""The same for shared places; their tenants use the shorter of two streams."""
 
 _ASKING_S = 1.0
 _NOT_KNOWN = -1

@@ -21,9 +21,9 @@ from typing import NamedTuple
 from qinfer.errors import SettingsError
 
 LOAD_MARGIN = 1.5
-"""Of a worker's load time, between a step up and a step down."""
+"""Load times of a worker between a step up and a step down."""
 BUSY_SHARE = 0.85
-"""Of a worker's speed, without a backlog."""
+"""The part of its speed that a worker sustains without a backlog."""
 MAX_PATIENCE = 16
 """The highest multiple of `down_after_s` after reverted steps down."""
 
