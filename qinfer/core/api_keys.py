@@ -3,7 +3,7 @@
     {"keys": [{"id": "k1", "sha256": "…", "tenant": "acme", "scopes": ["infer"], "rate_per_s": 50, "max_in_flight": 9,
                "created_at": "2026-11-23T10:00:00Z", "expires_at": "2027-11-23T10:00:00Z"}]}
 
-A plain hash suffices, since a key has 256 random bits. Quotas belong to the tenant: all its keys have the same.
+A plain hash suffices, since a key has 256 random bits.
 """
 
 import contextlib
@@ -25,15 +25,15 @@ from qinfer.core.settings import AuthSettings
 from qinfer.errors import SettingsError
 
 _NAME = r"^[A-Za-z0-9._~-]{1,64}$"
-# A longer word may be a key in a wrong place.
+# A longer word may be a key.
 _LONG_WORD = re.compile(r"((?:Invalid enum value|unknown field) )([`']).{33,}?\2(?=$| - at `\$)", re.DOTALL)
 
 Name = Annotated[str, msgspec.Meta(pattern=_NAME)]
-"""The form of names of keys and tenants: letters, digits and `._~-`, at most 64."""
+"""Letters, digits and `._~-`, at most 64."""
 
 
 class Scope(StrEnum):
-    """The rights of a key: `infer` = use and inspect models, `admin` = everything."""
+    """`infer` = use and inspect models, `admin` = everything."""
 
     INFER = "infer"
     ADMIN = "admin"
@@ -49,15 +49,15 @@ MAX_WEIGHT = 1000
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One entry of the file; its quotas are the tenant's, at all gateways together.
+    """One entry of the file; its quotas are the tenant's, the same for all its keys.
 
     Attributes:
         id: The key's name, for people.
-        rate_per_s: Requests a second; 0 = no limit.
+        rate_per_s: 0 = no limit.
         burst: Requests at once before the rate counts; 0 = a second's worth, at least 1.
         max_in_flight: Unanswered requests; 0 = no limit. An asynchronous request is answered when it is accepted.
         weight: The tenant's share of a contended model, in proportion to the others' weights.
-        expires_at: The instant from which it is refused; `None` = never.
+        expires_at: From then it is refused; `None` = never.
     """
 
     id: Name
@@ -81,12 +81,12 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def hash_key(key: str) -> str:
-    """Returns the SHA-256 of a key, in hexadecimal."""
+    """Returns a key's SHA-256, in hexadecimal."""
     return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
 
 
 def check_exposure(settings: AuthSettings, host: str, variable: str = "QINFER_HTTP__HOST") -> None:
-    """Raises `SettingsError` if `auth.mode` is not set and other machines can reach the gateway."""
+    """Raises `SettingsError` without `auth.mode` if other machines reach the gateway."""
     if settings.mode == "" and not is_loopback(host):
         raise SettingsError(
             f"{variable}={host} serves other machines, and authentication is not set; set QINFER_AUTH__MODE=keys "
@@ -95,12 +95,12 @@ def check_exposure(settings: AuthSettings, host: str, variable: str = "QINFER_HT
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """Reads and checks a file of keys, or raises `SettingsError`."""
+    """Reads and checks a file of keys."""
     return parse_keys(path, read_key_file(path))
 
 
 def read_key_file(path: Path) -> bytes:
-    """Returns the content of a file of keys, or raises `SettingsError`."""
+    """Returns the content of a file of keys."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -108,7 +108,7 @@ def read_key_file(path: Path) -> bytes:
 
 
 def parse_keys(path: Path, content: bytes) -> tuple[ApiKey, ...]:
-    """Decodes and checks a file of keys, or raises `SettingsError` without values."""
+    """Checks a file's content; `SettingsError` names no values."""
     keys = _decoded(path, content)
     if not keys:
         raise SettingsError(f"{path} has no keys; `qinfer keys new` adds one")
@@ -123,7 +123,7 @@ def add_key(
     *,
     expires_at: datetime | None = None,
 ) -> tuple[ApiKey, str]:
-    """Makes a key and appends its entry to the file, which is created with mode 0600 if needed.
+    """Makes a key and appends its entry to the file, if needed a new one of mode 0600.
 
     A tenant's further keys get its quotas. Returns the entry, and the key, which is stored nowhere.
     """
@@ -153,7 +153,7 @@ def add_key(
 
 
 def revoke_key(path: Path, key_id: str) -> ApiKey:
-    """Removes a key from the file and returns its entry; the last key stays."""
+    """Removes a key and returns its entry; the last key stays."""
     with _locked(path):
         keys = read_keys(path)
         entry = _entry(path, keys, key_id)
@@ -169,8 +169,7 @@ def revoke_key(path: Path, key_id: str) -> ApiKey:
 def rotate_key(path: Path, key_id: str, overlap: timedelta, lifetime: timedelta | None = None) -> tuple[ApiKey, str]:
     """Makes a key with the rights of another, which expires after `overlap`.
 
-    Without a `lifetime`, it is valid as long as the old one was made for. Returns the entry, and the key, which is
-    stored nowhere.
+    Without a `lifetime`, it gets the old one's. Returns the entry, and the key, which is stored nowhere.
     """
     key = secrets.token_urlsafe(32)
     with _locked(path):
@@ -191,7 +190,6 @@ def rotate_key(path: Path, key_id: str, overlap: timedelta, lifetime: timedelta 
 
 
 def _lifetime(key: ApiKey) -> timedelta | None:
-    """Returns the lifetime that a key was made with, if any."""
     if key.expires_at is None:
         return None
     if key.created_at is None or key.created_at >= key.expires_at:
@@ -204,7 +202,7 @@ def _decoded(path: Path, content: bytes) -> tuple[ApiKey, ...]:
         raise SettingsError(f"{path} is empty; `qinfer keys new` writes one with a key")
     try:
         keys = msgspec.json.decode(content, type=_File).keys
-    except ValueError as error:  # a string that is no UTF-8 raises no DecodeError
+    except ValueError as error:  # a string that is no UTF-8
         problem = _LONG_WORD.sub(r"\1…", str(error))
         raise SettingsError(f"{path}: {problem}; `qinfer keys new` writes entries as they should be") from None
     _check(path, keys)
@@ -261,7 +259,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Replaces the file atomically, with its mode, so that its readers keep access; a link to it stays, too."""
+    """Keeps the mode, for its readers; a link to the file stays."""
     path = path.resolve()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

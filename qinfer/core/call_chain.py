@@ -2,7 +2,7 @@
 
     client ─▶ A ─▶ B ─▶ C        the request to C has the holders A and B
 
-A calling execution keeps its instance. A call that only a waiting instance could execute would never be answered.
+A calling execution keeps its instance: a call that only a waiting instance could execute would never be answered.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ from qinfer.core.messages import Holder
 
 
 def extended(chains: Sequence[tuple[Holder, ...]], caller: Holder) -> tuple[Holder, ...]:
-    """Returns the holders of a call: those of the calling batch's requests, then the caller."""
+    """Returns the holders of a batch's requests, then the caller."""
     found = chains[0] if len(chains) == 1 else _merged(chains)
     return (*found, msgspec.structs.replace(caller, depth=depth_of(found) + 1))
 
 
 def depth_of(holders: Sequence[Holder]) -> int:
-    """Returns the number of nested calls before a request."""
+    """Counts the nested calls before a request."""
     return max((holder.depth for holder in holders), default=0)
 
 
 def names_of(holders: Sequence[Holder], callee: str) -> str:
-    """Returns the longest chain for people: `A -> B -> A`."""
+    """Returns the longest chain: `A -> B -> A`."""
     names: dict[int, str] = {}
     for holder in holders:
         names.setdefault(holder.depth, holder.model)
@@ -32,12 +32,12 @@ def names_of(holders: Sequence[Holder], callee: str) -> str:
 
 
 def level_of(holders: Sequence[Holder], model: str, version: int) -> int:
-    """Returns how many instances of a model version wait for a request."""
+    """Counts a version's instances that wait for a request."""
     return len({holder.token for holder in holders if (holder.model, holder.version) == (model, version)} - {""})
 
 
 def endless(holders: Sequence[Holder], model: str, version: int, instances: int) -> str:
-    """Returns why a call would wait for itself; empty = another instance may execute it."""
+    """Returns why a call would wait for itself, if so."""
     waiting = level_of(holders, model, version)
     if not waiting or waiting < instances:
         return ""

@@ -1,7 +1,6 @@
 """Time: durations come from the monotonic clock; instants between processes are seconds of Redis `TIME`.
 
-`ServerClock` keeps the offset between the two, so that a deadline is the same instant on each machine, even if wall
-clocks are wrong.
+A deadline is thus the same instant on each machine, even if wall clocks are wrong.
 """
 
 import time
@@ -17,7 +16,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The process's own monotonic clock."""
+    """The process's clock."""
 
     def monotonic_s(self) -> float:
         """Returns `time.monotonic()`."""
@@ -25,7 +24,7 @@ class SystemClock:
 
 
 class ServerClock:
-    """The broker's time, from the monotonic clock and an offset that `observe` keeps current."""
+    """The broker's time, by an offset from the monotonic clock."""
 
     def __init__(self, clock: Clock | None = None, offset_s: float | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -33,11 +32,11 @@ class ServerClock:
         self._error_s = float("inf")
 
     def now_s(self) -> float:
-        """Returns the broker's time: seconds since the epoch."""
+        """Returns seconds since the epoch."""
         return self._clock.monotonic_s() + self._offset_s
 
     def to_monotonic_s(self, instant_s: float) -> float:
-        """Converts an instant of the broker's time to this process's monotonic clock."""
+        """Converts an instant to the monotonic clock."""
         return instant_s - self._offset_s
 
     def observe(self, broker_time_s: float, sent_s: float, received_s: float) -> None:

@@ -19,16 +19,13 @@ _SHOWN = 60
 
 
 class Unreadable(ValueError):
-    """A document can't be read; the text says where and why."""
+    """The text says where and why."""
 
 
 class _Strict(yaml.BaseLoader):
-    """Makes texts, lists and dictionaries."""
-
     tags = frozenset(_TAG + kind for kind in ("str", "seq", "map"))
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: FBT001, FBT002  (PyYAML's)
-        """Makes a node's value."""
         if node.tag not in self.tags:
             raise yaml.constructor.ConstructorError(None, None, f"the tag '{node.tag}' is not read", node.start_mark)
         if isinstance(node, yaml.ScalarNode) and node.style is None and node.value in {"", "~", "null"}:
@@ -36,7 +33,6 @@ class _Strict(yaml.BaseLoader):
         return super().construct_object(node, deep)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:  # noqa: FBT001, FBT002
-        """Makes a dictionary."""
         seen: set[str] = set()
         for key, _ in node.value:
             if key.value == "<<" and key.style is None:
@@ -49,13 +45,11 @@ class _Strict(yaml.BaseLoader):
 
 
 class _StrictTyped(_Strict, yaml.SafeLoader):
-    """Makes numbers and truth values too."""
-
     tags = _Strict.tags | {_TAG + kind for kind in ("null", "bool", "int", "float")}
 
 
 def read_limited(path: Path, most_bytes: int) -> bytes:
-    """Returns the content of a file, or raises `Unreadable` above `most_bytes`."""
+    """Returns a file's content, or raises `Unreadable` above `most_bytes`."""
     with path.open("rb") as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
@@ -64,13 +58,9 @@ def read_limited(path: Path, most_bytes: int) -> bytes:
 
 
 def parse(data: bytes, suffix: str, *, is_typed: bool) -> Any:
-    """Parses a document, or raises `Unreadable`.
+    """Parses UTF-8 as `.toml`, or else YAML, or raises `Unreadable`.
 
-    Args:
-        data: The document, in UTF-8.
-        suffix: `.toml`, or else it is YAML.
-        is_typed: Make numbers and truth values in YAML; otherwise labels such as `no`, `007` and `2026-01-31` stay
-            texts.
+    Without `is_typed` labels of YAML such as `no`, `007` and `2026-01-31` stay texts.
     """
     try:
         text = data.decode("utf-8-sig")
@@ -86,11 +76,11 @@ def parse(data: bytes, suffix: str, *, is_typed: bool) -> Any:
 
 
 def problems_of(error: ValidationError) -> Iterator[tuple[str, ErrorDetails]]:
-    """Yields each problem as a text without its place, and pydantic's details."""
+    """Yields each problem's text without its place, and pydantic's details."""
     found = error.errors(include_url=False)
     inner = {item["loc"][0] for item in found if len(item["loc"]) > 1}
     for item in found:
-        # pydantic also calls a list too short if one of its elements is wrong.
+        # pydantic also calls a list with a wrong element too short
         if item["type"] == "too_short" and item["loc"][0] in inner:
             continue
         yield explain(item), item

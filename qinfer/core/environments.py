@@ -1,8 +1,7 @@
 """The environments of processes: allow-lists of variables, so that a secret is only where it is used. Pure.
 
-A program of `qinfer up` gets its settings, and variables that runtimes and drivers of stores read. A model's code gets
-no settings, and only the credentials that the operator names. The supervisor uses the module, which therefore imports
-nothing large.
+A program of `qinfer up` gets its settings, and variables of runtimes and store drivers. A model's code gets no
+settings, and only the credentials that the operator names. It imports nothing large, for the supervisor.
 """
 
 import json
@@ -11,10 +10,10 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 PREFIX = "QINFER_"
-"""The prefix of settings' variables, in any case."""
+"""Of settings' variables, in any case."""
 
 ALLOW_INSPECTION = f"{PREFIX}ALLOW_INSPECTION"
-"""The setting for debuggers (`qinfer.core.processes.protect_process`), which all processes get."""
+"""All processes get it, for debuggers."""
 
 _SYSTEM = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "TERM", "NO_COLOR", "FORCE_COLOR", "COLUMNS",
@@ -26,7 +25,7 @@ _RUNTIMES = (
     "CUDA_*", "CUDNN_*", "CUBLAS_*", "NVIDIA_*", "NCCL_*", "CUPY_*", "ROCR_*", "ROCM_*", "HIP_*", "HSA_*", "MIOPEN_*",
     "OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "BLIS_*", "VECLIB_*", "NUMEXPR_*", "NUMBA_*", "DNNL_*",
     "ONEDNN_*", "ORT_*", "OV_*", "OPENVINO_*", "TORCH*", "PYTORCH_*", "TRITON_*", "TF_*", "XLA_*", "JAX_*",
-    # HF_TOKEN is a credential.
+    # HF_TOKEN is a credential
     "HF_HOME", "HF_ENDPOINT", "HF_HUB_*", "HF_DATASETS_*", "HUGGINGFACE_HUB_CACHE",
     "TRANSFORMERS_*", "TOKENIZERS_*", "SENTENCE_TRANSFORMERS_HOME", "NLTK_DATA", "MPLCONFIGDIR",
 )  # fmt: skip
@@ -34,13 +33,13 @@ _SERVICES = (
     "AWS_*", "BOTO_*", "AZURE_*", "IDENTITY_*", "MSI_*", "GOOGLE_*", "GCLOUD_*", "GCE_*", "CLOUDSDK_*",
     "STORAGE_EMULATOR_HOST", "FSSPEC_*", "HADOOP_*", "ARROW_*", "JAVA_HOME", "CLASSPATH", "KRB5*", "SSH_AUTH_SOCK",
     "OTEL_*", "GRPC_*",
-    # The address of a proxy may contain a password.
+    # may contain a password
     "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy",
 )  # fmt: skip
 
 
 class Role(NamedTuple):
-    """The sections and other settings that a program reads, without the `withheld` ones (`section.name`)."""
+    """Sections and other settings of a program, without the `withheld` ones (`section.name`)."""
 
     settings: frozenset[str]
     withheld: frozenset[str] = frozenset()
@@ -73,7 +72,7 @@ BULK_WORKER = Role(_OF_WORKERS)
 
 
 def program_environment(role: Role, base: Mapping[str, str], passed: Iterable[str] = ()) -> dict[str, str]:
-    """Returns the environment of a gateway, worker or bulk worker."""
+    """Returns a program's environment."""
     found = _matching(base, (*_SYSTEM, *_RUNTIMES, *_SERVICES, *passed))
     for name, value in base.items():
         given = _setting(role, name.upper().removeprefix(PREFIX).lower(), value) if _is_setting(name) else None
@@ -83,7 +82,7 @@ def program_environment(role: Role, base: Mapping[str, str], passed: Iterable[st
 
 
 def helper_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a helper process, which gets all else over a pipe."""
+    """Returns a helper's environment; all else comes over a pipe."""
     return _matching(base, _SYSTEM) | {name: value for name, value in base.items() if name.upper() == ALLOW_INSPECTION}
 
 
@@ -116,7 +115,7 @@ def _is_setting(name: str) -> bool:
 
 
 def _setting(role: Role, setting: str, value: str) -> str | None:
-    """Returns a setting's value for a program that gets it; the name is `redis__url`, or `redis` for a section."""
+    """The name is `redis__url`, or `redis` for a section."""
     section, _, name = setting.partition("__")
     if section not in role.settings or f"{section}.{name}" in role.withheld:
         return None
@@ -127,5 +126,5 @@ def _setting(role: Role, setting: str, value: str) -> str | None:
         fields = json.loads(value)
         return json.dumps({field: inner for field, inner in fields.items() if field.lower() not in withheld})
     except (ValueError, AttributeError):
-        # The parent of the program has refused such a value.
+        # The program's parent has refused it.
         return None

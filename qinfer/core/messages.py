@@ -1,7 +1,7 @@
 """The records that cross processes: requests, responses, failures and credits; `qinfer.wire` encodes them.
 
-A response is `(request_id, attempt, index, final, outputs | failure)`: a request gets 0..n responses, of which the last
-is `final`. Ids are made here too: `<ulid>.<partition>.<model>` locates the request's keys.
+A request gets 0..n responses, of which the last is `final`. Ids are made here too: `<ulid>.<partition>.<model>` locates
+the request's keys.
 """
 
 import os
@@ -21,9 +21,7 @@ Scalar = bool | int | float | str
 class Sequence(msgspec.Struct, frozen=True, array_like=True):
     """The sequence flags of a request (reference §3.4).
 
-    Attributes:
-        id: The correlation ID.
-        step: The caller's number of the request, 1, 2, …; 0 = none: a repeated request is another step.
+    `step` is the caller's number of the request, 1, 2, …; 0 = none: a repeated request is another step.
     """
 
     id: int | str
@@ -37,14 +35,14 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
         return self.id
 
     def told(self, told_id: int | str) -> "Sequence":
-        """Returns the flags for the model, with an id in place of the caller's."""
+        """Returns the flags with the model's id in place of the caller's."""
         if told_id == self.id:
             return self
         return ToldSequence(told_id, self.start, self.end, self.step, given_id=self.callers_id)
 
 
 class ToldSequence(Sequence, frozen=True, array_like=True):
-    """The flags with the model's correlation ID in place of `given_id`, the caller's; local to a process."""
+    """The flags with the model's id in place of `given_id`, the caller's; local to a process."""
 
     given_id: int | str = 0
 
@@ -55,13 +53,13 @@ class ToldSequence(Sequence, frozen=True, array_like=True):
 
 
 class Holder(msgspec.Struct, frozen=True, array_like=True):
-    """An execution that waits for a call of another model, and its instance and resources.
+    """An execution that waits for a call of another model.
 
     Attributes:
-        token: Identifies the execution among all workers; empty = it holds nothing: an ensemble, or a decoupled model
-            whose `execute` has returned.
-        units: Its units of the rate limiter's global resources.
-        depth: Its place in the chain of calls, 1 = the first model.
+        token: Unique among all workers; empty = it holds nothing: an ensemble, or a decoupled model whose `execute` has
+            returned.
+        units: Its units of global resources.
+        depth: Its place in the chain of calls, from 1.
     """
 
     token: str
@@ -72,7 +70,7 @@ class Holder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
-    """The nanoseconds of each phase of a request, and the size of its batch (reference §1.13)."""
+    """The phases of a request, and the size of its batch (reference §1.13)."""
 
     queue_ns: int = 0
     input_ns: int = 0
@@ -92,11 +90,9 @@ class CalledTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Called(msgspec.Struct, frozen=True, array_like=True):
-    """A request made for a traced one: a call by its model, or a step of its ensemble.
+    """A call by a traced request's model, or a step of its ensemble.
 
-    Attributes:
-        begin_s: In the broker's time, like `end_s`, the time of its last response.
-        timing: Set where a worker executed it.
+    `begin_s` and `end_s`, its last response, are in the broker's time.
     """
 
     model: str
@@ -116,54 +112,47 @@ class Called(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CallTraces(msgspec.Struct, kw_only=True):
-    """The traces of requests made for a traced one."""
+    """Traces of requests made for a traced one."""
 
     has_tensors: bool
     ended: tuple[Called, ...] = ()
 
     def add(self, called: Called) -> None:
-        """Adds a trace if there is room for it."""
+        """Adds a trace if there is room."""
         if sum([call.weight for call in self.ended]) + called.weight <= MOST_CALL_BYTES:
             self.ended = (*self.ended, called)
 
 
 MOST_CALL_BYTES = 2**20
-"""The most bytes of a request's call traces: 64 calls without tensors."""
+"""64 calls without tensors."""
 
 
 class InferRequest(msgspec.Struct, kw_only=True):
-    """One inference request, not checked yet; the dispatcher stamps it, and only the dispatcher changes it.
+    """One inference request, unchecked; only the dispatcher changes it.
+
+    The fields `inputs_digest`, `step_key`, `endpoint`, `assigned`, `moves` and `made_for` are local to a process.
 
     Attributes:
-        model: The model's name.
-        version: The version asked for; the dispatcher replaces 0 by the highest ready one.
-        id: qinfer's own id, from the dispatcher.
+        version: The dispatcher replaces 0 by the highest ready one.
+        id: qinfer's own.
         client_id: The `id` from the client, echoed in the reply; may be empty, need not be unique.
-        inputs: The input tensors, in the request's order.
-        outputs: Names of the outputs wanted; empty = all.
-        parameters: Custom parameters for the backend.
-        priority: The level asked for; 0 = the model's default.
-        timeout_s: The time until its deadline, from the dispatcher.
-        reply_to: The address of the process that waits, `reply:<owner>`; empty for asynchronous requests.
-        tenant: The tenant that sent it.
-        trace: W3C `traceparent`; empty when the request is not traced.
-        partition: Its queue partition.
-        generation: The model generation that the request was checked against.
+        outputs: The names wanted; empty = all.
+        priority: 0 = the model's default.
+        timeout_s: To the deadline.
+        reply_to: `reply:<owner>` of the process that waits; empty for asynchronous requests.
+        trace: W3C `traceparent`; empty = not traced.
+        generation: The model generation that it was checked against.
         attempt: Executions so far.
-        sequence: Set for stateful models.
-        queue_timeout_s: The longest wait before execution, by its model's queue policy; 0 = `timeout_s`.
-        payload: The tensors' bytes are stored beside the stream (claim check) and not in the frame.
-        holders: The executions that wait for its answer, where a model makes the request.
-        inputs_digest: A hash of its inputs for the response cache, if there is one already; local to a process.
-        step_key: Identifies a sequence's first request that is an ensemble's step, also when the ensemble's request is
-            executed again; local to a process.
-        endpoint: The endpoint that it named; model and version are its target's then. Local to a process.
-        spares_outputs: The outputs that it names may be missing, as for an ensemble's step.
-        assigned: The endpoint drew its target: the caller named none, and met no condition. Local to a process.
-        moves: The endpoint's stable target may answer it if its target is rolled back meanwhile. Local to a process.
-        calls: Collects the traces of requests made for it, if it is traced; the traces don't travel in the request.
-        made_for: The position of the request that it is made for in its calling model's batch; -1 = unknown. Local to a
-            process.
+        queue_timeout_s: The longest wait by its model's queue policy; 0 = `timeout_s`.
+        payload: The tensors' bytes are stored beside the stream (claim check).
+        inputs_digest: For the response cache, if there is one already.
+        step_key: Identifies a sequence's first request that is an ensemble's step, also when that is executed again.
+        endpoint: The named one; model and version are its target's.
+        spares_outputs: Named outputs may be missing, as for an ensemble's step.
+        assigned: The endpoint drew its target: the caller named none, and met no condition.
+        moves: The endpoint's stable target may answer it if its target is rolled back.
+        calls: Traces of requests made for it; they don't travel.
+        made_for: Its caller's position in the calling model's batch; -1 = unknown.
     """
 
     model: str
@@ -196,12 +185,12 @@ class InferRequest(msgspec.Struct, kw_only=True):
 
     @property
     def moves_by(self) -> str:
-        """The endpoint that may move it to another version while it waits, if any."""
+        """The endpoint that may move it while it waits."""
         return self.endpoint if self.moves else ""
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Why there are no outputs: an `ErrorCode`, its text for the client, and whether a retry can help."""
+    """An `ErrorCode`, its text for the client, and whether a retry can help."""
 
     code: str
     message: str
@@ -209,7 +198,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        """Describes an error; a foreign one becomes `internal`, without its text."""
+        """Describes an error; foreign ones as `internal`, without their text."""
         if isinstance(error, QinferError):
             return cls(error.code.value, error.message, error.retryable)
         return cls(ErrorCode.INTERNAL.value, "internal error; the server's log has the request id", False)
@@ -219,21 +208,13 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     """One response to a request.
 
     Attributes:
-        request_id: The id of the request.
-        model: The model that answered.
-        version: The version that answered.
-        outputs: The outputs; empty with a failure, and in a decoupled model's empty final response.
-        failure: Set when the request failed.
-        attempt: The execution that made it; readers follow one attempt only.
-        index: 0, 1, … within the attempt.
-        final: True on the last response of the request.
-        timing: Set by the worker that executed the request.
-        stored: The outputs are stored beside the reply stream (`Queue.take_result`) and not in the blob.
-        parameters: Values that the model returns besides its outputs (reference §1.6).
-        credit_to: The reply address for `Credit`s of the worker that limits this stream by a window; empty on final
-            responses, and without a window.
-        cache: The result of a look-up in the response cache; local to a process.
-        called: The traces of requests made for it, on the final response to a traced one.
+        outputs: Empty with a failure, and in a decoupled model's empty final response.
+        attempt: The execution that made it; readers follow one only.
+        index: Within the attempt.
+        stored: The outputs are stored beside the reply stream (`Queue.take_result`).
+        parameters: Values besides the outputs (reference §1.6).
+        credit_to: Gets `Credit`s, if its worker limits this stream by a window; empty on final responses.
+        cache: The look-up in the response cache; local to a process.
     """
 
     request_id: str
@@ -253,7 +234,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its outputs, which count in the window of a stream."""
+        """Bytes of its outputs."""
         size = 0
         for tensor in self.outputs:
             size += len(tensor.data)
@@ -266,15 +247,14 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
 
 
 RESPONSE_OVERHEAD_BYTES = 256
-"""Each response counts for this much more in a window, so that tiny ones can't fill Redis and gateways."""
+"""So that tiny responses can't fill Redis and gateways, each counts for this much more in a window."""
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True):
-    """A message from the reader of a stream to its worker, which makes room in the stream's window.
+    """A message from a stream's reader to its worker, which makes room in the window.
 
     Attributes:
-        taken_bytes: Bytes of outputs taken since the stream began; cumulative, so that a credit may be lost or
-            repeated.
+        taken_bytes: Since the stream began; cumulative, so that a credit may be lost or repeated.
         cancelled: The reader needs no more responses, and still takes those that the model sends.
     """
 
@@ -296,7 +276,7 @@ def _base32(value: int, characters: int) -> str:
 class IdFactory:
     """Makes ULIDs: 48 bits of milliseconds, 60 random bits drawn anew every 2^20 ids, and a counter of 20 bits.
 
-    Ids of one factory ascend within a draw; ids of different factories collide with a chance of 2^-60 a millisecond.
+    Ids of one factory ascend within a draw; those of different ones collide with a chance of 2^-60 a millisecond.
     """
 
     def __init__(self) -> None:
@@ -306,7 +286,7 @@ class IdFactory:
         self._counter = 0
 
     def ulid(self) -> str:
-        """Returns a new ULID of 26 characters (github.com/ulid/spec)."""
+        """Returns a ULID (github.com/ulid/spec)."""
         millisecond = time.time_ns() // 1_000_000
         counter = self._counter
         if not counter:
@@ -318,12 +298,12 @@ class IdFactory:
         return f"{self._prefix}{_PAIRS[counter >> 10]}{_PAIRS[counter & 1023]}"
 
     def request_id(self, model: str, partition: int = 0) -> str:
-        """Returns a new request id, `<ulid>.<partition>.<model>`."""
+        """Returns `<ulid>.<partition>.<model>`."""
         return f"{self.ulid()}.{partition}.{model}"
 
 
 def parse_request_id(request_id: str) -> tuple[str, int, str]:
-    """Splits a server-made id into (ulid, partition, model)."""
+    """Splits an id into (ulid, partition, model)."""
     ulid, _, rest = request_id.partition(".")
     partition, _, model = rest.partition(".")
     if len(ulid) != 26 or not partition.isdecimal() or not model:

@@ -1,6 +1,6 @@
 """Child processes: messages over pipes, names of signals, and protection.
 
-The module imports nothing large, as such children should be small.
+It imports nothing large, for small children.
 """
 
 import ctypes
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from asyncio import StreamReader
 
 LENGTH = struct.Struct("<I")
-"""Each message is msgpack, preceded by its length."""
+"""Each message is msgpack, behind its length."""
 MAX_BYTES = 2**32 - 1
 
 SWITCH_INTERVAL_S = 0.0001
-"""The longest wait of a thread for the GIL. Python's own 5 ms exceed the time of many batches, and each of a small
-request's four steps might wait that long.
+"""A thread's longest wait for the GIL. Python's 5 ms exceed many batches' time, and a small request's four steps might
+each wait that long.
 """
 
 _PR_SET_DUMPABLE = 4  # linux/prctl.h
@@ -33,13 +33,13 @@ _YES = frozenset({"1", "true", "t", "yes", "y", "on"})
 
 
 def packed(message: msgspec.Struct) -> bytes:
-    """Returns a message as bytes, with its length."""
+    """Returns a message with its length."""
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
 
 
 async def received(stream: "StreamReader", max_bytes: int = MAX_BYTES) -> bytes:
-    """Waits for a message; returns it without its length, or raises `ValueError` above `max_bytes`."""
+    """Waits for a message without its length; `ValueError` above `max_bytes`."""
     (size,) = LENGTH.unpack(await stream.readexactly(LENGTH.size))
     if size > max_bytes:
         raise ValueError(f"a message of {size} bytes; at most {max_bytes}")
@@ -47,7 +47,7 @@ async def received(stream: "StreamReader", max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def signal_name(number: int) -> str:
-    """Returns the name of a signal, such as `SIGSEGV`; empty for an unnamed one."""
+    """Returns a signal's name, such as `SIGSEGV`, if it has one."""
     try:
         return signal.Signals(number).name
     except ValueError:

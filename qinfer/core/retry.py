@@ -1,4 +1,4 @@
-"""Retries: pauses that grow up to a bound, and a log of outages."""
+"""Retries: growing pauses, and a log of outages."""
 
 import logging
 import math
@@ -6,24 +6,24 @@ import random
 import time
 
 REMIND_S = 60.0
-"""Seconds between log lines of an outage that affects many."""
+"""Between log lines of an outage that affects many."""
 
 PATIENCE_S = 5.0
-"""Seconds that an ending, idle process waits for a service that is away."""
+"""An ending, idle process waits this long for a service that is away."""
 
 _MOST_REASONS = 32
 
 
 def pause_s(failures: int, first_s: float, longest_s: float) -> float:
-    """Returns the pause after failures in a row: 0, then `first_s`, doubled with each failure."""
+    """Returns 0, then `first_s`, doubled with each failure in a row."""
     if failures <= 0:
         return 0.0
-    doublings = min(failures - 1, 64)  # beyond, the power exceeds any bound
+    doublings = min(failures - 1, 64)  # more exceeds any bound
     return min(first_s * 2.0**doublings, longest_s)
 
 
 class Backoff:
-    """The growing pauses between attempts; `jitter` is the share that is randomly left out."""
+    """Growing pauses; `jitter` is the share that is randomly left out."""
 
     def __init__(
         self, first_s: float = 0.2, longest_s: float = 10.0, *, factor: float = 2.0, jitter: float = 0.0
@@ -40,21 +40,15 @@ class Backoff:
         return pause_s * random.uniform(1.0 - self._jitter, 1.0) if self._jitter else pause_s  # noqa: S311  no secret
 
     def reset(self) -> None:
-        """Begins with the first pause again, after a success."""
+        """Begins again, after a success."""
         self._next_s = self._first_s
 
 
 class OutageLog:
-    """Logs an outage: its start, each new reason, and its end.
+    """Logs an outage: its start (`begins`, with a `reason`), each new reason, and its end (`ends`).
 
-    Args:
-        logger: The logger.
-        begins: The event of a failure; its `reason` is added.
-        ends: The event of the end; empty = `<begins>: over`.
-        level: The level of a failure.
-        remind_s: Seconds between log lines of a lasting failure.
-        quiet_s: Seconds without a failure that end an outage.
-        data: Fields of each line.
+    `remind_s` is between log lines of a lasting failure; after `quiet_s` without one the outage ends. `data` is in each
+    line.
     """
 
     def __init__(
@@ -81,11 +75,11 @@ class OutageLog:
 
     @property
     def lasts_s(self) -> float:
-        """Seconds since it began; 0 = it is over."""
+        """Since it began; 0 = it is over."""
         return time.monotonic() - self._began_s if self.is_out else 0.0
 
     def failed(self, reason: str, defect: BaseException | None = None) -> None:
-        """Records a failure, and logs a new reason, or a known one after `remind_s`."""
+        """Logs a new reason, or a known one after `remind_s`."""
         self._failed_s = time.monotonic()
         if not self.is_out:
             self._began_s = self._failed_s

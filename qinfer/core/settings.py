@@ -24,7 +24,7 @@ from qinfer.core.store_urls import Grant, do_meet, folders_of, normalised
 from qinfer.errors import SettingsError
 
 _OF_COMMANDS = ("QINFER_API_KEY", "QINFER_URL")
-"""Variables of commands (`qinfer.cli.console`), not of programs."""
+"""Variables of commands (`qinfer.cli.console`)."""
 
 
 class RedisSettings(Section):
@@ -262,7 +262,7 @@ class StoreSettings(Section):
     )
 
     def grant_of(self, tenant: str, *, is_shared: bool = False) -> Grant:
-        """Returns the URL prefixes that a tenant may use; `is_shared` = other tenants have keys.
+        """Returns a tenant's URL prefixes; `is_shared` = other tenants have keys.
 
         A worker does not know that: the gateway's grant is narrowed to the worker's.
         """
@@ -563,21 +563,21 @@ class Settings(BaseSettings):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """A message for each unknown variable that was left out."""
+        """A message for each unknown variable."""
         return self._unknown
 
     @classmethod
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: Any, env_settings: Any, *_: Any, **__: Any
     ) -> tuple[Any, ...]:
-        """Reads the environment without unknown variables, which `load_settings` refuses or reports."""
+        """Leaves out unknown variables, which `load_settings` reports."""
         unknown = {name.lower() for name in env_settings.env_vars if unknown_variables([name])}
         env_settings.env_vars = {name: v for name, v in env_settings.env_vars.items() if name.lower() not in unknown}
         return init_settings, env_settings
 
 
 def load_settings() -> Settings:
-    """Reads the settings from the environment, or raises `SettingsError` with each unknown or wrong variable."""
+    """Reads the environment; `SettingsError` names each unknown or wrong variable."""
     unknown = unknown_variables(os.environ)
     if unknown and not is_lenient(os.environ):
         raise SettingsError("; ".join(unknown))
@@ -594,7 +594,7 @@ def load_settings() -> Settings:
 
 
 def _check_payload_store(settings: Settings) -> None:
-    """Refuses a payload store that jobs may read: it has the tensors of every tenant."""
+    """A payload store has every tenant's tensors: jobs may not read it."""
     payloads = settings.limits.payload_url.rpartition("::")[2]  # the last driver of a chain has the location
     for allowed in settings.stores.allow:
         if payloads and do_meet(payloads, allowed):
@@ -605,7 +605,7 @@ def _check_payload_store(settings: Settings) -> None:
 
 
 def variable_names() -> list[str]:
-    """Returns the environment variable of every setting: `QINFER_REDIS__URL`, …, `QINFER_SERVER_ID`."""
+    """Returns every setting's environment variable."""
     names = []
     for name, field in Settings.model_fields.items():
         section = field.annotation

@@ -8,11 +8,11 @@ from qinfer.core.settings_section import Section
 
 _OPTIONS = {"local": ("size",), "redis": ("size", "ttl")}
 _SIZE_BYTES, _TTL_S = 256 * 2**20, 3600
-"""The defaults of a cache in Redis."""
+"""The defaults in Redis."""
 
 
 class CachePlan(NamedTuple):
-    """A response cache: `local`, in the memory of each process, or `redis`; entries may live for ever (`ttl_s` 0)."""
+    """`local`, in the memory of each process, or `redis`; `ttl_s` 0 = for ever."""
 
     kind: Literal["local", "redis"]
     size_bytes: int
@@ -42,7 +42,7 @@ class CacheSettings(Section):
 
 
 def plan_of(text: str) -> CachePlan | None:
-    """Parses the text of `--cache-config`, or raises `ValueError`."""
+    """Parses the text of `--cache-config`."""
     if not text:
         return None
     name, *words = [word.strip() for word in text.split(",")]

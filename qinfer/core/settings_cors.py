@@ -9,10 +9,10 @@ from pydantic import Field, field_validator, model_validator
 from qinfer.core.settings_section import Section
 
 ANY = "*"
-"""The origin that stands for all."""
+"""Stands for all origins."""
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
-_NAME = re.compile(r"[!#$%&'+.^_`|~0-9A-Za-z-]+")  # a token of RFC 9110 §5.6.2, but for `*`
+_NAME = re.compile(r"[!#$%&'+.^_`|~0-9A-Za-z-]+")  # RFC 9110 §5.6.2, but for `*`
 _AUTHORITY = re.compile(r"[a-z0-9._~:\[\]-]+")
 
 
@@ -98,7 +98,7 @@ class CorsSettings(Section):
 
 
 def origin_of(text: str) -> str:
-    """Returns an origin as browsers send it: in lower case, without its scheme's default port."""
+    """Returns an origin as browsers send it: lower case, no default port."""
     scheme, _, rest = text.lower().partition("://")
     try:
         parts = urlsplit(f"{scheme}://{rest}")

@@ -18,7 +18,7 @@ _JSON_KINDS = {
 
 
 def wrong_values(error: ValidationError, settings: type[BaseModel]) -> list[str]:
-    """Returns a message for each variable whose value is wrong."""
+    """Returns a message for each wrong variable."""
     return [
         f"{PREFIX}{'__'.join(str(part).upper() for part in each['loc'])}: {explain(each)}"
         f"{_got(each['loc'], each['input'], settings)}"
@@ -27,8 +27,8 @@ def wrong_values(error: ValidationError, settings: type[BaseModel]) -> list[str]
 
 
 def unknown_names(names: Iterable[str], known: Collection[str], others: Collection[str]) -> list[str]:
-    """Returns a message for each unknown `QINFER_…` variable."""
-    sections = {name.partition("__")[0] for name in known}  # a whole section may be JSON: QINFER_HTTP={…}
+    """Returns a message for each unknown variable."""
+    sections = {name.partition("__")[0] for name in known}  # a section may be JSON: QINFER_HTTP={…}
     problems = []
     for name in sorted(names):
         upper = name.upper()
@@ -45,7 +45,7 @@ def is_lenient(environment: Mapping[str, str]) -> bool:
 
 
 def not_json(environment: Mapping[str, str], settings: type[BaseModel]) -> list[str]:
-    """Returns a message for each list or object that is not JSON: pydantic-settings names only the section."""
+    """Returns a message for each list or object that is not JSON; pydantic-settings names only the section."""
     wrong = []
     for section, field in settings.model_fields.items():
         for name, inner in getattr(field.annotation, "model_fields", {}).items():
@@ -60,7 +60,7 @@ def not_json(environment: Mapping[str, str], settings: type[BaseModel]) -> list[
 
 
 def _got(location: Sequence[int | str], value: object, settings: type[BaseModel]) -> str:
-    """Returns the words about a wrong value, unless it may contain a secret, as lists and unknown fields may."""
+    """Lists and unknown fields may contain a secret."""
     annotation: object = settings
     for name in location:
         fields = getattr(annotation, "model_fields", {})

@@ -58,12 +58,12 @@ class MetricsSettings(Section):
 
     @property
     def quantiles(self) -> tuple[float, ...]:
-        """The quantiles of the summaries, if these are shown."""
+        """The summaries' quantiles."""
         return quantiles_of(self.summary_quantiles) if self.summary_latencies else ()
 
 
 def quantiles_of(text: str) -> tuple[float, ...]:
-    """Parses quantiles such as `0.5:0.05,0.9:0.01`, or raises `ValueError`."""
+    """Parses quantiles such as `0.5:0.05,0.9:0.01`."""
     found: list[float] = []
     for part in text.split(","):
         words = part.split(":")

@@ -11,7 +11,7 @@ _MAX_DIGITS = 10
 
 
 class Maximum(NamedTuple):
-    """The number of units of a resource; without a `device`, of each device."""
+    """A resource's units; without a `device`, of each device."""
 
     name: str
     units: int
@@ -46,7 +46,7 @@ class RateLimitSettings(Section):
 
 
 def maximum_of(text: str) -> Maximum:
-    """Parses one `--rate-limit-resource`, or raises `ValueError`."""
+    """Parses one `--rate-limit-resource`."""
     name, *numbers = text.split(":")
     if not name or not 1 <= len(numbers) <= 2 or not all(map(_is_count, numbers)):
         raise ValueError(f"--rate-limit-resource option format is {_FORM}. Got {text[:80]}")

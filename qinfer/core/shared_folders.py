@@ -1,7 +1,7 @@
 """Folders that the processes of a machine share: each process holds those in use, and unused ones are removed.
 
 A folder is complete once it has its mark, a file that is made last. A shared lock holds it, which ends with the
-process. The module imports only the standard library.
+process.
 """
 
 import fcntl
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def hold(folder: Path, mark: str) -> int | None:
-    """Holds a complete folder so that no process removes it; returns the descriptor."""
+    """Holds a complete folder; returns the descriptor."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -24,7 +24,7 @@ def hold(folder: Path, mark: str) -> int | None:
 
 
 def used_at(path: Path) -> float:
-    """Returns the time of the last change, in seconds since 1970; 0 = the path does not exist."""
+    """Returns the last change, in seconds since 1970; 0 = missing."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:

@@ -23,24 +23,24 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _AUTHORITY = re.compile(r"[A-Za-z0-9._-]+(:[0-9]{1,5})?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 _UNSAFE = re.compile(rf"{_CONTROL.pattern}|^ | $")
-# Drivers take the first for versions of an object; the others are credentials.
+# The first is for versions of an object; the others are credentials.
 _QUERY = re.compile(
     r"\?(?:[^/]*&)?(?:versionid|generation|x-(?:amz|goog)-[a-z-]+|awsaccesskeyid|sig|signature|token)=", re.I
 )
-_DECODINGS = 3  # more layers of percent signs are refused
+_DECODINGS = 3  # of percent signs
 _LONGEST = 2048
 _SHOWN = 120
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """The URL prefixes that a tenant's requests may read or write, in their one spelling."""
+    """The URL prefixes that a tenant may read or write, in their one spelling."""
 
     read: tuple[str, ...] = ()
     write: tuple[str, ...] = ()
     tenant: str = ""
 
     def narrowed(self, other: Self) -> Self:
-        """Returns the intersection of two grants."""
+        """Intersects two grants."""
         read, write = _common(self.read, other.read), _common(self.write, other.write)
         return msgspec.structs.replace(self, read=read, write=write)
 
@@ -54,12 +54,10 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 def check_url(url: str, allow: Sequence[str], use: str = "use", tenant: str = "") -> str:
-    """Checks a URL from a request against allowed prefixes; returns its one spelling.
+    """Checks a URL from a request against prefixes; returns its one spelling.
 
-    Raises:
-        InvalidRequest: It is no URL of an object store, or is ambiguous: `..`, schemes chained with `::`, credentials,
-            a query, encoded separators.
-        Forbidden: No prefix allows it.
+    Raises `InvalidRequest` for an ambiguous one: `..`, schemes chained with `::`, credentials, a query, encoded
+    separators.
     """
     place = _parsed(url)
     if any(_holds(_parsed(prefix), place) for prefix in allow):
@@ -79,8 +77,7 @@ def not_allowed(url: str, use: str = "use", tenant: str = "") -> Forbidden:
 def is_below(url: str, prefix: str) -> bool:
     """Tells whether an object is the prefix, or in a folder of that name; not for `file://`.
 
-    Names are compared literally. A name with a part `.` or `..` is below nothing, since drivers may take that for a way
-    up.
+    A name with a part `.` or `..` is below nothing: drivers may take it for a way up.
     """
     base = prefix.rstrip("/")
     return (url == base or url.startswith(f"{base}/")) and not {".", ".."}.intersection(url.split("/"))
@@ -89,9 +86,9 @@ def is_below(url: str, prefix: str) -> bool:
 def folders_of(tenant: str, allow: Sequence[str]) -> tuple[str, ...]:
     """Returns a tenant's own folder in each allowed store.
 
-    A store within another store has no such folders: they would be in the folder of a tenant with the store's name.
+    A store within another has none: they would be in the folder of a tenant with the store's name.
     """
-    if tenant in ("", ".", ".."):  # keys may have such tenants, and no folder has such a name
+    if tenant in ("", ".", ".."):  # no folder has such a name
         return ()
     places = [_parsed(url) for url in allow]
     outermost = [one for one in places if not any(one != other and _holds(other, one) for other in places)]
@@ -99,7 +96,7 @@ def folders_of(tenant: str, allow: Sequence[str]) -> tuple[str, ...]:
 
 
 def do_meet(first: str, second: str) -> bool:
-    """Tells whether one of two URLs equals or contains the other; never for an invalid one."""
+    """Tells whether one of two valid URLs equals or contains the other."""
     try:
         one, other = _parsed(first), _parsed(second)
     except QinferError:
@@ -108,14 +105,14 @@ def do_meet(first: str, second: str) -> bool:
 
 
 def normalised(url: str) -> str:
-    """Returns a setting's URL in its one spelling, or raises `SettingsError`."""
+    """Returns a setting's URL in its one spelling."""
     try:
         return _spelled(_parsed(url))
     except QinferError as error:
         raise SettingsError(error.message) from None
 
 
-_Place = tuple[str, str, tuple[str, ...]]  # scheme, bucket or host, the path's segments
+_Place = tuple[str, str, tuple[str, ...]]  # scheme, bucket or host, path
 
 
 def _parsed(url: str) -> _Place:
@@ -151,7 +148,7 @@ def _parsed(url: str) -> _Place:
 
 
 def _hides(path: str) -> bool:
-    """Tells whether a path, once it is percent-decoded, leads elsewhere or has forbidden characters."""
+    """Tells whether a percent-decoded path leads elsewhere or has forbidden characters."""
     for _ in range(_DECODINGS):
         decoded = unquote(path)
         if decoded == path:
@@ -181,7 +178,7 @@ def _holds(prefix: _Place, place: _Place) -> bool:
 
 
 def _common(first: Sequence[str], second: Sequence[str]) -> tuple[str, ...]:
-    """Returns the prefixes of everything below a prefix of both sequences: of two that meet, the longer one."""
+    """Of two prefixes that meet, the longer one remains."""
     pairs = [(_parsed(one), _parsed(other)) for one in first for other in second]
     found = [one if _holds(other, one) else other for one, other in pairs if _holds(one, other) or _holds(other, one)]
     return tuple(dict.fromkeys(map(_spelled, found)))

@@ -42,7 +42,7 @@ _OTHERS = {"missing": "it is missing", "extra_forbidden": "there is no such fiel
 
 
 def explain(problem: ErrorDetails) -> str:
-    """Returns the fault of a value: `expected at least 0`, `it is missing`, or the text of qinfer's own check."""
+    """Returns the fault: `expected at least 0`, `it is missing`, or qinfer's own text."""
     kind = problem["type"]
     if (text := _OTHERS.get(kind)) is not None:
         return text

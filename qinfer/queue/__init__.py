@@ -1,4 +1,4 @@
 """The queue on Redis. Its coroutines raise `BrokerUnavailable` when Redis can't be reached in time."""
 
 MINIMUM_VERSION = (6, 2)
-"""The oldest Redis with all commands of the queue."""
+"""The oldest supported Redis."""

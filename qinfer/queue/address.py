@@ -1,7 +1,7 @@
-"""Addresses of Redis nodes: the parsed form of a `redis://`, `rediss://` or `unix://` URL.
+"""Addresses of Redis nodes: parsed `redis://`, `rediss://` or `unix://` URLs.
 
-`redis+sentinel://` and `rediss+sentinel://` name Sentinels, which know the primary. redis-py's parser reads the URL, so
-that `Router` and redis-py's clients agree.
+`redis+sentinel://` and `rediss+sentinel://` name Sentinels, which know the primary. redis-py parses the URL, so that
+`Router` and redis-py's clients agree.
 """
 
 import logging
@@ -26,7 +26,7 @@ _TLS = _FILES | {"ssl_check_hostname", "ssl_cert_reqs"}
 
 
 class Address(msgspec.Struct, frozen=True):
-    """One node: TCP, or a unix socket if `path` is set; an empty `username` is `default`."""
+    """One node: TCP, or a unix socket if `path` is set."""
 
     host: str = "127.0.0.1"
     port: int = 6379
@@ -47,7 +47,7 @@ class Address(msgspec.Struct, frozen=True):
         return "socket" if self.path else f"{self.host}:{self.port}"
 
     def at(self, host: str, port: int) -> "Address":
-        """Returns another node of the same cluster with the same credentials."""
+        """Returns another node of the cluster."""
         return msgspec.structs.replace(self, host=host, port=port)
 
 
@@ -69,23 +69,23 @@ class Sentinels(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """The service, whichever node serves it now."""
+        """The service's name."""
         return self.service
 
 
 def parse_place(url: str) -> Address | Sentinels:
-    """Reads a URL of a node, or of Sentinels."""
+    """Reads a URL of a node or Sentinels."""
     parts = _split(url)
     return _sentinels(parts) if parts.scheme.endswith(_SENTINEL) else parse(url)
 
 
 def parse(url: str) -> Address:
-    """Reads a Redis URL; `SettingsError` if it is malformed or has an unknown option."""
+    """Reads a Redis URL; raises `SettingsError`."""
     return _address(_fields(url))
 
 
 def _split(url: str) -> SplitResult:
-    """Splits a URL; refuses one in which part of a password would be parsed, and shown, as something else."""
+    """Refuses a URL in which part of a password would be parsed, and shown, as something else."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -103,7 +103,7 @@ def _sentinels(parts: SplitResult) -> Sentinels:
     try:
         named = [urlsplit(f"//{host}") for host in hosts.split(",")]
         places = tuple((place.hostname or "", place.port or SENTINEL_PORT) for place in named)
-    except ValueError:  # the error quotes the supposed port, which may be half of a password
+    except ValueError:  # the error quotes the supposed port, perhaps half of a password
         _refuse("a Sentinel's host or port can't be read")
     if not all(host for host, _ in places):
         _refuse("a Sentinel's host is empty")
@@ -120,7 +120,7 @@ def _fields(url: str) -> dict[str, Any]:
     _split(url)
     try:
         fields: dict[str, Any] = dict(parse_url(url))
-    # The error quotes the supposed port, which may be half of a password.
+    # The error quotes the supposed port, perhaps half of a password.
     except ValueError:
         _refuse(_UNREADABLE)
     encrypted = fields.get("connection_class") is SSLConnection
@@ -143,7 +143,7 @@ def _address(fields: dict[str, Any]) -> Address:
 
 
 class Tls:
-    """The encryption of connections to a node; files are read again for each connection."""
+    """The encryption of connections; files are read again for each."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self._fields = fields
@@ -151,7 +151,7 @@ class Tls:
         self._context = _context(fields)
 
     def context(self) -> ssl.SSLContext:
-        """Returns the context of a new connection; with an unreadable file the last one, after an ERROR in the log."""
+        """Returns a new context, or the last one after an ERROR in the log."""
         if self._has_files:
             try:
                 self._context = _context(self._fields)
@@ -161,7 +161,7 @@ class Tls:
 
 
 def log_unreadable(error: OSError) -> None:
-    """Logs that a TLS file has become unreadable."""
+    """Logs an unreadable TLS file."""
     reason = error.strerror or str(error)
     logger.error("a TLS file of Redis can't be read; the previous one is used", extra={"reason": reason})
 

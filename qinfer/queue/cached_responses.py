@@ -1,4 +1,4 @@
-"""The response cache in Redis, shared by all gateways and workers: a string per response, with a time to live.
+"""The response cache in Redis: a string per response, with a time to live.
 
 The queue's Redis evicts nothing, so the cache bounds itself: time is divided into spans of an eighth of the time to
 live, each with a ninth of the bytes, because nine spans have live entries. A key that outlives its span counts them.
@@ -13,14 +13,14 @@ from qinfer.queue.router import Router
 from qinfer.tensors import Bytes
 
 MAX_BYTES = 2**20
-"""The largest entry, because commands behind it wait."""
+"""Commands behind the largest entry wait."""
 
 _SPANS = 8
-_ENTRY_BYTES = 128  # about the size of a key in Redis
+_ENTRY_BYTES = 128  # of a key in Redis
 
 
 class CachedResponses:
-    """The response cache in Redis, of `size_bytes` for all entries."""
+    """The response cache of `size_bytes` in Redis."""
 
     def __init__(self, router: Router, clock: ServerClock, size_bytes: int, ttl_s: float) -> None:
         self._router = router
@@ -34,18 +34,18 @@ class CachedResponses:
         return size <= MAX_BYTES and size + _ENTRY_BYTES <= self._share_bytes
 
     async def find(self, key: bytes) -> bytes | None:
-        """Returns an entry, if there is one; raises `BrokerUnavailable` immediately if the link is down."""
+        """Returns an entry, or `None`; raises `BrokerUnavailable` at once without a link."""
         name = keys.cached_response(key.hex())
         self._router.check_up(keys.slot(name))
         found: bytes | None = await self._router.call(keys.slot(name), b"GET", name)
         return found
 
     async def put(self, key: bytes, entry: Bytes) -> bool:
-        """Stores an entry; returns whether there was room."""
+        """Stores an entry if there is room."""
         size = len(entry) + _ENTRY_BYTES
         count = keys.cached_bytes(int(self._now_s() * 1000) // self._span_ms)
         slot, call = keys.slot(count), self._router.call
-        # Both go over one connection, in this order.
+        # One connection keeps this order.
         _, used = await asyncio.gather(
             call(slot, b"SET", count, 0, b"NX", b"PX", 2 * self._span_ms), call(slot, b"INCRBY", count, size)
         )

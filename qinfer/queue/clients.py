@@ -1,4 +1,4 @@
-"""Clients of redis-py, for set-up, control, and the renewal of leases; they read the same URL as `Router`."""
+"""Clients of redis-py, for set-up, control, and the renewal of leases."""
 
 import asyncio
 import ssl
@@ -14,14 +14,14 @@ from redis.retry import Retry
 
 from qinfer.queue.address import Sentinels, log_unreadable, parse_place
 
-if TYPE_CHECKING:  # a worker's renewer imports this module, which must stay small
+if TYPE_CHECKING:  # keeps a worker's renewer, which imports this module, small
     from qinfer.core.settings import RedisSettings
 
 _LONGEST_ADMIN_BLOCK_S = 2.0
 
 
 class Login(msgspec.Struct, array_like=True, frozen=True):
-    """The part of `RedisSettings` that a client needs; URL and password are secret."""
+    """The part of `RedisSettings` for clients; URL and password are secret."""
 
     url: str
     sentinel_password: str
@@ -42,7 +42,7 @@ class Login(msgspec.Struct, array_like=True, frozen=True):
 
 
 def admin_client(settings: "RedisSettings") -> "redis.asyncio.Redis | redis.asyncio.RedisCluster":
-    """Returns a client for set-up and control: replies are bytes, blocking reads may last 2 s."""
+    """Returns a client for set-up and control: replies are bytes, reads may block for 2 s."""
     longest_s = settings.command_timeout_s + _LONGEST_ADMIN_BLOCK_S  # redis-py 8 would cut reads off after 5 s
     client: redis.asyncio.Redis = _client(redis.asyncio, _AsyncPrimary, Login.of(settings), longest_s)
     _have_files_read(client)
@@ -57,9 +57,9 @@ def blocking_client(login: Login) -> "redis.Redis | redis.RedisCluster":
 
 
 class _ReadsFiles:
-    """A TLS connection of redis-py's asynchronous clients that reads its files at each connect, not only at the first.
+    """Reads TLS files at each connect of an asynchronous client, not only at the first.
 
-    `last` is the context of the client's newest connection.
+    `last` is the newest connection's context.
     """
 
     last: ClassVar[ssl.SSLContext | None] = None
@@ -112,7 +112,7 @@ class _Primary(redis.Redis):
 
 
 def _client(clients: Any, primary: type, login: Login, timeout_s: float, **more: Any) -> Any:
-    """Makes a client of one of redis-py's two families; `primary` is its class for a node behind Sentinels."""
+    """`primary` is the class for a node behind Sentinels."""
     options = _options(login, timeout_s) | more
     place = parse_place(login.url)
     if isinstance(place, Sentinels):

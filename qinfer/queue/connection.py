@@ -3,10 +3,9 @@
     Link ──holds──▶ Connection ──▶ socket        a Link outlives its Connections: it reconnects by itself
 
 `send` needs no task, future or timer per command; `call` is its coroutine form for rarer commands. Error replies are
-mapped here, so that callers see only qinfer's errors.
+mapped here to qinfer's errors.
 
-RESP2 is used on purpose: stream replies have the same shape on every server from 6.2 on, and there are no push
-messages.
+RESP2 is used on purpose: stream replies have the same shape from 6.2 on, and there are no push messages.
 """
 
 import asyncio
@@ -39,7 +38,7 @@ _DATA = (bytes, memoryview)
 
 
 def pack_large(words: tuple[Argument, ...]) -> list[bytes]:
-    """Encodes a command as `pack` does, in parts, without copying large `bytes`."""
+    """Encodes a command in parts, without copying large `bytes`."""
     parts, small = list[bytes](), [b"*%d\r\n" % len(words)]
     for word in words:
         data = word if isinstance(word, bytes) else bytes(word) if isinstance(word, memoryview) else str(word).encode()
@@ -60,7 +59,7 @@ def _is_large(command: Sequence[Argument]) -> bool:
 
 
 class Template:
-    """A command with one variable word; `words` before it and `after` behind it are encoded once."""
+    """A command with one variable word; the others are encoded once."""
 
     def __init__(self, *words: Argument, after: Sequence[Argument] = ()) -> None:
         end = pack(tuple(after)).partition(b"\r\n")[2] if after else b""  # without the number of words
@@ -69,7 +68,7 @@ class Template:
         self._end = b"\r\n" + end
 
     def pack(self, word: Bytes) -> bytes:
-        """Encodes the command with its word, which is copied once."""
+        """Encodes the command, copying its word once."""
         return b"".join((self._begin, b"%d\r\n" % len(word), word, self._end))
 
 
@@ -83,7 +82,7 @@ _FULL = "too much is waiting to be written to the queue; try again"
 _TOO_FEW_REPLICAS = "the queue has too few replicas; try again"
 _NO_DISK = "the queue can't write to its disk; try again"
 _LEAVE = {_FAILING_OVER, _TOO_FEW_REPLICAS}
-"""Replies of a node that may no longer be a primary."""
+"""A node with these replies may no longer be a primary."""
 _LOST = "the connection to the queue broke before it answered; try again"
 
 _REFUSALS: dict[str, Callable[[], QinferError]] = {
@@ -104,7 +103,7 @@ _IN_SCRIPT = re.compile(r"user_script: ?\d+: -?([A-Z]+) ")
 
 
 class Refused(DeliveryError):
-    """An error reply about the command, not the server's state; `kind` is its first word, such as `MOVED`."""
+    """An error reply about the command, not the server's state; `kind` is its first word."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -112,7 +111,7 @@ class Refused(DeliveryError):
 
 
 def mapped(error: Exception) -> QinferError:
-    """Returns the error for an error reply, or for the one inside a script's error of Redis 6.2."""
+    """Maps an error reply, or the one inside a script's error of Redis 6.2."""
     text = str(error)
     kind = text.partition(" ")[0]
     if text.startswith("ERR Error running script") and (inner := _IN_SCRIPT.search(text)):
@@ -125,7 +124,7 @@ def mapped(error: Exception) -> QinferError:
 
 
 async def open_connection(address: Address, settings: RedisSettings, timeout_s: float) -> "Connection":
-    """Connects to a node without greeting it."""
+    """Connects without a greeting."""
     loop = asyncio.get_running_loop()
     connection = Connection(settings, timeout_s)
     if address.path:
@@ -138,11 +137,11 @@ async def open_connection(address: Address, settings: RedisSettings, timeout_s: 
 
 
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""Seconds of silence before the kernel probes the peer, seconds between probes, number of probes."""
+"""Silence before the kernel probes the peer, seconds between probes, number of probes."""
 
 
 def _keep_alive(sock: socket.socket | None) -> None:
-    """Lets the kernel detect a dead peer, because a long blocking read sends nothing."""
+    """Detects a dead peer: a long blocking read sends nothing."""
     if sock is None:
         return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -152,9 +151,9 @@ def _keep_alive(sock: socket.socket | None) -> None:
 
 
 class Connection(asyncio.Protocol):
-    """One connection: a queue of callbacks beside a socket.
+    """A queue of callbacks beside a socket.
 
-    It counts as broken after `timeout_s` without any reply, not when a server is slow but steady.
+    It is broken after `timeout_s` without any reply, not when a server is slow but steady.
     """
 
     def __init__(self, settings: RedisSettings, timeout_s: float) -> None:
@@ -173,13 +172,13 @@ class Connection(asyncio.Protocol):
         self._watchdog: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Sets the high-water mark at which `send` refuses commands."""
+        """Sets the mark at which `send` refuses commands."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=self._max_bytes)
         self._watchdog = self._loop.call_later(self._timeout_s, self._watch)
 
     def send(self, packed: bytes, reply: Reply) -> None:
-        """Sends a command with the others of this event-loop tick; raises `BrokerUnavailable` if it can't."""
+        """Sends a command with the others of this event-loop tick, or raises `BrokerUnavailable`."""
         if self._transport is None:
             raise self._farewell or BrokerUnavailable(DOWN)
         if self._is_paused or self._out_bytes > self._max_bytes:
@@ -193,7 +192,7 @@ class Connection(asyncio.Protocol):
         self._owed.append(reply)
 
     def send_large(self, command: tuple[Argument, ...], reply: Reply) -> None:
-        """Sends a command as `send` does, without copying its large words."""
+        """Sends a command without copying its large words."""
         begin, *parts = pack_large(command)
         self.send(begin, reply)
         self._out += parts
@@ -201,7 +200,7 @@ class Connection(asyncio.Protocol):
         self._has_large = True
 
     async def call(self, *command: Any, late: Reply | None = None) -> Any:
-        """Sends a command and returns its reply; a reply after the caller's cancellation goes to `late`."""
+        """Sends a command and returns its reply; after the caller's cancellation `late` gets it."""
         future: asyncio.Future[Any] = self._loop.create_future()
 
         def answered(reply: Any) -> None:
@@ -224,7 +223,7 @@ class Connection(asyncio.Protocol):
                 late(future.result())  # it came in the same tick as the cancellation
             raise
         except QinferError:
-            del future  # the error refers to this frame: the cycle would keep the command until it is collected
+            del future  # breaks the cycle with this frame, which would keep the command
             raise
 
     def data_received(self, data: bytes) -> None:
@@ -239,7 +238,7 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def pause_writing(self) -> None:
-        """Refuses further commands, because the server reads too slowly."""
+        """Refuses commands: the server reads too slowly."""
         self._is_paused = True
 
     def resume_writing(self) -> None:
@@ -247,7 +246,7 @@ class Connection(asyncio.Protocol):
         self._is_paused = False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fails every command without a reply."""
+        """Fails every unanswered command."""
         self._transport = None
         self._out.clear()
         if self._watchdog is not None:
@@ -258,14 +257,14 @@ class Connection(asyncio.Protocol):
         self.lost.set()
 
     def expect(self, timeout_s: float) -> None:
-        """Changes the seconds of silence after which the connection counts as broken."""
+        """Sets the seconds of silence that break the connection."""
         self._timeout_s = timeout_s
         if self._watchdog is not None and self._transport is not None:
             self._watchdog.cancel()
             self._watchdog = self._loop.call_later(timeout_s, self._watch)
 
     def abort(self) -> None:
-        """Drops the connection immediately."""
+        """Drops the connection."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -282,7 +281,7 @@ class Connection(asyncio.Protocol):
                 self.abort()
         try:
             callback(reply)
-        except Exception:  # the loop boundary: one caller's mistake must not cost the others their replies
+        except Exception:  # one caller's mistake must not cost others their replies
             logger.exception("callback of a redis reply failed")
 
     def _flush(self) -> None:
@@ -338,11 +337,11 @@ class Link:
 
     @property
     def is_up(self) -> bool:
-        """Whether commands can be sent now."""
+        """Whether it is connected."""
         return self._connection is not None and not self._connection.lost.is_set()
 
     async def open(self) -> None:
-        """Connects within `connect_timeout_s`, and stays connected from then on."""
+        """Connects within `connect_timeout_s`, and stays connected."""
         deadline_s = asyncio.get_running_loop().time() + self._settings.connect_timeout_s
         self._take(await self._dial(deadline_s))
         self.start()
@@ -353,26 +352,26 @@ class Link:
             self._keeper = asyncio.create_task(self._keep(), name=f"redis link {self._name}")
 
     def send(self, packed: bytes, reply: Reply) -> None:
-        """Sends a command with the others of this event-loop tick; raises `BrokerUnavailable` if it can't."""
+        """Sends a command as `Connection.send` does."""
         connection = self._connection
         if connection is None:
             raise BrokerUnavailable(DOWN)
         connection.send(packed, reply)
 
     async def call(self, *command: Any, late: Reply | None = None) -> Any:
-        """Sends a command as `Connection.call` does, waiting first until the link is up."""
+        """Sends a command as `Connection.call` does, once the link is up."""
         connection = self._connection
         if connection is None or connection.lost.is_set():
             connection = await self._wait_up()
         return await connection.call(*command, late=late)
 
     async def connected(self) -> Connection:
-        """Returns the connection, waiting until there is one, for commands that must share it."""
+        """Waits for the connection, for commands that must share it."""
         connection = self._connection
         return connection if connection is not None and not connection.lost.is_set() else await self._wait_up()
 
     def expect(self, block_s: float) -> None:
-        """Changes the length of the longest blocking read on this link."""
+        """Sets the longest blocking read."""
         timeout_s = self._settings.command_timeout_s + block_s
         if timeout_s != self._timeout_s:
             self._timeout_s = timeout_s
@@ -380,13 +379,13 @@ class Link:
                 self._connection.expect(timeout_s)
 
     def reset(self) -> None:
-        """Reconnects, to the address that `resolve` returns then."""
+        """Reconnects to the address that `resolve` returns then."""
         if self._connection is not None:
             self._connection.abort()
             self._drop()
 
     async def close(self) -> None:
-        """Closes the connection for good; unanswered commands fail."""
+        """Closes it for good; unanswered commands fail."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])
@@ -413,11 +412,11 @@ class Link:
                 self._told = None
                 self._tell("redis connection lost")
                 continue
-            self._tell("redis connection lost as soon as it was made")  # by a node that is no longer a primary
+            self._tell("redis connection lost as soon as it was made")  # no longer a primary
             await asyncio.sleep(backoff.next_s())
 
     def _tell(self, event: str, reason: str = "") -> None:
-        """Logs a problem once, until a different one occurs."""
+        """Logs a repeated problem once."""
         if self._told != (event, reason):
             self._told = (event, reason)
             logger.warning(event, extra={"link": self._name, "reason": reason} if reason else {"link": self._name})
@@ -455,7 +454,7 @@ class Link:
             pause_s = backoff.next_s()
             if deadline_s is not None and (isinstance(problem, SettingsError) or loop.time() + pause_s > deadline_s):
                 raise _dial_error(problem)
-            if deadline_s is None:  # with a deadline the caller reports the error
+            if deadline_s is None:  # with a deadline the caller reports it
                 self._tell(_UNREACHABLE, _reason(problem))
             if self._on_trouble is not None:
                 self._on_trouble()
@@ -501,7 +500,7 @@ class Link:
 async def _check_role(connection: Connection) -> None:
     try:
         role, *_ = await connection.call(b"ROLE")
-    except (Refused, SettingsError):  # managed services may forbid it; the first write then reveals a replica
+    except (Refused, SettingsError):  # managed services may forbid it; the first write reveals a replica
         return
     if role != b"master":
         raise BrokerUnavailable("it is a replica, which takes no writes")
@@ -518,14 +517,14 @@ def _reason(problem: Exception) -> str:
 
 
 def packable(data: Bytes) -> bytes | memoryview:
-    """Returns `data` as a type that is packed without an extra copy."""
+    """Returns `data` as a type that needs no copy."""
     return memoryview(data) if isinstance(data, bytearray) else data
 
 
 class SentinelResolver:
     """Asks Sentinels for the primary's address; `resolve` is a `Link`'s.
 
-    Each query starts at another Sentinel, because one that is cut off may name an old primary.
+    Each query starts at another Sentinel: one that is cut off may name an old primary.
     """
 
     def __init__(self, sentinels: Sentinels, settings: RedisSettings) -> None:

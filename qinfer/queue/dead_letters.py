@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 MAX_AGE_S = 7 * 86400.0
 
 LETTER_OBJECT_S = 2 * MAX_AGE_S
-"""Lifetime of a dead letter's object, as letters are trimmed only when the next one arrives."""
+"""Letters' objects expire: letters are trimmed only when the next one arrives."""
 
 MAX_BYTES = 256 * 2**20
-"""The most bytes of a partition's dead letters; the newest is always kept."""
+"""Of a partition's dead letters; the newest is always kept."""
 
 _LETTERS = load_script("lanes/letters")
 _REPLAY = load_script("lanes/replay", "now_ms", "drop")
@@ -60,14 +60,14 @@ class _Found(NamedTuple):
 
 
 class DeadLetters:
-    """The dead letters of models, bounded by age and bytes; the oldest go first. `bury.lua` writes them."""
+    """Dead letters, bounded by age and bytes, oldest first. `bury.lua` writes them."""
 
     def __init__(self, router: Router, values: Values) -> None:
         self._router = router
         self._values = values
 
     async def keep_payload(self, entry: Entry) -> Reference | None:
-        """Copies an entry's payload for its dead letter, if it is an object and the store is reachable."""
+        """Copies a payload for its dead letter, if it is an object in reach."""
         lane = entry.lane
         key = keys.payload(lane.model, lane.partition, entry.payload_id)
         reference = await self._values.reference(keys.lane_slot(lane), key)
@@ -81,7 +81,7 @@ class DeadLetters:
             return None
 
     async def list(self, model: str, *, after: str = "", count: int = 100) -> "list[DeadLetter]":
-        """Lists dead letters behind the id `after` in the order of burial, without their bytes."""
+        """Lists dead letters behind the id `after`, without their bytes."""
         millisecond, number = place_after(after)
         return [found.letter for found in await self._read(model, f"({millisecond}-{number}", count, _BYTES)]
 
@@ -99,7 +99,7 @@ class DeadLetters:
         return msgspec.structs.replace(found.letter, payload=payload or b"")
 
     async def replay(self, model: str, letter_id: str) -> bool:
-        """Moves a dead letter to the end of its lane atomically, as never delivered; False if it is gone.
+        """Moves a dead letter to the end of its lane atomically; False if it is gone.
 
         An asynchronous request becomes `queued`, with its timeout counted from now.
         """
@@ -156,7 +156,7 @@ class DeadLetters:
         return names
 
     async def _known_s(self, record: bytes) -> float:
-        """Returns how long a replayed request stays known, and its payload kept; 0 = it is unknown."""
+        """0 = it is unknown."""
         words = (b"HMGET", record, b"timeout_ms", b"result_ttl_ms", b"tombstone_ttl_ms")
         times = await self._router.call(keys.slot(record), *words)
         return sum(map(int, times)) / 1000 + MARGIN_S if times[0] else 0.0
@@ -198,7 +198,7 @@ def _found(model: str, letter_id: bytes, fields: Sequence[bytes]) -> _Found:
 
 
 def id_of(text: str) -> tuple[int, int] | None:
-    """Returns a dead letter's id as comparable numbers; `None` if it is malformed."""
+    """Returns a dead letter's id as comparable numbers; `None` = malformed."""
     found = _ID.fullmatch(text)
     return (int(found[1]), int(found[2])) if found else None
 
@@ -212,7 +212,7 @@ def place_after(text: str) -> tuple[int, int]:
 
 
 def head_of(frame: bytes) -> InferRequest | None:
-    """Returns a frame's request without tensors stored elsewhere; `None` if it can't be decoded."""
+    """Returns a frame's request without stored tensors, if it can be decoded."""
     try:
         return decode_request(frame)
     except PayloadApart as apart:

@@ -20,7 +20,7 @@ import msgspec
 from qinfer.queue import keys
 from qinfer.queue.router import Router, load_script
 
-_MAX_IDS = 1000  # per script call: Lua's stack holds about 8000 values
+_MAX_IDS = 1000  # Lua's stack holds about 8000 values
 
 _TAKE = load_script("deliveries/take", "now_ms", "deliveries")
 _DONE = load_script("deliveries/done", "now_ms", "deliveries")
@@ -38,19 +38,19 @@ class Kind(msgspec.Struct, frozen=True):
 
 
 WEBHOOKS = "webhooks"
-"""The kind of webhooks, `request:<id>`, `job:<id>` or `endpoint:<name>`; settings have its pauses."""
+"""`request:<id>`, `job:<id>` or `endpoint:<name>`; settings have the pauses."""
 
 JOBS = Kind("jobs", 2.0, 60.0)
-"""Ids of bulk jobs to be planned, settled or stopped."""
+"""Bulk jobs to be planned, settled or stopped."""
 
 
 def outbox(name: str, pause_s: float) -> Kind:
-    """Returns the kind of an outbox's ended requests (`Requests.endings`), which come again after `pause_s`."""
+    """Returns the kind of an outbox's ended requests."""
     return Kind(f"outbox:{name}", pause_s, pause_s)
 
 
 class DeliveryItem(msgspec.Struct, frozen=True):
-    """An item to be delivered; `text` is its subject, such as a request's id. `attempts` stops at 1023."""
+    """An item to be delivered; `attempts` stops at 1023."""
 
     model: str
     partition: int
@@ -67,7 +67,7 @@ class Deliveries:
         self._router = router
 
     async def take(self, model: str, partition: int, kind: Kind, count: int) -> list[DeliveryItem]:
-        """Takes up to `count` items, due again or new; other callers do not get them for a while."""
+        """Takes up to `count` due items, which others do not get for a while."""
         name = keys.deliveries(model, partition, kind.name).encode()
         times = (int(kind.pause_s * 1000), int(kind.longest_pause_s * 1000))
         return [
@@ -84,7 +84,7 @@ class Deliveries:
         *,
         note: tuple[bytes, str, str] | None = None,
     ) -> None:
-        """Removes items, even those that another caller took, and sets a field of an existing record (`note`)."""
+        """Removes items, and sets a field of an existing record (`note`)."""
         name = keys.deliveries(model, partition, kind.name).encode()
         record, field, value = note or (b"", "", "")
         names = [name, record] if record else [name]

@@ -6,8 +6,8 @@ A new entry wakes a sleeper by itself. Rings, entries of a stream that every pro
 wakes no blocking read: a released entry, and a new stream of a lane.
 
 No ring is lost. A reader sleeps only if the bell was armed at its look and has not rung since. A ring unblocks the read
-repeatedly until it ends, finally by a new connection, because the read may not have reached Redis yet. A broken
-connection rings for every lane. Besides, all sleepers of a process together look `LOOKS_PER_S` times a second.
+repeatedly, finally by a new connection, because the read may not have reached Redis yet. A broken connection rings for
+every lane. Besides, all sleepers of a process together look `LOOKS_PER_S` times a second.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from qinfer.queue.router import Router, load_script
 logger = logging.getLogger(__name__)
 
 LOOKS_PER_S = 1.0
-"""How often all sleepers of a process together look without a ring."""
+"""Looks of a process' sleepers together without a ring."""
 
 SHORTEST_S = 0.5
 
@@ -36,7 +36,7 @@ _RETRY_S = 0.5
 _PING_EVERY_S = 5.0
 _WATCH_EVERY_S = 0.5
 _KEPT = 1000
-"""Rings that are kept; this many unread ones mean that some may be lost."""
+"""More unread rings mean that some may be lost."""
 _KEPT_MS = 3_600_000
 _PING = pack((b"PING",))
 _RING = load_script("lanes/ring")
@@ -46,7 +46,7 @@ class Sleeper(Protocol):
     """A reader that may sleep."""
 
     place: bytes
-    """The prefix of its lanes; see `place_of`."""
+    """Prefix of its lanes."""
 
     def ring(self) -> None:
         """Makes it look again."""
@@ -74,7 +74,7 @@ class Doorbell:
         self._outage = OutageLog(logger, "doorbell not heard: lanes are polled", "the doorbell is heard again")
 
     def join(self, sleeper: Sleeper) -> None:
-        """Passes rings to a reader from now on."""
+        """Passes rings to a reader."""
         self._sleepers.add(sleeper)
         if not self._tasks:
             self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
@@ -93,7 +93,7 @@ class Doorbell:
         place = place_of(lane)
         if place not in self._unrung:
             self._unrung.add(place)
-            asyncio.get_running_loop().call_soon(self._send, place)  # with others of this tick
+            asyncio.get_running_loop().call_soon(self._send, place)
 
     def _send(self, place: bytes) -> None:
         words = (b"EVAL", _RING.text, 1, self._key, place, _KEPT, _KEPT_MS)
@@ -109,13 +109,13 @@ class Doorbell:
             asyncio.get_running_loop().call_later(_RETRY_S, self._send, place)
 
     def alarm(self) -> None:
-        """Rings for all lanes in this process, because a worker is gone or rings may be lost."""
+        """Rings for all lanes of this process: a worker is gone, or rings may be lost."""
         self._alarmed_at_s = self._monotonic_s()
         for sleeper in list(self._sleepers):
             sleeper.ring()
 
     def is_stirred(self, at_s: float) -> bool:
-        """Tells whether to search abandoned leases in a lane with an event at `at_s`."""
+        """Tells whether to search a lane with an event at `at_s` for abandoned leases."""
         return self._monotonic_s() < max(at_s, self._alarmed_at_s) + self.stirred_s
 
     async def close(self) -> None:
@@ -161,7 +161,7 @@ class Doorbell:
         return rings[-1][0]
 
     async def _watch(self) -> None:
-        """Notices dead nodes by pings: sleepers there get nothing, and a hanging node closes no connection."""
+        """Pings find dead nodes: sleepers there get nothing, and a hanging node closes no connection."""
         troubles, ping_at_s = self._router.troubles, self._monotonic_s()
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
@@ -176,5 +176,5 @@ class Doorbell:
 
 
 def place_of(lane: Lane) -> bytes:
-    """Returns the common prefix of a model version's lanes in a partition."""
+    """Returns the common prefix of a version's lanes."""
     return f"{keys.prefix(lane.model, lane.partition)}{lane.version}:".encode()

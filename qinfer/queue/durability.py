@@ -30,7 +30,7 @@ _IN_DOUBT = "the request may have been accepted, but {}; repeat it with the same
 
 
 class Durability:
-    """Makes writes as safe as the settings ask before they return."""
+    """Makes writes as safe as the settings ask."""
 
     def __init__(self, settings: RedisSettings, router: Router) -> None:
         self._settings = settings
@@ -39,14 +39,14 @@ class Durability:
         self._lines: dict[int, _Line] = {}
 
     async def check(self) -> None:
-        """Checks every node's settings, and decides which waits writes need; call it before the first write."""
+        """Checks every node, and decides which waits writes need; call it first."""
         needs_sync = False
         for link in self._router.nodes():
             needs_sync |= await _inspect(link, self._settings)
         self._waits = _waits(self._settings, needs_sync=needs_sync)
 
     async def write(self, model: str, partition: int, operation: Callable[[Call], Awaitable[T]]) -> T:
-        """Runs `operation` on a connection to the partition's node, and returns its result once the write is safe.
+        """Runs `operation` on a connection to the partition's node; returns once the write is safe.
 
         `operation` sends only through its `call`, and must be idempotent: it runs again if the slot moved, and callers
         repeat it with the same id after `BrokerUnavailable`.
@@ -64,7 +64,7 @@ class Durability:
 
 
 async def _inspect(link: Link, settings: RedisSettings) -> bool:
-    """Checks one node's readable settings; returns whether each write needs a WAITAOF."""
+    """Returns whether each write needs a WAITAOF."""
     policy = await _config(link, b"maxmemory-policy")
     if policy not in {None, "noeviction"}:
         raise SettingsError(
@@ -81,7 +81,7 @@ async def _inspect(link: Link, settings: RedisSettings) -> bool:
 
 
 async def _must_wait(link: Link, appendonly: str | None, appendfsync: str | None) -> bool:
-    """Returns whether `always` needs a WAITAOF after each write; raises if the node can't provide it."""
+    """Raises if the node can't provide a WAITAOF that `always` needs."""
     if appendonly == "no":
         raise SettingsError(f"QINFER_REDIS__DURABILITY=always: Redis keeps no append-only file; {_REMEDY}")
     if appendfsync == "no":  # and a wait would never end
@@ -115,7 +115,7 @@ def _warn_of_loss(appendonly: str | None, appendfsync: str | None) -> None:
 async def _config(link: Link, name: bytes) -> str | None:
     try:
         reply = await link.call(b"CONFIG", b"GET", name)
-    except (Refused, SettingsError):  # an unknown command if it was renamed, NOPERM if the user may not
+    except (Refused, SettingsError):  # unknown if renamed, NOPERM if forbidden
         return None
     return reply[1].decode() if reply else None
 
@@ -133,7 +133,7 @@ async def _knows_waitaof(link: Link) -> bool:
 
 
 class _Wait(NamedTuple):
-    """A command behind a write; `shortfall` returns the problem in its reply, or an empty text."""
+    """`shortfall` returns the problem in its reply, or an empty text."""
 
     packed: bytes
     shortfall: Callable[[Any], str]
@@ -157,8 +157,8 @@ def _waits(settings: RedisSettings, *, needs_sync: bool) -> list[_Wait]:
 class _Line:
     """The confirmed writes to one node, over a connection of their own.
 
-    The `marker` is written before the waits, because a repeated accept writes nothing, though its first attempt may not
-    be safe yet.
+    The `marker` is written before the waits: a repeated accept writes nothing, though its first attempt may not be
+    safe.
     """
 
     def __init__(self, link: BlockingLink, marker: str, waits: Sequence[_Wait]) -> None:
@@ -177,7 +177,7 @@ class _Line:
 
 
 class _Rounds:
-    """Group commit on one connection: a round confirms what was written before it was sent."""
+    """A round confirms what was written before it was sent."""
 
     def __init__(self, connection: Connection, mark: bytes, waits: Sequence[_Wait]) -> None:
         self.connection = connection
@@ -188,11 +188,11 @@ class _Rounds:
         self._is_waiting = False
 
     async def join(self) -> None:
-        """Waits for the end of the next round, and raises if it did not confirm."""
+        """Raises if the next round did not confirm."""
         if self._next is None:
             self._next = self._loop.create_future()
             if not self._is_waiting:
-                self._loop.call_soon(self._begin)  # so that it covers all writes answered in this tick
+                self._loop.call_soon(self._begin)  # covers all writes answered in this tick
         problem = await asyncio.shield(self._next)
         if problem:
             raise BrokerUnavailable(_IN_DOUBT.format(problem))
@@ -225,7 +225,6 @@ class _Rounds:
 
 
 def _problem(replies: Sequence[Any], waits: Sequence[_Wait]) -> str:
-    """Returns the problem in the replies to the marker and the waits, or an empty text."""
     for reply in replies:
         if isinstance(reply, QinferError):
             return reply.message.removesuffix("; try again")

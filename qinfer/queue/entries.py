@@ -1,4 +1,4 @@
-"""Records of the queue: addresses, leases, and the records and limits of asynchronous requests."""
+"""Records of the queue: addresses, leases, asynchronous requests and their limits."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import StrEnum
@@ -17,28 +17,28 @@ DELAYED = ".delayed"
 """The suffix of the lane for entries that waited too long."""
 
 FULL = "Exceeds maximum queue size"
-"""The error of a `submit` beyond its limit; Triton's text (reference §3.3)."""
+"""Triton's text (reference §3.3)."""
 
 CHUNK_BYTES = 2**20
-"""Larger outputs of one response travel beside the reply stream."""
+"""Larger outputs travel beside the reply stream."""
 
 STORED_TTL_S = 120.0
-"""Seconds that such outputs are kept for their reader."""
+"""How long they are kept for their reader."""
 
 BULK_LANES = ("bulk1", "bulk2", "bulk3")
-"""The lanes of shards of high, normal and low priority, in read order."""
+"""The lanes of shards, in read order."""
 
 SHADOW_LANE = "shadow"
-"""The lane of shadow requests, which run while the device is idle."""
+"""The lane of shadow requests."""
 
 _SHARE = "~"
 
 
 class Lane(msgspec.Struct, frozen=True, cache_hash=True):
-    """One stream of a model version's queue; the lanes of a partition share a cluster slot.
+    """One stream of a model version's queue.
 
     Attributes:
-        version: The version, > 0; 0 = steps of a sequence, for any version.
+        version: 0 = steps of a sequence, for any version.
         name: `p1` … `p32`, `p2.delayed`, `bulk1` … `bulk3`, `shadow`, `seq`, `seq@<worker>`; a share's is like `p1~3`.
     """
 
@@ -64,14 +64,14 @@ class Entry(msgspec.Struct, frozen=True):
 
     @property
     def enqueued_s(self) -> float:
-        """The instant of the first enqueue, in Redis' time."""
+        """The first enqueue, in Redis' time."""
         return int((self.origin or self.entry_id).partition("-")[0]) / 1000
 
 
 class Lease(msgspec.Struct, frozen=True):
     """A fetched entry that one consumer owns until it finishes, releases or loses it.
 
-    A `suspect` was reclaimed from an owner that may have died of it: run it alone.
+    A `suspect` may have killed its former owner: run it alone.
     """
 
     entry: Entry
@@ -82,14 +82,14 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class LaneSize(msgspec.Struct, frozen=True):
-    """The size of a lane, waiting and in flight; the age counts from the first enqueue."""
+    """Entries of a lane; the age counts from the first enqueue."""
 
     entries: int = 0
     oldest_age_s: float = 0.0
 
 
 class Share(msgspec.Struct, frozen=True):
-    """A stream of a lane, the lane itself first, with its entries; `tenants` and `waiting` are set only on request."""
+    """A stream of a lane; `tenants` and `waiting` are set only on request."""
 
     lane: Lane
     entries: int
@@ -99,7 +99,7 @@ class Share(msgspec.Struct, frozen=True):
 
 
 class Payload(msgspec.Struct, frozen=True):
-    """Tensors beside the stream (claim check), stored under the request's id."""
+    """Tensors beside the stream (claim check)."""
 
     request_id: str
     data: Bytes
@@ -107,39 +107,39 @@ class Payload(msgspec.Struct, frozen=True):
 
 
 def reply_address(owner: str) -> str:
-    """Returns the `reply_to` of a process: `reply:<owner>`."""
+    """Returns the `reply_to` of a process."""
     return f"reply:{owner}"
 
 
 def bulk_lanes(model: str, version: int, partition: int = 0) -> tuple[Lane, ...]:
-    """Returns the bulk lanes of a model version in read order."""
+    """Returns a model version's bulk lanes in read order."""
     return tuple(Lane(model, version, name, partition) for name in BULK_LANES)
 
 
 def shadow_lane(model: str, version: int, partition: int = 0) -> Lane:
-    """Returns the lane of a model version's shadow requests."""
+    """Returns a model version's shadow lane."""
     return Lane(model, version, SHADOW_LANE, partition)
 
 
-@lru_cache(maxsize=65536)  # one call per request
+@lru_cache(maxsize=65536)
 def share_of(lane: Lane, number: int) -> Lane:
-    """Returns the stream of a lane's share; share 0 is the lane itself."""
+    """Returns a lane's share; 0 is the lane itself."""
     return Lane(lane.model, lane.version, f"{lane.name}{_SHARE}{number}", lane.partition) if number else lane
 
 
 def undivided(name: str) -> str:
-    """Returns the name of a stream's lane."""
+    """Returns the lane's name in a stream's."""
     return name.partition(_SHARE)[0]
 
 
 def divided_of(stream: Lane) -> tuple[Lane, int]:
-    """Returns a stream's lane, and the number of the share."""
+    """Returns a stream's lane, and the share's number."""
     name, _, number = stream.name.partition(_SHARE)
     return (Lane(stream.model, stream.version, name, stream.partition), int(number)) if number else (stream, 0)
 
 
 def delayed_name(name: str) -> str:
-    """Returns the name of a lane's `.delayed` lane, given the lane or a share of it."""
+    """Returns the name of the `.delayed` lane of a lane or share."""
     return undivided(name) + DELAYED
 
 
@@ -157,7 +157,7 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> Iterable[tuple[K, list
 
 
 def owner_of(lease: Lease) -> tuple[Lane, str, bool]:
-    """Returns lane, consumer and suspect flag, which all leases of one script call share."""
+    """Returns lane, consumer and suspect flag: leases of one script call share them."""
     return lease.entry.lane, lease.consumer, lease.suspect
 
 
@@ -170,13 +170,13 @@ def by_lane(entries: Sequence[Entry]) -> Iterable[tuple[Lane, list[Entry]]]:
 
 
 MARGIN_S = 86400.0
-"""Seconds that a record outlives the request's own times, because a sweep may come late."""
+"""A record outlives the request's own times by this: a sweep may come late."""
 
 MAX_WATCHERS = 64
-"""The most processes that are notified of one request's end."""
+"""Processes that are notified of one request's end."""
 
 MAX_NOTES_BYTES = 8192
-"""The longest `notes` of a request, which Redis keeps with its record."""
+"""Redis keeps the notes with the record."""
 
 MAX_OUTBOX_NAME = 200
 
@@ -198,7 +198,7 @@ class RequestState(StrEnum):
 
 
 class Address(msgspec.Struct, frozen=True):
-    """The address of a request's keys; the id is unique within the partition."""
+    """The address of a request's keys."""
 
     model: str
     partition: int
@@ -209,19 +209,15 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
     """A request to be accepted.
 
     Attributes:
-        frame: The encoded request; its `reply_to` is empty.
-        payload: Tensors beside the frame.
-        body_hash: Tells a repetition from another request.
-        timeout_s: Seconds from now to the deadline, in Redis' time.
-        tombstone_ttl_s: How long the request stays known after its result.
+        frame: Has no `reply_to`.
+        tombstone_ttl_s: How long its id is known after the result.
         client_id: The `id` of the body, echoed in the result.
-        idempotency_key: The hash of the caller's key.
-        outbox: The outbox for the end, instead of a webhook; its requests should have equal times, because it is
-            trimmed by age.
-        notes: Opaque bytes for the reader of the outbox.
-        watcher: The reply address that is notified of the end.
+        idempotency_key: A hash.
+        outbox: For the end, instead of a webhook; trimmed by age, so that its requests should have equal times.
+        notes: Opaque bytes for the outbox's reader.
+        watcher: A reply address, notified of the end.
         is_told: Workers report executing entries; others that they hold count as waiting.
-        endpoint: The request's endpoint, if `Moves` may move it.
+        endpoint: Set if `Moves` may move it.
         share: The tenant whose stored results may take all free memory; empty = no limit.
     """
 
@@ -250,7 +246,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """The outcome of an `accept`, with id and hash of the new or the earlier request; another hash is a conflict."""
+    """The outcome of an `accept`; another `body_hash` than the request's is a conflict."""
 
     id: str
     is_new: bool
@@ -260,7 +256,7 @@ class Accepted(msgspec.Struct, frozen=True):
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a request.
 
-    `blob` is its encoded final response (`wire.frame.encode_responses`); `attempt` is 0 if it was not executed.
+    `blob` is its encoded final response; `attempt` is 0 if it was not executed.
     """
 
     state: RequestState
@@ -271,7 +267,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to be settled; without `entry` its record has the place."""
+    """A request to be settled; its record knows a missing `entry`."""
 
     address: Address
     outcome: Outcome
@@ -282,7 +278,7 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a request, `RUNNING` while a worker holds it; instants are seconds in Redis' time, 0 = not yet.
 
-    `expires_at` is the end of the result; `responses` and `stored_bytes` count responses before the final one.
+    `expires_at` is the end of the result; `responses` and `stored_bytes` count those before the final one.
     """
 
     address: Address
@@ -307,9 +303,9 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that ended, as a delivery of a named outbox.
+    """A request that ended, as a delivery of a named outbox; `id` is the delivery's.
 
-    `id` is the delivery's own. After the request's expiry `record` is `None`; without a result `blob` is.
+    After the request's expiry `record` is `None`; without a result `blob` is.
     """
 
     id: str
@@ -321,7 +317,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_outbox(acceptance: Acceptance) -> None:
-    """Raises `InvalidRequest` for an outbox or notes that are not allowed."""
+    """Raises `InvalidRequest` for a forbidden outbox or notes."""
     outbox, size = acceptance.outbox, len(acceptance.notes)
     if acceptance.webhook and outbox:
         raise InvalidRequest(f"a request of outbox '{outbox}' can have no webhook; choose one of the two")

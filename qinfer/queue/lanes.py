@@ -19,10 +19,8 @@ The guarantees, each with a test in `tests/contract/`:
 11. `delay` moves an entry to another lane of its partition atomically, with its first enqueue time.
 12. `bury` moves an entry to the dead letters atomically.
 13. `oldest` changes nothing.
-14. Tenants share a lane by weight: `fetch` takes from each in turn, and others use the share that one leaves idle.
+14. Tenants share a lane by weight: `fetch` takes from each in turn, and others use an idle share.
 15. `moves.move` moves waiting entries to another version, each atomically; `cancel` and `withdraw` find them there.
-
-Asynchronous requests, whose terminal step does more, are in `requests`; dead letters in `dead_letters`.
 
 The fields of a stream entry: `f`, the frame; `p`, the id of the request whose payload is stored; `o`, the id in its
 first lane; `d`, a mark that the lane has a new share; and those of `moves`. Readers skip unknown fields.
@@ -74,7 +72,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MAX_IDS = 1000  # per script call: Lua's stack holds about 8000 values
+_MAX_IDS = 1000  # Lua's stack holds about 8000 values
 _CLOCK_EVERY_S = 5.0
 _CONSUMER_GONE_MS = 3_600_000
 _ONLINE = "online"
@@ -94,14 +92,13 @@ _PUBLISH = load_script("lanes/publish")
 _COUNT_RESULT = load_script("lanes/count_result", "now_ms", "requests/stored")
 
 RENEW = load_script("lanes/renew", "holder")
-"""A worker's renewer runs the text of this script."""
+"""A worker's renewer runs its text."""
 
 
 class Queue:
     """The queue, on Redis 6.2 or newer, single or cluster; made by `connect`.
 
-    All lanes in one call belong to one model version and partition. Every coroutine raises `BrokerUnavailable` when
-    Redis can't be reached in time.
+    All lanes in one call belong to one model version and partition. Every coroutine may raise `BrokerUnavailable`.
     """
 
     def __init__(self, settings: RedisSettings, router: Router, clock: Clock) -> None:
@@ -156,14 +153,9 @@ class Queue:
     ) -> None:
         """Appends an entry without blocking; all submits of one event-loop tick leave in one write.
 
-        Args:
-            lane: The lane.
-            frame: The encoded request.
-            done: Called once with the entry or an error. After any error but `QueueFull` the entry may be in the queue.
-            payload: Tensors beside the frame.
-            limit: Refuse the entry when this many wait in the lane and its `.delayed` lane; 0 = no limit.
-            tenant: The tenant whose share gets the entry.
-            endpoint: The request's endpoint, if `moves` may move it.
+        `done` is called once with the entry or an error; after any error but `QueueFull` the entry may be in the queue.
+        It is refused when `limit` wait in the lane and its `.delayed` lane; 0 = no limit. `endpoint` is set if `moves`
+        may move it.
         """
         self._submitter.submit(lane, frame, done, payload, limit, tenant, endpoint)
 
@@ -172,7 +164,7 @@ class Queue:
         await asyncio.gather(*(self._ensure(lane) for lane in lanes))
 
     async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
-        """Takes up to `count` entries, lanes in the given order, a lane's shares in turn; waits `wait_s` for the first.
+        """Takes up to `count` entries, lanes in the given order, shares in turn; waits `wait_s` for the first.
 
         Online, bulk and shadow lanes of a model version allow one fetch at a time each.
         """
@@ -181,13 +173,13 @@ class Queue:
         reader = self._readers.get(place := _reading(lanes))
         if reader is None:
             slot = keys.lane_slot(lanes[0])
-            bell = self.doorbell if place[-1] == _ONLINE else None  # the others are read only while there are jobs
+            bell = self.doorbell if place[-1] == _ONLINE else None  # the others are read only during jobs
             reader = LaneReader(self.router, slot, self.ensure, self._give_back, self._monotonic_s, bell)
             self._readers[place] = reader
         return await reader.fetch(lanes, consumer, count, wait_s)
 
     def sources(self, lanes: Sequence[Lane]) -> list[Lane]:
-        """Returns all streams that `fetch` reads: the lanes, and the shares that it found last."""
+        """Returns the lanes, and the shares that `fetch` found last."""
         reader = self._readers.get(_reading(lanes))
         return [*lanes, *(reader.shares if reader is not None else ())]
 
@@ -197,7 +189,7 @@ class Queue:
         return reader is None or self.doorbell.is_stirred(reader.stirred_at_s)
 
     async def leave(self, lanes: Sequence[Lane]) -> None:
-        """Frees the state that `fetch` keeps for these lanes."""
+        """Frees what `fetch` keeps for these lanes."""
         reader = self._readers.pop(_reading(lanes), None)
         if reader is not None:
             await reader.close()
@@ -205,8 +197,7 @@ class Queue:
     async def reclaim(self, lanes: Sequence[Lane], consumer: str, idle_s: float, count: int) -> list[Lease]:
         """Takes up to `count` entries that were not renewed for `idle_s` seconds, as suspects.
 
-        `consumer` may own one itself, if a fetch's reply was lost; a consumer that still holds it drops the second
-        lease.
+        `consumer` may own one itself, if a fetch's reply was lost; if it still holds it, it drops the second lease.
         """
         names = [keys.lane(lane) for lane in lanes]
         arguments = (consumer, keys.RELEASED, keys.SUSPECTS, count, int(idle_s * 1000), _CONSUMER_GONE_MS)
@@ -214,10 +205,7 @@ class Queue:
         return leases_of(lanes, consumer, found or (), suspect=True)
 
     async def release(self, leases: Sequence[Lease], *, rest_s: float = 0.0) -> None:
-        """Returns unexecuted entries to the queue, where `fetch` finds them after `rest_s`, below an hour.
-
-        Suspects stay suspects, for `reclaim`.
-        """
+        """Returns unexecuted entries to the queue after `rest_s`, below an hour; suspects to `reclaim`."""
         await _all(
             [
                 self._run(
@@ -236,7 +224,7 @@ class Queue:
                 self.doorbell.ring(lane)
 
     async def withdraw(self, entries: Sequence[Entry]) -> list[bool]:
-        """Removes waiting entries and their payloads, moved ones included; returns which were removed."""
+        """Removes waiting entries and their payloads, moved ones included; returns which."""
         removed: set[Entry] = set()
 
         async def run(lane: Lane, group: list[Entry]) -> None:
@@ -252,7 +240,7 @@ class Queue:
         return [entry in removed for entry in entries]
 
     async def delay(self, leases: Sequence[Lease], name: str) -> None:
-        """Moves leased entries to the end of the lane `name` in their partition, as never delivered.
+        """Moves leased entries to the end of the lane `name`, as never delivered.
 
         Submitters do not learn the new address: their `finish` removes only the payload.
         """
@@ -261,7 +249,7 @@ class Queue:
         )
 
     async def bury(self, lease: Lease, request_id: str, code: str, reason: str) -> bool:
-        """Moves an entry to the dead letters; False if it is gone or has another owner."""
+        """Moves an entry to the dead letters; False without a lease on it."""
         entry, lane = lease.entry, lease.entry.lane
         names = [keys.lane(lane), keys.dead_letters(lane.model, lane.partition).encode(), *_payloads([entry])]
         about = (f"{lane.version}:{lane.name}", request_id, code, reason)
@@ -276,13 +264,13 @@ class Queue:
         return True
 
     async def payload(self, entry: Entry, request_id: str, tenant: str = "") -> bytes | None:
-        """Returns the payload of an entry; `None` when both are gone."""
+        """Returns the payload of an entry; `None` if it is gone."""
         lane = entry.lane
         key = keys.payload(lane.model, lane.partition, request_id)
         return await self._values.get(keys.lane_slot(lane), key, tenant)
 
     async def store_result(self, lane: Lane, request_id: str, blob: Bytes, ttl_s: float, tenant: str = "") -> None:
-        """Stores outputs too large for a reply stream, for `take_result`."""
+        """Stores outputs for `take_result`."""
         key, size = keys.result(lane.model, lane.partition, request_id), len(blob)
         is_here = not self._values.is_object(size)
         if is_here and not await self._count_result(lane, request_id, tenant, size, ttl_s):
@@ -292,23 +280,23 @@ class Queue:
     async def take_result(
         self, lane: Lane, request_id: str, tenant: str = "", room: Room | None = None
     ) -> bytes | None:
-        """Reads and removes the value of `store_result`, awaiting `room` before a large one; `None` if gone."""
+        """Reads and removes stored outputs, awaiting `room` before large ones; `None` if gone."""
         key = keys.result(lane.model, lane.partition, request_id)
         value = await self._values.take(keys.lane_slot(lane), key, tenant, room)
         if value is not None:
-            with suppress(BrokerUnavailable):  # its time to live ends it
+            with suppress(BrokerUnavailable):  # it expires
                 await self._count_result(lane, request_id, tenant)
         return value
 
     async def drop_result(self, lane: Lane, request_id: str, tenant: str = "") -> None:
-        """Removes the value of `store_result` unread."""
+        """Removes stored outputs unread."""
         await self._values.remove(keys.lane_slot(lane), keys.result(lane.model, lane.partition, request_id))
         await self._count_result(lane, request_id, tenant)
 
     async def _count_result(
         self, lane: Lane, request_id: str, tenant: str, nbytes: int = 0, ttl_s: float = 0.0
     ) -> bool:
-        """Records a result's bytes for its tenant (0 = removed); False if they exceed the tenant's share."""
+        """0 bytes = removed. False if they exceed the tenant's share."""
         if not tenant:
             return True
         key = keys.result(lane.model, lane.partition, request_id)
@@ -320,11 +308,11 @@ class Queue:
         await _all([self._run(lane, _FINISH, (), group) for lane, group in by_lane(entries)])
 
     async def publish(self, reply_to: str, blob: Bytes) -> bool:
-        """Appends encoded responses to a reply stream; False if it is gone."""
+        """Appends responses to a reply stream; False if it is gone."""
         slot, key = keys.reply_stream(reply_to)
         try:
             added = await self.router.call(slot, b"XADD", key, b"NOMKSTREAM", b"*", b"r", packable(blob))
-        except QueueFull:  # memory is full of work, which only replies can release
+        except QueueFull:  # only replies can free the full memory
             added = await self.router.run(slot, _PUBLISH, [key], REPLY_TTL_MS, packable(blob))
         return added is not None
 
@@ -337,8 +325,7 @@ class Queue:
     ) -> None:
         """Reads the reply stream of `owner` until cancelled: creates it, calls `deliver` with each blob, trims it.
 
-        After a reconnect blobs may come twice. `ready` is called once the stream exists, `lost` when it had vanished
-        with replies.
+        After a reconnect blobs may come twice. `ready` is called once the stream exists, `lost` when it had vanished.
         """
         reader = ReplyReader(self.router, owner, deliver, self._monotonic_s, lost)
         try:
@@ -347,12 +334,12 @@ class Queue:
             await reader.close()
 
     async def cancel(self, entries: Sequence[Entry]) -> None:
-        """Removes entries as `finish` does, and notifies the workers that hold them."""
+        """Removes entries as `finish` does, and notifies their workers."""
         lanes = by_lane(entries)
         await _all([self._run(lane, _CANCEL, (f"{lane.version}:{lane.name}",), group) for lane, group in lanes])
 
     async def shares(self, lanes: Sequence[Lane], *, named: bool = False) -> list[list[Share]]:
-        """Returns the shares of each lane, itself first; `named` adds waiting entries and tenants."""
+        """Returns each lane's shares, itself first; `named` adds waiting entries and tenants."""
         found: dict[Lane, list[Share]] = {}
 
         async def run(group: list[Lane]) -> None:
@@ -366,17 +353,17 @@ class Queue:
         return [found[lane] for lane in lanes]
 
     async def depth(self, lanes: Sequence[Lane]) -> list[int]:
-        """Returns the entries of each lane with its shares, waiting and in flight."""
+        """Counts each lane's entries with its shares, waiting and in flight."""
         return [sum(share.entries for share in shares) for shares in await self.shares(lanes)]
 
     async def in_flight(self, lanes: Sequence[Lane]) -> list[int]:
-        """Returns the entries of each lane that a consumer holds."""
+        """Counts each lane's entries that a consumer holds."""
         shares = await self.shares(lanes)
         held = iter(await asyncio.gather(*(self._in_flight(share.lane) for each in shares for share in each)))
         return [sum(next(held) for _ in each) for each in shares]
 
     async def sizes(self, lanes: Sequence[Lane]) -> list[LaneSize]:
-        """Returns size and age of each lane, with its shares, in one round trip."""
+        """Returns size and age of each lane with its shares."""
         found: dict[Lane, LaneSize] = {}
         now_s = self.clock.now_s()
 
@@ -392,7 +379,7 @@ class Queue:
         return [found[lane] for lane in lanes]
 
     async def oldest(self, lane: Lane, age_s: float, count: int, after: str = "") -> list[tuple[Entry, bytes]]:
-        """Lists up to `count` entries older than `age_s` with their frames, oldest first, behind the id `after`."""
+        """Lists up to `count` entries older than `age_s`, oldest first, behind the id `after`."""
         end = max(int((self.clock.now_s() - age_s) * 1000), 0)
         words = (b"XRANGE", keys.lane(lane), f"({after}" if after else b"-", end, b"COUNT", count)
         found = await self.router.call(keys.lane_slot(lane), *words)
@@ -400,11 +387,11 @@ class Queue:
         return [(lease.entry, lease.frame) for lease in leases]
 
     async def sweep(self) -> int:
-        """Deletes a bounded number of expired objects of dead processes; returns how many."""
+        """Deletes some expired objects of dead processes; returns how many."""
         return await self._values.sweep()
 
     async def close(self) -> None:
-        """Closes the connections; unconfirmed submissions fail with `BrokerUnavailable`."""
+        """Closes the connections; unconfirmed submissions fail."""
         if self._clock_timer is not None:
             self._clock_timer.cancel()
         await self._submitter.close()
@@ -415,7 +402,7 @@ class Queue:
         await self.router.close()
 
     def _give_back(self, leases: Sequence[Lease]) -> None:
-        """Releases the entries of a `fetch` without waiting; if the release is lost, their leases expire."""
+        """If the release is lost, the leases expire."""
         for (lane, consumer, _), group in grouped(leases, owner_of):
             ids = [lease.entry.entry_id for lease in group]
             arguments: tuple[Argument, ...] = (keys.GROUP, consumer, keys.RELEASED, 0, *ids)
@@ -436,7 +423,7 @@ class Queue:
         return sum(int(count) for consumer, count in pending[3] or () if consumer not in idle)
 
     async def _delay(self, lane: Lane, consumer: str, leases: Sequence[Lease], name: str) -> None:
-        """Moves entries of one lane, first those of asynchronous requests, which have records."""
+        """Entries of asynchronous requests go first: they have records."""
         other = Lane(lane.model, lane.version, name, lane.partition)
         heads = [(lease.entry, head_of(lease.frame)) for lease in leases]
         known = [(entry, head.id) for entry, head in heads if head is not None and head.id and not head.reply_to]
@@ -468,7 +455,7 @@ class Queue:
         arguments: Sequence[Argument],
         entries: Sequence[Entry],
     ) -> Any:
-        """Runs a script of a lane's partition; returns `None` if the lane was deleted."""
+        """Returns `None` if the lane was deleted."""
         call = partial(self.router.call, keys.lane_slot(lane))
         ids = [entry.entry_id for entry in entries]
         try:
@@ -492,7 +479,7 @@ class Queue:
         try:
             self.router.send(0, _TIME, partial(self._observe, sent_s))
         except BrokerUnavailable:
-            return  # the next reading will do
+            return
 
     def _observe(self, sent_s: float, reply: Any) -> None:
         if not isinstance(reply, QinferError):

@@ -1,8 +1,7 @@
 """Moves of waiting entries from the lanes of one version to those of another, which answers instead.
 
 A movable entry has the fields `e`, its endpoint; `t`, the tenant; `r`, the id of a request with a record. `move.lua`
-moves untaken ones, each atomically and a bounded number at a time. The record of a request, or a note without one
-(`…:moved`), has the new address, by which `Queue.cancel` and `Queue.withdraw` find the entry.
+moves each atomically. The record, or a note (`…:moved`), has the new address for `Queue.cancel` and `Queue.withdraw`.
 """
 
 from collections.abc import Sequence
@@ -14,13 +13,13 @@ from qinfer.queue.router import Call, Router, load_script, run_script, ttl_ms
 from qinfer.queue.submitter import PLACING
 
 AT_ONCE = 50
-"""Entries per script; each moved one costs about five commands."""
+"""Each moved entry costs about five commands."""
 
 AT_ONCE_BYTES = 2**20
 """Bytes of frames per script."""
 
 KEPT_S = 3600.0
-"""Seconds that notes are kept after the last move."""
+"""How long notes are kept after the last move."""
 
 _MOVE = load_script("lanes/move", *PLACING)
 
@@ -32,10 +31,7 @@ class Moves:
         self._router = router
 
     async def move(self, lanes: Sequence[Lane], version: int, endpoint: str) -> int:
-        """Moves an endpoint's waiting entries, shares included, to the same lanes of another version.
-
-        Returns how many.
-        """
+        """Moves an endpoint's waiting entries, shares included, to another version's lanes; returns how many."""
         count = 0
         for lane in lanes:
             other = Lane(lane.model, version, lane.name, lane.partition)
@@ -50,7 +46,7 @@ class Moves:
 async def _move(
     call: Call, lane: Lane, other: Lane, endpoint: str, start: tuple[int, str]
 ) -> tuple[int, tuple[int, str] | None]:
-    """Moves some entries of a lane; returns how many, and where to continue (share and id)."""
+    """Returns how many, and where to continue (share and id)."""
     names = (keys.lane(lane), keys.lane(other), keys.moved(lane.model, lane.partition).encode())
     place = (keys.prefix(lane.model, lane.partition), other.version, other.name)
     limits = (AT_ONCE, AT_ONCE_BYTES, ttl_ms(KEPT_S))

@@ -1,7 +1,6 @@
 """Nodes of Redis and their metrics: memory, files, replicas and connections, from INFO.
 
-INFO is the only command: it costs a node about 0.1 ms, and programs need the right to it anyway. A node that refuses it
-has only `qinfer_redis_up`. A gateway asks each node at most once in `KEPT_S` seconds.
+INFO costs a node about 0.1 ms; a node that refuses it has only `qinfer_redis_up`.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ KEPT_S = 5.0
 _ANSWERS_WITHIN_S = 2.0  # below a scrape's timeout
 
 Fields = Mapping[str, Any]
-"""The fields of INFO, as text or as redis-py reads them."""
+"""INFO, as text or as redis-py reads it."""
 
 
 class Node(NamedTuple):
@@ -37,7 +36,7 @@ class Node(NamedTuple):
 class Replica(NamedTuple):
     """A replica as its primary sees it; offline while it receives the data.
 
-    `lag_s` counts from its last confirmation, which is due every second.
+    `lag_s` counts from its last confirmation, due every second.
     """
 
     place: str
@@ -57,7 +56,7 @@ class Nodes:
         self._read_at = float("-inf")
 
     async def read(self) -> Sequence[Node]:
-        """Returns all nodes that own keys, at most `KEPT_S` seconds old; never fails."""
+        """Returns the nodes, at most `KEPT_S` old; never fails."""
         async with self._reading:
             if time.monotonic() - self._read_at >= KEPT_S:
                 self._read = await asyncio.gather(*(self._ask(*each) for each in self._router.owners().items()))
@@ -69,14 +68,14 @@ class Nodes:
         try:
             async with asyncio.timeout(_ANSWERS_WITHIN_S):
                 info = parse_info(await (link.call(b"INFO") if link.is_up else self._ask_anew(link)))
-        except (Refused, SettingsError):  # renamed, or forbidden to this user; without a link the password is wrong
+        except (Refused, SettingsError):  # renamed, or forbidden; without a link the password is wrong
             info = {} if link.is_up else None
         except (QinferError, OSError):  # TimeoutError is an OSError
             info = None
         return Node(label, info)
 
     async def _ask_anew(self, link: Link) -> bytes:
-        """Asks over a new connection: a node that loads its data answers INFO, but `Link` refuses it."""
+        """A node that loads its data answers INFO, but `Link` refuses it."""
         address = await link.resolve()
         connection = await open_connection(address, self._settings, _ANSWERS_WITHIN_S)
         try:
@@ -95,7 +94,7 @@ def parse_info(text: bytes) -> dict[str, str]:
 
 
 def memory_share(info: Fields) -> float | None:
-    """Returns the used share of memory as Redis computes it; `None` = unknown."""
+    """Returns the used memory's share as Redis computes it; `None` = unknown."""
     used, most = _number(info, "used_memory"), _number(info, "maxmemory") or _number(info, "total_system_memory")
     if used is None or not most:
         return None
@@ -108,7 +107,7 @@ def failed_files(info: Fields) -> dict[str, bool]:
 
 
 def replicas_of(info: Fields) -> list[Replica]:
-    """Returns the connected replicas of a node."""
+    """Returns a node's replicas."""
     written = _number(info, "master_repl_offset") or 0
     found = []
     for number in range(int(_number(info, "connected_slaves") or 0)):
@@ -156,7 +155,7 @@ def _number(info: Fields, name: str) -> float | None:
 
 
 def _refusals(info: Fields, error: str) -> float:
-    """Returns how often a node has answered with an error; INFO omits errors that never occurred."""
+    """INFO omits errors that never occurred."""
     about = info.get(f"errorstat_{error}", "count=0")
     return float(about["count"] if isinstance(about, dict) else about.rpartition("=")[2])
 

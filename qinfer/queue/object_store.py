@@ -2,12 +2,12 @@
 
     <url>/<expiry>/<hash of the model>-<random>          expiry: seconds of the broker's time, a multiple of a minute
 
-An object is written before its reference, under a random name, and never changed. References are in Redis, and expire
-before their objects; an object is deleted with its reference. `sweep` deletes what dead processes and expired
-references leave: only names of this form in expired folders.
+An object is written before its reference, under a random name, and never changed. References in Redis expire before
+their objects; an object is deleted with its reference. `sweep` deletes the rest: only names of this form in expired
+folders.
 
-The blocking store runs in threads with timeouts, so that it delays neither callers nor the end of the process. After a
-failure all calls fail immediately, until a background probe succeeds.
+The store runs in threads with timeouts, so that it delays neither callers nor the end of the process. After a failure
+all calls fail immediately, until a background probe succeeds.
 """
 
 import asyncio
@@ -49,18 +49,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 VARIABLE = "QINFER_LIMITS__PAYLOAD_URL"
-"""The setting that messages name."""
+"""Messages name this setting."""
 
 UNREACHABLE = "the payload store can't be reached; try again"
-"""The message to clients about a failing store, without the store's text."""
+"""For clients: without the store's text."""
 
 SWEEP_MARGIN_S = 3600.0
-"""Seconds between expiry and sweep, for slow transfers and different clocks."""
+"""From expiry to sweep, for slow transfers and different clocks."""
 
 _EXPIRY_STEP_S = 60
 _FOLDER = re.compile(r"[0-9]{12}")
 _NAME = re.compile(r"[0-9]{12}/[0-9a-f]{16}-[0-9a-f]{32}")
-_SLOWEST_BYTES_PER_S = 2 * 2**20  # of a transfer, beyond the time of a command
+_SLOWEST_BYTES_PER_S = 2 * 2**20  # of a transfer, beyond a command's time
 _TRY_AGAIN_S = 1.0
 _CLOSE_S = 1.0  # for pending deletions
 _SWEPT_FOLDERS, _SWEPT_OBJECTS = 100, 1000  # per round
@@ -70,7 +70,7 @@ _THREADS = 16
 
 
 class ObjectStore:
-    """The objects of one deployment, for all its gateways and workers.
+    """The objects of one deployment.
 
     Only names made here are ever appended to `folder`.
     """
@@ -92,7 +92,7 @@ class ObjectStore:
 
     @classmethod
     async def open(cls, limits: LimitSettings, redis: RedisSettings, now_s: Callable[[], float]) -> Self:
-        """Opens the store of `limits.payload_url`, and tries it by writing, reading and deleting an object."""
+        """Opens the store of `limits.payload_url`, and tries it."""
         store, folder = await asyncio.to_thread(_opened, limits.payload_url)
         one = cls(store, folder, limits, redis, now_s)
         try:
@@ -105,26 +105,26 @@ class ObjectStore:
         return one
 
     async def write(self, owner: str, data: Bytes, kept_s: float) -> Reference:
-        """Writes an object for `kept_s` seconds; its name has the hash of `owner`, for people who search it."""
+        """Writes an object for `kept_s` seconds; the hash of `owner` in its name is for people."""
         reference = Reference(self._new_name(owner, kept_s), len(data))
         await self._used(partial(self._write, reference.name, bytes(data)), self._transfer_s(reference))
         return reference
 
     async def read(self, reference: Reference) -> bytes | None:
-        """Returns an object's bytes; `None` if it is gone, `CorruptEntry` if its size differs."""
+        """Returns an object; `None` if it is gone, `CorruptEntry` if its size differs."""
         data = await self._used(partial(self._read, _checked(reference), reference.size), self._transfer_s(reference))
         if data is not None and len(data) != reference.size:
             raise CorruptEntry(f"the payload store has {len(data)} of {reference.size} bytes")
         return data
 
     async def copy(self, reference: Reference, owner: str, kept_s: float) -> Reference | None:
-        """Copies an object, to be kept for `kept_s` seconds; `None` if it is gone."""
+        """Copies an object, kept for `kept_s` seconds; `None` if gone."""
         copied = Reference(self._new_name(owner, kept_s), reference.size)
         work = partial(self._copy, _checked(reference), copied.name)
         return copied if await self._used(work, self._transfer_s(reference)) else None
 
     def delete(self, names: Iterable[str]) -> None:
-        """Schedules the deletion of unreferenced objects; if the store is away, the sweep deletes them."""
+        """Schedules deletions; the sweep makes up for failed ones."""
         self._to_delete.extend(name for name in names if _NAME.fullmatch(name))
         if self._to_delete and self._deleting is None:
             self._deleting = asyncio.create_task(self._delete(), name="delete objects")
@@ -135,7 +135,7 @@ class ObjectStore:
             await asyncio.wait([self._deleting])
 
     async def sweep(self) -> int:
-        """Deletes a bounded number of long-expired objects; returns how many."""
+        """Deletes some expired objects; returns how many."""
         before_s = self._now_s() - SWEEP_MARGIN_S
         found = await self._used(partial(self._names, ""), self._small_s)
         folders = sorted(name for name in found if _FOLDER.fullmatch(name) and int(name) < before_s)
@@ -154,7 +154,7 @@ class ObjectStore:
         return count
 
     async def close(self) -> None:
-        """Waits briefly for scheduled deletions, and closes the store."""
+        """Waits briefly for deletions, and closes the store."""
         if self._recovering is not None:
             self._recovering.cancel()
         if self._deleting is not None:
@@ -184,7 +184,7 @@ class ObjectStore:
             await asyncio.gather(*(self._used(partial(self._remove, name), self._small_s) for name in some))
 
     async def _used(self, work: Callable[[], T], timeout_s: float) -> T:
-        """Runs a call of the store in a thread, unless the store counts as away."""
+        """Fails while the store counts as away."""
         if self._recovering is not None:
             raise BrokerUnavailable(UNREACHABLE)
         try:
@@ -195,7 +195,7 @@ class ObjectStore:
             raise
 
     async def _in_thread(self, work: Callable[[], T], timeout_s: float) -> T:
-        """Runs a call of the store in a thread, even while it counts as away."""
+        """Works while the store counts as away."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.wrap_future(self._threads.submit(work))
@@ -251,7 +251,7 @@ class ObjectStore:
 
 
 def _checked(reference: Reference) -> str:
-    """Returns a reference's name after checking that it was made here."""
+    """Refuses names that were not made here."""
     if reference.version > REFERENCE_VERSION:
         raise BrokerUnavailable("the tensors were stored by a newer qinfer, which can read them")
     if not _NAME.fullmatch(reference.name):
@@ -284,7 +284,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 class _Threads:
-    """Daemon threads: unlike an executor's, which are joined, they do not delay the end of the process."""
+    """Unlike an executor's, which are joined, they do not delay the end of the process."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
@@ -299,7 +299,7 @@ class _Threads:
         return future
 
     def close(self) -> None:
-        """Ends the threads after their submitted calls; a hanging thread ends with the process."""
+        """Ends the threads after their submitted calls."""
         for _ in range(self._count):
             self._work.put(None)
 

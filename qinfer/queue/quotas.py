@@ -19,7 +19,7 @@ _EXCHANGE = load_script("quotas/exchange", "now_ms")
 
 
 class Limits(NamedTuple):
-    """The quota of a tenant: tokens per second (0 = unlimited), the most tokens at a time, and requests in flight."""
+    """The quota of a tenant: tokens per second (0 = unlimited), most tokens, and requests in flight."""
 
     rate: float
     burst: float
@@ -27,7 +27,7 @@ class Limits(NamedTuple):
 
 
 class Use(NamedTuple):
-    """The use of a tenant's quota at one gateway: tokens used and requested since the last exchange, and requests."""
+    """One gateway's use: tokens used and requested since the last exchange, and requests."""
 
     used: float = 0.0
     demand: float = 0.0
@@ -35,7 +35,7 @@ class Use(NamedTuple):
 
 
 class Leased(NamedTuple):
-    """The part of a tenant's quota that one gateway holds; `level` counts all gateways' tokens, negative = a debt."""
+    """A gateway's part of a quota; `level` counts all gateways' tokens, negative = a debt."""
 
     tokens: float
     level: float
@@ -44,7 +44,7 @@ class Leased(NamedTuple):
 
 
 class Quotas:
-    """The quotas as one gateway leases them."""
+    """The quotas of one gateway."""
 
     def __init__(self, router: Router, gateway: str) -> None:
         self._router = router

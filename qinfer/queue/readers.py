@@ -1,14 +1,12 @@
 """Blocking reads of streams: lanes (`LaneReader`), tickets of sequences (`TicketReader`), replies (`ReplyReader`).
 
-A lane reader serves one partition of a model version, shares included, over its own connection, because its reads
-block. A reply that comes after a cancelled `fetch` is released to the lane. On idle lanes the reader sleeps: its
-blocking read outlives the `fetch`, and the next `fetch` waits for it; an entry that arrives in between is released
-after a moment. `doorbell` wakes sleepers.
+A lane reader has its own connection, because its reads block. A reply that comes after a cancelled `fetch` is released
+to the lane. On idle lanes the reader sleeps (`doorbell`): its blocking read outlives the `fetch`, and the next one
+waits for it; an entry that arrives in between is released after a moment.
 
-A ticket reader takes nothing: scripts do, and every ticket left ends the next read at once.
+A ticket reader takes nothing: every ticket left ends the next read at once.
 
-A reply reader creates its stream, keeps it alive, delivers, trims, and survives reconnects. The stream outlives it by a
-minute; a reader that finds it gone creates a new one.
+A reply reader's stream outlives it by a minute; a reader that finds it gone creates a new one.
 """
 
 import asyncio
@@ -32,20 +30,20 @@ _KEEP = load_script("lanes/keep")
 
 
 _DIVIDED = b"d"
-"""The field of an entry that marks a new share of its lane."""
+"""Marks the first entry of a new share."""
 
 MAX_BLOCK_S = 0.5
-"""The longest blocking read, and the delay of a release, which does not end it."""
+"""The longest blocking read, and delay of a release, which does not end it."""
 
 
 RELEASED_EVERY_S = 0.1
-"""How often a busy reader of a single lane runs the script, which returns released entries."""
+"""How often a busy reader of a single lane looks for released entries."""
 
 AWAKE_S = 5.0
-"""Seconds without entries after which a reader sleeps."""
+"""Without entries for this long a reader sleeps."""
 
 _LIMBO_S = 0.05
-"""Seconds that the result of a sleeping read waits for the next fetch."""
+"""How long the result of a sleeping read waits for a fetch."""
 
 
 class _Sleep(NamedTuple):
@@ -57,10 +55,7 @@ class _Sleep(NamedTuple):
 
 
 class LaneReader:
-    """The fetching half of `Queue`; a (model, version, partition) has one for online, bulk and shadow lanes each.
-
-    Without a `bell` it never sleeps.
-    """
+    """The fetching half of `Queue`; without a `bell` it never sleeps."""
 
     def __init__(
         self,
@@ -78,7 +73,7 @@ class LaneReader:
         self._got_at_s = self._stirred_at_s = monotonic_s()
         self._rings = 0
         self._looked = -1
-        """The number of rings before the last look, if that found nothing."""
+        """Rings before the last look, if that found nothing."""
         self._router = router
         self._slot = slot
         self._ensure = ensure
@@ -92,7 +87,7 @@ class LaneReader:
 
     @property
     def stirred_at_s(self) -> float:
-        """The instant of the last event that may have left leases without a renewing worker."""
+        """The last event that may have left leases without a renewing worker."""
         return max(self._got_at_s, self._stirred_at_s)
 
     async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
@@ -116,7 +111,7 @@ class LaneReader:
         return leases
 
     def ring(self) -> None:
-        """Ends the sleeping read, because the lanes may have entries."""
+        """Ends the sleeping read: there may be entries."""
         self._rings += 1
         self._took_at_s = float("-inf")
         self._stir()
@@ -124,7 +119,7 @@ class LaneReader:
             self._link.rouse(self._sleep.task.done)
 
     async def settle(self) -> None:
-        """Waits, for a bounded time, until the entries of a cancelled fetch are released."""
+        """Waits, for a bounded time, for the release of a cancelled fetch's entries."""
         if self._bell is not None:
             self._bell.leave(self)
         self._end_sleep()
@@ -132,7 +127,7 @@ class LaneReader:
             with suppress(BrokerUnavailable, TimeoutError):
                 async with asyncio.timeout(MAX_BLOCK_S):
                     await self._link.call(b"PING")  # answered after the cancelled read
-                    await self._router.call(self._slot, b"PING")  # answered after the release that followed
+                    await self._router.call(self._slot, b"PING")  # and after the release
 
     async def close(self) -> None:
         """Settles, and closes the connection."""
@@ -173,13 +168,13 @@ class LaneReader:
                 return leases if len(leases) <= count else self._at_most(leases, count)
 
     def _at_most(self, leases: list[Lease], count: int) -> list[Lease]:
-        """Releases the surplus: COUNT is per stream, so several lanes may each have returned an entry."""
+        """COUNT is per stream, so several lanes may each have returned an entry."""
         if len(leases) > count:
             self._give_back(leases[count:])
         return leases[:count]
 
     def _distrust(self) -> None:
-        """Makes the next fetch run the script, and leases be reclaimed, because a lost reply may have had entries."""
+        """A lost reply may have had entries: runs the script next, and has leases reclaimed."""
         self._looked, self._took_at_s = -1, float("-inf")
         self._stir()
 
@@ -187,7 +182,7 @@ class LaneReader:
         self._stirred_at_s = self._monotonic_s()
 
     def _may_sleep(self) -> bool:
-        """Tells whether the last look found nothing, and every ring since would have been heard."""
+        """The last look found nothing, and every ring since would have been heard."""
         return self._bell is not None and self._bell.is_armed and self._looked == self._rings
 
     def _fall_asleep(self, lanes: Sequence[Lane], consumer: str, count: int) -> _Sleep:
@@ -201,7 +196,7 @@ class LaneReader:
         return self._sleep
 
     async def _sleep_on(self, sleep: _Sleep, lanes: Sequence[Lane], consumer: str, until_s: float) -> list[Lease]:
-        """Waits for the sleeping read until `until_s`; ends it if this fetch has other lanes or another consumer."""
+        """Ends the read if this fetch has other lanes or another consumer."""
         is_same, left_s = (sleep.lanes, sleep.consumer) == (tuple(lanes), consumer), until_s - self._monotonic_s()
         is_over = not is_same or left_s <= 0
         if is_over:
@@ -220,7 +215,7 @@ class LaneReader:
         self._link.expect(MAX_BLOCK_S)
         try:
             leases = sleep.task.result()
-        except BrokerUnavailable:  # the script that runs next reports a lasting failure
+        except BrokerUnavailable:  # the next script reports a lasting failure
             self._distrust()
             return []
         if leases and not is_same:
@@ -229,10 +224,10 @@ class LaneReader:
         return leases
 
     def _slept(self, task: asyncio.Task[list[Lease]]) -> None:
-        """Schedules the release of entries that arrived between fetches."""
+        """Entries that arrived between fetches are released later."""
         if task.cancelled():
             return
-        task.exception()  # retrieved here, because a closing loop would print it
+        task.exception()  # a closing loop would print it
         if not self._is_awaited:
             asyncio.get_running_loop().call_later(_LIMBO_S, self._bounce, task)
 
@@ -269,9 +264,8 @@ class LaneReader:
     async def _wait(self, lanes: Sequence[Lane], consumer: str, count: int, block_s: float) -> list[Lease]:
         """Waits for the first new entry, and fetches up to `count`.
 
-        Redis wakes a blocked reader at the first of many entries of one write. On a busy lane a second read is
-        therefore pipelined, which finds them all. With several streams it is always sent, as the script, because COUNT
-        is per stream.
+        Redis wakes a blocked reader at the first of many entries of one write: a pipelined second read finds them all.
+        COUNT is per stream, so that with several the second read is the script.
         """
         streams = [*lanes, *self.shares]
         to_leases = partial(self._leases_of_read, streams, consumer)
@@ -285,7 +279,7 @@ class LaneReader:
         def answered(reply: Any) -> None:
             if is_late:
                 self._give_back(to_leases(reply))
-            elif not isinstance(reply, Exception):  # the next read meets the same error
+            elif not isinstance(reply, Exception):  # the next read meets it again
                 first.extend(to_leases(reply))
 
         with suppress(BrokerUnavailable):  # `_call` waits for the connection
@@ -297,7 +291,7 @@ class LaneReader:
         except QinferError:
             if not first:
                 raise
-            return first  # the error shows again at the next read
+            return first  # the next read meets it again
         except asyncio.CancelledError:
             is_late = True
             self._give_back(first)
@@ -333,7 +327,7 @@ class LaneReader:
         return leases
 
     def _tell(self, lane: Lane, entries: Iterable[Sequence[bytes]]) -> bool:
-        """Tells whether an entry marks a new share of its lane, and rings for other readers."""
+        """Also rings for other readers."""
         is_news = any(len(fields) > 2 and _DIVIDED in fields[2::2] for fields in entries)
         if is_news and self._bell is not None:
             self._bell.ring(lane)
@@ -347,7 +341,7 @@ def _read(lanes: Sequence[Lane], consumer: str, count: int, *block: Any) -> tupl
 
 
 def leases_of(lanes: Sequence[Lane], consumer: str, found: Any, *, suspect: bool = False) -> list[Lease]:
-    """Converts a script's result to leases; per entry (lane's number from 1, id, fields, deliveries, share)."""
+    """Converts a script's result; per entry (lane's number from 1, id, fields, deliveries, share)."""
     leases: list[Lease] = []
     for number, entry_id, fields, deliveries, share in found:
         lane = share_of(lanes[number - 1], share) if share else lanes[number - 1]
@@ -356,16 +350,16 @@ def leases_of(lanes: Sequence[Lane], consumer: str, found: Any, *, suspect: bool
 
 
 def _entry(lane: Lane, entry_id: bytes, fields: Sequence[bytes]) -> Entry:
-    if len(fields) == 2:  # the frame alone
+    if len(fields) == 2:
         return Entry(lane, entry_id.decode())
     more = dict(zip(fields[2::2], fields[3::2], strict=True))
     return Entry(lane, entry_id.decode(), more.get(b"o", b"").decode(), more.get(b"p", b"").decode())
 
 
 class TicketReader:
-    """The waiting half of `Sequences`, for one worker and model version; made by `Sequences.reader`.
+    """The waiting half of `Sequences`, for one worker and model version.
 
-    The bell rings only when a connection broke, since tickets end the read.
+    The bell rings only when a connection broke: tickets end the read.
     """
 
     def __init__(self, link: BlockingLink, bell: Doorbell, own: bytes, waiting: Sequence[bytes], place: bytes) -> None:
@@ -378,11 +372,11 @@ class TicketReader:
         self.is_asleep = False
 
     async def wait(self, after: str, wait_s: float, *, has_slots: bool) -> bool:
-        """Waits up to `wait_s` until `take` or, with free slots, `own` has something; returns whether it has."""
+        """Waits up to `wait_s` for `take` or, with free slots, `own`; returns whether there is something."""
         return await self._read(after, min(wait_s, MAX_BLOCK_S), has_slots=has_slots)
 
     async def sleep(self, after: str, *, has_slots: bool) -> bool:
-        """Waits as `wait` does, until the bell rings or for the doorbell's long sleep."""
+        """Waits as `wait` does, until the bell or for the doorbell's long sleep."""
         self._bell.join(self)
         block_s = self._bell.sleep_s() if self._bell.is_armed else MAX_BLOCK_S
         return await self._read(after, block_s, has_slots=has_slots)
@@ -413,7 +407,7 @@ class TicketReader:
 BLOCK_S = 0.5
 
 REPLY_TTL_MS = 60_000
-"""How long a reply stream outlives its reader."""
+"""A reply stream outlives its reader by this."""
 
 _START = b"0"
 _KEEP_EVERY_S = 10.0
@@ -448,7 +442,7 @@ class ReplyReader:
         self._outage = OutageLog(logger, "reply stream interrupted", "reply stream is read again")
 
     async def run(self, ready: Callable[[], None] | None) -> None:
-        """Reads until cancelled; see `Queue.listen`."""
+        """Reads until cancelled, as `Queue.listen` says."""
         while True:
             try:
                 await self._keep_alive()
@@ -464,11 +458,11 @@ class ReplyReader:
                 await asyncio.sleep(_PAUSE_S)  # a refusal comes at once, unlike a lost connection
 
     async def close(self) -> None:
-        """Closes the connection; the stream stays for its time to live."""
+        """Closes the connection; the stream expires."""
         await self._link.close()
 
     async def _keep_alive(self) -> None:
-        """Extends the stream's life, or creates a new one; an idle reader does so before each read."""
+        """Extends or recreates the stream; an idle reader does so before each read."""
         now_s = self._monotonic_s()
         if self._is_idle or now_s - self._kept_at >= _KEEP_EVERY_S:
             self._kept_at = now_s
@@ -498,7 +492,7 @@ class ReplyReader:
     def _hand_over(self, blob: bytes) -> None:
         try:
             self._deliver(blob)
-        except Exception:  # the loop boundary: one bad blob must not cost the others' callers their answers
+        except Exception:  # one bad blob must not cost others their answers
             logger.exception("a reply could not be delivered")
 
     def _trim(self) -> None:

@@ -61,19 +61,19 @@ _STORED_AGAIN_S = 10.0
 _NOT_IN_TIME = "the data of the request did not arrive in time; try again"
 
 AT_ONCE = 32
-"""The most requests per script: about a millisecond, during which Redis serves no other client."""
+"""Requests per script: about a millisecond, during which Redis serves no other client."""
 
 STAGED_BYTES = 16 * 2**20
-"""The most bytes of large results that are stored before their requests end."""
+"""Large results that are stored before their requests end."""
 
 AT_ONCE_BYTES = 2**20
-"""The most bytes of values per script, except for a single one."""
+"""Values per script, except for a single one."""
 
 _RECORD_FIELDS = (
     *(b"state", b"version", b"attempts", b"webhook", b"webhook_state", b"accepted", b"failure"),
     *(b"created_at", b"deadline_at", b"finished_at", b"expires_at", b"stored_bytes"),
 )
-"""The fields that `_record_of` reads, in its order."""
+"""In the order of `_record_of`."""
 
 _ACCEPT = load_script(
     "each", *PLACING, "origin", "drop", "deliveries", "requests/stored", "requests/known", "requests/accept"
@@ -89,7 +89,7 @@ _ENDINGS = load_script("requests/endings", "now_ms", "deliveries")
 
 
 class _Accepted(msgspec.Struct, array_like=True, frozen=True):
-    """The fields of a record that no script reads."""
+    """Fields that no script reads."""
 
     tenant: str
     client_id: str
@@ -98,8 +98,6 @@ class _Accepted(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Failure(msgspec.Struct, array_like=True, frozen=True):
-    """The failure of a request."""
-
     code: str
     message: str
 
@@ -124,7 +122,7 @@ class Requests:
     async def accept(self, acceptance: Acceptance) -> Accepted:
         """Stores and enqueues a request atomically, as durably as the settings ask.
 
-        After `BrokerUnavailable` it may have been accepted: the caller repeats it with the same id.
+        After `BrokerUnavailable` it may have been accepted: repeat it with the same id.
         """
         if acceptance.outbox or acceptance.notes:
             check_outbox(acceptance)
@@ -139,7 +137,7 @@ class Requests:
         return accepted
 
     async def accept_all(self, acceptances: Sequence[Acceptance]) -> list[Accepted | QinferError]:
-        """Accepts many requests at less cost than `accept`; returns the outcome or error of each."""
+        """Accepts many at less cost; returns the outcome or error of each."""
         sizes = [
             AT_ONCE_BYTES + 1 if self._values.is_apart(len(each.payload)) else len(each.frame) + len(each.payload)
             for each in acceptances  # a staged payload goes alone
@@ -161,7 +159,7 @@ class Requests:
         idempotency_key: str = "",
         notes: bytes | None = None,
     ) -> Accepted | None:
-        """Looks up a request by idempotency key or id as `accept` does, without accepting one, and makes it durable.
+        """Looks up a request by idempotency key or id as `accept` does, and makes it durable.
 
         If `body_hash` is the request's own, its end is published again, with these `notes`.
         """
@@ -178,8 +176,8 @@ class Requests:
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
         """Ends requests in one write, each atomically, and notifies their watchers.
 
-        Returns False for a request that had ended or is unknown. Only `STAGED_BYTES` of large results are stored ahead,
-        because they count as stored only at the end. After an error some may have ended.
+        False for a request that had ended or is unknown. Only `STAGED_BYTES` of large results are stored ahead, because
+        they count as stored only at the end. After an error some may have ended.
         """
         first = self._first_of(settlements)
         if first < len(settlements):
@@ -207,31 +205,31 @@ class Requests:
         return firsts
 
     def ends_at_once(self, settlement: Settlement) -> bool:
-        """Tells whether the end is a single write to Redis, without a staged result."""
+        """Tells whether the end is a single write, without staging."""
         return not self._values.is_apart(len(settlement.outcome.blob))
 
     async def record(self, address: Address) -> RequestRecord | None:
-        """Returns the record of a request; `None` if it is unknown or expired."""
+        """Returns a request's record, unless it expired."""
         return await self._record(address)
 
     async def result(self, address: Address, tenant: str = "", room: Room | None = None) -> bytes | None:
-        """Returns the `Outcome.blob` of a request that ended, awaiting `room` before a large one; else `None`."""
+        """Returns an ended request's `Outcome.blob`, awaiting `room` before a large one."""
         name = keys.result(address.model, address.partition, address.id)
         return await self._values.get(keys.slot(name), name, tenant, room)
 
     async def forget(self, address: Address) -> None:
-        """Removes the result of an ended request, unless its end goes to an outbox; its record stays."""
+        """Removes a request's result, unless its end goes to an outbox; the record stays."""
         names = [_record_key(address), _result_name(address).encode()]
         names.append(keys.responses(address.model, address.partition, address.id).encode())
         prefix = keys.prefix(address.model, address.partition)
         self._values.forget(await self._router.run(keys.slot(names[0]), _FORGET, names, prefix, address.id))
 
     async def watch(self, address: Address, reply_to: str) -> RequestRecord | None:
-        """Returns the record, and sends `reply_to` a hint at the request's end, which may be lost."""
+        """Returns the record; `reply_to` gets a hint at the end, which may be lost."""
         return await self._record(address, reply_to)
 
     async def due(self, model: str, partition: int, count: int) -> list[Address]:
-        """Returns up to `count` unfinished requests past their deadline, the oldest first."""
+        """Returns up to `count` unfinished requests past their deadline, oldest first."""
         key = keys.due(model, partition).encode()
         found = await self._router.run(keys.slot(key), _DUE, [key], count)
         return [Address(model, partition, request_id.decode()) for request_id in found]
@@ -239,7 +237,7 @@ class Requests:
     async def endings(self, model: str, partition: int, kind: Kind, count: int) -> list[Ending]:
         """Takes up to `count` ended requests with their results from an outbox, to be `done`.
 
-        Large results make it return fewer than exist: repeat it until the list is empty.
+        Large results make it return fewer: repeat it until the list is empty.
         """
         name, prefix = keys.deliveries(model, partition, kind.name).encode(), keys.prefix(model, partition)
         arguments = (count, int(kind.pause_s * 1000), prefix, LARGE_BYTES, *_RECORD_FIELDS)
@@ -305,7 +303,7 @@ class Requests:
         return msgspec.structs.replace(ending, blob=blob, record=record)
 
     def _first_of(self, settlements: Sequence[Settlement]) -> int:
-        """Returns how many settlements fit into `STAGED_BYTES`, at least one."""
+        """Settlements that fit into `STAGED_BYTES`, at least one."""
         size = 0
         for number, each in enumerate(settlements):
             nbytes = 0 if self.ends_at_once(each) else len(each.outcome.blob)
@@ -333,7 +331,7 @@ class Requests:
     async def _settle(
         self, settlements: Sequence[Settlement], results: Sequence[StagedValue]
     ) -> list[Sequence[str] | None]:
-        """Ends requests of one partition; returns the watchers of each, `None` if it had ended before."""
+        """Returns the watchers of each request, `None` if it had ended before."""
         call = partial(self._router.call, keys.slot(_record_key(settlements[0].address)))
         replies = await run_each(call, _SETTLE, list(map(_settlement, settlements, results)))
         for _, _, objects in replies:
@@ -349,7 +347,7 @@ class Requests:
         return ended
 
     async def _settle_apart(self, settlements: Sequence[Settlement]) -> list[bool]:
-        """Ends requests one by one; raises the first error after all were tried."""
+        """Raises the first error after all were tried."""
         ended = await asyncio.gather(*(self.settle([each]) for each in settlements), return_exceptions=True)
         firsts: list[bool] = []
         for answers in ended:
@@ -359,7 +357,7 @@ class Requests:
         return firsts
 
     def _tell(self, reply_to: str, addresses: Sequence[Address]) -> None:
-        """Sends hints without waiting; a lost one costs its reader only time."""
+        """A lost hint costs its reader only time."""
         key = keys.reply(reply_to).encode()
         packed = pack((b"XADD", key, b"NOMKSTREAM", b"*", b"r", hint(addresses)))
         try:
@@ -376,7 +374,7 @@ def _without_result(settlement: Settlement) -> Settlement:
 
 
 def hint(addresses: Sequence[Address]) -> bytes:
-    """Returns the notice for watchers: the ids of ended requests."""
+    """Returns the notice for watchers."""
     return encode_responses([Response(request_id=address.id) for address in addresses])
 
 
@@ -413,7 +411,7 @@ def _result_name(address: Address) -> str:
 def _record_of(
     address: Address, values: Sequence[bytes | None], *, has_result: bool, is_held: bool = False, deliveries: int = 0
 ) -> RequestRecord:
-    """Reads a record from the values of `_RECORD_FIELDS`; `deliveries` are the attempts of an unfinished request."""
+    """`deliveries` are the attempts of an unfinished request."""
     state, version, attempts, webhook, webhook_state, accepted, failure = (value or b"" for value in values[:7])
     about = _ACCEPTED.decode(accepted)
     ended = _FAILURE.decode(failure) if failure else _NO_FAILURE

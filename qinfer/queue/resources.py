@@ -28,11 +28,11 @@ _LEAVE = load_script("resources/leave")
 _BLOCK_S = 0.5
 
 Units = Mapping[str, int]
-"""Units by resource, each at least 1."""
+"""By resource, each at least 1."""
 
 
 class Exchanged(NamedTuple):
-    """The outcome of an exchange; `retry_s` is the time until another worker's lease ends."""
+    """`retry_s` is the time until another worker's lease ends."""
 
     has_got: bool
     held: dict[str, int]
@@ -41,14 +41,14 @@ class Exchanged(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """The units that an execution waits for; `is_callee` = executions that hold other units wait for it."""
+    """Units that an execution waits for; `is_callee` = executions that hold other units wait for it."""
 
     units: Units
     is_callee: bool = False
 
 
 class News(NamedTuple):
-    """The events up to `last`: whether units or places in line were freed, and newly wanted resources."""
+    """Events up to `last`: whether units or places in line were freed, and newly wanted resources."""
 
     last: str
     has_freed: bool
@@ -77,13 +77,13 @@ class Resources:
 
     @property
     def lease_keys(self) -> list[bytes]:
-        """The KEYS with which `sequences.RENEW_OWNER` renews the lease."""
+        """The KEYS of the lease in `sequences.RENEW_OWNER`."""
         return [*self._names[:2], *self._names]
 
     async def exchange(
         self, maxima: Units, back: Units, wish: Wish | None = None, given_up: Sequence[Wish] = ()
     ) -> Exchanged:
-        """Gives units `back`, takes those of a wish or waits for them, and renews the lease."""
+        """Gives units `back`, takes those of a wish or waits for them."""
         line = "" if wish is None else self._in_line(wish)
         withdrawn = msgspec.json.encode([self._in_line(one).decode() for one in given_up])
         arguments = (ttl_ms(self._lease_s), msgspec.json.encode(maxima), msgspec.json.encode(back), withdrawn, line)
@@ -96,7 +96,7 @@ class Resources:
         return Exchanged(bool(has_got), units, names, retry_s if retry_s >= 0 else float("inf"))
 
     async def wait(self, after: str) -> News | None:
-        """Waits half a second for news behind the place `after`, which is `0` at first."""
+        """Waits half a second for news behind `after`, at first `0`."""
         if self._link is None:
             self._link = self._router.blocking(self._slot, "qinfer-resources", _BLOCK_S)
         block = (b"BLOCK", int(_BLOCK_S * 1000))

@@ -3,17 +3,16 @@
 The cluster's map is read at the start, after every MOVED, and while a node can't be reached; meanwhile commands follow
 MOVED and ASK. With Sentinels there is one Link, whose address they resolve.
 
-The Lua scripts of `lua/` run by their hash, or by their text on a node that does not know them. To add one:
+Lua scripts run by their hash, or by their text on a node that does not know them. To add one:
 
-1. Write `lua/<subject>/<name>.lua`, or `lua/<name>.lua` in the package of its feature. Its header says what it does,
-   and lists KEYS, ARGV and the reply in order. Shared functions are files beside it or in `lua/common/`.
+1. Write `lua/<subject>/<name>.lua`, or `lua/<name>.lua` in the package of its feature, with a header of KEYS, ARGV and
+   reply in order. Shared functions are files beside it or in `lua/common/`.
 2. In the class that alone runs it, load it with the shared files: `_DUE = load_script("requests/due", "now_ms")`.
-3. Write a function with the subject's types that passes keys (by `keys`) and arguments in that order to `run_script`;
-   durations are float seconds until `ttl_ms`.
+3. Write a function that passes keys (by `keys`) and arguments in that order to `run_script`.
 
 In headers `prefix` is that of the partition's keys, and unreferenced objects are names that the caller deletes from the
-store. `each.lua` runs a script, written as the function `one`, for several requests of a partition: load it, and call
-`run_each`.
+store. Full memory stops only scripts that have not written: a no-op or freeing write goes first. `each.lua` runs a
+script, the function `one`, for several requests of a partition (`run_each`).
 """
 
 import asyncio
@@ -43,14 +42,11 @@ _PAUSE_S = 0.5  # between two reads of the map
 
 _ROUSE_EVERY_S = 0.02
 _ROUSES = 100
-"""Attempts to unblock a read, after which its connection is reset."""
+"""Attempts to unblock a read, then its connection is reset."""
 
 
 class Router:
-    """The nodes of one Redis, single or cluster; made by `connect`.
-
-    `troubles` counts the failures of non-blocking connections.
-    """
+    """The nodes of one Redis, single or cluster; `troubles` counts failures of non-blocking connections."""
 
     def __init__(self, settings: RedisSettings) -> None:
         self._settings = settings
@@ -85,18 +81,18 @@ class Router:
         return router
 
     def send(self, slot: int, packed: bytes, reply: Reply) -> None:
-        """Sends a packed command to the owner of `slot`, as `Link.send` does."""
+        """Sends a packed command to the owner of `slot`."""
         if self._settings.cluster:
             reply = self._following(packed, reply, _MAX_REDIRECTS)
         self._table[slot].send(packed, reply)
 
     def check_up(self, slot: int) -> None:
-        """Raises `BrokerUnavailable` without a connection to the owner of `slot`; `call` would wait for one."""
+        """Raises `BrokerUnavailable` without a connection to the owner of `slot`; `call` would wait."""
         if not self._table[slot].is_up:
             raise BrokerUnavailable(DOWN)
 
     async def call(self, slot: int, *command: Any) -> Any:
-        """Sends a command to the owner of `slot` and returns its reply, as `Link.call` does."""
+        """Sends a command to the owner of `slot`, and returns its reply."""
         link = self._table[slot]
         for _ in range(_MAX_REDIRECTS):
             try:
@@ -107,7 +103,7 @@ class Router:
                     raise
                 link, is_asking = target
             if is_asking:
-                await link.call(b"PING")  # waits for the link, because ASKING must directly precede its command
+                await link.call(b"PING")  # waits for the link: ASKING must directly precede its command
                 link.send(_ASKING, _ignore)
         raise BrokerUnavailable(_CHANGING)
 
@@ -116,7 +112,7 @@ class Router:
         return run_script(partial(self.call, slot), script, names, *arguments)
 
     def blocking(self, slot: int, name: str, block_s: float) -> "BlockingLink":
-        """Opens a connection to the owner of `slot` for reads that block up to `block_s` seconds."""
+        """Opens a connection for reads that block up to `block_s` seconds."""
 
         async def resolve() -> Address:
             return await self._table[slot].resolve()
@@ -127,11 +123,11 @@ class Router:
         return BlockingLink(link, self._target, partial(self.send, slot), partial(self._blocking.discard, link))
 
     def nodes(self) -> list[Link]:
-        """Returns the links to all known nodes."""
+        """Returns the links to all nodes."""
         return list(self._links.values())
 
     def owners(self) -> dict[str, Link]:
-        """Returns the links to the nodes that own slots, by their public label."""
+        """Returns links to the nodes that own slots, by public label."""
         owners = set(self._table)
         return {label: link for label, link in self._links.items() if link in owners}
 
@@ -161,7 +157,7 @@ class Router:
         self._in_doubt.set()
 
     def _target(self, error: Refused) -> tuple[Link, bool] | None:
-        """Reads MOVED and ASK as (link, whether ASKING goes first); `None` for any other error."""
+        """Reads MOVED and ASK: link, and whether ASKING goes first."""
         if error.kind not in {"MOVED", "ASK"}:
             return None
         _, slot, place = error.message.split(" ")
@@ -174,7 +170,7 @@ class Router:
         return link, error.kind == "ASK"
 
     def _following(self, packed: bytes, reply: Reply, left: int) -> Reply:
-        """Wraps a reply callback so that it sees neither MOVED nor ASK."""
+        """The callback sees neither MOVED nor ASK."""
 
         def follow(answer: Any) -> None:
             target = self._target(answer) if type(answer) is Refused and left else None
@@ -199,7 +195,7 @@ class Router:
                 await self._learn()
             except QinferError:
                 self._in_doubt.set()
-            await asyncio.sleep(_PAUSE_S)  # asks twice a second about a node that stays away, not in a tight loop
+            await asyncio.sleep(_PAUSE_S)  # asks twice a second about a node that stays away
 
     async def _learn(self) -> None:
         up = [link for link in self._links.values() if link.is_up] or [self._link(self._seed)]
@@ -214,7 +210,7 @@ class Router:
         if covered != SLOTS:
             raise BrokerUnavailable(f"the queue's cluster covers {covered} of {SLOTS} slots; try again")
         self._table = table
-        wanted = {*table, self._link(self._seed)}  # the seed's name may lead to new nodes when all known ones are gone
+        wanted = {*table, self._link(self._seed)}  # the seed may lead to new nodes when all known ones are gone
         for name, link in list(self._links.items()):
             if link not in wanted:
                 del self._links[name]
@@ -222,7 +218,7 @@ class Router:
 
 
 class BlockingLink:
-    """A connection for the blocking reads of one slot; follows the slot when it moves."""
+    """A connection for blocking reads; follows its slot when it moves."""
 
     def __init__(
         self,
@@ -238,7 +234,7 @@ class BlockingLink:
 
     @property
     def client_id(self) -> int:
-        """The connection's id, which changes with each reconnect."""
+        """The connection's id; changes with each reconnect."""
         return self._link.client_id
 
     def expect(self, block_s: float) -> None:
@@ -246,7 +242,7 @@ class BlockingLink:
         self._link.expect(block_s)
 
     def rouse(self, is_over: Callable[[], bool], tries: int = _ROUSES) -> None:
-        """Unblocks a blocking read, repeatedly because it may not have reached Redis yet."""
+        """Unblocks a read, repeatedly because it may not have reached Redis yet."""
         if tries and not is_over():
             with suppress(BrokerUnavailable):
                 self._beside(pack((b"CLIENT", b"UNBLOCK", self.client_id)), _ignore)
@@ -259,7 +255,7 @@ class BlockingLink:
         self._link.send(packed, reply)
 
     async def call(self, *command: Any, late: Reply | None = None) -> Any:
-        """Sends a command and returns its reply, following a moved slot."""
+        """Sends a command and returns its reply."""
         for _ in range(_MAX_REDIRECTS):
             try:
                 return await self._link.call(*command, late=late)
@@ -286,7 +282,7 @@ class BlockingLink:
         target = self._target(error)
         if target is None:
             raise error
-        if target[1]:  # while the slot migrates, its keys are on two nodes
+        if target[1]:  # its keys are on two nodes meanwhile
             raise BrokerUnavailable(_CHANGING)
         self._link.reset()
 
@@ -296,7 +292,7 @@ def _ignore(_: Any) -> None:
 
 
 Call = Callable[..., Awaitable[Any]]
-"""Sends one command and returns its reply, such as `Link.call`."""
+"""Sends one command and returns its reply."""
 
 
 class Script(msgspec.Struct, frozen=True):
@@ -307,7 +303,7 @@ class Script(msgspec.Struct, frozen=True):
 
 
 def load_script(name: str, *parts: str, package: str = "qinfer.queue") -> Script:
-    """Reads a script from a package's `lua/`; `parts` are shared files there or in the queue's `lua/common/`."""
+    """Reads a package's script; `parts` are shared files there or in the queue's `lua/common/`."""
     own, common = files(package).joinpath("lua"), files("qinfer.queue").joinpath("lua", "common")
     places = ((own.joinpath(f"{file}.lua"), common.joinpath(f"{file}.lua")) for file in (*parts, name))
     text = b"\n".join((place if place.is_file() else shared).read_bytes() for place, shared in places)
@@ -315,7 +311,7 @@ def load_script(name: str, *parts: str, package: str = "qinfer.queue") -> Script
 
 
 async def run_script(call: Call, script: Script, keys: Sequence[bytes], *arguments: Argument) -> Any:
-    """Runs a script on KEYS of one cluster slot; `call` sends to their node."""
+    """Runs a script on KEYS of one cluster slot."""
     try:
         return await call(b"EVALSHA", script.sha, len(keys), *keys, *arguments)
     except Refused as error:
@@ -325,7 +321,7 @@ async def run_script(call: Call, script: Script, keys: Sequence[bytes], *argumen
 
 
 def ttl_ms(seconds: float) -> int:
-    """Returns a time to live in milliseconds, at least 1 because Redis refuses 0."""
+    """Returns milliseconds, at least 1: Redis refuses 0."""
     return max(1, int(seconds * 1000))
 
 
@@ -337,7 +333,7 @@ class Words(NamedTuple):
 
 
 async def run_each(call: Call, script: Script, requests: Sequence[Words]) -> Any:
-    """Runs a script of `each.lua` for requests of one slot with equally many keys; returns a reply for each."""
+    """Runs a script of `each.lua` for requests of one slot with equally many keys; returns their replies."""
     keys: list[bytes] = []
     arguments: list[Argument] = [len(requests), len(requests[0].keys)]
     for words in requests:

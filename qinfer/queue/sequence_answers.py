@@ -1,7 +1,7 @@
 """Answers to unexecuted steps of sequences, with the stored response or a failure.
 
 A repeated step gets the stored response of the first. A step left by an ended life gets its stored response, or the
-failure that ended the life, and is removed.
+failure that ended the life.
 """
 
 import msgspec
@@ -17,12 +17,12 @@ from qinfer.wire.frame import decode_responses, encode_responses
 
 
 def is_callers(failure: Failure) -> bool:
-    """Tells whether the gateway that sent the step counts the failure."""
+    """Tells whether the step's gateway counts the failure."""
     return (failure.code == Cancelled.code and LEFT in failure.message) or failure.message == BACKLOG_TIMED_OUT
 
 
 async def answer_rest(queue: Queue, sequences: Sequences) -> list[tuple[InferRequest, Failure]]:
-    """Answers the steps of ended lives; returns the failed requests. Safe to run concurrently."""
+    """Answers ended lives' steps; returns the failed requests. Safe to run concurrently."""
     failed: list[tuple[InferRequest, Failure]] = []
     while left := await sequences.unanswered():
         for each in left:
@@ -33,7 +33,7 @@ async def answer_rest(queue: Queue, sequences: Sequences) -> list[tuple[InferReq
 
 
 async def answer_step(queue: Queue, sequences: Sequences, step: Unanswered) -> InferRequest | None:
-    """Answers a step with its failure or stored response, and removes it; returns its request, if readable."""
+    """Answers a step and removes it; returns its request, if readable."""
     request = head_of(step.frame)
     if request is not None and request.reply_to:
         response = await _response(sequences, step.place, request, step.failure)
@@ -43,7 +43,7 @@ async def answer_step(queue: Queue, sequences: Sequences, step: Unanswered) -> I
 
 
 async def stored_response(sequences: Sequences, place: Place, request_id: str) -> Response:
-    """Returns the stored response of a step for a repeated request; `SequenceEnded` if it is no longer kept."""
+    """Returns a repeated step's response; `SequenceEnded` if it is no longer kept."""
     blob = await sequences.response(place)
     if blob is None:
         raise SequenceEnded(NOT_KEPT)

@@ -12,25 +12,25 @@ from qinfer.queue.entries import Entry, Lease, Payload
 from qinfer.tensors import Bytes
 
 MAX_STATE_BYTES = 64 * 2**20
-"""The largest state of a sequence, all its parts together."""
+"""All parts of a state together."""
 
 
 NOBODYS = 0
-"""The token of a life without an owner; owners' tokens begin with 1."""
+"""The token of a life without an owner; others begin with 1."""
 
 
-_MAX_NUMBER = 21  # characters of `n` and a number of 64 bits
+_MAX_NUMBER = 21  # of `n` and a number of 64 bits
 
 
 class SequenceId(msgspec.Struct, frozen=True):
-    """A sequence within a model's partition: a tenant and a correlation id."""
+    """A tenant's correlation id at a model."""
 
     tenant: str
     correlation_id: int | str
 
     @property
     def name(self) -> str:
-        """The spelling in keys, unique per sequence."""
+        """The spelling in keys."""
         return _spell(self.tenant, self.correlation_id)
 
     @classmethod
@@ -42,24 +42,24 @@ class SequenceId(msgspec.Struct, frozen=True):
         return cls(read_tenant(tenant), value)
 
 
-@lru_cache(maxsize=65536)  # several calls per step
+@lru_cache(maxsize=65536)
 def _spell(tenant: str, correlation_id: int | str) -> str:
     kind = "n" if isinstance(correlation_id, int) else "t"
     return f"{spell_tenant(tenant)}:{kind}{correlation_id}"
 
 
 def spell_tenant(tenant: str) -> str:
-    """Spells a tenant in the names of its sequences."""
+    """Spells a tenant in its sequences' names."""
     return tenant.replace("%", "%25").replace(":", "%3A")
 
 
 def read_tenant(spelled: str) -> str:
-    """Reads a tenant in the name of a sequence."""
+    """Reads a tenant in a sequence's name."""
     return spelled.replace("%3A", ":").replace("%25", "%")
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that a life keeps from START to END; an `explicit` state is in the worker's memory."""
+    """The model that a life keeps; an `explicit` state is in the worker's memory."""
 
     version: int
     generation: int = 0
@@ -68,13 +68,13 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One request of a sequence, to be submitted.
+    """One request of a sequence.
 
     Attributes:
         start: The life's model, in its first step only.
         number: The caller's `qinfer_step`, from 1; 0 = not numbered.
-        digest: Identifies a repeated START with a number.
-        weight: The tenant's weight, in the first step; 0 = unknown.
+        digest: Identifies a repeated START.
+        weight: The tenant's, in the first step; 0 = unknown.
     """
 
     frame: Bytes
@@ -88,7 +88,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """A step of a life of a sequence, both counted from 1."""
+    """A step of a life, both counted from 1."""
 
     sequence: SequenceId
     life: int
@@ -96,7 +96,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Limits(NamedTuple):
-    """The limits of `submit`: waiting steps per sequence, and open sequences of the partition; 0 = unlimited."""
+    """Waiting steps per sequence, and open sequences of the partition; 0 = unlimited."""
 
     steps: int = 0
     open: int = 0
@@ -106,14 +106,14 @@ NO_LIMITS = Limits()
 
 
 class Submitted(msgspec.Struct, frozen=True):
-    """The place of a submitted step; `entry` is `None` if its response is already stored."""
+    """A step's place; without `entry` its response is already stored."""
 
     place: Place
     entry: Entry | None
 
 
 class Renaming(NamedTuple):
-    """Tells whether a model sees a different id, because the tenant is not its first; `number` 0 = none allotted."""
+    """Whether the tenant is not the model's first, and the allotted number (0 = none)."""
 
     is_other: bool = False
     number: int = 0
@@ -123,7 +123,7 @@ UNCHANGED = Renaming()
 
 
 class Owned(msgspec.Struct, frozen=True, kw_only=True):
-    """A life of a sequence that a worker now owns; it has a `state` if steps are committed."""
+    """A life that a worker now owns; it has a `state` if steps are committed."""
 
     sequence: SequenceId
     life: int
@@ -136,7 +136,7 @@ class Owned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotShare(NamedTuple):
-    """A tenant with open sequences, of which `held` have a slot at any worker.
+    """A tenant with open sequences, of which `held` have a slot.
 
     `waited_s` is the wait of its first sequence without a slot, negative without one.
     """
@@ -148,7 +148,7 @@ class SlotShare(NamedTuple):
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """A step for its sequence's owner; without `lease` the life has ended, or only the step's caller has left."""
+    """A step for the owner; without `lease` the life has ended, or only the caller has left."""
 
     place: Place
     token: int
@@ -157,14 +157,14 @@ class Taken(msgspec.Struct, frozen=True):
 
 
 class News(msgspec.Struct, frozen=True):
-    """The outcome of `take`; its `ticket` goes into the next call."""
+    """The outcome of `take`; pass `ticket` to the next call."""
 
     ticket: str
     taken: Items[Taken]
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True):
-    """An executed step to be committed; `state` is `None` if it is unchanged, or in the model's memory."""
+    """An executed step; `state` is `None` if it is unchanged, or in the model's memory."""
 
     place: Place
     token: int
@@ -174,7 +174,7 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unanswered(msgspec.Struct, frozen=True):
-    """A step of an ended life: publish this failure, or its stored response, then `finish` it."""
+    """A step of an ended life: publish the failure, or its stored response, then `finish` it."""
 
     place: Place
     entry: Entry
@@ -183,7 +183,7 @@ class Unanswered(msgspec.Struct, frozen=True):
 
 
 class Sizes(NamedTuple):
-    """Counts of a partition's sequences: open and waiting ones, and all handed over and lost so far."""
+    """Open and waiting sequences, and all handed over and lost so far."""
 
     open: int
     waiting: int
@@ -197,7 +197,7 @@ _QUALIFIED = "qinfer:"
 def told_id(sequence: SequenceId, told: Renaming) -> int | str:
     """Returns the correlation id that a model sees, unique among all tenants.
 
-    A text that looks qualified is always qualified, so that no tenant can use the id of another.
+    A text that looks qualified is always qualified, so that no tenant can use another's.
     """
     given = sequence.correlation_id
     if told.number:
@@ -207,14 +207,14 @@ def told_id(sequence: SequenceId, told: Renaming) -> int | str:
 
 
 NOT_KEPT = f"the response to this step of the sequence is no longer kept; {BEGIN_AGAIN}"
-"""The failure of a repeated step without a stored response."""
+"""For a repeated step without a stored response."""
 
 
 def start_missing(model: str, correlation_id: int | str) -> InvalidRequest:
-    """Returns the error of a request without START for a sequence that is not open (reference §3.4)."""
+    """The sequence is not open and the request no START (reference §3.4)."""
     return InvalidRequest(f"inference request for sequence {correlation_id} to model '{model}' {START_MISSING}")
 
 
 def ended_text(model: str, correlation_id: int | str, number: int, reason: str) -> str:
-    """Returns the error's text for a step behind the one that ended its sequence."""
+    """For steps behind the one that ended the sequence."""
     return f"sequence {correlation_id} of model '{model}' was ended at step {number}: {reason}; {BEGIN_AGAIN}"

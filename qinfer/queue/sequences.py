@@ -21,8 +21,8 @@ by an error; a START while it runs begins the next life behind it. The guarantee
 7. Where Redis may lose confirmed writes, a sequence does not survive its restart or failover.
 8. A sequence without an owner ends at its steps' deadline, or after a minute without waiting steps.
 
-A model test covers every interleaving (`tests/property/test_sequence_protocol.py`), and drives the scripts
-(`tests/contract/queue/test_sequences_stateful.py`).
+`tests/property/test_sequence_protocol.py` covers every interleaving, `tests/contract/queue/test_sequences_stateful.py`
+drives the scripts.
 """
 
 import asyncio
@@ -80,13 +80,13 @@ from qinfer.queue.sequence_records import (
 from qinfer.queue.values import StagedValue, Values
 
 AT_ONCE = 32
-"""The most steps or sequences per script: a few milliseconds, during which Redis serves no other client."""
+"""Steps or sequences per script: a few milliseconds, during which Redis serves no other client."""
 
 _WAITING = ("seq.handed", "seq")
-"""The lanes of sequences without an owner; handed-over ones go first."""
+"""Lanes of sequences without an owner; handed-over ones go first."""
 
 _KEPT_S = 7 * 86400.0
-"""The least time that an object store keeps states and responses, longer than any step may wait."""
+"""Object stores keep states and responses longer than any step waits."""
 
 _STAGED_LATE = "the state or the response of a step did not arrive in time; try again"
 
@@ -108,11 +108,11 @@ _SIZES = load_script("sequences/sizes")
 _BACKLOG = load_script("sequences/backlog", *_SHARED)
 
 RENEW_OWNER = load_script("sequences/renew", "now_ms")
-"""A worker's renewer runs the text of this script."""
+"""A worker's renewer runs its text."""
 
 
 class Sequences:
-    """The sequences of one partition of a model; `is_fragile` = Redis may lose confirmed writes (`may_lose`)."""
+    """The sequences of one partition of a model; `is_fragile` = Redis may lose confirmed writes."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Sequences:
         self._locks: WeakValueDictionary[SequenceId, asyncio.Lock] = WeakValueDictionary()
 
     async def submit(self, sequence: SequenceId, step: Step, limits: Limits = NO_LIMITS) -> Submitted:
-        """Appends a step, in the order of the calls; after `BrokerUnavailable` it may have been submitted."""
+        """Appends a step, in the order of calls; a `BrokerUnavailable` leaves it unknown whether it did."""
         lock = self._locks.setdefault(sequence, asyncio.Lock())
         async with lock:
             reply = await self._submit(sequence, step, limits)
@@ -148,11 +148,11 @@ class Sequences:
         return outcome
 
     def check_up(self) -> None:
-        """Raises `BrokerUnavailable` if the partition's node is not connected; `submit` would wait for it."""
+        """Raises `BrokerUnavailable` if the node is not connected; `submit` would wait."""
         self._router.check_up(self._slot)
 
     def is_free(self, sequence: SequenceId) -> bool:
-        """Tells whether the next step may be submitted immediately, because no other is being appended."""
+        """Tells whether no step is being appended."""
         return sequence not in self._locks
 
     async def submit_together(
@@ -185,20 +185,20 @@ class Sequences:
         return outcomes
 
     async def join(self, worker_id: str, versions: Items[int], lease_s: float) -> None:
-        """Begins a worker's lease, after handing over the sequences of an earlier worker of that id."""
+        """Begins a worker's lease; sequences of an earlier worker of that id are handed over."""
         while not await self._renew(worker_id, versions, lease_s, is_new=True):
             await self.reap()
 
     async def renew(self, worker_id: str, versions: Items[int], lease_s: float) -> bool:
-        """Renews a worker's lease; False if it has ended: the worker drops its sequences and joins again."""
+        """Renews a worker's lease; if it has ended (False), the worker drops its sequences and joins again."""
         return await self._renew(worker_id, versions, lease_s, is_new=False)
 
     def lease_keys(self, worker_id: str, versions: Items[int]) -> list[bytes]:
-        """Returns the KEYS of `RENEW_OWNER` for a worker."""
+        """Returns the KEYS of `RENEW_OWNER`."""
         return [self._owners, self._orphans, *(self._own_lane(version, worker_id) for version in versions)]
 
     async def leave(self, worker_id: str, versions: Items[int]) -> bool:
-        """Ends the lease of a worker without sequences; False if it owns some."""
+        """Ends the lease of a worker; False if it owns sequences."""
         owned = keys.sequence_owned(self._model, self._partition, worker_id).encode()
         names = [self._owners, owned, *(self._own_lane(version, worker_id) for version in versions)]
         return bool(await self._router.run(self._slot, _LEAVE, names, worker_id))
@@ -218,7 +218,7 @@ class Sequences:
         return list(map(_owned, found)) if is_alive else None
 
     async def shares(self, version: int) -> list[SlotShare]:
-        """Returns the tenants with open or waiting sequences of a version."""
+        """Returns a version's tenants with open or waiting sequences."""
         found = await self._run(_SHARES, self._waiting(version))
         return [
             SlotShare(read_tenant(tenant.decode(errors="replace")), weight, held, waited_ms / 1000)
@@ -226,13 +226,13 @@ class Sequences:
         ]
 
     async def claim(self, tenant: str, turn_s: float) -> bool:
-        """Claims the right to give up a slot for a tenant; False if another worker did within `turn_s`."""
+        """Claims to give up a slot for a tenant; False if another worker did within `turn_s`."""
         key = keys.sequence_turn(self._model, self._partition, spell_tenant(tenant))
         words = (b"SET", key.encode(), b"1", b"NX", b"PX", ttl_ms(turn_s))
         return await self._router.call(self._slot, *words) is not None
 
     async def tell(self, sequence: SequenceId, bits: int) -> Renaming:
-        """Chooses a sequence's id for a model without sequences, with 32 or 64 `bits`, or as text (0)."""
+        """Chooses the id that a model without sequences sees: 32 or 64 `bits`, or text (0)."""
         key = keys.sequence_told(self._model, self._partition, sequence.name).encode()
         is_other, number = await self._run(_TELL, [key], sequence.name, bits)
         return Renaming(bool(is_other), number)
@@ -242,7 +242,7 @@ class Sequences:
     ) -> News | None:
         """Returns new steps of a worker's sequences in order, and ended lives; `None` if its lease has ended.
 
-        `after` is the `News.ticket` of the previous call. After a reconnect a step may come again.
+        `after` is the previous `News.ticket`. After a reconnect a step may come again.
         """
         names = [self._own_lane(version, worker_id)]
         is_alive, ticket, told = await self._run(_TAKE, names, worker_id, after, count, max_bytes)
@@ -251,7 +251,7 @@ class Sequences:
         return News(ticket.decode(), [self._taken(worker_id, each) for each in told])
 
     def reader(self, worker_id: str, version: int, bell: Doorbell) -> TicketReader:
-        """Returns a reader that waits for `take` or `own`; the caller closes it."""
+        """Returns a reader that waits for `take` or `own`; close it."""
         link = self._router.blocking(self._slot, "qinfer-sequences", MAX_BLOCK_S)
         place = place_of(Lane(self._model, version, _WAITING[0], self._partition))
         return TicketReader(link, bell, self._own_lane(version, worker_id), self._waiting(version), place)
@@ -259,7 +259,7 @@ class Sequences:
     async def commit(self, steps: Items[Committed]) -> list[bool]:
         """Commits steps of different sequences, as durably as the settings ask.
 
-        Returns False for a sequence of another worker. After `BrokerUnavailable` some may be committed: repeat it.
+        False for a sequence of another worker. After `BrokerUnavailable` some may be committed: repeat it.
         """
         for step in steps:
             if step.state is not None and len(step.state) > MAX_STATE_BYTES:
@@ -284,11 +284,11 @@ class Sequences:
         return await self._value(sequence, b"state", name)
 
     async def response(self, place: Place) -> bytes | None:
-        """Returns the stored response to a committed step; `None` if it is no longer kept."""
+        """Returns the stored response to a committed step, if it is kept."""
         return await self._value(place.sequence, b"answer:%d.%d" % (place.life, place.number), self._answer(place))
 
     async def finish(self, answered: Iterable[tuple[Place, Entry]]) -> None:
-        """Removes steps whose response was published; repeating it is no error."""
+        """Removes steps whose response was published; may be repeated."""
         words = [self._finish_words(place, entry) for place, entry in answered]
         call = partial(self._router.call, self._slot)
         for start in range(0, len(words), AT_ONCE):
@@ -296,7 +296,7 @@ class Sequences:
                 self._values.forget(gone)
 
     async def fail(self, place: Place, failure: Failure, token: int | None = None) -> bool:
-        """Ends a life with the failure of a step that expired, was cancelled or was buried; returns whether it ends.
+        """Ends a life with the failure of a step; returns whether it ends.
 
         A life that has not begun ends when it begins. A worker that owns the life of a cancelled step is notified
         instead, because it knows which steps execute. `token` is the owner's; `None` = any caller, `NOBODYS` = only
@@ -305,11 +305,11 @@ class Sequences:
         return await self._fail(place, failure.code, failure.message, "" if token is None else token)
 
     async def end_idle(self, place: Place, token: int) -> bool:
-        """Ends a life whose idle time is over by Redis' clock."""
+        """Ends a life that is idle for too long by Redis' clock."""
         return await self._fail(place, "", "", token)
 
     async def give_back(self, worker_id: str, sequences: Iterable[SequenceId]) -> int:
-        """Hands over a draining worker's sequences that have no executing step; `explicit` ones are lost."""
+        """Hands over a draining worker's sequences without an executing step; `explicit` ones are lost."""
         names = [sequence.name for sequence in sequences]
         owned = keys.sequence_owned(self._model, self._partition, worker_id).encode()
         given = 0
@@ -320,20 +320,20 @@ class Sequences:
         return given
 
     async def reap(self, count: int = AT_ONCE) -> int:
-        """Hands over up to `count` sequences of workers whose lease has ended; returns how many."""
+        """Hands over up to `count` sequences of dead workers; returns how many."""
         return await self._counted(_REAP, [self._owners, self._orphans], count)
 
     async def sweep(self, count: int = AT_ONCE) -> int:
-        """Looks at `count` sequences without an owner, and ends the expired ones; returns how many."""
+        """Ends expired ones of `count` sequences without an owner; returns how many."""
         return await self._counted(_SWEEP, [self._open], count)
 
     async def unanswered(self, count: int = AT_ONCE, max_bytes: int = 2**20) -> list[Unanswered]:
-        """Returns steps of ended lives for the caller to answer and finish; unfinished ones come again after 10 s."""
+        """Returns steps of ended lives to be answered and finished; unfinished ones come again after 10 s."""
         name = keys.sequence_endings(self._model, self._partition).encode()
         return [self._left(each) for each in await self._run(_UNANSWERED, [name], count, max_bytes)]
 
     async def sizes(self, versions: Items[int]) -> Sizes:
-        """Counts the partition's sequences, and those of these versions without an owner."""
+        """Counts the sequences, and those of these versions without an owner."""
         counts = keys.sequence_counts(self._model, self._partition).encode()
         lanes = [lane for version in versions for lane in self._waiting(version)]
         return Sizes(*await self._router.run(self._slot, _SIZES, [self._open, counts, *lanes]))
@@ -351,7 +351,7 @@ class Sequences:
             partial(self._router.call, self._slot), _SUBMIT, [self._submit_words(sequence, step, limits)]
         )
         if payload is not None and reply[0] != b"new":
-            with suppress(BrokerUnavailable):  # its time to live ends it
+            with suppress(BrokerUnavailable):  # it expires
                 await self._values.remove(self._slot, key)
         return reply  # type: ignore[no-any-return]  # a list
 
@@ -381,7 +381,7 @@ class Sequences:
         return Submitted(place, Entry(self._steps(sequence), reply[3].decode(), "", payload_id) if is_new else None)
 
     def _refusal(self, sequence: SequenceId, step: Step, what: bytes, about: Items[Any]) -> QinferError:
-        """Returns the error for a refused step; the first text is Triton's (reference §3.4)."""
+        """The first text is Triton's (reference §3.4)."""
         of = f"sequence {sequence.correlation_id} to model '{self._model}'"
         if what == b"full":
             return QueueFull(f"too many steps or sequences wait at model '{self._model}'; try again later")
@@ -449,7 +449,7 @@ class Sequences:
             failure = Failure.of(DeadlineExceeded(BACKLOG_TIMED_OUT))
         elif not is_stored:
             ended = self._ended(place.sequence, code, text, failed)
-            # As in Triton, cancelling one step cancels all waiting steps.
+            # In Triton, cancelling one step cancels all waiting steps.
             failure = Failure.of(Cancelled(ended.message) if code == Cancelled.code.encode() else ended)
         return Unanswered(place, entry, frame, failure)
 
@@ -481,7 +481,7 @@ class Sequences:
 
 
 def may_lose(settings: RedisSettings) -> bool:
-    """Tells whether Redis may lose confirmed writes, because it syncs later or fails over without replicas."""
+    """Tells whether Redis syncs later, or fails over without replicas."""
     fails_over = settings.cluster or isinstance(parse_place(settings.url.get_secret_value()), Sentinels)
     return settings.durability != "always" or (fails_over and not settings.min_replicas)
 

@@ -1,9 +1,8 @@
-"""The tenants' shares of lanes, as one process knows them.
+"""The tenants' shares of lanes, as one process knows them (ADR 0024).
 
-One tenant has the lane itself, each other one its own stream, or a shared one if there are more tenants than streams.
-`lua/common/places.lua` decides this when a script submits an entry; a process remembers the answer, to submit without
-the script. An outdated answer is harmless: a deleted stream takes no entries (`XADD NOMKSTREAM`), and an entry in
-another tenant's stream is fetched like any.
+`lua/common/places.lua` gives a tenant its stream when a script submits an entry; a process remembers it, to submit
+without the script. An outdated answer is harmless: a deleted stream takes no entries (`XADD NOMKSTREAM`), and an entry
+in another tenant's stream is fetched like any.
 """
 
 from collections.abc import Callable
@@ -14,10 +13,10 @@ from qinfer.queue.connection import Argument, Template
 from qinfer.queue.entries import Lane, divided_of, share_of
 
 KNOWN_S = 30.0
-"""How long a place is remembered: half of the time until Redis may reassign it."""
+"""Half of the time until Redis may reassign a place."""
 
 CROWDED_S = 1.0
-"""How long a shared place is remembered; such tenants use the shorter of two streams."""
+"""The same for shared places; their tenants use the shorter of two streams."""
 
 _ASKING_S = 1.0
 _NOT_KNOWN = -1
@@ -25,7 +24,7 @@ _MAX_PLACES = 65536
 
 
 class Places:
-    """The places of tenants in lanes that this process knows; `weigh` returns a tenant's weight, 0 = unknown."""
+    """Known places; `weigh` returns a tenant's weight, 0 = unknown."""
 
     def __init__(self, monotonic_s: Callable[[], float]) -> None:
         self._monotonic_s = monotonic_s
@@ -33,7 +32,7 @@ class Places:
         self._places: dict[tuple[Lane, str], tuple[Lane, float]] = {}
 
     def find(self, lane: Lane, tenant: str) -> Lane | None:
-        """Returns the stream for a tenant's entries; `None` = the script has to decide."""
+        """Returns the stream for a tenant's entries; `None` = the script decides."""
         known = self._places.get((lane, tenant))
         if known is None:
             return None
@@ -41,12 +40,12 @@ class Places:
         now_s = self._monotonic_s()
         if now_s < until_s:
             return stream
-        # One entry asks; those behind it go to the last stream.
+        # One entry asks; the next ones go to the last stream.
         self._places[lane, tenant] = stream, now_s + _ASKING_S
         return None
 
     def last(self, lane: Lane, tenant: str) -> Lane:
-        """Returns a tenant's last stream, or an empty share if it is unknown."""
+        """Returns a tenant's last stream, or an empty share."""
         known = self._places.get((lane, tenant))
         return share_of(lane, _NOT_KNOWN) if known is None else known[0]
 
@@ -62,15 +61,15 @@ class Places:
         self._places.pop((lane, tenant), None)
 
 
-@lru_cache(maxsize=65536)  # one call per request
+@lru_cache(maxsize=65536)
 def adding(lane: Lane, endpoint: str = "", tenant: str = "") -> tuple[int, Template]:
-    """Returns a lane's slot, and the command that adds a frame to it."""
+    """Returns a lane's slot, and the command that adds a frame."""
     return keys.lane_slot(lane), Template(b"XADD", keys.lane(lane), b"*", b"f", after=_mark(endpoint, tenant))
 
 
-@lru_cache(maxsize=65536)  # one call per request
+@lru_cache(maxsize=65536)
 def adding_to_share(stream: Lane, endpoint: str, tenant: str) -> tuple[int, Template]:
-    """Returns the slot of a share's stream, and the command that adds a frame to it if it exists."""
+    """Returns a share's slot, and the command that adds a frame if the stream exists."""
     words = (b"XADD", keys.lane(stream), b"NOMKSTREAM", b"*", b"f")
     return keys.lane_slot(stream), Template(*words, after=_mark(endpoint, tenant))
 

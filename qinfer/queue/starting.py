@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 async def wait_for_redis(work: Callable[[], Awaitable[T]], stop: asyncio.Event | None = None) -> T:
-    """Repeats a step of a program's start while Redis is away, unless `stop` is set, and logs so once a minute."""
+    """Repeats a step of a start while Redis is away; logs so once a minute."""
     stop = stop or asyncio.Event()
     outage = OutageLog(logger, "start waits for redis", "redis is there: start goes on", remind_s=REMIND_S)
     backoff = Backoff(longest_s=1.0, jitter=0.5)

@@ -32,7 +32,7 @@ _RESPONSES = load_script("requests/responses")
 
 
 class StoredResponses:
-    """The stored responses of requests; `tell` sends a hint of new ones to a reply address."""
+    """The stored responses; `tell` sends hints of new ones to reply addresses."""
 
     def __init__(self, router: Router, values: Values, tell: Callable[[str, Sequence[Address]], None]) -> None:
         self._router = router
@@ -42,21 +42,11 @@ class StoredResponses:
     async def append(
         self, lease: Lease, request_id: str, index: int, blobs: Sequence[Bytes], *, resumes: bool, max_bytes: int
     ) -> bool:
-        """Stores responses of a request, skipping stored ones; returns whether the caller may go on.
+        """Stores responses, skipping stored ones; returns whether the caller may go on.
 
-        It may not once the request has ended, or another worker has its lease.
-
-        Args:
-            lease: The lease on its entry.
-            request_id: The request.
-            index: The index of the first response.
-            blobs: The responses, each encoded by `encode_responses`; none is final.
-            resumes: The model repeats its responses exactly (`ModelSpec.stream_resume`).
-            max_bytes: The limit for all stored responses.
-
-        Raises:
-            StreamBroken: An earlier execution's responses can't be continued, or some are lost.
-            PayloadTooLarge: Over `max_bytes` or the tenant's limit; none was stored.
+        It may not once the request has ended, or another worker has its lease. `index` is the first one's, and
+        `max_bytes` the limit for all. Raises `StreamBroken` if an earlier execution's can't be continued, or some are
+        lost, and `PayloadTooLarge` over a limit, without storing any.
         """
         entry = lease.entry
         address = Address(entry.lane.model, entry.lane.partition, request_id)
@@ -83,7 +73,7 @@ class StoredResponses:
         return bool(what == b"stored")
 
     async def read(self, address: Address, index: int) -> list[bytes]:
-        """Returns stored responses from `index` on: at least one if there is any, at most 1 MiB beyond that."""
+        """Returns responses from `index` on, at least one if there is any, and about 1 MiB."""
         name = _responses(address)
         found = await run_script(self._call(address, 0), _RESPONSES, [name], index, LARGE_BYTES)
         if isinstance(found, int):
@@ -92,7 +82,6 @@ class StoredResponses:
         return list(found)
 
     def _call(self, address: Address, nbytes: int) -> Call:
-        """Returns a `call` suited to a command with this many bytes."""
         slot = keys.slot(_responses(address))
         if nbytes <= LARGE_BYTES:
             return partial(self._router.call, slot)

@@ -1,6 +1,6 @@
 """Marks of entries: executing ones, those with sent responses, and cancelled ones.
 
-<lane>~executing        the entries that do, of lanes with a limit
+<lane>~executing        of lanes with a limit
 …:sent:<lane>:<entry>   a response of the entry's stream has left: whichever worker reclaims it does not execute it
 …:cancels               the entries that `Queue.cancel` removed while a worker held them
 """
@@ -16,7 +16,7 @@ from qinfer.queue.entries import Entry, Lane, Lease, by_lane, grouped, owner_of
 from qinfer.queue.router import Router, load_script, ttl_ms
 
 _MOST_AT_ONCE = 1000
-"""Entries per script call, a limit of Lua."""
+"""A limit of Lua."""
 
 _BEGIN = load_script("lanes/begin", "holder")
 
@@ -28,7 +28,7 @@ class StreamMarks:
         self._router = router
 
     def begin(self, leases: Sequence[Lease]) -> None:
-        """Marks entries as executing, so that their lane's limit no longer counts them; never blocks."""
+        """Marks entries as executing, for their lane's limit; never blocks."""
         for (lane, consumer, _), group in grouped(leases, owner_of):
             ids = [lease.entry.entry_id for lease in group]
             for start in range(0, len(ids), _MOST_AT_ONCE):
@@ -49,12 +49,12 @@ class StreamMarks:
             self._router.send(slot, pack(words), answered)
 
     async def mark_sent(self, entry: Entry, ttl_s: float) -> None:
-        """Marks an entry before a response of its stream is sent, for `ttl_s` seconds."""
+        """Marks an entry before a response is sent, for `ttl_s` seconds."""
         key = keys.sent(entry.lane, entry.entry_id)
         await self._router.call(keys.lane_slot(entry.lane), b"SET", key, b"", b"PX", ttl_ms(ttl_s))
 
     async def was_sent(self, entry: Entry) -> bool:
-        """Tells whether a response of an entry's stream may have been sent."""
+        """Tells whether a response may have been sent."""
         slot, key = keys.lane_slot(entry.lane), keys.sent(entry.lane, entry.entry_id)
         return bool(await self._router.call(slot, b"EXISTS", key))
 
@@ -64,7 +64,7 @@ class StreamMarks:
             await self._router.call(keys.lane_slot(lane), b"UNLINK", *[keys.sent(lane, one.entry_id) for one in group])
 
     async def cancelled(self, model: str, partition: int, after: str) -> list[tuple[str, Lane, str]]:
-        """Returns mark, lane and id of the last thousand entries that were cancelled while a worker held them.
+        """Returns mark, lane and id of the last thousand cancelled entries of workers.
 
         `after` is the last known mark, or an instant in ms of Redis' time.
         """

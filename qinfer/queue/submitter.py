@@ -1,7 +1,7 @@
 """Appends entries to lanes: the submitting half of `Queue`.
 
 plain                XADD to the lane, in one write with the others of the tick
-of a known tenant    XADD to the stream that the tenant has of the lane, where it still exists
+of a known tenant    XADD to the tenant's stream, where it still exists
 with a limit         submit.lua, once for those of the tick that have lane, sender and limit in common
 of a new tenant, or with a payload    submit.lua, which knows each tenant's stream
 """
@@ -25,10 +25,10 @@ from qinfer.tensors import Bytes
 Done = Callable[[Entry | QinferError], None]
 
 PLACING = ("now_ms", "shares", "holder", "waiting", "places")
-"""The files for scripts that append a tenant's entry to a lane."""
+"""For scripts that append a tenant's entry to a lane."""
 
 _MOST_AT_ONCE = 64
-"""Entries per script call, during which Redis serves no other client."""
+"""Redis serves no other client meanwhile."""
 
 _NO_PAYLOAD: tuple[Argument, ...] = ("", 0, b"")
 _CLOSED = "the connection to the queue was closed while the request's tensors were sent; it may have been enqueued"
@@ -36,14 +36,14 @@ _SUBMIT = load_script("lanes/submit", *PLACING, "origin")
 
 
 class _Sender(NamedTuple):
-    """An entry's tenant, and its endpoint if `Moves` may move it; both may be empty."""
+    """An entry's tenant, and its endpoint if `Moves` may move it."""
 
     tenant: str
     endpoint: str
 
 
 class Submitter:
-    """Appends entries; `places` knows the tenants' streams."""
+    """The submitting half of `Queue`."""
 
     def __init__(self, router: Router, values: Values, places: Places) -> None:
         self._router = router
@@ -62,7 +62,7 @@ class Submitter:
         tenant: str,
         endpoint: str,
     ) -> None:
-        """Appends an entry; see `Queue.submit`."""
+        """Appends an entry as `Queue.submit` does."""
         if payload is not None:
             self._submit_with_payload(lane, frame, done, payload, limit, _Sender(tenant, endpoint))
         elif limit:
@@ -81,14 +81,14 @@ class Submitter:
             self._router.send(slot, command.pack(frame), added)
 
     async def close(self) -> None:
-        """Ends submissions whose payloads are still being stored."""
+        """Ends submissions whose payloads are being stored."""
         for task in list(self._large):
             task.cancel()
         if self._large:
             await asyncio.wait(list(self._large))
 
     def _added_to_share(self, lane: Lane, stream: Lane, sender: _Sender, frame: Bytes, done: Done, reply: Any) -> None:
-        """Handles the reply to an XADD to a share; if its stream is gone, the script finds another."""
+        """If the stream is gone, the script finds another."""
         if reply is not None:
             _added(stream, done, reply)
             return
@@ -112,7 +112,7 @@ class Submitter:
                 self._run_later(lane, _Sender(tenant, endpoint), entries[start : start + _MOST_AT_ONCE], limit)
 
     def _run_later(self, lane: Lane, sender: _Sender, entries: Sequence[tuple[Bytes, Done]], limit: int = 0) -> None:
-        """Runs the script; a missing connection is reported by `done`, because the submitter has gone on."""
+        """A missing connection is reported by `done`: the submitter has gone on."""
         try:
             self._run(lane, sender, entries, limit)
         except BrokerUnavailable as error:
@@ -140,7 +140,6 @@ class Submitter:
         limit: int = 0,
         payload: tuple[Argument, ...] = _NO_PAYLOAD,
     ) -> None:
-        """Runs the script for entries, or for a single one with its `payload` (request id, time to live, bytes)."""
         payload_id = str(payload[0])
         names = _keys(lane, payload_id)
         tenant, endpoint = sender
@@ -148,12 +147,12 @@ class Submitter:
         frames = [packable(frame) for frame, _ in entries]
         words = (len(names), *names, keys.GROUP, limit, tenant, weight, endpoint, *payload, *frames)
         appended = partial(self._appended, lane, tenant, payload_id, [done for _, done in entries])
-        # A partial, not a closure: a self-reference would keep everything until garbage collection.
+        # A closure's self-reference would keep everything until garbage collection.
         answered = partial(self._unless_unknown, keys.lane_slot(lane), words, appended)
         self._router.send(keys.lane_slot(lane), pack((b"EVALSHA", _SUBMIT.sha, *words)), answered)
 
     def _unless_unknown(self, slot: int, words: Sequence[Argument], appended: Reply, reply: Any) -> None:
-        """Handles the script's reply, sending its text if Redis does not know it."""
+        """Sends the script's text if Redis does not know it."""
         if type(reply) is not Refused or reply.kind != "NOSCRIPT":
             appended(reply)
             return
@@ -178,7 +177,7 @@ class Submitter:
     async def _submit_large(
         self, lane: Lane, frame: Bytes, done: Done, payload: Payload, limit: int, sender: _Sender
     ) -> None:
-        """Stores the payload before the entry, and removes it if the lane is full."""
+        """Removes the payload if the lane is full."""
         slot, key = keys.lane_slot(lane), keys.payload(lane.model, lane.partition, payload.request_id)
         future: asyncio.Future[Entry | QinferError] = asyncio.get_running_loop().create_future()
         try:
@@ -191,7 +190,7 @@ class Submitter:
             done(BrokerUnavailable(_CLOSED))
             raise
         if isinstance(answer, QueueFull):
-            with suppress(BrokerUnavailable):  # its time to live ends it
+            with suppress(BrokerUnavailable):  # it expires
                 await self._values.remove(slot, key)
         done(answer)
 

@@ -1,7 +1,7 @@
 """The order of large transfers between this process and Redis or an object store: tenants take turns.
 
-Only `MOST_BYTES` travel at a time, so that waiting values are not copied, and another tenant's next value waits only
-for these. A larger value travels alone.
+Only `MOST_BYTES` travel at a time, so that another tenant's next value waits only for these. A larger value travels
+alone.
 """
 
 import asyncio
@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 MOST_BYTES = 64 * 2**20
-"""Bytes that travel at a time."""
 
 _Waiting = tuple[int, asyncio.Future[None]]
 
@@ -22,11 +21,11 @@ class Transfers:
         self._most_bytes = most_bytes
         self._bytes = 0
         self._waiting: dict[str, deque[_Waiting]] = {}
-        """The waiting transfers by tenant, next turn first."""
+        """By tenant, next turn first."""
 
     @asynccontextmanager
     async def turn(self, tenant: str, nbytes: int) -> AsyncIterator[None]:
-        """Waits until a tenant may move this many bytes, which it does within the block."""
+        """Waits until a tenant may move this many bytes within the block."""
         if self._waiting or not self._fits(nbytes):
             await self._wait(tenant, nbytes)
         else:

@@ -1,10 +1,8 @@
 """Byte strings beside the streams: payloads and results, up to 512 MB in Redis, or of any size in an object store.
 
-Values above `LARGE_BYTES` use a connection of their own, so that small commands never wait for a large transfer. There
-and to an object store, a few values travel at a time, and tenants take turns (`transfers`).
-
-With an object store, values above its threshold are objects, and Redis holds a reference: a hash with the fields `v`,
-`name` and `size`. Bytes are always a string, so they can't be mistaken for a reference.
+Values above `LARGE_BYTES` use a connection of their own, so that small commands never wait. There and to an object
+store, tenants take turns (`transfers`). For values above its threshold Redis holds a reference: a hash with the fields
+`v`, `name` and `size`; bytes are always a string.
 """
 
 import re
@@ -26,19 +24,19 @@ if TYPE_CHECKING:  # the driver is loaded only with a store
     from qinfer.queue.object_store import ObjectStore
 
 LARGE_BYTES = 2**20
-"""Larger values use a connection of their own, and are written in pieces of this size, so that others wait less."""
+"""Larger values use a connection of their own, and are written in pieces of this size."""
 
 MAX_BYTES = 512 * 2**20
-"""The longest string that Redis stores."""
+"""The longest string of Redis."""
 
 _STAGED_TTL_S = 600.0
-_TRANSFER_S = 55.0  # how much longer than a command a large value may take
+_TRANSFER_S = 55.0  # a large value may take longer than a command by this
 
 Room = Callable[[int], Awaitable[None]]
-"""Waits for this many bytes of memory before a read."""
+"""Waits for this much memory before a read."""
 
 REFERENCE_VERSION = 1
-"""The version of references; an older qinfer refuses newer ones."""
+"""An older qinfer refuses newer references."""
 
 _READ = load_script("values/read")
 _REFER = load_script("values/refer", "drop")
@@ -50,7 +48,7 @@ _LOST = "the tensors are not in the payload store any more: they were deleted th
 
 
 class Reference(msgspec.Struct, frozen=True):
-    """The name and size of the object that holds a value."""
+    """The object that holds a value."""
 
     name: str
     size: int
@@ -58,12 +56,12 @@ class Reference(msgspec.Struct, frozen=True):
 
     @property
     def fields(self) -> tuple[bytes | str | int, ...]:
-        """The hash that Redis holds."""
+        """The hash in Redis."""
         return (b"v", self.version, b"name", self.name, b"size", self.size)
 
 
 class StagedValue(NamedTuple):
-    """A value as scripts take it: small bytes as an argument, large ones staged, for the script to rename."""
+    """A value for scripts: small bytes as an argument, large ones staged, to be renamed."""
 
     place: bytes
     data: Bytes
@@ -86,11 +84,11 @@ class Values:
         self.objects: ObjectStore | None = None
 
     def is_apart(self, size: int) -> bool:
-        """Tells whether a value of this size is stored with `set` instead of passed to a script."""
+        """Tells whether a value is stored with `set` instead of passed to a script."""
         return size > LARGE_BYTES or self.is_object(size)
 
     def is_object(self, size: int) -> bool:
-        """Tells whether a value of this size goes to the object store."""
+        """Tells whether a value goes to the object store."""
         return self.objects is not None and size > self.objects.min_bytes
 
     async def set(
@@ -117,7 +115,7 @@ class Values:
         await self._router.call(slot, b"PEXPIRE", key, ttl_ms)
 
     async def stage(self, name: str, value: Bytes, kept_s: float, tenant: str = "") -> StagedValue:
-        """Returns a value as scripts take it; a large one is staged, and kept for `kept_s` after its renaming."""
+        """Returns a value for scripts; a large one is staged, and kept for `kept_s` after its renaming."""
         if not self.is_apart(len(value)):
             return given(name, value)
         staged, slot = keys.staged(name, secrets.token_hex(8)), keys.slot(name)
@@ -128,29 +126,26 @@ class Values:
         return StagedValue(b"staged", b"", staged)
 
     async def get(self, slot: int, key: str | bytes, tenant: str = "", room: Room | None = None) -> bytes | None:
-        """Returns a value, awaiting `room` before a large one.
-
-        Returns `None` if it is gone, and raises `CorruptEntry` if only its object is.
-        """
+        """Returns a value, awaiting `room` before a large one; `CorruptEntry` = only its object is gone."""
         value, _ = await self._read(slot, key, tenant, room)
         return value
 
     async def take(self, slot: int, key: str | bytes, tenant: str = "", room: Room | None = None) -> bytes | None:
-        """Returns a value as `get` does, and removes it once it has arrived."""
+        """Returns a value as `get` does, and removes it."""
         value, reference = await self._read(slot, key, tenant, room)
         if value is not None:
-            with suppress(BrokerUnavailable):  # its time to live ends it
+            with suppress(BrokerUnavailable):  # it expires
                 self._router.send(slot, pack((b"UNLINK", key)), lambda _: None)
                 if reference is not None and self.objects is not None:
                     self.objects.delete([reference.name])
         return value
 
     async def remove(self, slot: int, key: str | bytes) -> None:
-        """Removes a value; after `BrokerUnavailable` it may still exist."""
+        """Removes a value; on an error it may exist."""
         self.forget(await self._run(slot, _REMOVE, key))
 
     def forget(self, names: Iterable[bytes]) -> None:
-        """Schedules the deletion of objects whose references a script has removed."""
+        """Schedules the deletion of objects that scripts no longer reference."""
         if names and self.objects is not None:
             self.objects.delete(name.decode() for name in names)
 
@@ -160,24 +155,24 @@ class Values:
             await self.objects.settle()
 
     async def reference(self, slot: int, key: str | bytes) -> Reference | None:
-        """Returns the reference of a value; `None` if it is bytes, or gone."""
+        """Returns the reference of a value; `None` for bytes."""
         found = await self._run(slot, _READ, key, 0)
         return _reference(found) if isinstance(found, list) else None
 
     async def copy_object(self, reference: Reference, key: str | bytes, kept_s: float) -> Reference | None:
-        """Copies an object for another value, to be kept for `kept_s` seconds; `None` if it is gone."""
+        """Copies an object for another value, kept for `kept_s` seconds; `None` if gone."""
         return await self._store().copy(reference, _owner(key), kept_s)
 
     async def read_object(self, reference: Reference) -> bytes | None:
-        """Returns an object; `None` if it is gone, `CorruptEntry` if it has changed."""
+        """Returns an object; `None` if it is gone, `CorruptEntry` if it changed."""
         return await self._store().read(reference)
 
     async def sweep(self) -> int:
-        """Deletes a bounded number of expired objects; returns how many."""
+        """Deletes some expired objects; returns how many."""
         return await self.objects.sweep() if self.objects is not None else 0
 
     async def close(self) -> None:
-        """Closes the object store, but not the router."""
+        """Closes the object store."""
         if self.objects is not None:
             await self.objects.close()
 
@@ -213,7 +208,7 @@ class Values:
         return await self._router.run(slot, script, [name], *arguments)
 
     async def _write_large(self, slot: int, key: str, value: Bytes, ttl_s: float, tenant: str) -> None:
-        """Writes a new value in pieces; readers must not know its key yet. A part of it may stay for `ttl_s`."""
+        """Readers must not know its key yet; a part may stay for `ttl_s`."""
         view, link = memoryview(value), self._link(slot)
         try:
             async with self._transfers.turn(tenant, len(view)):
@@ -228,12 +223,11 @@ class Values:
             raise
 
     async def call_large(self, slot: int, *command: Any, nbytes: int, tenant: str = "") -> Any:
-        """Sends a command that moves `nbytes` over the connection of large values, in the tenant's turn."""
+        """Sends a command of `nbytes` over the connection of large values, in the tenant's turn."""
         async with self._transfers.turn(tenant, nbytes):
             return await self._link(slot).call(*command)
 
     def _link(self, slot: int) -> BlockingLink:
-        """Returns the connection of large values to a slot."""
         place = slot if self._is_cluster else 0
         if place not in self._links:
             self._links[place] = self._router.blocking(slot, "qinfer-values", _TRANSFER_S)
@@ -241,7 +235,6 @@ class Values:
 
 
 def _owner(key: str | bytes) -> str:
-    """Returns the hash tag of a key, which identifies a value's owner."""
     found = _OWNER.search(key if isinstance(key, bytes) else key.encode())
     return found[1].decode() if found else ""
 

@@ -4,10 +4,9 @@
 
 and at least enough for all open sequences, which outlast their requests.
 
-Up: at once, or after `up_after_s` of sustained demand; the first worker always at once. Starting workers count, so that
-one demand does not start workers twice. Down: after `down_after_s` of lower demand, to the highest need within that
-time; to the minimum after `idle_s` without work. Steps down wait `cooldown_s`, or a worker's load time, after the last
-step up.
+Up: at once, or after `up_after_s` of sustained demand; the first worker always at once. Starting workers count. Down:
+after `down_after_s` of lower demand, to the highest need within that time; to the minimum after `idle_s` without work.
+Steps down wait `cooldown_s`, or a worker's load time, after the last step up.
 
 A backlog alone would flap: it is empty while workers keep up. So workers that the recent throughput keeps busy are
 kept, and each step down that is soon reverted delays the next one.
@@ -22,14 +21,14 @@ from typing import NamedTuple
 from qinfer.errors import SettingsError
 
 LOAD_MARGIN = 1.5
-"""Multiple of a worker's load time between a step up and a step down."""
+"""Load times of a worker between a step up and a step down."""
 BUSY_SHARE = 0.85
-"""The share of a worker's speed that it sustains without a backlog."""
+"""The part of its speed that a worker sustains without a backlog."""
 MAX_PATIENCE = 16
 """The highest multiple of `down_after_s` after reverted steps down."""
 
 FULL_S = 1.0
-"""Seconds of work per worker above which all workers count as busy."""
+"""Above this work per worker all workers count as busy."""
 MAX_CORRECTION = 3.0
 
 Version = tuple[str, int]
@@ -46,11 +45,11 @@ class ScalingPolicy:
     """The operator's limits and delays.
 
     Attributes:
-        target_s: Seconds of waiting work per worker.
-        up_after_s: Seconds of sustained demand before scaling up; the first worker starts at once.
-        down_after_s: Seconds of lower demand before scaling down.
-        idle_s: Idle seconds before scaling down to `min_workers`.
-        cooldown_s: Seconds between scaling up and down.
+        target_s: Waiting work per worker.
+        up_after_s: Sustained demand before a step up.
+        down_after_s: Lower demand before a step down.
+        idle_s: Before a step down to `min_workers`.
+        cooldown_s: Between steps up and down.
     """
 
     min_workers: int = 0
@@ -73,14 +72,14 @@ class ScalingPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """The input of a decision: the queue and its workers at one instant.
+    """The queue and its workers at one instant.
 
     Attributes:
-        work_s: Seconds that one worker needs for all work.
+        work_s: All work, for one worker.
         entries: Waiting or executing requests and rows of bulk jobs.
         executed: Something was executed since the last observation.
         used: Workers that the recent throughput keeps busy.
-        load_s: Seconds from a worker's start until it serves; 0 = unknown.
+        load_s: From a worker's start until it serves; 0 = unknown.
         floor: Live workers that the most demanding model needs to be READY.
         sequence_workers: Workers whose slots hold all open sequences of the most demanding model.
     """
@@ -99,7 +98,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The decided number of workers; `wanted` is what the present work alone needs."""
+    """`wanted` is what the present work alone needs."""
 
     target: int
     wanted: int
@@ -108,13 +107,13 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingState:
-    """The memory of a policy between two decisions.
+    """The memory of a policy.
 
     Attributes:
         since_s: The start of gapless observation.
         shrunk_at_s: The last step down that left a worker.
         short_since_s: Since when more workers are wanted.
-        needs: (time, needed workers) within the last `down_after_s`, each lower than the one before.
+        needs: (time, workers) within the last `down_after_s`, each lower than the one before.
         patience: Multiple of `down_after_s` that lower demand must last.
     """
 
@@ -129,7 +128,7 @@ class ScalingState:
 
     @classmethod
     def begin(cls, now_s: float, target: int) -> "ScalingState":
-        """Returns the state of an autoscaler that begins with `target` workers."""
+        """Returns the first state, with `target` workers."""
         return cls(target=target, since_s=now_s, active_at_s=now_s, grown_at_s=now_s)
 
     def after_gap(self, now_s: float) -> "ScalingState":
@@ -153,9 +152,9 @@ def decide(policy: ScalingPolicy, state: ScalingState, seen: Observation) -> tup
 
 
 def adopt(policy: ScalingPolicy, state: ScalingState, now_s: float, target: int) -> ScalingState:
-    """Returns the state after other autoscalers changed the number of workers to `target`."""
+    """Returns the state after others changed the number of workers to `target`."""
     if target > state.target:
-        # Only the first of several steps up reverts the last step down.
+        # Only the first step up reverts the last step down.
         is_first = state.shrunk_at_s > state.grown_at_s
         patience = _patience(policy, state, now_s) if is_first else state.patience
         return replace(state, target=target, grown_at_s=now_s, patience=patience)
@@ -165,7 +164,7 @@ def adopt(policy: ScalingPolicy, state: ScalingState, now_s: float, target: int)
 
 
 def wanted_workers(policy: ScalingPolicy, seen: Observation) -> int:
-    """Returns how many workers the present work needs, within the limits."""
+    """Returns the need of the present work, within the limits."""
     by_work = math.ceil(min(seen.work_s / policy.target_s, policy.max_workers))
     least = max(_floor(policy, seen), seen.sequence_workers, int(seen.entries > 0))
     return min(max(by_work, least), policy.max_workers)
@@ -176,7 +175,6 @@ def _floor(policy: ScalingPolicy, seen: Observation) -> int:
 
 
 def _noted(policy: ScalingPolicy, state: ScalingState, seen: Observation, need: int) -> ScalingState:
-    """Adds the present need, and drops lower or outdated ones."""
     oldest_s = seen.now_s - policy.down_after_s * state.patience
     needs = tuple(one for one in state.needs if one[1] > need and one[0] > oldest_s)
     is_active = seen.entries > 0 or seen.sequence_workers > 0 or seen.executed
@@ -203,7 +201,7 @@ def _up(policy: ScalingPolicy, state: ScalingState, seen: Observation, wanted: i
 
 
 def _patience(policy: ScalingPolicy, state: ScalingState, now_s: float) -> int:
-    """Doubles the patience if a step up reverts a recent step down."""
+    """Doubles when a step up reverts a recent step down."""
     was_hasty = now_s - state.shrunk_at_s < 2 * policy.down_after_s * state.patience
     return min(state.patience * 2, MAX_PATIENCE) if was_hasty else 1
 
@@ -251,7 +249,7 @@ def _down(policy: ScalingPolicy, state: ScalingState, seen: Observation, wanted:
 
 
 class Throughput:
-    """Estimates how many workers the throughput of the last `over_s` seconds keeps busy, from totals of executed rows.
+    """Estimates how many workers the throughput of the last `over_s` seconds keeps busy.
 
     While work waited all the time, all workers were busy, and their throughput corrects the measured speed of one.
     """
@@ -261,12 +259,12 @@ class Throughput:
         self._totals: deque[_Total] = deque()
         self._correction = 1.0
         self.executed = False
-        """Something was executed between the last two observations."""
+        """Whether anything was, between the last two observations."""
 
     def observe(
         self, now_s: float, rows: Mapping[Version, int], rows_per_s: Mapping[Version, float], live: int, work_s: float
     ) -> float:
-        """Takes the totals of executed rows, and returns how many workers they keep busy."""
+        """Takes totals of executed rows; returns how many workers they keep busy."""
         totals = self._totals
         self.executed = bool(totals) and any(count > totals[-1].rows.get(key, 0) for key, count in rows.items())
         totals.append(_Total(now_s, dict(rows), live if work_s > live * FULL_S else 0))

@@ -21,14 +21,14 @@ from qinfer.models.work import VersionWork
 from qinfer.scaling.policy import Decision, Observation, Version
 
 LAG_S = 15.0
-"""Seconds within which rows that left the queue count as executed, and not as cancelled or failed."""
+"""After this, rows that left the queue count as cancelled or failed."""
 
 MOST_S = 31 * 86400.0
-"""The longest readable record, because the traffic is computed per second."""
+"""The longest readable record: the traffic is computed per second."""
 
 
 class VersionTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The work of one model version: waiting or executing requests and rows, and all executed rows."""
+    """The work of one version: waiting or executing requests and rows, and all executed rows."""
 
     model: str
     version: int
@@ -39,7 +39,7 @@ class VersionTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An observation and its decision; further fields are those of `Observation` and `Decision`.
+    """An observation and its decision.
 
     `before` is the previously decided number of workers.
     """
@@ -80,7 +80,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def seen(self) -> Observation:
-        """The observation, in the time of the record."""
+        """The observation."""
         own = {one.name: getattr(self, one.name) for one in fields(Observation) if one.name != "now_s"}
         return Observation(now_s=self.at_s, **own)
 
@@ -89,12 +89,12 @@ _DECODER = msgspec.json.Decoder(Moment)
 
 
 def encode(moment: Moment) -> bytes:
-    """Returns a moment as a line of the record."""
+    """Encodes a line."""
     return msgspec.json.encode(moment) + b"\n"
 
 
 def decode(lines: Iterable[bytes]) -> list[Moment]:
-    """Decodes the lines of a record, without damaged ones and those that go back in time."""
+    """Decodes lines, without damaged ones and those that go back in time."""
     moments: list[Moment] = []
     broken: list[int] = []
     for number, line in enumerate(lines, start=1):
@@ -117,7 +117,7 @@ def decode(lines: Iterable[bytes]) -> list[Moment]:
 
 
 class RecordFile:
-    """The file of a record; opened for each line, so that it may be rotated. Its content is kept."""
+    """The file of a record; opened for each line, so that it may be rotated."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -144,7 +144,7 @@ class RecordFile:
     ) -> str:
         """Adds a line with the versions that have waiting or newly executed rows.
 
-        Returns why the file can't be written, for the first of several failures only.
+        Returns why the file can't be written, for the first of several failures.
         """
         versions = []
         for one in work:
@@ -183,10 +183,10 @@ class Traffic:
     Attributes:
         arrivals: Rows that arrived.
         served: Rows that left the queue.
-        workers: Worker processes: serving, starting or draining.
-        targets: The decided number of workers.
-        load_s: Seconds from a worker's start until it served.
-        drain_s: Seconds from a worker's dismissal until its end.
+        workers: Serving, starting or draining.
+        targets: The decided workers.
+        load_s: From a worker's start until it served.
+        drain_s: From a worker's dismissal until its end.
     """
 
     arrivals: tuple[int, ...]
@@ -200,7 +200,7 @@ class Traffic:
 
 
 def traffic_of(moments: Sequence[Moment]) -> Traffic:
-    """Derives the traffic of at least two moments; `SettingsError` without executed rows or a known speed."""
+    """Derives the traffic; `SettingsError` without executed rows or a known speed."""
     arrived, waiting = [0.0] * len(moments), [0.0] * len(moments)
     rows = 0
     for key, speed in _speeds(moments).items():
@@ -238,10 +238,7 @@ def _speeds(moments: Sequence[Moment]) -> dict[Version, float]:
 
 
 def _rows_of(moments: Sequence[Moment], key: Version) -> list[tuple[int, int]]:
-    """Returns (rows arrived so far, waiting rows) of one version at each moment.
-
-    Workers report executed rows late, so missing rows count as executed for `LAG_S`, and then as cancelled or failed.
-    """
+    """Returns (rows arrived so far, waiting rows) at each moment; workers report executed rows late."""
     found: list[tuple[int, int]] = []
     totals: deque[tuple[float, int]] = deque()
     arrived = executed = 0
@@ -255,7 +252,7 @@ def _rows_of(moments: Sequence[Moment], key: Version) -> list[tuple[int, int]]:
         if totals:
             arrived += max(total - max(past for _, past in totals), 0)
         elif one is not None:
-            # Rows that were executed before are no part of the record.
+            # Rows executed before are no part of the record.
             arrived = waiting
         if totals or one is not None:
             totals.append((moment.at_s, total))
@@ -264,7 +261,6 @@ def _rows_of(moments: Sequence[Moment], key: Version) -> list[tuple[int, int]]:
 
 
 def _indexes(times: Sequence[float]) -> list[int]:
-    """Returns the index of the moment that is valid at each second."""
     found, index = [], 0
     for second in range(math.ceil(times[-1]) + 1):
         while index + 1 < len(times) and times[index + 1] <= second:
@@ -285,7 +281,7 @@ def _each_second(times: Sequence[float], totals: Sequence[float]) -> list[int]:
 
 
 def _steps(totals: Sequence[int]) -> tuple[int, ...]:
-    """Returns the increase per second; a total that falls back counts once it is exceeded again."""
+    """A total that falls back counts once it is exceeded again."""
     steps, reached = [], 0
     for total in totals:
         steps.append(max(total - reached, 0))

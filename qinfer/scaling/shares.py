@@ -2,8 +2,8 @@
 
     the records of all ──▶ decide: how many for all ──▶ apportion: how many for each ──▶ each does its own share
 
-There is no leader: all compute the same shares from the same records, and start and drain only their own workers.
-Shares change as little as the total, because running workers do not move between machines.
+There is no leader: all compute the same shares, and start and drain only their own workers. Shares change as little as
+the total, because running workers do not move between machines.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,11 +13,11 @@ from qinfer.models.state import ScalerRecord
 from qinfer.scaling.policy import Decision, Observation, ScalingPolicy, ScalingState, adopt, decide
 
 RECORD_TTL_S = 15.0
-"""Seconds after which an autoscaler's record expires, and the others take its share."""
+"""After this, others take an autoscaler's share."""
 
 
 def policy_of_all(policy: ScalingPolicy, others: Iterable[ScalerRecord]) -> ScalingPolicy:
-    """Returns a policy whose limits are the sums of all autoscalers' limits."""
+    """Returns a policy with the sums of all limits."""
     others = tuple(others)
     return replace(
         policy,
@@ -27,7 +27,7 @@ def policy_of_all(policy: ScalingPolicy, others: Iterable[ScalerRecord]) -> Scal
 
 
 def apportion(total: int, peers: Iterable[ScalerRecord]) -> dict[str, int]:
-    """Divides a number of workers among autoscalers, starting from their present shares (`target`).
+    """Divides workers among autoscalers, starting from their present shares (`target`).
 
     A further worker goes to the autoscaler that is then least full relative to its maximum; a surplus one comes from
     one with unready workers, else from the fullest. Ties go by id.
@@ -55,7 +55,7 @@ def apportion(total: int, peers: Iterable[ScalerRecord]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedDecision:
-    """The decision of an autoscaler among others: the total, its own share, and the total before."""
+    """The total, the own share, and the total before."""
 
     total: Decision
     share: int
@@ -72,10 +72,9 @@ def decide_share(
     *,
     has_lost_peers: bool = False,
 ) -> SharedDecision:
-    """Decides the total and the autoscaler's own share; without others as `decide` does.
+    """Decides the total and the own share; alone as `decide` does.
 
-    Steps that other autoscalers have to take do not count as taken. If peers are lost, the total stays as it was with
-    them.
+    Steps that others have to take do not count as taken. If peers are lost, the total stays as it was with them.
     """
     limits = policy_of_all(policy, others)
     there = own.target + sum(one.target for one in others)
@@ -87,7 +86,7 @@ def decide_share(
     share = apportion(total.target, (own, *others))[own.id]
     reached = there - own.target + share
     if share == own.target and reached != total.target:
-        # Another autoscaler has to take the step.
+        # Another autoscaler takes the step.
         short_since_s = state.short_since_s if total.target > before else None
         after = replace(state, needs=after.needs, active_at_s=after.active_at_s, short_since_s=short_since_s)
     if share != own.target and total.target == before:
@@ -98,8 +97,7 @@ def decide_share(
 class Peers:
     """The other autoscalers of the same models, given by the globs `places`.
 
-    After an outage or data loss of Redis, known autoscalers count as alive until they had time to write their records
-    again.
+    After an outage or data loss of Redis, they count as alive until they had time to write their records again.
     """
 
     def __init__(self, own: str, places: Iterable[str]) -> None:
@@ -115,7 +113,7 @@ class Peers:
         self._is_doubtful = True
 
     def update(self, now_s: float, records: Iterable[ScalerRecord]) -> None:
-        """Takes the records of all live autoscalers; if the own one is missing, others may be missing, too."""
+        """Takes all live records; if the own one is missing, others may be missing, too."""
         records = tuple(records)
         if self._is_doubtful or all(one.id != self._own for one in records):
             self._is_doubtful, self._doubtful_until_s = False, now_s + RECORD_TTL_S
@@ -127,6 +125,6 @@ class Peers:
         self.others = tuple(found[id_] for id_ in sorted(found))
 
     def _is_peer(self, record: ScalerRecord) -> bool:
-        """Tells whether an autoscaler shares the work; one whose workers all fail does not."""
+        """One whose workers all fail shares no work."""
         runs = record.live + record.starting + record.draining > 0
         return record.id != self._own and frozenset(record.places) == self._places and (runs or not record.target)

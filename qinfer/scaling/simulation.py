@@ -1,7 +1,7 @@
 """A simulation of a queue and its workers, second by second, around the production scaling policy.
 
-Rows arrive as in a trace and wait in order for loaded workers. A started worker loads first, a dismissed one drains;
-both cost without serving. `as_recorded` computes the same outcome from a record (`record.py`).
+Rows wait in order for loaded workers. A started worker loads first, a dismissed one drains; both cost without serving.
+`as_recorded` computes the same outcome from a record.
 """
 
 import math
@@ -18,11 +18,11 @@ _KEY = ("m", 1)
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerProfile:
-    """The properties of simulated workers.
+    """Simulated workers.
 
     Attributes:
-        load_s: Seconds from a worker's start until it serves.
-        drain_s: Seconds from SIGTERM to a worker's end.
+        load_s: From a worker's start until it serves.
+        drain_s: From SIGTERM to a worker's end.
         speed_error: Measured speed divided by `rows_per_s`.
         floor: Live workers that the most demanding model needs to be READY.
     """
@@ -35,7 +35,7 @@ class WorkerProfile:
 
     @classmethod
     def of(cls, traffic: Traffic) -> "WorkerProfile":
-        """Returns the profile of the workers of a record."""
+        """Returns the profile of a record's workers."""
         return cls(rows_per_s=traffic.rows_per_s, load_s=traffic.load_s, drain_s=traffic.drain_s, floor=traffic.floor)
 
 
@@ -44,12 +44,12 @@ class Outcome:
     """The outcome of a trace.
 
     Attributes:
-        ideal_s: Seconds of work in the trace, for one worker.
-        worker_s: Worker-seconds: serving, starting or draining.
+        ideal_s: The work, for one worker.
+        worker_s: Serving, starting or draining.
         most: The highest decided number of workers.
         left: Rows that waited at the end.
         waits: (seconds of waiting, rows).
-        targets: The decided number of workers in each second.
+        targets: The decided workers in each second.
     """
 
     ideal_s: float = 0.0
@@ -65,15 +65,15 @@ class Outcome:
         return sum(count for _, count in self.waits)
 
     def late_rows(self, bound_s: float) -> int:
-        """Returns how many rows waited longer than `bound_s`."""
+        """Counts rows that waited longer than `bound_s`."""
         return sum(count for wait_s, count in self.waits if wait_s > bound_s)
 
     def late(self, bound_s: float) -> float:
-        """Returns the share of rows that waited longer than `bound_s`."""
+        """Returns their share."""
         return self.late_rows(bound_s) / max(self.rows, 1)
 
     def wait_s(self, share: float) -> float:
-        """Returns the longest wait of this share of the rows; 0 without any."""
+        """Returns the longest wait of this share of the rows."""
         due, seen = math.ceil(share * self.rows), 0
         for wait_s, count in sorted(self.waits):
             seen += count
@@ -88,12 +88,12 @@ class Outcome:
 
     @property
     def changes(self) -> int:
-        """The number of changes of the target."""
+        """Changes of the target."""
         return sum(one != other for one, other in pairwise(self.targets))
 
     @property
     def turns(self) -> int:
-        """The number of reversals, which measures flapping."""
+        """Reversals, which measure flapping."""
         steps = [b - a for a, b in pairwise(self.targets) if a != b]
         return sum(one * other < 0 for one, other in pairwise(steps))
 
@@ -104,13 +104,11 @@ class _Waiting:
         self.count = 0
 
     def add(self, now: int, count: int) -> None:
-        """Adds arriving rows."""
         if count:
             self._groups.append((now, count))
             self.count += count
 
     def take(self, now: int, count: int, outcome: Outcome) -> None:
-        """Removes the first rows, and counts their waits."""
         self.count -= count
         while count:
             arrived, there = self._groups.popleft()
@@ -121,13 +119,12 @@ class _Waiting:
                 self._groups.appendleft((arrived, there - taken))
 
     def end(self, now: int, outcome: Outcome) -> None:
-        """Counts the waits of remaining rows."""
         outcome.left = self.count
         self.take(now, self.count, outcome)
 
 
 def simulate(policy: ScalingPolicy, arrivals: Sequence[int], profile: WorkerProfile | None = None) -> Outcome:
-    """Runs a policy on a trace of arriving rows per second."""
+    """Runs a policy on arriving rows per second."""
     profile = profile or WorkerProfile()
     state = ScalingState.begin(0.0, policy.min_workers)
     throughput, outcome = Throughput(), Outcome(ideal_s=sum(arrivals) / profile.rows_per_s)
@@ -146,7 +143,6 @@ def simulate(policy: ScalingPolicy, arrivals: Sequence[int], profile: WorkerProf
         waiting.take(now, served, outcome)
         leaving = [ends_s for ends_s in leaving if ends_s > now]
         outcome.worker_s += len(ready_at) + len(leaving)
-        # With the rows in flight.
         there = waiting.count + min(live, served)
         used = throughput.observe(now, {_KEY: served_rows}, {_KEY: speed}, live, there / speed)
         seen = Observation(
@@ -173,7 +169,7 @@ def simulate(policy: ScalingPolicy, arrivals: Sequence[int], profile: WorkerProf
 
 
 def as_recorded(traffic: Traffic) -> Outcome:
-    """Returns the outcome that a record shows."""
+    """Returns a record's outcome."""
     outcome = Outcome(
         ideal_s=sum(traffic.arrivals) / traffic.rows_per_s,
         worker_s=float(sum(traffic.workers)),

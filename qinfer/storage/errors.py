@@ -1,7 +1,7 @@
 """Translation of the errors of object-store drivers into qinfer's `StoreError`s.
 
-Drivers' texts have endpoints, account names and key ids. A message has none of them: it has the requested URL, the
-classes and codes of driver and store, and a remedy. The driver's text is the error's `reason`, for operators only.
+Drivers' texts have endpoints, account names and key ids. A message has none of them; the driver's text is the error's
+`reason`, for operators only.
 """
 
 import errno
@@ -44,7 +44,7 @@ ANSWER_TIMEOUT_S = 60
 
 
 class Answer(NamedTuple):
-    """The answer of a store: the HTTP status (0 = none), and the store's own code, such as `SlowDown`."""
+    """The HTTP status (0 = none), and the store's code, such as `SlowDown`."""
 
     status: int = 0
     code: str = ""
@@ -52,7 +52,7 @@ class Answer(NamedTuple):
 
 @contextmanager
 def mapped(url: str) -> Iterator[None]:
-    """Turns drivers' errors into `StoreError`s about a URL; qinfer's own pass."""
+    """Turns drivers' errors into `StoreError`s; qinfer's own pass."""
     try:
         yield
     except QinferError:
@@ -62,12 +62,12 @@ def mapped(url: str) -> Iterator[None]:
 
 
 def fail(error: Exception, url: str) -> NoReturn:
-    """Raises the `StoreError` of a driver's error, without its text."""
+    """Raises the `StoreError` of a driver's error."""
     raise store_error(error, url) from None
 
 
 def store_error(error: Exception, url: str) -> StoreError:
-    """Returns the `StoreError` of a driver's error about a URL; the driver's text is its `reason`."""
+    """Returns the `StoreError` of a driver's error."""
     named = _named(error, url)
     text = " ".join(str(error).split())[:_REASON_CHARACTERS]
     if isinstance(error, TimeoutError):
@@ -88,7 +88,7 @@ def patiently(work: Callable[[], T]) -> T:
 
 
 def answer_of(error: BaseException | None) -> Answer:
-    """Returns the store's answer in a driver's error or its causes."""
+    """Finds the store's answer in an error or its causes."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):  # botocore's
@@ -104,7 +104,7 @@ def answer_of(error: BaseException | None) -> Answer:
 
 
 def not_empty(size_bytes: int, url: str) -> None:
-    """Raises `ValueError` for an empty object, which stores and drivers take for a folder marker."""
+    """Raises `ValueError`: stores and drivers take empty objects for folder markers."""
     if size_bytes == 0:
         raise ValueError(f"an empty object can't be committed to '{url}'")
 

@@ -1,7 +1,7 @@
 """Object stores behind fsspec: S3, Google, Azure and memory.
 
 `put_file(mode="create")` and `pipe_file(mode="create")` are conditional: gcsfs sends `ifGenerationMatch=0`, adlfs
-`If-None-Match: *`. The drivers' writable files are not used, because closing an empty one ignores the condition.
+`If-None-Match: *`. Closing an empty writable file would ignore the condition.
 """
 
 import io
@@ -25,16 +25,16 @@ from qinfer.storage.store import BROKEN, Child, Outcome, Stat, Store
 logger = logging.getLogger(__name__)
 
 UPLOADS = 4
-"""Concurrent chunks of one upload, if the driver sends several."""
+"""Concurrent chunks of one upload."""
 
-_AHEAD_BYTES = 8 * 2**20  # read-ahead of sequential readers
+_AHEAD_BYTES = 8 * 2**20  # of sequential readers
 _AT_ONCE_BYTES = 32 * 2**20
-_BEYOND_THE_END = 416  # the status for a range of an empty object
-_CONFLICTS = 6  # tries, while others write the same name in S3
-_CONFLICT_S = 0.1  # before the second; doubled after each
+_BEYOND_THE_END = 416  # for a range of an empty object
+_CONFLICTS = 6  # tries while others write the same name in S3
+_CONFLICT_S = 0.1  # doubled after each try
 _MOST_CHUNKS = 10_000
-_WORTH_A_PAGE = 4  # objects that make a listing worthwhile
-_PAGE = 1000  # objects per page of an S3 listing
+_WORTH_A_PAGE = 4  # objects that justify a listing
+_PAGE = 1000  # objects of an S3 listing
 _OF_PATTERNS = frozenset("*?[")
 _MARKS = ("generation", "ETag", "etag", "md5Hash", "LastModified", "last_modified", "updated", "mtime", "created")
 
@@ -42,7 +42,7 @@ _MARKS = ("generation", "ETag", "etag", "md5Hash", "LastModified", "last_modifie
 class FsspecStore(Store):
     """A store with a driver of fsspec, which must not cache listings.
 
-    `has_buckets` = the first part of a path is a bucket, and folders exist only as parts of names.
+    `has_buckets` = paths begin with a bucket, and folders exist only as parts of names.
     """
 
     chunk_bytes = 16 * 2**20
@@ -62,7 +62,7 @@ class FsspecStore(Store):
             self._files.put_file(str(local), self._path(url), mode=mode, **self._upload_options(size_bytes))
 
         with mapped(url):
-            if size_bytes > self.chunk_bytes and self.stat(url) is not None:  # before all of it is sent in vain
+            if size_bytes > self.chunk_bytes and self.stat(url) is not None:  # before it is sent in vain
                 return Outcome.EXISTS
             return self._create(put, lambda: local.open("rb"), url)
 
@@ -104,7 +104,7 @@ class FsspecStore(Store):
                 data: bytes = self._files.cat_file(path, start=0, end=_AT_ONCE_BYTES)
                 if len(data) < _AT_ONCE_BYTES:
                     return data
-                # Drivers fetch the parts of a large object at once, unless they get a range.
+                # Without a range, drivers fetch the parts of a large object at once.
                 if _size(self._files.info(path)) > end:
                     return bytes(self._files.cat_file(path, start=0, end=end))
                 data = self._files.cat_file(path)
@@ -148,7 +148,7 @@ class FsspecStore(Store):
         return [Child(str(x["name"]).rstrip("/").rpartition("/")[2], x.get("type") == "directory") for x in found]
 
     def scan(self, prefix: str) -> Iterator[Stat]:
-        """Implements `Store.scan`; most drivers return everything at once."""
+        """Implements `Store.scan`; most drivers return all at once."""
         base = prefix.rstrip("/")
         with mapped(prefix):
             root = self._path(base)
@@ -173,7 +173,7 @@ class FsspecStore(Store):
         number = 1
         while self.stat(target := f"{folder}/{BROKEN}/{name}-{number}") is not None:
             number += 1
-        with mapped(url), suppress(FileNotFoundError):  # another process set it aside
+        with mapped(url), suppress(FileNotFoundError):
             self._files.cp_file(self._path(url), self._path(target))
             again = self.stat(url)
             if again is not None and again.etag == found.etag:
@@ -202,7 +202,7 @@ class FsspecStore(Store):
         return str(self._files._strip_protocol(url))
 
     def _create(self, put: Callable[[str], None], source: Callable[[], BinaryIO], url: str) -> Outcome:
-        """Creates an object unless it exists; `put` takes the driver's mode, `create` or `overwrite`."""
+        """`put` takes the driver's mode, `create` or `overwrite`."""
         del source, url
         try:
             put("create")
@@ -212,11 +212,11 @@ class FsspecStore(Store):
 
 
 class S3Store(FsspecStore):
-    """A store with S3's protocol: PutObject and CompleteMultipartUpload with `If-None-Match: *`.
+    """S3's protocol: PutObject and CompleteMultipartUpload with `If-None-Match: *`.
 
-    Status 412 means that the name is taken; 409 that another writer is about to take it: the upload is repeated. After
-    a 501 (no conditional writes) the name is checked, the object put and read back, and a log line says so once per
-    bucket; of two simultaneous writers one object remains, whole.
+    Status 412: the name is taken; 409: another writer is about to take it, the upload is repeated. After 501 (no
+    conditional writes) the name is checked, the object put and read back, and a log line says so once per bucket; of
+    two simultaneous writers one object remains, whole.
     """
 
     has_buckets = True
@@ -228,7 +228,7 @@ class S3Store(FsspecStore):
         self._lock = threading.Lock()
 
     def open_known(self, file: Stat, *, sequential: bool = False) -> BinaryIO:
-        """Implements `Store.open_known`: each read is a GET with this etag."""
+        """Implements `Store.open_known`: GETs with this etag."""
         from qinfer.storage.s3_reads import KnownObject
 
         with mapped(file.url):
@@ -236,7 +236,7 @@ class S3Store(FsspecStore):
         return cast(BinaryIO, io.BufferedReader(opened, _AHEAD_BYTES) if sequential else opened)
 
     def stat(self, url: str) -> Stat | None:
-        """Implements `Store.stat`; the driver's `info` would also list below a missing name."""
+        """Implements `Store.stat`; `info` would also list below a missing name."""
         with mapped(url):
             bucket, key, _ = self._files.split_path(self._path(url))
             if not key:
@@ -263,12 +263,12 @@ class S3Store(FsspecStore):
                 token = {"ContinuationToken": page["NextContinuationToken"]}
 
     def listed(self, urls: Sequence[str]) -> dict[str, Stat | None]:
-        """Implements `Store.listed` by pages, while each has several of the objects."""
+        """Implements `Store.listed` by pages that have several of the objects."""
         found: dict[str, Stat | None] = {}
         in_folders = sorted(url for url in urls if url.count("/") > 2)  # others are buckets
         for folder, own in groupby(in_folders, lambda url: url.rpartition("/")[0]):
             left = deque(url.rpartition("/")[2] for url in own)
-            # A client that may read an object may not always list.
+            # A client that may read may not always list.
             with mapped(folder), suppress(PermissionError, FileNotFoundError):
                 while len(left) >= _WORTH_A_PAGE:
                     before = len(left)
@@ -278,7 +278,7 @@ class S3Store(FsspecStore):
         return found
 
     def _of_page(self, folder: str, names: deque[str]) -> dict[str, Stat | None]:
-        """Looks up the first of some names by one page of a folder, and removes these from `names`."""
+        """One page of a folder; removes its objects from `names`."""
         _, prefix = self._place(folder)
         page = self._page(folder, StartAfter=f"{prefix}{names[0][:-1]}")
         there = {one["Key"]: one for one in page.get("Contents", ())}
@@ -339,7 +339,7 @@ class S3Store(FsspecStore):
         if answer.status == 501:
             self._says_501(bucket)
             return None
-        if answer.code == "NoSuchUpload" and self.stat(url) is not None:  # the answer to the first try was lost
+        if answer.code == "NoSuchUpload" and self.stat(url) is not None:  # the first answer was lost
             return Outcome.EXISTS
         raise store_error(error, url) from None
 
@@ -354,7 +354,7 @@ class S3Store(FsspecStore):
         )
 
     def _verified(self, put: Callable[[str], None], source: Callable[[], BinaryIO], url: str) -> Outcome:
-        """Creates an object without a condition: checks before, and compares afterwards."""
+        """Checks before, compares afterwards."""
         if self.stat(url) is not None:
             return Outcome.EXISTS
         put("overwrite")
@@ -362,7 +362,7 @@ class S3Store(FsspecStore):
             while (expected := mine.read(self.chunk_bytes)) == there.read(self.chunk_bytes):
                 if not expected:
                     return Outcome.CREATED
-        return Outcome.EXISTS  # another writer's, to be treated as any earlier object
+        return Outcome.EXISTS  # another writer's
 
 
 class GcsStore(FsspecStore):
@@ -386,7 +386,7 @@ class AzureStore(FsspecStore):
 
 
 class MemoryStore(FsspecStore):
-    """fsspec's `memory://`, within this process, for tests."""
+    """fsspec's `memory://` of this process, for tests."""
 
     _lock = threading.Lock()
 
@@ -399,14 +399,14 @@ class MemoryStore(FsspecStore):
         return Outcome.CREATED
 
     def open(self, url: str, *, sequential: bool = False) -> BinaryIO:
-        """Implements `Store.open`; the driver's own file has one position for all readers."""
+        """Implements `Store.open`; the driver's file has one position for all readers."""
         del sequential
         with mapped(url):
             return cast(BinaryIO, _Reader(io.BytesIO(self._files.cat_file(self._path(url))), url))
 
 
 class _Reader(io.RawIOBase):
-    """A driver's file whose errors are `StoreError`s."""
+    """Errors are `StoreError`s."""
 
     def __init__(self, file: Any, url: str) -> None:
         self._file = file
@@ -446,7 +446,7 @@ def _size(info: dict[str, Any]) -> int:
 
 
 def _etag(info: dict[str, Any]) -> str:
-    """Returns the mark that changes with an object; drivers name and quote it differently."""
+    """Drivers name and quote it differently."""
     mark = next((info[key] for key in _MARKS if info.get(key)), "")
     if isinstance(mark, datetime):
         mark = mark.timestamp()

@@ -11,14 +11,14 @@ from urllib.parse import unquote
 from qinfer.errors import InvalidRequest
 
 Values = Mapping[str, str | None]
-"""Partition column → its value as text, in folder order."""
+"""Column → its text, in folder order."""
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 
 
 def partition_values(url: str) -> Values:
-    """Returns the partition columns and values of a file; `url` may be the end of its URL."""
+    """Returns a file's partition columns and values; `url` may be its end."""
     found: dict[str, str | None] = {}
     for folder in _folders(url):
         try:
@@ -32,12 +32,12 @@ def partition_values(url: str) -> Values:
 
 
 def partition_folders(url: str) -> Mapping[str, str]:
-    """Returns partition column → folder, as it is spelled."""
+    """Returns column → folder, as spelled."""
     return {unquote(folder.split("=", 1)[0]): folder for folder in _folders(url)}
 
 
 def number_columns(files: Iterable[Values]) -> frozenset[str]:
-    """Returns the partition columns with whole numbers in all files."""
+    """Returns the columns with whole numbers in all files."""
     filled, texts = set[str](), set[str]()
     for values in files:
         for name, value in values.items():

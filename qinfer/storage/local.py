@@ -1,8 +1,8 @@
 """Directories as an object store: `file:///data/out/part-00000.parquet`.
 
-A name never has a partial file: a file is complete and on disk before `os.link`, which fails if the name is taken,
-gives it its name. Files of other file systems are first copied to a temporary name in the directory. A process's first
-commit in a directory removes temporary files there that are older than a day.
+A file is complete and on disk before `os.link`, which fails if the name is taken, gives it its name; one of another
+file system is copied to the directory first. A process's first commit in a directory removes temporary files there that
+are older than a day.
 """
 
 import errno
@@ -23,7 +23,7 @@ from qinfer.storage.errors import mapped, not_empty
 from qinfer.storage.store import BROKEN, Child, Outcome, Stat, Store
 
 LEFTOVER_S = 24 * 3600.0
-"""The age from which a temporary file has no owner."""
+"""Older temporary files have no owner."""
 
 _TEMPORARY = re.compile(r"\.qinfer-[0-9a-f]{16}\.tmp")
 _CHUNK_BYTES = 8 * 2**20
@@ -31,13 +31,13 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 def local_path(url: str) -> Path | None:
-    """Returns the path of a `file://` URL; `None` for any other."""
+    """Returns the path of a `file://` URL, else `None`."""
     scheme, separator, path = url.partition("://")
     return Path(path.removeprefix("localhost")) if separator and scheme in ("file", "local") else None
 
 
 class LocalStore(Store):
-    """Files and directories of this machine, or of a network file system with hard links."""
+    """This machine's files, or those of a network file system with hard links."""
 
     def __init__(self) -> None:
         self._mode = 0o666 & ~_umask()
@@ -52,7 +52,7 @@ class LocalStore(Store):
             self._prepare(final.parent)
             if final.exists():
                 return _exists(final)
-            with suppress(PermissionError):  # another user's file, which is readable
+            with suppress(PermissionError):  # another user's readable file
                 os.fchmod(source.fileno(), self._mode)  # spool files are private
             os.fsync(source.fileno())
             try:
@@ -102,7 +102,7 @@ class LocalStore(Store):
             shutil.copyfile(_path(url), target)
 
     def open(self, url: str, *, sequential: bool = False) -> BinaryIO:
-        """Implements `Store.open`; an open file keeps its content when it is replaced."""
+        """Implements `Store.open`; a replaced file stays readable."""
         del sequential
         with mapped(url):
             return _path(url).open("rb")
@@ -127,7 +127,7 @@ class LocalStore(Store):
                 return []
 
     def scan(self, prefix: str) -> Iterator[Stat]:
-        """Implements `Store.scan`; leaves out names that begin with a dot."""
+        """Implements `Store.scan`, without names that begin with a dot."""
         base = prefix.rstrip("/")
         with mapped(prefix):
             root = _path(base)
@@ -154,7 +154,7 @@ class LocalStore(Store):
             except FileNotFoundError:
                 target.unlink()
                 return
-            if etag and _content(target) != content:  # replaced in the last moment by an object that is not broken
+            if etag and _content(target) != content:  # replaced in the last moment by a sound object
                 with suppress(FileExistsError):
                     os.link(target, final)
                 target.unlink()
@@ -191,7 +191,7 @@ class LocalStore(Store):
                 temporary.unlink()
 
     def _prepare(self, directory: Path) -> None:
-        """Creates a directory, and removes old temporary files in it, once per process."""
+        """Removes old temporary files once per process."""
         with self._lock:
             if directory in self._swept and directory.is_dir():
                 return
@@ -218,7 +218,7 @@ def _stat(url: str, found: os.stat_result) -> Stat:
 
 
 def _content(path: Path) -> tuple[int, int, int]:
-    """Returns the marks of a file that survive a rename, which sets the ctime."""
+    """Marks that survive a rename, which sets the ctime."""
     found = path.stat()
     return found.st_ino, found.st_mtime_ns, found.st_size
 
@@ -233,7 +233,7 @@ def _link(source: Path, final: Path) -> Outcome:
 
 
 def _exists(final: Path) -> Outcome:
-    """Returns `EXISTS` after a sync, because the file's writer may have died before its name was on disk."""
+    """Syncs: the file's writer may have died before its name was on disk."""
     _sync_directory(final.parent)
     return Outcome.EXISTS
 
@@ -252,7 +252,7 @@ def _reserved(folder: Path, name: str) -> Path:
 
 
 def _make(directory: Path) -> None:
-    """Creates a directory and its parents so that they survive a power loss."""
+    """Creates directories that survive a power loss."""
     missing = [directory, *directory.parents]
     for path in reversed([path for path in missing if not path.exists()]):
         path.mkdir(exist_ok=True)
@@ -273,7 +273,6 @@ def _raise(error: OSError) -> None:
 
 
 def _umask() -> int:
-    """Returns the process's umask, if possible without changing it."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("Umask:"):

@@ -15,7 +15,7 @@ CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = ANSWER_TIMEOUT_S
 
 S3_ADDRESSING = "AWS_S3_ADDRESSING_STYLE"
-"""The variable for bucket names in requests to S3: in the path, or in the host's name (`virtual`).
+"""Bucket names in requests to S3: in the path, or in the host's name (`virtual`).
 
 botocore's default is the path for custom endpoints.
 """
@@ -37,7 +37,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "gcs": {"requests_timeout": READ_TIMEOUT_S},
     "azure": {"connection_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S},
 }
-"""Driver options that bound waiting times, for kinds with an extra of qinfer."""
+"""They bound waiting times, for kinds with an extra of qinfer."""
 
 _VARIABLES = ("AWS_", "AZURE_", "BOTO_", "FSSPEC_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
 
@@ -49,7 +49,7 @@ _lock = threading.Lock()
 def store_for(url: str) -> "Store":
     """Returns the store of a URL in a request, cached until the environment's variables change.
 
-    A forked process gets its own, because drivers keep connections and threads.
+    A forked process gets its own: drivers keep connections and threads.
     """
     scheme, separator, rest = url.partition("://")
     kind = _KINDS.get(scheme.lower())
@@ -64,7 +64,7 @@ def store_for(url: str) -> "Store":
         return found
     with _lock:
         opening = _opening.setdefault(key, threading.Lock())
-    with opening:  # not `_lock`: a driver may look for credentials for long
+    with opening:  # not `_lock`: drivers may look for credentials for long
         if key not in _opened:
             _opened[key] = open_store(f"{scheme}://{authority}/")[0]
         return _opened[key]
@@ -92,21 +92,21 @@ def open_store(
 
 
 def url_to_fs(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Returns the driver of a URL and the URL's path there, as fsspec's function of this name."""
+    """Returns a URL's driver and path, as fsspec's function of this name."""
     import fsspec
 
     if _KINDS.get(url.partition("://")[0].lower()) != "gcs":
         files, path = fsspec.core.url_to_fs(url, **options)
         return files, str(path)
-    # fsspec's own choice asks a second API for the kind of a bucket, which may take a minute, and writes to zonal ones
-    # so that a file is visible while it grows.
+    # fsspec's own choice asks a second API, perhaps for a minute, and makes files of zonal buckets visible while they
+    # grow.
     from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]  # it has no types
 
     return GCSFileSystem(**options), str(GCSFileSystem._strip_protocol(url))
 
 
 def driver_options(scheme: str) -> dict[str, Any]:
-    """Returns the driver options of a scheme: no caches, bounded waiting times."""
+    """Returns a scheme's options: no caches, bounded waiting times."""
     kind = _KINDS.get(scheme, "")
     options = {"use_listings_cache": False, "skip_instance_cache": True, **_OPTIONS.get(kind, {})}
     if kind == "s3" and (style := addressing_style()):
@@ -115,7 +115,7 @@ def driver_options(scheme: str) -> dict[str, Any]:
 
 
 def addressing_style() -> str:
-    """Returns the value of `S3_ADDRESSING`, or ''; `SettingsError` if it is wrong."""
+    """Returns the value of `S3_ADDRESSING`, or ''."""
     style = os.environ.get(S3_ADDRESSING, "")
     if style and style not in _S3_STYLES:
         raise SettingsError(f"{S3_ADDRESSING} is '{style}'; it must be auto, path or virtual")
@@ -123,7 +123,7 @@ def addressing_style() -> str:
 
 
 def driver_variables() -> frozenset[tuple[str, str]]:
-    """Returns the variables that drivers of stores read by themselves; their values are secret."""
+    """Returns the variables that drivers read; their values are secret."""
     return frozenset(variable for variable in os.environ.items() if variable[0].startswith(_VARIABLES))
 
 
@@ -133,7 +133,7 @@ def is_bucket(scheme: str) -> bool:
 
 
 def remedy(scheme: str) -> str:
-    """Returns how to install the driver of a scheme."""
+    """Returns how to install a scheme's driver."""
     return (
         f"pip install 'qinfer-ml[{_KINDS[scheme]}]'"
         if is_bucket(scheme)

@@ -1,7 +1,7 @@
 """Large S3 objects by Arrow's client, which fetches several ranges at once without the interpreter.
 
-botocore finds credentials, endpoint and region for it, as for s3fs. With options for fsspec alone (`FSSPEC_S3_…`), or
-if Arrow's client fails, the driver's own file is read (`store.open`).
+botocore finds credentials, endpoint and region. With options for fsspec alone (`FSSPEC_S3_…`), or if Arrow's client
+fails, `store.open` reads.
 """
 
 import logging
@@ -21,7 +21,7 @@ _AWS = (".amazonaws.com", ".amazonaws.com.cn")
 
 
 class _Way(NamedTuple):
-    """The connection parameters of S3; without an `endpoint` AWS' for the region, with virtual-hosted buckets."""
+    """Without an `endpoint` AWS' for the region, with virtual-hosted buckets."""
 
     session: Any
     region: str
@@ -34,7 +34,7 @@ _ways: "WeakKeyDictionary[Store, _Way | None]" = WeakKeyDictionary()
 
 
 def open_native(store: Store, url: str) -> pa.NativeFile | None:
-    """Opens an S3 object; `None` if it has to be read otherwise. Parameters are cached per store."""
+    """Opens an S3 object, if possible. Parameters are cached per store."""
     try:
         with _lock:
             if store not in _ways:
@@ -58,7 +58,7 @@ def _find_way() -> _Way | None:
         return None  # s3fs then asks without any
     given = addressing_style()
     meta = session.create_client("s3", config=Config(s3={"addressing_style": given}) if given else None).meta
-    style = (meta.config.s3 or {}).get("addressing_style")  # botocore's default without the variable
+    style = (meta.config.s3 or {}).get("addressing_style")  # botocore's default
     is_aws = (urlsplit(meta.endpoint_url).hostname or "").endswith(_AWS)
     endpoint = "" if is_aws and style != "path" else meta.endpoint_url
     return _Way(session, meta.region_name, endpoint, style == "virtual")
@@ -67,7 +67,7 @@ def _find_way() -> _Way | None:
 def _files(way: _Way) -> Any:
     from pyarrow.fs import S3FileSystem
 
-    credentials = way.session.get_credentials().get_frozen_credentials()  # renewed when they are about to expire
+    credentials = way.session.get_credentials().get_frozen_credentials()  # before they expire
     parts = urlsplit(way.endpoint)
     return S3FileSystem(
         access_key=credentials.access_key,

@@ -1,6 +1,6 @@
 """S3 objects whose size and etag are known from a listing: each read is one GET, without a HEAD.
 
-Each GET has the etag as its condition, and the answer's etag is compared, too, for servers that ignore conditions.
+Each GET has the etag as its condition, and the answer's etag is compared, for servers that ignore conditions.
 """
 
 import io
@@ -13,12 +13,12 @@ from qinfer.errors import StoreChanged
 from qinfer.storage.errors import answer_of, fail
 from qinfer.storage.store import Stat
 
-_TRIES = 3  # when connections break within an answer; the driver retries before one begins
+_TRIES = 3  # when connections break within an answer
 _IS_ANOTHER = 412
 
 
 class KnownObject(io.RawIOBase):
-    """A listed object that is read by exact ranges; only `read_at` is thread-safe."""
+    """A listed object; only `read_at` is thread-safe."""
 
     def __init__(self, files: Any, path: str, file: Stat) -> None:
         self._files = files
@@ -27,14 +27,14 @@ class KnownObject(io.RawIOBase):
         self._at = 0
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Reads on from the current position."""
+        """Reads on."""
         left = max(0, self._file.size_bytes - self._at)
         data = self.read_at(left if size is None or size < 0 else size, self._at)
         self._at += len(data)
         return data
 
     def read_at(self, size: int, place: int) -> bytes:
-        """Reads up to `size` bytes at a place; from any thread."""
+        """Reads up to `size` bytes at a place, from any thread."""
         end = min(place + size, self._file.size_bytes)
         if place >= end:
             return b""

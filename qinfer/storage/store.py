@@ -1,8 +1,7 @@
 """The interface `Store`: a directory or an object store for models, payloads and parts of jobs.
 
-All methods block and run in threads. Credentials and endpoints come from the variables of the store's driver, such as
+Methods block and run in threads. Drivers read credentials and endpoints from their variables, such as
 AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, FSSPEC_S3_..., AZURE_STORAGE_CONNECTION_STRING and GOOGLE_APPLICATION_CREDENTIALS.
-`qinfer.storage.open` opens the store of a URL.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +13,7 @@ from typing import BinaryIO, NamedTuple
 from qinfer.errors import StoreError
 
 BROKEN = "_broken"
-"""The folder beside an object to which `set_aside` moves it."""
+"""The folder beside an object for `set_aside`."""
 
 
 class Outcome(Enum):
@@ -36,12 +35,12 @@ class Stat(NamedTuple):
     etag: str
 
     def is_still(self, etag: str) -> bool:
-        """Tells whether the content is that of an earlier etag, in old plans `<mtime>-<size>`."""
+        """Compares with an earlier etag, in old plans `<mtime>-<size>`."""
         return self.etag == etag or (etag.count("-") == 1 and self.etag == f"{etag}-{self.etag.rpartition('-')[2]}")
 
 
 class Child(NamedTuple):
-    """One entry of a folder."""
+    """An entry of a folder."""
 
     name: str
     is_folder: bool
@@ -91,7 +90,7 @@ class Store(ABC):
     # --- reading ---
 
     def read(self, url: str, limit_bytes: int) -> bytes:
-        """Returns an object's bytes; `StoreError` if there are more than `limit_bytes`."""
+        """Returns an object, or `StoreError` above `limit_bytes`."""
         data = self.read_range(url, 0, limit_bytes + 1)
         if len(data) > limit_bytes:
             raise StoreError(f"'{url}' has {len(data)} bytes or more; at most {limit_bytes} can be read here")
@@ -99,43 +98,42 @@ class Store(ABC):
 
     @abstractmethod
     def read_range(self, url: str, begin: int, end: int) -> bytes:
-        """Returns a range of bytes, shorter at the object's end."""
+        """Returns a range of bytes, shorter at the end."""
 
     @abstractmethod
     def fetch(self, url: str, target: Path) -> None:
-        """Copies an object to a local file, piece by piece."""
+        """Copies an object to a local file."""
 
     @abstractmethod
     def open(self, url: str, *, sequential: bool = False) -> BinaryIO:
-        """Opens an object for reading: seekable, to be closed by the caller.
+        """Opens an object for reading: seekable, closed by the caller.
 
-        `sequential` reads ahead; else exactly the ranges read are fetched, as readers of Parquet and Arrow want it
-        (`pre_buffer`).
+        `sequential` reads ahead; else only the ranges read are fetched, as for Parquet and Arrow (`pre_buffer`).
         """
 
     def open_known(self, file: Stat, *, sequential: bool = False) -> BinaryIO:
-        """Opens an object that `scan` or `stat` returned, if possible without asking for its size."""
+        """Opens a result of `scan` or `stat`, if possible without asking for its size."""
         return self.open(file.url, sequential=sequential)
 
     # --- looking ---
 
     @abstractmethod
     def stat(self, url: str) -> Stat | None:
-        """Returns an object's size and etag; `None` if it, or in some stores its bucket, is missing."""
+        """Returns size and etag; `None` if the object, or in some stores its bucket, is missing."""
 
     def listed(self, urls: Sequence[str]) -> dict[str, Stat | None]:
-        """Returns `stat` results that listings give quickly, for all, some or none of the objects."""
+        """Returns quick `stat` results, for all, some or none of the objects."""
         del urls
         return {}
 
     def possible_folders(self, folder: str, names: Collection[str]) -> set[str]:
-        """Returns the names that may be folders within a folder; all if the store can't tell quickly."""
+        """Returns the names that may be folders; all if the store can't tell quickly."""
         del folder
         return set(names)
 
     @abstractmethod
     def children(self, folder: str) -> list[Child]:
-        """Returns the entries of a folder, none if it is missing."""
+        """Returns a folder's entries, none if it is missing."""
 
     @abstractmethod
     def scan(self, prefix: str) -> Iterator[Stat]:
@@ -148,10 +146,7 @@ class Store(ABC):
 
     @abstractmethod
     def set_aside(self, url: str, etag: str = "") -> None:
-        """Moves a broken object to `<folder>/_broken/<name>-<n>`, to free its name.
-
-        With `etag` only if it still has that.
-        """
+        """Moves a broken object to `<folder>/_broken/<name>-<n>`; with `etag` only if it still has that."""
 
     @abstractmethod
     def delete(self, url: str) -> None:
@@ -159,4 +154,4 @@ class Store(ABC):
 
     @abstractmethod
     def delete_folder(self, url: str) -> None:
-        """Deletes a folder with its content, if it exists."""
+        """Deletes a folder with its content."""

@@ -11,20 +11,20 @@ from qinfer.storage.store import Store
 
 
 def readable(grant: Grant, opener: Callable[[str], Store] = store_for) -> "Within":
-    """Returns the stores that a tenant's requests may read."""
+    """Returns the stores that a tenant may read."""
     return Within(grant.read, "read", grant.tenant, opener)
 
 
 def writable(grant: Grant, opener: Callable[[str], Store] = store_for) -> "Within":
-    """Returns the stores that a tenant's requests may write outputs to, and read these back."""
+    """Returns the stores for a tenant's outputs, also to read these back."""
     return Within(grant.write, "write", grant.tenant, opener)
 
 
 class Within:
-    """Opens the store of an object below a prefix; called as `store_for` is.
+    """Opens the store of an object below a prefix, as `store_for`.
 
-    All existing links in `file://` URLs and prefixes are resolved; a link that is made after this check is not noticed.
-    `use` is in the text of a refusal.
+    All existing links in `file://` URLs and prefixes are resolved; one made after this check is not noticed. `use` is
+    in the text of a refusal.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Within:
         return self._opener(url)
 
     def check(self, url: str) -> None:
-        """Raises `Forbidden` for an object or folder below no prefix."""
+        """Raises `Forbidden` outside of the prefixes."""
         path = local_path(url)
         if path is None:
             is_allowed = any(is_below(url, prefix) for prefix in self._prefixes)
-        elif "\0" in path.as_posix():  # no file has such a name
+        elif "\0" in path.as_posix():  # no file has this name
             is_allowed = False
         else:
             real = Path(os.path.realpath(path))

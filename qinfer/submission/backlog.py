@@ -1,13 +1,9 @@
 """Backlog: the depth of lanes, and admission.
 
-Full lanes, and infeasible deadlines or queue timeouts, are refused. `judge` decides, and is pure; its texts and codes
-are Triton's where Triton has the case (reference §3.3), and `Retry-After` is an estimate. A request is refused only if
-it would be late at best: at the highest plausible speed of the workers (`LatencyModel.best_s`), with the fewest
-plausible requests of higher lanes (`overtaking.py`).
-
-`Backlog` reads the depth of used lanes every `POLL_S` seconds, and counts this process's own requests exactly. With
-shares, a request waits for its own share and for as much of the others as the weights allow; a full lane refuses it
-only if its share holds its part of the limit.
+Full lanes, and infeasible deadlines or queue timeouts, are refused, with Triton's texts and codes where it has the case
+(reference §3.3). A request is refused only if it would be late at best: at the workers' highest plausible speed
+(`LatencyModel.best_s`), with the fewest plausible requests of higher lanes (`overtaking.py`). Shares wait by their
+weights (ADR 0024).
 """
 
 import asyncio
@@ -25,20 +21,18 @@ from qinfer.queue.shares import is_placed
 from qinfer.submission.pending import Load
 
 POLL_S = 0.1
-"""Seconds between two reads of the depths."""
 
 _BEST_START = 0.5
-"""The part of the last load's time in which a worker may start: one load is little evidence."""
+"""A worker may start within this part of the last load's time: one load is little evidence."""
 
 _QUIET_POLLS = 20
-"""Polls without a request after which a version is dropped."""
 
 MAX_RETRY_AFTER_S = 300.0
-"""The longest `Retry-After`, beyond which the load can't be predicted."""
+"""Beyond it the load can't be predicted."""
 
 
 class _Group:
-    """The lanes of one version, which are polled together."""
+    """Lanes of one version, polled together."""
 
     def __init__(self, served: Served, loads: Sequence[Load]) -> None:
         self.served = served
@@ -48,7 +42,6 @@ class _Group:
         self.quiet_polls = 0
         self.looked_s = 0.0
         self.asked_s: float | None = None
-        """Since when requests wait for a worker that loads the version."""
 
 
 class Backlog:
@@ -62,7 +55,7 @@ class Backlog:
         self._wanted = asyncio.Event()
 
     def load(self, served: Served, lane: Lane) -> Load:
-        """Returns the load of a lane, which is polled from now on."""
+        """Returns the load of a lane, polled from now on."""
         found = self._loads.get(lane)
         if found is None:
             found = self._begin(served, lane)
@@ -73,10 +66,7 @@ class Backlog:
     def judge(
         self, served: Served, route: Route, timeout_s: float, asked_s: float = 0.0, *, tenant: str = ""
     ) -> Overloaded | None:
-        """Decides whether a request may enter, by its deadline and its queue timeout.
-
-        `timeout_s` is how long its answer is useful, `asked_s` its own queue timeout.
-        """
+        """Judges a request that is useful for `timeout_s` and asks for a queue timeout of `asked_s`."""
         limit = served.spec.lane_capacity
         load = self.load(served, self._queue.places.last(route.lane, tenant) if tenant else route.lane)
         ahead = sum(self.load(served, lane).all for lane in route.ahead[:-1]) + math.ceil(load.ahead)
@@ -84,17 +74,17 @@ class Backlog:
         queue_s = 0.0 if route.policy.delay else queue_timeout_s(route.policy, asked_s)
         worth_s = min(timeout_s, queue_s or timeout_s)
         capacity = self._at_best(served, route, worth_s)
-        # Executing batches may be about to end, and the next ones have room for as many.
+        # Executing batches may be about to end.
         at_once = capacity.workers * _batch_size(served.spec)
         return judge(waiting=waiting, ahead=ahead, at_once=at_once, limit=limit, capacity=capacity, timeout_s=worth_s)
 
     def known(self, lane: Lane) -> Load:
-        """Returns the load of a lane if it is polled; else one that counts nowhere."""
+        """Returns the load of a polled lane, else one that counts nowhere."""
         found = self._loads.get(lane)
         return Load(lane, 0) if found is None else found[0]
 
     async def run(self) -> None:
-        """Polls the lanes in use until cancelled."""
+        """Polls until cancelled."""
         while True:
             await self._wanted.wait()
             self._wanted.clear()
@@ -103,7 +93,7 @@ class Backlog:
                 await asyncio.sleep(POLL_S)
 
     async def poll(self) -> None:
-        """Reads all backlogs once, in one write; drops versions without recent requests."""
+        """Reads all backlogs in one write; drops versions without recent requests."""
         for key, group in list(self._groups.items()):
             group.quiet_polls = 0 if group.asked or any(load.own for load in group.loads) else group.quiet_polls + 1
             group.asked = False
@@ -115,9 +105,9 @@ class Backlog:
 
     async def _look(self, group: _Group) -> None:
         own = [load.own for load in group.loads]
-        # Own requests of tenants with unknown places are in some share of their lane.
+        # Tenants with unknown places are in some share of their lane.
         unplaced = {undivided(load.lane.name): load.own for load in group.loads if not is_placed(load.lane)}
-        # Workers remove entries a little after they answered; meanwhile these count as known.
+        # Workers remove entries a little after they answered: until then these count as known.
         unfinished = [min(load.left, self._unfinished(group.served)) for load in group.loads]
         now_s = asyncio.get_running_loop().time()
         passed_s, group.looked_s = max(now_s - group.looked_s, POLL_S), now_s
@@ -155,11 +145,10 @@ class Backlog:
         return most_waiting(spec.lane_capacity, self._capacity(served), spec.default_timeout_s)
 
     def _unfinished(self, served: Served) -> int:
-        """Returns the most entries that workers may have answered and not removed: two batches per instance."""
+        """Two batches per instance, answered and not yet removed."""
         return 2 * self._capacity(served).workers * _batch_size(served.spec)
 
     def _at_best(self, served: Served, route: Route, wait_s: float) -> Capacity:
-        """Returns the best-case speed that higher lanes leave to a request that waits `wait_s`."""
         capacity = self._capacity(served)
         group = self._loads[route.ahead[-1]][1] if route.ahead[-1] in self._loads else None
         if group is None or not capacity.rps:
@@ -176,7 +165,7 @@ class Backlog:
 
 
 def _note(load: Load, shares: Sequence[Share], known: int, unplaced: int) -> None:
-    """Updates a load from a poll, given this process's own entries and those of them in an unknown share."""
+    """`known` are this process's entries, and `unplaced` its entries in an unknown share."""
     total = sum(share.entries for share in shares)
     share = next((each for each in shares if each.lane == load.lane), None) or Share(load.lane, 0)
     load.others = max(share.entries - known - unplaced, 0)
@@ -190,8 +179,8 @@ def judge(
 ) -> Overloaded | None:
     """Decides whether a request may enter a lane; returns the refusal, or `None`.
 
-    With none ahead it always may, because a model scaled to zero must be able to wake. At unknown speed only the limit
-    counts. With `at_once` ahead it may enter, too: they may be about to end, or it may join their batch.
+    With none ahead it always may: a model scaled to zero must wake. At unknown speed only the limit counts. With
+    `at_once` ahead it may enter, too: they may be about to end, or it may join their batch.
     """
     rps = capacity.rps
     if waiting >= limit:
@@ -213,7 +202,7 @@ def _batch_size(spec: ModelSpec) -> int:
 
 
 def most_waiting(limit: int, capacity: Capacity, timeout_s: float) -> int:
-    """Returns the entries of a lane below which `judge` never refuses a request with this timeout."""
+    """Returns how many may wait before `judge` refuses this timeout."""
     if not capacity.rps:
         return limit
     return min(limit, max(int((timeout_s - capacity.start_s) * capacity.rps), 1))
@@ -222,8 +211,7 @@ def most_waiting(limit: int, capacity: Capacity, timeout_s: float) -> int:
 def queue_timeout_s(policy: QueuePolicy, asked_s: float) -> float:
     """Returns how long a request may wait; 0 = until its deadline.
 
-    Its own `timeout` counts only if the policy allows it, and only to shorten one: Triton's rule `0 < asked < default`
-    (reference §3.3).
+    Its own `timeout` may only shorten the policy's: Triton's rule `0 < asked < default` (reference §3.3).
     """
     if policy.allow_override and 0 < asked_s < policy.timeout_s:
         return asked_s

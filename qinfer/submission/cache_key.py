@@ -2,8 +2,7 @@
 
     SHA-256( tenant · model · version · generation · outputs · parameters · SHA-256(inputs by name) ), cut to 128 bits
 
-The parts are MessagePack, which is self-delimiting, so that different requests never have the same spelling. Ids,
-priorities, timeouts and tensor encodings are left out.
+The parts are MessagePack, which is self-delimiting. Ids, priorities, timeouts and tensor encodings are left out.
 """
 
 from collections.abc import Iterable
@@ -24,7 +23,7 @@ _by_name = attrgetter("name")
 
 
 def response_key(request: InferRequest, served: Served) -> bytes | None:
-    """Returns the key of a request's response; `None` if its parameters can't be encoded."""
+    """Returns a request's key; `None` if its parameters can't be encoded."""
     spec = served.spec
     tenant = None if spec.cached_for_all else request.tenant
     try:
@@ -46,7 +45,7 @@ def response_key(request: InferRequest, served: Served) -> bytes | None:
 
 
 def inputs_digest(inputs: Iterable[Tensor]) -> bytes:
-    """Returns the hash of a request's inputs, independent of their order."""
+    """Hashes a request's inputs, independent of their order."""
     digest = sha256()
     for tensor in sorted(inputs, key=_by_name):
         digest.update(_encode((tensor.name, tensor.datatype, tensor.shape, len(tensor.data))))

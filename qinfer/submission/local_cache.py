@@ -1,4 +1,4 @@
-"""The response cache in the memory of a process: bounded by bytes, least recently used entries go first."""
+"""The response cache in memory: bounded by bytes, the least recently used go first."""
 
 from collections import OrderedDict
 from typing import NamedTuple
@@ -9,10 +9,10 @@ from qinfer.core.messages import Response
 from qinfer.tensors import Tensor
 
 LARGEST_SHARE = 8
-"""An entry takes at most this part of the cache, so that large ones do not evict all others."""
+"""An entry takes at most an eighth of the cache."""
 
 _ENTRY_BYTES, _PART_BYTES = 512, 256
-"""About Python's overhead of an entry, and of a tensor or parameter in it."""
+"""Python's overhead of an entry, and of a tensor or parameter in it."""
 
 
 class _Kept(NamedTuple):
@@ -53,7 +53,7 @@ class LocalCache:
 
 
 def size_of(response: Response) -> int:
-    """Returns the approximate size of a response in memory."""
+    """Returns the approximate bytes of a response."""
     size = _ENTRY_BYTES
     for tensor in response.outputs:
         size += _PART_BYTES + len(tensor.data)
@@ -63,6 +63,5 @@ def size_of(response: Response) -> int:
 
 
 def _apart(response: Response) -> Response:
-    """Returns a response without id and times, with its own copy of the tensors."""
     outputs = tuple(Tensor(o.name, o.datatype, o.shape, bytes(o.data)) for o in response.outputs)
     return msgspec.structs.replace(response, request_id="", outputs=outputs, timing=None, called=())

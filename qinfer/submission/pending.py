@@ -1,9 +1,8 @@
 """The pending requests of this process: a table by id with deadlines, and background cleanup.
 
-Gateways use it for their clients, and workers for the models that their models call. Deadlines fall into buckets of 10
-ms with a single timer for the earliest, and fire at most one bucket late, never early. The good path is O(1), awaits
-nothing, makes no task and logs nothing. `run` does the rest: it removes abandoned and late requests from the queue,
-credits streams, and fetches outputs beside the reply stream.
+Gateways use it for clients, workers for models that call others. Deadlines fall into buckets of 10 ms with one timer,
+and fire at most one bucket late, never early. The good path is O(1), awaits nothing, makes no task and logs nothing;
+`run` does the rest.
 """
 
 import asyncio
@@ -45,24 +44,24 @@ _LOST = "the answer may be lost, with data of the queue; send the request again"
 _GONE = "the outputs were stored and are gone; send the request again"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _MOST_LEFT = 4096
-_Outputs = tuple[Lane, str, str]  # a request's lane, id and tenant
+_Outputs = tuple[Lane, str, str]  # lane, id, tenant
 
 
 class Sink(Protocol):
     """The receiver of a request's responses: a future, an HTTP connection, a gRPC stream.
 
-    `no_stream` says why it can't take several responses, of decoupled models; empty = it can.
+    `no_stream` says why it can't take several responses; empty = it can.
     """
 
     no_stream: str
 
     def deliver(self, response: Response) -> None:
-        """Takes a response on the event loop; the last one has `response.final`."""
+        """Takes a response on the event loop; the last is `final`."""
         ...
 
 
 class Inner:
-    """The base of sinks within a submission, for executions without a caller of their own, such as parts."""
+    """The base of sinks within a submission, such as those of parts."""
 
     __slots__ = ()
     no_stream = ""
@@ -74,25 +73,24 @@ class Inner:
         """Takes the error instead of a response."""
 
     def is_behind(self) -> bool:
-        """Tells whether the response must wait for another request's, so that it may not wait for memory."""
+        """Tells whether it may not wait for memory, behind another response."""
         return False
 
 
 class Counter(Protocol):
-    """Counts the requests in flight of a tenant with a quota."""
+    """Counts a tenant's requests in flight."""
 
     in_flight: int
     tenant: str
 
 
 class Load(msgspec.Struct, eq=False):
-    """The load of one lane, or of a tenant's share of it; other processes' parts are of the last look.
+    """The load of a lane, or of a tenant's share of it; others' parts are of the last look.
 
     Attributes:
-        own: This process's unanswered requests in it.
-        left: This process's requests that ended since the last look.
-        executed: The part of `left` that a model answered.
-        most: Below this many entries no request of the default timeout needs to be judged.
+        left: Own requests that ended since the last look.
+        executed: The answered ones among these.
+        most: Below this many entries no default timeout needs a judgement.
         beside: Entries in the lane's other shares.
         part: Its weight's part among busy shares.
     """
@@ -114,7 +112,7 @@ class Load(msgspec.Struct, eq=False):
 
     @property
     def ahead(self) -> float:
-        """The entries that are fetched before one that is submitted now, as shares take turns."""
+        """The entries ahead of a new one, as shares take turns."""
         waiting = self.own + self.others
         return waiting + min(self.beside, (waiting + 1) * (1 - self.part) / self.part) if self.beside else waiting
 
@@ -125,9 +123,9 @@ class Load(msgspec.Struct, eq=False):
 
 
 class OfStep(msgspec.Struct, eq=False):
-    """The part of a pending request that only steps of sequences have.
+    """A pending step of a sequence.
 
-    A caller may send an `is_numbered` step again, so that its leaving ends nothing. `failure` is to end the sequence.
+    An `is_numbered` step may be sent again, so that its leaving ends nothing. `failure` is to end the sequence.
     """
 
     sequences: Sequences
@@ -148,11 +146,11 @@ class Memory(Protocol):
     """The memory of an answer."""
 
     def become(self, size: int) -> None:
-        """Adjusts it to the answer's final size."""
+        """Adjusts to the answer's size."""
         ...
 
     def watch(self, arrived: Callable[[], int], late: Callable[[], None]) -> None:
-        """Calls `late`, which gives up the answer, if `arrived`, its bytes read so far, grows too slowly."""
+        """Calls `late` if the bytes that have `arrived` grow too slowly."""
         ...
 
     def release(self) -> None:
@@ -161,10 +159,10 @@ class Memory(Protocol):
 
 
 class Holder(Protocol):
-    """The keeper of an answer's memory until it is sent."""
+    """Keeps an answer's memory until it is sent."""
 
     def is_behind(self) -> bool:
-        """Tells whether the answer is sent behind another, so that it may not wait for memory."""
+        """Tells whether the answer is behind another, so that it may not wait for memory."""
         ...
 
 
@@ -172,17 +170,16 @@ class Pending(msgspec.Struct, eq=False):
     """A submitted request without a complete answer.
 
     Attributes:
-        version: The version that it is for, later the one that executed it.
+        version: Later the one that executed it.
         entry: Its place in the queue, once confirmed.
         abandoned: Its entry is to be removed once it is known.
         attempt: The followed execution; 0 before the first response.
-        deadline_s: The deadline behind a first one, which is its queue timeout or its wait for a worker.
-        untaken: Called at that first deadline: the error if no worker has taken it, `None` = it waits on.
+        deadline_s: Behind a first deadline: its queue timeout or wait for a worker.
+        untaken: Called at that first one; `None` = a worker has taken it, it waits on.
         late: The error at the first deadline.
-        shared: The execution that it waits for instead of an entry of its own.
-        memory: The memory of a large answer.
-        holder: Returns that memory once the answer is sent; else it is returned when the answer is taken.
-        turn: Set when its answer is next to be sent, if its fetch waits for that.
+        shared: The execution that it waits for instead of an entry.
+        holder: Returns `memory` once the answer is sent, instead of when it is taken.
+        turn: Set when its answer is next to be sent.
     """
 
     request_id: str
@@ -215,13 +212,13 @@ class Pending(msgspec.Struct, eq=False):
             memory.release()
 
     def comes_first(self) -> None:
-        """Records that its answer is next to be sent."""
+        """Lets it fetch its answer, which is next to be sent."""
         if self.turn is not None:
             self.turn.set()
 
 
 class Timer(Protocol):
-    """A timer, as `call_later` returns it."""
+    """A timer of `call_later`."""
 
     def cancel(self) -> None:
         """Cancels the timer."""
@@ -231,17 +228,8 @@ class Timer(Protocol):
 class PendingRequests:
     """The table of pending requests.
 
-    Args:
-        queue: The queue.
-        clock: The monotonic clock of the deadlines.
-        call_later: An event loop's `call_later`.
-        answered: Called with each response for a caller.
-        failed: Called with each caller's request that ends without a response, and the error.
-        window_bytes: Bytes of a stream's outputs that may be unacknowledged.
-
-    Attributes:
-        unclaimed: Called with the id of a response without a pending request: the hint that a stored request has ended.
-        lend: Waits for the memory of an answer to be fetched; `None` = memory is not counted.
+    `answered` and `failed` get callers' responses and failed requests. `unclaimed` gets ids without a pending request:
+    stored ones may have ended. `lend` waits for the memory of an answer; `None` = memory is not counted.
     """
 
     def __init__(
@@ -267,7 +255,7 @@ class PendingRequests:
         self._timer_bucket = 0
         self._abandoned: list[Entry] = []
         self._left: dict[str, _Outputs] = {}
-        """Places where outputs of the latest abandoned requests may still be stored."""
+        """Where outputs of the latest abandoned requests may be stored."""
         self._unread: list[_Outputs] = []
         self._broken: list[OfStep] = []
         self._ending = asyncio.Lock()
@@ -283,14 +271,11 @@ class PendingRequests:
         return pending.request_id in self._pending
 
     def has_any_of(self, model: str, version: int) -> bool:
-        """Tells whether a request to a model version is pending; scans all."""
+        """Tells whether a model version has pending requests; scans all."""
         return any(each.model == model and each.version == version for each in self._pending.values())
 
     def add(self, pending: Pending, deadline_s: float) -> None:
-        """Adds and counts a request.
-
-        The deadline, on the monotonic clock, of a stream is that of its first response.
-        """
+        """Adds and counts a request; a stream's deadline is that of its first response."""
         if pending.load is not None:
             pending.load.own += 1
         if pending.quota is not None:
@@ -305,15 +290,12 @@ class PendingRequests:
         bucket[pending.request_id] = pending
 
     def count(self, pending: Pending, load: Load) -> None:
-        """Counts a pending request in a lane that it has entered later."""
+        """Counts a pending request in the lane that it has entered."""
         pending.load = load
         load.own += 1
 
     def open_stream(self, pending: Pending, *, resumes: bool, pause_s: float, timeout_s: float) -> None:
-        """Lets a request, before it is added, have any number of responses.
-
-        `pause_s` is the longest wait for each, `timeout_s` for all.
-        """
+        """Lets a request have many responses, `pause_s` apart at most, `timeout_s` for all; call before `add`."""
         ends_s = pending.started_s + timeout_s
         now_s, owe = self._clock.monotonic_s, self._credits.owe
         pending.stream = StreamReader(pending.request_id, resumes, pause_s, ends_s, now_s, owe)
@@ -340,7 +322,7 @@ class PendingRequests:
             self._withdraw_soon(pending)
 
     def receive(self, blob: bytes) -> None:
-        """Delivers the responses of a reply blob; drops those without a pending request."""
+        """Delivers a reply blob's responses."""
         try:
             responses = decode_responses(blob)
         except CorruptEntry:
@@ -350,9 +332,9 @@ class PendingRequests:
             self.deliver(response)
 
     def take(self, response: Response) -> Pending | None:
-        """Returns a response's request, and removes it with the last response, unless outputs are yet to be fetched.
+        """Returns a response's request, removed with the last response unless outputs are yet to be fetched.
 
-        Returns `None` for an unknown id, another attempt than the followed one, and a stream's response out of order.
+        `None` for an unknown id, another attempt than the followed one, and a stream's response out of order.
         """
         pending = self._pending.get(response.request_id)
         if pending is None:
@@ -370,20 +352,20 @@ class PendingRequests:
         return pending
 
     def cancel(self, pending: Pending) -> bool:
-        """Abandons a request and removes its entry if it waits; returns whether it was pending."""
+        """Abandons a request; returns whether it was pending."""
         if not self.remove(pending):
             return False
         self._abandon(pending, Cancelled(LEFT))
         return True
 
     def fail_all(self, error: QinferError) -> None:
-        """Fails all pending requests and removes them from the queue; steps of sequences are executed."""
+        """Fails all and removes them from the queue; steps of sequences are executed."""
         for pending in self.clear():
             self._abandon(pending, None)
             self.fail(pending, error)
 
     def lose_all(self) -> None:
-        """Fails all pending requests, because their answers may be lost with the reply stream."""
+        """Fails all: their answers may be lost with the reply stream."""
         if self._pending:
             logger.warning("the reply stream was gone", extra={"failed": len(self._pending)})
         self.fail_all(BrokerUnavailable(_LOST))
@@ -394,7 +376,7 @@ class PendingRequests:
         self._pending.clear()
         self._buckets.clear()
         for pending in everyone:
-            pending.comes_first()  # ends those that wait to fetch outputs
+            pending.comes_first()  # ends waits to fetch outputs
             _uncount(pending)
         if self._timer is not None:
             self._timer.cancel()
@@ -418,10 +400,7 @@ class PendingRequests:
                 await self._withdraw()
 
     async def discard(self) -> None:
-        """Cancels the entries of abandoned requests, and the sequences of abandoned steps.
-
-        If Redis is away, their deadlines end them. May be cancelled and repeated.
-        """
+        """Cancels abandoned entries, and sequences of abandoned steps; may be cancelled and repeated."""
         await self._end_sequences()
         entries, self._abandoned = self._abandoned, []
         try:
@@ -436,7 +415,7 @@ class PendingRequests:
             raise
 
     async def _end_sequences(self) -> None:
-        """Ends the sequences of abandoned steps; may be repeated. A second caller waits for the first."""
+        """A second caller waits for the first."""
         async with self._ending:
             while self._broken:
                 step = self._broken[0]
@@ -450,14 +429,12 @@ class PendingRequests:
                 del self._broken[0]
 
     def _follows(self, pending: Pending, stream: StreamReader, response: Response) -> bool:
-        """Tells whether a response is for a stream's caller; ends a broken stream."""
         verdict = stream.judge(response)
         if verdict is Verdict.BREAK and self.cancel(pending):
             self.fail(pending, stream.broken())
         return verdict is Verdict.DELIVER
 
     def _recount(self, pending: Pending, before: Load, load: Load) -> None:
-        """Counts a pending request in the share where it turned out to be."""
         if pending in self:
             before.own -= 1
             self.count(pending, load)
@@ -484,7 +461,7 @@ class PendingRequests:
             for pending in list(self._buckets.get(number, {}).values()):
                 if self.remove(pending):
                     self._expired(pending)
-        # A request that was added again has set the timer to its later bucket.
+        # A request added again has set the timer to its later bucket.
         if self._buckets and (self._timer is None or self._timer_bucket > min(self._buckets)):
             self._set_timer(min(self._buckets))
 
@@ -497,7 +474,7 @@ class PendingRequests:
             self._abandon(pending, error)
             self.fail(pending, error)
             return
-        # The first deadline concerns only a waiting request; others have until the second.
+        # The first deadline concerns only waiting requests.
         deadline_s, pending.deadline_s = pending.deadline_s, 0.0
         self.add(pending, deadline_s)
         pending.late = DeadlineExceeded(TIMED_OUT) if pending.untaken is None else pending.untaken()
@@ -505,7 +482,7 @@ class PendingRequests:
             self._withdraw_soon(pending)
 
     def deliver(self, response: Response) -> None:
-        """Delivers a response, after fetching stored outputs; drops one without a pending request."""
+        """Delivers a response, after fetching stored outputs."""
         pending = self.take(response)
         if pending is None:
             if response.stored and response.request_id in self._left:
@@ -514,7 +491,7 @@ class PendingRequests:
             self.unclaimed(response.request_id)
             return
         if response.stored:
-            # After a reconnect a response may come twice.
+            # It may come twice after a reconnect.
             if not pending.is_fetched:
                 pending.is_fetched = True
                 self._stored.append(pending)
@@ -523,7 +500,7 @@ class PendingRequests:
         self.answer(pending, response)
 
     def answer(self, pending: Pending, response: Response) -> None:
-        """Passes on the response of a request, which has left the table if it is the last."""
+        """Passes on the response of a request, which has left the table if it is final."""
         if response.version != pending.version and response.version:
             pending.version = response.version  # it was moved while it waited
         if response.failure is None and response.final and pending.load is not None:
@@ -533,20 +510,19 @@ class PendingRequests:
                 pending.sink.deliver(response)
             else:
                 self._answered(pending, response)
-        except Exception as error:  # the loop that answers everyone: one bad answer may not end it
+        except Exception as error:  # one bad answer may not end the loop that answers everyone
             extra = {"request_id": response.request_id, "model": pending.model, "version": pending.version}
             logger.exception("answer failed", extra=extra)
             self.fail(pending, error)
 
     def fail(self, pending: Pending, error: Exception) -> None:
-        """Passes on the error of a request, which has left the table."""
+        """Passes on the error of a removed request."""
         if isinstance(pending.sink, Inner):
             pending.sink.fail(error)
         else:
             self._failed(pending, error)
 
     def _abandon(self, pending: Pending, error: QinferError | None) -> None:
-        """Removes the entry of an abandoned request once it is known; a step ends its sequence with the error."""
         pending.abandoned = True
         self._remember(pending)
         step = pending.step
@@ -563,7 +539,6 @@ class PendingRequests:
             self._work.set()
 
     def _remember(self, pending: Pending) -> None:
-        """Remembers where outputs of an abandoned request may be stored."""
         if pending.load is None:
             return
         if len(self._left) >= _MOST_LEFT:
@@ -575,7 +550,7 @@ class PendingRequests:
         self._work.set()
 
     async def _withdraw(self) -> None:
-        """Removes late requests from the queue; those that a worker holds end with their deadline."""
+        """Requests that a worker holds end with their deadline."""
         late = {p.entry: p for p in self._late if p.entry is not None and p.step is None}
         steps = [pending for pending in self._late if pending.step is not None]
         self._late.clear()
@@ -592,7 +567,6 @@ class PendingRequests:
                     self.fail(pending, pending.late or DeadlineExceeded(TIMED_OUT))
 
     async def _withdraw_step(self, pending: Pending) -> None:
-        """Ends the sequence of a step that no worker took; a sequence with an owner goes on."""
         step, error = pending.step, pending.late or DeadlineExceeded(TIMED_OUT)
         if pending not in self or step is None or step.place is None:
             return
@@ -610,7 +584,7 @@ class PendingRequests:
             if blob is None:
                 raise InferenceFailed(_GONE)
             (response,) = decode_responses(blob)
-        except Exception as error:  # the boundary of a request: its caller gets every error
+        except Exception as error:  # the boundary of a request
             pending.forget_memory()
             if self.remove(pending):
                 logger.exception("outputs can't be fetched", extra={"request_id": pending.request_id})
@@ -618,7 +592,7 @@ class PendingRequests:
             else:
                 await self._drop(*_outputs_of(pending))
             return
-        # Another attempt may have replaced the announced outputs, which is harmless.
+        # Another attempt may have replaced the announced outputs: harmless.
         is_awaited = self.remove(pending)
         if is_awaited:
             self.answer(pending, msgspec.structs.replace(response, stored=False))
@@ -626,7 +600,7 @@ class PendingRequests:
             pending.forget_memory()
 
     async def _borrow(self, pending: Pending, nbytes: int) -> None:
-        """Waits for the memory of an answer; raises `Cancelled` if the request ends meanwhile."""
+        """Raises `Cancelled` if the request ends while it waits."""
         if self.lend is None or pending.memory is not None:
             return
         while pending in self and _is_behind(pending):
@@ -642,7 +616,6 @@ class PendingRequests:
             await self._queue.drop_result(lane, request_id, tenant)
 
     async def _stored_outputs(self, pending: Pending) -> bytes | None:
-        """Reads stored outputs, retrying while the request is pending and the queue away."""
         lane, request_id, tenant = _outputs_of(pending)
         backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:

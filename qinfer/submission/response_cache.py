@@ -1,12 +1,11 @@
-"""The response cache, a step of `Submission`: a repeated request is answered without being executed.
+"""The response cache, a step of `Submission`: a repeated request is answered without being executed (ADR 0021).
 
     request ─▶ key ─▶ in memory? ─▶ answered at once
                  └─▶ an execution of it in progress? ─▶ waits for that one
                        └─▶ in Redis? ─▶ answered       otherwise executed, its response stored and delivered to all
 
-A *flight* is an execution that several requests wait for, and belongs to none of them: its deadline is the latest of
-theirs, and it is cancelled when the last one leaves. Failures are delivered and never stored. A cache in Redis keeps
-nothing in memory; errors of Redis are misses.
+A *flight* is an execution that several requests wait for: its deadline is the latest of theirs, and the last one to
+leave cancels it. Failures are never stored. Errors of Redis are misses.
 """
 
 import asyncio
@@ -36,10 +35,10 @@ from qinfer.wire.frame import decode_responses, encode_responses
 
 logger = logging.getLogger(__name__)
 
-_MAX_UNWRITTEN_BYTES = 32 * 2**20  # of responses on their way to Redis; more are not stored
+_MAX_UNWRITTEN_BYTES = 32 * 2**20  # of responses on their way to Redis
 
 _Place = tuple[bytes, Lane, float]
-"""Key, lane and queue timeout, which requests of one flight share."""
+"""Key, lane and queue timeout, which the requests of a flight share."""
 
 
 class Executes(Protocol):
@@ -60,15 +59,12 @@ class Executes(Protocol):
         ...
 
     def new_id(self, served: Served) -> str:
-        """Returns a new request id."""
+        """Returns a request id."""
         ...
 
 
 class Flight(Inner):
-    """An execution that equal requests wait for, and the sink of its response.
-
-    Equal requests find it by its `place`. `first` is the caller that it was begun for.
-    """
+    """An execution that equal requests wait for, and the sink of its response; `first` is its first caller."""
 
     __slots__ = (
         "_cache", "callers", "ends_s", "first", "is_whole", "looked_ns", "pending", "place", "request", "served",
@@ -109,7 +105,7 @@ class _Write(NamedTuple):
 
 
 class ResponseCache:
-    """The response cache of a process that submits, made and used on its event loop.
+    """The response cache of one event loop.
 
     `at_once` delivers a response in memory during the submission instead of soon afterwards.
     """
@@ -148,7 +144,7 @@ class ResponseCache:
     def submit(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
     ) -> Pending | None:
-        """Answers a request or lets it wait for its flight; returns `None` if its response can't be cached."""
+        """Answers a request or lets it wait; `None` if it can't be cached."""
         started_s = self._now_s()
         key = response_key(request, served)
         if key is None:
@@ -179,7 +175,7 @@ class ResponseCache:
         return pending
 
     async def run(self) -> None:
-        """Reads from and writes to Redis until cancelled."""
+        """Works with Redis until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 await self._work.wait()
@@ -192,8 +188,8 @@ class ResponseCache:
                     group.create_task(self._write(write), name="response to be cached")
 
     def landed(self, flight: Flight, response: Response) -> None:
-        """Stores the response of a flight, and delivers it to its callers."""
-        if not response.final:  # of a model whose responses are not cached; its sinks refuse it
+        """Stores the response of a flight and delivers it."""
+        if not response.final:  # its model's responses are not cached; its sinks refuse it
             flight.is_whole = False
             for caller in flight.callers:
                 self._table.answer(caller, _of(caller, response, ""))
@@ -223,7 +219,7 @@ class ResponseCache:
                 self._table.fail(caller, error)
 
     def abandon(self, flight: Flight) -> None:
-        """Cancels a flight without callers."""
+        """Cancels a flight."""
         pending = flight.pending
         self._forget(flight)
         if pending is not None:
@@ -232,16 +228,13 @@ class ResponseCache:
     def _take_off(
         self, place: _Place, served: Served, request: InferRequest, pending: Pending, timeout_s: float
     ) -> None:
-        """Begins a flight for its first caller.
-
-        It may take twice the model's default timeout, to serve later callers although it is late for the first.
-        """
+        """It may take twice the model's default timeout, for later callers."""
         spec, submission = served.spec, self._submission
-        # Its response is cached for the requested version, for requests that name it.
+        # It is cached for the requested version.
         flight = Flight(self, place, served, msgspec.structs.replace(request, moves=False), pending)
         flight.ends_s = pending.started_s + max(timeout_s, min(2 * spec.default_timeout_s, spec.max_timeout_s))
         submission.prepare(flight.request, served)
-        # With its caller's timeout, not the flight's longer one.
+        # With its caller's timeout, not the flight's.
         route = served.routes.of(request.priority)
         submission.admit(served, route, timeout_s, request.timeout_s, tenant=request.tenant)
         pending.shared = flight
@@ -305,7 +298,7 @@ class ResponseCache:
         except (QinferError, ValueError) as error:
             logger.debug("response not read from the cache", extra={"reason": str(error)})
         if not flight.callers:
-            return  # all have left
+            return
         if found is None:
             self._count_miss(flight)
             try:
@@ -319,7 +312,7 @@ class ResponseCache:
                 self._table.answer(caller, _of(caller, found, "hit"))
 
     def _count_hit(self, caller: Pending) -> None:
-        """Counts a request that was not executed, also as a success, as Triton does."""
+        """It also counts as a success, as in Triton."""
         add, model, version, ns = self._counts.add, caller.model, caller.version, _ns(self._now_s() - caller.started_s)
         add(model, version, stats.CACHE_HIT_COUNT)
         add(model, version, stats.CACHE_HIT_NS, ns)
@@ -336,7 +329,7 @@ class ResponseCache:
         self._counts.add(first.model, first.version, stats.CACHE_MISS_NS, flight.looked_ns)
 
     def _count_joined(self, caller: Pending, response: Response) -> None:
-        """Counts a request with another one's response, which the worker does not count."""
+        """The worker does not count it."""
         if response.failure is None:
             self._count_hit(caller)
         else:

@@ -1,7 +1,7 @@
-"""Submission of shadows: requests that one target answers and another one executes as well, behind online work.
+"""Shadows: requests that one target answers and another executes as well, behind online work.
 
-A shadow waits in the shadow lane of its model version, which workers read while their devices are idle. It bypasses
-response cache and quotas. Abandoned shadows are removed, and workers drop those of dead workers.
+A shadow waits in its model version's shadow lane, which workers read while idle. It bypasses response cache and quotas.
+Abandoned shadows are removed, and workers drop those of dead workers.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from qinfer.traffic.endpoints import why_no_shadow
 def submit_shadow(
     submission: Submission, served: Served, request: InferRequest, sink: Inner, monotonic_s: Callable[[], float]
 ) -> Pending:
-    """Puts a shadow, a copy of a request, into the lane of a model version, with the model's default timeout."""
+    """Puts a copy of a request into a shadow lane."""
     spec = served.spec
     if reason := why_no_shadow(spec):
         raise UnsupportedFeature(reason)

@@ -1,8 +1,8 @@
 """Splitting of requests with more rows than `max_batch_size`: the parts run as requests of their own.
 
-Each part has its own entry and answer, is batched with others, and runs in any worker. The whole is a pending request
-without an entry, whose answer joins those of the parts in order. A failed part, the whole's deadline, or a caller that
-leaves ends all parts. Stored requests (`/v1`, bridges, labeling) are not split.
+Parts may run in different workers and batches. The whole is a pending request without an entry, whose answer joins
+theirs in order. A failed part, the whole's deadline, or a caller that leaves ends all parts. Stored requests (`/v1`,
+bridges, labeling) are not split.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Submits(Protocol):
 
 
 class Part(Inner):
-    """The sink of one part; `place` counts from 0."""
+    """The sink of one part."""
 
     __slots__ = ("_place", "_whole")
     no_stream = "a request that is split takes one response of each part"
@@ -48,7 +48,7 @@ class Part(Inner):
 
 
 class Whole:
-    """A request that is executed in parts; its pending request is `shared` with it."""
+    """A request that is executed in parts."""
 
     def __init__(self, table: PendingRequests, pending: Pending, count: int) -> None:
         self._table, self._pending = table, pending
@@ -64,7 +64,7 @@ class Whole:
             self._end()
 
     def landed(self, place: int, response: Response) -> None:
-        """Takes the response of a part; the last one, or a failure, ends the request."""
+        """Takes a part's response; the last, or a failure, ends the request."""
         if self._is_over:
             return
         if response.failure is None and (response.index or not response.final):
@@ -89,7 +89,7 @@ class Whole:
             self._table.fail(self._pending, error)
 
     def left(self, caller: Pending) -> None:
-        """Cancels every part, because the caller has left."""
+        """Cancels every part."""
         del caller
         self._end()
 
@@ -102,13 +102,13 @@ class Whole:
         self._is_over = True
         parts, self._parts = self._parts, []
         for part in parts:
-            self._table.cancel(part)  # answered parts are not affected
+            self._table.cancel(part)
 
 
 def submit_parts(
     submission: Submits, served: Served, request: InferRequest, pending: Pending, timeout_s: float
 ) -> None:
-    """Submits the parts of a checked request; if one is refused, those not yet executing are cancelled."""
+    """Submits the parts of a checked request; a refusal cancels the others."""
     table, parts = submission.pending, parts_of(request, served.spec.max_batch_size)
     whole = pending.shared = Whole(table, pending, len(parts))
     table.add(pending, pending.started_s + timeout_s)
@@ -122,13 +122,13 @@ def submit_parts(
 
 
 def is_large(request: InferRequest, spec: ModelSpec) -> bool:
-    """Tells whether a request's first input has more rows than the model takes at once."""
+    """Tells whether the first input has more rows than a batch."""
     inputs = request.inputs
     return bool(spec.max_batch_size and inputs and inputs[0].shape and inputs[0].shape[0] > spec.max_batch_size)
 
 
 def check_whole(request: InferRequest, spec: ModelSpec) -> None:
-    """Raises `InvalidRequest` for a request that would have to be split."""
+    """Raises `InvalidRequest` for a request that needs splitting."""
     if is_large(request, spec):
         raise InvalidRequest(
             f"inference request batch-size must be <= {spec.max_batch_size} for '{spec.name}': requests that are "
@@ -137,7 +137,7 @@ def check_whole(request: InferRequest, spec: ModelSpec) -> None:
 
 
 def parts_of(request: InferRequest, max_rows: int) -> list[InferRequest]:
-    """Cuts a checked request into parts of up to `max_rows` rows, which share its bytes; one version executes all."""
+    """Cuts a request into parts that share its bytes; one version executes all."""
     rows = request.inputs[0].shape[0]
     starts = range(0, rows, max_rows)
     assert len(starts) <= MAX_PARTS, "the request was checked"
@@ -151,7 +151,7 @@ def parts_of(request: InferRequest, max_rows: int) -> list[InferRequest]:
 
 
 def merged(responses: Sequence[Response]) -> Response:
-    """Returns the response of the whole: all rows in order, everything else from the first part."""
+    """Joins the responses of parts; all but rows is the first's."""
     first = responses[0]
     columns = zip(*[response.outputs for response in responses], strict=False)
     outputs = tuple(_joined(column) for column in columns)

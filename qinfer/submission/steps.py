@@ -23,7 +23,7 @@ from qinfer.queue.sequence_records import Limits, Pin, SequenceId, Step, Submitt
 from qinfer.queue.sequences import Sequences
 from qinfer.submission.pending import OfStep, Pending, PendingRequests
 
-_PARTITION = 0  # the only one, until models are spread
+_PARTITION = 0  # until models are spread
 
 
 class Steps:
@@ -39,7 +39,7 @@ class Steps:
     def submit(
         self, pending: Pending, request: InferRequest, served: Served, frame: bytes, payload: Payload | None
     ) -> None:
-        """Submits a stamped and checked step, in the order of the calls; its outcome goes to the pending requests."""
+        """Submits a checked step; its outcome goes to the pending requests."""
         flags = request.sequence
         assert flags is not None, "a request to a stateful model names its sequence"
         step = Step(
@@ -59,7 +59,7 @@ class Steps:
         self._work.set()
 
     async def run(self) -> None:
-        """Submits until cancelled, all steps of a tick together except those with or behind large payloads."""
+        """Submits until cancelled: all steps of a tick together, except those with or behind large payloads."""
         async with asyncio.TaskGroup() as group:
             while True:
                 await self._work.wait()
@@ -74,7 +74,7 @@ class Steps:
                     else:
                         behind.add(each.sequence)
                         alone.append(each)
-                # Tasks begin in this order, so that of one sequence's steps those submitted together go first.
+                # Tasks begin in this order: of one sequence's steps those submitted together go first.
                 for sequences, steps in together.items():
                     group.create_task(self._submit_together(sequences, steps), name="steps of sequences")
                 for each in alone:
@@ -117,8 +117,6 @@ class Steps:
 
 
 class _Waiting(NamedTuple):
-    """A step to be submitted; `of` are its model's sequences."""
-
     pending: Pending
     of: Sequences
     sequence: SequenceId
@@ -137,10 +135,7 @@ def _pin(served: Served) -> Pin:
 
 
 def _digest(request: InferRequest) -> str:
-    """Returns a hash of a request's content, by which a repeated START is known.
-
-    A step of an ensemble has a key instead, because the steps before it may give other results each time.
-    """
+    """A key stands for a content that earlier steps of an ensemble may change at a repetition."""
     if request.step_key:
         return request.step_key
     digest = blake2b(digest_size=16)

@@ -1,8 +1,7 @@
 """The reader's side of streams: the responses that a caller gets, and the credit for those it has taken.
 
-If the worker of a stream dies, another one begins again, and after an outage of Redis responses may come twice.
-`StreamReader` decides about each response, without I/O. `Credits` tells workers what was taken, so that they send more;
-`qinfer.batching.streams` is their side.
+If a stream's worker dies, another begins again, and after an outage of Redis responses may come twice.
+`qinfer.batching.streams` is the workers' side.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
 class Verdict(Enum):
-    """The fate of a response: deliver it, drop a repeated one or another execution's, or break the stream."""
+    """Deliver a response, drop it, or break the stream."""
 
     DELIVER = auto()
     DROP = auto()
@@ -32,24 +31,23 @@ class Verdict(Enum):
 
 
 class StreamReader(msgspec.Struct, eq=False):
-    """The account of one stream at its reader.
+    """The account of one stream at its reader, without I/O.
 
     It follows one execution. Before the first delivery a later execution replaces it. Afterwards a later one breaks the
-    stream, unless the model repeats its responses exactly (`resumes`): then known ones are dropped and the rest
-    delivered.
+    stream, unless the model repeats its responses exactly (`resumes`): then known ones are dropped.
 
     Attributes:
         pause_s: The longest wait for a response.
-        ends_s: The end of the whole stream, on the monotonic clock.
+        ends_s: On the monotonic clock.
         owes: Called when its worker is to get credit.
         heard_s: When a response last came or was taken.
         attempt: The followed execution; 0 before the first response.
-        seen: Responses of that execution so far.
-        delivered: Responses to the caller, of all executions.
-        credit_to: The reply address of a worker that counts the window.
-        arrived_bytes: Outputs of the followed execution so far.
-        held_bytes: Delivered outputs that are not taken yet.
-        told_bytes: Outputs for which that execution got credit.
+        seen: Its responses so far.
+        delivered: Responses of all executions.
+        credit_to: A worker that counts the window.
+        arrived_bytes: Outputs of the followed execution.
+        held_bytes: Delivered and not taken yet.
+        told_bytes: Outputs with credit.
     """
 
     request_id: str
@@ -71,7 +69,7 @@ class StreamReader(msgspec.Struct, eq=False):
     is_urgent: bool = False
 
     def judge(self, response: Response) -> Verdict:
-        """Decides about a response, and records it."""
+        """Decides about a response."""
         self.heard_s = self.now_s()
         if response.attempt < self.attempt:
             return Verdict.DROP
@@ -96,13 +94,13 @@ class StreamReader(msgspec.Struct, eq=False):
         return Verdict.DELIVER
 
     def took(self, nbytes: int) -> None:
-        """Records delivered outputs that a socket or a calling model has taken."""
+        """Records outputs that a socket or calling model has taken."""
         self.heard_s = self.now_s()
         self.held_bytes -= nbytes
         self._owe()
 
     def cancel(self) -> bool:
-        """Notifies its worker that its caller wants no more; returns whether a worker is known."""
+        """Tells its worker to stop; returns whether one is known."""
         if not self.credit_to:
             return False
         self.is_cancelled = self.is_urgent = True
@@ -111,15 +109,12 @@ class StreamReader(msgspec.Struct, eq=False):
 
     @property
     def taken_bytes(self) -> int:
-        """Outputs of the followed execution that its caller has taken."""
+        """Outputs of the followed execution that are taken."""
         return max(self.arrived_bytes - self.held_bytes, 0)
 
     @property
     def until_s(self) -> float:
-        """When it ends if no more responses come, on the monotonic clock.
-
-        While the caller holds untaken responses only the worker ends the stream.
-        """
+        """When it ends without further responses; while untaken ones are held, only its worker ends it."""
         return min((self.now_s() if self.held_bytes else self.heard_s) + self.pause_s, self.ends_s)
 
     def broken(self) -> StreamBroken:
@@ -134,10 +129,10 @@ class StreamReader(msgspec.Struct, eq=False):
 
 
 class Credits:
-    """Tells workers how much of their streams was taken; one per process that reads streams.
+    """Tells workers how much of their streams was taken; one per process.
 
-    A quarter of the window is credited at once; less a little later, together with others of the same worker. A slow
-    caller is reported every few seconds, so that its worker does not take it for gone.
+    A quarter of the window is credited at once, less a little later. A slow caller is reported every few seconds, so
+    that its worker does not take it for gone.
     """
 
     def __init__(self, queue: Queue, window_bytes: int, is_open: Callable[[str], bool]) -> None:
@@ -173,7 +168,7 @@ class Credits:
                 backoff.reset()
 
     async def tell(self) -> None:
-        """Sends all owed credit; after a `DeliveryError` the rest is still owed."""
+        """Sends all credit; after a `DeliveryError` the rest is still owed."""
         owing, self._owing = self._owing, {}
         self._owed.clear()
         self._urgent.clear()
@@ -196,7 +191,7 @@ class Credits:
             reader.told_bytes, reader.told_s = reader.taken_bytes, reader.heard_s
             reader.is_urgent = False
         try:
-            # A worker without a reply stream has ended: another one executes the request.
+            # A worker without a reply stream has ended.
             await self._queue.publish(worker, encode_credits(told))
         except DeliveryError:
             for reader in readers:

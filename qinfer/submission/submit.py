@@ -1,13 +1,11 @@
 """Submission to the queue: resolve → validate → route and admit → stamp → place the payload → enqueue.
 
-`Submission` serves callers that wait: a gateway's clients, and a worker's models that call others. `prepare` does the
-same for stored requests (`/v1`, bridges), which `Requests.accept` enqueues. Requests that differ only in id and
-elements are neither checked nor laid out again (`Layouts`). Large tensors travel beside the entry; everything else is
-in the entry, and bounded, because lanes are limited by entries.
+`Submission` serves callers that wait: a gateway's clients, and a worker's models that call others. `prepare` serves
+stored requests (`/v1`, bridges), which `Requests.accept` enqueues. Similar requests are neither checked nor laid out
+again (`Layouts`). Large tensors travel beside the entry; the rest is bounded, because lanes are limited by entries.
 
-A request to a stateful model is a step of a sequence (`Steps`); its `timeout` counts until the sequence has a slot. A
-request for a version that no live worker has loaded is withdrawn after `Served.wait_s`. `backlog.py` refuses requests
-that can't be answered in time.
+The `timeout` of a sequence's step counts until the sequence has a slot. A request for a version that no live worker has
+loaded is withdrawn after `Served.wait_s`.
 """
 
 import asyncio
@@ -44,13 +42,13 @@ from qinfer.tensors import Bytes, Tensor
 from qinfer.wire.frame import Repeats, RequestForm, encode_request, encode_request_apart, timeout_width
 
 MAX_HEAD_BYTES = 2**20
-"""The largest size of a request without its tensors."""
+"""The bytes of a request without its tensors."""
 
 PAYLOAD_MARGIN_S = 60.0
 """How long tensors beside the stream outlive the deadline."""
 
 TAKEN_S = 0.2
-"""The time that workers with free slots have to take a sequence before it counts as waiting."""
+"""Workers with free slots may take this long before a sequence counts as waiting."""
 
 _MAX_LAYOUTS = 1024
 
@@ -64,14 +62,14 @@ class Door(Protocol):
     def take(
         self, served: Served, request: InferRequest, rows: int, waiting: Pending, *, must_join: bool = True
     ) -> bool:
-        """Takes a checked and stamped request; `must_join` refuses one that does not fit into the next batch."""
+        """Takes a checked and stamped request; `must_join` = only into the next batch."""
         ...
 
 
 class Submission:
-    """Submits the requests of one process and waits for their answers; made on its event loop.
+    """Submits one process's requests and waits for answers; made on its event loop.
 
-    `owner` is the name of this process: replies come to `reply:<owner>`.
+    `owner` names this process: replies come to `reply:<owner>`.
     """
 
     def __init__(
@@ -99,22 +97,17 @@ class Submission:
         self._cache: ResponseCache | None = None
 
     def use(self, cache: ResponseCache) -> None:
-        """Caches responses of models whose configuration enables it; call it before `run`."""
+        """Caches responses of models that enable it; call before `run`."""
         cache.serve(self)
         self._cache = cache
 
     def submit(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None = None
     ) -> Pending:
-        """Puts a request into its model version's queue; its responses, or its failure, go to the sink.
+        """Submits a request with tenant and trace, stamped in place; its responses, or its failure, go to the sink.
 
-        Args:
-            served: The model version, as the catalog resolves it.
-            request: The decoded request with tenant and trace, which is stamped in place; `timeout_s` is its queue
-                timeout.
-            sink: Called on the event loop.
-            timeout_s: Seconds to its deadline; a stream also needs a first response in the model's default timeout.
-            quota: Counts it while it is in flight.
+        The request's `timeout_s` is its queue timeout, the argument the time to its deadline; a stream also needs a
+        first response in the model's default timeout. `quota` counts the request while it is in flight.
         """
         spec = served.spec
         if (spec.is_cached or spec.splits or spec.sequences is not None) and (
@@ -135,7 +128,7 @@ class Submission:
         tenant = request.tenant
         load = self.backlog.load(served, self._queue.places.last(lane, tenant) if tenant else lane)
         waiting, default_s = load.own + load.others + load.beside, spec.default_timeout_s
-        # A shorter timeout allows proportionally fewer ahead.
+        # A shorter timeout allows proportionally fewer.
         if not is_usual or waiting * default_s >= load.most * min(timeout_s, default_s):
             worth_s = min(timeout_s, default_s) if spec.decoupled else timeout_s
             self.admit(served, route or served.routes.default, worth_s, request.timeout_s, tenant=tenant)
@@ -158,7 +151,7 @@ class Submission:
         return pending
 
     def submit_near(self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, door: Door) -> Pending:
-        """Submits a plain request through the door, or by `submit` if other requests are in the lane."""
+        """Submits a plain request through the door if nothing waits, else by `submit`."""
         spec = served.spec
         is_plain = served.routes.are_plain and not (served.wait_s or spec.decoupled or spec.is_stateful)
         if not is_plain or spec.is_cached or spec.splits or self._is_crowded(served):
@@ -169,9 +162,9 @@ class Submission:
     def submit_here(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, door: Door
     ) -> Pending | None:
-        """Submits a request through the door, past all waiting ones; returns `None` if the door can't take it."""
+        """Submits through the door, past all; `None` if it can't take it."""
         spec = served.spec
-        # The reader of the lane chooses a sequence's id for the model.
+        # A sequence's id for the model is chosen by the lane's reader.
         names_sequence = spec.sequences is not None or request.sequence is not None
         if spec.decoupled or names_sequence or validate(request, spec) > max(spec.max_batch_size, 1):
             return None
@@ -189,13 +182,13 @@ class Submission:
         request.version, request.generation, request.timeout_s = served.version, served.generation, timeout_s
         pending = Pending(request.id, request.client_id, served.spec.name, served.version, sink, now_s)
         if not take(served, request, rows, pending):
-            request.timeout_s = 0.0  # plain models have no policy for it
+            request.timeout_s = 0.0  # plain models need no policy
             return None
         self.pending.add(pending, now_s + timeout_s)
         return pending
 
     def enqueue(self, waiting: Pending, request: InferRequest, lane: Lane) -> None:
-        """Enqueues a pending request that a door had taken and did not execute."""
+        """Enqueues a pending request that a door took and did not execute."""
         if waiting not in self.pending:
             return
         self.pending.count(waiting, self.backlog.known(lane))
@@ -205,24 +198,24 @@ class Submission:
         self._queue.submit(lane, frame, done, payload=payload, tenant=request.tenant, endpoint=request.moves_by)
 
     def admit(self, served: Served, route: Route, timeout_s: float, asked_s: float, *, tenant: str = "") -> None:
-        """Raises `Overloaded` if a request may not wait; see `Backlog.judge`."""
+        """Raises `Overloaded` as `Backlog.judge` decides."""
         refusal = self.backlog.judge(served, route, timeout_s, asked_s, tenant=tenant)
         if refusal is not None:
             raise refusal
 
     def prepare(self, request: InferRequest, served: Served) -> None:
-        """Checks a request before its cached response is looked up; `submit` does it by itself."""
+        """Checks a request before its cached response is looked up."""
         if len(self.pending) >= self._max_in_flight:
             raise QueueFull(FULL)
         if not request.generation or request.generation != served.generation:
             check(request, served)
 
     def new_id(self, served: Served) -> str:
-        """Returns a new request id."""
+        """Returns a request id."""
         return self._new_id(served.spec.name, served.lane.partition)
 
     async def run(self) -> None:
-        """Runs all background work until cancelled."""
+        """Works until cancelled."""
         async with asyncio.TaskGroup() as group:
             if self._cache is not None:
                 group.create_task(self._cache.run())
@@ -239,7 +232,7 @@ class Submission:
         if spec.decoupled:
             pause_s = min(spec.default_timeout_s, timeout_s)
             self.pending.open_stream(pending, resumes=spec.stream_resume, pause_s=pause_s, timeout_s=timeout_s)
-            timeout_s = pause_s  # for the first response
+            timeout_s = pause_s
         first_s = timeout_s
         if not policy.delay and 0 < request.queue_timeout_s < first_s:
             first_s = request.queue_timeout_s
@@ -255,7 +248,6 @@ class Submission:
     def _submit_special(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
     ) -> Pending | None:
-        """Submits a step, a request to be split, or a cacheable one; `None` for any other."""
         if served.spec.is_stateful:
             if len(self.pending) >= self._max_in_flight:
                 raise QueueFull(FULL)
@@ -279,7 +271,7 @@ class Submission:
     def _submit_step(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
     ) -> Pending:
-        """Submits a step of a sequence, whose limits are checked when it is appended."""
+        """Its limits are checked when it is appended."""
         spec = served.spec
         if not request.generation or request.generation != served.generation:
             check(request, served)
@@ -301,7 +293,6 @@ class Submission:
         return pending
 
     def _untaken(self, served: Served) -> QinferError | None:
-        """Returns the error of a request that no worker took; `None` if a worker has its model by now."""
         model, version = served.spec.name, served.version
         try:
             if not self._catalog.asked(model, version).wait_s:
@@ -315,7 +306,7 @@ class Submission:
 
 
 def check(request: InferRequest, served: Served) -> None:
-    """Checks a request against its model, and marks it as checked; usable in any thread."""
+    """Checks a request against its model, once; usable in any thread."""
     rows = validate(request, served.spec, served.spec.max_request_rows)
     if served.spec.sequences is not None:
         check_sequence(request, rows, served.spec.sequences)
@@ -325,7 +316,7 @@ def check(request: InferRequest, served: Served) -> None:
 
 
 def check_stateless(served: Served) -> None:
-    """Raises `InvalidRequest` for a stateful model, on ways that have no sequences."""
+    """Raises `InvalidRequest` for a stateful model."""
     spec = served.spec
     if spec.sequences is not None and spec.is_stateful:
         raise InvalidRequest(
@@ -335,7 +326,7 @@ def check_stateless(served: Served) -> None:
 
 
 class Stamped(NamedTuple):
-    """A request that is ready for the queue, with the fields of `Acceptance`."""
+    """A request that is ready for the queue."""
 
     lane: Lane
     frame: bytes
@@ -359,17 +350,9 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
 ) -> Stamped:
     """Stamps and encodes a checked request; call it in a thread if its tensors do not fit the frame.
 
-    Args:
-        request: The decoded request, which is modified: keep the result for a repetition. `timeout_s` is its queue
-            timeout.
-        served: The model version.
-        address: Its id and partition.
-        timeout_s: Seconds from acceptance to deadline.
-        inline_max_bytes: Larger tensors travel beside the stream.
-        tenant: The tenant.
-        trace: W3C `traceparent`, if it is traced.
-        route: The lane and policy; by default those of its priority.
-        max_waiting: A limit of waiting entries, beside the policy's and the lane's; 0 = no limit.
+    It modifies the request: keep the result for a repetition. The request's `timeout_s` is its queue timeout, the
+    argument the time to its deadline. Tensors above `inline_max_bytes` travel beside the stream. `max_waiting` limits
+    waiting entries, beside the policy's and the lane's limits; 0 = unlimited.
     """
     check_stateless(served)
     check_whole(request, served.spec)
@@ -398,7 +381,7 @@ def _stamp(request: InferRequest, served: Served, route: Route, timeout_s: float
 
 
 class Layouts:
-    """A cache of layouts: a similar request is neither checked nor laid out again."""
+    """A cache: a similar request is neither checked nor laid out again."""
 
     def __init__(self, inline_max_bytes: int) -> None:
         self._inline_max_bytes = inline_max_bytes
@@ -406,14 +389,11 @@ class Layouts:
         self._repeats = Repeats()
 
     def find(self, kind: Kind) -> RequestForm | None:
-        """Returns the form of a kind of requests."""
+        """Returns the form of a kind."""
         return self._forms.get(kind)
 
     def lay_out(self, request: InferRequest, kind: Kind | None) -> tuple[bytes, Payload | None]:
-        """Encodes a stamped request.
-
-        The second of its kind makes the layout known, because all of a kind fit the model.
-        """
+        """Encodes a stamped request; the second of its kind makes the layout known."""
         frame, payload = lay_out(request, self._inline_max_bytes)
         if kind is not None and payload is None and self._repeats.has(kind):
             if len(self._forms) >= _MAX_LAYOUTS:
@@ -423,9 +403,9 @@ class Layouts:
 
 
 def kind_of(request: InferRequest, lane: Lane, generation: int, timeout_s: float) -> Kind | None:
-    """Returns the kind of a request before it is stamped.
+    """Returns the kind of an unstamped request.
 
-    Returns `None` if its frame is unique or its bytes must be checked.
+    `None` if its frame is unique or its bytes must be checked.
     """
     if request.client_id or request.parameters or request.priority or request.sequence is not None or request.holders:
         return None
@@ -455,10 +435,7 @@ def tensor_bytes(request: InferRequest) -> int:
 
 
 def lay_out(request: InferRequest, inline_max_bytes: int) -> tuple[bytes, Payload | None]:
-    """Encodes a stamped request, setting its field `payload`.
-
-    Returns the frame, and a payload for beside the stream.
-    """
+    """Encodes a stamped request and sets its `payload`; returns the frame, and a payload beside it."""
     size = tensor_bytes(request)
     if size <= inline_max_bytes:
         frame = encode_request(request)
@@ -471,7 +448,7 @@ def lay_out(request: InferRequest, inline_max_bytes: int) -> tuple[bytes, Payloa
 
 
 def check_head(size: int) -> None:
-    """Raises `PayloadTooLarge` if a request without its tensors exceeds `MAX_HEAD_BYTES`."""
+    """Raises `PayloadTooLarge` if the request is too large without its tensors."""
     if size > MAX_HEAD_BYTES:
         raise PayloadTooLarge(
             f"the id, names and parameters of the request take {size} bytes, more than {MAX_HEAD_BYTES}; "

@@ -1,12 +1,11 @@
--- Deliveries. A kind has two keys in each partition: its queue, a stream of pending items, and `later`, a sorted set of
--- taken ones. The score is when an item is due again in ms; its fraction counts the attempts in 1024ths (exact in a
--- double until the year 2248).
+-- Deliveries. A kind has in each partition a queue (a stream), and `later`, a sorted set of taken items. The score is
+-- when an item is due again in ms; its fraction counts the attempts in 1024ths (exact until the year 2248).
 local MOST_ATTEMPTS = 1023
 
 local function later_of(queue) return queue .. '|later' end
 
--- Puts an item into a queue that lives for at least `lifetime` ms (nil = for ever), dropping items older than `max_age`
--- ms; returns its id.
+-- Puts an item into a queue that lives for `lifetime` ms (nil = for ever) and drops items older than `max_age` ms;
+-- returns its id.
 local function deliver(queue, item, notes, lifetime, max_age)
   local oldest = max_age and string.format('%.0f', now_ms() - max_age) or '0'
   local id = redis.call('XADD', queue, 'MINID', '~', oldest, '*', 'i', item, 'n', notes)
@@ -17,30 +16,28 @@ local function deliver(queue, item, notes, lifetime, max_age)
   return id
 end
 
--- Removes items, even taken ones.
 local function done(queue, ...)
   redis.call('XDEL', queue, ...)
   redis.call('ZREM', later_of(queue), ...)
 end
 
--- Returns up to `most` untaken items. The group only records how far it has read; `later` has the read items.
+-- Returns up to `most` untaken items; `later` has the read ones.
 local function read_new(queue, most)
   if most < 1 then return {} end
   local words = {'XREADGROUP', 'GROUP', 'takers', 'taker', 'COUNT', most, 'NOACK', 'STREAMS', queue, '>'}
   local reply = redis.pcall(unpack(words))
-  if reply and reply.err then -- no group yet
+  if reply and reply.err then
     redis.call('XGROUP', 'CREATE', queue, 'takers', '0')
     reply = redis.call(unpack(words))
   end
   return reply and reply[1][2] or {}
 end
 
--- Takes up to `count` items, half due and half new ones if there are enough of both. Each is due again after `pause`
--- ms, doubling with each attempt up to `longest`. Calls `use(id, attempts, item, notes)` with each until it returns
--- false for lack of room.
+-- Takes up to `count` items, half due and half new, each for `pause` ms, doubling up to `longest`. Calls `use(id,
+-- attempts, item, notes)` until it returns false for lack of room.
 local function take(queue, count, pause, longest, use)
   if redis.call('EXISTS', queue) == 0 then return end
-  redis.call('ZREM', later_of(queue), '') -- a no-op write, after which full memory stops no script
+  redis.call('ZREM', later_of(queue), '') -- for full memory
   local later, now, is_full = later_of(queue), now_ms(), false
 
   local function hand_out(entry, score)
@@ -61,7 +58,7 @@ local function take(queue, count, pause, longest, use)
     if entry then
       hand_out(entry, tonumber(due[i + 1]))
     else
-      redis.call('ZREM', later, due[i]) -- it was trimmed
+      redis.call('ZREM', later, due[i]) -- trimmed
     end
   end
   for _, entry in ipairs(new) do hand_out(entry, now) end
@@ -70,7 +67,6 @@ local function take(queue, count, pause, longest, use)
   if #new > 0 and left > 0 then redis.call('PEXPIRE', later, left) end
 end
 
--- Postpones a taken item by `wait` ms, because it failed or its taker needs longer.
 local function retry_in(queue, id, wait)
   local later = later_of(queue)
   local score = redis.call('ZSCORE', later, id)

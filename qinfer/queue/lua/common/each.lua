@@ -1,6 +1,6 @@
--- Runs another script's function `one` for several requests of one partition.
--- KEYS: those of each. ARGV: number of requests, keys per request, then for each the number of arguments and these.
--- Returns each request's reply.
+-- Runs another script's function `one` for several requests of a partition.
+-- KEYS: those of each. ARGV: requests, keys per request, then for each the number of arguments and these. Returns the
+--   replies.
 local requests, width = tonumber(ARGV[1]), tonumber(ARGV[2])
 local answers, at = {}, 3
 assert(width > 0 and requests * width == #KEYS, 'the KEYS do not match the number of requests')

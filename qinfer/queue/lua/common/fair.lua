@@ -1,8 +1,7 @@
--- Turns of a lane's shares by start-time fair queueing (Goyal, Vin and Cheng 1996), with equal costs. A share's lead is
--- its service beyond the busy share furthest behind, in entries by weight; the smallest lead is next. An idle share
--- saves nothing: leads are never negative.
+-- Turns of a lane's shares by start-time fair queueing (Goyal, Vin and Cheng 1996). A share's lead is its service
+-- beyond the busy share furthest behind, in entries by weight; the smallest lead is next. An idle share saves nothing.
 
--- Returns how many of the next `count` entries each share gets; `shares` is a list of {lead, weight}, all with work.
+-- Returns how many of the next `count` entries each share, {lead, weight}, gets.
 local function next_of(shares, count)
   local wanted, leads, all, sum, highest = {}, {}, 0, 0, 0
   for i, share in ipairs(shares) do
@@ -10,7 +9,7 @@ local function next_of(shares, count)
     all, sum, highest = all + share.weight, sum + share.lead * share.weight, math.max(highest, share.lead)
   end
   if #shares == 1 then return {count} end
-  local level = (count + sum) / all - 1 -- all leads reach it, none exceeds it; a few turns remain
+  local level = (count + sum) / all - 1 -- all leads reach it, none exceeds it
   if level > highest then
     for i, share in ipairs(shares) do
       wanted[i] = math.floor((level - share.lead) * share.weight)
@@ -29,8 +28,8 @@ local function next_of(shares, count)
   return wanted
 end
 
--- Takes up to `count` entries of shares in turn, and updates their leads; returns how many. `take(share, count)`
--- returns fewer if the share has no more. `empty` shares are skipped, and their leads shrink.
+-- Takes up to `count` entries in turn; returns how many. `take(share, count)` returns fewer at a share's end. Leads of
+-- `empty` shares shrink.
 local function take_in_turn(shares, count, take)
   local live, left = {}, count
   for _, share in ipairs(shares) do
@@ -44,7 +43,7 @@ local function take_in_turn(shares, count, take)
       left = left - got
       if got == wanted[i] then still[#still + 1] = share end
     end
-    if #still == #live then break end -- all were served
+    if #still == #live then break end
     live = still
   end
   local least = #live > 0 and math.huge or 0

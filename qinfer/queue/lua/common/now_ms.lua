@@ -1,4 +1,3 @@
--- Returns the server's time in ms.
 local function now_ms()
   local time = redis.call('TIME')
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)

@@ -1,4 +1,4 @@
--- Adds the fields by which `move.lua` finds an entry: endpoint, tenant, and the id of a request with a record, if any.
+-- Adds the fields by which `move.lua` finds an entry: endpoint, tenant, id of a request with a record.
 local function mark_origin(fields, endpoint, tenant, request)
   if endpoint == '' then return end
   for _, pair in ipairs({{'e', endpoint}, {'t', tenant}, {'r', request}}) do

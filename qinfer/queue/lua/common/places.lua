@@ -1,13 +1,12 @@
 -- The tenants' shares of a lane; needs shares.lua, now_ms.lua and waiting.lua.
 
--- Adds to the weight and the tenant count of a share of a divided lane.
 local function change_share(lane, number, weight, tenants)
   local was = redis.call('HGET', lane .. '~', number) or '0 0'
   local its_weight, its_tenants = string.match(was, '^(%d+) (%d+)$')
   redis.call('HSET', lane .. '~', number, string.format('%d %d', its_weight + weight, its_tenants + tenants))
 end
 
--- Returns a tenant's two candidate streams, for when there are more tenants than streams.
+-- A tenant's two streams, if there are more tenants than streams.
 local function two_of(tenant)
   local digest = redis.sha1hex(tenant)
   local one = tonumber(string.sub(digest, 1, 6), 16) % MOST_SHARES
@@ -15,7 +14,7 @@ local function two_of(tenant)
   return one, other
 end
 
--- Returns a share for a tenant: a free one, the lane itself first, or else the shorter of its two.
+-- Returns a free share, the lane itself first, or else the shorter of a tenant's two.
 local function choose_share(lane, shares, tenant)
   local is_taken = {}
   for _, share in ipairs(shares) do is_taken[share[1]] = share[3] > 0 end
@@ -26,14 +25,12 @@ local function choose_share(lane, shares, tenant)
   return redis.call('XLEN', stream_of(lane, one)) <= redis.call('XLEN', stream_of(lane, other)) and one or other
 end
 
--- Removes a tenant from its share.
 local function leave_share(lane, tenant, number, weight)
   redis.call('HDEL', lane .. '~tenants', tenant)
   if redis.call('EXISTS', lane .. '~') == 0 then return end
   change_share(lane, number, -weight, -1)
 end
 
--- Adds a tenant to a share, creating its stream if needed.
 local function enter_share(lane, group, tenant, number, weight)
   redis.call('HSET', lane .. '~tenants', tenant, number .. ' ' .. weight)
   if number > 0 and redis.call('EXISTS', stream_of(lane, number)) == 0 then
@@ -41,7 +38,7 @@ local function enter_share(lane, group, tenant, number, weight)
   end
   if redis.call('EXISTS', lane .. '~') == 1 then
     change_share(lane, number, weight, 1)
-  elseif number > 0 then -- the lane becomes divided; at most one tenant had it
+  elseif number > 0 then -- at most one tenant had the lane
     local first, tenants = 0, 0
     for _, place in ipairs(redis.call('HVALS', lane .. '~tenants')) do
       local its_number, its_weight = string.match(place, '^(%d+) (%d+)$')
@@ -51,8 +48,8 @@ local function enter_share(lane, group, tenant, number, weight)
   end
 end
 
--- Returns a tenant's share, assigning one if needed, whether others use it, and whether its stream is new. `weight` 0 =
--- unknown.
+-- Returns a tenant's share, assigned if needed, whether others use it, and whether its stream is new. `weight` 0 =
+--   unknown.
 local function place_of(lane, group, tenant, weight)
   redis.call('ZADD', lane .. '~seen', now_ms(), tenant)
   local shares, tenants = shares_of(lane), {}
@@ -63,7 +60,7 @@ local function place_of(lane, group, tenant, weight)
     number, its_weight = tonumber(its_number), tonumber(its_weight)
     weight = weight > 0 and weight or its_weight
     local is_alone = not shares or tenants[number] == 1
-    local may_return = shares and number > 0 and tenants[0] == 0 -- to the lane itself, which is free
+    local may_return = shares and number > 0 and tenants[0] == 0
     local is_there = number == 0 or redis.call('EXISTS', stream_of(lane, number)) == 1
     if is_alone and is_there and weight == its_weight and not may_return then return number, false, false end
     leave_share(lane, tenant, number, its_weight)
@@ -73,7 +70,7 @@ local function place_of(lane, group, tenant, weight)
       return number, false, not is_there
     end
   end
-  if not shares then -- at most one tenant has the lane itself
+  if not shares then -- at most one tenant has the lane
     number = redis.call('HLEN', lane .. '~tenants') == 0 and 0 or 1
   else
     number = choose_share(lane, shares, tenant)
@@ -84,8 +81,8 @@ local function place_of(lane, group, tenant, weight)
 end
 
 -- Returns {stream, number (of the stream), share (the tenant's), is_shared (by others), is_marked (the entry needs the
---   field `d`)} for a tenant's next entry. The first entry of a new stream goes to the lane itself if nothing unread is
---   there, because sleeping readers do not know the stream; the mark tells them.
+--   field `d`)} for a tenant's next entry. A new stream's first entry goes to the lane itself if nothing unread is
+--   there: the mark tells sleeping readers.
 local function route_of(lane, group, tenant, weight)
   if tenant == '' then return {stream = lane, number = 0, share = 0} end
   local share, is_shared, is_new = place_of(lane, group, tenant, weight)
@@ -94,7 +91,6 @@ local function route_of(lane, group, tenant, weight)
   return {stream = stream_of(lane, number), number = number, share = share, is_shared = is_shared, is_marked = is_marked}
 end
 
--- Forgets tenants that have not asked for long and whose streams are empty, and empty streams without tenants.
 local function forget_tenants(lane)
   local seen = lane .. '~seen'
   for _, tenant in ipairs(redis.call('ZRANGEBYSCORE', seen, '-inf', now_ms() - MAY_FORGET_MS, 'LIMIT', 0, 100)) do

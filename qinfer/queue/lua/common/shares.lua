@@ -1,14 +1,14 @@
--- The shares of a lane. One tenant has the lane itself, which is share 0; each other one a stream `<lane>~<number>`.
+-- The shares of a lane. One tenant has the lane itself, share 0; each other one a stream `<lane>~<number>`.
 --   <lane>~         hash: number → '<weight> <tenants>', sums of a share's tenants; only while the lane is divided
 --   <lane>~tenants  hash: tenant → '<number> <weight>'
---   <lane>~seen     sorted set: tenant → when it asked for its place last, in ms
+--   <lane>~seen     sorted set: tenant → when it asked last, in ms
 --   <lane>~leads    hash: number → see fair.lua
 local MOST_SHARES = 16
 local MAY_FORGET_MS = 60000 -- gateways ask again after half of that
 
 local function stream_of(lane, number) return number == 0 and lane or lane .. '~' .. number end
 
--- Returns the shares of a divided lane as {number, weight, tenants}, itself first; else nil.
+-- Returns a divided lane's shares as {number, weight, tenants}, itself first; else nil.
 local function shares_of(lane)
   local found = redis.call('HGETALL', lane .. '~')
   if #found == 0 then return nil end
@@ -21,7 +21,7 @@ local function shares_of(lane)
   return shares
 end
 
--- Returns the existing streams of a lane as {number, stream, weight}, always including itself.
+-- Returns a lane's streams as {number, stream, weight}, always including itself.
 local function streams_of(lane)
   local streams = {}
   for _, share in ipairs(shares_of(lane) or {{0, 1, 0}}) do

@@ -6,10 +6,10 @@ local function trim_letters(letters, letter, size, age, most)
   repeat
     local excess = redis.call('MEMORY', 'USAGE', letters, 'SAMPLES', 0) - most
     if excess > 0 and count > 1 then
-      -- Removes by average size without the newest, because reading each of many would take seconds.
+      -- By average size: reading each of many would take seconds.
       local average = (excess + most - size) / (count - 1)
       count = math.max(1, count - math.max(1, math.floor(excess / average)))
       redis.call('XTRIM', letters, 'MAXLEN', count)
     end
-  until not (excess > 0) or count <= 1 -- `not`, because comparisons with NaN are false
+  until not (excess > 0) or count <= 1 -- `not`: comparisons with NaN are false
 end

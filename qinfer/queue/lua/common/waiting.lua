@@ -1,25 +1,24 @@
--- The waiting entries of a lane; needs holder.lua and shares.lua.
+-- Waiting entries; needs holder.lua and shares.lua.
 
--- Returns how many entries of a stream wait: all but the executing ones if workers report these (`is_told`), else all
--- but those that a worker holds.
+-- Counts waiting entries: all but executing ones if workers report these (`is_told`), else all but held ones.
 local function waiting(stream, group, is_told)
   local count = redis.call('XLEN', stream)
   if is_told then return count - redis.call('SCARD', stream .. EXECUTING) end
-  local pending = redis.pcall('XPENDING', stream, group) -- fails without a group: nothing is held
+  local pending = redis.pcall('XPENDING', stream, group) -- without a group nothing is held
   for _, owned in ipairs(not pending.err and pending[4] or {}) do
     if not is_ownerless(owned[1]) then count = count - tonumber(owned[2]) end
   end
   return count
 end
 
--- Returns how many entries of a stream were never delivered, which alone wake blocking reads.
+-- Counts undelivered entries, which alone wake blocking reads.
 local function unread(stream, group)
-  local pending = redis.pcall('XPENDING', stream, group) -- fails without a group
+  local pending = redis.pcall('XPENDING', stream, group)
   return redis.call('XLEN', stream) - (pending.err and 0 or tonumber(pending[1]))
 end
 
--- Returns how many of `count` further entries have room: until `limit` (0 = none) wait in a lane and its `.delayed`
--- lane, and at least the share's part of it. A tenant below its share is admitted even if the lane is full.
+-- Returns how many of `count` entries have room: until `limit` (0 = none) wait in a lane and its `.delayed` lane, and
+--   at least the share's part of it: a tenant below its share is admitted even if the lane is full.
 local function room(lane, number, delayed, limit, group, is_told, count)
   if limit == 0 then return count end
   local streams, held = streams_of(lane), redis.call('XLEN', delayed)

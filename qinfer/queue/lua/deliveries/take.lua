@@ -1,5 +1,4 @@
--- Takes items of a kind. KEYS: its queue. ARGV: count, pause in ms, longest pause in ms.
--- Returns {id, attempts, item, notes} of each.
+-- Takes items. KEYS: queue. ARGV: count, pause, longest pause (ms). Returns {id, attempts, item, notes} of each.
 local taken = {}
 
 take(KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), function(...)

@@ -1,10 +1,10 @@
 -- Marks entries that `worker` owns as executing, so that they no longer wait.
--- KEYS: the lane. ARGV: group, worker, entry ids, mostly in order. Returns how many.
+-- KEYS: lane. ARGV: group, worker, entry ids, mostly in order. Returns how many.
 local lane, group, worker = KEYS[1], ARGV[1], ARGV[2]
 local most = 100000 -- a worker holds far fewer
 
 local owned = {}
-local pending = redis.pcall('XPENDING', lane, group, ARGV[3], ARGV[#ARGV], most, worker) -- fails without a group
+local pending = redis.pcall('XPENDING', lane, group, ARGV[3], ARGV[#ARGV], most, worker)
 if pending.err then return 0 end
 for _, entry in ipairs(pending) do owned[entry[1]] = true end
 

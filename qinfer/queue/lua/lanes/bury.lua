@@ -1,6 +1,6 @@
 -- Moves an entry that `consumer` still owns to the dead letters, with its payload, and trims these.
 -- KEYS: lane, letters, payload (optional). ARGV: group, consumer, id, version and name of the lane, request id, code,
---   reason, age (ms), most (bytes), name of the copy of the payload's object (optional).
+--   reason, age (ms), most (bytes), name of the payload object's copy (optional).
 -- Returns {letter, unreferenced objects}, or nil.
 local lane, letters, payload = KEYS[1], KEYS[2], KEYS[3]
 local group, consumer, id, age, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[8]), tonumber(ARGV[9])
@@ -23,7 +23,7 @@ if is_object then
   size = size + tonumber(known[3])
   if ARGV[10] then gone[1] = known[2] end
 end
-redis.call('XACK', lane, group, '0-0') -- a no-op write, after which full memory stops no script
+redis.call('XACK', lane, group, '0-0') -- for full memory
 local letter = redis.call('XADD', letters, '*', 'lane', ARGV[4], 'request_id', ARGV[5], 'code', ARGV[6], 'reason', ARGV[7],
   'deliveries', pending[4], 'size', size, 'frame', frame, 'payload', tensors, unpack(fields))
 redis.call('XACK', lane, group, id)

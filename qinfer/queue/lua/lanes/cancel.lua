@@ -1,7 +1,5 @@
--- Removes entries with their payloads, delivered or not, from their lane or from where they were moved; notes delivered
--- ones.
--- KEYS: lane, moved, payloads, cancels. ARGV: group, place (the lane without prefix), ids. Returns the payloads'
---   objects.
+-- Removes entries, moved ones included, with their payloads; notes delivered ones.
+-- KEYS: lane, moved, payloads, cancels. ARGV: group, place (lane without prefix), ids. Returns unreferenced objects.
 local lane, moved, notes = KEYS[1], KEYS[2], KEYS[#KEYS]
 local group, place = ARGV[1], ARGV[2]
 local gone = {}
@@ -9,7 +7,7 @@ local gone = {}
 local function remove(from, its_place, ids)
   local delivered = {}
   for _, id in ipairs(ids) do
-    local pending = redis.pcall('XPENDING', from, group, id, id, 1) -- NOGROUP: nothing was ever delivered
+    local pending = redis.pcall('XPENDING', from, group, id, id, 1)
     if pending[1] then delivered[#delivered + 1] = id end
   end
   redis.pcall('XACK', from, group, unpack(ids))

@@ -4,7 +4,7 @@
 local lane, other, group, consumer, name = KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]
 local count = 0
 
-redis.call('XACK', lane, group, '0-0') -- a no-op write, after which full memory stops no script
+redis.call('XACK', lane, group, '0-0') -- for full memory
 for i = 4, #ARGV do
   local id, record = ARGV[i], KEYS[i - 1]
   local is_owner = held(lane, group, consumer, id) ~= nil

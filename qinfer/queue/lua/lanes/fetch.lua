@@ -1,11 +1,9 @@
--- Takes up to `count` entries, lane by lane, a lane's shares in turn; of each stream first the ready released ones,
--- then new ones.
+-- Takes up to `count` entries, lane by lane, shares in turn; of each stream first ready released ones, then new ones.
 -- KEYS: lanes by priority. ARGV: group, consumer, released, count (> 0).
 -- Returns {lane's number, id, fields, deliveries, share} per entry, and {lane's number, share} per further stream.
 local group, consumer, released, left = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local taken, divided = {}, {}
 
--- Takes up to `count` entries of a share; returns how many.
 local function take(number, share, count)
   local before, waiting = #taken, share.waiting
   while #waiting > 0 and #taken - before < count do
@@ -26,8 +24,8 @@ local function take(number, share, count)
   return #taken - before
 end
 
--- Returns the shares of a lane with their leads. All lanes are asked before entries are taken, so that a missing group
--- raises NOGROUP before entries could be lost with the reply.
+-- The shares of a lane with their leads. All lanes are asked first: a missing group raises NOGROUP before entries could
+-- be lost with the reply.
 local function look(number, lane)
   local shares, leads = {}, {}
   local streams = streams_of(lane)

@@ -1,5 +1,5 @@
--- Removes entries with their payloads, delivered or not, whichever consumer owns them.
--- KEYS: lane, payloads. ARGV: group, ids. Returns the payloads' objects, or nil.
+-- Removes entries with their payloads, delivered or not.
+-- KEYS: lane, payloads. ARGV: group, ids. Returns unreferenced objects, or nil.
 local lane, group = KEYS[1], ARGV[1]
 
 redis.call('XACK', lane, group, unpack(ARGV, 2))

@@ -1,4 +1,4 @@
--- Extends a reply stream's life, or creates it, atomically, so that no stream is ever without a time to live.
+-- Extends a reply stream's life, or creates it, atomically: no stream is ever without a time to live.
 -- KEYS: stream. ARGV: ttl (ms). Returns 1 if it did not exist.
 local gone = redis.call('TYPE', KEYS[1]).ok ~= 'stream'
 

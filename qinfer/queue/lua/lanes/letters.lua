@@ -1,6 +1,5 @@
--- Lists dead letters, reading one at a time because they may be large.
--- KEYS: the dead letters. ARGV: the first id ('(' = behind it), count, fields to leave out.
--- Returns {id, fields} of each.
+-- Lists dead letters, one at a time because they may be large.
+-- KEYS: letters. ARGV: first id ('(' = behind it), count, fields to leave out. Returns {id, fields} of each.
 local start, count = ARGV[1], tonumber(ARGV[2])
 local left_out = {}
 for i = 3, #ARGV do left_out[ARGV[i]] = true end

@@ -1,6 +1,6 @@
--- Moves the waiting entries of an endpoint (untaken or released ones) to the same lane of another version, as never
--- delivered, with their first enqueue time, and to their tenant's share there. Records of asynchronous requests get the
--- new place; for other entries a note has it.
+-- Moves an endpoint's waiting entries (untaken or released) to the same lane of another version, as never delivered,
+-- with their first enqueue time, to their tenant's share. Records of asynchronous requests, or notes, get the new
+-- place.
 -- KEYS: lane, other, notes. ARGV: group, released, endpoint, prefix, version, name, entries and bytes to look at,
 --   lifetime of the notes (ms), first share, first id there ('(' = behind it).
 -- Returns {moved, next share, next id}, or {moved} at the end.
@@ -10,9 +10,9 @@ local left, room, kept = tonumber(ARGV[7]), tonumber(ARGV[8]), ARGV[9]
 local first, start = tonumber(ARGV[10]), ARGV[11]
 local moved = 0
 
--- Tells whether an entry waits, after taking a released one from its pseudo-owner.
+-- Tells whether an entry waits, taking a released one from its pseudo-owner.
 local function waits(stream, id)
-  local pending = redis.pcall('XPENDING', stream, group, id, id, 1) -- fails without a group: nothing was ever delivered
+  local pending = redis.pcall('XPENDING', stream, group, id, id, 1)
   local owner = not pending.err and pending[1] and pending[1][2]
   if owner == released then redis.call('XACK', stream, group, id) end
   return not owner or owner == released
@@ -51,12 +51,11 @@ local function look(stream, entry)
   return about.e == endpoint and waits(stream, entry[1]), fields, about
 end
 
-redis.call('XACK', lane, group, '0-0') -- a no-op write, after which full memory stops no script
+redis.call('XACK', lane, group, '0-0') -- for full memory
 for _, stream in ipairs(streams_of(lane)) do
   if stream[1] >= first then
     local at = stream[1] == first and start or '-'
     while at do
-      -- One at a time, because they may be large.
       local entry = redis.call('XRANGE', stream[2], at, '+', 'COUNT', 1)[1]
       if entry and (left < 1 or room < 1) then
         if moved > 0 then redis.call('PEXPIRE', notes, kept) end

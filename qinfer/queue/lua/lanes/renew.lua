@@ -1,5 +1,4 @@
--- Renews the leases that `worker` still owns.
--- KEYS: the lane. ARGV: group, worker, entry ids. Returns the lost ids.
+-- Renews the leases that `worker` still owns. KEYS: lane. ARGV: group, worker, entry ids. Returns the lost ids.
 local lane, group, worker = KEYS[1], ARGV[1], ARGV[2]
 local lost = {}
 

@@ -1,4 +1,4 @@
--- KEYS: lanes. Returns {number, entries, weight} of the shares of each lane, the lane itself first.
+-- KEYS: lanes. Returns {number, entries, weight} of each lane's shares, itself first.
 local found = {}
 for i, lane in ipairs(KEYS) do
   found[i] = {}

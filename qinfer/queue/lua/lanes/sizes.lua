@@ -1,7 +1,6 @@
--- KEYS: lanes. Returns for each, with its shares, the number of entries, and the first entry's id in its first lane.
+-- KEYS: lanes. Returns for each, with its shares, the entries, and the first entry's id in its first lane.
 local found = {}
 
--- Returns the first entry's id in its first lane, or ''.
 local function first_of(stream)
   local first = redis.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
   local origin = first and first[1] or ''

@@ -1,8 +1,8 @@
 -- Appends entries to their tenant's share of a lane until `limit` wait, or a single entry with its payload.
 -- KEYS: lane, its `.delayed` lane, payload (optional). ARGV: group, limit (0 = none), tenant, weight (0 = unknown),
 --   endpoint, request, ttl (ms, 0 = already stored), payload, frames. Absent texts are ''.
--- Returns {share of the tenant, whether others use it, share of the first entry, ids}. All but the first entry go to
---   the tenant's share; the last frames may have no room.
+-- Returns {share of the tenant, whether others use it, share of the first entry, ids}; the last frames may have no
+--   room.
 local lane, delayed, payload = KEYS[1], KEYS[2], KEYS[3]
 local group, limit, tenant, weight = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 local endpoint, request, ttl, before = ARGV[5], ARGV[6], ARGV[7], 8

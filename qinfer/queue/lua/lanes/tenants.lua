@@ -1,5 +1,5 @@
--- KEYS: lanes. ARGV: the most tenants to name per lane, group.
--- Returns {number, entries, weight, tenants, waiting} of the shares of each lane.
+-- KEYS: lanes. ARGV: tenants to name per lane, group. Returns {number, entries, weight, tenants, waiting} of each
+--   lane's shares.
 local found, most, group = {}, tonumber(ARGV[1]), ARGV[2]
 for i, lane in ipairs(KEYS) do
   local names, tenants = {}, {}

@@ -1,13 +1,12 @@
--- Removes waiting entries, undelivered or released, with their payloads, also from where they were moved.
--- KEYS: lane, moved, the first entries' payloads. ARGV: group, released, suspects, place (the lane without prefix),
---   ids.
--- Returns {1 or 0 for each entry, the payloads' objects}.
+-- Removes waiting entries, undelivered or released, moved ones included, with their payloads.
+-- KEYS: lane, moved, the first entries' payloads. ARGV: group, released, suspects, place (lane without prefix), ids.
+--   Returns {1 or 0 for each entry, unreferenced objects}.
 local lane, moved = KEYS[1], KEYS[2]
 local group, released, suspects, place = unpack(ARGV, 1, 4)
 local removed, gone = {}, {}
 
 local function remove(from, id)
-  local pending = redis.pcall('XPENDING', from, group, id, id, 1) -- NOGROUP: nothing was ever delivered
+  local pending = redis.pcall('XPENDING', from, group, id, id, 1)
   local owner = not pending.err and pending[1] and pending[1][2]
   if owner and owner ~= released and owner ~= suspects then return 0 end
   if owner then redis.call('XACK', from, group, id) end

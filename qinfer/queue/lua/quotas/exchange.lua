@@ -1,5 +1,5 @@
--- Records a gateway's use of a tenant's quota, and leases it a part of the rest: half of it equally, half by demand.
--- Other gateways keep theirs until their own exchange.
+-- Records a gateway's use of a tenant's quota, and leases it a part of the rest: half equally, half by demand. Others
+-- keep theirs until their own exchange.
 -- KEYS: the quota, a hash: level (all tokens; negative = a debt), at (ms), and of each gateway '<tokens> <demand> <in
 --   flight> <places> <until in ms>'.
 -- ARGV: gateway, rate (per s), burst, places, used, demand, in flight, lease (ms, 0 = it leaves).

@@ -28,7 +28,7 @@ end
 local route = route_of(lane, group, tenant, tonumber(weight))
 if room(lane, route.share, delayed, limit, group, is_told, 1) == 0 then return refuse('full') end
 
--- With full memory the first of these writes raises, and nothing is stored.
+-- With full memory the first write raises, and nothing is stored.
 local lifetime = timeout + result_ttl + tombstone_ttl + margin
 local fields = {'f', frame}
 if place == 'staged' then

@@ -1,4 +1,4 @@
--- Appends stored responses of an asynchronous request, for the consumer that holds its entry.
+-- Appends stored responses for the consumer that holds the request's entry.
 -- KEYS: record, responses. ARGV: prefix, group, consumer, delivery, lane, entry, resumes (1 = continues an earlier
 --   delivery), most (bytes), index, responses.
 -- Returns {what, count, watchers by line}: stored | ended (or another's) | broken | full | over (the tenant has stored
@@ -14,7 +14,7 @@ local is_holder = pending and pending[4] == tonumber(delivery)
 local is_its = known[1] == 'queued' and lane == prefix .. known[2] .. ':' .. known[3] and entry == known[4]
 if not (is_holder and is_its) then return {'ended', 0, ''} end
 
--- An execution differs from earlier ones unless its model says otherwise. Missing responses were lost by Redis.
+-- An execution differs from earlier ones unless its model says otherwise. Redis lost missing responses.
 local count, size = redis.call('LLEN', responses), tonumber(known[7] or '0')
 local is_other = count > 0 and known[6] ~= delivery and resumes == '0'
 if is_other or tonumber(index) > count then return {'broken', count, ''} end
@@ -25,7 +25,7 @@ if size > tonumber(most) then return {'full', count, ''} end
 local share, before = known[8], tonumber(known[7] or '0')
 if share and size > before and is_over(prefix, share, size - before) then return {'over', count, ''} end
 
--- With full memory the first of these writes raises, and nothing is stored.
+-- With full memory the first write raises, and nothing is stored.
 for i = new, #ARGV do redis.call('RPUSH', responses, ARGV[i]) end
 redis.call('HSET', record, 'stored_by', delivery, 'stored_bytes', size)
 if share then note_stored(prefix, share, string.sub(record, #prefix + #'request:' + 1), size, now_ms() + redis.call('PTTL', record)) end

@@ -1,11 +1,10 @@
--- Removes the result and responses of an ended asynchronous request, unless its end goes to an outbox; its record
--- stays.
+-- Removes an ended request's result and responses, unless its end goes to an outbox; its record stays.
 -- KEYS: record, result, responses. ARGV: prefix, id. Returns unreferenced objects.
 local record, result, responses = unpack(KEYS)
 local state, outbox, share = unpack(redis.call('HMGET', record, 'state', 'outbox', 'share'))
 if not state or state == 'queued' or outbox then return {} end
 
--- Freeing writes go first, after which full memory stops no script.
+-- Freeing writes go first, for full memory.
 local objects = {}
 drop(result, objects)
 redis.call('UNLINK', responses)

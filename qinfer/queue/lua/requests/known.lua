@@ -1,6 +1,5 @@
 -- Finds an accepted request by idempotency key (may be nil) or id; returns its id and body hash. If it has ended with
--- the same body, its end goes to its outbox again, unless it waits there: with `notes`, or with the old ones if they
--- are nil.
+-- the same body, its end goes to its outbox again, unless it waits there: with `notes`, or if nil the old ones.
 local DAY_MS = 86400000
 local function known(record, key, id, body_hash, notes)
   local prefix = string.sub(record, 1, -#('request:' .. id) - 1)
@@ -18,7 +17,7 @@ local function known(record, key, id, body_hash, notes)
 
   local of = redis.call('HMGET', record, 'state', 'outbox', 'notice', 'notes', 'result_ttl_ms', 'tombstone_ttl_ms')
   if not of[2] or of[1] == 'queued' then return id, hash end
-  redis.call('UNLINK', record .. '|') -- a no-op write, after which full memory stops no script
+  redis.call('UNLINK', record .. '|') -- for full memory
   local outbox, kept = prefix .. 'deliveries:outbox:' .. of[2], of[5] + of[6] + DAY_MS
   if notes and notes ~= of[4] then
     deliver(outbox, id, notes, kept, kept)

@@ -1,4 +1,4 @@
--- Reads the record of an asynchronous request, and registers a watcher of its end.
+-- Reads an asynchronous request's record, and registers a watcher of its end.
 -- KEYS: record, result, responses. ARGV: prefix, group, released, suspects, reply_to ('' = none), most watchers, fields
 --   to read.
 -- Returns {values, has_result, is_held, deliveries, stored responses}, or nil.
@@ -11,7 +11,7 @@ if not state then return nil end
 local is_held, deliveries = 0, 0
 if state == 'queued' then
   local lane = prefix .. version .. ':' .. name
-  local pending = redis.pcall('XPENDING', lane, group, entry, entry, 1) -- fails without a group
+  local pending = redis.pcall('XPENDING', lane, group, entry, entry, 1)
   if pending[1] then
     local owner = pending[1][2]
     is_held, deliveries = owner ~= released and owner ~= suspects and 1 or 0, pending[1][4]
@@ -24,7 +24,7 @@ if state == 'queued' then
   if reply_to ~= '' then
     waiters[#waiters + 1] = reply_to
     local line = table.concat(waiters, '\n', math.max(1, #waiters - count + 1))
-    redis.pcall('HSET', record, 'waiters', line) -- with full memory there will be no hint
+    redis.pcall('HSET', record, 'waiters', line) -- with full memory there is no hint
   end
 end
 return {redis.call('HMGET', record, unpack(ARGV, 7)), redis.call('EXISTS', result), is_held, deliveries,

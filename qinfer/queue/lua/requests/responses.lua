@@ -1,4 +1,4 @@
--- Reads stored responses of an asynchronous request, or the size of the first if it is too large for this connection.
+-- Reads stored responses, or the size of the first if it is too large for this connection.
 -- KEYS: responses. ARGV: index, most bytes.
 local found, index, room, step = {}, tonumber(ARGV[1]), tonumber(ARGV[2]), 1
 
@@ -10,5 +10,5 @@ while true do
     found[#found + 1] = response
   end
   if #some < step then return found end
-  index, step = index + step, math.min(2 * step, 128) -- large ones are few, so few are read in vain
+  index, step = index + step, math.min(2 * step, 128) -- few large ones are read in vain
 end

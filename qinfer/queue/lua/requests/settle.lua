@@ -1,4 +1,4 @@
--- Ends an asynchronous request, unless it has ended, and removes its entry in any case.
+-- Ends an asynchronous request once, and removes its entry in any case.
 -- KEYS: record, result, staged result, due, webhooks, payload, responses, cancels.
 -- ARGV: prefix, group, id, lane and entry ('' = as in the record), place of the result (none | given | staged), result,
 --   attempt (0 = not executed), state, failure ('' = none).
@@ -22,13 +22,13 @@ if share and state == 'succeeded' and is_over(prefix, share, size) then
   return {'over', '', objects}
 end
 if is_first and attempt == '0' then
-  local pending = redis.pcall('XPENDING', lane, group, entry, entry, 1) -- fails without a group
+  local pending = redis.pcall('XPENDING', lane, group, entry, entry, 1)
   if pending[1] then attempt = pending[1][4] end
 end
 
 local pending = is_first and state == 'cancelled' and redis.pcall('XPENDING', lane, group, entry, entry, 1)
 
--- Freeing writes go first, after which full memory stops no script.
+-- Freeing writes go first, for full memory.
 local function remove(from, entry_id)
   redis.call('XACK', from, group, entry_id)
   redis.call('XDEL', from, entry_id)
@@ -66,7 +66,7 @@ end
 if share then note_stored(prefix, share, id, size + (tonumber(known[12]) or 0), now + result_ttl) end
 if not known[7] and known[5] and known[5] ~= '' then
   redis.call('HSET', record, 'webhook_state', 'pending')
-  -- It expires with the request's record, in case webhooks are switched off.
+  -- It expires with the record, in case webhooks are switched off.
   deliver(webhooks, 'request:' .. id, '', lifetime + DAY_MS)
 end
 return {'first', known[6] or '', objects}

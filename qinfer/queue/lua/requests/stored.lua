@@ -1,14 +1,14 @@
--- The bytes of results that tenants of a shared Redis have stored in a partition; needs now_ms.lua.
+-- The bytes of results that tenants have stored in a partition; needs now_ms.lua.
 --   <prefix>stored:<tenant>        hash: request → bytes, and '' → their sum
 --   <prefix>stored-until:<tenant>  sorted set of requests by the expiry of their results
-local SPARED = 16 * 1024 * 1024 -- bytes that each tenant may always store
+local SPARED = 16 * 1024 * 1024 -- bytes that each tenant may store
 
--- Sets a request's stored bytes and their expiry; 0 = removed.
+-- 0 bytes = removed.
 local function change_stored(prefix, tenant, id, bytes, until_ms)
   local sizes, times = prefix .. 'stored:' .. tenant, prefix .. 'stored-until:' .. tenant
   local before = tonumber(redis.call('HGET', sizes, id) or '0')
   if bytes == 0 then
-    redis.call('HDEL', sizes, id) -- freeing writes go first
+    redis.call('HDEL', sizes, id)
     redis.call('ZREM', times, id)
   else
     redis.call('HSET', sizes, id, bytes)
@@ -20,24 +20,21 @@ local function change_stored(prefix, tenant, id, bytes, until_ms)
   for _, key in ipairs({sizes, times}) do redis.call('PEXPIRE', key, left) end
 end
 
--- Returns some requests of a tenant whose results have expired.
 local function expired(prefix, tenant)
   return redis.call('ZRANGEBYSCORE', prefix .. 'stored-until:' .. tenant, '-inf', now_ms(), 'LIMIT', 0, 100)
 end
 
--- Stops counting expired results.
 local function forget_expired(prefix, tenant)
   for _, id in ipairs(expired(prefix, tenant)) do change_stored(prefix, tenant, id, 0) end
 end
 
--- Sets a request's stored bytes and their expiry, and forgets expired results.
 local function note_stored(prefix, tenant, id, bytes, until_ms)
   change_stored(prefix, tenant, id, bytes, until_ms)
   forget_expired(prefix, tenant)
 end
 
--- Tells whether `more` bytes exceed the tenant's share, which is as many as are free (dynamic thresholds). It writes
--- nothing, because after a write full memory stops no script.
+-- Tells whether `more` bytes exceed the tenant's share, as many as are free (dynamic thresholds). It writes nothing:
+-- after a write full memory stops no script.
 local function is_over(prefix, tenant, more)
   local sizes, ids = prefix .. 'stored:' .. tenant, expired(prefix, tenant)
   local own = tonumber(redis.call('HGET', sizes, '') or '0') + more

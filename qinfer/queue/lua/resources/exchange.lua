@@ -8,7 +8,7 @@ local worker, wanted, is_callee = ARGV[1], ARGV[6], ARGV[7] == '1'
 local now, has_freed, has_got, is_new = now_ms(), false, 0, false
 local CALLEES_FIRST, NEWS = 4e15, 64
 
-redis.call('ZREM', leases, '') -- a no-op write, after which full memory stops no script
+redis.call('ZREM', leases, '') -- for full memory
 
 local function read(key, field)
   return cjson.decode(redis.call('HGET', key, field) or '{}')
@@ -39,7 +39,6 @@ local function forget(dead)
   has_freed = true
 end
 
--- Gives the worker its wish, if the units are free and not awaited by an earlier one.
 local function take(mine)
   local free = {}
   each(maxima, function(name, units) free[name] = math.max(free[name] or 0, units) end)

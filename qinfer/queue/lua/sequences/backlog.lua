@@ -1,4 +1,4 @@
--- Counts the steps of sequences without an owner; beyond a thousand sequences each counts as one step.
+-- Counts the steps of sequences without an owner, after a thousand sequences one each.
 -- KEYS: the open sequences, the lanes of waiting ones. ARGV: prefix, is_fragile.
 begin(ARGV[1], ARGV[2])
 local left, steps = 1000, 0

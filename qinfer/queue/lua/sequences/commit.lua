@@ -1,6 +1,5 @@
 -- Commits a step: stores state, response and number together if the worker still owns the sequence. The last step ends
--- the life. The previous response is kept until it is answered. An explicit sequence commits only numbered steps, so
--- earlier ones may be missing.
+-- the life. The previous response is kept until it is answered. An explicit sequence commits only numbered steps.
 -- KEYS: record. ARGV: prefix, is_fragile, name, token, life, number, place of the state (none = unchanged | given |
 --   staged), state or staged key, place and value of the response.
 -- Returns {done | known (committed before) | lost (another owner) | gone (what was staged), unreferenced objects}.
@@ -30,7 +29,6 @@ for _, staged in pairs({staged_state or nil, staged_answer or nil}) do
 end
 
 local fields = {'at', life .. ' ' .. n}
--- Stores a given value in the record, a staged one under its own key.
 local function put(key, staged, field, value)
   if not staged then
     fields[#fields + 1], fields[#fields + 2] = field, value
@@ -47,7 +45,6 @@ if ARGV[7] ~= 'none' then
 end
 put(answer_of(name, life, n), staged_answer, answer_field(life, n), ARGV[10])
 
--- Tells whether an earlier step is removed; mostly this one is the only one.
 local function is_removed(step)
   if redis.call('XLEN', steps_of(name)) == 1 then return true end
   local is_there = false

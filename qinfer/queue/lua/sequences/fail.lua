@@ -1,8 +1,8 @@
 -- Ends a life by an error at one of its steps, or, without a code, because its idle time is over.
 -- KEYS: record. ARGV: prefix, is_fragile, name, token ('' = any caller, 0 = only without an owner), life, step, code
 --   ('' = idle), text.
--- The owner of a life is told of a cancelled step, because it knows the executing steps; `fail:<life>` ends the life if
--- the owner dies first.
+-- An owner is told of a cancelled step, because it knows the executing steps; `fail:<life>` ends the life if the owner
+-- dies first.
 -- Returns {whether it ended, or will when it begins, unreferenced objects}.
 begin(ARGV[1], ARGV[2])
 make_room()

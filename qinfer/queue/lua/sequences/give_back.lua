@@ -1,6 +1,5 @@
 -- Offers the sequences of a draining worker to others; explicit ones end.
--- KEYS: the worker's sequences. ARGV: prefix, is_fragile, worker, names.
--- Returns {how many, unreferenced objects}.
+-- KEYS: the worker's sequences. ARGV: prefix, is_fragile, worker, names. Returns {how many, unreferenced objects}.
 begin(ARGV[1], ARGV[2])
 make_room()
 local given, gone = 0, {}

@@ -1,11 +1,10 @@
 -- Chooses the correlation ids that a model sees: those of tenants other than the first are replaced, numbers by
 -- allotted numbers, so that no two sequences share one. Needs record.lua. Allotted numbers are in the upper half below
--- 2^53 (2^31 for 32 bits): exact as doubles, and hardly ever used by the first tenant. If it does use one, it reserves
--- it, or gets another.
+-- 2^53 (2^31 for 32 bits): exact as doubles, and hardly ever the first tenant's, which reserves one or gets another.
 --   sequence-numbers       hash: `first` → the first tenant, `last` → how many numbers were allotted
---   sequence-number:<n>    string: the sequence that has the number; lives as long as its record
+--   sequence-number:<n>    string: the number's sequence; lives as long as its record
 
--- Runs a command on the hash; a damaged one starts again.
+-- A damaged hash starts again.
 local function on_numbers(command, ...)
   local key = prefix .. 'sequence-numbers'
   local reply = redis.pcall(command, key, ...)
@@ -14,7 +13,7 @@ local function on_numbers(command, ...)
   return redis.call(command, key, ...)
 end
 
--- Tells whether a tenant differs from the first one to come; callers without a key are no tenant.
+-- Callers without a key are no tenant.
 local function is_other(tenant)
   if tenant == '' then return false end
   local first = on_numbers('HGET', 'first')
@@ -22,7 +21,7 @@ local function is_other(tenant)
   return first and first ~= tenant
 end
 
--- Returns the low bits of a number's digits, as a model sees it; 64 bits are exact below 2^53.
+-- The low bits of a number's digits, exact below 2^53.
 local function low_bits(digits, bits)
   if bits == 64 then return tonumber(digits) end
   local value = 0
@@ -30,8 +29,8 @@ local function low_bits(digits, bits)
   return value
 end
 
--- Chooses the id of a sequence with the number `held` (0 = none) for a model with ids of `bits` (0 = text), and
--- reserves it for `ms`. Returns whether the tenant is not the first, and the number (0 = none).
+-- Chooses and reserves for `ms` the id of a sequence with the number `held` (0 = none) for a model with ids of `bits`
+-- (0 = text). Returns whether the tenant is not the first, and the number.
 local function tell_apart(name, held, bits, ms)
   local other, digits = is_other(tenant_of(name)), string.match(name, '^[^:]+:n(%d+)$')
   if bits == 0 or not digits then return other, 0 end

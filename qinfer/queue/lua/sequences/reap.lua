@@ -1,6 +1,5 @@
--- Offers the sequences of workers whose lease has ended to others.
--- KEYS: the owners, the orphaned sequences. ARGV: prefix, is_fragile, count.
--- Returns {how many were handed over or ended, unreferenced objects}.
+-- Offers sequences of workers whose lease has ended.
+-- KEYS: the owners, the orphaned sequences. ARGV: prefix, is_fragile, count. Returns {how many, unreferenced objects}.
 begin(ARGV[1], ARGV[2])
 make_room()
 local owners, orphans = KEYS[1], KEYS[2]

@@ -1,21 +1,19 @@
--- The record of a sequence and the steps of its life, for all scripts of sequences. A *life* begins with START; the
--- lives of a sequence follow one another, and their steps share one stream, in order.
--- The record is a hash. Its field `of` is a MessagePack table, because most scripts read all of it:
---   state (open | ended), number (the model's id for it; see numbers.lua), weight (the tenant's), kept (until when the
---   keys live, ms);
+-- The record of a sequence and the steps of its life. A *life* begins with START; lives follow one another, and their
+-- steps share one stream, in order.
+-- The record is a hash. Its field `of` is a MessagePack table:
+--   state (open | ended), number (see numbers.lua), weight (the tenant's), kept (until when the keys live, ms);
 --   of the executing life: life, version, generation, kind, idle (ms), owner, token (higher for each owner), ticket,
 --   committed, deaths (of workers during its next step), used (ms), era, apart (1 = the state has its own key);
 --   of the last life: tail, accepted, hash (of its START), last (its last step; 0 = unknown);
 --   of a life ended by an error: code, text, failed, failed_life.
--- Fields that are used alone: `at`, the life and the last committed step; `state`, unless staged; `answer:<life>.<n>`,
--- a response, unless staged; `last:<life>`, the last step of a life with a successor; `next:<life>`, version,
--- generation, kind and idle time of a waiting life; `fail:<life>`, the error of a life that ends when it begins or its
--- owner dies.
-local TOMBSTONE_MS = 300000 -- how long an ended sequence is known
-local LOOK_MS = 60000 -- the janitor's interval, and the idle time of a sequence without owner
-local GRACE_MS = 10000 -- time to answer the steps of an ended life
+-- Other fields: `at`, the life and the last committed step; `state`, `answer:<life>.<n>`, a response, both unless
+-- staged; `last:<life>`, the last step of a life with a successor; `next:<life>`, version, generation, kind and idle
+-- time of a waiting life; `fail:<life>`, the error of a life that ends when it begins or its owner dies.
+local TOMBSTONE_MS = 300000 -- an ended sequence is known this long
+local LOOK_MS = 60000 -- the janitor's interval, and the idle time without owner
+local GRACE_MS = 10000 -- to answer an ended life's steps
 local DAY_MS = 86400000
-local SLACK_MS = 3600000 -- extra lifetime of keys, so that not each step has to extend it
+local SLACK_MS = 3600000 -- so that few steps extend the keys' life
 local SHORT_BYTES = 4096 -- larger frames do not travel with the ticket
 local EMPTY = {life = 0, committed = 0, token = 0, deaths = 0, idle = 0, used = 0, tail = 0,
   accepted = 0, failed = 0, failed_life = 0, last = 0, kept = 0, apart = 0, number = 0, weight = 0, state = '', version = '', generation = '', kind = '', owner = '', ticket = '',
@@ -32,7 +30,7 @@ local function answer_field(life, n) return string.format('answer:%d.%d', life, 
 local function tenant_of(name) return string.match(name, '^([^:]*):') or '' end
 local function number_key(number) return prefix .. string.format('sequence-number:%.0f', number) end
 local function lane_of(version, worker) return prefix .. version .. ':seq@' .. worker end
--- Counts for metrics; a damaged counter starts again.
+-- A damaged counter starts again.
 local function count(what)
   local counts = prefix .. 'sequence-counts'
   if type(redis.pcall('HINCRBY', counts, what, 1)) == 'table' then
@@ -44,16 +42,14 @@ end
 -- Sets the partition, the time, and the era: if Redis may lose confirmed writes, a sequence written before a restart or
 -- failover (a new `master_replid`) is not continued.
 local function begin(partition, is_fragile)
-  if prefix == partition then return end -- one of several requests
+  if prefix == partition then return end
   prefix, now = partition, now_ms()
   era = is_fragile == '1' and string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)') or ''
 end
 
--- Lets the script run with full memory, because ended steps free memory: after a write, here a no-op, Redis stops no
--- script.
+-- Ended steps free memory: after this write full memory stops no script.
 local function make_room() redis.call('ZREM', prefix .. 'sequence-owners', '') end
 
--- Changes a record, and writes it with the given fields.
 local function write(of, values, ...)
   for field, value in pairs(values) do of[field] = value end
   local name = of.name
@@ -62,12 +58,11 @@ local function write(of, values, ...)
   of.name = name
 end
 
--- Makes an empty, unstored record.
 local function fresh(name)
   return setmetatable({name = name}, RECORD)
 end
 
--- Tells whether a record's known fields have the right types: texts and whole numbers.
+-- Tells whether known fields have the right types.
 local function is_whole(of)
   for field, value in pairs(of) do
     local like = EMPTY[field]
@@ -92,7 +87,7 @@ local function is_sound(of)
   return true
 end
 
--- Reads a record; nil = missing or damaged. Ends lives of which Redis may have lost steps.
+-- Reads a record, or nil. Ends lives of which Redis may have lost steps.
 local function load(name)
   local packed = redis.call('HGET', record_of(name), 'of')
   if not packed then return nil end
@@ -106,7 +101,7 @@ local function load(name)
   return of
 end
 
--- Writes a record, and extends the life of its keys to at least `ms`.
+-- Writes a record, and extends the life of its keys to `ms`.
 local function keep(of, ms)
   if of.kept - now >= ms then return write(of, {used = now}) end
   write(of, {used = now, kept = now + ms + SLACK_MS})
@@ -116,7 +111,6 @@ local function keep(of, ms)
   if of.number > 0 then redis.call('PEXPIRE', number_key(of.number), ms + SLACK_MS) end
 end
 
--- The stored response to a step.
 local function has_answer(name, life, n)
   return redis.call('HEXISTS', record_of(name), answer_field(life, n)) == 1 or redis.call('EXISTS', answer_of(name, life, n)) == 1
 end
@@ -124,8 +118,7 @@ local function drop_answer(name, life, n, gone)
   if redis.call('HDEL', record_of(name), answer_field(life, n)) == 0 then drop(answer_of(name, life, n), gone) end
 end
 
--- Tells a sequence's owner of a step, for the `times`-th time. Without `frame`, for steps that may be finished soon,
--- the owner reads it later.
+-- Tells the owner of a step, for the `times`-th time; steps that may be finished soon have no `frame`.
 local function tell(of, entry, life, n, times, frame, payload)
   local lane = lane_of(of.version, of.owner)
   local ticket = {'*', 's', of.name, 'l', life, 'n', n, 'e', entry, 't', of.token, 'times', times}
@@ -137,14 +130,13 @@ local function tell(of, entry, life, n, times, frame, payload)
   redis.call('PEXPIRE', lane, DAY_MS)
 end
 
--- Tells a sequence's owner that the caller of a step has left.
 local function tell_cancel(of, life, n)
   redis.call('XADD', lane_of(of.version, of.owner), 'NOMKSTREAM', '*', 's', of.name, 'l', life, 'n', n, 't', of.token, 'c', 1)
 end
 
--- Puts a sequence into the lane `seq`, or `seq.handed`, which goes first, for workers with free slots. A tenant's wait
--- in a stream of their own, `<lane>~<tenant>`; a blank ticket in the lane itself wakes workers. The set
--- `sequences~<tenant>` has a tenant's open sequences, the hash `sequences~` the tenants' weights.
+-- Puts a sequence into the lane `seq`, or `seq.handed`, which goes first. A tenant's wait in `<lane>~<tenant>`; a blank
+-- ticket in the lane itself wakes workers. The set `sequences~<tenant>` has a tenant's open sequences, the hash
+-- `sequences~` the tenants' weights.
 local function wait_for_owner(of, lane)
   local tenant = tenant_of(of.name)
   if tenant ~= '' then
@@ -161,7 +153,6 @@ local function wait_for_owner(of, lane)
   redis.call('ZADD', prefix .. 'sequences', now, of.name)
 end
 
--- Records that a sequence is no longer open.
 local function close(name)
   redis.call('ZREM', prefix .. 'sequences', name)
   local tenant = tenant_of(name)
@@ -170,7 +161,7 @@ local function close(name)
   if redis.call('EXISTS', prefix .. 'sequences~' .. tenant) == 0 then redis.call('HDEL', prefix .. 'sequences~', tenant) end
 end
 
--- Takes a sequence from its owner, whom a ticket tells, or from the lane in which it waits.
+-- Takes a sequence from its owner, who gets a ticket, or from its lane.
 local function leave(of)
   if of.owner ~= '' then
     redis.call('SREM', prefix .. 'sequence-owned:' .. of.owner, of.name)
@@ -181,7 +172,7 @@ local function leave(of)
   end
 end
 
--- Calls `use(id, fields)` with each step in order until it returns false; removes damaged ones.
+-- Calls `use(id, fields)` until it returns false; removes damaged steps.
 local function each_step(name, use)
   local start = '-'
   while start do
@@ -199,14 +190,14 @@ local function each_step(name, use)
   end
 end
 
--- Returns step, code and text of the error that is to end the executing life; nil = none, or the step is committed.
+-- Returns step, code and text of the error that ends the executing life, unless its step is committed.
 function doom_of(of)
   local doom = redis.call('HGET', record_of(of.name), 'fail:' .. of.life)
   local failed, code, text = string.match(doom or '', '^(%d+) (%S+) (.*)$')
   if failed and tonumber(failed) > of.committed then return tonumber(failed), code, text end
 end
 
--- Ends the executing life, and begins the next one or ends the sequence. Unanswered steps are due after `grace` ms.
+-- Ends the executing life, and begins the next one. Unanswered steps are due after `grace` ms.
 function over(of, grace)
   local record, gone = record_of(of.name), {}
   leave(of)
@@ -217,7 +208,7 @@ function over(of, grace)
   local next_life = of.life + 1
   local about = next_life <= of.tail and redis.call('HGET', record, 'next:' .. next_life)
   local version, generation, kind, idle = string.match(about or '', '^(%S+) (%d+) (%S+) (%d+)$')
-  if not version then -- no next life, or a damaged one
+  if not version then -- perhaps a damaged one
     write(of, {state = 'ended', owner = '', ticket = ''})
     close(of.name)
     if of.number > 0 then redis.call('PEXPIRE', number_key(of.number), TOMBSTONE_MS) end
@@ -231,7 +222,6 @@ function over(of, grace)
   return gone
 end
 
--- Returns the first step of the executing life without a response, or nil.
 local function first_unanswered(of)
   local first
   each_step(of.name, function(_, step)
@@ -241,8 +231,7 @@ local function first_unanswered(of)
   return first
 end
 
--- Ends the executing life by an error at step `n`, by default the first without a response; unanswered steps are due at
--- once.
+-- Fails the executing life at step `n`, by default the first without a response; unanswered steps are due at once.
 function fail(of, code, text, n)
   n = n or first_unanswered(of) or (of.life == of.tail and of.accepted or of.committed) + 1
   if code == 'sequence_lost' then count('lost') end
@@ -250,8 +239,7 @@ function fail(of, code, text, n)
   return over(of, 0)
 end
 
--- Offers a sequence of a dead or draining owner to workers with free slots; ends it if its state was in the owner's
--- memory.
+-- Offers the sequence of a dead or draining owner; ends it if the owner's memory had its state.
 local function hand_over(of, has_died)
   if of.kind == 'explicit' then
     return fail(of, 'sequence_lost', 'the worker that had its state in memory has ended')

@@ -1,5 +1,5 @@
--- Counts the open, waiting, ever handed-over and ever lost sequences.
--- KEYS: the open sequences, the counts, the lanes of waiting ones. Returns the four numbers.
+-- KEYS: the open sequences, the counts, the lanes of waiting ones. Returns how many are open, waiting, ever handed
+--   over, ever lost.
 local waiting = 0
 local tenants = redis.call('HKEYS', KEYS[1] .. '~')
 for i = 3, #KEYS do

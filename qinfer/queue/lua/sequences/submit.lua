@@ -31,8 +31,7 @@ local function is_repeated(n, committed)
   return n > 0 and n <= committed and has_answer(name, of.tail, n)
 end
 
--- Tells whether `most` sequences are open and the tenant has its share of them: a tenant below its share is admitted
--- even if others have filled the limit.
+-- A tenant below its share is admitted even if others have filled the limit.
 local function has_no_room()
   if most == 0 or redis.call('ZCARD', prefix .. 'sequences') < most then return false end
   local tenant, sum, tenants = tenant_of(name), 0, redis.call('HGETALL', prefix .. 'sequences~')
@@ -45,7 +44,7 @@ end
 
 local is_full = limit > 0 and redis.call('XLEN', steps) >= limit
 
--- The content tells a repeated START, whose response was lost, from a new life.
+-- The content tells a repeated START from a new life.
 local is_again = is_start and number == 1 and of and of.accepted == 1 and of.hash == hash
   and (is_open or is_repeated(1, of.committed))
 if is_start and not is_again then

@@ -1,6 +1,6 @@
 -- Ends sequences without an owner at the deadline of a waiting step, or after a time without one.
--- KEYS: the open sequences. ARGV: prefix, is_fragile, how many to look at.
--- Returns {how many ended, unreferenced objects}.
+-- KEYS: the open sequences. ARGV: prefix, is_fragile, how many to look at. Returns {how many ended, unreferenced
+--   objects}.
 begin(ARGV[1], ARGV[2])
 make_room()
 local ended, all = 0, {}
@@ -33,7 +33,7 @@ for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT',
     for _, object in ipairs(gone or {}) do all[#all + 1] = object end
   end
 end
--- Workers of earlier versions leave ended sequences in the tenants' sets.
+-- Earlier versions leave ended sequences in the tenants' sets.
 for _, tenant in ipairs(redis.call('HKEYS', KEYS[1] .. '~')) do
   for _, name in ipairs(redis.call('SRANDMEMBER', KEYS[1] .. '~' .. tenant, 10)) do
     if not redis.call('ZSCORE', KEYS[1], name) then close(name) end

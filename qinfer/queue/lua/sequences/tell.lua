@@ -1,4 +1,4 @@
--- Chooses the id of a sequence for a model without sequences; it stays until five minutes pass without a request.
+-- Chooses the id of a sequence for a model without sequences; it lasts until five minutes pass without a request.
 -- KEYS: its number, as text. ARGV: prefix, is_fragile, name, bits (0 = text). Returns {is_other, number (0 = none)}.
 begin(ARGV[1], ARGV[2])
 make_room()

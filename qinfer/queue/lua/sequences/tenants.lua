@@ -1,14 +1,12 @@
--- The tenants whose sequences wait for an owner, and the next of them; needs record.lua (`wait_for_owner`).
+-- Tenants whose sequences wait for an owner; needs record.lua (`wait_for_owner`).
 
 local function stream_of(lane, tenant) return tenant == '' and lane or lane .. '~' .. tenant end
 
--- Returns the id of the blank ticket at the head of a lane, or nil.
 local function blank_of(lane)
   local first = redis.call('XRANGE', lane, '-', '+', 'COUNT', 1)[1]
   return first and first[2][2] == '' and first[1] or nil
 end
 
--- Finds a tenant's first ticket in some lanes; false if it has no ticket.
 local function look(share, lanes)
   for _, lane in ipairs(lanes) do
     local stream = stream_of(lane, share.tenant)
@@ -22,8 +20,8 @@ local function look(share, lanes)
   return false
 end
 
--- Returns the tenants with open sequences as {tenant, weight, held (by all workers), and for waiting ones since (ms),
--- …}. The first entry is for callers without a key or of earlier versions.
+-- Returns tenants with open sequences: {tenant, weight, held (by all workers), and for waiting ones since (ms), …}. The
+--   first entry is for callers without a key or of earlier versions.
 local function shares_of(lanes)
   local shares = {{tenant = '', weight = 1, held = redis.call('ZCARD', prefix .. 'sequences')}}
   local tenants = redis.call('HGETALL', prefix .. 'sequences~')
@@ -43,7 +41,7 @@ local function shares_of(lanes)
   return shares
 end
 
--- Returns the share with the fewest held by weight, and of equal ones the longest waiting.
+-- The fewest held by weight, then the longest waiting.
 local function next_of(shares)
   local best
   for _, share in ipairs(shares) do
@@ -53,7 +51,7 @@ local function next_of(shares)
   return best
 end
 
--- Keeps a blank ticket in each lane in which tenants' sequences wait, and in no other.
+-- Keeps blank tickets only in lanes in which tenants' sequences wait.
 local function wake(shares, lanes)
   for _, lane in ipairs(lanes) do
     local is_any, blank = false, blank_of(lane)

@@ -1,4 +1,4 @@
--- Reads a value, or its size if that exceeds `most` bytes, to be read over another connection.
+-- Reads a value, or its size above `most` bytes, for another connection.
 -- KEYS: the value. ARGV: most. Returns the bytes, the size, {version, name, size} of an object, or nil.
 if redis.call('TYPE', KEYS[1]).ok == 'hash' then return redis.call('HMGET', KEYS[1], 'v', 'name', 'size') end
 

@@ -1,5 +1,5 @@
--- Stores a reference to an object, as a hash, because bytes are strings.
--- KEYS: the value. ARGV: its time to live in ms, fields and values. Returns the names of replaced objects.
+-- Stores a reference to an object as a hash.
+-- KEYS: the value. ARGV: time to live in ms, fields and values. Returns the names of replaced objects.
 local gone = {}
 
 if redis.call('EXISTS', KEYS[1]) == 1 then drop(KEYS[1], gone) end
