@@ -1,7 +1,4 @@
-"""The models that ensembles use: the order of loads, new generations, and unloads (reference §1.14).
-
-A model is `Desired.dependent` if it was loaded only because an ensemble uses it.
-"""
+"""The models that ensembles use: the order of loads, new generations, and unloads (reference §1.14)."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -75,7 +72,7 @@ def unneeded(model: str, desired: Mapping[str, Desired], stored: Mapping[str, St
 
 
 async def renew_users(names: Collection[str], store: ControlStore, without: Collection[str] = ()) -> bool:
-    """Gives loaded ensembles of changed models a new generation, except `without`; returns whether there were any."""
+    """Gives loaded ensembles of changed models a new generation; returns whether it did."""
     wishes = {name: wish for name, wish in (await store.desired()).items() if wish.load}
     users = [name for name in users_of(list(names), await store.models(wishes)) if name not in without]
     for name in users:
@@ -112,14 +109,14 @@ def labels_of(model: StoredModel, stored: Mapping[str, StoredModel]) -> dict[str
 
 
 class Kind(NamedTuple):
-    """The properties of a model that ensembles inherit from their steps."""
+    """The properties that ensembles inherit from their steps."""
 
     decoupled: bool
     sequences: SequenceSpec | None
 
 
 def kind_of_ensemble(ensemble: StoredModel, stored: Mapping[str, StoredModel]) -> Kind:
-    """Returns the properties that an ensemble inherits, regardless of its configuration."""
+    """Returns the inherited properties, regardless of the ensemble's configuration."""
     names = [use.model for use in ensemble.uses]
     for name in names:
         names += [use.model for use in stored[name].uses if use.model not in names] if name in stored else []
@@ -136,5 +133,5 @@ def _kind(text: str) -> Kind:
 
 
 def missing_uses(models: Sequence[StoredModel], known: Collection[str]) -> list[str]:
-    """Returns the names of used models that are not known."""
+    """Returns the used models that are not known."""
     return list(dict.fromkeys(use.model for model in models for use in model.uses if use.model not in known))

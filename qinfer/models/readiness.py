@@ -34,7 +34,7 @@ class Progress(Enum):
 
 
 class Outcome(NamedTuple):
-    """The progress of a load, and why it is not READY."""
+    """The progress of a load, and its reason."""
 
     progress: Progress
     reason: str = ""
@@ -107,7 +107,7 @@ class ModelStatus:
 
     @property
     def loadable_versions(self) -> tuple[int, ...]:
-        """The versions that are READY or can still be loaded, ascending."""
+        """The versions that are READY or may become so, ascending."""
         return () if self.error else tuple(sorted(v for v in self.versions if v not in self.failed))
 
 
@@ -115,7 +115,7 @@ class Capacity(NamedTuple):
     """The speed at which live workers drain a version's backlog.
 
     Attributes:
-        rps: The highest requests a second, in sum; 0 = unknown.
+        rps: Requests a second, in sum; 0 = unknown.
         start_s: The load time of a worker, if none has it loaded; 0 = unknown.
         workers: Live workers that have it loaded.
     """
@@ -125,14 +125,14 @@ class Capacity(NamedTuple):
     workers: int = 0
 
     def behind(self, part: float) -> "Capacity":
-        """Returns the capacity without `part`, which others take; at least a hundredth."""
+        """Returns the capacity less `part`; at least a hundredth."""
         return self if not part else self._replace(rps=self.rps * max(1.0 - part, 0.01))
 
 
 def assess(
     desired: Mapping[str, Desired], stored: Mapping[str, StoredModel], workers: Iterable[WorkerRecord]
 ) -> dict[str, ModelStatus]:
-    """Returns the status of every model that should be loaded, by name."""
+    """Returns the status of desired models, by name."""
     records = list(workers)
     statuses = {
         model: _status(wish, stored.get(model), records) for model, wish in sorted(desired.items()) if wish.load
@@ -144,7 +144,7 @@ def assess(
 
 
 def failed_loads(statuses: Iterable[ModelStatus], workers: Iterable[WorkerRecord]) -> dict[tuple[str, int], bool]:
-    """Returns (model, version; 0 = none) → whether a live worker failed to load its newest generation."""
+    """Returns (model, version; 0 = none) → whether its newest load failed on a worker."""
     records = list(workers)
     failed: dict[tuple[str, int], bool] = {}
     for status in statuses:
@@ -174,7 +174,7 @@ def lacking(ensemble: str, use: Use, statuses: Mapping[str, ModelStatus]) -> str
 
 
 def _lower(model: StoredModel, statuses: dict[str, ModelStatus]) -> bool:
-    """Makes an ensemble UNAVAILABLE while one of its models is not READY; returns whether that changed it."""
+    """Returns whether it made an ensemble UNAVAILABLE for a model that is not READY."""
     status = statuses[model.model]
     reason = next(filter(None, (lacking(model.model, use, statuses) for use in model.uses)), "")
     if not reason or not status.ready_versions:
@@ -229,7 +229,7 @@ def _best(model: str, version: int, generation: int, workers: list[WorkerRecord]
 
 
 def capacity_of(workers: Iterable[WorkerRecord], model: str, version: int) -> Capacity:
-    """Returns the sum of the workers' best speeds; unknown while one has too few measurements."""
+    """Returns the sum of the best speeds; unknown while one is."""
     ready = [worker for worker in workers if worker.is_ready(model, version)]
     speeds = [worker.best_speeds.get(model, {}).get(version, 0.0) for worker in ready]
     return Capacity(sum(speeds) if all(speeds) else 0.0, 0.0, len(speeds))

@@ -11,14 +11,14 @@ Dims = tuple[int, ...]
 
 
 class Reshape(NamedTuple):
-    """The change of a tensor's shape, without the batch dimension; -1 is variable."""
+    """A tensor's change of shape, without the batch dimension; -1 is variable."""
 
     before: Dims
     after: Dims
     batched: bool
 
     def of(self, shape: Dims) -> Dims:
-        """Returns a shape after the change; a variable dimension that the shape lacks becomes 0."""
+        """Returns the new shape; a missing variable dimension becomes 0."""
         lead = 1 if self.batched else 0
         sizes = iter([size for size, dim in zip(shape[lead:], self.before, strict=False) if dim == -1])
         return shape[:lead] + tuple([next(sizes, 0) if dim == -1 else dim for dim in self.after])

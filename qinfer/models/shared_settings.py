@@ -1,7 +1,4 @@
-"""Settings that clients change while the server runs: one document in the control store for each value.
-
-So two clients can change different values at once. `null` = cleared.
-"""
+"""Settings that clients change while the server runs: one document for each value; `null` = cleared."""
 
 import asyncio
 from collections.abc import Mapping
@@ -15,7 +12,7 @@ from qinfer.observe.logs import Switches
 
 LOGGING = "logging"
 TRACE = "trace"
-"""The group of the trace settings; `trace:<model>` has those of one model."""
+"""The trace settings; `trace:<model>` has those of one model."""
 
 FOLLOW_EVERY_S = 2.0
 """The longest delay of a change through another gateway."""
@@ -59,7 +56,7 @@ async def follow_log_settings(store: ControlStore, first: Switches) -> None:
     while True:
         try:
             values = of_group(await store.settings(), LOGGING)
-        except BrokerUnavailable:  # others log it; the settings stay
+        except BrokerUnavailable:
             values = {}
         if values:
             wanted = switches_of(values, first)

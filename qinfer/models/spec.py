@@ -8,7 +8,6 @@ from qinfer.models.ragged_spec import BatchInputKind, BatchInputSpec, BatchOutpu
 from qinfer.models.sequence_spec import SequenceSpec
 
 MAX_PARTS = 64
-"""The most parts that a request is split into."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +39,7 @@ class TensorSpec:
         return self.dims if self.reshape is None else self.reshape
 
     def file_shape(self, *, batched: bool) -> tuple[int, ...]:
-        """Returns its shape in the model file, `batched` = with a batch dimension; -1 is variable."""
+        """Returns its shape in the model file; -1 is variable."""
         if self.ragged:
             return (-1,)
         return (-1, *self.seen_dims) if batched else self.seen_dims
@@ -51,10 +50,10 @@ class QueuePolicy:
     """The queue policy of one priority level (reference §3.3, queue policy).
 
     Attributes:
-        max_queue_size: The most waiting requests; 0 = the lane's capacity.
+        max_queue_size: 0 = the lane's capacity.
         timeout_s: The longest wait before execution; 0 = until the deadline.
         delay: A request over that time goes behind its level (DELAY) instead of being refused (REJECT).
-        allow_override: A request's own `timeout` may shorten `timeout_s`; without a `timeout_s` it has no effect.
+        allow_override: A request's own `timeout` may shorten `timeout_s`.
     """
 
     max_queue_size: int = 0
@@ -71,8 +70,7 @@ class BatchingSpec:
         preferred_sizes: Sizes worth stopping at, ascending; `[max_batch_size]` by default.
         max_queue_delay_s: The longest wait of the oldest request for the batch to fill.
         priority_levels: The lowest level, 1 being the highest; 0 = there are no levels.
-        default_priority: The level of a request that names none, or one that does not exist.
-        policies: Level → its queue policy, where it differs from `default_policy`.
+        default_priority: The level of a request that names no existing one.
     """
 
     preferred_sizes: tuple[int, ...]
@@ -83,7 +81,7 @@ class BatchingSpec:
     policies: Mapping[int, QueuePolicy] = field(default_factory=dict)
 
     def level(self, asked: int) -> int:
-        """Returns the level of a request: 1 … `priority_levels`, or 0 where there are none."""
+        """Returns the level of a request: 1 … `priority_levels`, or 0."""
         return asked if 1 <= asked <= self.priority_levels else self.default_priority
 
     def policy(self, level: int) -> QueuePolicy:
@@ -92,12 +90,12 @@ class BatchingSpec:
 
     @property
     def is_bounded(self) -> bool:
-        """Tells whether a queue policy limits the number of waiting requests."""
+        """Tells whether a queue policy limits waiting requests."""
         return any(policy.max_queue_size for policy in (self.default_policy, *self.policies.values()))
 
     @property
     def is_plain(self) -> bool:
-        """Tells whether all requests are alike, and wait by no policy (reference §3.3 step 3)."""
+        """Tells whether all requests are alike (reference §3.3 step 3)."""
         return not self.priority_levels and self.default_policy == QueuePolicy()
 
     @property
@@ -112,12 +110,7 @@ class BatchingSpec:
 
 
 class WarmupInput(NamedTuple):
-    """One input of a `model_warmup` sample: zeros, random or from a file.
-
-    Attributes:
-        dims: Its dimensions without the batch dimension.
-        file: A file in the model's directory `warmup` that begins with the bytes of one row.
-    """
+    """One input of a `model_warmup` sample: zeros, random or the first row of a `file` in the directory `warmup`."""
 
     datatype: str
     dims: tuple[int, ...]
@@ -148,7 +141,7 @@ class Device(NamedTuple):
 
 
 class ResourceSpec(NamedTuple):
-    """Units of a resource that an execution holds (`rate_limiter.resources`); global = one for all workers."""
+    """Units of a resource that an execution holds; global = one for all workers."""
 
     name: str
     units: int
@@ -162,7 +155,7 @@ class InstanceSpec:
     Attributes:
         name: The group's name, for logs.
         resources: The needs of an execution, where the server limits rates.
-        priority: The weight of an execution among those that wait for resources; 0 counts as 1.
+        priority: The weight among executions that wait for resources; 0 counts as 1.
     """
 
     device: Device = field(default_factory=Device)
@@ -288,7 +281,7 @@ class ModelSpec:
 
     @property
     def is_stateful(self) -> bool:
-        """Tells whether it keeps state between requests, so that a sequence's requests go to one worker, in order."""
+        """Tells whether a sequence's requests go to one worker, in order."""
         return self.sequences is not None and not self.sequences.iterative
 
     @property
@@ -321,7 +314,6 @@ class ModelSpec:
 
 
 def _of_batch(made: BatchInputSpec) -> TensorSpec:
-    """Returns a batch input as an input of the model file: one dimension, or for each row a row of dimensions."""
     if made.kind is BatchInputKind.ITEM_SHAPE:
         return TensorSpec(name=made.name, datatype=made.datatype, dims=(made.rank,))
     return TensorSpec(name=made.name, datatype=made.datatype, dims=(), ragged=True)

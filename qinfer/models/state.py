@@ -8,10 +8,9 @@ import msgspec
 from qinfer.observe.host import GpuUse, MemoryUse
 
 GATEWAY, BULK, BEAT, BRIDGE = "gateway", "bulk", "beat", "bridge"
-"""The programs whose processes report liveness, as `<name>@<host>`; `BEAT` is Celery's scheduler."""
+"""The programs whose processes report liveness, as `<name>@<host>`."""
 
 CALLERS = (GATEWAY, BULK, BRIDGE)
-"""The programs that send requests."""
 
 
 class Desired(msgspec.Struct, frozen=True):
@@ -19,7 +18,6 @@ class Desired(msgspec.Struct, frozen=True):
 
     Attributes:
         generation: Grows with each change of its configuration or files.
-        load: True = loaded, False = unloaded.
         dependent: It was loaded only because an ensemble uses it.
     """
 
@@ -40,9 +38,8 @@ class StoredModel(msgspec.Struct, frozen=True):
     """A model's configuration, as it is read from the repositories and stored.
 
     Attributes:
-        config: The normalised ModelConfig in the JSON dialect of `GET …/config` (reference §2.5); empty after an error,
-            incomplete and unchecked while `pending`.
-        versions: The versions that its version policy selects, ascending.
+        config: In the JSON dialect of `GET …/config`; empty after an error, unchecked while `pending`.
+        versions: Selected by its version policy, ascending.
         content_hash: Changes with the configuration's text, and with path, size or modification time of any file.
         error: Why the model can't be loaded, for clients.
         min_workers: 0 = it is READY without a live worker.
@@ -94,7 +91,7 @@ class VersionState(msgspec.Struct, frozen=True):
     """The state of one model version in one worker.
 
     Attributes:
-        generation: The generation that is loaded, or failed to load.
+        generation: The one that is loaded, or failed to load.
         reason: Why it is not READY at the newest generation.
         tried: The newest generation whose load has ended; above `generation` where a reload failed.
         executed_hash: The hash of a READY version's files, those beside the versions, and its configuration's inputs,
@@ -124,14 +121,14 @@ class Speed(msgspec.Struct, frozen=True):
 
 
 LONG_S = 300.0
-"""The time after which an execution without a limit counts as late."""
+"""An execution without a limit is late after this time."""
 
 
 class Executing(msgspec.Struct, frozen=True, array_like=True):
     """An execution, warm-up or load that has lasted for a while.
 
     Attributes:
-        since: Its start in the broker's time, without calls of other models; restarts with each response of a stream.
+        since: In the broker's time, without calls of other models; restarts with each response of a stream.
         seconds: Its duration at the heartbeat.
         limit_s: 0 = no limit.
         what: `execution`, `warm-up` or `load`.
@@ -146,12 +143,12 @@ class Executing(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_late(self) -> bool:
-        """Tells whether half of its limit has passed, or `LONG_S` without a limit."""
+        """Tells whether half of its limit, or `LONG_S`, has passed."""
         return self.seconds >= (self.limit_s / 2 or LONG_S)
 
     @property
     def text(self) -> str:
-        """The execution, its start and its limit, for people."""
+        """A text for people."""
         since = datetime.fromtimestamp(self.since, UTC).strftime("%H:%M:%S")
         limit = f"limit {self.limit_s:g} s" if self.limit_s else "no limit"
         return f"{self.model} {self.version}: {self.what} since {since} UTC, for {self.seconds:.0f} s ({limit})"
@@ -164,7 +161,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         id: Unique for each start of a worker.
         started_at: Seconds since the epoch, in the broker's time.
         executing: Requests in its batches.
-        throughput_rps: Requests a second over the last heartbeats.
+        throughput_rps: Over the last heartbeats.
         clock_offset_s: Broker time minus its wall clock.
         frame_versions: Frame versions that it can read.
         speeds: Requests a second that it can execute.
@@ -174,9 +171,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         direct: Requests in its batchers that are in no lane: from ensembles and models of this worker, and steps of
             sequences.
         load_s: Seconds of the last load.
-        host: The name of its machine or container.
-        draining: It finishes its requests and stops.
-        cpu_s: CPU time of it and its child processes; 0 = unknown.
+        cpu_s: CPU time with child processes; 0 = unknown.
         memory_bytes: Resident memory of them.
         long: Executions, warm-ups and loads of more than a second.
     """
@@ -219,11 +214,11 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join(waiting + [one.text for one in self.late])
 
     def state_of(self, model: str, version: int) -> VersionState | None:
-        """Returns the state of a version in this worker, if it reports one."""
+        """Returns the state of a version in this worker, if known."""
         return self.models.get(model, {}).get(version)
 
     def is_ready(self, model: str, version: int) -> bool:
-        """Tells whether this worker has a version READY, at any generation."""
+        """Tells whether a version is READY at any generation."""
         state = self.state_of(model, version)
         return state is not None and state.state is State.READY
 
@@ -233,7 +228,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         return [one for one in self.long if one.is_late]
 
     def serves(self, model: str) -> bool:
-        """Tells whether this worker has any version of a model READY."""
+        """Tells whether any version of a model is READY."""
         return any(state.state is State.READY for state in self.models.get(model, {}).values())
 
 
@@ -246,7 +241,6 @@ class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):
         reason: The reason for their number, for people.
         live: Its workers that serve.
         starting: Its workers that do not serve yet.
-        draining: Its workers that finish their last requests.
         work_s: Seconds that one worker would need for all waiting and executing requests.
         entries: Requests and rows of bulk jobs that wait or execute.
     """
@@ -266,4 +260,4 @@ class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SCALED_UP, SCALED_DOWN, RESTARTED, KILLED = "up", "down", "restarts", "kills"
-"""Counters of autoscalers: decisions up and down, restarts after crashes, kills after drains."""
+"""Counters of autoscalers; workers are restarted after crashes, and killed after drains."""

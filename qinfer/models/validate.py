@@ -1,7 +1,7 @@
 """Checks a request against its model, in Triton's order and with Triton's texts (core `src/infer_request.cc`).
 
-A quick check accepts an ordinary request in half a microsecond; others take the slow path, which names the mistake. The
-caller prefixes the request id.
+A quick check accepts an ordinary request in half a microsecond; the slow path names mistakes. The caller prefixes the
+request id.
 """
 
 import struct
@@ -97,7 +97,7 @@ def are_declared(outputs: Sequence[Tensor], request: InferRequest, spec: ModelSp
 
 
 def _plain_rows(inputs: Sequence[Tensor], spec: ModelSpec) -> int:
-    """Returns the rows of an ordinary valid request: all inputs in order, of fixed sizes; 0 says nothing."""
+    """Returns the rows of an ordinary valid request; 0 says nothing."""
     max_rows = spec.max_batch_size
     if len(inputs) != len(spec.inputs):
         return 0

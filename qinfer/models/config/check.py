@@ -113,7 +113,7 @@ REFUSED = {
 
 
 def is_set(message: Message, path: str) -> bool:
-    """Tells whether a field differs from its default in any message on a path."""
+    """Tells whether a field differs from its default in any message."""
     head, _, rest = path.partition(".")
     field = message.DESCRIPTOR.fields_by_name[head]
     value: Any = getattr(message, head)
@@ -130,7 +130,6 @@ _WITHOUT_FILE = {
     "pytorch": "only a PyTorch file of torch.export declares it: write it into config.pbtxt",
     "tensorrt": "only TensorRT can read it from a plan, on the plan's GPU: write it into config.pbtxt",
 }
-"""Backend → why inputs and outputs can't be completed from its model file."""
 
 _MAX_INSTANCES = 1024
 

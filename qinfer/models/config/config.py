@@ -21,14 +21,11 @@ from qinfer.models.config.sequences import fill_sequence_defaults, own_inputs, s
 from qinfer.models.config.to_spec import to_spec
 from qinfer.tensors import DATATYPES
 
-_DEFAULT_MAX_BATCH_SIZE = 4  # Triton's `default-max-batch-size`
+_DEFAULT_MAX_BATCH_SIZE = 4
 
 
 def complete(config: ModelConfig, tensors: FileTensors) -> None:
-    """Fills in missing inputs, outputs and batching, in place, or raises `ModelLoadFailed`.
-
-    As in Triton, a configuration with inputs and outputs stays as it is.
-    """
+    """Fills in missing inputs, outputs and batching, in place; a configuration with both stays, as in Triton."""
     if not tensors.inputs:
         raise ModelLoadFailed(
             f"the model file of '{config.name}' declares no input, so that its outputs are constant; export it with one"
@@ -60,10 +57,7 @@ def _complete_batching(config: ModelConfig, tensors: FileTensors) -> None:
 
 
 def _add(target: Any, tensors: Sequence[FileTensor], max_batch_size: int) -> None:
-    """Adds file tensors as inputs or outputs; a scalar becomes [1], as dims may not be empty.
-
-    A tensor of unknown shape becomes [-1], instead of Triton's [1], so that outputs of any length fit.
-    """
+    """A scalar becomes [1], and an unknown shape [-1], instead of Triton's [1], so that outputs of any length fit."""
     for tensor in tensors:
         dims = ((-1,) if tensor.dims is None else tensor.dims)[1 if max_batch_size else 0 :]
         added = target.add(name=tensor.name, data_type=_config_datatype(tensor.datatype), dims=dims or (1,))
@@ -80,7 +74,7 @@ def reshape_scalars(config: ModelConfig, tensors: FileTensors) -> None:
 
 
 def elements(config: ModelConfig) -> list[Any]:
-    """Returns the inputs and outputs of shape [1], which may be scalars of the model."""
+    """Returns the tensors of shape [1], which may be scalars of the model."""
     return [io for io in (*config.input, *config.output) if not config.max_batch_size and list(io.dims) == [1]]
 
 
@@ -163,8 +157,6 @@ __all__ = [
 
 
 class _Known(NamedTuple):
-    """A backend, its platform, and the model file that identifies it (reference §2.5)."""
-
     backend: str
     platform: str
     file: str
@@ -209,10 +201,7 @@ def normalise(
         name: The name of the model's directory.
         files: File names in its version directories, which identify the default backend.
         tensors: The declarations of the model file, if known.
-        gpus: GPUs of the installation, for instance groups without them.
-
-    Raises:
-        ModelLoadFailed: The configuration is incomplete, contradictory, or not supported.
+        gpus: For instance groups without GPUs.
     """
     normal = identify(config, name, files)
     if tensors is not None:
@@ -223,7 +212,7 @@ def normalise(
 
 
 def identify(config: ModelConfig, name: str, files: Collection[str] = ()) -> ModelConfig:
-    """Returns the configuration with only name, backend, platform and file name filled in."""
+    """Returns only name, backend, platform and file name."""
     normal = ModelConfig()
     normal.CopyFrom(config)
     if normal.name not in ("", name):
@@ -238,7 +227,6 @@ def identify(config: ModelConfig, name: str, files: Collection[str] = ()) -> Mod
 
 
 def _fill_backend(config: ModelConfig, files: Collection[str]) -> None:
-    """Fills in backend, platform and file name from one another, else from the existing files."""
     if config.platform == ENSEMBLE:
         return
     of_platform = _BACKEND_OF_PLATFORM.get(config.platform)
@@ -285,7 +273,7 @@ def _fill_defaults(config: ModelConfig, gpus: int) -> None:
 
 
 def place(config: ModelConfig, gpus: int) -> None:
-    """Fills in names, kinds, GPUs and counts of the instance groups, in place."""
+    """Completes the instance groups in place."""
     if not config.instance_group:
         config.instance_group.add(name=config.name)
     for index, group in enumerate(config.instance_group):

@@ -1,8 +1,7 @@
 """Inputs and outputs that a model file declares, read without the runtime of its format.
 
-ONNX: the file is one protobuf message, whose wire format is walked directly (protobuf.dev/programming-guides/encoding):
-unneeded fields are skipped, so that the weights of a large or remote file are never read. Field numbers are from
-onnx.proto.
+ONNX: the protobuf wire format is walked directly (protobuf.dev/programming-guides/encoding), so that the weights of a
+large or remote file are never read. Field numbers are from onnx.proto.
 
 OpenVINO: in an IR (`model.xml`, versions 10 and 11) inputs are layers of type Parameter, outputs layers of type Result,
 named by the port that their edge comes from (docs.openvino.ai, "OpenVINO IR format"). Of several names the
@@ -21,11 +20,7 @@ from qinfer.models.repository.files import Blob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileTensor:
-    """An input or output in the model file.
-
-    Attributes:
-        dims: All its dimensions, the batch dimension included; -1 is unknown, `None` = even their number is.
-    """
+    """An input or output; dims include the batch dimension; -1 is unknown, `None` = even their number is."""
 
     name: str
     datatype: str
@@ -34,11 +29,7 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileTensors:
-    """The inputs and outputs of a model file, in its own order.
-
-    Attributes:
-        rows_agree: The file does not say that variable first dimensions differ.
-    """
+    """The tensors of a model file; `rows_agree` unless it says that variable first dimensions differ."""
 
     inputs: tuple[FileTensor, ...]
     outputs: tuple[FileTensor, ...]
@@ -46,7 +37,7 @@ class FileTensors:
 
     @property
     def batchable(self) -> bool:
-        """Tells whether all first dimensions are variable: the batch dimension, as for Triton."""
+        """Tells whether all first dimensions are variable, as for Triton."""
         return self.rows_agree and all(t.dims and t.dims[0] == -1 for t in self.inputs + self.outputs)
 
 
@@ -178,11 +169,11 @@ class _Port(NamedTuple):
 
 
 class _OpenvinoReader:
-    """Collects layers, ports and edges; skips the deeper graphs of loop bodies."""
+    """Skips the deeper graphs of loop bodies."""
 
     def __init__(self) -> None:
-        self.inputs: dict[str, str] = {}  # layer → shape
-        self.outputs: dict[str, None] = {}  # layers
+        self.inputs: dict[str, str] = {}
+        self.outputs: dict[str, None] = {}
         self.names: dict[str, str] = {}
         self.ports: dict[tuple[str, str], _Port] = {}
         self.edges: dict[str, tuple[str, str]] = {}  # target layer → source layer and port
@@ -255,7 +246,7 @@ def _openvino_input(reader: _OpenvinoReader, layer: str) -> FileTensor:
 
 
 def _openvino_output(reader: _OpenvinoReader, layer: str) -> FileTensor:
-    """Reads a Result; without dimensions it is a scalar or of unknown rank."""
+    """Without dimensions, a Result is a scalar or of unknown rank."""
     producer, number = reader.edges[layer]
     port = reader.ports[producer, number]
     return _openvino_tensor(_any_name(port.names) or reader.names[producer], port, tuple(port.dims) or None)

@@ -16,12 +16,12 @@ _REFUSING = ("tensorrt", "openvino")
 
 
 def own_batch_inputs(config: ModelConfig) -> set[str]:
-    """Returns the names of the model file's inputs that the server makes."""
+    """Returns the model file's inputs that the server makes."""
     return {name for made in config.batch_input for name in made.target_name}
 
 
 def scattered_outputs(config: ModelConfig) -> set[str]:
-    """Returns the names of the outputs that the model file gives as one dimension."""
+    """Returns the outputs that the model file gives as one dimension."""
     return {name for made in config.batch_output for name in made.target_name}
 
 
@@ -52,7 +52,7 @@ def to_batch_outputs(config: ModelConfig) -> tuple[BatchOutputSpec, ...]:
 
 
 def ragged_problems(config: ModelConfig) -> Iterator[str]:
-    """Yields the mistakes in ragged inputs, batch inputs and batch outputs of a normalised configuration."""
+    """Yields the mistakes in ragged inputs, batch inputs and batch outputs."""
     ragged = [io for io in config.input if io.allow_ragged_batch]
     if not (ragged or config.batch_input or config.batch_output):
         return

@@ -68,15 +68,9 @@ _USUAL = LimitSettings()
 def to_spec(
     config: ModelConfig, limits: LimitSettings = _USUAL, labels: Mapping[str, tuple[str, ...]] | None = None
 ) -> ModelSpec:
-    """Reads a normalised configuration.
+    """Reads the result of `normalise`, or raises `ModelLoadFailed`.
 
-    Args:
-        config: As `normalise` returned it.
-        limits: Timeouts and lane capacity of a model that sets none; a model's own maximum overrides them.
-        labels: Output → the names of its classes.
-
-    Raises:
-        ModelLoadFailed: A datatype, `sequence_batching` or one of qinfer's parameters is wrong.
+    `limits` hold for a model that sets none; its own maximum overrides them. `labels`: output → names of classes.
     """
     problems = list(parameter_problems(config))
     if problems:
@@ -210,7 +204,7 @@ PARAMETERS = {
 
 
 def value_of(parameter: str) -> str:
-    """Returns a description of the values that one of qinfer's own parameters takes."""
+    """Returns a description of the values that a parameter takes."""
     return _VALUES[parameter][0]
 
 
@@ -265,7 +259,7 @@ def _graph_level(config: ModelConfig) -> int | None:
 
 
 def _batching(config: ModelConfig) -> BatchingSpec | None:
-    """Reads `dynamic_batching`; without a batch dimension, only priorities and queue policies apply."""
+    """Without a batch dimension, only priorities and queue policies apply."""
     if not config.HasField("dynamic_batching"):
         return None
     batching = config.dynamic_batching
@@ -286,7 +280,6 @@ def _batching(config: ModelConfig) -> BatchingSpec | None:
 
 
 def _policy(policy: Any) -> QueuePolicy:
-    """Reads a queue policy; without a timeout its action has no effect."""
     timeout_us = policy.default_timeout_microseconds
     return QueuePolicy(
         max_queue_size=policy.max_queue_size,

@@ -21,7 +21,7 @@ from qinfer.models.repository.files import Blob
 
 _MAX_BYTES = 64 * 2**20  # of a member of the archive
 _FEWEST_ROWS = 4  # the batch size of a model that sets none
-_DATATYPES = {  # ScalarType → wire datatype
+_DATATYPES = {
     1: "UINT8", 2: "INT8", 3: "INT16", 4: "INT32", 5: "INT64", 6: "FP16", 7: "FP32", 8: "FP64", 12: "BOOL", 13: "BF16",
     28: "UINT16", 34: "UINT32", 35: "UINT64",
 }  # fmt: skip
@@ -33,11 +33,11 @@ _UNREADABLE = (
 
 
 class UncertainError(Exception):
-    """The file does not declare its tensors, for the reason in the text."""
+    """The file does not declare its tensors, for this reason."""
 
 
 def read_torch(blob: Blob, name: str) -> FileTensors:
-    """Reads the inputs and outputs of a PyTorch file, or raises `UncertainError` or `ModelLoadFailed`."""
+    """Reads a file's tensors, or raises `UncertainError` or `ModelLoadFailed`."""
     try:
         with zipfile.ZipFile(_BlobFile(blob)) as archive:
             paths = {path.partition("/")[2]: path for path in archive.namelist()}
@@ -142,7 +142,7 @@ def _may_be_batch(expression: str, ranges: Any) -> bool:
 
 
 def _told_by_script(archive: zipfile.ZipFile, paths: dict[str, str]) -> str:
-    """Returns the arguments of `forward` in a TorchScript file, without executing its pickle."""
+    """Returns the arguments of `forward`; the pickle is not executed."""
     codes = pickletools.genops(_read(archive, paths["data.pkl"]))
     kind = next((str(argument) for code, argument, _ in codes if code.name == "GLOBAL"), "")
     module, _, name = kind.partition(" ")

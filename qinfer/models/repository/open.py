@@ -37,7 +37,7 @@ _LOCATION = re.compile(r"([^/]+)/[0-9A-HJKMNP-TV-Z]{26}")
 _NAME = re.compile(r"[\w.-]+")
 _LOCAL = ("file", "local")
 _NOTHING = Listing({}, ())
-_NAME_MAX_BYTES, _PATH_MAX_BYTES = 255, 1024  # the limits of file systems and object stores
+_NAME_MAX_BYTES, _PATH_MAX_BYTES = 255, 1024
 _THREADS = 8
 _SETTLED_NS = 2_000_000_000
 NOT_UNIQUE = "model appears in two or more repositories"
@@ -61,7 +61,7 @@ class Repositories:
         self._how = how
         self._cache = cache
         self._read: dict[tuple[str, str], tuple[str, StoredModel]] = {}
-        """(URL, model) → hash of its listing and the model read then."""
+        """(URL, model) → hash of its listing and the model."""
 
     def names(self) -> list[str]:
         """Returns the names of all models, sorted, or raises `SettingsError`."""
@@ -79,11 +79,9 @@ class Repositories:
     def read(self, name: str, override: str = "", location: str = "") -> StoredModel:
         """Reads one model.
 
-        Args:
-            name: The model's name.
-            override: A configuration in JSON in place of `config.pbtxt`, or empty. With `qinfer.files_of`, the name
-                may be in no repository.
-            location: A directory of the overlay in place of the repositories' files, or empty.
+        `override` is JSON in place of `config.pbtxt`; with `qinfer.files_of`, the name may be in no repository.
+        `location`
+        is a directory of the overlay in place of the repositories' files.
         """
         try:
             if location:
@@ -110,13 +108,11 @@ class Repositories:
             raise ModelLoadFailed(f"model '{name}' can't be read: {error.strerror}") from None
 
     def version_dir(self, stored_name: str, version: int, location: str = "", content_hash: str = "") -> Path:
-        """Returns a local directory with the files of a model version, which it fetches if they are remote.
+        """Returns a local directory with a version's files, which it fetches if they are remote.
 
-        Args:
-            stored_name: The name of the model that owns the files.
-            version: Its version.
-            location: The directory of its files in the overlay; empty = in the repositories.
-            content_hash: An earlier copy for this hash is used again.
+        `location` is their directory in the overlay; empty = in the repositories. An earlier copy for the
+        `content_hash` is
+        used again.
         """
         try:
             if location:
@@ -135,7 +131,7 @@ class Repositories:
             raise _unreadable(stored_name, error) from None
 
     def put_files(self, model: str, files: Mapping[str, bytes]) -> str:
-        """Writes a load request's files (`<version>/<file>` → content) into the overlay; returns the location."""
+        """Writes files (`<version>/<file>` → content) into the overlay; returns the location."""
         if not is_model_name(model):
             raise InvalidRequest("model name must not contain path traversal characters")
         if not _is_short(model):
@@ -274,10 +270,7 @@ def _is_for_others_files(override: str) -> bool:
 
 
 def _is_settled(listing: Listing) -> bool:
-    """Tells whether local files are old enough that their times show any change.
-
-    A file system's clock ticks every few milliseconds.
-    """
+    """A file system's clock ticks every few milliseconds: the times of older files show any change."""
     newest_ns = max((int(stamp.mark) for stamp in listing.files.values()), default=0)
     return newest_ns < time.time_ns() - _SETTLED_NS
 
