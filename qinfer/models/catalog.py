@@ -40,7 +40,7 @@ _REMIND_S = 600.0  # between log lines about one failing model
 _REFRESH_S = 2.0
 _RETRY_S = 1.0
 _BEAT_S = 5.0
-"""After a loss of data, this wait precedes a new view."""
+"""The longest wait for heartbeats after a loss of data."""
 _UNKNOWN = Capacity()
 _AFTER_START_S = 10.0
 

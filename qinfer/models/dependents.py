@@ -53,7 +53,7 @@ def users_of(names: Collection[str], stored: Mapping[str, StoredModel]) -> list[
 
 
 def wanted_for_another(model: str, wish: Desired | None) -> Desired:
-    """Returns the wish for an unloaded model that an ensemble needs."""
+    """Returns the wish for an unloaded model that an ensemble uses."""
     return msgspec.structs.replace(wish or Desired(model, 0), load=False, dependent=True)
 
 

@@ -110,7 +110,7 @@ class Guard:
         self._is_told = False
 
     async def read(self) -> Snapshot | None:
-        """Reads the state, and begins to restore lost parts; `None` = it is not whole."""
+        """Reads the state; begins to restore lost parts and returns `None`."""
         now = await read_snapshot(self._store)
         if self._queue is None:
             if is_gone(self._whole, now):
@@ -175,7 +175,7 @@ class Guard:
         await self._store.wake()
 
     async def _restore_model(self, wish: Desired, queue: Queue) -> None:
-        """Restores one model; a value written meanwhile stays."""
+        """A value written meanwhile stays."""
         known, generation = self._whole.stored.get(wish.model), wish.generation
         if known is not None and not await self._store.has_model(wish.model):
             newest = max(generation, known.generation) + 1

@@ -190,7 +190,7 @@ def _lower(model: StoredModel, statuses: dict[str, ModelStatus]) -> bool:
 def _status(wish: Desired, stored: StoredModel | None, workers: list[WorkerRecord]) -> ModelStatus:
     if stored is None:
         return ModelStatus(model=wish.model, generation=wish.generation, error="its configuration is not stored")
-    # The configuration is written first, and may briefly be newer than the wish.
+    # The configuration is written first.
     generation = max(wish.generation, stored.generation)
     waits = stored.min_workers == 0 and not stored.error and not stored.pending
     versions: dict[int, VersionState] = {}

@@ -15,7 +15,7 @@ from qinfer.errors import InvalidRequest, InvalidStep, ModelLoadFailed
 from qinfer.tensors import Tensor, datatype, element_count, pack_bytes
 
 MAX_ID_BYTES = 128
-"""The longest textual correlation ID (`STRING_CORRELATION_ID_MAX_LENGTH_BYTES` in Triton)."""
+"""Triton's `STRING_CORRELATION_ID_MAX_LENGTH_BYTES`."""
 
 
 class ControlKind(StrEnum):
@@ -137,7 +137,7 @@ class SequenceSpec:
 
 
 MAX_ENSEMBLE_SEQUENCES = 1000
-"""The most sequences of one stateful ensemble version in a worker."""
+"""In one worker, of one version."""
 
 
 def of_ensemble(steps: abc.Sequence[SequenceSpec]) -> SequenceSpec | None:

@@ -40,7 +40,7 @@ class SequenceWork(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def workers(self) -> int:
-        """The number of workers with slots for all open sequences."""
+        """The workers with slots for all open sequences."""
         return math.ceil(self.open / self.slots)
 
 

@@ -35,7 +35,7 @@ class TensorSpec:
 
     @property
     def seen_dims(self) -> tuple[int, ...]:
-        """The dimensions that the model sees, without the batch dimension; -1 is variable."""
+        """The dimensions that the model sees; -1 is variable."""
         return self.dims if self.reshape is None else self.reshape
 
     def file_shape(self, *, batched: bool) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ class BatchingSpec:
 
     @property
     def may_prefetch(self) -> bool:
-        """Tells whether requests run in arrival order, and only deadlines end a wait."""
+        """Tells whether requests run in order, and only deadlines end waits."""
         return not self.priority_levels and not self.default_policy.timeout_s
 
     @property
@@ -195,11 +195,11 @@ class ModelSpec:
         name: The model's name.
         backend: The backend's name, such as `onnxruntime`.
         platform: Triton's platform, such as `onnxruntime_onnx`; may be empty.
-        max_batch_size: 0 = the model has no batch dimension; ≥ 1 = every tensor has a leading batch dimension.
-        inputs: Its inputs in the configuration's order, without those that the server fills (`sequences`).
-        outputs: Its outputs in the configuration's order.
-        batching: How requests are merged; `None` = the default scheduler, which never merges.
-        sequences: How requests of sequences are batched, and which states they keep; `None` = it has no sequences.
+        max_batch_size: 0 = no batch dimension; ≥ 1 = every tensor has a leading batch dimension.
+        inputs: Its inputs, without those that the server fills (`sequences`).
+        outputs: Its outputs.
+        batching: How requests are merged; `None` = they never are.
+        sequences: How requests of sequences are batched; `None` = it has no sequences.
         instances: The devices of its instances, each of which runs one execution at a time.
         filename: The model file in a version directory.
         parameters: The `parameters` map; qinfer's own begin with `qinfer.`.
@@ -211,14 +211,14 @@ class ModelSpec:
         cpu_accelerators: The same for instances on the CPU.
         cuda_graphs: `optimization.cuda.graphs`: record an execution of each shape, and replay it.
         lane_capacity: The most waiting requests of one lane.
-        min_workers: 0 = the model is READY without a live worker: its requests wait until one has started.
+        min_workers: 0 = the model is READY without a live worker: its requests wait.
         decoupled: A request has 0, 1 or many responses (`model_transaction_policy`).
         preserves_order: A gateway answers its requests in arrival order (`preserve_ordering`); never if decoupled.
-        stream_resume: A stream whose worker dies is executed again, without the responses that were already sent: the
-            model is deterministic.
+        stream_resume: A stream whose worker dies is executed again, without the responses already sent: the model is
+            deterministic.
         is_cached: Its responses may be cached (`response_cache`).
         cached_for_all: A cached response serves other tenants, too.
-        config_json: The whole configuration in the dialect of `GET …/config`; used only by backend `python`.
+        config_json: The configuration in the dialect of `GET …/config`, for backend `python`.
         steps: The steps of an ensemble, which has no backend.
         max_inflight: The most responses of one request's decoupled step that later steps may hold at once.
         batch_inputs: Inputs of the model file that are made of the shapes of a batch's requests.
@@ -276,7 +276,7 @@ class ModelSpec:
 
     @property
     def max_request_rows(self) -> int:
-        """The most rows of an online request; 0 = there is no batch dimension."""
+        """The most rows of an online request; 0 = no batch dimension."""
         return self.max_batch_size * (MAX_PARTS if self.splits else 1)
 
     @property
@@ -286,7 +286,7 @@ class ModelSpec:
 
     @property
     def file_inputs(self) -> tuple[TensorSpec, ...]:
-        """The inputs of the model file: those of requests and batches, then control inputs, then states."""
+        """Those of requests and batches, then control inputs, then states."""
         if self.sequences is None:
             return (*self.inputs, *map(_of_batch, self.batch_inputs))
         controls = tuple(TensorSpec(name=c.name, datatype=c.datatype, dims=(1,)) for c in self.sequences.controls)
@@ -295,7 +295,7 @@ class ModelSpec:
 
     @property
     def file_outputs(self) -> tuple[TensorSpec, ...]:
-        """The outputs of the model file: those of responses, then the other states."""
+        """Those of responses, then the other states."""
         if self.sequences is None:
             return self.outputs
         answered = {output.name for output in self.outputs}

@@ -36,7 +36,7 @@ SettingValue = bool | int | str | list[str] | None
 _MAX_BLOCK_S = 2.0  # below the client's socket timeout
 _WAKES_KEPT = 16
 _METRICS = "metrics"
-_MAX_DIGITS = 20  # of Redis' integers, sign included
+_MAX_DIGITS = 20
 _MOST_REASONS = 1000
 
 _PUT_MODEL = load_script("put_model", package="qinfer.models").text
@@ -87,7 +87,7 @@ class ControlStore:
         return dict(self._desired)
 
     async def set_desired(self, desired: Desired) -> None:
-        """Writes a model's desired state, unless a newer generation is stored."""
+        """Writes a desired state, unless a newer generation is stored."""
         with translated():
             await self.client.eval(
                 _SET_DESIRED, 1, keys.desired(), desired.model, desired.generation, encode_document(desired)

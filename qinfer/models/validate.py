@@ -34,7 +34,7 @@ def validate(request: InferRequest, spec: ModelSpec, max_rows: int = 0) -> int:
     strings = 0
     for tensor, expected in pairs:
         dims = _checked_dims(tensor, expected, spec)
-        # Triton drops a batch dimension of 0 here, so that an empty batch has too few elements.
+        # Triton drops a batch dimension of 0 here: an empty batch has too few elements.
         count = prod(tensor.shape) if batch_size or not spec.max_batch_size else prod(dims)
         if tensor.datatype == "BYTES":
             strings += count
@@ -53,7 +53,7 @@ def validate(request: InferRequest, spec: ModelSpec, max_rows: int = 0) -> int:
 
 
 def check_announced(name: str, datatype: str, shape: Sequence[int], spec: ModelSpec) -> None:
-    """Checks an input's name, datatype and shape, before its elements are decoded."""
+    """Checks an input before its elements are decoded."""
     tensor = Tensor(name, datatype, tuple(shape), b"")
     expected = next((one for one in spec.inputs if one.name == name), None)
     if expected is None:

@@ -108,7 +108,7 @@ async def read_work(
         desired = {} if wish is None else {model: msgspec.structs.replace(wish, load=True)}
     stored = await store.models(sorted(desired))
     jobs = await open_rows()
-    # The version of an open job may be kept by a pin only.
+    # only a pin may keep an open job's version
     pinned = {(job.model, job.version) for job in jobs if job.rows and job.model in stored}
     versions = sorted({*_versions(desired, stored, workers), *pinned})
     lanes = _lanes(versions, stored, jobs)

@@ -124,7 +124,7 @@ async def find_completion(stored: StoredModel, store: ControlStore) -> Completio
 
 
 async def put_completion(stored: StoredModel, completion: Completion, store: ControlStore) -> None:
-    """Stores a completion, then the model under the next generation; several workers may do so at once."""
+    """Stores a completion, then the model; several workers may do so at once."""
     await store.put_completion(completion_key(stored), msgspec.json.encode(completion).decode())
     first = await find_completion(stored, store)  # the first result counts
     done = completed(stored, first or completion)

@@ -41,7 +41,7 @@ _LARGEST_LOG = 700.0
 
 
 class Counts(msgspec.Struct, frozen=True, array_like=True):
-    """Requests of a target, and the bad ones among them."""
+    """Requests, and the bad ones among them."""
 
     requests: int = 0
     bad: int = 0
@@ -107,22 +107,22 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def value(self) -> float:
-        """The evidence: 1 at the beginning, and by chance beyond `n` in at most one of `n` cases."""
+        """By chance beyond `n` in at most one of `n` cases."""
         return math.exp(min(self.log, _LARGEST_LOG))
 
     def begun(self, part: float) -> "Evidence":
-        """Returns the evidence with another part of the whole, 1, which counts from now on."""
+        """Begins another part of the evidence, which counts from now on."""
         part = min(part, self.kept)
         if part <= 0.0:
             return Evidence(self.seen, {}, self.kept, self.logs)
         fresh = np.full(len(ODDS_RATIOS), math.log(part / len(ODDS_RATIOS)))
         logs = np.logaddexp(self.logs, fresh) if self.logs else fresh
-        # A remainder by rounding must not become a part.
+        # a remainder by rounding must not become a part
         kept = self.kept - part
         return Evidence(self.seen, {}, kept if kept > 1e-9 else 0.0, tuple(logs.tolist()))
 
     def against_stable(self, blocks: Mapping[str, Block], tolerated: float = 1.0) -> "Evidence":
-        """Returns the evidence after further requests by stratum; those of one target wait for the other's.
+        """Adds requests by stratum; those of one target wait for the other's.
 
         A stratum is, for example, a batch size. The division into blocks must not depend on which requests are bad.
         `tolerated` is an odds ratio.
@@ -138,7 +138,7 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
         return Evidence(seen, waiting, self.kept, tuple(logs.tolist()))
 
     def against_share(self, blocks: Mapping[str, Block], allowed: float) -> "Evidence":
-        """Returns the evidence that the canary's share of bad requests exceeds an allowed one."""
+        """Adds requests, against an allowed share of bad ones."""
         seen, logs = self.seen, np.array(self.logs)
         for block in blocks.values():
             seen += block
@@ -149,7 +149,7 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _log_factors(block: Block, tolerated: float) -> Array:
-    """Returns the logarithms of a block's factors: float64[odds ratios].
+    """Returns float64[odds ratios].
 
     With a tolerance t the hypothesis is an odds ratio of at most t, under which (by monotone likelihood ratios) the
     factor r^K · E[t^K] / E[(t·r)^K] has an expectation of at most 1; the expectations are those of alike targets, and

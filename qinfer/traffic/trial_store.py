@@ -1,7 +1,7 @@
 """Trials of canaries in Redis: their records, the gateways' counts, the lease to decide, and confirmed revisions.
 
 A trial is written by compare-and-set on its record and its endpoint's revision, in the script that changes the
-endpoint. So of two controllers at most one changes anything, and nothing is counted twice.
+endpoint: of two controllers at most one changes anything, and nothing is counted twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,9 @@ from qinfer.traffic.trials import TRIALS, Change, Event, Trial
 from qinfer.wire.versions import encode_document
 
 LEASE_S = 5.0
-"""Seconds until another gateway may decide about canaries."""
 
 HEARD_S = DEAF_AFTER_S + 1.0
-"""Seconds that a confirmation counts; a gateway without news then uses only stable targets."""
+"""Without news for this time, a gateway uses only stable targets."""
 
 _KEEP_COUNTS_S = 3600.0
 _KEEP_EVENTS_S = 90 * 86400.0
@@ -49,7 +48,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredTrial(NamedTuple):
-    """A trial, and its raw record for compare-and-set."""
+    """A trial, and its record for compare-and-set."""
 
     trial: Trial
     raw: bytes
@@ -75,7 +74,7 @@ class TrialStore:
         return None if raw is None else _read(raw)
 
     async def change(self, endpoint: Endpoint, seen: StoredTrial | None, change: Change) -> bool:
-        """Writes a change and returns True, unless endpoint or trial have changed."""
+        """Writes a change, unless endpoint or trial have changed."""
         name, document, event, told = endpoint.name, b"", b"", b""
         if change.endpoint is not None:
             document = encode_document(replace(change.endpoint, revision=0))
@@ -115,7 +114,7 @@ class TrialStore:
         return {field.decode(): int(count) for field, count in found.items()}
 
     async def latencies(self, name: str, revision: int) -> Latencies:
-        """Returns stable's latest latencies in strata without limits."""
+        """Returns stable's latencies in strata without limits."""
         with translated():
             found = await self._control.client.lrange(keys.trial_latencies(name, revision), 0, -1)
         read: dict[str, dict[str, dict[str, list[float]]]] = {}
@@ -124,24 +123,24 @@ class TrialStore:
         return read
 
     async def lead(self, owner: str) -> bool:
-        """Takes or renews the controller's lease; returns whether `owner` has it."""
+        """Takes or renews the lease; returns whether `owner` has it."""
         with translated():
             return bool(await self._control.client.eval(_LEAD, 1, keys.trial_lease(), owner, ttl_ms(LEASE_S)))
 
     async def leave(self, owner: str) -> None:
-        """Gives the controller's lease back, if `owner` has it."""
+        """Gives the lease back."""
         with translated():
             await self._control.client.eval(_LEAVE, 1, keys.trial_lease(), owner)
 
     async def confirm(self, gateway: str, revision: int) -> None:
-        """Reports the revision of endpoints that a gateway uses."""
+        """Reports the revision that a gateway uses."""
         with translated():
             await self._control.client.eval(
                 _EXPIRING, 1, keys.heard_revisions(), gateway, ttl_ms(HEARD_S), str(revision)
             )
 
     async def heard(self) -> dict[str, int]:
-        """Returns the confirmed revision of each live gateway; others use stable targets only."""
+        """Returns the confirmed revision of each live gateway."""
         with translated():
             words = iter(await self._control.client.eval(_EXPIRING, 1, keys.heard_revisions()))
         return {gateway.decode(): int(revision) for gateway, revision in zip(words, words, strict=True)}

@@ -1,9 +1,9 @@
 """The trial of a canary: its record beside the endpoint, and the effect of each transition on the endpoint. Pure.
 
 A trial begins when the canary target has a READY version other than the stable one: its number, or for `latest` the
-newest. A canary with a number may be another model. The endpoint itself has the present step, as weights and targets,
-so that gateways know nothing of steps. `qinfer.traffic.canary` decides; a decision becomes a `Change`, which is stored
-as a whole or not at all.
+newest. A canary with a number may be another model. The endpoint has the present step as weights and targets, so that
+gateways know nothing of steps. A decision of `qinfer.traffic.canary` becomes a `Change`, stored as a whole or not at
+all.
 
 A version that was rolled back stays out, even if the endpoint is declared again, until `resume` tries it again. A new
 declaration during a trial begins it anew.
@@ -34,7 +34,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         reason: Why the last transition was made, or not made.
         at_s: The time of the last transition.
         done_s: The time at which all gateways had confirmed its rollback.
-        model: The canary's model; empty = the stable target's.
+        model: The canary's; empty = the stable target's.
     """
 
     state: CanaryState
@@ -105,7 +105,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(NamedTuple):
-    """A trial to store, with the changed endpoint and the event of a transition."""
+    """A trial to store, with the endpoint and event of a transition."""
 
     trial: Trial
     endpoint: Endpoint | None = None
@@ -128,7 +128,7 @@ def _other_model(endpoint: Endpoint) -> str:
 
 
 def belongs(trial: Trial, endpoint: Endpoint) -> bool:
-    """Tells whether to restore a lost trial: the endpoint is as the trial has left it."""
+    """Tells whether to restore a lost trial: the endpoint fits it."""
     return trial.is_rolled_back or any(target.trial == trial.state.canary for target in endpoint.targets)
 
 
@@ -151,7 +151,7 @@ def _begin(endpoint: Endpoint, plan: CanaryPlan, version: int, reason: str, now_
 def advanced(
     endpoint: Endpoint, trial: Trial, counted: Mapping[str, int], latencies: Latencies, now_s: float
 ) -> Change:
-    """Returns the next state of a trial, given all counts of this revision."""
+    """Returns a trial's next state, given all counts of this revision."""
     assert endpoint.canary is not None
     plan, state = endpoint.canary, canary.with_limits(endpoint.canary, trial.state, latencies, now_s)
     parts = parts_of(_since(counted, trial.counted))
@@ -166,7 +166,7 @@ def advanced(
 def by_hand(
     endpoint: Endpoint, trial: Trial | None, action: Action, reason: str, ready: Collection[int], now_s: float
 ) -> Change:
-    """Returns a person's change of a trial, or raises `Conflict`; `RESUME` also tries a bad version again."""
+    """Returns a person's change, or raises `Conflict`; `RESUME` also tries a bad version again."""
     plan = endpoint.canary
     if plan is None:
         raise Conflict(f"endpoint '{endpoint.name}' has no plan for canaries; declare `canary` with steps")
@@ -206,7 +206,7 @@ def _decided_by_hand(
 
 
 def confirmed(endpoint: Endpoint, trial: Trial, heard: Iterable[int], now_s: float, moved: int = 0) -> Change | None:
-    """Returns the end of a rollback once each live gateway has heard of it; `moved` requests went to stable instead."""
+    """Returns the end of a rollback once each live gateway has heard of it."""
     if not trial.is_rolled_back or trial.done_s or any(revision < trial.state.revision for revision in heard):
         return None
     done = replace(trial, done_s=now_s)
@@ -283,7 +283,7 @@ def _numbers(verdict: Verdict) -> CheckNumbers:
 
 
 def count_names(role: Role, check: str, stratum: str, tenant: str = "") -> tuple[str, str]:
-    """Returns the names of the counts of a tenant's requests and bad requests."""
+    """Returns the names of counts: a tenant's requests, and bad ones."""
     of, whose = f"{role}|{check}|{stratum}", f"|{tenant}" if tenant else ""
     return f"{of}|requests{whose}", f"{of}|bad{whose}"
 
@@ -309,7 +309,7 @@ def _counts(counts: Mapping[str, int], role: Role, check: str, stratum: str, ten
 
 
 def _since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    """Returns the growth of counts; lost ones begin anew."""
+    """Lost counts begin anew."""
     if any(now.get(name, 0) < count for name, count in before.items()):
         before = {}
     return {name: count - before.get(name, 0) for name, count in now.items()}

@@ -66,7 +66,7 @@ def _add(target: Any, tensors: Sequence[FileTensor], max_batch_size: int) -> Non
 
 
 def reshape_scalars(config: ModelConfig, tensors: FileTensors) -> None:
-    """Makes the model see a scalar where the client has [1]."""
+    """Makes the model see a scalar where clients have [1]."""
     scalars = {tensor.name for tensor in (*tensors.inputs, *tensors.outputs) if tensor.dims == ()}
     for io in elements(config):
         if io.name in scalars:

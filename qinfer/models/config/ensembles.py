@@ -46,7 +46,7 @@ def to_steps(config: ModelConfig) -> tuple[EnsembleStep, ...]:
 
 
 def runnable(given: Iterable[str], steps: Sequence[EnsembleStep]) -> list[int]:
-    """Returns the positions of the steps in an order of their data."""
+    """Returns the positions of runnable steps, each after those that it reads."""
     ready, left = set(given), list(enumerate(steps))
     ordered: list[int] = []
     while can_run := [pair for pair in left if ready.issuperset(pair[1].inputs.values())]:

@@ -41,7 +41,7 @@ class FileTensors:
         return self.rows_agree and all(t.dims and t.dims[0] == -1 for t in self.inputs + self.outputs)
 
 
-_ONNX_DATATYPES = {  # TensorProto.DataType → wire datatype
+_ONNX_DATATYPES = {
     1: "FP32", 2: "UINT8", 3: "INT8", 4: "UINT16", 5: "INT16", 6: "INT32", 7: "INT64", 8: "BYTES", 9: "BOOL",
     10: "FP16", 11: "FP64", 12: "UINT32", 13: "UINT64", 16: "BF16",
 }  # fmt: skip
@@ -57,7 +57,7 @@ _DIM_VALUE = 1
 
 
 def read_onnx(blob: Blob, name: str) -> FileTensors:
-    """Reads the inputs (without initializers) and outputs of an ONNX file, or raises `ModelLoadFailed`."""
+    """Reads an ONNX file without initializers, or raises `ModelLoadFailed`."""
     try:
         return _read(blob)
     except (ValueError, IndexError):
@@ -213,7 +213,7 @@ class _OpenvinoReader:
 
 
 def read_openvino(content: bytes, name: str) -> FileTensors:
-    """Reads the inputs and outputs of an OpenVINO IR, or raises `ModelLoadFailed`."""
+    """Reads an OpenVINO IR, or raises `ModelLoadFailed`."""
     reader = _OpenvinoReader()
     parser = expat.ParserCreate()
     parser.StartElementHandler = reader.start
@@ -233,7 +233,7 @@ def read_openvino(content: bytes, name: str) -> FileTensors:
 
 
 def _refuse_doctype(*_: object) -> None:
-    """Refuses a document type: an IR has none, and one might define entities that grow without bound."""
+    """An IR has no document type, which might define entities that grow without bound."""
     raise ValueError("document type")
 
 

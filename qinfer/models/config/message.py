@@ -37,7 +37,7 @@ _OTHER_WORDS = {
 }  # fmt: skip
 _LONGEST_COMPARED = 100  # characters: the comparison is slow
 _MOST_LISTED = 16
-_MAX_DEPTH, _MAX_BYTES = 100, 32 * 2**20  # of JSON, as objects
+_MAX_DEPTH, _MAX_BYTES = 100, 32 * 2**20
 
 
 def to_json(config: ModelConfig) -> str:

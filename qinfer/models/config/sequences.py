@@ -200,7 +200,6 @@ def _size_problems(state: Any, where: str) -> Iterator[str]:
     datatype = CONFIG_DATATYPES.get(model_config_pb2.DataType.Name(state.data_type))
     if datatype is None:
         return
-    # An element of a BYTES state has a length of at least four bytes.
     size = prod(dim for dim in _initial_dims(state) if dim > 0) * (datatype.itemsize or 4)
     if size > MAX_STATE_BYTES:
         yield f"{where} has {size} bytes in its first step; {MAX_STATE_BYTES} is the limit"

@@ -122,7 +122,7 @@ def to_spec(
 
 
 def parameter_problems(config: ModelConfig) -> Iterator[str]:
-    """Yields the mistakes in qinfer's own parameters: unknown names and wrong values."""
+    """Yields unknown names and wrong values of qinfer's own parameters."""
     for key in sorted(config.parameters):
         if not key.startswith(PREFIX):
             continue
@@ -200,7 +200,7 @@ PARAMETERS = {
     MAX_STRINGS: "Elements that the BYTES inputs of one request may have together; in workers, and in the processes of "
     "`python` models, each is an object of about 100 bytes.",
 }
-"""The meaning of each of `KNOWN_PARAMETERS`, for the reference page."""
+"""Parameter → its meaning, for the reference page."""
 
 
 def value_of(parameter: str) -> str:

@@ -19,8 +19,8 @@ from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.file_tensors import FileTensor, FileTensors
 from qinfer.models.repository.files import Blob
 
-_MAX_BYTES = 64 * 2**20  # of a member of the archive
-_FEWEST_ROWS = 4  # the batch size of a model that sets none
+_MAX_BYTES = 64 * 2**20
+_FEWEST_ROWS = 4
 _DATATYPES = {
     1: "UINT8", 2: "INT8", 3: "INT16", 4: "INT32", 5: "INT64", 6: "FP16", 7: "FP32", 8: "FP64", 12: "BOOL", 13: "BF16",
     28: "UINT16", 34: "UINT32", 35: "UINT64",

@@ -38,7 +38,7 @@ MAX_FILES = 100_000
 
 PAGE_BYTES = 256 * 1024
 MAX_PAGES = 512
-"""128 MiB of a file; a download is cheaper then."""
+"""128 MiB of a file; beyond that, a download is cheaper."""
 
 _LOCAL_WHOLE_BYTES = 16 * 2**20  # a smaller file is read at once
 _LOCAL_PAGE_BYTES = 4096

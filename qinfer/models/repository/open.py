@@ -41,7 +41,6 @@ _NAME_MAX_BYTES, _PATH_MAX_BYTES = 255, 1024
 _THREADS = 8
 _SETTLED_NS = 2_000_000_000
 NOT_UNIQUE = "model appears in two or more repositories"
-"""The error of a model that several repositories have."""
 
 
 class _Place(NamedTuple):
@@ -68,7 +67,7 @@ class Repositories:
         return sorted({name for place in self._places for name in place.files.models()})
 
     def scan(self) -> list[StoredModel]:
-        """Reads every model, sorted by name; an unusable one carries its error."""
+        """Reads every model, sorted; an unusable one carries its error."""
         found: dict[str, StoredModel] = {}
         for place in self._places:
             for model in self._scan(place):
@@ -221,7 +220,7 @@ class Repositories:
 
 
 def open_repositories(settings: RepositorySettings) -> Repositories:
-    """Opens the configured repositories without reading them, or raises `SettingsError`."""
+    """Opens the repositories without reading them, or raises `SettingsError`."""
     if settings.config_name and not _NAME.fullmatch(settings.config_name):
         raise SettingsError(
             f"QINFER_REPOSITORY__CONFIG_NAME must be a file's name without its ending, got '{settings.config_name}'"
@@ -278,7 +277,7 @@ def _is_settled(listing: Listing) -> bool:
 def _check_path(path: str) -> None:
     version, separator, _ = path.partition("/")
     is_version = separator and version.isascii() and version.isdecimal() and version[0] != "0"
-    shown = path.encode(errors="backslashreplace").decode()  # unpaired surrogates are no text
+    shown = path.encode(errors="backslashreplace").decode()
     is_short = len(shown.encode()) <= _PATH_MAX_BYTES and all(_is_short(part) for part in shown.split("/"))
     text = (
         f"Invalid file path: 'file:{shown[:100]}' is not the name of a file of a model; expected "
@@ -295,6 +294,6 @@ def _is_short(name: str) -> bool:
 
 
 def _unreadable(model: str, error: SettingsError) -> ModelFilesUnreachable:
-    """Logs the reason for operators; clients learn only that there is one."""
+    """Clients learn only that there is a reason."""
     logger.error("model repository can't be used", extra={"model": model, "reason": error.message})
     return ModelFilesUnreachable(f"the files of model '{model}' can't be reached now; the server's log says why")
