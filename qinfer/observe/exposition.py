@@ -1,7 +1,7 @@
 """Prometheus' text format, as Triton prints it, and OpenMetrics, which has exemplars.
 
-Triton's counters have no `_total`, its integers no `.0`, and `le` and `quantile` come last; a client library would
-differ. A counter whose name OpenMetrics can't have is `unknown` there.
+Triton's counters have no `_total`, its integers no `.0`, and `le` and `quantile` come last, unlike in a client library.
+A counter whose name OpenMetrics can't have is `unknown` there.
 """
 
 import math
@@ -19,7 +19,7 @@ _TRITONS = "nv_"
 
 
 class Sample(NamedTuple):
-    """One line; the exemplar stands for the requests of a bucket, in OpenMetrics only."""
+    """One line; only OpenMetrics shows the exemplar."""
 
     suffix: str
     labels: tuple[tuple[str, str], ...]
@@ -39,7 +39,7 @@ class Family:
         self.samples.append(Sample("", self._ordered(labels), value))
 
     def add_histogram(self, buckets: Iterable[tuple[float, int]], total: float, **labels: str) -> None:
-        """Adds the lines of a histogram from cumulative counts by ascending bounds."""
+        """Adds a histogram's lines from cumulative counts by ascending bounds."""
         ordered, pairs = self._ordered(labels), list(buckets)
         self.samples += [Sample("_count", ordered, pairs[-1][1]), Sample("_sum", ordered, total)]
         self.samples += [Sample("_bucket", (*ordered, ("le", self._bound(bound))), count) for bound, count in pairs]
@@ -71,7 +71,7 @@ class Family:
 
 
 def family(info: Info, samples: Iterable[tuple[float, Mapping[str, str]]]) -> Family:
-    """Returns a metric with a line for each value and its labels."""
+    """Returns a metric with a line for each value."""
     made = Family(info)
     for value, labels in samples:
         made.add(value, **labels)
