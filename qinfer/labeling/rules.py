@@ -63,7 +63,7 @@ class _LabelRule(_Rule):
         labels: The model's classes in its order.
         label: An output with the class: text, or numbers that count `labels` from 0.
         threshold: Results with a lower score are left out.
-        activation: Turns values into scores; `none` = they are 0 … 1 already.
+        activation: `none` = the values are 0 … 1 already.
         rename: Label of the model → label of the label config.
         unknown: For a label that the label config lacks, `fail` the task, or `drop` the label.
     """
@@ -111,12 +111,10 @@ class RectanglesRule(_LabelRule):
 
     Attributes:
         boxes: An output of four numbers for each box.
-        format: Corners, corner and size, or centre and size.
         units: Pixels, 0 … 1 of the image, or 0 … 100.
-        size: The image's size in pixels.
+        size: The image's, in pixels.
         resized_to: Width and height to which images were resized for the model, if pixels refer to that.
         scores: An output with one score for each box, or without `label` one for each box and label.
-        top: The most boxes, best first.
         category_ids: The labels' ids in COCO files; by default 1, 2, ….
     """
 

@@ -95,9 +95,7 @@ class ModelControl:
 
         A failed reload leaves the earlier generation in service. A load goes on after its caller has disconnected.
         `config`
-        also holds in later loads; `None` = as before. `files` (`<version>/<file>` → content) need `config`, and replace
-        the
-        repositories'.
+        also holds in later loads. `files` (`<version>/<file>` → content) need `config`.
 
         Raises:
             ControlDisabled: The control mode is not explicit.

@@ -2,8 +2,7 @@
 
     ModelSpec.steps ── plan ──▶ Plan ── flow ──▶ Flow: start ─▶ take ─▶ (a step runs) ─▶ put ─▶ take …
 
-A `Flow` is pure: it says which steps may run, and drops unneeded tensors; its caller runs them. Steps that no wanted
-output depends on are left out, as in Triton.
+A `Flow` is pure: its caller runs the steps. Steps that no wanted output depends on are left out, as in Triton.
 
 Decoupled steps divide an ensemble into *stages*: the steps before the first one, those behind it, and so on. No step
 reads tensors of two decoupled steps, or of a decoupled step and of the stage before it. Each response of the step that
@@ -46,12 +45,11 @@ class PlanStep:
     """A step that executes a model.
 
     Attributes:
-        inputs: (input of the model, tensor of the plan), by the model's inputs.
+        inputs: (input of the model, tensor of the plan).
         outputs: Output of the model → tensor of the plan.
-        within: Positions in `Plan.nested` of the ensembles that contain it, outermost first.
+        within: Positions in `Plan.nested` of the ensembles around it, outermost first.
         stage: The number of decoupled steps before it.
-        dims: Input of the model → its dimensions, without the batch dimension.
-        wanted: The outputs that the plan uses; empty = all.
+        wanted: Outputs that the plan uses; empty = all.
     """
 
     model: ModelSpec
@@ -83,7 +81,6 @@ class _Way(NamedTuple):
     Attributes:
         lacks: Step → how many tensors it reads.
         counts: Tensor → how many steps and wanted outputs need it.
-        wanted: (output, tensor).
     """
 
     lacks: Mapping[int, int]
@@ -96,7 +93,7 @@ class Plan:
     """The steps of an ensemble version; made by `plan`.
 
     Attributes:
-        spec: The ensemble's configuration, decoupled or with sequences if one of its steps is.
+        spec: Decoupled or with sequences if one of the steps is.
         inputs: Input of the ensemble → tensor of the plan.
         absent: Tensors that never exist: unused optional inputs of nested ensembles.
         last_stage: The number of decoupled steps in a row.
@@ -243,7 +240,7 @@ def plan(spec: ModelSpec, resolve: Callable[[EnsembleStep], Resolved]) -> Plan:
 
 
 class _View(NamedTuple):
-    """The plan's tensor for an ensemble's, and the reshapes from its writer to here."""
+    """The plan's tensor for an ensemble's, and its reshapes."""
 
     tensor: str
     reshapes: tuple[Reshape, ...] = ()
@@ -253,12 +250,7 @@ class _View(NamedTuple):
 
 
 class _Planner:
-    """Collects the steps of an ensemble and its nested ones.
-
-    Attributes:
-        absent: Tensors that never exist.
-        origins: Tensor → the positions of the decoupled steps that it comes from, in order.
-    """
+    """`origins`: tensor → the positions of the decoupled steps that it comes from, in order."""
 
     def __init__(self, resolve: Callable[[EnsembleStep], Resolved]) -> None:
         self.origins: dict[str, tuple[int, ...]] = {}

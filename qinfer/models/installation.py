@@ -1,11 +1,12 @@
-"""The identity of the data in Redis, and its restoration after a loss.
+"""The identity of the data in Redis, and its restoration after a loss (ADR 0015).
 
-`qinfer:installation` holds a random id for as long as Redis has its data. A process that finds another id or none knows
-that the data is gone: Redis was flushed, or lost its volume. A node of a cluster has lost its data if all wishes or a
-model's configuration are missing, which qinfer never removes. A failover to an older replica is no loss: it has the id.
+`qinfer:installation` holds a random id for as long as Redis has its data; another id or none means a loss. A node of a
+cluster has lost its data if all wishes or a model's configuration are missing, which qinfer never removes. A failover
+to
+an older replica is no loss.
 
 One gateway restores its last snapshot: it replaces the id with a claim, which expires if the gateway dies. Each model
-gets a generation above all that were seen. Until then the others keep their last state.
+gets a generation above all that were seen.
 """
 
 import logging

@@ -1,7 +1,6 @@
 """Pins, which keep model versions loaded for their holders, and hashes of executed content. Pure.
 
-Workers load a pinned version even if the version policy has dropped it, and offer it only to callers who name it. The
-holder renews and removes its pin.
+Workers load a pinned version even if the version policy has dropped it, but offer it only to callers who name it.
 """
 
 import hashlib
@@ -19,7 +18,7 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
     """A model version that its holder still needs.
 
     Attributes:
-        content_hash: Its content when it was pinned (`is_executed`); empty = any.
+        content_hash: When it was pinned (`is_executed`); empty = any.
         reason: The kind of the holder, such as `job`.
         expires_at: Seconds of the broker's time.
     """

@@ -19,12 +19,9 @@ class BatchInputKind(StrEnum):
 
 
 class BatchInputSpec(NamedTuple):
-    """An input of the model file that the server makes from the shapes of a batch's requests.
+    """An input of the model file that the server makes from the shapes of the input `source`.
 
-    Attributes:
-        datatype: `INT32` or `FP32`.
-        source: The described input.
-        rank: Its number of dimensions, without the batch dimension.
+    `rank` has no batch dimension.
     """
 
     kind: BatchInputKind

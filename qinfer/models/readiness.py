@@ -85,7 +85,6 @@ class ModelStatus:
 
     Attributes:
         versions: Version → its best state on any worker.
-        failed: The versions that no live worker could load.
         error: Why the model can't be loaded at all.
     """
 
@@ -112,12 +111,11 @@ class ModelStatus:
 
 
 class Capacity(NamedTuple):
-    """The speed at which live workers drain a version's backlog.
+    """The speed of live workers.
 
     Attributes:
         rps: Requests a second, in sum; 0 = unknown.
-        start_s: The load time of a worker, if none has it loaded; 0 = unknown.
-        workers: Live workers that have it loaded.
+        start_s: The load time, if no worker has it loaded; 0 = unknown.
     """
 
     rps: float = 0.0

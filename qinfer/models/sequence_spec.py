@@ -43,7 +43,6 @@ class StateSpec:
     """An implicit state: an input that gets an output of the previous step.
 
     Attributes:
-        dims: Without the batch dimension; -1 is variable.
         initial_dims: Of the first step: those of `initial_state`, else `dims` with 1 for each -1.
         file: In the model's directory `initial_state`, the bytes of one row; empty = zeros.
         same_buffer: `use_same_buffer_for_input_output`.
@@ -90,9 +89,7 @@ class DirectSpec(msgspec.Struct, frozen=True, kw_only=True, tag="direct"):
 class OldestSpec(msgspec.Struct, frozen=True, kw_only=True, tag="oldest"):
     """The strategy `oldest`: a dynamic batcher merges the next requests of the sequences.
 
-    Attributes:
-        preferred_sizes: Sizes worth stopping at, ascending; `[max_batch_size]` by default.
-        preserve_ordering: No effect: an instance keeps the order anyway.
+    An instance keeps the order without `preserve_ordering`, too.
     """
 
     preferred_sizes: tuple[int, ...]
@@ -105,8 +102,8 @@ class SequenceSpec:
     """The `sequence_batching` part of a configuration (reference §3.4).
 
     Attributes:
-        slots: Sequences of one instance: `max_batch_size` or `max_candidate_sequences`.
-        max_rows: The most rows of a batch; 1 without a batch dimension.
+        slots: Sequences of one instance.
+        max_rows: Of a batch; 1 without a batch dimension.
         iterative: Each request is a sequence, which executes until the model says that it is done.
         of_steps: The sequences of an ensemble's steps keep the state.
     """

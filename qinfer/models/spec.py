@@ -51,8 +51,8 @@ class QueuePolicy:
 
     Attributes:
         max_queue_size: 0 = the lane's capacity.
-        timeout_s: The longest wait before execution; 0 = until the deadline.
-        delay: A request over that time goes behind its level (DELAY) instead of being refused (REJECT).
+        timeout_s: The longest wait; 0 = until the deadline.
+        delay: A late request goes behind its level (DELAY) instead of being refused (REJECT).
         allow_override: A request's own `timeout` may shorten `timeout_s`.
     """
 
@@ -70,7 +70,6 @@ class BatchingSpec:
         preferred_sizes: Sizes worth stopping at, ascending; `[max_batch_size]` by default.
         max_queue_delay_s: The longest wait of the oldest request for the batch to fill.
         priority_levels: The lowest level, 1 being the highest; 0 = there are no levels.
-        default_priority: The level of a request that names no existing one.
     """
 
     preferred_sizes: tuple[int, ...]
@@ -153,8 +152,7 @@ class InstanceSpec:
     """Instances of a model on one device: one spec for each group, and for each GPU of a group.
 
     Attributes:
-        name: The group's name, for logs.
-        resources: The needs of an execution, where the server limits rates.
+        resources: Where the server limits rates.
         priority: The weight among executions that wait for resources; 0 counts as 1.
     """
 

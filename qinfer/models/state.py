@@ -14,11 +14,9 @@ CALLERS = (GATEWAY, BULK, BRIDGE)
 
 
 class Desired(msgspec.Struct, frozen=True):
-    """The desired state of one model.
+    """The desired state of one model; `dependent` = loaded only because an ensemble uses it.
 
-    Attributes:
-        generation: Grows with each change of its configuration or files.
-        dependent: It was loaded only because an ensemble uses it.
+    `generation` grows with each change of its configuration or files.
     """
 
     model: str
@@ -42,11 +40,10 @@ class StoredModel(msgspec.Struct, frozen=True):
         versions: Selected by its version policy, ascending.
         content_hash: Changes with the configuration's text, and with path, size or modification time of any file.
         error: Why the model can't be loaded, for clients.
-        min_workers: 0 = it is READY without a live worker.
         labels: Output → the names of its classes.
-        location: The directory of its files in the overlay; empty = in the repositories.
+        location: The directory in the overlay; empty = in the repositories.
         pending: The backend whose runtime must complete the configuration first, in a worker.
-        override: A configuration in JSON that replaces the file, also in later loads.
+        override: JSON that replaces the configuration, also in later loads.
         files_of: The model whose files it uses; empty = its own.
     """
 
@@ -94,11 +91,11 @@ class VersionState(msgspec.Struct, frozen=True):
         generation: The one that is loaded, or failed to load.
         reason: Why it is not READY at the newest generation.
         tried: The newest generation whose load has ended; above `generation` where a reload failed.
-        executed_hash: The hash of a READY version's files, those beside the versions, and its configuration's inputs,
-            outputs, parameters, backend and optimisation. Empty = unknown: files changed during the load, or an earlier
-            qinfer loaded them.
+        executed_hash: Of a READY version's files, those beside the versions, and its configuration's inputs, outputs,
+            parameters, backend and optimisation. Empty = unknown: files changed during the load, or an earlier qinfer
+            loaded them.
         pinned: Only pins keep it loaded.
-        steps: The versions that an ensemble runs, nested ones included, in order.
+        steps: The versions that an ensemble runs, nested ones included.
         unready: Why the model's own `is_ready` refuses; as in Triton, only readiness checks report it.
     """
 
@@ -125,13 +122,12 @@ LONG_S = 300.0
 
 
 class Executing(msgspec.Struct, frozen=True, array_like=True):
-    """An execution, warm-up or load that has lasted for a while.
+    """An execution, warm-up or load (`what`) that has lasted for a while.
 
     Attributes:
         since: In the broker's time, without calls of other models; restarts with each response of a stream.
         seconds: Its duration at the heartbeat.
         limit_s: 0 = no limit.
-        what: `execution`, `warm-up` or `load`.
     """
 
     model: str
@@ -163,14 +159,13 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         executing: Requests in its batches.
         throughput_rps: Over the last heartbeats.
         clock_offset_s: Broker time minus its wall clock.
-        frame_versions: Frame versions that it can read.
         speeds: Requests a second that it can execute.
         best_speeds: The highest speed that its measurements allow.
         places: Globs of the models that it loads.
         busy: Requests that its instances execute.
         direct: Requests in its batchers that are in no lane: from ensembles and models of this worker, and steps of
             sequences.
-        load_s: Seconds of the last load.
+        load_s: Of the last load.
         cpu_s: CPU time with child processes; 0 = unknown.
         memory_bytes: Resident memory of them.
         long: Executions, warm-ups and loads of more than a second.
@@ -240,7 +235,6 @@ class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):
         target: Its share of the workers that these models should have.
         reason: The reason for their number, for people.
         live: Its workers that serve.
-        starting: Its workers that do not serve yet.
         work_s: Seconds that one worker would need for all waiting and executing requests.
         entries: Requests and rows of bulk jobs that wait or execute.
     """

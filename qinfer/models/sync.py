@@ -1,7 +1,7 @@
 """`qinfer models sync`: writes the repository's models as the desired state. Idempotent; several may run at once.
 
-A model that becomes unreadable or wrong stays as it was while a worker serves it: half-written files must not take it
-down. A removed model is unloaded, and so is one that two repositories have.
+A model that becomes unreadable or wrong stays while a worker serves it: half-written files must not take it down. A
+removed model is unloaded, and so is one that two repositories have.
 
 A gateway and `qinfer up` begin with `start`: a sync, or in mode `explicit` the loads in the settings.
 """

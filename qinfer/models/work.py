@@ -43,11 +43,10 @@ class VersionWork(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         lanes: Online, then bulk lanes. Without a READY worker, the filled lanes of an earlier configuration precede
             them: the next worker reads them.
-        requests: Entries of the online lanes.
-        rows: Estimated for those, plus `bulk_rows`; plus one while a worker has to complete the configuration.
+        rows: Estimated for the online lanes' `requests`, plus `bulk_rows`; plus one while a worker has to complete the
+            configuration.
         rows_per_s: The speed of one worker; 0 = unknown.
         oldest_age_s: The greatest of the online lanes.
-        workers: The ids of the READY workers.
     """
 
     model: str

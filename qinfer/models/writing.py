@@ -3,8 +3,8 @@
 Lanes come first, so that an admitted request has a queue; the configuration precedes the wish, so that a reader of the
 wish finds it. The next writer completes an interrupted write.
 
-Only a runtime can complete some configurations, such as those of Python models. They are stored as `pending`. A worker
-completes each content once: it stores the result by content, then the model under a new generation.
+Only a runtime can complete some configurations, such as those of Python models: they are stored as `pending`, and a
+worker completes each content once.
 """
 
 import hashlib

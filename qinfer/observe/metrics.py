@@ -72,12 +72,10 @@ class Snapshot:
         ages_s: (model, version, lane) → the time that its oldest entry has been in the queue.
         rows: Rows to be executed.
         work_s: Seconds that one worker would need for them.
-        load_failed: Whether a worker failed to load its newest generation.
-        executing: Requests that instances execute.
         executing_s: Seconds of the longest execution under way.
         late: Executions under way that are late.
         direct: Requests in batchers that are in no lane, and steps of sequences that wait.
-        load_s: Seconds of the last load, in the slowest worker.
+        load_s: Of the last load, in the slowest worker.
         letters: Dead letters; version 0 = unknown yet.
         sequences: Model → its sequences, by `open`, `waiting`, `handed_over` and `lost`.
         jobs: State → bulk jobs.
@@ -85,8 +83,6 @@ class Snapshot:
         wanted_workers: Workers that the live autoscalers want.
         features: The metrics of features with their own counts, such as bridges.
         labeling: Model → unfinished labeling tasks.
-        host: The gateway's machine.
-        use: The gateway itself.
     """
 
     store_up: bool = True

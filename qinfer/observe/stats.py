@@ -142,10 +142,7 @@ class BatchTotals(NamedTuple):
 class StatsTally:
     """Adds up one worker's statistics of a model version; not thread-safe.
 
-    Attributes:
-        max_rows: The largest batch; 0 = unknown.
-        latencies: Counts latencies more finely, if enabled.
-        is_streamed: The model is decoupled: `first_response` counts its first responses.
+    `is_streamed`: the model is decoupled, and `first_response` counts its first responses.
     """
 
     def __init__(self) -> None:
@@ -312,8 +309,7 @@ class Durations:
     """One series of the duration histogram.
 
     Attributes:
-        within_s: The objective's latency.
-        late: Requests that were answered later.
+        within_s: The objective's latency, exceeded by `late` requests.
         exemplars: Bucket → its last traced request.
     """
 
@@ -332,7 +328,6 @@ class GatewayTally:
 
     Attributes:
         in_flight: Returns the number of unanswered requests; the gateway sets it.
-        refusals: This gateway's part of the models' statistics.
         failures: (model, version, reason) → failed requests.
     """
 

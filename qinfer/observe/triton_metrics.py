@@ -62,7 +62,6 @@ class Wanted:
     """The choice of metrics by Triton's `--metrics-config`, and the models' configurations.
 
     Attributes:
-        quantiles: Empty = no summaries.
         recent: Model version → the recent growth of the summaries' counts.
         cached: Models whose responses are cached.
         tags: Model → its `metric_tags`.

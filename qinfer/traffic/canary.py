@@ -122,12 +122,9 @@ class CanaryState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     Attributes:
         stable: A version number, like `canary`.
-        revision: The endpoint's revision, which each transition raises.
-        since_s: The start of the step.
+        revision: The endpoint's, which each transition raises.
         requests: The canary's requests of this step.
         stable_at_s: The time of stable's last requests.
-        canary_at_s: The time of the canary's last requests.
-        evidence: Check → the evidence so far.
         limits: Check → stratum → seconds above which a request is slow in this step.
         paused: Why it is paused.
         ended: The action that has ended it.
@@ -178,7 +175,7 @@ class Action(StrEnum):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of a check: all requests, the evidence, the deciding one, the allowed share (`None` = stable's)."""
+    """The numbers of a check; an `allowed` of `None` = stable's share."""
 
     check: str
     seen: Block
@@ -302,7 +299,7 @@ def with_limits(plan: CanaryPlan, state: CanaryState, latencies: Latencies, now_
 
 
 def _limit(found: Sequence[Sequence[float]], quantile: float, least: int) -> float | None:
-    """Returns the median of the tenants' quantiles, if `least` tenants have enough latencies."""
+    """Returns the median of the tenants' quantiles, given `least` such tenants."""
     if sum(map(len, found)) < LEAST_LATENCIES:
         return None
     enough = [seconds for seconds in found if len(seconds) >= _LEAST_OF_A_TENANT]

@@ -1,9 +1,7 @@
 """The choice of a target: conditions first, then weights, by a sticky key or by chance. Pure.
 
-A key chooses by weighted rendezvous hashing (Thaler and Ravishankar 1998; the weights as in Schindelhauer and
-Schomaker, "Weighted Distributed Hash Tables", 2005). Each target draws an exponential time whose rate is its weight
-from a hash of the key and the target; the first one wins. So a change of weights moves only the share that a target
-gains or loses, and all gateways choose alike.
+A key chooses by weighted rendezvous hashing (ADR 0025; Thaler and Ravishankar 1998; Schindelhauer and Schomaker 2005):
+each target draws an exponential time, whose rate is its weight, from a hash of the key and the target; the first wins.
 """
 
 import math

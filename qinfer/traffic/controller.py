@@ -143,8 +143,8 @@ class CanaryController:
 class EndpointFollower:
     """Endpoints in a bridge, or in a worker whose models make calls.
 
-    Like a gateway, it counts and confirms, and uses only stable targets while it hears of no changes. Any thread may
-    choose by its `view`.
+    Like a gateway, it counts, confirms, and uses stable targets while it hears of no changes. Any thread may use its
+    `view`.
     """
 
     def __init__(self, catalog: Catalog, control: ControlStore, owner: str, queue: Queue) -> None:

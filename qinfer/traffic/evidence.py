@@ -88,7 +88,6 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
     """The evidence that a canary is worse than stable in one respect.
 
     Attributes:
-        seen: All requests so far.
         waiting: Stratum → requests for the next block, while one target has had no requests.
         kept: The part of the evidence that has not begun.
         logs: Logarithms of the begun parts, one for each of `ODDS_RATIOS`.

@@ -34,7 +34,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         reason: Why the last transition was made, or not made.
         at_s: The time of the last transition.
         done_s: The time at which all gateways had confirmed its rollback.
-        model: The canary's; empty = the stable target's.
+        model: Empty = the stable target's.
     """
 
     state: CanaryState

@@ -1,8 +1,8 @@
 """Checks of a configuration: mistakes that Triton refuses, and settings that qinfer does not offer.
 
-Each field of the `ModelConfig` message is in one of three tables: `SUPPORTED`, `HINTS` (accepted without effect) or
-`REFUSED`, which a test proves; the path of a message field covers everything below it. `docs/reference/model-config.md`
-is made from these tables.
+Each field of the `ModelConfig` message is in one of three tables, which a test proves: `SUPPORTED`, `HINTS` (accepted
+without effect) or `REFUSED`; a message field covers everything below it. `docs/reference/model-config.md` is made of
+these tables.
 """
 
 import re

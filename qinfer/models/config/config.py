@@ -2,8 +2,9 @@
 
 parse ──▶ normalise (names and backend, completion from the model file, defaults, check) ──▶ to_json / to_spec
 
-Completion follows Triton's ONNX Runtime backend: a model whose inputs and outputs all have a variable first dimension
-has a batch dimension; its default `max_batch_size` is 4.
+As in Triton's ONNX Runtime backend, a model whose tensors all have a variable first dimension has a batch dimension,
+and
+by default a `max_batch_size` of 4.
 """
 
 from collections.abc import Collection, Sequence
@@ -196,12 +197,8 @@ def normalise(
 ) -> ModelConfig:
     """Returns the configuration as Triton would show it: complete, with defaults, and checked.
 
-    Args:
-        config: The content of `config.pbtxt`, which stays unchanged.
-        name: The name of the model's directory.
-        files: File names in its version directories, which identify the default backend.
-        tensors: The declarations of the model file, if known.
-        gpus: For instance groups without GPUs.
+    `files` in version directories identify the default backend; `tensors` are the model file's, if known; `gpus` are
+    for instance groups without GPUs. `config` stays unchanged.
     """
     normal = identify(config, name, files)
     if tensors is not None:

@@ -1,7 +1,6 @@
 """`ensemble_scheduling`: its mistakes that Triton finds without other models, and its steps as a spec.
 
-Texts and rules are those of Triton's `ValidateEnsembleSchedulingConfig` (core `src/model_config_utils.cc`);
-`qinfer/models/ensemble_checks.py` compares an ensemble with its models when it is loaded.
+Texts and rules are those of Triton's `ValidateEnsembleSchedulingConfig` (core `src/model_config_utils.cc`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence

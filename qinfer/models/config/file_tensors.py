@@ -1,11 +1,11 @@
 """Inputs and outputs that a model file declares, read without the runtime of its format.
 
-ONNX: the protobuf wire format is walked directly (protobuf.dev/programming-guides/encoding), so that the weights of a
-large or remote file are never read. Field numbers are from onnx.proto.
+ONNX: the protobuf wire format (protobuf.dev/programming-guides/encoding) is walked, so that weights are never read.
+Field numbers are from onnx.proto.
 
 OpenVINO: in an IR (`model.xml`, versions 10 and 11) inputs are layers of type Parameter, outputs layers of type Result,
-named by the port that their edge comes from (docs.openvino.ai, "OpenVINO IR format"). Of several names the
-alphabetically first counts, as for `get_any_name`.
+named by the port that their edge comes from (docs.openvino.ai, "OpenVINO IR format"), by `get_any_name`'s rule: the
+alphabetically first.
 """
 
 import re

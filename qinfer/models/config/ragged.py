@@ -1,6 +1,6 @@
 """`allow_ragged_batch`, `batch_input` and `batch_output` of a configuration: checks and specs.
 
-The texts are those of `ValidateBatchIO` in Triton's `model_config_utils.cc`. Mistakes that Triton finds late, or never,
+The texts are those of Triton's `ValidateBatchIO` (`model_config_utils.cc`). Mistakes that Triton finds late, or never,
 are refused here.
 """
 

@@ -1,9 +1,8 @@
 """Inputs and outputs that a PyTorch file declares, read without PyTorch (ADR 0004).
 
-`model.pt2` of `torch.export.save` is an archive with the program as JSON. Its inputs have the names of `forward`'s
-arguments, its outputs those of the returned dictionary, or else Triton's `OUTPUT__<position>`. Datatype numbers and
-field names are from torch/_export/serde/schema.py. TorchScript and AOTInductor files declare neither datatypes nor
-shapes.
+`model.pt2` of `torch.export.save` is an archive with the program as JSON. Inputs have the names of `forward`'s
+arguments, outputs those of the returned dictionary, or Triton's `OUTPUT__<position>`. Numbers and names are from
+torch/_export/serde/schema.py. TorchScript and AOTInductor files declare neither datatypes nor shapes.
 """
 
 import io
