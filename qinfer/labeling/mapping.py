@@ -67,7 +67,7 @@ def make_request(
 
 
 def input_problems(inputs: AnyMapping[str, InputField], spec: ModelSpec) -> Iterator[str]:
-    """Yields the reasons why inputs do not fit a model."""
+    """Yields why inputs do not fit a model."""
     known = {each.name: each for each in spec.inputs}
     for name, each in inputs.items():
         if name not in known:
@@ -187,7 +187,7 @@ def _text(task: Task, field: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Returns a value, shortened for an error text."""
+    """Returns a value, shortened."""
     text = repr(value)
     return text if len(text) <= 60 else text[:60] + "…"
 

@@ -141,7 +141,7 @@ def find_choices(
 
 
 def _scored(rule: ChoicesRule, outputs: Outputs) -> tuple[list[str], list[float]]:
-    """Returns the best candidates, at most `top`, and their scores, if there are any."""
+    """Returns at most `top` candidates, best first, and their scores, if any."""
     names = rule.labels if rule.scores else _names(rule, outputs)
     scored = rule.scores or rule.score
     if not scored:
@@ -312,7 +312,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the JSON of Label Studio's `predictions` and of an ML backend's `results`."""
+        """Returns an item of Label Studio's `predictions` and of an ML backend's `results`."""
         return {"result": self.result, "score": self.score, "model_version": self.model_version}
 
 

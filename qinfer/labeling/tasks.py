@@ -151,7 +151,7 @@ class LabelTasks:
         return {state: await self._count(board, state) for state in _STATES}
 
     async def unfinished(self, model: str) -> int:
-        """Counts the unfinished tasks of a model on all boards."""
+        """Counts a model's unfinished tasks on all boards."""
         boards, states = await self.boards(model), [state for state in _STATES if not state.is_over]
         return sum(await asyncio.gather(*(self._count(board, state) for board in boards for state in states)))
 

@@ -97,7 +97,7 @@ class Catalog:
         """Model → all versions ever seen."""
 
     async def refresh(self) -> None:
-        """Replaces the view with the store's content, unless the store has lost data."""
+        """Replaces the view, unless the store has lost data."""
         async with self._refreshing:
             workers = tuple(await self._store.workers())  # first: they must not be ahead of the configurations
             now = await self._read(workers)
@@ -135,7 +135,7 @@ class Catalog:
         return now if self._is_whole else None
 
     async def run(self) -> None:
-        """Refreshes the view when woken, and every few seconds."""
+        """Refreshes the view when woken, and periodically."""
         outage = OutageLog(logger, "control store unreachable, serving the last view", "control store reachable again")
         while True:
             try:
@@ -184,7 +184,7 @@ class Catalog:
         return served
 
     def capacity(self, model: str, version: int) -> Capacity:
-        """Returns a version's speed on live workers, or on the next one."""
+        """Returns a version's speed, perhaps of a future worker."""
         return self._view.capacities.get((model, version), _UNKNOWN)
 
     def spec(self, model: str) -> ModelSpec | None:
@@ -193,12 +193,12 @@ class Catalog:
         return None if known is None else known[1]
 
     def versions(self, model: str) -> tuple[int, ...]:
-        """Returns all versions of a model, ascending."""
+        """Returns all versions, ascending."""
         stored, status = self._view.stored.get(model), self._view.statuses.get(model)
         return tuple(sorted({*(stored.versions if stored else ()), *(status.versions if status else ())}))
 
     def known(self) -> tuple[str, ...]:
-        """Returns the names of all models, unloaded ones included."""
+        """Returns all models, unloaded ones included."""
         return self._view.known
 
     def status(self, model: str) -> ModelStatus:
@@ -209,12 +209,12 @@ class Catalog:
         return status
 
     def ready_versions(self, model: str) -> tuple[int, ...]:
-        """Returns the READY versions of a model, ascending."""
+        """Returns the READY versions, ascending."""
         status = self._view.statuses.get(model)
         return () if status is None else status.ready_versions
 
     def readiness(self) -> dict[tuple[str, int], bool]:
-        """Returns (model, version) → whether it is READY."""
+        """Returns whether each version is READY."""
         return {
             (model, version): version in status.ready_versions
             for model, status in self._view.statuses.items()
@@ -222,11 +222,11 @@ class Catalog:
         }
 
     def load_failures(self) -> dict[tuple[str, int], bool]:
-        """Returns (model, version) → whether its newest load failed."""
+        """Returns whether each version's newest load failed."""
         return failed_loads(self._view.statuses.values(), self._view.workers)
 
     def objectives(self, usual: Objective) -> dict[tuple[str, int], Objective]:
-        """Returns (model, version) → its latency objective, by default `usual`."""
+        """Returns each version's latency objective, by default `usual`."""
         return {
             (model, version): Objective(spec.slo_latency_s or usual.latency_s, spec.slo_target or usual.target)
             for model, (_, spec) in self._specs.items()

@@ -22,7 +22,7 @@ _Id = tuple[int, ...]
 
 
 def concerns(models: Collection[str], hosted: Collection[str]) -> bool:
-    """Tells whether a question concerns a worker with these models."""
+    """Tells whether a worker must answer."""
     return bool(hosted) and (ALL in models or any(model in hosted for model in models))
 
 
@@ -47,7 +47,7 @@ class CountPushes:
         self._client = client
 
     async def ask(self, models: Collection[str]) -> str:
-        """Asks the workers of these models; returns the question's id."""
+        """Asks the models' workers; returns the question's id."""
         fields = {"models": msgspec.json.encode(sorted(models))}
         with translated():
             return _text(await self._client.xadd(keys.counts_asked(), fields, maxlen=_KEPT, approximate=False))
@@ -65,7 +65,7 @@ class CountPushes:
             await self._client.xadd(keys.counts_added(), fields, maxlen=_KEPT, approximate=False)
 
     async def answers(self, question: str, workers: Collection[str], within_s: float) -> dict[str, Underway | None]:
-        """Waits for these workers' answers; returns their requests under way, if known."""
+        """Waits for answers; returns requests under way, if known."""
         found: dict[str, Underway | None] = {}
         last, end_s = _just_before(question), time.monotonic() + within_s
         while not found.keys() >= set(workers) and (left_s := end_s - time.monotonic()) > 0:

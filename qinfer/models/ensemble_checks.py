@@ -22,7 +22,7 @@ class _Node(NamedTuple):
 
 
 def check_steps(ensemble: ModelSpec, models: Sequence[ModelSpec]) -> None:
-    """Checks an ensemble against its steps' models, in order, or raises `ModelLoadFailed`."""
+    """Checks an ensemble against its steps, or raises `ModelLoadFailed`."""
     tensors: dict[str, _Node] = {}
     for tensor in (*ensemble.inputs, *ensemble.outputs):
         tensors[tensor.name] = _node(ensemble, tensor, tensor.seen_dims)
@@ -42,7 +42,7 @@ def is_like(dims: Sequence[int], others: Sequence[int]) -> bool:
 
 
 def origin_of(ensemble: str, model: str, origins: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the decoupled steps that tensors come from; all must have the same ones."""
+    """Returns the decoupled steps, equal for all, that tensors come from."""
     first = next(iter(origins), ())
     if any(origin != first for origin in origins):
         raise ModelLoadFailed(

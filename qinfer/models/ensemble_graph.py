@@ -175,7 +175,7 @@ class Flow(Generic[T]):
         """Steps between `take` and `put`."""
 
     def start(self, given: Mapping[str, T]) -> list[int]:
-        """Begins with the inputs of a request; returns the steps that may run."""
+        """Begins with a request; returns the steps that may run."""
         plan = self._plan
         tensors: dict[str, T | None] = {tensor: given.get(name) for name, tensor in plan.inputs.items()}
         return self._add({**tensors, **dict.fromkeys(plan.absent)})
@@ -185,7 +185,7 @@ class Flow(Generic[T]):
         return self._add({tensor: outputs.get(name) for name, tensor in self._plan.steps[number].outputs.items()})
 
     def take(self, number: int) -> list[tuple[str, T]]:
-        """Returns a step's inputs, and drops tensors that no other step needs."""
+        """Returns a step's inputs, and drops unneeded tensors."""
         self.running += 1
         inputs, found = self._plan.steps[number].inputs, []
         for name, tensor in inputs:
@@ -231,7 +231,7 @@ class Flow(Generic[T]):
 
 
 def plan(spec: ModelSpec, resolve: Callable[[EnsembleStep], Resolved]) -> Plan:
-    """Checks and plans an ensemble, or raises `ModelLoadFailed`; `resolve` finds the model version of a step."""
+    """Checks and plans an ensemble, or raises `ModelLoadFailed`."""
     planner = _Planner(resolve)
     views = planner.add(spec, {}, (spec.name,), ())
     made = Plan(spec, planner, views)

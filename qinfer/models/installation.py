@@ -68,12 +68,12 @@ def _gone(before: Mapping[str, object], now: Mapping[str, object], *, is_other: 
 
 
 def is_claimed(installation: str) -> bool:
-    """Tells by the id whether a gateway is restoring the data."""
+    """Tells whether a gateway is restoring the data."""
     return installation.startswith(_CLAIM)
 
 
 def is_gone(before: Snapshot, now: Snapshot) -> bool:
-    """Tells whether the desired state is lost and not yet restored."""
+    """Tells whether the desired state is lost."""
     if not before.installation:
         return False
     if not now.installation or is_claimed(now.installation):
@@ -82,7 +82,7 @@ def is_gone(before: Snapshot, now: Snapshot) -> bool:
 
 
 async def refuse_lost(store: ControlStore) -> None:
-    """Raises `BrokerUnavailable` while lost data is not restored."""
+    """Raises `BrokerUnavailable` while data is lost."""
     installation = await store.installation()
     if not installation or is_claimed(installation):
         raise BrokerUnavailable("Redis has lost its data, and models are being restored; try again")

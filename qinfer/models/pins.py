@@ -46,7 +46,7 @@ class Executed(msgspec.Struct, frozen=True, array_like=True):
 
 
 def is_executed(content_hash: str) -> bool:
-    """Tells whether a hash is of executed content, not of a directory."""
+    """Tells whether a hash is of executed content."""
     return content_hash.startswith(EXECUTED)
 
 
@@ -85,7 +85,7 @@ def joint_hash(executes: Sequence[Executed]) -> str:
 
 
 def kept_by_pins(pins: Iterable[Pin], stored: StoredModel) -> Mapping[int, frozenset[str]]:
-    """Returns version → allowed contents, for versions that only pins keep loaded."""
+    """Returns allowed contents of versions that only pins keep."""
     kept: dict[int, frozenset[str]] = {}
     for pin in pins:
         if pin.model == stored.model and pin.version not in stored.versions:
@@ -94,7 +94,7 @@ def kept_by_pins(pins: Iterable[Pin], stored: StoredModel) -> Mapping[int, froze
 
 
 def why_lost(pin: Pin, workers: Iterable[WorkerRecord], wish: Desired | None = None) -> str:
-    """Returns why no live worker can keep a pinned version; empty = one may."""
+    """Returns why no worker can keep a version; empty = one may."""
     if wish is not None and not wish.load:
         return f"version {pin.version} of model '{pin.model}' can't be kept: the model was unloaded"
     states = [state for worker in workers if (state := worker.state_of(pin.model, pin.version)) is not None]

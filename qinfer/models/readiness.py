@@ -18,7 +18,7 @@ from qinfer.models.state import Desired, State, StoredModel, Use, VersionState, 
 
 
 def is_placed(model: str, globs: Sequence[str]) -> bool:
-    """Tells whether a worker with these globs loads the model."""
+    """Tells whether a worker loads the model."""
     return any(fnmatchcase(model, glob) for glob in globs)
 
 
@@ -106,7 +106,7 @@ class ModelStatus:
 
     @property
     def loadable_versions(self) -> tuple[int, ...]:
-        """The versions that are READY or may become so, ascending."""
+        """The versions that are, or may become, READY, ascending."""
         return () if self.error else tuple(sorted(v for v in self.versions if v not in self.failed))
 
 
@@ -142,7 +142,7 @@ def assess(
 
 
 def failed_loads(statuses: Iterable[ModelStatus], workers: Iterable[WorkerRecord]) -> dict[tuple[str, int], bool]:
-    """Returns (model, version; 0 = none) → whether its newest load failed on a worker."""
+    """Returns whether the newest load failed on a worker; version 0 = none."""
     records = list(workers)
     failed: dict[tuple[str, int], bool] = {}
     for status in statuses:
@@ -155,13 +155,13 @@ def failed_loads(statuses: Iterable[ModelStatus], workers: Iterable[WorkerRecord
 
 
 def have_begun(statuses: Iterable[ModelStatus]) -> bool:
-    """Tells whether a model is READY, or no model can still be loaded."""
+    """Tells whether a model is READY, or none can be."""
     models = list(statuses)
     return any(model.ready_versions for model in models) or not any(model.loadable_versions for model in models)
 
 
 def lacking(ensemble: str, use: Use, statuses: Mapping[str, ModelStatus]) -> str:
-    """Returns why an ensemble can't use a model, in Triton's words; empty = it can."""
+    """Returns, in Triton's words, why an ensemble can't use a model."""
     status = statuses.get(use.model)
     who = f"ensemble '{ensemble}' depends on '{use.model}'"
     if status is None or not status.ready_versions:
@@ -172,7 +172,7 @@ def lacking(ensemble: str, use: Use, statuses: Mapping[str, ModelStatus]) -> str
 
 
 def _lower(model: StoredModel, statuses: dict[str, ModelStatus]) -> bool:
-    """Returns whether it made an ensemble UNAVAILABLE for a model that is not READY."""
+    """Returns whether it made an ensemble UNAVAILABLE."""
     status = statuses[model.model]
     reason = next(filter(None, (lacking(model.model, use, statuses) for use in model.uses)), "")
     if not reason or not status.ready_versions:

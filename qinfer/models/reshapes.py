@@ -25,12 +25,12 @@ class Reshape(NamedTuple):
 
 
 def inward(spec: ModelSpec) -> dict[str, Reshape]:
-    """Returns input → its change from client to model."""
+    """Returns the inputs' changes."""
     batched = spec.max_batch_size > 0
     return {i.name: Reshape(i.dims, i.reshape, batched) for i in spec.inputs if i.reshape is not None}
 
 
 def outward(spec: ModelSpec) -> dict[str, Reshape]:
-    """Returns output → its change from model to client."""
+    """Returns the outputs' changes."""
     batched = spec.max_batch_size > 0
     return {o.name: Reshape(o.reshape, o.dims, batched) for o in spec.outputs if o.reshape is not None}

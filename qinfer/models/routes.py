@@ -22,7 +22,7 @@ class Route(NamedTuple):
 
     @property
     def is_usual(self) -> bool:
-        """Tells whether requests wait in one lane until their deadline."""
+        """Tells whether requests wait in one lane."""
         return not self.policy.timeout_s and len(self.ahead) == 1
 
 
@@ -37,7 +37,7 @@ class Routes:
         self.default = self._of_level(0 if spec.batching is None else spec.batching.default_priority)
 
     def of(self, priority: int) -> Route:
-        """Returns the route of a request with this priority."""
+        """Returns the route of a priority."""
         batching = self._batching
         if batching is None or not batching.priority_levels:
             return self.default

@@ -119,12 +119,12 @@ class SequenceSpec:
 
     @property
     def is_explicit(self) -> bool:
-        """Tells whether the state is lost with the model's memory."""
+        """Tells whether the model's memory has the state."""
         return not (self.states or self.of_steps)
 
     @property
     def told_bits(self) -> int:
-        """The bits of the sequence numbers that the model gets; 0 = text."""
+        """The bits of the model's sequence numbers; 0 = text."""
         corrid = self.control(ControlKind.CORRID)
         return 64 if corrid is None else 8 * datatype(corrid.datatype).itemsize
 
@@ -155,7 +155,7 @@ def of_ensemble(steps: abc.Sequence[SequenceSpec]) -> SequenceSpec | None:
 
 
 def check_sequence(request: InferRequest, rows: int, spec: SequenceSpec) -> Sequence | None:
-    """Returns a request's sequence flags, regardless of open sequences; or raises `InvalidStep` or `InvalidRequest`."""
+    """Returns a request's sequence flags, or raises `InvalidStep` or `InvalidRequest`."""
     if rows != 1:
         raise InvalidStep(
             f"inference request to model '{request.model}' must specify batch-size 1 due to requirements of sequence "

@@ -45,7 +45,7 @@ class SequenceWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def read_sequences(queue: Queue, stored: Mapping[str, StoredModel]) -> tuple[SequenceWork, ...]:
-    """Returns the sequences of the stateful models, sorted."""
+    """Returns the stateful models' sequences, sorted."""
     slots = {name: count for name, model in sorted(stored.items()) if (count := _slots(model.config))}
     sizes = await asyncio.gather(*(queue.sequences(name, _PARTITION).sizes(stored[name].versions) for name in slots))
     return tuple(

@@ -21,7 +21,7 @@ Value = SettingValue
 
 
 def of_group(stored: Mapping[str, str], group: str) -> dict[str, Value]:
-    """Returns the values of one group that are not cleared."""
+    """Returns a group's values, without cleared ones."""
     values: dict[str, Value] = {}
     prefix = f"{group}/"
     for name, document in stored.items():
@@ -33,7 +33,7 @@ def of_group(stored: Mapping[str, str], group: str) -> dict[str, Value]:
 
 
 async def put_group(store: ControlStore, group: str, values: Mapping[str, Value]) -> None:
-    """Stores values of one group; `None` clears a value."""
+    """Stores a group's values; `None` clears one."""
     for name, value in values.items():
         await store.put_setting(f"{group}/{name}", msgspec.json.encode(value).decode())
 
@@ -51,7 +51,7 @@ def switches_of(values: Mapping[str, Value], first: Switches) -> Switches:
 
 
 async def follow_log_settings(store: ControlStore, first: Switches) -> None:
-    """Applies the stored log settings to this process until cancelled."""
+    """Applies stored log settings until cancelled."""
     applied: Switches | None = None
     while True:
         try:

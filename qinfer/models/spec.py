@@ -302,12 +302,12 @@ class ModelSpec:
 
     @property
     def is_limited(self) -> bool:
-        """Tells whether its executions need resources of the rate limiter."""
+        """Tells whether executions need limited resources."""
         return any(resource.units for group in self.instances for resource in group.resources)
 
     @property
     def instance_count(self) -> int:
-        """The most parallel executions in one worker with all devices."""
+        """The most parallel executions in one worker."""
         return sum(group.count for group in self.instances)
 
 

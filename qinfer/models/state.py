@@ -63,7 +63,7 @@ class StoredModel(msgspec.Struct, frozen=True):
 
     @property
     def files(self) -> str:
-        """The name of the model whose files it uses."""
+        """The model whose files it uses."""
         return self.files_of or self.model
 
 
@@ -196,7 +196,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     long: tuple[Executing, ...] = ()
 
     def lacks(self, *, strict: bool) -> str:
-        """Returns why this worker is not ready; `strict` counts failed models too."""
+        """Returns why the worker is not ready; `strict` counts failed models."""
         if self.draining:
             return "it is draining"
         unready = {State.LOADING, State.UNAVAILABLE} if strict else {State.LOADING}

@@ -73,12 +73,12 @@ class ControlStore:
             return await self.client.hget(keys.config(name), "model") is not None
 
     async def wished(self) -> set[str]:
-        """Returns the models in the desired state, readable or not."""
+        """Returns the desired models, readable or not."""
         with translated():
             return {_text(name) for name in await self.client.hgetall(keys.desired())}
 
     async def desired(self) -> dict[str, Desired]:
-        """Returns the desired state of every model; damaged records keep their last."""
+        """Returns all wishes; damaged records keep their last."""
         with translated():
             values = await self.client.hgetall(keys.desired())
         read = {_text(model): value for model, value in values.items()}
@@ -106,7 +106,7 @@ class ControlStore:
         return self._records.all(dict(zip(names, values, strict=True)), StoredModel)
 
     async def put_model(self, stored: StoredModel) -> bool:
-        """Stores a configuration, unless the same or a newer generation is stored."""
+        """Stores a configuration, unless its generation is not newer."""
         with translated():
             written = await self.client.eval(
                 _PUT_MODEL, 1, keys.config(stored.model), stored.generation, encode_document(stored)
@@ -114,7 +114,7 @@ class ControlStore:
         return bool(written)
 
     async def heartbeat(self, record: WorkerRecord, ttl_s: float) -> None:
-        """Writes a worker's record for `ttl_s` seconds."""
+        """Writes a worker's record."""
         key = keys.worker(record.id)
         with translated():
             async with self.client.pipeline(transaction=False) as pipe:
@@ -133,7 +133,7 @@ class ControlStore:
                 await pipe.execute()
 
     async def model_metrics(self, workers: Collection[str]) -> list[bytes | None]:
-        """Returns the custom metrics of workers' models."""
+        """Returns the models' custom metrics."""
         with translated():
             return await self._fields([(keys.worker(worker_id), _METRICS) for worker_id in workers])
 
@@ -144,7 +144,7 @@ class ControlStore:
             await self.client.zrem(keys.workers(), worker_id)
 
     async def workers(self) -> list[WorkerRecord]:
-        """Returns live workers, and removes dead ones from the index."""
+        """Returns live workers; removes dead ones from the index."""
         with translated():
             ids = [_text(id_) for id_ in await self.client.zrange(keys.workers(), 0, -1)]
             values = await self._fields([(keys.worker(worker_id), "record") for worker_id in ids])
@@ -166,7 +166,7 @@ class ControlStore:
             await self.client.eval(_LIVENESS, 1, keys.liveness(program), process, int(ttl_s * 1000))
 
     async def live_processes(self, program: str) -> list[str]:
-        """Returns the live processes of a program, sorted."""
+        """Returns a program's live processes, sorted."""
         with translated():
             return sorted(map(_text, await self.client.eval(_LIVENESS, 1, keys.liveness(program))))
 
@@ -183,13 +183,13 @@ class ControlStore:
         return await self._live(keys.scalers(), ScalerRecord)
 
     async def scaler_counts(self) -> dict[str, int]:
-        """Returns the counts of all autoscalers (`SCALED_UP`, …)."""
+        """Returns all autoscalers' counts."""
         with translated():
             values = await self.client.hgetall(keys.scaler_counts())
         return self._records.counts(values, "autoscalers")
 
     async def put_pin(self, pin: Pin, ttl_s: float) -> None:
-        """Writes a pin for `ttl_s` seconds; 0 removes it."""
+        """Writes a pin; a `ttl_s` of 0 removes it."""
         with translated():
             words = (pin.id, int(ttl_s * 1000), encode_document(pin))
             await self.client.eval(_EXPIRING, 1, keys.pins(), *words)
@@ -210,7 +210,7 @@ class ControlStore:
         return self._records.all(dict(zip(versions, values, strict=True)), Speed)
 
     async def put_completion(self, content_hash: str, completed: str) -> None:
-        """Stores a completed configuration by the hash of its files; the first stays."""
+        """Stores a completed configuration by content; the first stays."""
         with translated():
             await self.client.hsetnx(keys.completions(), content_hash, completed)
 
@@ -233,7 +233,7 @@ class ControlStore:
         return {name: value.decode() for name, value in read.items() if self._records.is_setting(value, name)}
 
     async def wake(self) -> None:
-        """Wakes every process that waits in `wait`."""
+        """Wakes every waiting process."""
         with translated():
             await self.client.xadd(keys.control(), {"wake": ""}, maxlen=_WAKES_KEPT, approximate=False)
 
@@ -270,11 +270,11 @@ class ControlStore:
             await self.client.eval(_ADD_STATS, 1, keys.stats(model, version), len(instants), *pairs)
 
     async def stats(self, model: str, version: int) -> dict[str, int]:
-        """Returns the statistics of a model version."""
+        """Returns a version's statistics."""
         return (await self.all_stats([(model, version)]))[model, version]
 
     async def all_stats(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], dict[str, int]]:
-        """Returns versions' statistics, in one round trip."""
+        """Returns versions' statistics."""
         found: list[Mapping[bytes, bytes] | Exception] = []
         if versions:
             with translated():
@@ -291,7 +291,7 @@ class ControlStore:
     async def some_stats(
         self, versions: Collection[tuple[str, int]], fields: Collection[str]
     ) -> dict[tuple[str, int], dict[str, int]]:
-        """Returns chosen statistics, in one round trip."""
+        """Returns chosen statistics."""
         wanted = [(keys.stats(model, version), name) for model, version in versions for name in fields]
         with translated():
             values = iter(await self._fields(wanted))
@@ -399,7 +399,7 @@ class StoredRecords:
         return found
 
     def is_setting(self, value: bytes, name: str) -> bool:
-        """Tells whether a stored setting has a valid value."""
+        """Tells whether a setting's value is valid."""
         try:
             msgspec.json.decode(value, type=SettingValue)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

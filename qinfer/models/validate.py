@@ -23,7 +23,7 @@ _BATCH_NOTE = (
 
 
 def validate(request: InferRequest, spec: ModelSpec, max_rows: int = 0) -> int:
-    """Checks a request's tensors; returns its rows, 1 without a batch dimension."""
+    """Checks a request's tensors; returns its rows."""
     if request.outputs:
         _check_outputs(request.outputs, spec)
     rows = _plain_rows(request.inputs, spec)
@@ -82,7 +82,7 @@ def _unexpected(name: str, spec: ModelSpec) -> InvalidRequest:
 
 
 def are_declared(outputs: Sequence[Tensor], request: InferRequest, spec: ModelSpec) -> bool:
-    """Tells whether outputs are exactly those that a request asks for."""
+    """Tells whether outputs are exactly the requested ones."""
     wanted = request.outputs or [output.name for output in spec.outputs]
     rows = request.inputs[0].shape[:1] if spec.max_batch_size and request.inputs else ()
     declared = {output.name: output for output in spec.outputs}

@@ -99,7 +99,7 @@ async def read_work(
     *,
     model: str = "",
 ) -> tuple[VersionWork, ...]:
-    """Reads the work of all loaded models, or of one `model` in any case."""
+    """Reads the work of loaded models, or of one `model`."""
     workers, desired = await asyncio.gather(store.workers(), store.desired())
     wanted = {name for name, wish in desired.items() if wish.load}
     if model:

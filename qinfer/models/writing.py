@@ -40,7 +40,7 @@ async def write_model(
     anew: bool = False,
     min_workers: int = 1,
 ) -> Written:
-    """Stores a model and its wish where either has changed, or `anew` under a new generation."""
+    """Stores a changed model and its wish, or any `anew`."""
     new = await _as_stored(model, store, min_workers)
     await ensure_lanes(new, delivery)
     written = await _store(new, wish, store, int(delivery.clock.now_s() * 1000), anew=anew)
@@ -88,7 +88,7 @@ async def _store(new: StoredModel, wish: Desired | None, store: ControlStore, no
 
 
 def has_same_content(one: StoredModel, other: StoredModel) -> bool:
-    """Tells whether two stored models differ only in their generation."""
+    """Tells whether two models differ only in generation."""
     return msgspec.structs.replace(one, generation=other.generation) == other
 
 
@@ -105,7 +105,7 @@ def completion_key(stored: StoredModel) -> str:
 
 
 def completed(stored: StoredModel, completion: Completion) -> StoredModel:
-    """Returns a pending model with the result of its completion."""
+    """Returns a pending model with its completion."""
     if completion.error:
         return msgspec.structs.replace(stored, pending="", config="", error=completion.error)
     try:
@@ -118,7 +118,7 @@ def completed(stored: StoredModel, completion: Completion) -> StoredModel:
 
 
 async def find_completion(stored: StoredModel, store: ControlStore) -> Completion | None:
-    """Returns the completion of a pending model, if any."""
+    """Returns a pending model's completion, if any."""
     text = await store.completion(completion_key(stored))
     return None if text is None else msgspec.json.decode(text, type=Completion)
 

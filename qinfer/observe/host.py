@@ -100,7 +100,7 @@ def added_up(uses: Iterable[MemoryUse]) -> tuple[MemoryUse, ...]:
 
 
 def read_use(proc: Path = Path("/proc"), pid: int | None = None) -> ProcessUse | None:
-    """Returns the use of a process with its descendants; `None` outside of Linux. Blocks briefly."""
+    """Returns a process's use with descendants; `None` outside of Linux. Blocks briefly."""
     pid = os.getpid() if pid is None else pid
     own = _stat(proc, pid)
     if own is None:

@@ -71,7 +71,7 @@ class LatencyTally:
                 deltas[f"{SUMMARY}{REQUEST}:{bucket_of(waited_ns + batch_ns)}"] += 1
 
     def first_responses(self, ns: Sequence[int]) -> None:
-        """Counts first responses by times since enqueueing."""
+        """Counts first responses."""
         deltas = self._deltas
         if self._histogram:
             for first_ns in ns:
@@ -108,7 +108,7 @@ class SlidingWindow:
 
 
 def field_of(which: str, ns: int) -> str:
-    """Returns the field that counts a latency for a summary."""
+    """Returns a latency's field in a summary."""
     return f"{SUMMARY}{which}:{bucket_of(ns)}"
 
 
@@ -121,7 +121,7 @@ def quantiles(fields: _Counts, which: str, wanted: Sequence[float]) -> dict[floa
 
 
 def bucket_of(ns: int) -> int:
-    """Returns the number of a latency's bucket; 0 = at most a microsecond."""
+    """Returns a latency's bucket; 0 = at most a microsecond."""
     return math.ceil(math.log(ns / 1000) / _BASE) if ns > 1000 else 0
 
 

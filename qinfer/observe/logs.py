@@ -103,7 +103,7 @@ class Switches(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, log: LogSettings) -> "Switches":
-        """Returns the switches that a process starts with."""
+        """Returns the switches at the start."""
         return cls(
             info=log.level in ("DEBUG", "INFO"),
             warning=log.level != "ERROR",

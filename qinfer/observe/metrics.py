@@ -122,7 +122,7 @@ class Snapshot:
             yield family(catalogue.MAX_FDS, [(self.use.max_fds, own)])
 
     def collect(self) -> Iterator[Family]:
-        """Yields the installation's metrics, except those with Triton's names."""
+        """Yields the installation's metrics with qinfer's names."""
         depth = {**self.depth, **self.shards}
         for info, of_lanes in ((catalogue.BACKLOG, depth), (catalogue.OLDEST_AGE, self.ages_s)):
             lines = [
@@ -216,7 +216,7 @@ def shown_metrics(
     *,
     more: Iterable[Family] = (),
 ) -> list[Family]:
-    """Returns the metrics of `GET /metrics`, Triton's names last, for any thread."""
+    """Returns the metrics, Triton's names last, for any thread."""
     shown, tritons = list[Family](), list[Family]()
     if MetricScope.PROCESS in scopes:
         shown += [*_of_gateway(tally), *more, *snapshot.of_process(tally.process)]

@@ -40,7 +40,7 @@ class ModelFamily(Family):
     """A custom metric, printed as by Triton's C++ client library."""
 
     def number(self, value: float) -> str:
-        """Returns a value as it is shown."""
+        """Returns a value as shown."""
         return str(int(value)) if float(value).is_integer() else str(value)
 
     def show(self, one: ModelSeries) -> None:
@@ -78,7 +78,7 @@ def record_of(series: Iterable[ModelSeries]) -> bytes:
 
 
 def series_of(records: Iterable[bytes | None]) -> list[ModelSeries]:
-    """Returns the series of records, except unreadable ones of newer workers."""
+    """Returns series, except of newer workers' unreadable records."""
     found: list[ModelSeries] = []
     for record in records:
         with suppress(msgspec.DecodeError, UnicodeDecodeError):

@@ -45,7 +45,7 @@ class ResponseTally:
         self._deltas: defaultdict[str, int] = defaultdict(int)
 
     def responded(self, index: int, end: ResponseEnd, infer_ns: int) -> None:
-        """Counts a response, `infer_ns` after the previous one or the start."""
+        """Counts a response, `infer_ns` after the previous one."""
         if index >= MOST_INDEXES:
             return
         self._add(index, end, infer_ns)
@@ -65,7 +65,7 @@ class ResponseTally:
 
 
 def responses(stats: Mapping[str, int]) -> dict[int, dict[str, tuple[int, int]]]:
-    """Returns index → (count, nanoseconds) of each of `FIELDS`."""
+    """Returns index → (count, nanoseconds) by `FIELDS`."""
     indexes = sorted({int(field.split(":")[1]) for field in stats if field.startswith(_COUNT)})
     return {
         index: {

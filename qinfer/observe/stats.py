@@ -222,7 +222,7 @@ class StatsTally:
         self._deltas[DEAD_LETTERS] += 1
 
     def failed(self, reason: str, count: int = 1) -> None:
-        """Counts requests that failed in the worker, by `ErrorCode` value."""
+        """Counts requests that failed in the worker."""
         self._deltas[FAILURES + reason] += count
 
     def spent_failing(self, ns: int) -> None:
@@ -275,7 +275,7 @@ class ModelCounts:
         add(self._deltas[model, version], deltas)
 
     def drain(self) -> dict[tuple[str, int], dict[str, int]]:
-        """Returns the counts since the last drain, by model and version."""
+        """Returns the counts since the last drain."""
         drained = {key: dict(deltas) for key, deltas in self._deltas.items()}
         self._deltas.clear()
         return drained
@@ -346,7 +346,7 @@ class GatewayTally:
             self._series(key).within_s = objective.latency_s
 
     def answered(self, model: str, version: int, seconds: float) -> None:
-        """Counts a request with outputs, `seconds` after it was received."""
+        """Counts a request with outputs."""
         series = self.durations.get((model, version)) or self._series((model, version))
         series.counts[bisect_left(QUEUE_BUCKETS_S, seconds)] += 1
         series.total_s += seconds
@@ -354,7 +354,7 @@ class GatewayTally:
             series.late += 1
 
     def traced(self, model: str, version: int, seconds: float, trace_id: str) -> None:
-        """Records the trace of a request that `answered` counts."""
+        """Records the trace of a request with outputs."""
         exemplar = Exemplar(trace_id, seconds, time.time())
         self._series((model, version)).exemplars[bisect_left(QUEUE_BUCKETS_S, seconds)] = exemplar
 
@@ -364,7 +364,7 @@ class GatewayTally:
         return any(series.exemplars for series in self.durations.values())
 
     def failed(self, model: str, version: int, reason: str) -> None:
-        """Counts a request answered with an error; unknown models share one series (`Catalog.named`)."""
+        """Counts a failed request; unknown models share one series."""
         key = (model, version, reason)
         self.failures[key] = self.failures.get(key, 0) + 1
 

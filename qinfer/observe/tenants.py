@@ -29,7 +29,7 @@ class TenantTally:
         self._durations: dict[str, Durations] = {}
 
     def answered(self, tenant: str, model: str, seconds: float) -> None:
-        """Counts a request with outputs, `seconds` after it was received."""
+        """Counts a request with outputs."""
         name = self._name(tenant)
         self._requests[name, model] += 1
         series = self._durations.get(name)

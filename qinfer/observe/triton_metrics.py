@@ -175,7 +175,7 @@ def _families(
 
 
 def of_gpus(uses: Iterable[GpuUse]) -> Iterator[Family]:
-    """Yields metrics of each GPU once, though several workers may report it."""
+    """Yields each GPU's metrics once, though several workers report it."""
     gpus: dict[str, GpuUse] = {}
     for use in uses:
         known = gpus.get(use.uuid)

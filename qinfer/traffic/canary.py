@@ -113,7 +113,7 @@ class CanaryPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def decides(self) -> float:
-        """The evidence with which a check decides."""
+        """The evidence that decides a check."""
         return len(self.checks) / self.false_rollbacks
 
 
@@ -286,7 +286,7 @@ def _no_evidence(plan: CanaryPlan, steps: int) -> dict[str, Evidence]:
 
 
 def with_limits(plan: CanaryPlan, state: CanaryState, latencies: Latencies, now_s: float) -> CanaryState:
-    """Adds missing limits; the state must be stored, as gateways count by it."""
+    """Adds missing limits, to be stored: gateways count by them."""
     limits = {name: dict(known) for name, known in state.limits.items()}
     waits = len(state.tenants) > 1 and now_s - state.since_s < ALONE_S
     wanted = [(check.name, check.of, check.quantile) for check in plan.checks if check.quantile]

@@ -58,7 +58,7 @@ class CanaryController:
         self._decides = decides
 
     async def run(self) -> None:
-        """Works once a second until cancelled, then gives the lease back."""
+        """Works once a second; gives the lease back when cancelled."""
         try:
             await self._work()
         finally:

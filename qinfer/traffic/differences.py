@@ -62,7 +62,7 @@ class Rows(NamedTuple):
     distances: npt.NDArray[np.float64]
 
     def most_different(self, count: int) -> list[int]:
-        """Returns the rows that differ, the most different first."""
+        """Returns rows that differ, the most different first."""
         rank = np.nan_to_num(self.distances, nan=0.0, posinf=math.inf)
         order = np.lexsort((-rank, self.agrees))[:count]
         return [int(row) for row in order if not self.agrees[row] or rank[row] > 0]
@@ -170,7 +170,7 @@ class Samples:
 
 
 def compared(rule: Rule, stable: Values, canary: Values) -> Rows:
-    """Compares an output of two targets, or raises `InvalidRequest`."""
+    """Compares one output, or raises `InvalidRequest`."""
     if len(stable) != len(canary):
         raise InvalidRequest(
             f"the targets have {len(stable)} and {len(canary)} rows; only equal numbers can be compared"

@@ -151,7 +151,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
     def at_rest(self) -> "Endpoint":
-        """Returns the endpoint without a canary on trial."""
+        """Returns the endpoint without a trial."""
         kept = [target for target in self.targets if not (target.role is Role.SHADOW and target.trial)]
         if self.canary is None:
             rested = (replace(target, trial=0) for target in kept)
@@ -245,7 +245,7 @@ def _parts(document: Any) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
 
 
 def check(endpoint: Endpoint) -> None:
-    """Raises `InvalidRequest` if a declaration is wrong by itself."""
+    """Raises `InvalidRequest` for a declaration wrong by itself."""
     problems = [*_problems(endpoint)]
     if problems:
         raise InvalidRequest(f"endpoint '{endpoint.name[:MAX_NAME]}': {'; '.join(problems)}")
@@ -351,7 +351,7 @@ def why_no_shadow(spec: ModelSpec) -> str:
 
 
 def wrong_rules(endpoint: Endpoint, stable: ModelSpec) -> Iterator[str]:
-    """Yields the mistakes in the rules that compare shadows."""
+    """Yields the mistakes in comparison rules."""
     outputs = {output.name: output for output in stable.outputs}
     for name, rule in endpoint.compare.items():
         if name not in outputs:

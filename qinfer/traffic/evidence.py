@@ -74,7 +74,7 @@ Blocks = Mapping[str, Mapping[str, Block]]
 
 
 def merged(parts: Iterable[Blocks]) -> Blocks:
-    """Returns the sum of the requests of several tenants."""
+    """Returns the sum over tenants."""
     found: dict[str, dict[str, Block]] = {}
     for part in parts:
         for check, blocks in part.items():
@@ -110,7 +110,7 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
         return math.exp(min(self.log, _LARGEST_LOG))
 
     def begun(self, part: float) -> "Evidence":
-        """Begins another part of the evidence, which counts from now on."""
+        """Begins another part of the evidence."""
         part = min(part, self.kept)
         if part <= 0.0:
             return Evidence(self.seen, {}, self.kept, self.logs)
@@ -137,7 +137,7 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
         return Evidence(seen, waiting, self.kept, tuple(logs.tolist()))
 
     def against_share(self, blocks: Mapping[str, Block], allowed: float) -> "Evidence":
-        """Adds requests, against an allowed share of bad ones."""
+        """Adds requests, against an allowed share."""
         seen, logs = self.seen, np.array(self.logs)
         for block in blocks.values():
             seen += block

@@ -112,7 +112,7 @@ class TargetCounts:
         self._bad["disagreements", _WHOLE, tenant] += disagrees
 
     def take(self) -> tuple[dict[str, int], list[str]]:
-        """Returns new counts by `count_names`, and latencies for missing limits."""
+        """Returns new counts, and latencies for missing limits."""
         counts: dict[str, int] = {}
         for (check, stratum, tenant), requests in self._requests.items():
             of_all, of_bad = count_names(self._role, check, _text(stratum), tenant)

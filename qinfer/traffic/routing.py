@@ -138,7 +138,7 @@ class Endpoints:
         return () if endpoint.tried is None else self.catalog.ready_versions(endpoint.tried.model)
 
     def refusals(self, endpoint: Endpoint) -> Iterator[str]:
-        """Yields the reasons against an endpoint: missing, unfit or hidden models."""
+        """Yields the missing, unfit or hidden models of an endpoint."""
         if not endpoint.hides_model and self._is_model(endpoint.name):
             yield f"it would hide the model '{endpoint.name}'; rename it, or set hides_model to true"
         stable = self._spec(endpoint.stable)
@@ -161,7 +161,7 @@ class Endpoints:
                 yield f"a step of the canary has a shadow: {why}"
 
     def problems(self, endpoint: Endpoint) -> Iterator[str]:
-        """Yields why an endpoint or a target can't be used as declared."""
+        """Yields why something can't be used as declared."""
         yield from self.refusals(endpoint)
         if endpoint.canary is not None and endpoint.tried is None and endpoint.name not in self.trials:
             yield "it plans canaries, and no target is one: add a target with the version latest"
@@ -197,7 +197,7 @@ class Endpoints:
         )
 
     def _usable(self, routed: Routed, target: Target) -> tuple[str, int]:
-        """A target that is not READY, or does not fit, is replaced by the stable one."""
+        """Replaces a target that is not READY, or does not fit, by stable."""
         stable, catalog = routed.stable, self.catalog
         if target is stable:
             return stable.place

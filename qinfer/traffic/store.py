@@ -43,7 +43,7 @@ class EndpointStore:
         self._last: Mapping[str, Endpoint] = {}
 
     async def read(self) -> Declared:
-        """Returns all endpoints; of a damaged record, the last readable one."""
+        """Returns all endpoints, damaged ones as last read."""
         with translated():
             found = await self._control.client.hgetall(keys.endpoints())
         values = {name.decode(errors="replace"): value for name, value in found.items()}
@@ -87,7 +87,7 @@ class EndpointStore:
             await self._control.put_pin(pin, PIN_TTL_S)
 
     async def unpin(self, before: Endpoint, after: Endpoint | None) -> None:
-        """Removes the pins of former targets of an endpoint."""
+        """Removes the pins of former targets."""
         kept = set() if after is None else {pin.id for pin in _pins_of(after, 0.0)}
         for pin in _pins_of(before, 0.0):
             if pin.id not in kept:

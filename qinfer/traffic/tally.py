@@ -42,7 +42,7 @@ class TargetTally:
         self._shadows: Counter[tuple[Key, ShadowOutcome]] = Counter()
 
     def accepted(self, request: InferRequest) -> None:
-        """Counts a request that was stored for later execution."""
+        """Counts a request stored for later."""
         self._requests[key_of(request)] += 1
 
     def answered(self, key: Key, seconds: float, response: Response, tenant: str | None = "") -> None:
@@ -78,7 +78,7 @@ class TargetTally:
         series.total_s += seconds
 
     def requests(self, endpoint: str, model: str, version: int) -> int:
-        """Returns the number of a model version's requests from an endpoint."""
+        """Returns a version's requests from an endpoint."""
         return self._requests[endpoint, f"{model}:{version}"]
 
     def shadow(self, key: Key, outcome: ShadowOutcome, tenant: str | None = "") -> None:

@@ -32,7 +32,7 @@ class Heard(msgspec.Struct, frozen=True, array_like=True):
 
 
 def told_apart(parts: Mapping[str, Blocks], known: Collection[str]) -> Mapping[str, Blocks]:
-    """Returns the requests by tenant, those beyond `MOST_TENANTS` as one."""
+    """Returns requests by tenant, those beyond `MOST_TENANTS` as one."""
     names = [*known, *sorted(parts.keys() - known)][:MOST_TENANTS]
     further = [part for name, part in parts.items() if name not in names]
     if not further:

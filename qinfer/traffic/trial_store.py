@@ -61,14 +61,14 @@ class TrialStore:
         self._control = control
 
     async def read(self) -> dict[str, StoredTrial]:
-        """Returns the last readable trial of each endpoint."""
+        """Returns each endpoint's last readable trial."""
         with translated():
             found = await self._control.client.hgetall(keys.trials())
         read = {name.decode(errors="replace"): _read(raw) for name, raw in found.items()}
         return {name: stored for name, stored in read.items() if stored is not None}
 
     async def find(self, name: str) -> StoredTrial | None:
-        """Returns the last trial of an endpoint, if any."""
+        """Returns an endpoint's last trial, if any."""
         with translated():
             raw = await self._control.client.hget(keys.trials(), name)
         return None if raw is None else _read(raw)
@@ -94,13 +94,13 @@ class TrialStore:
         return bool(written)
 
     async def events(self, name: str, count: int = _MOST_EVENTS) -> list[Event]:
-        """Returns the latest events, the newest first."""
+        """Returns the latest events, newest first."""
         with translated():
             found = await self._control.client.lrange(keys.trial_events(name), 0, count - 1)
         return [msgspec.json.decode(event, type=Event) for event in found]
 
     async def count(self, name: str, revision: int, counts: Mapping[str, int], latencies: Sequence[str]) -> None:
-        """Adds counts by `count_names`, and stable's latencies by `written_latency`."""
+        """Adds counts, and stable's latencies."""
         names = (keys.trial_counts(name, revision), keys.trial_latencies(name, revision))
         pairs = [word for pair in counts.items() for word in pair]
         words = (ttl_ms(_KEEP_COUNTS_S), _MOST_LATENCIES, len(counts), *pairs, *latencies)
@@ -108,7 +108,7 @@ class TrialStore:
             await self._control.client.eval(_COUNT, len(names), *names, *words)
 
     async def counted(self, name: str, revision: int) -> dict[str, int]:
-        """Returns all counts of a trial at a revision."""
+        """Returns a trial's counts at a revision."""
         with translated():
             found = await self._control.client.hgetall(keys.trial_counts(name, revision))
         return {field.decode(): int(count) for field, count in found.items()}

@@ -113,7 +113,7 @@ class Change(NamedTuple):
 
 
 def candidate(endpoint: Endpoint, ready: Collection[int]) -> int:
-    """Returns the version to try; 0 = no version."""
+    """Returns the version to try; 0 = none."""
     target, stable = endpoint.tried, endpoint.stable
     if target is None:
         return 0
@@ -133,7 +133,7 @@ def belongs(trial: Trial, endpoint: Endpoint) -> bool:
 
 
 def begun(endpoint: Endpoint, trial: Trial | None, ready: Collection[int], now_s: float) -> Change | None:
-    """Returns the start of the trial that is due, if any."""
+    """Returns the start of a due trial, if any."""
     version = candidate(endpoint, ready)
     if endpoint.canary is None or not version:
         return None
@@ -206,7 +206,7 @@ def _decided_by_hand(
 
 
 def confirmed(endpoint: Endpoint, trial: Trial, heard: Iterable[int], now_s: float, moved: int = 0) -> Change | None:
-    """Returns the end of a rollback once each live gateway has heard of it."""
+    """Returns a rollback's end, once each live gateway knows it."""
     if not trial.is_rolled_back or trial.done_s or any(revision < trial.state.revision for revision in heard):
         return None
     done = replace(trial, done_s=now_s)
@@ -261,7 +261,7 @@ def _shown(model: str, version: int) -> str:
 
 
 def numbers_of(plan: CanaryPlan | None, state: CanaryState) -> Iterator[CheckNumbers]:
-    """Yields the numbers of the checks, unless the plan's checks have changed."""
+    """Yields the checks' numbers, unless the plan's checks have changed."""
     if plan is None or {check.name for check in plan.checks} != state.evidence.keys():
         return
     for verdict in canary.verdicts_of(plan, state):
@@ -289,7 +289,7 @@ def count_names(role: Role, check: str, stratum: str, tenant: str = "") -> tuple
 
 
 def parts_of(counts: Mapping[str, int]) -> dict[str, Blocks]:
-    """Returns counts for a decision: tenant → check → stratum → requests."""
+    """Returns tenant → check → stratum → requests, for a decision."""
     found: dict[str, dict[str, dict[str, Block]]] = {}
     for tenant, check, stratum in {_place_of(name) for name in counts}:
         of = check, stratum, tenant

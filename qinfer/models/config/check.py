@@ -113,7 +113,7 @@ REFUSED = {
 
 
 def is_set(message: Message, path: str) -> bool:
-    """Tells whether a field differs from its default in any message."""
+    """Tells whether any message sets a field."""
     head, _, rest = path.partition(".")
     field = message.DESCRIPTOR.fields_by_name[head]
     value: Any = getattr(message, head)
@@ -138,7 +138,7 @@ _LABEL = re.compile("[a-zA-Z0-9_]+")
 
 
 def check(config: ModelConfig) -> None:
-    """Raises `ModelLoadFailed` with all problems of a configuration."""
+    """Raises `ModelLoadFailed` with all problems."""
     problems = [
         *_refused(config),
         *_batching_problems(config),
@@ -286,7 +286,7 @@ def _file_problems(config: ModelConfig) -> Iterator[str]:
 
 
 def is_inside(path: str) -> bool:
-    """Tells whether a relative path stays within its directory."""
+    """Tells whether a path stays within its directory."""
     parts = path.split("/")
     return path.isprintable() and "\\" not in path and not {"", ".", ".."} & set(parts)
 

@@ -178,7 +178,7 @@ _CPU_INSTANCES = {"onnxruntime": 2}  # Triton's default for this backend on a CP
 
 
 def parse(text: str, source: str = "config.pbtxt") -> ModelConfig:
-    """Parses a `config.pbtxt`, or raises `ModelLoadFailed` with line and column."""
+    """Parses a `config.pbtxt`, or raises `ModelLoadFailed`."""
     try:
         return text_format.Parse(text.removeprefix("\ufeff"), ModelConfig())
     except text_format.ParseError as error:

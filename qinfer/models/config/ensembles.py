@@ -14,7 +14,7 @@ _MIN_MAPPED = ("input_map", "output_map")
 
 
 def ensemble_problems(config: ModelConfig) -> Iterator[str]:
-    """Yields the mistakes in the ensemble part of a configuration."""
+    """Yields the mistakes in an ensemble."""
     name = config.name
     if not config.HasField("ensemble_scheduling"):
         if config.platform == ENSEMBLE:
@@ -32,7 +32,7 @@ def ensemble_problems(config: ModelConfig) -> Iterator[str]:
 
 
 def to_steps(config: ModelConfig) -> tuple[EnsembleStep, ...]:
-    """Returns the steps of an ensemble, in the configuration's order."""
+    """Returns the steps in order."""
     return tuple(
         EnsembleStep(
             model=step.model_name,

@@ -120,7 +120,7 @@ def _path_to(message: str) -> str:
 
 
 def unnamed(message: Message) -> str:
-    """Returns the first enum field whose number has no name; protobuf accepts those."""
+    """Returns the first enum number without a name, which protobuf accepts."""
     for field, value in message.ListFields():
         of = field.message_type
         values = value if field.is_repeated else (value,)
@@ -166,7 +166,7 @@ def _value(value: Any, field: Any) -> Any:
 
 
 def _shortest_float32(value: float) -> float:
-    """Returns the double with the fewest digits that is the same float32."""
+    """Returns the shortest double that is the same float32."""
     for digits in range(6, 9):
         short = float(f"{value:.{digits}g}")
         if struct.pack("f", short) == struct.pack("f", value):

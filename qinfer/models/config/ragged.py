@@ -21,12 +21,12 @@ def own_batch_inputs(config: ModelConfig) -> set[str]:
 
 
 def scattered_outputs(config: ModelConfig) -> set[str]:
-    """Returns the outputs that the model file gives as one dimension."""
+    """Returns the outputs that the file gives flat."""
     return {name for made in config.batch_output for name in made.target_name}
 
 
 def to_batch_inputs(config: ModelConfig) -> tuple[BatchInputSpec, ...]:
-    """Reads `batch_input`, one for each of its targets."""
+    """Reads `batch_input`, one for each target."""
     ranks = {io.name: len(io.dims) for io in config.input}
     return tuple(
         BatchInputSpec(
@@ -42,7 +42,7 @@ def to_batch_inputs(config: ModelConfig) -> tuple[BatchInputSpec, ...]:
 
 
 def to_batch_outputs(config: ModelConfig) -> tuple[BatchOutputSpec, ...]:
-    """Reads `batch_output`, one for each of its targets."""
+    """Reads `batch_output`, one for each target."""
     dims = {io.name: (-1, *io.dims) for io in config.output}
     return tuple(
         BatchOutputSpec(name=name, dims=dims[name], source=made.source_input[0])
@@ -52,7 +52,7 @@ def to_batch_outputs(config: ModelConfig) -> tuple[BatchOutputSpec, ...]:
 
 
 def ragged_problems(config: ModelConfig) -> Iterator[str]:
-    """Yields the mistakes in ragged inputs, batch inputs and batch outputs."""
+    """Yields the mistakes in ragged and batch tensors."""
     ragged = [io for io in config.input if io.allow_ragged_batch]
     if not (ragged or config.batch_input or config.batch_output):
         return

@@ -40,7 +40,7 @@ def state_outputs(config: ModelConfig) -> frozenset[str]:
 
 
 def sequence_problems(config: ModelConfig) -> Iterator[str]:
-    """Yields the mistakes in `sequence_batching`, mostly in Triton's words."""
+    """Yields the mistakes in `sequence_batching`."""
     if not config.HasField("sequence_batching"):
         return
     for name in sorted(own_inputs(config) & {i.name for i in config.input} - {""}):

@@ -122,7 +122,7 @@ def to_spec(
 
 
 def parameter_problems(config: ModelConfig) -> Iterator[str]:
-    """Yields unknown names and wrong values of qinfer's own parameters."""
+    """Yields unknown parameters and wrong values."""
     for key in sorted(config.parameters):
         if not key.startswith(PREFIX):
             continue
@@ -204,7 +204,7 @@ PARAMETERS = {
 
 
 def value_of(parameter: str) -> str:
-    """Returns a description of the values that a parameter takes."""
+    """Returns a description of a parameter's values."""
     return _VALUES[parameter][0]
 
 

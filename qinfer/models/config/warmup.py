@@ -24,7 +24,7 @@ def executed_samples(config: ModelConfig) -> list[Any]:
 
 
 def to_warmup(config: ModelConfig) -> tuple[WarmupSpec, ...]:
-    """Returns the samples of a configuration without `warmup_problems`."""
+    """Returns the samples of a checked configuration."""
     return tuple(
         WarmupSpec(
             name=sample.name,

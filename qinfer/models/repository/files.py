@@ -66,7 +66,7 @@ class Listing:
     directories: Collection[str]
 
     def versions(self) -> list[int]:
-        """Returns the version directories, ascending: integers without a leading 0."""
+        """Returns the version directories, ascending: no leading 0."""
         return sorted(
             int(name)
             for name in self.directories
@@ -266,7 +266,7 @@ class RemoteFiles:
         return sorted({child.name for child in found if child.is_folder and not child.name.startswith(".")})
 
     def listings(self) -> dict[str, Listing | Exception]:
-        """Returns each directory's listing, from one listing of everything."""
+        """Lists everything once, for each directory."""
         found = self._find(self._root)
         if not found:
             raise self._unreadable(_NOTHING)
@@ -374,7 +374,7 @@ class Place(NamedTuple):
 
 
 def place_of(url: str) -> Place:
-    """Parses the URL of a repository, or raises `SettingsError`; passwords are refused."""
+    """Parses a repository's URL, or raises `SettingsError`; refuses passwords."""
     protocol, _, rest = url.partition("://")
     shown = f"{protocol}://{rest.rpartition('@')[2].partition('?')[0]}"
     if is_bucket(protocol) and _SECRET.match(rest):

@@ -63,7 +63,7 @@ class Repositories:
         """(URL, model) → hash of its listing and the model."""
 
     def names(self) -> list[str]:
-        """Returns the names of all models, sorted, or raises `SettingsError`."""
+        """Returns all models, sorted, or raises `SettingsError`."""
         return sorted({name for place in self._places for name in place.files.models()})
 
     def scan(self) -> list[StoredModel]:
@@ -130,7 +130,7 @@ class Repositories:
             raise _unreadable(stored_name, error) from None
 
     def put_files(self, model: str, files: Mapping[str, bytes]) -> str:
-        """Writes files (`<version>/<file>` → content) into the overlay; returns the location."""
+        """Writes files (`<version>/<file>` → content); returns their location."""
         if not is_model_name(model):
             raise InvalidRequest("model name must not contain path traversal characters")
         if not _is_short(model):
@@ -220,7 +220,7 @@ class Repositories:
 
 
 def open_repositories(settings: RepositorySettings) -> Repositories:
-    """Opens the repositories without reading them, or raises `SettingsError`."""
+    """Opens repositories without reading them, or raises `SettingsError`."""
     if settings.config_name and not _NAME.fullmatch(settings.config_name):
         raise SettingsError(
             f"QINFER_REPOSITORY__CONFIG_NAME must be a file's name without its ending, got '{settings.config_name}'"
@@ -239,7 +239,7 @@ def open_repositories(settings: RepositorySettings) -> Repositories:
 
 
 def gpu_count(settings: RepositorySettings) -> int:
-    """Returns the number of GPUs for instance groups without them."""
+    """Returns the GPUs for instance groups without them."""
     if settings.gpus >= 0:
         return settings.gpus
     return sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
@@ -269,7 +269,7 @@ def _is_for_others_files(override: str) -> bool:
 
 
 def _is_settled(listing: Listing) -> bool:
-    """A file system's clock ticks every few milliseconds: the times of older files show any change."""
+    """Tells whether times would show a change: file systems' clocks tick every few milliseconds."""
     newest_ns = max((int(stamp.mark) for stamp in listing.files.values()), default=0)
     return newest_ns < time.time_ns() - _SETTLED_NS
 

@@ -41,7 +41,7 @@ _FORBIDDEN = frozenset("/\\{}\0")  # braces would break the hash tag of the mode
 
 
 def is_model_name(name: str) -> bool:
-    """Tells whether a directory of this name can be a model."""
+    """Tells whether a directory can be a model."""
     return bool(name) and not name.startswith(".") and name.isprintable() and _FORBIDDEN.isdisjoint(name)
 
 
@@ -66,7 +66,7 @@ class ModelFiles(NamedTuple):
     listing: Listing
 
     def digest(self, config: str) -> str:
-        """Returns a hash of a text and the stamps of all files but configurations."""
+        """Returns a hash of a text and all files but configurations."""
         return self.listing.digest(config, without=[path for path in self.listing.files if _is_config(path)])
 
 
@@ -246,7 +246,7 @@ class _Reader(NamedTuple):
 
 
 def select_versions(config: ModelConfig, present: Iterable[int]) -> tuple[int, ...]:
-    """Returns the versions that the version policy selects, ascending."""
+    """Returns the selected versions, ascending."""
     ascending = sorted(present)
     policy = config.version_policy
     choice = policy.WhichOneof("policy_choice")
