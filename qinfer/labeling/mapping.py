@@ -1,7 +1,7 @@
 """A mapping: which fields of a task are which inputs of a model, and which of its outputs are which labels.
 
-A mapping is one YAML or TOML file; docs/reference/labeling-mappings.md has every field. YAML values are read as text
-and converted by the fields' types, so that labels such as `no`, `007` and `2026-01-31` stay unchanged.
+docs/reference/labeling-mappings.md has every field. YAML values are read as text and converted by the fields' types, so
+that labels such as `no`, `007` and `2026-01-31` stay unchanged.
 """
 
 import base64
@@ -33,13 +33,7 @@ def _without_dollar(value: object) -> object:
 
 
 class InputField(BaseModel):
-    """The field of a task that an input is made of.
-
-    Attributes:
-        field: Its name in the task's data, without a leading `$`; dots lead into objects.
-        kind: `text`: text for a BYTES input. `bytes`: base64, or a data: URI. `tensor`: a number, or lists of them.
-            `file`: a URL or path, whose content becomes an element of a BYTES input, or the vector of a UINT8 input.
-    """
+    """The field of a task that an input is made of; dots in `field` lead into objects."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

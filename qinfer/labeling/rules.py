@@ -1,4 +1,7 @@
-"""The rules of a mapping, checked against models and label configs; `results` applies them."""
+"""The rules of a mapping, checked against models and label configs; `results` applies them.
+
+docs/reference/labeling-mappings.md has the fields.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
@@ -17,14 +20,7 @@ _SHOWN = 10
 
 
 class ImageSize(BaseModel):
-    """The size of a task's image: by an output of the model, by numbers, or by fields of the task.
-
-    Attributes:
-        output: An output of two numbers.
-        order: `hw` is height, width.
-        width: Pixels, the same for all images.
-        width_field: The field of a task's data with the width.
-    """
+    """The size of a task's image: by an output of two numbers (`order`), by pixels, or by fields of the task."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -62,10 +58,7 @@ class _LabelRule(_Rule):
     Attributes:
         labels: The model's classes in its order.
         label: An output with the class: text, or numbers that count `labels` from 0.
-        threshold: Results with a lower score are left out.
-        activation: `none` = the values are 0 … 1 already.
         rename: Label of the model → label of the label config.
-        unknown: For a label that the label config lacks, `fail` the task, or `drop` the label.
     """
 
     labels: tuple[str, ...] = ()
@@ -79,10 +72,7 @@ class _LabelRule(_Rule):
 class ChoicesRule(_LabelRule):
     """Choices: the classes of a text, an image or a task.
 
-    Attributes:
-        scores: An output with one score for each of `labels`.
-        score: With `label`: an output with the score of each label that it names.
-        top: The most labels, best first.
+    `scores` has one score for each of `labels`, `score` those of the labels that `label` names.
     """
 
     type: Literal["choices"]
@@ -109,13 +99,7 @@ class ChoicesRule(_LabelRule):
 class RectanglesRule(_LabelRule):
     """Labeled rectangles on an image.
 
-    Attributes:
-        boxes: An output of four numbers for each box.
-        units: Pixels, 0 … 1 of the image, or 0 … 100.
-        size: The image's, in pixels.
-        resized_to: Width and height to which images were resized for the model, if pixels refer to that.
-        scores: An output with one score for each box, or without `label` one for each box and label.
-        category_ids: The labels' ids in COCO files; by default 1, 2, ….
+    `scores` has one score for each box, or without `label` one for each box and label.
     """
 
     type: Literal["rectanglelabels"]

@@ -94,8 +94,7 @@ class ModelControl:
         """Loads a model, or reloads it if anything has changed; returns once it is READY.
 
         A failed reload leaves the earlier generation in service. A load goes on after its caller has disconnected.
-        `config`
-        also holds in later loads. `files` (`<version>/<file>` → content) need `config`.
+        `config` also holds in later loads. `files` (`<version>/<file>` → content) need `config`.
 
         Raises:
             ControlDisabled: The control mode is not explicit.

@@ -265,8 +265,7 @@ class _Planner:
         """Adds the steps of an ensemble; returns views of its tensors.
 
         `path` has the ensembles around it, outermost first, and itself; `within` their positions in `nested`, without
-        the
-        outermost.
+        the outermost.
         """
         if len(path) > MAX_NESTING:
             raise ModelLoadFailed(f"more than {MAX_NESTING} ensembles are within one another: {' -> '.join(path)}")

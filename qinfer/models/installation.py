@@ -2,8 +2,7 @@
 
 `qinfer:installation` holds a random id for as long as Redis has its data; another id or none means a loss. A node of a
 cluster has lost its data if all wishes or a model's configuration are missing, which qinfer never removes. A failover
-to
-an older replica is no loss.
+to an older replica is no loss.
 
 One gateway restores its last snapshot: it replaces the id with a claim, which expires if the gateway dies. Each model
 gets a generation above all that were seen.

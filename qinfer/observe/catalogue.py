@@ -1,8 +1,8 @@
 """Every metric that qinfer exposes: its name, kind, labels (in alphabetical order), help text, and scope.
 
 A *cluster* metric is about the installation and comes from Redis: one scrape suffices. A *process* metric is about the
-answering gateway, named by the label `process`; Triton's have only Triton's labels. Metrics of bridges are cluster
-metrics, and each bridge also shows its own on its own port (`OF_BRIDGES`).
+answering gateway, named by the label `process`; Triton's have only Triton's labels. Each bridge also shows the metrics
+in `OF_BRIDGES` on its own port.
 """
 
 from enum import StrEnum

@@ -1,7 +1,7 @@
 """Prometheus' text format, as Triton prints it, and OpenMetrics, which has exemplars.
 
-Triton's counters have no `_total`, its integers no `.0`, and `le` and `quantile` come last, unlike in a client library.
-A counter whose name OpenMetrics can't have is `unknown` there.
+Triton's counters have no `_total`, its integers no `.0`, and `le` and `quantile` come last. A counter whose name
+OpenMetrics can't have is `unknown` there.
 """
 
 import math

@@ -1,7 +1,6 @@
 """CPU, memory and GPU use of this machine and its processes.
 
-CPU and memory are from Linux' `/proc`. GPUs are from NVIDIA's management library (NVML): `pynvml` comes with `pip
-install 'qinfer-ml[gpu]'`, and is imported if a worker has a GPU.
+GPUs are read by NVIDIA's management library (NVML): `pynvml`, of `qinfer-ml[gpu]`, is imported if a worker has a GPU.
 """
 
 import importlib

@@ -1,8 +1,7 @@
 """Triton's optional summaries of latencies, and its histogram of the time to the first response.
 
-Quantiles of workers don't add up. So workers count requests in buckets that grow by a tenth each, and a gateway reads
-the quantiles from the sums, right to within `ERROR`. Quantiles of the last minute come from the growth since a scrape a
-minute ago.
+Quantiles of workers don't add up, so workers count requests in buckets that grow by a tenth each, and a gateway reads
+the quantiles from the sums, right to within `ERROR`. Quantiles of the last minute come from the growth since a scrape.
 """
 
 import math

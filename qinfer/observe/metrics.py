@@ -1,8 +1,4 @@
-"""The content of `/metrics`: a gateway's own counts, and the shared store's data of workers and queues.
-
-`stats.GatewayTally` and `Snapshot` are the two scopes of `catalogue`; `triton_metrics` has the series with Triton's
-names.
-"""
+"""The content of `/metrics`: counts of a gateway (`stats.GatewayTally`) and of the shared store (`Snapshot`)."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -167,8 +167,7 @@ class StatsTally:
         """Counts one execution that answered its requests with outputs.
 
         `queue_ns` has the wait of each answered request, less `input_ns`. The phases make the inputs, execute the
-        model, and
-        make the outputs. `begin_s` is in the broker's time; 0 = unknown.
+        model, and make the outputs. `begin_s` is in the broker's time; 0 = unknown.
         """
         deltas, batch_ns = self._deltas, input_ns + infer_ns + output_ns
         requests, waited_ns = len(queue_ns), sum(queue_ns)

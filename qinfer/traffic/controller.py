@@ -1,8 +1,8 @@
 """The controller of canaries: every gateway has it, and a lease selects the one that decides.
 
-Once a second each gateway adds its counts, and confirms the revision that it uses. The gateway with the lease reads all
-counts, lets `qinfer.traffic.canary` decide, and stores the result by compare-and-set. It also restores trials that
-Redis has lost: otherwise a bad version would be tried again.
+Once a second each gateway adds its counts, and confirms the revision that it uses. The gateway with the lease decides
+by all counts, and stores the result by compare-and-set. It also restores trials that Redis has lost: otherwise a bad
+version would be tried again.
 
 After a rollback it moves the requests that wait for the bad version to the stable one, until a while after every
 gateway has confirmed the rollback, since earlier choices may be enqueued late.

@@ -1,8 +1,8 @@
 """One test for every check of a canary: whether its share of bad requests is greater than stable's. Pure.
 
 The test is an *e-process*: evidence that is multiplied by a factor for each block of requests. For a harmless canary it
-exceeds n with a probability of at most 1 / n, at any number of looks (Ville, 1939). So it is looked at after each
-block, and a bad canary is found as early as the numbers allow.
+exceeds n with a probability of at most 1 / n, at any number of looks (Ville, 1939), so it is looked at after each
+block.
 
 A block has the requests of both targets over the same time. Given the number of bad requests, only their division
 counts: where the targets are alike, the canary's number K of them is hypergeometric, for any load, time of day and
@@ -16,8 +16,8 @@ of which a share is bad, or the bad requests as draws of which a share is the ca
 
 Since the odds ratio is unknown, the evidence is spread over several (method of mixtures). Blocks of two Bernoulli
 streams are those of Turner, Ly & Grünwald, "Generic E-variables for exact sequential k-sample tests that allow for
-optional stopping" (2024), here given the sum of both. A canary may turn bad only in a late step: each step begins with
-its own part of the evidence.
+optional stopping" (2024), here given the sum of both. Each step begins with its own part of the evidence, as a canary
+may turn bad only in a late step.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Each tenant's part in the evidence about a canary: of several tenants, none decides alone. Pure.
 
-Beside the evidence of all requests, the evidence *without* each tenant is kept. A canary is rolled back only if that is
-three quarters of the way (of its logarithm), too. So a tenant can add a quarter at most, and no rollbacks are added.
+A canary is rolled back only if the evidence *without* each tenant is three quarters of the way (of its logarithm), too.
+So a tenant can add a quarter at most, and no rollbacks are added.
 
 A tenant is one of several if the others have sent the canary `LEAST_OF_OTHERS` requests in its step, or the step is
 younger than `ALONE_S`.

@@ -3,8 +3,7 @@
 parse ──▶ normalise (names and backend, completion from the model file, defaults, check) ──▶ to_json / to_spec
 
 As in Triton's ONNX Runtime backend, a model whose tensors all have a variable first dimension has a batch dimension,
-and
-by default a `max_batch_size` of 4.
+and by default a `max_batch_size` of 4.
 """
 
 from collections.abc import Collection, Sequence

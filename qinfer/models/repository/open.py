@@ -79,8 +79,7 @@ class Repositories:
         """Reads one model.
 
         `override` is JSON in place of `config.pbtxt`; with `qinfer.files_of`, the name may be in no repository.
-        `location`
-        is a directory of the overlay in place of the repositories' files.
+        `location` is a directory of the overlay in place of the repositories' files.
         """
         try:
             if location:
@@ -110,8 +109,7 @@ class Repositories:
         """Returns a local directory with a version's files, which it fetches if they are remote.
 
         `location` is their directory in the overlay; empty = in the repositories. An earlier copy for the
-        `content_hash` is
-        used again.
+        `content_hash` is used again.
         """
         try:
             if location:
