@@ -94,10 +94,10 @@ def _encode(value: object) -> bytes:
 
 
 def _argilla_items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
-    """Argilla 2 reads these records by `rg.Record.from_dict` and `dataset.records.from_json`.
+    """Argilla 2 reads these by `rg.Record.from_dict` and `dataset.records.from_json`.
 
-    Fields are the texts of the model's inputs, or else all texts; the rest is metadata. Controls are questions: label
-    (several: multi-label) questions for choices, text questions for texts.
+    Fields are the texts of the model's inputs, or else all texts; the rest is metadata. Questions are label (several:
+    multi-label) questions for choices, text questions for texts.
     """
     seen = {each.field for each in mapping.inputs.values()}
     texts = {name: value for name, value in task.data.items() if isinstance(value, str)}

@@ -94,14 +94,11 @@ class ModelControl:
         """Loads a model, or reloads it if anything has changed; returns once it is READY.
 
         A failed reload leaves the earlier generation in service. A load goes on after its caller has disconnected.
-        `config` also holds in later loads. `files` (`<version>/<file>` → content) need `config`.
-
-        Raises:
-            ControlDisabled: The control mode is not explicit.
-            ModelLoadFailed: The model does not exist, its configuration is wrong, or all workers failed to load it.
-            ModelNotReady: No worker has loaded it within `repository.load_timeout_s`.
-            UnsupportedFeature: There is no overlay to keep the files.
-            Overloaded: This process shuts down.
+        `config` also holds in later loads. `files` (`<version>/<file>` → content) need `config`. Raises
+        `ControlDisabled`,
+        `ModelLoadFailed`, `ModelNotReady` after `repository.load_timeout_s`, `UnsupportedFeature` without an overlay,
+        or
+        `Overloaded` at shutdown.
         """
         self._check(model)
         if "/" in model or "\\" in model or model.strip() in (".", ".."):

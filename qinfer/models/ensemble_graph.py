@@ -1,4 +1,4 @@
-"""The plan of an ensemble: its steps, those of nested ensembles included, and the way of a request through them.
+"""The plan of an ensemble, with nested ones, and the way of a request through it.
 
     ModelSpec.steps ── plan ──▶ Plan ── flow ──▶ Flow: start ─▶ take ─▶ (a step runs) ─▶ put ─▶ take …
 
@@ -240,8 +240,6 @@ def plan(spec: ModelSpec, resolve: Callable[[EnsembleStep], Resolved]) -> Plan:
 
 
 class _View(NamedTuple):
-    """The plan's tensor for an ensemble's, and its reshapes."""
-
     tensor: str
     reshapes: tuple[Reshape, ...] = ()
 

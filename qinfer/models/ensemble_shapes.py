@@ -9,8 +9,8 @@ from qinfer.models.reshapes import Reshape
 def fit(shape: tuple[int, ...], rows: int, dims: Sequence[int], *, batched: bool) -> tuple[int, ...]:
     """Returns a tensor's shape for the next model; `rows` 0 = no batch dimension.
 
-    As in Triton's `EnsembleContext::ReshapeTensorDims`, a model without a batch dimension may take a batch as one
-    tensor, or a batch of one row without its first dimension, if only that fits.
+    As in Triton's `EnsembleContext::ReshapeTensorDims`, a model without a batch dimension takes a batch as one tensor,
+    or a batch of one row without its first dimension, if only that fits.
     """
     if batched and not rows and is_like(dims, shape):
         return (1, *shape)

@@ -3,9 +3,9 @@
 A load succeeds when, for every version, a worker that places the model is READY at the generation. It fails when all
 live workers that place the model have failed.
 
-A version is READY while a live worker has it at the desired generation, or at an earlier one while the new one loads or
-has failed. A dropped version stays visible while a worker serves it. An ensemble is READY only while all its models
-are. A model with `min_workers` 0 is READY even without a worker: its requests wait.
+A version is READY while a live worker has it at the desired generation, or at an earlier one until the new one is
+loaded. A dropped version stays visible while a worker serves it. An ensemble is READY only while all its models are. A
+model with `min_workers` 0 is READY even without a worker.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -142,7 +142,7 @@ def assess(
 
 
 def failed_loads(statuses: Iterable[ModelStatus], workers: Iterable[WorkerRecord]) -> dict[tuple[str, int], bool]:
-    """Returns whether the newest load failed on a worker; version 0 = none."""
+    """Returns whether the newest load failed on a worker; version 0 = unknown."""
     records = list(workers)
     failed: dict[tuple[str, int], bool] = {}
     for status in statuses:

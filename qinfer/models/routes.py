@@ -55,7 +55,7 @@ def lane_name(levels: int, level: int) -> str:
 
 
 def lanes_of(spec: ModelSpec, version: int) -> tuple[Lane, ...]:
-    """Returns a version's online lanes in reading order; levels may be 2⁶⁴."""
+    """Returns a version's online lanes in reading order, without a loop over up to 2⁶⁴ levels."""
     batching = spec.batching or BatchingSpec(preferred_sizes=(1,))
     levels = batching.priority_levels
     names: list[str] = []

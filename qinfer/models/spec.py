@@ -17,12 +17,12 @@ class TensorSpec:
     Attributes:
         name: Its name.
         datatype: Its wire datatype, such as `FP32`.
-        dims: Its dimensions without the batch dimension; -1 is variable.
+        dims: Without the batch dimension; -1 is variable.
         optional: A request may leave out this input.
         ragged: Its variable dimensions may differ within a batch (`allow_ragged_batch`, `batch_output`); the model file
             has one dimension for it.
-        reshape: The dimensions that the model sees instead of `dims`, if they differ.
-        labels: The names of an output's classes, by index (`label_filename`).
+        reshape: The dimensions that the model sees instead, if they differ.
+        labels: The names of an output's classes (`label_filename`).
     """
 
     name: str
@@ -209,27 +209,27 @@ class ModelSpec:
         cpu_accelerators: The same for instances on the CPU.
         cuda_graphs: `optimization.cuda.graphs`: record an execution of each shape, and replay it.
         lane_capacity: The most waiting requests of one lane.
-        min_workers: 0 = the model is READY without a live worker: its requests wait.
+        min_workers: 0 = READY without a live worker: requests wait.
         decoupled: A request has 0, 1 or many responses (`model_transaction_policy`).
-        preserves_order: A gateway answers its requests in arrival order (`preserve_ordering`); never if decoupled.
+        preserves_order: A gateway answers in arrival order (`preserve_ordering`); never if decoupled.
         stream_resume: A stream whose worker dies is executed again, without the responses already sent: the model is
             deterministic.
         is_cached: Its responses may be cached (`response_cache`).
         cached_for_all: A cached response serves other tenants, too.
-        config_json: The configuration in the dialect of `GET …/config`, for backend `python`.
+        config_json: In the dialect of `GET …/config`, for backend `python`.
         steps: The steps of an ensemble, which has no backend.
-        max_inflight: The most responses of one request's decoupled step that later steps may hold at once.
-        batch_inputs: Inputs of the model file that are made of the shapes of a batch's requests.
+        max_inflight: The most responses of a request's decoupled step that later steps may hold.
+        batch_inputs: Inputs made of the shapes of a batch's requests.
         batch_outputs: Outputs that are cut by the shapes of an input.
-        splits: A request of more than `max_batch_size` rows is executed in parts, instead of being refused.
-        slo_latency_s: The latency objective of its requests; 0 = the server's.
+        splits: A request of more than `max_batch_size` rows is executed in parts.
+        slo_latency_s: The latency objective; 0 = the server's.
         slo_target: The share of requests that should succeed within it; 0 = the server's.
-        metric_tags: More labels of its series among Triton's metrics, without the leading underscore.
-        strict_outputs: Refuse outputs whose datatype or shape differs from the declaration.
+        metric_tags: More labels among Triton's metrics, without the leading underscore.
+        strict_outputs: Refuse outputs whose datatype or shape is not as declared.
         execute_timeout_s: The longest execution; 0 = no limit, here and below.
         load_timeout_s: The longest load of an instance.
         warmup_timeout_s: The longest warm-up of an instance.
-        max_strings: The most elements that the BYTES inputs of one request may have together.
+        max_strings: The most elements of one request's BYTES inputs together.
     """
 
     name: str
@@ -284,7 +284,7 @@ class ModelSpec:
 
     @property
     def file_inputs(self) -> tuple[TensorSpec, ...]:
-        """Those of requests and batches, then control inputs, then states."""
+        """The inputs of requests and batches, then control inputs, then states."""
         if self.sequences is None:
             return (*self.inputs, *map(_of_batch, self.batch_inputs))
         controls = tuple(TensorSpec(name=c.name, datatype=c.datatype, dims=(1,)) for c in self.sequences.controls)
@@ -293,7 +293,7 @@ class ModelSpec:
 
     @property
     def file_outputs(self) -> tuple[TensorSpec, ...]:
-        """Those of responses, then the other states."""
+        """The outputs of responses, then the other states."""
         if self.sequences is None:
             return self.outputs
         answered = {output.name for output in self.outputs}

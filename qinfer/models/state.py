@@ -38,11 +38,11 @@ class StoredModel(msgspec.Struct, frozen=True):
     Attributes:
         config: In the JSON dialect of `GET …/config`; empty after an error, unchecked while `pending`.
         versions: Selected by its version policy, ascending.
-        content_hash: Changes with the configuration's text, and with path, size or modification time of any file.
+        content_hash: Of the configuration's text, and path, size and modification time of all files.
         error: Why the model can't be loaded, for clients.
         labels: Output → the names of its classes.
-        location: The directory in the overlay; empty = in the repositories.
-        pending: The backend whose runtime must complete the configuration first, in a worker.
+        location: In the overlay; empty = in the repositories.
+        pending: The backend that must complete the configuration first, in a worker.
         override: JSON that replaces the configuration, also in later loads.
         files_of: The model whose files it uses; empty = its own.
     """
@@ -95,8 +95,8 @@ class VersionState(msgspec.Struct, frozen=True):
             parameters, backend and optimisation. Empty = unknown: files changed during the load, or an earlier qinfer
             loaded them.
         pinned: Only pins keep it loaded.
-        steps: The versions that an ensemble runs, nested ones included.
-        unready: Why the model's own `is_ready` refuses; as in Triton, only readiness checks report it.
+        steps: Of an ensemble, nested ones included.
+        unready: Why the model's own `is_ready` refuses, for readiness checks only.
     """
 
     state: State
@@ -157,7 +157,6 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         id: Unique for each start of a worker.
         started_at: Seconds since the epoch, in the broker's time.
         executing: Requests in its batches.
-        throughput_rps: Over the last heartbeats.
         clock_offset_s: Broker time minus its wall clock.
         speeds: Requests a second that it can execute.
         best_speeds: The highest speed that its measurements allow.
@@ -165,10 +164,9 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         busy: Requests that its instances execute.
         direct: Requests in its batchers that are in no lane: from ensembles and models of this worker, and steps of
             sequences.
-        load_s: Of the last load.
         cpu_s: CPU time with child processes; 0 = unknown.
         memory_bytes: Resident memory of them.
-        long: Executions, warm-ups and loads of more than a second.
+        long: Executions of more than a second.
     """
 
     id: str
@@ -233,7 +231,7 @@ class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         places: Globs of the models that its workers load.
         target: Its share of the workers that these models should have.
-        reason: The reason for their number, for people.
+        reason: Why so many, for people.
         live: Its workers that serve.
         work_s: Seconds that one worker would need for all waiting and executing requests.
         entries: Requests and rows of bulk jobs that wait or execute.

@@ -53,8 +53,8 @@ async def sync(
 ) -> list[SyncedModel]:
     """Writes the repository's models as the desired state, and wakes the workers if anything changed.
 
-    With `may_empty`, an empty repository, perhaps one that is not mounted, unloads all models. Raises `SettingsError`
-    if the repository is unreadable or empty; after `BrokerUnavailable`, the next sync completes this one.
+    With `may_empty`, an empty repository, perhaps one that is not mounted, unloads all models; otherwise it raises
+    `SettingsError`. After `BrokerUnavailable`, the next sync completes this one.
     """
     found = await asyncio.to_thread(repository.scan)
     desired = await store.desired()

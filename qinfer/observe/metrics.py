@@ -73,10 +73,9 @@ class Snapshot:
         direct: Requests in batchers that are in no lane, and steps of sequences that wait.
         load_s: Of the last load, in the slowest worker.
         letters: Dead letters; version 0 = unknown yet.
-        sequences: Model → its sequences, by `open`, `waiting`, `handed_over` and `lost`.
+        sequences: Model → its sequences by state.
         jobs: State → bulk jobs.
         scaled: Direction → decisions of all autoscalers.
-        wanted_workers: Workers that the live autoscalers want.
         features: The metrics of features with their own counts, such as bridges.
         labeling: Model → unfinished labeling tasks.
     """

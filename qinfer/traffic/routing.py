@@ -87,9 +87,9 @@ class Endpoints:
     def choose(self, request: InferRequest, tenant: str, header: Header = no_header) -> bool:
         """Replaces model and version of a request to an endpoint; returns whether it was one.
 
-        Raises:
-            ModelNotFound: No target has the version in the request.
-            BrokerUnavailable: It names another version than the stable one, and the view is not current.
+        Raises `ModelNotFound` if no target has the requested version, or `BrokerUnavailable` if it is not stable's and
+        the view
+        is not current.
         """
         routed = self.by_name.get(request.model)
         if routed is None or request.endpoint:

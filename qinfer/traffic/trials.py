@@ -31,8 +31,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     Attributes:
         counted: Name → count of this revision so far.
         reason: Why the last transition was made, or not made.
-        at_s: The time of the last transition.
-        done_s: The time at which all gateways had confirmed its rollback.
+        at_s: Of the last transition.
+        done_s: When all gateways had confirmed its rollback.
         model: Empty = the stable target's.
     """
 
@@ -112,7 +112,7 @@ class Change(NamedTuple):
 
 
 def candidate(endpoint: Endpoint, ready: Collection[int]) -> int:
-    """Returns the version to try; 0 = none."""
+    """Returns the version to try, or 0."""
     target, stable = endpoint.tried, endpoint.stable
     if target is None:
         return 0

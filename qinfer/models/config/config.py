@@ -25,7 +25,7 @@ _DEFAULT_MAX_BATCH_SIZE = 4
 
 
 def complete(config: ModelConfig, tensors: FileTensors) -> None:
-    """Fills in missing inputs, outputs and batching, in place; a configuration with both stays, as in Triton."""
+    """Fills in inputs, outputs and batching in place, unless both are declared, as in Triton."""
     if not tensors.inputs:
         raise ModelLoadFailed(
             f"the model file of '{config.name}' declares no input, so that its outputs are constant; export it with one"

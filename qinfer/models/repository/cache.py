@@ -6,7 +6,7 @@
     <cache>/<repository>/<model>/content/<content hash>-<version>        a link to the copy for that content
 
 The key is the hash of the stamps. A copy is made under a lock and renamed when complete, so that a killed worker leaves
-no broken copy. Files of an earlier copy are linked.
+no broken copy.
 """
 
 import fcntl

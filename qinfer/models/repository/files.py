@@ -34,7 +34,7 @@ from qinfer.storage.open import is_bucket, open_store, remedy
 IGNORED = "__pycache__"
 
 MAX_FILES = 100_000
-"""A repository path that is a whole disk has more."""
+"""A repository path may be a whole disk."""
 
 PAGE_BYTES = 256 * 1024
 MAX_PAGES = 512

@@ -79,7 +79,7 @@ class Repositories:
         """Reads one model.
 
         `override` is JSON in place of `config.pbtxt`; with `qinfer.files_of`, the name may be in no repository.
-        `location` is a directory of the overlay in place of the repositories' files.
+        `location` is a directory of the overlay.
         """
         try:
             if location:
@@ -108,8 +108,7 @@ class Repositories:
     def version_dir(self, stored_name: str, version: int, location: str = "", content_hash: str = "") -> Path:
         """Returns a local directory with a version's files, which it fetches if they are remote.
 
-        `location` is their directory in the overlay; empty = in the repositories. An earlier copy for the
-        `content_hash` is used again.
+        An earlier copy for the `content_hash` is used again.
         """
         try:
             if location:

@@ -77,7 +77,7 @@ Lend = Callable[[str], ModelFiles]
 def read_model(own: ModelFiles, how: Reading, lend: Lend, override: str = "", name: str = "") -> StoredModel:
     """Reads a model; an unusable one carries its error.
 
-    `lend` finds the files of another model (`qinfer.files_of`); `override` is JSON in place of the configuration.
+    `lend` finds the files of `qinfer.files_of`; `override` is JSON in place of the configuration.
     """
     name, digest, owner = name or own.directory, "", ""
     try:
