@@ -1,8 +1,4 @@
-"""Files of pre-annotations for labeling tools, made from tasks and their predictions.
-
-`FORMATS` has the tools. Label Studio imports tasks with `predictions` (labelstud.io/guide/predictions): a file import
-of a project takes a JSON array, its cloud storages JSON lines too.
-"""
+"""Files of pre-annotations for labeling tools (`FORMATS`), as docs/how-to/pre-annotations.md describes them."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -96,8 +92,7 @@ def _encode(value: object) -> bytes:
 def _argilla_items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
     """Argilla 2 reads these by `rg.Record.from_dict` and `dataset.records.from_json`.
 
-    Fields are the texts of the model's inputs, or else all texts; the rest is metadata. Questions are label (several:
-    multi-label) questions for choices, text questions for texts.
+    Fields are the texts of the model's inputs, or else all texts; the rest is metadata.
     """
     seen = {each.field for each in mapping.inputs.values()}
     texts = {name: value for name, value in task.data.items() if isinstance(value, str)}
@@ -139,8 +134,7 @@ def _suggestions(task: Task) -> Iterator[tuple[str, dict[str, Any]]]:
 def _coco_items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
     """COCO detection results (cocodataset.org/#format-results).
 
-    `image_id` is the task's key; `bbox` is x, y, width and height in pixels. FiftyOne keeps the extension
-    `model_version` as an attribute, and pycocotools ignores it.
+    FiftyOne keeps the extension `model_version` as an attribute, and pycocotools ignores it.
     """
     for finding in task.prediction.findings:
         if not isinstance(finding, Box):
@@ -180,11 +174,7 @@ _FILE_NAME = re.compile(r"\S+\.[A-Za-z0-9]{2,5}")
 
 
 def _fiftyone_items(mapping: Mapping, task: Task) -> Iterator[tuple[str, Any]]:
-    """An image's entry in `labels.json` of a FiftyOneImageDetectionDataset, or a …ClassificationDataset.
-
-    The key is the image's name without extension, the value its boxes or its class (`None` = no class). FiftyOne sorts
-    by keys.
-    """
+    """An image's entry in `labels.json`; the key is the image's name without extension, as FiftyOne sorts by keys."""
     attributes = {"model_version": task.prediction.model_version}
     found = task.prediction.findings
     if _boxes_of(mapping):
@@ -237,11 +227,7 @@ _SHOWN_AS = {"text": "text", "file": "image"}
 
 
 def _prodigy_items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
-    """A task of Prodigy (prodi.gy/docs/api-interfaces) for the interfaces choice, image_manual and text_input.
-
-    It keeps the task's fields. Choices are `options` with the model's as `accept`, boxes `spans` in pixels, a text the
-    value of `field_id`.
-    """
+    """A task of Prodigy (prodi.gy/docs/api-interfaces) for the interfaces choice, image_manual and text_input."""
     prediction = task.prediction
     made: dict[str, Any] = dict(task.data)
     for each in mapping.inputs.values():

@@ -1,11 +1,11 @@
 """The trial of a canary: its record beside the endpoint, and the effect of each transition on the endpoint. Pure.
 
 A trial begins when the canary target has a READY version other than the stable one: its number, or for `latest` the
-newest. A canary with a number may be another model. The endpoint has the present step as weights and targets, so that
-gateways know nothing of steps. A decision becomes a `Change`, stored as a whole or not at all.
+newest. The endpoint has the present step as weights and targets, so that gateways know nothing of steps. A decision
+becomes a `Change`, stored as a whole or not at all.
 
-A version that was rolled back stays out, even if the endpoint is declared again, until `resume` tries it again. A new
-declaration during a trial begins it anew.
+A version that was rolled back stays out, even if the endpoint is declared again, until `resume`. A new declaration
+during a trial begins it anew.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -1,10 +1,9 @@
 """The files of one model repository: of a directory (`LocalFiles`), or at a URL that fsspec knows (`RemoteFiles`).
 
 Paths are relative to the root: `<model>/<version>/model.onnx`. Every method blocks. It raises `SettingsError`, for
-operators, when the storage can't be reached or refuses, and `OSError` when one file can't be read.
-
-Triton's spellings of URLs work too: `as://account/container/path` for Azure, `s3://host:port/bucket/path` and
-`s3://https://host:port/bucket/path` for S3's protocol. Credentials come from the store's own variables.
+operators, when the storage can't be reached or refuses, and `OSError` when one file can't be read. Triton's spellings
+of
+URLs work too (docs/how-to/model-repositories.md).
 """
 
 import hashlib
