@@ -174,7 +174,7 @@ _FILE_NAME = re.compile(r"\S+\.[A-Za-z0-9]{2,5}")
 
 
 def _fiftyone_items(mapping: Mapping, task: Task) -> Iterator[tuple[str, Any]]:
-    """An image's entry in `labels.json`; the key is the image's name without extension, as FiftyOne sorts by keys."""
+    """An image's entry in `labels.json`; the key, by which FiftyOne sorts, is the image's name without extension."""
     attributes = {"model_version": task.prediction.model_version}
     found = task.prediction.findings
     if _boxes_of(mapping):
