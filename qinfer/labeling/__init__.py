@@ -1,6 +1,6 @@
 """Labeling: tasks → a model's inputs, its outputs → predictions of labeling tools, by a declared mapping.
 
-`mapping` is the entry point. The package is pure: callers fetch the files that `Mapping.files` names.
+The package is pure: callers fetch the files that `Mapping.files` names.
 """
 
 from qinfer.labeling.exports import FORMATS, Format, Task

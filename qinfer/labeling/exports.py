@@ -1,9 +1,4 @@
-"""Files of pre-annotations for labeling tools, made from tasks and their predictions.
-
-`FORMATS` has the tools: how a task becomes items of each, and why a mapping may not fit. Label Studio imports tasks
-with `predictions` (labelstud.io/guide/predictions): a file import of a project takes a JSON array, its cloud storages
-JSON lines too.
-"""
+"""Files of pre-annotations for labeling tools (`FORMATS`), as docs/how-to/pre-annotations.md describes them."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +13,7 @@ from qinfer.labeling.results import Box, Choice, Prediction, Text, rounded
 from qinfer.labeling.rules import ChoicesRule, RectanglesRule, TextRule
 
 Layout = Literal["lines", "array", "labels"]
-"""`lines`: JSON lines. `array`: one JSON array. `labels`: `{"labels": {key: item, …}}`, items are key and value."""
+"""`lines`: JSON lines. `array`: one JSON array. `labels`: `{"labels": {key: item, …}}`."""
 
 
 class Task(NamedTuple):
@@ -43,7 +38,7 @@ class Format(NamedTuple):
     Attributes:
         name: Its name.
         items: Makes a task's items: JSON values, or for the layout `labels` pairs of key and value.
-        problems: Yields the reasons why a mapping's results do not fit it.
+        problems: Yields why a mapping's results do not fit it.
         layout: How items become a file.
     """
 
@@ -85,7 +80,6 @@ def _boxes_of(mapping: Mapping) -> Sequence[RectanglesRule]:
 
 
 def _missing_sizes(mapping: Mapping, name: str) -> Iterator[str]:
-    """Yields the rules that lack the image size, which boxes in pixels need."""
     for rule in _boxes_of(mapping):
         if rule.size is None:
             yield f"{name} has boxes in pixels: '{rule.from_name}' needs size, the image's width and height"
@@ -96,10 +90,9 @@ def _encode(value: object) -> bytes:
 
 
 def _argilla_items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
-    """Yields a record of Argilla 2 with suggestions, as `rg.Record.from_dict` and `dataset.records.from_json` read it.
+    """Argilla 2 reads these by `rg.Record.from_dict` and `dataset.records.from_json`.
 
-    Fields are the texts of the model's inputs, or else all texts; the rest is metadata. Controls are questions: label
-    (several: multi-label) questions for choices, text questions for texts.
+    Fields are the texts of the model's inputs, or else all texts; the rest is metadata.
     """
     seen = {each.field for each in mapping.inputs.values()}
     texts = {name: value for name, value in task.data.items() if isinstance(value, str)}
@@ -120,7 +113,6 @@ def _argilla_items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
 
 
 def _argilla_problems(mapping: Mapping) -> Iterator[str]:
-    """Yields the results that have no question in Argilla."""
     for rule in _boxes_of(mapping):
         yield f"argilla has no question for boxes on images: leave '{rule.from_name}' out of the mapping"
 
@@ -140,10 +132,9 @@ def _suggestions(task: Task) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _coco_items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
-    """Yields COCO detection results, one for each box (cocodataset.org/#format-results).
+    """COCO detection results (cocodataset.org/#format-results).
 
-    `image_id` is the task's key; `bbox` is x, y, width and height in pixels. `model_version` is an extension that
-    FiftyOne keeps as an attribute and pycocotools ignores.
+    FiftyOne keeps the extension `model_version` as an attribute, and pycocotools ignores it.
     """
     for finding in task.prediction.findings:
         if not isinstance(finding, Box):
@@ -162,7 +153,6 @@ def _coco_items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
 
 
 def _coco_problems(mapping: Mapping) -> Iterator[str]:
-    """Yields what a mapping lacks for COCO."""
     if not _boxes_of(mapping):
         yield "coco has boxes only: the mapping has no result of type rectanglelabels"
     for rule in _boxes_of(mapping):
@@ -174,7 +164,7 @@ def _coco_problems(mapping: Mapping) -> Iterator[str]:
 
 
 def _pixels(box: Box) -> list[float]:
-    """Returns x, y, width and height of a box in pixels."""
+    """Returns x, y, width and height."""
     assert box.size is not None
     width, height = box.size
     return [round(part, 2) for part in (box.x * width, box.y * height, box.width * width, box.height * height)]
@@ -184,11 +174,7 @@ _FILE_NAME = re.compile(r"\S+\.[A-Za-z0-9]{2,5}")
 
 
 def _fiftyone_items(mapping: Mapping, task: Task) -> Iterator[tuple[str, Any]]:
-    """Yields an image's entry in `labels.json` of a FiftyOneImageDetectionDataset, or a …ClassificationDataset.
-
-    The key is the image's name without extension, the value its boxes or its class (`None` = no class). FiftyOne sorts
-    by keys.
-    """
+    """An image's entry in `labels.json`; the key, by which FiftyOne sorts, is the image's name without extension."""
     attributes = {"model_version": task.prediction.model_version}
     found = task.prediction.findings
     if _boxes_of(mapping):
@@ -211,7 +197,7 @@ def _fiftyone_items(mapping: Mapping, task: Task) -> Iterator[tuple[str, Any]]:
 
 
 def _fiftyone_problems(mapping: Mapping) -> Iterator[str]:
-    """Yields the results that one FiftyOne dataset file can't combine."""
+    """One dataset file of FiftyOne can't combine all results."""
     choices = [rule for rule in mapping.results if isinstance(rule, ChoicesRule)]
     if not _boxes_of(mapping) and not choices:
         yield "fiftyone has boxes or classes: the mapping has neither rectanglelabels nor choices"
@@ -238,15 +224,10 @@ def _image(mapping: Mapping, task: Task) -> str:
 
 
 _SHOWN_AS = {"text": "text", "file": "image"}
-"""Kind of input → the field that Prodigy shows."""
 
 
 def _prodigy_items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
-    """Yields a task of Prodigy (prodi.gy/docs/api-interfaces) for the interfaces choice, image_manual and text_input.
-
-    It keeps the task's fields. Choices are `options` with the model's as `accept`, boxes `spans` in pixels, a text the
-    value of `field_id`.
-    """
+    """A task of Prodigy (prodi.gy/docs/api-interfaces) for the interfaces choice, image_manual and text_input."""
     prediction = task.prediction
     made: dict[str, Any] = dict(task.data)
     for each in mapping.inputs.values():
@@ -276,7 +257,7 @@ def _prodigy_items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
 
 
 def _prodigy_problems(mapping: Mapping) -> Iterator[str]:
-    """Yields results that exceed one per kind, or lack sizes."""
+    """Prodigy takes one result per kind."""
     for name, kind in (("choice", ChoicesRule), ("text", TextRule)):
         if sum(isinstance(rule, kind) for rule in mapping.results) > 1:
             yield f"prodigy has one {name} in a task: leave one in the mapping"

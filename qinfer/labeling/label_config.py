@@ -7,7 +7,6 @@ from xml.parsers import expat
 from qinfer.errors import InvalidRequest
 
 MAX_CHARACTERS = 2**20
-"""The longest label config that is parsed."""
 
 _MAX_DEPTH = 100
 _MAX_ELEMENTS = 50_000
@@ -21,7 +20,7 @@ class Control:
     """A control of a label config, with which labels are made.
 
     `name` is the `from_name` of results, and `type`, its tag in lower case, their `type`. `labels` are aliases or
-    values in order; if `is_dynamic`, tasks define them, and any is valid.
+    values in order; if `is_dynamic`, tasks define them.
     """
 
     name: str
@@ -34,7 +33,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class LabelConfig:
-    """A label config; `objects` maps the name of an object, such as an image, to the field of a task that it shows."""
+    """`objects`: the name of an object, such as an image → the field of a task that it shows."""
 
     controls: dict[str, Control]
     objects: dict[str, str]
@@ -42,7 +41,7 @@ class LabelConfig:
 
 @lru_cache(maxsize=_REMEMBERED)
 def parse_label_config(xml: str) -> LabelConfig:
-    """Parses a label config; caches the last ones, because Label Studio sends it with every call."""
+    """Parses a label config; caches the last ones, as Label Studio sends it with every call."""
     if len(xml) > MAX_CHARACTERS:
         raise InvalidRequest(f"the label config has {len(xml)} characters; at most {MAX_CHARACTERS} are read")
     if not xml.strip():
@@ -65,8 +64,6 @@ def _refuse_dtd(*_: object) -> None:
 
 
 class _Reader:
-    """Collects the controls and objects of one label config."""
-
     def __init__(self) -> None:
         self._open: list[str] = []  # for each open element, the control that its labels belong to, or empty
         self._elements = 0
@@ -75,7 +72,6 @@ class _Reader:
         self._objects: dict[str, str] = {}
 
     def start(self, tag: str, attributes: dict[str, str]) -> None:
-        """Handles the start of an element."""
         self._elements += 1
         if self._elements > _MAX_ELEMENTS or len(self._open) >= _MAX_DEPTH:
             raise InvalidRequest(
@@ -95,11 +91,9 @@ class _Reader:
         self._open.append(inside)
 
     def end(self, tag: str) -> None:
-        """Handles the end of an element."""
         self._open.pop()
 
     def config(self) -> LabelConfig:
-        """Returns the label config read so far."""
         controls = {name: replace(each, labels=tuple(self._labels[name])) for name, each in self._controls.items()}
         return LabelConfig(controls, self._objects)
 

@@ -1,8 +1,7 @@
 """A mapping: which fields of a task are which inputs of a model, and which of its outputs are which labels.
 
-A mapping is one YAML (`.yaml`, `.yml`) or TOML file; docs/reference/labeling-mappings.md has every field. YAML values
-are read as text and converted by the fields' types, so that labels such as `no`, `007` and `2026-01-31` stay unchanged.
-The caller fetches the files of tasks.
+docs/reference/labeling-mappings.md has every field. YAML values are read as text and converted by the fields' types, so
+that labels such as `no`, `007` and `2026-01-31` stay unchanged.
 """
 
 import base64
@@ -34,14 +33,7 @@ def _without_dollar(value: object) -> object:
 
 
 class InputField(BaseModel):
-    """The field of a task that an input is made of.
-
-    Attributes:
-        field: Its name in the task's data, without a leading `$`; dots lead into objects.
-        kind: `text`: text for a BYTES input. `bytes`: base64, or a data: URI. `tensor`: a number, or lists of them.
-            `file`: a URL or path, whose content is fetched. Content becomes an element of a BYTES input, or the vector
-            of a UINT8 input.
-    """
+    """The field of a task that an input is made of; dots in `field` lead into objects."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,7 +42,7 @@ class InputField(BaseModel):
 
 
 def file_references(inputs: AnyMapping[str, InputField], task: Task) -> tuple[str, ...]:
-    """Returns the references of the files in a task's inputs, each once."""
+    """Returns the references of the inputs' files, each once."""
     found = [_text(task, each.field) for each in inputs.values() if each.kind == "file" and _has(task, each.field)]
     return tuple(dict.fromkeys(found))
 
@@ -58,7 +50,7 @@ def file_references(inputs: AnyMapping[str, InputField], task: Task) -> tuple[st
 def make_request(
     inputs: AnyMapping[str, InputField], task: Task, spec: ModelSpec, files: AnyMapping[str, bytes]
 ) -> tuple[Tensor, ...]:
-    """Makes a task's input tensors, in the model's order; `files` has the content of each reference."""
+    """Makes a task's input tensors; `files` has each reference's content."""
     if unknown := next((name for name in inputs if all(name != each.name for each in spec.inputs)), ""):
         raise InvalidRequest(f"model '{spec.name}' has no input '{unknown}', which the mapping names")
     return tuple(
@@ -69,7 +61,7 @@ def make_request(
 
 
 def input_problems(inputs: AnyMapping[str, InputField], spec: ModelSpec) -> Iterator[str]:
-    """Yields the reasons why inputs do not fit a model."""
+    """Yields why inputs do not fit a model."""
     known = {each.name: each for each in spec.inputs}
     for name, each in inputs.items():
         if name not in known:
@@ -131,7 +123,6 @@ def _content(source: InputField, task: Task, files: AnyMapping[str, bytes]) -> b
 
 
 def _array_tensor(spec: TensorSpec, value: Any, *, is_batched: bool) -> Tensor:
-    """Makes a tensor of numbers, or of texts, in lists."""
     try:
         array = np.asarray(value)
     except (ValueError, OverflowError):
@@ -155,14 +146,14 @@ def _array_tensor(spec: TensorSpec, value: Any, *, is_batched: bool) -> Tensor:
 
 
 def _array_shape(spec: TensorSpec, shape: tuple[int, ...], count: int, *, is_batched: bool) -> tuple[int, ...]:
-    """Returns the shape of an array with the input's dimensions, or with as many elements in other lists."""
+    """With as many elements as the input, lists may be nested otherwise."""
     if len(shape) == len(spec.dims) and all(dim in (-1, size) for dim, size in zip(spec.dims, shape, strict=True)):
         return (1, *shape) if is_batched else shape
     return _shape(spec, count, is_batched=is_batched)
 
 
 def _shape(spec: TensorSpec, count: int, *, is_batched: bool) -> tuple[int, ...]:
-    """Returns the input's shape for `count` elements: the last variable dimension takes them, others are 1."""
+    """The last variable dimension takes all elements, others are 1."""
     dims = list(spec.dims)
     for i in range(len(dims)):
         if dims[i] == -1:
@@ -190,7 +181,7 @@ def _text(task: Task, field: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Returns a value, shortened for an error text."""
+    """Returns a value, shortened."""
     text = repr(value)
     return text if len(text) <= 60 else text[:60] + "…"
 
@@ -201,7 +192,6 @@ _SHOWN = 60
 
 
 def _read_fields(path: Path) -> dict[str, Any]:
-    """Reads the unchecked fields of a file."""
     try:
         fields = parse(read_limited(path, _MAX_FILE_BYTES), path.suffix, is_typed=False)
     except OSError as error:
@@ -214,7 +204,7 @@ def _read_fields(path: Path) -> dict[str, Any]:
 
 
 def _explained(error: ValidationError) -> str:
-    """Returns pydantic's findings in one line: field by field, with the wrong value, without links."""
+    """Returns pydantic's findings in one line, with wrong values, without links."""
     return "; ".join(
         f"field '{'.'.join(map(str, item['loc']))}': {_said(text, item['type'], item['input'])}"
         for text, item in problems_of(error)
@@ -249,8 +239,7 @@ class Mapping(BaseModel):
         project: The Label Studio projects that use it; empty = any project of the model.
         tenant: The tenants that may use it; empty = all.
         mode: `predict`: predictions are answered at once; `push`: tasks are queued and predictions sent later, for
-        models
-            that take longer than Label Studio waits.
+            models that take longer than Label Studio waits.
         priority: The priority of its requests; 0 = the model's default.
         inputs: The model's input → the field of a task that it is made of.
         results: One rule for each control of the label config that gets predictions.
@@ -362,11 +351,7 @@ class Mapping(BaseModel):
 
 
 class Mappings:
-    """The mappings of a gateway, with unique names, and at most one for a model and project.
-
-    Raises:
-        SettingsError: Two have the same name, or model and project.
-    """
+    """The mappings of a gateway; `SettingsError` unless names, and pairs of model and project, are unique."""
 
     def __init__(self, mappings: Sequence[Mapping] = ()) -> None:
         self._mappings = tuple(mappings)
@@ -391,7 +376,7 @@ class Mappings:
         return iter(self._mappings)
 
     def of(self, model: str, project: int | None = None) -> Mapping:
-        """Returns the mapping for a model and a project: the project's own, else the one for any project."""
+        """Returns the project's own mapping for a model, else the one for any project."""
         found = self._found.get((model, project)) or self._found.get((model, None))
         if found is None:
             known = ", ".join(sorted({mapping.model for mapping in self._mappings})) or "none"
@@ -408,11 +393,7 @@ def model_version(model: str, version: int) -> str:
 
 
 def load_mappings(directory: str | Path) -> Mappings:
-    """Reads the mapping files of a directory, without its subdirectories and other files.
-
-    Raises:
-        SettingsError: A file can't be read or is invalid (the message names file and field), or two mappings collide.
-    """
+    """Reads the mapping files of a directory, without its subdirectories, or raises `SettingsError`."""
     try:
         paths = sorted(path for path in Path(directory).iterdir() if path.suffix in SUFFIXES)
     except OSError as error:

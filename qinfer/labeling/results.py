@@ -1,4 +1,4 @@
-"""Turns a model's outputs into predictions of labeling tools (choices, texts and boxes) by the rules of a mapping."""
+"""Turns a model's outputs into predictions of labeling tools by the rules of a mapping."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class Choice(msgspec.Struct, frozen=True):
 class Box(msgspec.Struct, frozen=True):
     """A rectangle on an image, in 0 … 1 of its width and height.
 
-    `size` is the image's in pixels, if known. `category` is the label's id in COCO files; 0 = it has none.
+    `size` is the image's in pixels. `category` is the label's id in COCO files; 0 = it has none.
     """
 
     from_name: str
@@ -52,7 +52,7 @@ class Box(msgspec.Struct, frozen=True):
 
 
 class Text(msgspec.Struct, frozen=True):
-    """Texts that a model wrote, none of them empty."""
+    """Texts that a model wrote, none empty."""
 
     from_name: str
     to_name: str
@@ -66,11 +66,10 @@ Finding = Choice | Box | Text
 Numbers = npt.NDArray[np.float64]
 
 _TOLERANCE = 1e-3
-"""How far rounding may move a score beyond 0 … 1."""
 
 
 def probabilities(values: Numbers, name: str, activation: Activation) -> Numbers:
-    """Returns an output's values as scores 0 … 1; `name` is for messages."""
+    """Returns an output's values as scores 0 … 1."""
     scores = activated(values, activation)
     check_scores(scores, name)
     return np.clip(scores, 0.0, 1.0)
@@ -101,7 +100,7 @@ def check_scores(scores: Numbers, name: str) -> None:
 def allowed_name(rule: ChoicesRule | RectanglesRule, name: str, allowed: frozenset[str] | None) -> str:
     """Returns the label config's name of a label; empty if the rule drops it.
 
-    `allowed` is `None` if all labels are. A label that is not allowed is an error, unless the rule drops it.
+    `allowed` is `None` if all labels are.
     """
     name = rule.rename.get(name, name)
     if not name or allowed is None or name in allowed:
@@ -126,7 +125,7 @@ def class_number(rule: ChoicesRule | RectanglesRule, value: float) -> int:
 def find_choices(
     rule: ChoicesRule, outputs: Outputs, allowed: frozenset[str] | None
 ) -> tuple[Sequence[Finding], Sequence[float]]:
-    """Returns the choice and its confidence; below the threshold, no choice and the best score."""
+    """Returns choice and confidence; below the threshold, no choice."""
     names, scores = _scored(rule, outputs)
     named: dict[str, int] = {}  # two classes may have one name
     for i, name in enumerate(names):
@@ -142,7 +141,7 @@ def find_choices(
 
 
 def _scored(rule: ChoicesRule, outputs: Outputs) -> tuple[list[str], list[float]]:
-    """Returns the best candidates, at most `top`, and their scores, if there are any."""
+    """Returns at most `top` candidates, best first, and their scores, if any."""
     names = rule.labels if rule.scores else _names(rule, outputs)
     scored = rule.scores or rule.score
     if not scored:
@@ -175,10 +174,10 @@ def _names(rule: ChoicesRule, outputs: Outputs) -> list[str]:
 
 
 Class = tuple[str, int]
-"""A box's label as the model names it, and its place among the rule's labels; -1 = not among them."""
+"""The model's name of a label, and its place in the rule, or -1."""
 
 _SMALLEST = 1e-6
-"""The least width and height of a box, as a share of the image's."""
+"""A share of the image's width and height."""
 
 
 _PADDING = (-1.0, -np.inf)
@@ -188,7 +187,7 @@ _PADDING = (-1.0, -np.inf)
 def find_boxes(rule: RectanglesRule, task: Task, outputs: Outputs, allowed: frozenset[str] | None) -> list[Box]:
     """Returns the boxes above the threshold and within the image, best first.
 
-    Boxes without an area or a score, as models pad them, are left out.
+    Boxes without an area or a score are padding.
     """
     raw = numbers(outputs, rule.boxes)
     if len(raw) % 4:
@@ -218,7 +217,6 @@ def find_boxes(rule: RectanglesRule, task: Task, outputs: Outputs, allowed: froz
 def _classes_and_scores(
     rule: RectanglesRule, outputs: Outputs, count: int
 ) -> tuple[Callable[[int], Class], Numbers | None]:
-    """Returns a function from a box to its class, and the boxes' scores."""
     scores = numbers(outputs, rule.scores) if rule.scores else None
     if scores is not None and not rule.label and len(rule.labels) > 1:
         _check_count(rule.scores, len(scores), count * len(rule.labels), count)
@@ -250,7 +248,7 @@ def _category(rule: RectanglesRule, number: int) -> int:
 
 
 def _edges(boxes: Numbers, rule: RectanglesRule, size: tuple[float, float] | None) -> Numbers:
-    """Returns left, upper, right and lower edges in 0 … 1 of the image, cut at its edges; 0 for a box with a NaN."""
+    """Returns left, upper, right and lower edges in 0 … 1, cut at the image's; 0 for a box with a NaN."""
     if rule.units == "pixel":
         whole = rule.resized_to or size or (1.0, 1.0)  # without both there are no boxes
     else:
@@ -292,7 +290,7 @@ def _length(task: Task, field: str) -> float:
 
 
 Scoring = Literal["mean", "min", "max"]
-"""How a task's confidence follows from its results'."""
+"""The task's confidence from its results'."""
 
 _DIGITS = 6
 _ID_CHARACTERS = 10
@@ -302,10 +300,10 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """A model's prediction for one task.
 
     Attributes:
-        result: The result items in Label Studio's format; empty = the model found nothing.
+        result: Items in Label Studio's format; empty = the model found nothing.
         score: The confidence, 0 … 1; 0 = unknown.
-        model_version: The model that made it, `<model>:<version>`.
-        findings: The same results, for writers of other formats.
+        model_version: `<model>:<version>`.
+        findings: The same results, for other formats.
     """
 
     result: list[dict[str, Any]]
@@ -314,7 +312,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the JSON of Label Studio's `predictions` and of an ML backend's `results`."""
+        """Returns an item of Label Studio's `predictions` and of an ML backend's `results`."""
         return {"result": self.result, "score": self.score, "model_version": self.model_version}
 
 
@@ -326,7 +324,7 @@ def make_prediction(
     version: str,
     label_config: LabelConfig | None,
 ) -> Prediction:
-    """Makes a task's prediction by the rules of a mapping; see `Mapping.prediction`."""
+    """Makes a task's prediction; see `Mapping.prediction`."""
     findings: list[Finding] = []
     scores: list[float] = []
     for rule in rules:
@@ -358,7 +356,6 @@ def _overall(scores: Sequence[float], scoring: Scoring) -> float:
 
 
 def _item(finding: Finding, item_id: str) -> dict[str, Any]:
-    """Returns a finding in Label Studio's format."""
     item: dict[str, Any] = {"id": item_id, "from_name": finding.from_name, "to_name": finding.to_name}
     if isinstance(finding, Choice):
         value: dict[str, Any] = {"choices": list(finding.labels)}
@@ -380,10 +377,10 @@ def _item(finding: Finding, item_id: str) -> dict[str, Any]:
 
 
 def _item_id(origin: str, from_name: str, number: int) -> str:
-    """Returns an id that is the same for the same result of a task, so that repeated predictions are equal."""
+    """The id is the same for the same result of a task, so that repeated predictions are equal."""
     return hashlib.sha256(f"{origin}\0{from_name}\0{number}".encode()).hexdigest()[:_ID_CHARACTERS]
 
 
 def rounded(value: float) -> float:
-    """Rounds a number to the precision of a float32, for files."""
+    """Rounds a number to a float32's precision, for files."""
     return round(value, _DIGITS)

@@ -1,6 +1,6 @@
-"""The rules of a mapping: for each control, which outputs of the model become which labels.
+"""The rules of a mapping, checked against models and label configs; `results` applies them.
 
-This module checks rules against models and label configs; `results` applies them.
+docs/reference/labeling-mappings.md has the fields.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,16 +20,7 @@ _SHOWN = 10
 
 
 class ImageSize(BaseModel):
-    """The size of a task's image: by an output of the model, by numbers, or by fields of the task.
-
-    Attributes:
-        output: An output of two numbers.
-        order: Their order: `hw` is height, width.
-        width: Pixels, the same for all images.
-        height: See `width`.
-        width_field: The field of a task's data with the width.
-        height_field: The field with the height.
-    """
+    """The size of a task's image: by an output of two numbers (`order`), by pixels, or by fields of the task."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -53,12 +44,7 @@ def _named(value: object) -> object:
 
 
 class _Rule(BaseModel):
-    """The fields of every rule.
-
-    Attributes:
-        from_name: The control of the label config; in other tools the question or field.
-        to_name: The object that it labels.
-    """
+    """The control of the label config, in other tools the question or field, and the object that it labels."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
@@ -72,10 +58,7 @@ class _LabelRule(_Rule):
     Attributes:
         labels: The model's classes in its order.
         label: An output with the class: text, or numbers that count `labels` from 0.
-        threshold: Results with a lower score are left out.
-        activation: Turns the output's values into scores; `none` = they are 0 … 1 already.
         rename: Label of the model → label of the label config.
-        unknown: A label that the label config does not have: `fail` the task, or `drop` the label.
     """
 
     labels: tuple[str, ...] = ()
@@ -89,10 +72,7 @@ class _LabelRule(_Rule):
 class ChoicesRule(_LabelRule):
     """Choices: the classes of a text, an image or a task.
 
-    Attributes:
-        scores: An output with one score for each of `labels`.
-        score: With `label`: an output with the score of each label that it names.
-        top: The most labels, best first.
+    `scores` has one score for each of `labels`, `score` those of the labels that `label` names.
     """
 
     type: Literal["choices"]
@@ -119,15 +99,7 @@ class ChoicesRule(_LabelRule):
 class RectanglesRule(_LabelRule):
     """Labeled rectangles on an image.
 
-    Attributes:
-        boxes: An output of four numbers for each box.
-        format: Their meaning: corners, corner and size, or centre and size.
-        units: Their unit: pixels, 0 … 1 of the image, or 0 … 100.
-        size: The image's size in pixels.
-        resized_to: Width and height to which images were resized for the model, if pixels refer to that.
-        scores: An output with one score for each box, or without `label` one for each box and label.
-        top: The most boxes, best first.
-        category_ids: The ids that the labels have in COCO files; by default 1, 2, ….
+    `scores` has one score for each box, or without `label` one for each box and label.
     """
 
     type: Literal["rectanglelabels"]
@@ -162,12 +134,7 @@ class RectanglesRule(_LabelRule):
 
 
 class TextRule(_Rule):
-    """Text that the model writes.
-
-    Attributes:
-        text: An output; each of its elements is a text, and empty ones are left out.
-        score: An output with one score.
-    """
+    """Text that the model writes: each element of the output `text`, without empty ones; `score` is one number."""
 
     type: Literal["textarea"]
     text: Annotated[str, Field(min_length=1)]
@@ -194,7 +161,7 @@ def allowed_labels(rule: Rule, label_config: LabelConfig | None) -> frozenset[st
 
 
 def rule_problems(rule: Rule, spec: ModelSpec | None, label_config: LabelConfig | None) -> Iterator[str]:
-    """Yields the reasons why a rule does not fit a model or a label config."""
+    """Yields why a rule does not fit a model or a label config."""
     if spec is not None:
         outputs = {output.name: output for output in spec.outputs}
         for name in rule.outputs:

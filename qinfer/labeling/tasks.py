@@ -27,19 +27,18 @@ from qinfer.queue.lanes import Queue
 from qinfer.queue.router import Call, load_script, run_script
 
 MAX_BOARD_PAGE = 1000
-"""The largest page."""
 
 MAX_DATA_BYTES = 64 * 1024
-"""The largest data of a task that is stored; larger data is fetched again."""
+"""Larger data of a task is fetched again, instead of stored."""
 
 _STEP = 500  # tasks per script, which blocks others while it runs
-_WORDS = 5  # arguments per task in that script
+_WORDS = 5
 _STEP_BYTES = 2**20  # data per script, except for a single larger task
 _STEP_SCRIPT = load_script("step", "now_ms", "deliveries", package="qinfer.labeling")
 
 
 class LabelState(StrEnum):
-    """The state of a task on its board; the request of an `open` task knows more."""
+    """The request of an `open` task knows more."""
 
     WAITING = "waiting"
     OPEN = "open"
@@ -57,7 +56,7 @@ _STATES = tuple(LabelState)
 
 
 class Placed(IntEnum):
-    """The outcome of `put`: unchanged | stored | refused, because too many wait."""
+    """`refused`: too many tasks wait."""
 
     KNOWN = 0
     STORED = 1
@@ -73,11 +72,11 @@ class Board(msgspec.Struct, frozen=True):
 
 
 class LabelTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The entry of a task.
+    """The entry of a task; times are the broker's.
 
     `request_id` differs for other data or another version. `version` is, for an endpoint, the stable target's until the
-    request is made; `model` is then its target, otherwise empty. `attempt` counts requests for the task, from 1. Times
-    are the broker's. `data` is JSON, empty once finished or above `MAX_DATA_BYTES`.
+    request is made; `model` is then its target, otherwise empty. `attempt` counts from 1. `data` (JSON) is empty once
+    finished or above `MAX_DATA_BYTES`.
     """
 
     task: int
@@ -94,7 +93,7 @@ class LabelTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LabelTasks:
-    """The tasks of all boards; every coroutine raises `BrokerUnavailable` if the broker can't be reached."""
+    """The tasks of all boards; every coroutine may raise `BrokerUnavailable`."""
 
     def __init__(self, queue: Queue) -> None:
         self._router = queue.router
@@ -104,12 +103,12 @@ class LabelTasks:
     async def put(self, board: Board, tasks: Sequence[LabelTask], *, ttl_s: float, limit: int) -> list[Placed]:
         """Stores waiting tasks in order, replacing entries about other requests, until `limit` of the board wait.
 
-        A task that replaces a waiting one needs no room. Finished tasks are kept for `ttl_s`.
+        A task that replaces a waiting one needs no room.
         """
         return [Placed(each) for each in await self._step("put", board, tasks, ttl_s, limit=limit)]
 
     async def claim(self, board: Board, count: int, *, lease_s: float) -> list[LabelTask]:
-        """Claims up to `count` waiting tasks, oldest first, for `lease_s`."""
+        """Claims up to `count` waiting tasks, oldest first."""
         kind = Kind(_kind_name(board), lease_s, lease_s)
         items = await self._deliveries.take(board.model, 0, kind, count)
         tasks = await self.get(board, [int(item.text) for item in items], with_data=True)
@@ -118,14 +117,14 @@ class LabelTasks:
         return [task for task in tasks if task is not None]
 
     async def move(self, board: Board, tasks: Sequence[LabelTask], *, ttl_s: float, wait_s: float = 0.0) -> list[bool]:
-        """Stores the state of tasks whose entries are about the same request or gone; returns which were stored.
+        """Stores states unless the entry is about another request; returns which were stored.
 
         Waiting tasks are not claimed for `wait_s`.
         """
         return [bool(each) for each in await self._step("move", board, tasks, ttl_s, wait_s)]
 
     async def get(self, board: Board, ids: Sequence[int], *, with_data: bool = False) -> list[LabelTask | None]:
-        """Returns the entries of tasks, with their data only on request; `None` without an entry."""
+        """Returns the entries of tasks, with data on request."""
         call, tasks = self._call(board), list[LabelTask | None]()
         for start in range(0, len(ids), _STEP):
             part = ids[start : start + _STEP]
@@ -135,7 +134,7 @@ class LabelTasks:
         return tasks
 
     async def page(self, board: Board, state: LabelState | None, after: int, count: int) -> list[LabelTask]:
-        """Returns up to `count` tasks of one state, or all, with ids above `after`, by id and without data."""
+        """Returns up to `count` tasks above `after`, by id and without data."""
         count = min(count, MAX_BOARD_PAGE)
         states = _STATES if state is None else (state,)
         above = f"({after}"
@@ -151,12 +150,12 @@ class LabelTasks:
         return {state: await self._count(board, state) for state in _STATES}
 
     async def unfinished(self, model: str) -> int:
-        """Counts the unfinished tasks of a model, over all its boards."""
+        """Counts a model's unfinished tasks on all boards."""
         boards, states = await self.boards(model), [state for state in _STATES if not state.is_over]
         return sum(await asyncio.gather(*(self._count(board, state) for board in boards for state in states)))
 
     async def boards(self, model: str) -> list[Board]:
-        """Returns the boards of a model that have or recently had tasks."""
+        """Returns the boards of a model with recent tasks."""
         name = keys.label_boards(model).encode()
         found = await partial(self._router.call, keys.slot(name))(b"ZRANGE", name, 0, -1)
         named = (member.decode().partition(":") for member in found)
@@ -197,7 +196,6 @@ def _key(board: Board, part: str) -> bytes:
 
 
 def _steps(tasks: Sequence[LabelTask]) -> Iterator[list[str | int | bytes]]:
-    """Splits tasks into the arguments of one script each."""
     words: list[str | int | bytes] = []
     size = 0
     for task in tasks:
@@ -212,6 +210,6 @@ def _steps(tasks: Sequence[LabelTask]) -> Iterator[list[str | int | bytes]]:
 
 
 def _task_of(entry: bytes, data: bytes | None) -> LabelTask:
-    """Decodes an entry: lines with the request's id and the queue's item, then the task without its data."""
+    """An entry is lines with the request's id and the queue's item, then the task without its data."""
     task = msgspec.msgpack.decode(entry.split(b"\n", 2)[2], type=LabelTask)
     return msgspec.structs.replace(task, data=data) if data else task

@@ -10,11 +10,11 @@ from qinfer.errors import InvalidRequest, OutputMismatch
 from qinfer.tensors import Tensor, to_numpy
 
 Task = Mapping[str, Any]
-"""A task: `id`, and `data` with its fields; other members that Label Studio sends are ignored."""
+"""`id`, and `data` with its fields; other members that Label Studio sends are ignored."""
 
 Array = npt.NDArray[Any]
 Outputs = Mapping[str, Array]
-"""Output → its values; BYTES are objects of `bytes` or `str`."""
+"""BYTES are objects of `bytes` or `str`."""
 
 
 def outputs_of(tensors: Iterable[Tensor]) -> dict[str, Array]:
@@ -23,7 +23,7 @@ def outputs_of(tensors: Iterable[Tensor]) -> dict[str, Array]:
 
 
 def field_of(task: Task, field: str) -> Any:
-    """Returns a field of a task's data; dots lead into objects, unless a field has the whole name."""
+    """Returns a field of a task; dots lead into objects, unless a field has the whole name."""
     data = task.get("data")
     if not isinstance(data, Mapping):
         raise InvalidRequest("the task has no object 'data'")
@@ -48,7 +48,7 @@ def numbers(outputs: Outputs, name: str) -> npt.NDArray[np.float64]:
 
 
 def texts(outputs: Outputs, name: str) -> list[str]:
-    """Returns an output's texts in one dimension; invalid UTF-8 becomes replacement characters."""
+    """Returns an output's texts in one dimension; invalid UTF-8 is replaced."""
     array = output(outputs, name)
     if array.dtype.kind not in "OSU":
         raise OutputMismatch(f"output '{name}' has {_kind(array)}, not text")

@@ -37,13 +37,12 @@ logger = logging.getLogger(__name__)
 
 _REMIND_S = 600.0  # between log lines about one failing model
 
-_REFRESH_S = 2.0  # how late a worker's silent death is noticed after its record expired
+_REFRESH_S = 2.0
 _RETRY_S = 1.0
 _BEAT_S = 5.0
-"""The longest wait for heartbeats after a loss of data, before the last view is replaced."""
+"""The longest wait for heartbeats after a loss of data."""
 _UNKNOWN = Capacity()
 _AFTER_START_S = 10.0
-"""Margin over an autoscaled worker's start time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +50,7 @@ class Served:
     """A model version that accepts requests.
 
     Attributes:
-        generation: The generation of `spec`; a worker that has another one checks requests again.
+        generation: Of `spec`; a worker that has another one checks requests again.
         wait_s: Seconds that an online request may wait for a worker to load it; 0 = one has, or it must not wait.
     """
 
@@ -77,8 +76,7 @@ class _View:
 class Catalog:
     """The models that accept requests.
 
-    Without a `queue`, gateways restore lost data. `run` calls `missed` after each failed refresh, with the seconds
-    since the first failure.
+    Without a `queue`, gateways restore lost data. `missed` gets the seconds since the first failed refresh.
     """
 
     def __init__(self, store: ControlStore, limits: LimitSettings, queue: Queue | None = None) -> None:
@@ -99,7 +97,7 @@ class Catalog:
         """Model → all versions ever seen."""
 
     async def refresh(self) -> None:
-        """Replaces the view with the store's content, unless the store has lost data."""
+        """Replaces the view, unless the store has lost data."""
         async with self._refreshing:
             workers = tuple(await self._store.workers())  # first: they must not be ahead of the configurations
             now = await self._read(workers)
@@ -137,7 +135,7 @@ class Catalog:
         return now if self._is_whole else None
 
     async def run(self) -> None:
-        """Refreshes the view when woken, and every few seconds."""
+        """Refreshes the view when woken, and periodically."""
         outage = OutageLog(logger, "control store unreachable, serving the last view", "control store reachable again")
         while True:
             try:
@@ -146,7 +144,7 @@ class Catalog:
             except BrokerUnavailable as error:
                 outage.failed(error.message)
                 self.missed(outage.lasts_s)
-                await asyncio.sleep(_RETRY_S)  # the store can't wake this loop
+                await asyncio.sleep(_RETRY_S)
             else:
                 outage.over()
 
@@ -158,17 +156,17 @@ class Catalog:
         return served
 
     def says_ready(self, model: str, version: int) -> bool:
-        """Tells whether the version of `resolve` is also ready by the model's own `is_ready`."""
+        """Tells whether the model's own `is_ready` agrees, too."""
         served = self.resolve(model, version)
         state = self._view.statuses[model].versions.get(served.version)
         return state is None or not state.unready
 
     def find(self, model: str, version: int) -> Served | None:
-        """Returns the version of `resolve`, or `None` where that raises."""
+        """Returns `None` where `resolve` raises."""
         return self._view.served.get((model, version))
 
     def asked(self, model: str, version: int) -> Served:
-        """Returns the version for an online request, which may load within `Served.wait_s`; or raises as `resolve`."""
+        """Returns a version as `resolve`, or one that loads within `Served.wait_s`."""
         view = self._view
         served = view.served.get((model, version))
         if served is None:
@@ -186,21 +184,21 @@ class Catalog:
         return served
 
     def capacity(self, model: str, version: int) -> Capacity:
-        """Returns a version's speed on live workers, or on one that is yet to start."""
+        """Returns a version's speed, perhaps of a future worker."""
         return self._view.capacities.get((model, version), _UNKNOWN)
 
     def spec(self, model: str) -> ModelSpec | None:
-        """Returns the newest usable configuration of a model that should be loaded."""
+        """Returns the newest usable configuration of a desired model."""
         known = self._specs.get(model)
         return None if known is None else known[1]
 
     def versions(self, model: str) -> tuple[int, ...]:
-        """Returns all versions of a model, ascending."""
+        """Returns all versions, ascending."""
         stored, status = self._view.stored.get(model), self._view.statuses.get(model)
         return tuple(sorted({*(stored.versions if stored else ()), *(status.versions if status else ())}))
 
     def known(self) -> tuple[str, ...]:
-        """Returns the names of all models, unloaded ones included."""
+        """Returns all models, unloaded ones included."""
         return self._view.known
 
     def status(self, model: str) -> ModelStatus:
@@ -211,12 +209,12 @@ class Catalog:
         return status
 
     def ready_versions(self, model: str) -> tuple[int, ...]:
-        """Returns the READY versions of a model, ascending."""
+        """Returns the READY versions, ascending."""
         status = self._view.statuses.get(model)
         return () if status is None else status.ready_versions
 
     def readiness(self) -> dict[tuple[str, int], bool]:
-        """Returns (model, version) → whether it is READY."""
+        """Returns whether each version is READY."""
         return {
             (model, version): version in status.ready_versions
             for model, status in self._view.statuses.items()
@@ -224,11 +222,11 @@ class Catalog:
         }
 
     def load_failures(self) -> dict[tuple[str, int], bool]:
-        """Returns (model, version) → whether a worker failed to load its newest generation."""
+        """Returns whether each version's newest load failed."""
         return failed_loads(self._view.statuses.values(), self._view.workers)
 
     def objectives(self, usual: Objective) -> dict[tuple[str, int], Objective]:
-        """Returns (model, version) → its latency objective, by default `usual`."""
+        """Returns each version's latency objective, by default `usual`."""
         return {
             (model, version): Objective(spec.slo_latency_s or usual.latency_s, spec.slo_target or usual.target)
             for model, (_, spec) in self._specs.items()
@@ -237,14 +235,14 @@ class Catalog:
         }
 
     def named(self, model: str, version: int) -> tuple[str, int]:
-        """Returns a model version for metric labels, so that unknown names make no series."""
+        """Returns labels for metrics: unknown names make no series."""
         status = self._view.statuses.get(model)
         if status is None:
             return (model, 0) if model in self._view.stored else ("", 0)
         return model, version if version in status.versions else max(status.versions, default=0)
 
     def unloaded(self) -> list[tuple[str, int]]:
-        """Returns (model, version) of unloaded models, which may still have queued requests."""
+        """Returns unloaded versions, which may still have queued requests."""
         view = self._view
         return [
             (of.model, version)
@@ -254,7 +252,7 @@ class Catalog:
         ]
 
     def specs(self) -> dict[str, ModelSpec]:
-        """Returns the configurations of models that should be loaded."""
+        """Returns the configurations of desired models."""
         return {model: spec for model, (_, spec) in self._specs.items()}
 
     def stateful(self) -> list[str]:
@@ -267,7 +265,7 @@ class Catalog:
         return (Lane(model, version),) if known is None else lanes_of(known[1], version)
 
     def config_json(self, model: str, version: int) -> str:
-        """Returns a model's normalised configuration, or raises as `resolve` does."""
+        """Returns a normalised configuration, or raises as `resolve`."""
         self.resolve(model, version)
         stored, spec = self._specs[model]
         if not spec.steps:
@@ -277,11 +275,11 @@ class Catalog:
         return to_json(config)
 
     def is_server_ready(self) -> bool:
-        """Tells whether every model is READY and no data is lost: strict readiness (reference §1.3)."""
+        """Tells strict readiness: all models READY, no lost data (reference §1.3)."""
         return self._refreshed and self._is_whole and all(status.is_ready for status in self._view.statuses.values())
 
     def has_started(self) -> bool:
-        """Tells whether a model has been READY, or no model could load: non-strict readiness."""
+        """Tells non-strict readiness: a model was READY, or none could load."""
         return self._started
 
     def workers(self) -> list[WorkerRecord]:
@@ -407,7 +405,7 @@ def _served(spec: ModelSpec, version: int, generation: int, wait_s: float = 0.0)
 
 
 def _offer(to: dict[tuple[str, int], Served], version: Served, status: ModelStatus) -> None:
-    """Adds a version; the last one that is not `pinned` answers requests without a version."""
+    """The last version that is not `pinned` answers requests without a version."""
     to[status.model, version.version] = version
     if not status.versions[version.version].pinned:
         to[status.model, 0] = version

@@ -1,7 +1,6 @@
 """The model repository extension: index, load and unload (reference §1.14, §6).
 
-It writes desired state, wakes the workers, and watches their reports, instead of calling workers: those that join later
-find the same state.
+It writes desired state and watches the workers' reports, so that workers that join later find the same state.
 """
 
 import asyncio
@@ -37,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 UNLOADED = "unloaded"
 _LOOK_S = 2.0
-"""Longest time between two reads of the workers' records."""
 
 
 class IndexEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -57,7 +55,7 @@ class IndexEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ModelControl:
-    """Lists, loads and unloads models; `refresh` updates this process's view before a load or unload returns."""
+    """Lists, loads and unloads models; `refresh` updates this process's view."""
 
     def __init__(
         self,
@@ -76,7 +74,7 @@ class ModelControl:
         self._loads: set[asyncio.Task[None]] = set()
 
     async def index(self, *, ready: bool = False) -> list[IndexEntry]:
-        """Returns every model of the repositories and the desired state, by name and version."""
+        """Returns all repository and desired models, by name and version."""
         workers = await self._store.workers()  # before the configurations, which must not be older
         desired = await self._store.desired()
         stored = await self._store.models(desired)
@@ -96,18 +94,11 @@ class ModelControl:
         """Loads a model, or reloads it if anything has changed; returns once it is READY.
 
         A failed reload leaves the earlier generation in service. A load goes on after its caller has disconnected.
-
-        Args:
-            model: Its name.
-            config: JSON in place of `config.pbtxt`, also in later loads; `None` = as before.
-            files: `<version>/<file>` → content, in place of the repositories' files; needs `config`.
-
-        Raises:
-            ControlDisabled: The control mode is not explicit.
-            ModelLoadFailed: The model does not exist, its configuration is wrong, or all workers failed to load it.
-            ModelNotReady: No worker has loaded it within `repository.load_timeout_s`.
-            UnsupportedFeature: There is no overlay to keep the files.
-            Overloaded: This process shuts down.
+        `config` also holds in later loads. `files` (`<version>/<file>` → content) need `config`. Raises
+        `ControlDisabled`,
+        `ModelLoadFailed`, `ModelNotReady` after `repository.load_timeout_s`, `UnsupportedFeature` without an overlay,
+        or
+        `Overloaded` at shutdown.
         """
         self._check(model)
         if "/" in model or "\\" in model or model.strip() in (".", ".."):
@@ -125,10 +116,7 @@ class ModelControl:
             raise Overloaded("Server exiting") from None
 
     async def unload(self, model: str, *, unload_dependents: bool = False) -> None:
-        """Unloads a model: new requests are refused, waiting ones are still answered.
-
-        `unload_dependents` also unloads models that were loaded only for this ensemble.
-        """
+        """Unloads a model, perhaps with dependents; its waiting requests are still answered."""
         self._check(model)
         desired = await self._store.desired()
         wish = desired.get(model)
@@ -144,7 +132,7 @@ class ModelControl:
         await self._refresh()
 
     def end(self) -> None:
-        """Ends the waits for loads with an error; the models stay desired."""
+        """Ends the waits for loads; the models stay desired."""
         for load in self._loads:
             load.cancel()
 
@@ -183,7 +171,6 @@ class ModelControl:
         return before.override if before is not None and not before.location else ""
 
     async def _unloaded_uses(self, model: str, config: str) -> list[str]:
-        """Returns the unloaded models that an ensemble uses, each after its own."""
         if self._source is None or not is_model_name(model):
             return []
         loaded = [name for name, wish in (await self._store.desired()).items() if wish.load and name != model]
@@ -222,7 +209,6 @@ class ModelControl:
             await self._drop_unused(source, model, {location, before.location if before else ""} - {""})
 
     async def _bring_about(self, found: StoredModel, before: StoredModel | None, *, dependent: bool) -> None:
-        """Stores a model and waits until it is loaded; restores the previous one on failure."""
         wish = (await self._store.desired()).get(found.model)
         anew = await self._is_due(wish, before)
         if dependent and (wish is None or not wish.load):
@@ -292,7 +278,7 @@ class ModelControl:
             ) from None
 
     async def _present(self, target: StoredModel) -> StoredModel:
-        """Returns the stored model while it is the one being loaded; a worker may have completed it."""
+        """A worker may have completed the stored model."""
         current = await self._store.model(target.model)
         wish = (await self._store.desired()).get(target.model)
         if current is None or wish is None:
@@ -311,7 +297,7 @@ class ModelControl:
         return current
 
     async def _revert(self, failed: StoredModel, wish: Desired | None, before: StoredModel | None) -> None:
-        """Stores the previous model under a new generation, for workers that join later."""
+        """A new generation, for workers that join later."""
         if before is None or before.error or wish is None or not wish.load:
             return
         current = await self._store.model(failed.model)

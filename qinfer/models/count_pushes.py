@@ -1,7 +1,7 @@
 """Two short streams: readers of statistics ask workers to push their counts, and workers answer.
 
-An answer also has the requests under way. Without it, statistics are a second old: workers push every second anyway.
-Both streams have ids from the same Redis clock, so that a reader skips older answers.
+An answer also has the requests under way. Otherwise workers push every second. Both streams have ids from the same
+Redis clock, so that a reader skips older answers.
 """
 
 import time
@@ -22,7 +22,7 @@ _Id = tuple[int, ...]
 
 
 def concerns(models: Collection[str], hosted: Collection[str]) -> bool:
-    """Tells whether a question concerns a worker with these models."""
+    """Tells whether a worker must answer."""
     return bool(hosted) and (ALL in models or any(model in hosted for model in models))
 
 
@@ -34,7 +34,7 @@ class Asked(NamedTuple):
 
 
 class Underway(msgspec.Struct, frozen=True):
-    """A worker's requests under way: `busy` and `direct` of its `WorkerRecord`."""
+    """`busy` and `direct` of a `WorkerRecord`."""
 
     busy: dict[str, dict[int, int]]
     direct: dict[str, dict[int, int]]
@@ -47,25 +47,25 @@ class CountPushes:
         self._client = client
 
     async def ask(self, models: Collection[str]) -> str:
-        """Asks the workers of these models; returns the question's id."""
+        """Asks the models' workers; returns the question's id."""
         fields = {"models": msgspec.json.encode(sorted(models))}
         with translated():
             return _text(await self._client.xadd(keys.counts_asked(), fields, maxlen=_KEPT, approximate=False))
 
     async def asked(self, last: str) -> Asked:
-        """Waits a while for questions after the id `last`; `0-0` = from the start."""
+        """Waits a while for questions after the id `last`; `0-0` = all."""
         found = await self._read(keys.counts_asked(), last, _MAX_BLOCK_S)
         names = (name for _, fields in found for name in _names(fields.get(b"models", b"")))
         return Asked(found[-1][0] if found else last, frozenset(names))
 
     async def answer(self, worker: str, question: str, underway: Underway) -> None:
-        """Reports that a worker has pushed its counts, and its requests under way."""
+        """Reports pushed counts and requests under way."""
         fields = {"worker": worker, "question": question, "underway": msgspec.json.encode(underway)}
         with translated():
             await self._client.xadd(keys.counts_added(), fields, maxlen=_KEPT, approximate=False)
 
     async def answers(self, question: str, workers: Collection[str], within_s: float) -> dict[str, Underway | None]:
-        """Waits until these workers have answered, at most `within_s`; returns their requests under way, if known."""
+        """Waits for answers; returns requests under way, if known."""
         found: dict[str, Underway | None] = {}
         last, end_s = _just_before(question), time.monotonic() + within_s
         while not found.keys() >= set(workers) and (left_s := end_s - time.monotonic()) > 0:
@@ -106,7 +106,7 @@ def _order(text: str) -> _Id:
 
 
 def _just_before(question: str) -> str:
-    """Returns an id before the question's, since an answer may have the same millisecond."""
+    """An answer may have the question's millisecond."""
     return str(_order(question)[0] - 1)
 
 

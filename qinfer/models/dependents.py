@@ -1,7 +1,4 @@
-"""The models that ensembles use: the order of loads, new generations, and unloads (reference §1.14).
-
-A model is `Desired.dependent` if it was loaded only because an ensemble uses it.
-"""
+"""The models that ensembles use: the order of loads, new generations, and unloads (reference §1.14)."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -46,7 +43,7 @@ def in_order(models: Iterable[StoredModel]) -> list[StoredModel]:
 
 
 def users_of(names: Collection[str], stored: Mapping[str, StoredModel]) -> list[str]:
-    """Returns the ensembles that use one of the models, directly or not."""
+    """Returns the ensembles that use any of the models, even indirectly."""
     found = list(names)
     for name in found:
         found += [
@@ -56,12 +53,12 @@ def users_of(names: Collection[str], stored: Mapping[str, StoredModel]) -> list[
 
 
 def wanted_for_another(model: str, wish: Desired | None) -> Desired:
-    """Returns the wish for an unloaded model that an ensemble needs."""
+    """Returns the wish for an ensemble's unloaded model."""
     return msgspec.structs.replace(wish or Desired(model, 0), load=False, dependent=True)
 
 
 def unneeded(model: str, desired: Mapping[str, Desired], stored: Mapping[str, StoredModel]) -> list[str]:
-    """Returns the models that only this unloaded ensemble needed."""
+    """Returns the models that only this ensemble needed."""
     left = {name for name, wish in desired.items() if wish.load} - {model}
     found, gone = [], [model]
     for name in gone:
@@ -75,7 +72,7 @@ def unneeded(model: str, desired: Mapping[str, Desired], stored: Mapping[str, St
 
 
 async def renew_users(names: Collection[str], store: ControlStore, without: Collection[str] = ()) -> bool:
-    """Gives loaded ensembles of changed models a new generation, except `without`; returns whether there were any."""
+    """Gives loaded ensembles of changed models a new generation; returns whether it did."""
     wishes = {name: wish for name, wish in (await store.desired()).items() if wish.load}
     users = [name for name in users_of(list(names), await store.models(wishes)) if name not in without]
     for name in users:
@@ -96,7 +93,7 @@ async def _renew(name: str, store: ControlStore) -> None:
 
 
 def labels_of(model: StoredModel, stored: Mapping[str, StoredModel]) -> dict[str, tuple[str, ...]]:
-    """Returns the labels of a model's outputs; by default, an ensemble has its steps'."""
+    """Returns output labels; an ensemble has its steps' by default."""
     found = [model]
     for one in found:
         known = {each.model for each in found}
@@ -112,14 +109,14 @@ def labels_of(model: StoredModel, stored: Mapping[str, StoredModel]) -> dict[str
 
 
 class Kind(NamedTuple):
-    """The properties of a model that ensembles inherit from their steps."""
+    """The properties that ensembles inherit from their steps."""
 
     decoupled: bool
     sequences: SequenceSpec | None
 
 
 def kind_of_ensemble(ensemble: StoredModel, stored: Mapping[str, StoredModel]) -> Kind:
-    """Returns the properties that an ensemble inherits, regardless of its configuration."""
+    """Returns the properties inherited from steps."""
     names = [use.model for use in ensemble.uses]
     for name in names:
         names += [use.model for use in stored[name].uses if use.model not in names] if name in stored else []
@@ -136,5 +133,5 @@ def _kind(text: str) -> Kind:
 
 
 def missing_uses(models: Sequence[StoredModel], known: Collection[str]) -> list[str]:
-    """Returns the names of used models that are not known."""
+    """Returns the unknown models among the used ones."""
     return list(dict.fromkeys(use.model for model in models for use in model.uses if use.model not in known))

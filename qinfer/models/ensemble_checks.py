@@ -1,4 +1,4 @@
-"""Comparison of an ensemble with the models of its steps: tensors, datatypes, shapes and batch sizes. Pure.
+"""Comparison of an ensemble with its steps' models: tensors, datatypes, shapes and batch sizes. Pure.
 
 Rules and texts are those of Triton's `ValidateEnsembleConfig` (core `src/ensemble_utils.cc`), except for stateful
 models.
@@ -13,7 +13,7 @@ from qinfer.tensors import DATATYPES
 
 
 class _Node(NamedTuple):
-    """The declaration of an ensemble tensor by the first model that has it."""
+    """The first declaration of an ensemble tensor."""
 
     model: str
     datatype: str
@@ -22,7 +22,7 @@ class _Node(NamedTuple):
 
 
 def check_steps(ensemble: ModelSpec, models: Sequence[ModelSpec]) -> None:
-    """Checks an ensemble against its steps' models, in order, or raises `ModelLoadFailed`."""
+    """Checks an ensemble against its steps, or raises `ModelLoadFailed`."""
     tensors: dict[str, _Node] = {}
     for tensor in (*ensemble.inputs, *ensemble.outputs):
         tensors[tensor.name] = _node(ensemble, tensor, tensor.seen_dims)
@@ -37,18 +37,12 @@ def check_steps(ensemble: ModelSpec, models: Sequence[ModelSpec]) -> None:
 
 
 def is_like(dims: Sequence[int], others: Sequence[int]) -> bool:
-    """Tells whether two shapes can be the same; -1 is any size."""
-    return len(dims) == len(others) and all(
-        a == b or -1 in (a, b) for a, b in zip(dims, others, strict=True)
-    )  # Triton's CompareDimsWithWildcard
+    """Compares shapes as Triton's `CompareDimsWithWildcard`; -1 is any size."""
+    return len(dims) == len(others) and all(a == b or -1 in (a, b) for a, b in zip(dims, others, strict=True))
 
 
 def origin_of(ensemble: str, model: str, origins: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the common decoupled steps that a step's inputs, or the ensemble's outputs, come from.
-
-    Raises:
-        ModelLoadFailed: They come from different ones.
-    """
+    """Returns the decoupled steps, equal for all, that tensors come from."""
     first = next(iter(origins), ())
     if any(origin != first for origin in origins):
         raise ModelLoadFailed(
@@ -59,7 +53,7 @@ def origin_of(ensemble: str, model: str, origins: Sequence[tuple[int, ...]]) -> 
 
 
 def check_settings(ensemble: ModelSpec, stateful: Sequence[str]) -> None:
-    """Refuses a response cache, splits or combinations of steps that a decoupled or stateful ensemble can't have."""
+    """Refuses settings that a decoupled or stateful ensemble can't have."""
     kinds = (
         ("decoupled' transaction policy", ensemble.decoupled),
         ("sequence_batching' scheduler", ensemble.is_stateful),

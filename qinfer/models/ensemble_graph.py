@@ -1,9 +1,8 @@
-"""The plan of an ensemble: its steps, those of nested ensembles included, and the way of a request through them.
+"""The plan of an ensemble, with nested ones, and the way of a request through it.
 
     ModelSpec.steps ── plan ──▶ Plan ── flow ──▶ Flow: start ─▶ take ─▶ (a step runs) ─▶ put ─▶ take …
 
-A `Flow` is pure: it says which steps may run, and drops tensors that no step needs; its caller runs them. Steps that no
-wanted output depends on are left out, as in Triton.
+A `Flow` is pure: its caller runs the steps. Steps that no wanted output depends on are left out, as in Triton.
 
 Decoupled steps divide an ensemble into *stages*: the steps before the first one, those behind it, and so on. No step
 reads tensors of two decoupled steps, or of a decoupled step and of the stage before it. Each response of the step that
@@ -23,12 +22,11 @@ from qinfer.models.sequence_spec import of_ensemble
 from qinfer.models.spec import EnsembleStep, ModelSpec
 
 MAX_STEPS = 1000
-"""The most steps of a plan: nested ensembles multiply."""
+"""Nested ensembles multiply the steps of a plan."""
 
 MAX_NESTING = 32
 
 MAX_DECOUPLED = 32
-"""The most decoupled steps in a row."""
 
 _MAX_WAYS = 64
 
@@ -47,13 +45,11 @@ class PlanStep:
     """A step that executes a model.
 
     Attributes:
-        inputs: (input of the model, tensor of the plan), by the model's inputs.
+        inputs: (input of the model, tensor of the plan).
         outputs: Output of the model → tensor of the plan.
-        within: Positions in `Plan.nested` of the ensembles that contain it, outermost first.
+        within: Positions in `Plan.nested` of the ensembles around it, outermost first.
         stage: The number of decoupled steps before it.
-        reshapes: Input of the model → the reshapes that its tensor passes.
-        dims: Input of the model → its dimensions, without the batch dimension.
-        wanted: The outputs that the plan uses; empty = all.
+        wanted: Outputs that the plan uses; empty = all.
     """
 
     model: ModelSpec
@@ -84,9 +80,7 @@ class _Way(NamedTuple):
 
     Attributes:
         lacks: Step → how many tensors it reads.
-        readers: Tensor → the steps that read it.
         counts: Tensor → how many steps and wanted outputs need it.
-        wanted: (output, tensor).
     """
 
     lacks: Mapping[int, int]
@@ -99,10 +93,9 @@ class Plan:
     """The steps of an ensemble version; made by `plan`.
 
     Attributes:
-        spec: The ensemble's configuration, decoupled or with sequences if one of its steps is.
+        spec: Decoupled or with sequences if one of the steps is.
         inputs: Input of the ensemble → tensor of the plan.
         absent: Tensors that never exist: unused optional inputs of nested ensembles.
-        reshapes: Output of the ensemble → the reshapes that its tensor passes.
         last_stage: The number of decoupled steps in a row.
     """
 
@@ -168,7 +161,7 @@ class Plan:
 
 
 class Flow(Generic[T]):
-    """The way of one request: `start` (in a later stage `receive`), then `take` and `put` for each step."""
+    """The way of one request: `start` or `receive`, then `take` and `put` for each step."""
 
     __slots__ = ("_lacks", "_plan", "_readers", "_tensors", "_way", "running")
 
@@ -182,17 +175,17 @@ class Flow(Generic[T]):
         """Steps between `take` and `put`."""
 
     def start(self, given: Mapping[str, T]) -> list[int]:
-        """Begins with the inputs of a request; returns the steps that may run."""
+        """Begins with a request; returns the steps that may run."""
         plan = self._plan
         tensors: dict[str, T | None] = {tensor: given.get(name) for name, tensor in plan.inputs.items()}
         return self._add({**tensors, **dict.fromkeys(plan.absent)})
 
     def receive(self, number: int, outputs: Mapping[str, T]) -> list[int]:
-        """Begins with a response of the previous stage; a missing output counts as an absent optional input."""
+        """Begins with a response of the previous stage, which may lack outputs."""
         return self._add({tensor: outputs.get(name) for name, tensor in self._plan.steps[number].outputs.items()})
 
     def take(self, number: int) -> list[tuple[str, T]]:
-        """Returns a step's inputs, and drops tensors that no other step needs."""
+        """Returns a step's inputs, and drops unneeded tensors."""
         self.running += 1
         inputs, found = self._plan.steps[number].inputs, []
         for name, tensor in inputs:
@@ -238,7 +231,7 @@ class Flow(Generic[T]):
 
 
 def plan(spec: ModelSpec, resolve: Callable[[EnsembleStep], Resolved]) -> Plan:
-    """Checks and plans an ensemble, or raises `ModelLoadFailed`; `resolve` finds the model version of a step."""
+    """Checks and plans an ensemble, or raises `ModelLoadFailed`."""
     planner = _Planner(resolve)
     views = planner.add(spec, {}, (spec.name,), ())
     made = Plan(spec, planner, views)
@@ -247,8 +240,6 @@ def plan(spec: ModelSpec, resolve: Callable[[EnsembleStep], Resolved]) -> Plan:
 
 
 class _View(NamedTuple):
-    """The plan's tensor for an ensemble's, and the reshapes from its writer to here."""
-
     tensor: str
     reshapes: tuple[Reshape, ...] = ()
 
@@ -257,12 +248,7 @@ class _View(NamedTuple):
 
 
 class _Planner:
-    """Collects the steps of an ensemble and its nested ones.
-
-    Attributes:
-        absent: Tensors that never exist.
-        origins: Tensor → the positions of the decoupled steps that it comes from, in order.
-    """
+    """`origins`: tensor → the positions of the decoupled steps that it comes from, in order."""
 
     def __init__(self, resolve: Callable[[EnsembleStep], Resolved]) -> None:
         self.origins: dict[str, tuple[int, ...]] = {}
@@ -276,11 +262,8 @@ class _Planner:
     ) -> Mapping[str, _View]:
         """Adds the steps of an ensemble; returns views of its tensors.
 
-        Args:
-            spec: The ensemble.
-            views: Its inputs from an outer step; the other tensors are added.
-            path: The ensembles around it, outermost first, and itself.
-            within: The same as positions in `nested`, without the outermost.
+        `path` has the ensembles around it, outermost first, and itself; `within` their positions in `nested`, without
+        the outermost.
         """
         if len(path) > MAX_NESTING:
             raise ModelLoadFailed(f"more than {MAX_NESTING} ensembles are within one another: {' -> '.join(path)}")
@@ -298,7 +281,7 @@ class _Planner:
         if within:
             self.absent += given
         views.update({name: views[name].behind(reshape) for name, reshape in inward(spec).items()})
-        # A nested ensemble needs the names of its inputs, so steps are added in the order of the data.
+        # Steps are added in the order of the data: a nested ensemble needs the names of its inputs.
         for step, one in _in_order(spec, resolved):
             mapped = {name: _view(views, tensor, prefix) for name, tensor in step.inputs.items()}
             origin = origin_of(spec.name, one.spec.name, [self.origins[view.tensor] for view in mapped.values()])

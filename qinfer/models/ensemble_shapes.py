@@ -7,16 +7,10 @@ from qinfer.models.reshapes import Reshape
 
 
 def fit(shape: tuple[int, ...], rows: int, dims: Sequence[int], *, batched: bool) -> tuple[int, ...]:
-    """Returns a tensor's shape for the next model.
+    """Returns a tensor's shape for the next model; `rows` 0 = no batch dimension.
 
-    As in Triton's `EnsembleContext::ReshapeTensorDims`, a model without a batch dimension may take a batch as one
-    tensor, or a batch of one row without its first dimension, if only that fits.
-
-    Args:
-        shape: Its shape.
-        rows: The rows of the request that made it; 0 = no batch dimension.
-        dims: The expected dimensions, without the batch dimension.
-        batched: Whether a batch dimension is expected.
+    As in Triton's `EnsembleContext::ReshapeTensorDims`, a model without a batch dimension takes a batch as one tensor,
+    or a batch of one row without its first dimension, if only that fits.
     """
     if batched and not rows and is_like(dims, shape):
         return (1, *shape)
@@ -26,7 +20,7 @@ def fit(shape: tuple[int, ...], rows: int, dims: Sequence[int], *, batched: bool
 
 
 def refit(shape: tuple[int, ...], rows: int, reshapes: Iterable[Reshape]) -> tuple[tuple[int, ...], int]:
-    """Returns a tensor's shape and rows after reshapes; if it does not fit one, its number of elements changes."""
+    """Returns shape and rows after reshapes; a misfit changes the number of elements."""
     for reshape in reshapes:
         shape = reshape.of(fit(shape, rows, reshape.before, batched=reshape.batched))
         rows = shape[0] if reshape.batched and shape else 0

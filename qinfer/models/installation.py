@@ -1,12 +1,11 @@
-"""The identity of the data in Redis, and its restoration after a loss.
+"""The identity of the data in Redis, and its restoration after a loss (ADR 0015).
 
-`qinfer:installation` holds a random id for as long as Redis has its data. A process that has seen an id and finds
-another or none knows that the data is gone: Redis was flushed, or lost its volume. So it is if all wishes or a model's
-configuration are missing, which qinfer never removes: a node of a cluster lost its data. A failover to an older replica
-is no loss: it has the id, and lacks only the latest changes.
+`qinfer:installation` holds a random id for as long as Redis has its data; another id or none means a loss. A node of a
+cluster has lost its data if all wishes or a model's configuration are missing, which qinfer never removes. A failover
+to an older replica is no loss.
 
-One gateway restores what it saw last: it replaces the id with a claim, which expires if the gateway dies. Each model
-gets a generation above all that were seen. Until then the others keep their last state.
+One gateway restores its last snapshot: it replaces the id with a claim, which expires if the gateway dies. Each model
+gets a generation above all that were seen.
 """
 
 import logging
@@ -40,7 +39,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """The missing parts of an earlier snapshot; `whole` = everything, the queue included."""
+    """The missing parts of an earlier snapshot; `whole` = all data, the queue's too."""
 
     whole: bool
     wishes: tuple[str, ...]
@@ -49,10 +48,7 @@ class Loss:
 
 
 def loss(before: Snapshot, now: Snapshot) -> Loss | None:
-    """Returns what Redis lost since `before`, if anything.
-
-    A lost setting alone does not count, as the first may precede a failover.
-    """
+    """Returns what Redis lost since `before`; a lost setting alone, as after a failover, does not count."""
     if not before.installation or is_claimed(before.installation):
         return None
     is_other = now.installation != before.installation
@@ -67,17 +63,16 @@ def loss(before: Snapshot, now: Snapshot) -> Loss | None:
 
 
 def _gone(before: Mapping[str, object], now: Mapping[str, object], *, is_other: bool) -> tuple[str, ...]:
-    """Returns the missing names of a hash; under the same id, only if all are missing."""
     return tuple(sorted(before.keys() - now.keys())) if is_other or not now else ()
 
 
 def is_claimed(installation: str) -> bool:
-    """Tells by the id whether a gateway is restoring the data."""
+    """Tells whether a gateway is restoring the data."""
     return installation.startswith(_CLAIM)
 
 
 def is_gone(before: Snapshot, now: Snapshot) -> bool:
-    """Tells whether the desired state is lost and not yet restored."""
+    """Tells whether the desired state is lost."""
     if not before.installation:
         return False
     if not now.installation or is_claimed(now.installation):
@@ -86,14 +81,14 @@ def is_gone(before: Snapshot, now: Snapshot) -> bool:
 
 
 async def refuse_lost(store: ControlStore) -> None:
-    """Raises `BrokerUnavailable` while lost data is not restored."""
+    """Raises `BrokerUnavailable` while data is lost."""
     installation = await store.installation()
     if not installation or is_claimed(installation):
         raise BrokerUnavailable("Redis has lost its data, and models are being restored; try again")
 
 
 async def read_snapshot(store: ControlStore) -> Snapshot:
-    """Reads the present snapshot."""
+    """Returns the present snapshot."""
     installation = await store.installation()  # first: data is restored before its claim ends
     desired = await store.desired()
     return Snapshot(
@@ -115,7 +110,7 @@ class Guard:
         self._is_told = False
 
     async def read(self) -> Snapshot | None:
-        """Reads the state, and begins to restore lost parts; `None` = it is not whole."""
+        """Reads the state; begins to restore lost parts and returns `None`."""
         now = await read_snapshot(self._store)
         if self._queue is None:
             if is_gone(self._whole, now):
@@ -143,7 +138,6 @@ class Guard:
         return False
 
     async def _confirmed(self, found: Loss | None) -> Loss | None:
-        """Drops records that only a newer qinfer can read."""
         if found is None or found.whole:
             return found
         wishes = await self._store.wished() if found.wishes else set()
@@ -181,7 +175,7 @@ class Guard:
         await self._store.wake()
 
     async def _restore_model(self, wish: Desired, queue: Queue) -> None:
-        """Restores one model; a value written meanwhile stays."""
+        """A value written meanwhile stays."""
         known, generation = self._whole.stored.get(wish.model), wish.generation
         if known is not None and not await self._store.has_model(wish.model):
             newest = max(generation, known.generation) + 1

@@ -15,10 +15,10 @@ _LEAVE_S = 1.0
 
 
 async def report_liveness(store: ControlStore, name: str, *programs: str) -> NoReturn:
-    """Reports every few seconds that the process `<name>@<host>` is live; retracts that when cancelled."""
+    """Reports every few seconds that `<name>@<host>` is live, until cancelled."""
     try:
         while True:
-            with contextlib.suppress(BrokerUnavailable):  # the next report may get through
+            with contextlib.suppress(BrokerUnavailable):
                 for program in programs:
                     await store.report_liveness(program, name, HOLDS_S)
             await asyncio.sleep(EVERY_S)

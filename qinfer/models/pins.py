@@ -1,7 +1,6 @@
 """Pins, which keep model versions loaded for their holders, and hashes of executed content. Pure.
 
-A *pin* is part of the desired state: workers load its version even if the version policy has dropped it, and offer it
-only to callers who name it. Its holder renews and removes it.
+Workers load a pinned version even if the version policy has dropped it, but offer it only to callers who name it.
 """
 
 import hashlib
@@ -12,16 +11,15 @@ import msgspec
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 
 EXECUTED = "sha256:"
-"""The prefix of an executed hash; a plain `content_hash` lacks it."""
+"""The prefix of an executed hash."""
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
     """A model version that its holder still needs.
 
     Attributes:
-        content_hash: Its content when it was pinned (`is_executed`); empty = any.
+        content_hash: When it was pinned (`is_executed`); empty = any.
         reason: The kind of the holder, such as `job`.
-        holder: The id of the holder.
         expires_at: Seconds of the broker's time.
     """
 
@@ -39,7 +37,7 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Executed(msgspec.Struct, frozen=True, array_like=True):
-    """A model version or step, and the hash of its content; `asked` is the version in the step's configuration."""
+    """A model version and the hash of its content; `asked` is the version in a step's configuration."""
 
     model: str
     version: int
@@ -48,12 +46,12 @@ class Executed(msgspec.Struct, frozen=True, array_like=True):
 
 
 def is_executed(content_hash: str) -> bool:
-    """Tells whether a hash is of executed content, not of a whole directory."""
+    """Tells whether a hash is of executed content."""
     return content_hash.startswith(EXECUTED)
 
 
 def executed_hash(workers: Iterable[WorkerRecord], model: str, version: int) -> str:
-    """Returns the hash of a version's content on live workers; empty while they disagree, or one has no hash."""
+    """Returns a version's hash on live workers; empty while they disagree or lack it."""
     states = [state for worker in workers if (state := worker.state_of(model, version)) is not None]
     ready = [state for state in states if state.state is State.READY]
     newest = max((state.generation for state in ready), default=0)
@@ -62,7 +60,7 @@ def executed_hash(workers: Iterable[WorkerRecord], model: str, version: int) -> 
 
 
 def executed(workers: Sequence[WorkerRecord], model: str, version: int) -> tuple[Executed, ...]:
-    """Returns the content of a version and its steps on live workers; empty as for `executed_hash`."""
+    """Returns the content of a version and its steps; empty as for `executed_hash`."""
     own = executed_hash(workers, model, version)
     states = [state for worker in workers if (state := worker.state_of(model, version)) is not None]
     states = [state for state in states if state.state is State.READY and state.executed_hash == own]
@@ -87,7 +85,7 @@ def joint_hash(executes: Sequence[Executed]) -> str:
 
 
 def kept_by_pins(pins: Iterable[Pin], stored: StoredModel) -> Mapping[int, frozenset[str]]:
-    """Returns version → allowed contents, for versions that only pins keep loaded."""
+    """Returns allowed contents of versions that only pins keep."""
     kept: dict[int, frozenset[str]] = {}
     for pin in pins:
         if pin.model == stored.model and pin.version not in stored.versions:
@@ -96,7 +94,7 @@ def kept_by_pins(pins: Iterable[Pin], stored: StoredModel) -> Mapping[int, froze
 
 
 def why_lost(pin: Pin, workers: Iterable[WorkerRecord], wish: Desired | None = None) -> str:
-    """Returns why no live worker can keep a pinned version; empty = one may."""
+    """Returns why no worker can keep a version; empty = one may."""
     if wish is not None and not wish.load:
         return f"version {pin.version} of model '{pin.model}' can't be kept: the model was unloaded"
     states = [state for worker in workers if (state := worker.state_of(pin.model, pin.version)) is not None]
@@ -107,7 +105,6 @@ def why_lost(pin: Pin, workers: Iterable[WorkerRecord], wish: Desired | None = N
 
 
 def _may_be(pin: Pin, state: VersionState) -> bool:
-    """Tells whether a worker may have the pinned content, now or soon."""
     if state.state is not State.READY:
         return state.state is not State.UNAVAILABLE
     is_known = state.executed_hash and is_executed(pin.content_hash)

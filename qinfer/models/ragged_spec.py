@@ -1,7 +1,6 @@
 """`batch_input` and `batch_output` of a model's configuration, as specs.
 
 The semantics are Triton's: docs/user_guide/ragged_batching.md of its server, and `model_config.proto`.
-`qinfer/backends/ragged.py` implements them.
 """
 
 from enum import StrEnum
@@ -9,7 +8,7 @@ from typing import NamedTuple
 
 
 class BatchInputKind(StrEnum):
-    """Kinds of batch inputs: shapes or sizes of a batch's requests (`model_config.proto`)."""
+    """Kinds of batch inputs (`model_config.proto`)."""
 
     ELEMENT_COUNT = "BATCH_ELEMENT_COUNT"
     ACCUMULATED = "BATCH_ACCUMULATED_ELEMENT_COUNT"
@@ -20,12 +19,9 @@ class BatchInputKind(StrEnum):
 
 
 class BatchInputSpec(NamedTuple):
-    """An input of the model file that the server makes from the shapes of a batch's requests.
+    """An input of the model file that the server makes from the shapes of the input `source`.
 
-    Attributes:
-        datatype: `INT32` or `FP32`.
-        source: The described input.
-        rank: Its number of dimensions, without the batch dimension.
+    `rank` has no batch dimension.
     """
 
     kind: BatchInputKind
@@ -36,12 +32,7 @@ class BatchInputSpec(NamedTuple):
 
 
 class BatchOutputSpec(NamedTuple):
-    """An output of one dimension that is cut by the shapes of an input.
-
-    Attributes:
-        dims: Its dimensions with the batch dimension; -1 = as in `source`.
-        source: The input of requests.
-    """
+    """An output of one dimension that is cut by the shapes of the input `source`; -1 in `dims` = as there."""
 
     name: str
     dims: tuple[int, ...]

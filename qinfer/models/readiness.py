@@ -3,9 +3,9 @@
 A load succeeds when, for every version, a worker that places the model is READY at the generation. It fails when all
 live workers that place the model have failed.
 
-A version is READY while a live worker has it at the desired generation, or at an earlier one while the new one loads or
-has failed. A dropped version stays visible while a worker serves it. An ensemble is READY only while all its models
-are. A model with `min_workers` 0 is READY even without a worker: its requests wait.
+A version is READY while a live worker has it at the desired generation, or at an earlier one until the new one is
+loaded. A dropped version stays visible while a worker serves it. An ensemble is READY only while all its models are. A
+model with `min_workers` 0 is READY even without a worker.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from qinfer.models.state import Desired, State, StoredModel, Use, VersionState, 
 
 
 def is_placed(model: str, globs: Sequence[str]) -> bool:
-    """Tells whether a worker with these globs loads the model."""
+    """Tells whether a worker loads the model."""
     return any(fnmatchcase(model, glob) for glob in globs)
 
 
@@ -34,7 +34,7 @@ class Progress(Enum):
 
 
 class Outcome(NamedTuple):
-    """The progress of a load, and why it is not READY."""
+    """The progress of a load, and its reason."""
 
     progress: Progress
     reason: str = ""
@@ -85,7 +85,6 @@ class ModelStatus:
 
     Attributes:
         versions: Version → its best state on any worker.
-        failed: The versions that no live worker could load.
         error: Why the model can't be loaded at all.
     """
 
@@ -107,17 +106,16 @@ class ModelStatus:
 
     @property
     def loadable_versions(self) -> tuple[int, ...]:
-        """The versions that are READY or can still be loaded, ascending."""
+        """The versions that are, or may become, READY, ascending."""
         return () if self.error else tuple(sorted(v for v in self.versions if v not in self.failed))
 
 
 class Capacity(NamedTuple):
-    """The speed at which live workers drain a version's backlog.
+    """The speed of live workers.
 
     Attributes:
-        rps: The highest requests a second, in sum; 0 = unknown.
-        start_s: The load time of a worker, if none has it loaded; 0 = unknown.
-        workers: Live workers that have it loaded.
+        rps: Requests a second, in sum; 0 = unknown.
+        start_s: The load time, if no worker has it loaded; 0 = unknown.
     """
 
     rps: float = 0.0
@@ -125,14 +123,14 @@ class Capacity(NamedTuple):
     workers: int = 0
 
     def behind(self, part: float) -> "Capacity":
-        """Returns the capacity without `part`, which others take; at least a hundredth."""
+        """Returns the capacity less `part`; at least a hundredth."""
         return self if not part else self._replace(rps=self.rps * max(1.0 - part, 0.01))
 
 
 def assess(
     desired: Mapping[str, Desired], stored: Mapping[str, StoredModel], workers: Iterable[WorkerRecord]
 ) -> dict[str, ModelStatus]:
-    """Returns the status of every model that should be loaded, by name."""
+    """Returns the status of desired models, by name."""
     records = list(workers)
     statuses = {
         model: _status(wish, stored.get(model), records) for model, wish in sorted(desired.items()) if wish.load
@@ -144,7 +142,7 @@ def assess(
 
 
 def failed_loads(statuses: Iterable[ModelStatus], workers: Iterable[WorkerRecord]) -> dict[tuple[str, int], bool]:
-    """Returns (model, version; 0 = none) → whether a live worker failed to load its newest generation."""
+    """Returns whether the newest load failed on a worker; version 0 = unknown."""
     records = list(workers)
     failed: dict[tuple[str, int], bool] = {}
     for status in statuses:
@@ -157,13 +155,13 @@ def failed_loads(statuses: Iterable[ModelStatus], workers: Iterable[WorkerRecord
 
 
 def have_begun(statuses: Iterable[ModelStatus]) -> bool:
-    """Tells whether a model is READY, or no model can still be loaded."""
+    """Tells whether a model is READY, or none can be."""
     models = list(statuses)
     return any(model.ready_versions for model in models) or not any(model.loadable_versions for model in models)
 
 
 def lacking(ensemble: str, use: Use, statuses: Mapping[str, ModelStatus]) -> str:
-    """Returns why an ensemble can't use a model, in Triton's words; empty = it can."""
+    """Returns, in Triton's words, why an ensemble can't use a model."""
     status = statuses.get(use.model)
     who = f"ensemble '{ensemble}' depends on '{use.model}'"
     if status is None or not status.ready_versions:
@@ -174,7 +172,7 @@ def lacking(ensemble: str, use: Use, statuses: Mapping[str, ModelStatus]) -> str
 
 
 def _lower(model: StoredModel, statuses: dict[str, ModelStatus]) -> bool:
-    """Makes an ensemble UNAVAILABLE while one of its models is not READY; returns whether that changed it."""
+    """Returns whether it made an ensemble UNAVAILABLE."""
     status = statuses[model.model]
     reason = next(filter(None, (lacking(model.model, use, statuses) for use in model.uses)), "")
     if not reason or not status.ready_versions:
@@ -190,7 +188,7 @@ def _lower(model: StoredModel, statuses: dict[str, ModelStatus]) -> bool:
 def _status(wish: Desired, stored: StoredModel | None, workers: list[WorkerRecord]) -> ModelStatus:
     if stored is None:
         return ModelStatus(model=wish.model, generation=wish.generation, error="its configuration is not stored")
-    # The configuration is written first, and may briefly be newer than the wish.
+    # The configuration is written first.
     generation = max(wish.generation, stored.generation)
     waits = stored.min_workers == 0 and not stored.error and not stored.pending
     versions: dict[int, VersionState] = {}
@@ -229,7 +227,7 @@ def _best(model: str, version: int, generation: int, workers: list[WorkerRecord]
 
 
 def capacity_of(workers: Iterable[WorkerRecord], model: str, version: int) -> Capacity:
-    """Returns the sum of the workers' best speeds; unknown while one has too few measurements."""
+    """Returns the sum of the best speeds; unknown while one is."""
     ready = [worker for worker in workers if worker.is_ready(model, version)]
     speeds = [worker.best_speeds.get(model, {}).get(version, 0.0) for worker in ready]
     return Capacity(sum(speeds) if all(speeds) else 0.0, 0.0, len(speeds))

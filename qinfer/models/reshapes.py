@@ -11,26 +11,26 @@ Dims = tuple[int, ...]
 
 
 class Reshape(NamedTuple):
-    """The change of a tensor's shape, without the batch dimension; -1 is variable."""
+    """A tensor's change of shape, without the batch dimension; -1 is variable."""
 
     before: Dims
     after: Dims
     batched: bool
 
     def of(self, shape: Dims) -> Dims:
-        """Returns a shape after the change; a variable dimension that the shape lacks becomes 0."""
+        """Returns the new shape; a missing variable dimension becomes 0."""
         lead = 1 if self.batched else 0
         sizes = iter([size for size, dim in zip(shape[lead:], self.before, strict=False) if dim == -1])
         return shape[:lead] + tuple([next(sizes, 0) if dim == -1 else dim for dim in self.after])
 
 
 def inward(spec: ModelSpec) -> dict[str, Reshape]:
-    """Returns input → its change from client to model."""
+    """Returns the inputs' changes."""
     batched = spec.max_batch_size > 0
     return {i.name: Reshape(i.dims, i.reshape, batched) for i in spec.inputs if i.reshape is not None}
 
 
 def outward(spec: ModelSpec) -> dict[str, Reshape]:
-    """Returns output → its change from model to client."""
+    """Returns the outputs' changes."""
     batched = spec.max_batch_size > 0
     return {o.name: Reshape(o.reshape, o.dims, batched) for o in spec.outputs if o.reshape is not None}

@@ -6,16 +6,15 @@ from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
 from qinfer.queue.entries import DELAYED, Lane
 
 MAX_LANES = 32
-"""The most lanes of a version, each of which costs a fetch three commands; more levels share lanes."""
+"""Each lane costs a fetch three commands; more levels share lanes."""
 
 NAMES = tuple(f"p{number}{suffix}" for number in range(1, MAX_LANES + 1) for suffix in ("", DELAYED))
-"""Every online lane that a version can have."""
 
 _NO_POLICY = QueuePolicy()
 
 
 class Route(NamedTuple):
-    """The route of one level; `ahead` are the lanes whose entries are read first, and its own."""
+    """The route of one level; entries of the lanes `ahead` are read first."""
 
     lane: Lane
     policy: QueuePolicy
@@ -23,7 +22,7 @@ class Route(NamedTuple):
 
     @property
     def is_usual(self) -> bool:
-        """Tells whether requests wait in one lane until their deadline."""
+        """Tells whether requests wait in one lane."""
         return not self.policy.timeout_s and len(self.ahead) == 1
 
 
@@ -38,7 +37,7 @@ class Routes:
         self.default = self._of_level(0 if spec.batching is None else spec.batching.default_priority)
 
     def of(self, priority: int) -> Route:
-        """Returns the route of a request with this priority."""
+        """Returns the route of a priority."""
         batching = self._batching
         if batching is None or not batching.priority_levels:
             return self.default
@@ -51,12 +50,12 @@ class Routes:
 
 
 def lane_name(levels: int, level: int) -> str:
-    """Returns the lane of a level: `p1` … `p32`; `p1` where there are no levels (both 0)."""
+    """Returns the lane of a level: `p1` … `p32`."""
     return f"p{_number(levels, level)}"
 
 
 def lanes_of(spec: ModelSpec, version: int) -> tuple[Lane, ...]:
-    """Returns a version's online lanes in reading order, without a loop over levels: there may be 2⁶⁴."""
+    """Returns a version's online lanes in reading order, without a loop over up to 2⁶⁴ levels."""
     batching = spec.batching or BatchingSpec(preferred_sizes=(1,))
     levels = batching.priority_levels
     names: list[str] = []

@@ -15,7 +15,7 @@ from qinfer.errors import InvalidRequest, InvalidStep, ModelLoadFailed
 from qinfer.tensors import Tensor, datatype, element_count, pack_bytes
 
 MAX_ID_BYTES = 128
-"""The longest textual correlation ID (`STRING_CORRELATION_ID_MAX_LENGTH_BYTES` in Triton)."""
+"""Triton's `STRING_CORRELATION_ID_MAX_LENGTH_BYTES`."""
 
 
 class ControlKind(StrEnum):
@@ -29,13 +29,7 @@ class ControlKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlSpec:
-    """An input that the server fills, with one element for each row.
-
-    Attributes:
-        datatype: INT32, FP32 or BOOL; for CORRID UINT64, INT64, UINT32, INT32 or BYTES.
-        false: Its value where START, READY or END does not hold.
-        true: Its value where it holds.
-    """
+    """An input that the server fills: `true` where START, READY or END holds, else `false`; or the correlation ID."""
 
     name: str
     kind: ControlKind
@@ -49,11 +43,10 @@ class StateSpec:
     """An implicit state: an input that gets an output of the previous step.
 
     Attributes:
-        dims: The dimensions without the batch dimension; -1 is variable.
-        initial_dims: The dimensions in the first step: those of `initial_state`, else `dims` with 1 for each -1.
-        file: A file in the model's directory `initial_state` with the bytes of one row; empty = zeros.
-        same_buffer: The state may be read and written in one buffer (`use_same_buffer_for_input_output`).
-        growable: The buffer may grow in place (`use_growable_memory`).
+        initial_dims: Of the first step: those of `initial_state`, else `dims` with 1 for each -1.
+        file: In the model's directory `initial_state`, the bytes of one row; empty = zeros.
+        same_buffer: `use_same_buffer_for_input_output`.
+        growable: `use_growable_memory`.
     """
 
     input: str
@@ -66,11 +59,7 @@ class StateSpec:
     growable: bool = False
 
     def initial(self, content: bytes | None, *, batched: bool) -> Tensor:
-        """Returns the state of the first step: the first row of `content`, or zeros (for BYTES empty elements).
-
-        Raises:
-            ModelLoadFailed: The file is too short.
-        """
+        """Returns the first row of `content`, or zeros (for BYTES empty elements), or raises `ModelLoadFailed`."""
         count, itemsize = element_count(self.initial_dims), datatype(self.datatype).itemsize
         shape = (1, *self.initial_dims) if batched else self.initial_dims
         if content is None:
@@ -91,7 +80,6 @@ class DirectSpec(msgspec.Struct, frozen=True, kw_only=True, tag="direct"):
 
     Attributes:
         minimum_rows: Rows that must have a request before a batch leaves (`minimum_slot_utilization`).
-        max_queue_delay_s: The longest wait for that.
     """
 
     minimum_rows: int = 0
@@ -101,10 +89,7 @@ class DirectSpec(msgspec.Struct, frozen=True, kw_only=True, tag="direct"):
 class OldestSpec(msgspec.Struct, frozen=True, kw_only=True, tag="oldest"):
     """The strategy `oldest`: a dynamic batcher merges the next requests of the sequences.
 
-    Attributes:
-        preferred_sizes: Sizes worth stopping at, ascending; `[max_batch_size]` by default.
-        max_queue_delay_s: The longest wait of the oldest request.
-        preserve_ordering: No effect: an instance keeps the order anyway.
+    An instance keeps the order without `preserve_ordering`, too.
     """
 
     preferred_sizes: tuple[int, ...]
@@ -117,10 +102,8 @@ class SequenceSpec:
     """The `sequence_batching` part of a configuration (reference §3.4).
 
     Attributes:
-        slots: Sequences that one instance works on: `max_batch_size` or `max_candidate_sequences`.
-        max_rows: The most rows of a batch; 1 without a batch dimension.
-        max_idle_s: A sequence ends after this time without a request.
-        controls: At most one of each kind.
+        slots: Sequences of one instance.
+        max_rows: Of a batch; 1 without a batch dimension.
         iterative: Each request is a sequence, which executes until the model says that it is done.
         of_steps: The sequences of an ensemble's steps keep the state.
     """
@@ -136,12 +119,12 @@ class SequenceSpec:
 
     @property
     def is_explicit(self) -> bool:
-        """Tells whether the state is lost with the model's memory."""
+        """Tells whether the model's memory has the state."""
         return not (self.states or self.of_steps)
 
     @property
     def told_bits(self) -> int:
-        """The bits of the sequence numbers that the model gets; 0 = text."""
+        """The bits of the model's sequence numbers; 0 = text."""
         corrid = self.control(ControlKind.CORRID)
         return 64 if corrid is None else 8 * datatype(corrid.datatype).itemsize
 
@@ -151,7 +134,7 @@ class SequenceSpec:
 
 
 MAX_ENSEMBLE_SEQUENCES = 1000
-"""The most sequences of one stateful ensemble version in a worker."""
+"""In one worker, of one version."""
 
 
 def of_ensemble(steps: abc.Sequence[SequenceSpec]) -> SequenceSpec | None:
@@ -160,7 +143,6 @@ def of_ensemble(steps: abc.Sequence[SequenceSpec]) -> SequenceSpec | None:
     if not kept:
         return None
     ids = [control for step in kept for control in step.controls if control.kind is ControlKind.CORRID]
-    # If one step takes no text as an ID, neither does the ensemble.
     ids.sort(key=lambda control: control.datatype == "BYTES")
     return SequenceSpec(
         strategy=OldestSpec(preferred_sizes=(1,)),
@@ -173,12 +155,7 @@ def of_ensemble(steps: abc.Sequence[SequenceSpec]) -> SequenceSpec | None:
 
 
 def check_sequence(request: InferRequest, rows: int, spec: SequenceSpec) -> Sequence | None:
-    """Checks and returns a request's sequence flags, regardless of open sequences.
-
-    Raises:
-        InvalidStep: It has several rows, or lacks a correlation ID.
-        InvalidRequest: Its correlation ID is too long, or not of the model's datatype.
-    """
+    """Returns a request's sequence flags, or raises `InvalidStep` or `InvalidRequest`."""
     if rows != 1:
         raise InvalidStep(
             f"inference request to model '{request.model}' must specify batch-size 1 due to requirements of sequence "

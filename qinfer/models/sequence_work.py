@@ -2,7 +2,7 @@
 
     workers = ⌈open sequences ÷ slots of one worker⌉         sequences that wait for an owner are open, too
 
-An open sequence holds a slot even while no step of it waits, which seconds of work do not show.
+An open sequence holds a slot even while no step of it waits.
 """
 
 import asyncio
@@ -17,18 +17,18 @@ from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.state import StoredModel
 from qinfer.queue.lanes import Queue
 
-_PARTITION = 0  # the only one so far
+_PARTITION = 0
 
 
 class SequenceWork(msgspec.Struct, frozen=True, kw_only=True):
     """The sequences of a stateful model.
 
     Attributes:
-        open: Sequences that have begun and not ended, waiting ones included.
-        waiting: Sequences that wait for a worker with a free slot.
-        handed_over: Sequences that continued on another worker.
-        lost: Sequences whose state was lost.
-        slots: Sequences of one worker.
+        open: Begun and not ended, waiting ones included.
+        waiting: For a worker with a free slot.
+        handed_over: Continued on another worker.
+        lost: Without their state.
+        slots: Of one worker.
     """
 
     model: str
@@ -40,12 +40,12 @@ class SequenceWork(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def workers(self) -> int:
-        """The number of workers with slots for all open sequences."""
+        """The workers with slots for all open sequences."""
         return math.ceil(self.open / self.slots)
 
 
 async def read_sequences(queue: Queue, stored: Mapping[str, StoredModel]) -> tuple[SequenceWork, ...]:
-    """Returns the sequences of the stateful models, sorted."""
+    """Returns the stateful models' sequences, sorted."""
     slots = {name: count for name, model in sorted(stored.items()) if (count := _slots(model.config))}
     sizes = await asyncio.gather(*(queue.sequences(name, _PARTITION).sizes(stored[name].versions) for name in slots))
     return tuple(
@@ -54,13 +54,13 @@ async def read_sequences(queue: Queue, stored: Mapping[str, StoredModel]) -> tup
 
 
 async def read_backlogs(queue: Queue, stored: Mapping[str, StoredModel]) -> dict[tuple[str, int], int]:
-    """Returns (model, version) → steps that wait for a worker with a free slot."""
+    """Returns (model, version) → steps without a worker."""
     keys = [(name, version) for name, model in stored.items() if _slots(model.config) for version in model.versions]
     counts = await asyncio.gather(*(queue.sequences(name, _PARTITION).backlog(version) for name, version in keys))
     return dict(zip(keys, counts, strict=True))
 
 
-@lru_cache(maxsize=4096)  # configurations hardly change
+@lru_cache(maxsize=4096)
 def _slots(config: str) -> int:
     try:
         spec = to_spec(from_json(config))

@@ -1,7 +1,4 @@
-"""Settings that clients change while the server runs: one document in the control store for each value.
-
-So two clients can change different values at once. `null` = cleared.
-"""
+"""Settings that clients change while the server runs: one document for each value; `null` = cleared."""
 
 import asyncio
 from collections.abc import Mapping
@@ -15,7 +12,7 @@ from qinfer.observe.logs import Switches
 
 LOGGING = "logging"
 TRACE = "trace"
-"""The group of the trace settings; `trace:<model>` has those of one model."""
+"""The trace settings; `trace:<model>` has those of one model."""
 
 FOLLOW_EVERY_S = 2.0
 """The longest delay of a change through another gateway."""
@@ -24,7 +21,7 @@ Value = SettingValue
 
 
 def of_group(stored: Mapping[str, str], group: str) -> dict[str, Value]:
-    """Returns the values of one group that are not cleared."""
+    """Returns a group's values, without cleared ones."""
     values: dict[str, Value] = {}
     prefix = f"{group}/"
     for name, document in stored.items():
@@ -36,7 +33,7 @@ def of_group(stored: Mapping[str, str], group: str) -> dict[str, Value]:
 
 
 async def put_group(store: ControlStore, group: str, values: Mapping[str, Value]) -> None:
-    """Stores values of one group; `None` clears a value."""
+    """Stores a group's values; `None` clears one."""
     for name, value in values.items():
         await store.put_setting(f"{group}/{name}", msgspec.json.encode(value).decode())
 
@@ -54,12 +51,12 @@ def switches_of(values: Mapping[str, Value], first: Switches) -> Switches:
 
 
 async def follow_log_settings(store: ControlStore, first: Switches) -> None:
-    """Applies the stored log settings to this process until cancelled."""
+    """Applies stored log settings until cancelled."""
     applied: Switches | None = None
     while True:
         try:
             values = of_group(await store.settings(), LOGGING)
-        except BrokerUnavailable:  # others log it; the settings stay
+        except BrokerUnavailable:
             values = {}
         if values:
             wanted = switches_of(values, first)

@@ -8,7 +8,6 @@ from qinfer.models.ragged_spec import BatchInputKind, BatchInputSpec, BatchOutpu
 from qinfer.models.sequence_spec import SequenceSpec
 
 MAX_PARTS = 64
-"""The most parts that a request is split into."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,12 +17,12 @@ class TensorSpec:
     Attributes:
         name: Its name.
         datatype: Its wire datatype, such as `FP32`.
-        dims: Its dimensions without the batch dimension; -1 is variable.
+        dims: Without the batch dimension; -1 is variable.
         optional: A request may leave out this input.
         ragged: Its variable dimensions may differ within a batch (`allow_ragged_batch`, `batch_output`); the model file
             has one dimension for it.
-        reshape: The dimensions that the model sees instead of `dims`, if they differ.
-        labels: The names of an output's classes, by index (`label_filename`).
+        reshape: The dimensions that the model sees instead, if they differ.
+        labels: The names of an output's classes (`label_filename`).
     """
 
     name: str
@@ -36,11 +35,11 @@ class TensorSpec:
 
     @property
     def seen_dims(self) -> tuple[int, ...]:
-        """The dimensions that the model sees, without the batch dimension; -1 is variable."""
+        """The dimensions that the model sees; -1 is variable."""
         return self.dims if self.reshape is None else self.reshape
 
     def file_shape(self, *, batched: bool) -> tuple[int, ...]:
-        """Returns its shape in the model file, `batched` = with a batch dimension; -1 is variable."""
+        """Returns its shape in the model file; -1 is variable."""
         if self.ragged:
             return (-1,)
         return (-1, *self.seen_dims) if batched else self.seen_dims
@@ -51,10 +50,10 @@ class QueuePolicy:
     """The queue policy of one priority level (reference §3.3, queue policy).
 
     Attributes:
-        max_queue_size: The most waiting requests; 0 = the lane's capacity.
-        timeout_s: The longest wait before execution; 0 = until the deadline.
-        delay: A request over that time goes behind its level (DELAY) instead of being refused (REJECT).
-        allow_override: A request's own `timeout` may shorten `timeout_s`; without a `timeout_s` it has no effect.
+        max_queue_size: 0 = the lane's capacity.
+        timeout_s: The longest wait; 0 = until the deadline.
+        delay: A late request goes behind its level (DELAY) instead of being refused (REJECT).
+        allow_override: A request's own `timeout` may shorten `timeout_s`.
     """
 
     max_queue_size: int = 0
@@ -71,8 +70,6 @@ class BatchingSpec:
         preferred_sizes: Sizes worth stopping at, ascending; `[max_batch_size]` by default.
         max_queue_delay_s: The longest wait of the oldest request for the batch to fill.
         priority_levels: The lowest level, 1 being the highest; 0 = there are no levels.
-        default_priority: The level of a request that names none, or one that does not exist.
-        policies: Level → its queue policy, where it differs from `default_policy`.
     """
 
     preferred_sizes: tuple[int, ...]
@@ -83,7 +80,7 @@ class BatchingSpec:
     policies: Mapping[int, QueuePolicy] = field(default_factory=dict)
 
     def level(self, asked: int) -> int:
-        """Returns the level of a request: 1 … `priority_levels`, or 0 where there are none."""
+        """Returns the level of a request: 1 … `priority_levels`, or 0."""
         return asked if 1 <= asked <= self.priority_levels else self.default_priority
 
     def policy(self, level: int) -> QueuePolicy:
@@ -92,17 +89,17 @@ class BatchingSpec:
 
     @property
     def is_bounded(self) -> bool:
-        """Tells whether a queue policy limits the number of waiting requests."""
+        """Tells whether a queue policy limits waiting requests."""
         return any(policy.max_queue_size for policy in (self.default_policy, *self.policies.values()))
 
     @property
     def is_plain(self) -> bool:
-        """Tells whether all requests are alike, and wait by no policy (reference §3.3 step 3)."""
+        """Tells whether all requests are alike (reference §3.3 step 3)."""
         return not self.priority_levels and self.default_policy == QueuePolicy()
 
     @property
     def may_prefetch(self) -> bool:
-        """Tells whether requests run in arrival order, and only deadlines end a wait."""
+        """Tells whether requests run in order, and only deadlines end waits."""
         return not self.priority_levels and not self.default_policy.timeout_s
 
     @property
@@ -112,12 +109,7 @@ class BatchingSpec:
 
 
 class WarmupInput(NamedTuple):
-    """One input of a `model_warmup` sample: zeros, random or from a file.
-
-    Attributes:
-        dims: Its dimensions without the batch dimension.
-        file: A file in the model's directory `warmup` that begins with the bytes of one row.
-    """
+    """One input of a `model_warmup` sample: zeros, random or the first row of a `file` in the directory `warmup`."""
 
     datatype: str
     dims: tuple[int, ...]
@@ -148,7 +140,7 @@ class Device(NamedTuple):
 
 
 class ResourceSpec(NamedTuple):
-    """Units of a resource that an execution holds (`rate_limiter.resources`); global = one for all workers."""
+    """Units of a resource that an execution holds; global = one for all workers."""
 
     name: str
     units: int
@@ -160,9 +152,8 @@ class InstanceSpec:
     """Instances of a model on one device: one spec for each group, and for each GPU of a group.
 
     Attributes:
-        name: The group's name, for logs.
-        resources: The needs of an execution, where the server limits rates.
-        priority: The weight of an execution among those that wait for resources; 0 counts as 1.
+        resources: Where the server limits rates.
+        priority: The weight among executions that wait for resources; 0 counts as 1.
     """
 
     device: Device = field(default_factory=Device)
@@ -202,11 +193,11 @@ class ModelSpec:
         name: The model's name.
         backend: The backend's name, such as `onnxruntime`.
         platform: Triton's platform, such as `onnxruntime_onnx`; may be empty.
-        max_batch_size: 0 = the model has no batch dimension; ≥ 1 = every tensor has a leading batch dimension.
-        inputs: Its inputs in the configuration's order, without those that the server fills (`sequences`).
-        outputs: Its outputs in the configuration's order.
-        batching: How requests are merged; `None` = the default scheduler, which never merges.
-        sequences: How requests of sequences are batched, and which states they keep; `None` = it has no sequences.
+        max_batch_size: 0 = no batch dimension; ≥ 1 = every tensor has a leading batch dimension.
+        inputs: Its inputs, without those that the server fills (`sequences`).
+        outputs: Its outputs.
+        batching: How requests are merged; `None` = they never are.
+        sequences: How requests of sequences are batched; `None` = it has no sequences.
         instances: The devices of its instances, each of which runs one execution at a time.
         filename: The model file in a version directory.
         parameters: The `parameters` map; qinfer's own begin with `qinfer.`.
@@ -218,27 +209,27 @@ class ModelSpec:
         cpu_accelerators: The same for instances on the CPU.
         cuda_graphs: `optimization.cuda.graphs`: record an execution of each shape, and replay it.
         lane_capacity: The most waiting requests of one lane.
-        min_workers: 0 = the model is READY without a live worker: its requests wait until one has started.
+        min_workers: 0 = READY without a live worker: requests wait.
         decoupled: A request has 0, 1 or many responses (`model_transaction_policy`).
-        preserves_order: A gateway answers its requests in arrival order (`preserve_ordering`); never if decoupled.
-        stream_resume: A stream whose worker dies is executed again, without the responses that were already sent: the
-            model is deterministic.
+        preserves_order: A gateway answers in arrival order (`preserve_ordering`); never if decoupled.
+        stream_resume: A stream whose worker dies is executed again, without the responses already sent: the model is
+            deterministic.
         is_cached: Its responses may be cached (`response_cache`).
         cached_for_all: A cached response serves other tenants, too.
-        config_json: The whole configuration in the dialect of `GET …/config`; used only by backend `python`.
+        config_json: In the dialect of `GET …/config`, for backend `python`.
         steps: The steps of an ensemble, which has no backend.
-        max_inflight: The most responses of one request's decoupled step that later steps may hold at once.
-        batch_inputs: Inputs of the model file that are made of the shapes of a batch's requests.
+        max_inflight: The most responses of a request's decoupled step that later steps may hold.
+        batch_inputs: Inputs made of the shapes of a batch's requests.
         batch_outputs: Outputs that are cut by the shapes of an input.
-        splits: A request of more than `max_batch_size` rows is executed in parts, instead of being refused.
-        slo_latency_s: The latency objective of its requests; 0 = the server's.
+        splits: A request of more than `max_batch_size` rows is executed in parts.
+        slo_latency_s: The latency objective; 0 = the server's.
         slo_target: The share of requests that should succeed within it; 0 = the server's.
-        metric_tags: More labels of its series among Triton's metrics, without the leading underscore.
-        strict_outputs: Refuse outputs whose datatype or shape differs from the declaration.
+        metric_tags: More labels among Triton's metrics, without the leading underscore.
+        strict_outputs: Refuse outputs whose datatype or shape is not as declared.
         execute_timeout_s: The longest execution; 0 = no limit, here and below.
         load_timeout_s: The longest load of an instance.
         warmup_timeout_s: The longest warm-up of an instance.
-        max_strings: The most elements that the BYTES inputs of one request may have together.
+        max_strings: The most elements of one request's BYTES inputs together.
     """
 
     name: str
@@ -283,17 +274,17 @@ class ModelSpec:
 
     @property
     def max_request_rows(self) -> int:
-        """The most rows of an online request; 0 = there is no batch dimension."""
+        """The most rows of an online request; 0 = no batch dimension."""
         return self.max_batch_size * (MAX_PARTS if self.splits else 1)
 
     @property
     def is_stateful(self) -> bool:
-        """Tells whether it keeps state between requests, so that a sequence's requests go to one worker, in order."""
+        """Tells whether a sequence's requests go to one worker, in order."""
         return self.sequences is not None and not self.sequences.iterative
 
     @property
     def file_inputs(self) -> tuple[TensorSpec, ...]:
-        """The inputs of the model file: those of requests and batches, then control inputs, then states."""
+        """The inputs of requests and batches, then control inputs, then states."""
         if self.sequences is None:
             return (*self.inputs, *map(_of_batch, self.batch_inputs))
         controls = tuple(TensorSpec(name=c.name, datatype=c.datatype, dims=(1,)) for c in self.sequences.controls)
@@ -302,7 +293,7 @@ class ModelSpec:
 
     @property
     def file_outputs(self) -> tuple[TensorSpec, ...]:
-        """The outputs of the model file: those of responses, then the other states."""
+        """The outputs of responses, then the other states."""
         if self.sequences is None:
             return self.outputs
         answered = {output.name for output in self.outputs}
@@ -311,17 +302,16 @@ class ModelSpec:
 
     @property
     def is_limited(self) -> bool:
-        """Tells whether its executions need resources of the rate limiter."""
+        """Tells whether executions need limited resources."""
         return any(resource.units for group in self.instances for resource in group.resources)
 
     @property
     def instance_count(self) -> int:
-        """The most parallel executions in one worker with all devices."""
+        """The most parallel executions in one worker."""
         return sum(group.count for group in self.instances)
 
 
 def _of_batch(made: BatchInputSpec) -> TensorSpec:
-    """Returns a batch input as an input of the model file: one dimension, or for each row a row of dimensions."""
     if made.kind is BatchInputKind.ITEM_SHAPE:
         return TensorSpec(name=made.name, datatype=made.datatype, dims=(made.rank,))
     return TensorSpec(name=made.name, datatype=made.datatype, dims=(), ragged=True)

@@ -8,19 +8,15 @@ import msgspec
 from qinfer.observe.host import GpuUse, MemoryUse
 
 GATEWAY, BULK, BEAT, BRIDGE = "gateway", "bulk", "beat", "bridge"
-"""The programs whose processes report liveness, as `<name>@<host>`; `BEAT` is Celery's scheduler."""
+"""The programs whose processes report liveness, as `<name>@<host>`."""
 
 CALLERS = (GATEWAY, BULK, BRIDGE)
-"""The programs that send requests."""
 
 
 class Desired(msgspec.Struct, frozen=True):
-    """The desired state of one model.
+    """The desired state of one model; `dependent` = loaded only because an ensemble uses it.
 
-    Attributes:
-        generation: Grows with each change of its configuration or files.
-        load: True = loaded, False = unloaded.
-        dependent: It was loaded only because an ensemble uses it.
+    `generation` grows with each change of its configuration or files.
     """
 
     model: str
@@ -40,16 +36,14 @@ class StoredModel(msgspec.Struct, frozen=True):
     """A model's configuration, as it is read from the repositories and stored.
 
     Attributes:
-        config: The normalised ModelConfig in the JSON dialect of `GET …/config` (reference §2.5); empty after an error,
-            incomplete and unchecked while `pending`.
-        versions: The versions that its version policy selects, ascending.
-        content_hash: Changes with the configuration's text, and with path, size or modification time of any file.
+        config: In the JSON dialect of `GET …/config`; empty after an error, unchecked while `pending`.
+        versions: Selected by its version policy, ascending.
+        content_hash: Of the configuration's text, and path, size and modification time of all files.
         error: Why the model can't be loaded, for clients.
-        min_workers: 0 = it is READY without a live worker.
         labels: Output → the names of its classes.
-        location: The directory of its files in the overlay; empty = in the repositories.
-        pending: The backend whose runtime must complete the configuration first, in a worker.
-        override: A configuration in JSON that replaces the file, also in later loads.
+        location: In the overlay; empty = in the repositories.
+        pending: The backend that must complete the configuration first, in a worker.
+        override: JSON that replaces the configuration, also in later loads.
         files_of: The model whose files it uses; empty = its own.
     """
 
@@ -69,7 +63,7 @@ class StoredModel(msgspec.Struct, frozen=True):
 
     @property
     def files(self) -> str:
-        """The name of the model whose files it uses."""
+        """The model whose files it uses."""
         return self.files_of or self.model
 
 
@@ -94,15 +88,15 @@ class VersionState(msgspec.Struct, frozen=True):
     """The state of one model version in one worker.
 
     Attributes:
-        generation: The generation that is loaded, or failed to load.
+        generation: The one that is loaded, or failed to load.
         reason: Why it is not READY at the newest generation.
         tried: The newest generation whose load has ended; above `generation` where a reload failed.
-        executed_hash: The hash of a READY version's files, those beside the versions, and its configuration's inputs,
-            outputs, parameters, backend and optimisation. Empty = unknown: files changed during the load, or an earlier
-            qinfer loaded them.
+        executed_hash: Of a READY version's files, those beside the versions, and its configuration's inputs, outputs,
+            parameters, backend and optimisation. Empty = unknown: files changed during the load, or an earlier qinfer
+            loaded them.
         pinned: Only pins keep it loaded.
-        steps: The versions that an ensemble runs, nested ones included, in order.
-        unready: Why the model's own `is_ready` refuses; as in Triton, only readiness checks report it.
+        steps: Of an ensemble, nested ones included.
+        unready: Why the model's own `is_ready` refuses, for readiness checks only.
     """
 
     state: State
@@ -124,17 +118,16 @@ class Speed(msgspec.Struct, frozen=True):
 
 
 LONG_S = 300.0
-"""The time after which an execution without a limit counts as late."""
+"""An execution without a limit is late after this time."""
 
 
 class Executing(msgspec.Struct, frozen=True, array_like=True):
-    """An execution, warm-up or load that has lasted for a while.
+    """An execution, warm-up or load (`what`) that has lasted for a while.
 
     Attributes:
-        since: Its start in the broker's time, without calls of other models; restarts with each response of a stream.
+        since: In the broker's time, without calls of other models; restarts with each response of a stream.
         seconds: Its duration at the heartbeat.
         limit_s: 0 = no limit.
-        what: `execution`, `warm-up` or `load`.
     """
 
     model: str
@@ -146,12 +139,12 @@ class Executing(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_late(self) -> bool:
-        """Tells whether half of its limit has passed, or `LONG_S` without a limit."""
+        """Tells whether half of its limit, or `LONG_S`, has passed."""
         return self.seconds >= (self.limit_s / 2 or LONG_S)
 
     @property
     def text(self) -> str:
-        """The execution, its start and its limit, for people."""
+        """A text for people."""
         since = datetime.fromtimestamp(self.since, UTC).strftime("%H:%M:%S")
         limit = f"limit {self.limit_s:g} s" if self.limit_s else "no limit"
         return f"{self.model} {self.version}: {self.what} since {since} UTC, for {self.seconds:.0f} s ({limit})"
@@ -164,21 +157,16 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         id: Unique for each start of a worker.
         started_at: Seconds since the epoch, in the broker's time.
         executing: Requests in its batches.
-        throughput_rps: Requests a second over the last heartbeats.
         clock_offset_s: Broker time minus its wall clock.
-        frame_versions: Frame versions that it can read.
         speeds: Requests a second that it can execute.
         best_speeds: The highest speed that its measurements allow.
         places: Globs of the models that it loads.
         busy: Requests that its instances execute.
         direct: Requests in its batchers that are in no lane: from ensembles and models of this worker, and steps of
             sequences.
-        load_s: Seconds of the last load.
-        host: The name of its machine or container.
-        draining: It finishes its requests and stops.
-        cpu_s: CPU time of it and its child processes; 0 = unknown.
+        cpu_s: CPU time with child processes; 0 = unknown.
         memory_bytes: Resident memory of them.
-        long: Executions, warm-ups and loads of more than a second.
+        long: Executions of more than a second.
     """
 
     id: str
@@ -206,7 +194,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     long: tuple[Executing, ...] = ()
 
     def lacks(self, *, strict: bool) -> str:
-        """Returns why this worker is not ready; `strict` counts failed models too."""
+        """Returns why the worker is not ready; `strict` counts failed models."""
         if self.draining:
             return "it is draining"
         unready = {State.LOADING, State.UNAVAILABLE} if strict else {State.LOADING}
@@ -219,11 +207,11 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join(waiting + [one.text for one in self.late])
 
     def state_of(self, model: str, version: int) -> VersionState | None:
-        """Returns the state of a version in this worker, if it reports one."""
+        """Returns the state of a version in this worker, if known."""
         return self.models.get(model, {}).get(version)
 
     def is_ready(self, model: str, version: int) -> bool:
-        """Tells whether this worker has a version READY, at any generation."""
+        """Tells whether a version is READY at any generation."""
         state = self.state_of(model, version)
         return state is not None and state.state is State.READY
 
@@ -233,7 +221,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         return [one for one in self.long if one.is_late]
 
     def serves(self, model: str) -> bool:
-        """Tells whether this worker has any version of a model READY."""
+        """Tells whether any version of a model is READY."""
         return any(state.state is State.READY for state in self.models.get(model, {}).values())
 
 
@@ -243,10 +231,8 @@ class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         places: Globs of the models that its workers load.
         target: Its share of the workers that these models should have.
-        reason: The reason for their number, for people.
+        reason: Why so many, for people.
         live: Its workers that serve.
-        starting: Its workers that do not serve yet.
-        draining: Its workers that finish their last requests.
         work_s: Seconds that one worker would need for all waiting and executing requests.
         entries: Requests and rows of bulk jobs that wait or execute.
     """
@@ -266,4 +252,4 @@ class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SCALED_UP, SCALED_DOWN, RESTARTED, KILLED = "up", "down", "restarts", "kills"
-"""Counters of autoscalers: decisions up and down, restarts after crashes, kills after drains."""
+"""Counters of autoscalers; workers are restarted after crashes, and killed after drains."""

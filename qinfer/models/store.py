@@ -1,7 +1,7 @@
 """Desired state, configurations, heartbeats and statistics in Redis; nothing here runs once per request.
 
-Values are JSON, readable in `redis-cli`. Values with several writers are guarded by their generation in scripts; others
-have one writer. Processes read the desired state at start, on reconnect, when woken, and every 10 s.
+Values are JSON, readable in `redis-cli`. Values with several writers are guarded by their generation in scripts.
+Processes read the desired state at start, on reconnect, when woken, and every 10 s.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 SettingValue = bool | int | str | list[str] | None
-"""A setting that clients change; `None` = it was cleared."""
+"""`None` = cleared."""
 
 _MAX_BLOCK_S = 2.0  # below the client's socket timeout
 _WAKES_KEPT = 16
 _METRICS = "metrics"
-_MAX_DIGITS = 20  # of Redis' integers, sign included
+_MAX_DIGITS = 20
 _MOST_REASONS = 1000
 
 _PUT_MODEL = load_script("put_model", package="qinfer.models").text
@@ -48,7 +48,7 @@ _EXPIRING = load_script("expiring", "now_ms", package="qinfer.models").text
 
 
 class ControlStore:
-    """Control data in Redis; coroutines raise `BrokerUnavailable` when it can't be reached."""
+    """Control data in Redis; coroutines raise `BrokerUnavailable` if it is away."""
 
     def __init__(self, client: Any) -> None:  # Any: the two clients share no typed interface
         self.client = client
@@ -63,22 +63,22 @@ class ControlStore:
         return "" if value is None else _text(value)
 
     async def exchange_installation(self, seen: str, new: str, ttl_s: float = 0.0) -> str:
-        """Replaces the id of the data if it is `seen` (empty = none); returns the present id."""
+        """Replaces the id if it is `seen` (empty = none); returns the present id."""
         with translated():
             return _text(await self.client.eval(_EXCHANGE, 1, keys.installation(), seen, new, int(ttl_s * 1000)))
 
     async def has_model(self, name: str) -> bool:
-        """Tells whether a model's configuration is stored, readable or not."""
+        """Tells whether a configuration is stored, readable or not."""
         with translated():
             return await self.client.hget(keys.config(name), "model") is not None
 
     async def wished(self) -> set[str]:
-        """Returns the models in the desired state, readable or not."""
+        """Returns the desired models, readable or not."""
         with translated():
             return {_text(name) for name in await self.client.hgetall(keys.desired())}
 
     async def desired(self) -> dict[str, Desired]:
-        """Returns the desired state of every model; damaged records keep their last state."""
+        """Returns all wishes; damaged records keep their last."""
         with translated():
             values = await self.client.hgetall(keys.desired())
         read = {_text(model): value for model, value in values.items()}
@@ -87,7 +87,7 @@ class ControlStore:
         return dict(self._desired)
 
     async def set_desired(self, desired: Desired) -> None:
-        """Writes a model's desired state, unless a newer generation is stored."""
+        """Writes a desired state, unless a newer generation is stored."""
         with translated():
             await self.client.eval(
                 _SET_DESIRED, 1, keys.desired(), desired.model, desired.generation, encode_document(desired)
@@ -106,7 +106,7 @@ class ControlStore:
         return self._records.all(dict(zip(names, values, strict=True)), StoredModel)
 
     async def put_model(self, stored: StoredModel) -> bool:
-        """Stores a configuration and returns True, unless the same or a newer generation is stored."""
+        """Stores a configuration, unless its generation is not newer."""
         with translated():
             written = await self.client.eval(
                 _PUT_MODEL, 1, keys.config(stored.model), stored.generation, encode_document(stored)
@@ -114,7 +114,7 @@ class ControlStore:
         return bool(written)
 
     async def heartbeat(self, record: WorkerRecord, ttl_s: float) -> None:
-        """Writes a worker's record for `ttl_s` seconds."""
+        """Writes a worker's record."""
         key = keys.worker(record.id)
         with translated():
             async with self.client.pipeline(transaction=False) as pipe:
@@ -124,7 +124,7 @@ class ControlStore:
                 await pipe.execute()
 
     async def put_model_metrics(self, worker_id: str, record: bytes, ttl_s: float) -> None:
-        """Writes the custom metrics of a worker's models for `ttl_s` seconds."""
+        """Writes the custom metrics of a worker's models."""
         key = keys.worker(worker_id)
         with translated():
             async with self.client.pipeline(transaction=False) as pipe:
@@ -133,7 +133,7 @@ class ControlStore:
                 await pipe.execute()
 
     async def model_metrics(self, workers: Collection[str]) -> list[bytes | None]:
-        """Returns the custom metrics of workers' models."""
+        """Returns the models' custom metrics."""
         with translated():
             return await self._fields([(keys.worker(worker_id), _METRICS) for worker_id in workers])
 
@@ -144,34 +144,34 @@ class ControlStore:
             await self.client.zrem(keys.workers(), worker_id)
 
     async def workers(self) -> list[WorkerRecord]:
-        """Returns the live workers, and removes dead ones from the index."""
+        """Returns live workers; removes dead ones from the index."""
         with translated():
             ids = [_text(id_) for id_ in await self.client.zrange(keys.workers(), 0, -1)]
             values = await self._fields([(keys.worker(worker_id), "record") for worker_id in ids])
-            # A worker that beats now returns to the index with its next heartbeat.
+            # A worker that beats now returns with its next heartbeat.
             dead = [worker_id for worker_id, value in zip(ids, values, strict=True) if value is None]
             if dead:
                 await self.client.zrem(keys.workers(), *dead)
         return list(self._records.all(dict(zip(ids, values, strict=True)), WorkerRecord).values())
 
     async def beats(self) -> dict[str, float]:
-        """Returns the time of each worker's last heartbeat by its own clock."""
+        """Returns each worker's last heartbeat by its own clock."""
         with translated():
             found = await self.client.zrange(keys.workers(), 0, -1, withscores=True)
         return {_text(worker_id): at for worker_id, at in found}
 
     async def report_liveness(self, program: str, process: str, ttl_s: float) -> None:
-        """Marks a process of a program such as `bulk` as live."""
+        """Marks a process of a program as live."""
         with translated():
             await self.client.eval(_LIVENESS, 1, keys.liveness(program), process, int(ttl_s * 1000))
 
     async def live_processes(self, program: str) -> list[str]:
-        """Returns the live processes of a program, sorted."""
+        """Returns a program's live processes, sorted."""
         with translated():
             return sorted(map(_text, await self.client.eval(_LIVENESS, 1, keys.liveness(program))))
 
     async def put_scaler(self, record: ScalerRecord, counts: Mapping[str, int], ttl_s: float) -> None:
-        """Writes an autoscaler's record, and adds to the counts of all."""
+        """Writes an autoscaler's record, and adds to all counts."""
         with translated():
             words = (record.id, int(ttl_s * 1000), encode_document(record))
             await self.client.eval(_EXPIRING, 1, keys.scalers(), *words)
@@ -183,13 +183,13 @@ class ControlStore:
         return await self._live(keys.scalers(), ScalerRecord)
 
     async def scaler_counts(self) -> dict[str, int]:
-        """Returns the counts of all autoscalers (`SCALED_UP`, …)."""
+        """Returns all autoscalers' counts."""
         with translated():
             values = await self.client.hgetall(keys.scaler_counts())
         return self._records.counts(values, "autoscalers")
 
     async def put_pin(self, pin: Pin, ttl_s: float) -> None:
-        """Writes a pin for `ttl_s` seconds; 0 removes it."""
+        """Writes a pin; a `ttl_s` of 0 removes it."""
         with translated():
             words = (pin.id, int(ttl_s * 1000), encode_document(pin))
             await self.client.eval(_EXPIRING, 1, keys.pins(), *words)
@@ -199,7 +199,7 @@ class ControlStore:
         return await self._live(keys.pins(), Pin)
 
     async def put_speed(self, model: str, version: int, speed: Speed) -> None:
-        """Stores a worker's measured speed, which outlives it."""
+        """Stores a measured speed, which outlives its worker."""
         with translated():
             await self.client.hset(keys.config(model), _speed_field(version), encode_document(speed))
 
@@ -210,7 +210,7 @@ class ControlStore:
         return self._records.all(dict(zip(versions, values, strict=True)), Speed)
 
     async def put_completion(self, content_hash: str, completed: str) -> None:
-        """Stores a completed configuration (JSON) by the hash of its files; the first write stays."""
+        """Stores a completed configuration by content; the first stays."""
         with translated():
             await self.client.hsetnx(keys.completions(), content_hash, completed)
 
@@ -221,7 +221,7 @@ class ControlStore:
         return None if value is None else _text(value)
 
     async def put_setting(self, name: str, value: str) -> None:
-        """Stores a setting (JSON) that clients change, such as `logging`."""
+        """Stores a setting (JSON), such as `logging`."""
         with translated():
             await self.client.hset(keys.settings(), name, value)
 
@@ -233,12 +233,12 @@ class ControlStore:
         return {name: value.decode() for name, value in read.items() if self._records.is_setting(value, name)}
 
     async def wake(self) -> None:
-        """Wakes every process that waits in `wait`."""
+        """Wakes every waiting process."""
         with translated():
             await self.client.xadd(keys.control(), {"wake": ""}, maxlen=_WAKES_KEPT, approximate=False)
 
     async def wait(self, timeout_s: float) -> bool:
-        """Waits for a `wake` since the last call, at most `timeout_s`; may return early."""
+        """Waits for a `wake` since the last call; may return early."""
         task = asyncio.current_task()
         assert task is not None
         last = self._last_wakes.get(task, "0-0")
@@ -253,28 +253,28 @@ class ControlStore:
         return False
 
     async def hint_of_endpoint(self, name: str) -> str:
-        """Returns a hint for the error about an unknown model that is an endpoint."""
+        """Returns a hint that an unknown model is an endpoint."""
         with translated():
             is_one = await self.client.hexists(keys.endpoints(), name)
         why = f"; '{name}' is an endpoint, and steps name models: write the model and version of a target"
         return why if is_one else ""
 
     async def add_stats(self, model: str, version: int, deltas: Mapping[str, int]) -> None:
-        """Adds to the statistics of a version; `LATEST` fields keep the greatest value."""
+        """Adds to a version's statistics; `LATEST` fields keep the greatest."""
         if not deltas:
             return
         instants = [(name, deltas[name]) for name in LATEST if name in deltas]
         sums = [(name, delta) for name, delta in deltas.items() if name not in LATEST]
         pairs = [word for pair in (*instants, *sums) for word in pair]
-        with translated():  # one command: the worker's event loop packs hundreds of fields
+        with translated():  # one command, as the event loop packs hundreds of fields
             await self.client.eval(_ADD_STATS, 1, keys.stats(model, version), len(instants), *pairs)
 
     async def stats(self, model: str, version: int) -> dict[str, int]:
-        """Returns the statistics of a model version."""
+        """Returns a version's statistics."""
         return (await self.all_stats([(model, version)]))[model, version]
 
     async def all_stats(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], dict[str, int]]:
-        """Returns the statistics of versions, in one round trip."""
+        """Returns versions' statistics."""
         found: list[Mapping[bytes, bytes] | Exception] = []
         if versions:
             with translated():
@@ -291,7 +291,7 @@ class ControlStore:
     async def some_stats(
         self, versions: Collection[tuple[str, int]], fields: Collection[str]
     ) -> dict[tuple[str, int], dict[str, int]]:
-        """Returns chosen statistics of versions, in one round trip."""
+        """Returns chosen statistics."""
         wanted = [(keys.stats(model, version), name) for model, version in versions for name in fields]
         with translated():
             values = iter(await self._fields(wanted))
@@ -325,7 +325,7 @@ def translated() -> Iterator[None]:
     """Turns redis-py's connection errors into `BrokerUnavailable`."""
     try:
         yield
-    except (RedisError, RedisClusterException, OSError) as error:  # redis-py lets some socket errors through
+    except (RedisError, RedisClusterException, OSError) as error:  # redis-py lets some through
         _check_cancelled()
         raise _unreachable(error) from error
     except (AttributeError, RuntimeError) as error:
@@ -355,13 +355,13 @@ def _unreachable(error: Exception) -> BrokerUnavailable:
 
 
 def _is_raised_by_redis_py(error: Exception) -> bool:
-    """Tells whether redis-py raised it, as its cluster client does when nodes leave."""
+    """redis-py's cluster client does so when nodes leave."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__", "").startswith("redis.") for frame, _ in frames)
 
 
 class StoredRecords:
-    """Reads stored records; logs and skips those that are damaged or a newer qinfer's."""
+    """Reads stored records; logs and skips unreadable ones."""
 
     def __init__(self) -> None:
         self._reasons: dict[tuple[str, str], str] = {}
@@ -399,7 +399,7 @@ class StoredRecords:
         return found
 
     def is_setting(self, value: bytes, name: str) -> bool:
-        """Tells whether a stored setting has a valid value."""
+        """Tells whether a setting's value is valid."""
         try:
             msgspec.json.decode(value, type=SettingValue)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -444,6 +444,6 @@ def _text(value: bytes | str) -> str:
 
 
 def _last_id(streams: Any) -> str:
-    """Returns the last id of a reply to XREAD, which is a map with RESP3."""
+    """The reply to XREAD is a map with RESP3."""
     entries = next(iter(streams.values()))[0] if isinstance(streams, dict) else streams[0][1]
     return _text(entries[-1][0])

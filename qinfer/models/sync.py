@@ -1,7 +1,7 @@
 """`qinfer models sync`: writes the repository's models as the desired state. Idempotent; several may run at once.
 
-A model that becomes unreadable or wrong stays as it was while a worker serves it: half-written files must not take it
-down. A removed model is unloaded, and so is one that two repositories have.
+A model that becomes unreadable or wrong stays while a worker serves it: half-written files must not take it down. A
+removed model is unloaded, and so is one that two repositories have.
 
 A gateway and `qinfer up` begin with `start`: a sync, or in mode `explicit` the loads in the settings.
 """
@@ -24,7 +24,7 @@ from qinfer.queue.lanes import Queue
 logger = logging.getLogger(__name__)
 
 ALL = "*"
-"""In `repository.load_models`: every model of the repositories."""
+"""Loads every model."""
 
 _TOLD = 5
 _EMPTY = (
@@ -53,11 +53,8 @@ async def sync(
 ) -> list[SyncedModel]:
     """Writes the repository's models as the desired state, and wakes the workers if anything changed.
 
-    With `may_empty`, an empty repository, perhaps one that is not mounted, unloads all models.
-
-    Raises:
-        SettingsError: The repository can't be read, or may not be empty; nothing was changed.
-        BrokerUnavailable: Redis can't be reached; the next sync completes this one.
+    With `may_empty`, an empty repository, perhaps one that is not mounted, unloads all models; otherwise it raises
+    `SettingsError`. After `BrokerUnavailable`, the next sync completes this one.
     """
     found = await asyncio.to_thread(repository.scan)
     desired = await store.desired()
@@ -77,7 +74,6 @@ async def sync(
 
 
 async def _end(synced: Sequence[SyncedModel], store: ControlStore) -> None:
-    """Renews ensembles whose steps have changed, and wakes the workers."""
     changed = {model.model for model in synced if model.changed}
     if changed:
         await renew_users(changed, store, without=changed)
@@ -94,7 +90,7 @@ async def start(
 ) -> list[SyncedModel]:
     """Writes the desired state for a start in the present control mode, or raises `SettingsError`.
 
-    In mode `explicit`, `again` (of `qinfer up`) also loads models that were loaded or unloaded before.
+    In mode `explicit`, `again` (of `qinfer up`) also loads models that were unloaded before.
     """
     if settings.control_mode != "explicit":
         return await _sync_at_start(repository, store, delivery, settings, again=again)
@@ -116,7 +112,7 @@ async def start(
 async def _sync_at_start(
     repository: Repositories, store: ControlStore, delivery: Queue, settings: RepositorySettings, *, again: bool
 ) -> list[SyncedModel]:
-    """Syncs; a gateway that joins others and finds no model leaves theirs, except in mode `poll`."""
+    """A gateway that joins others and finds no model leaves theirs, except in mode `poll`."""
     may_empty = again or settings.control_mode == "poll"
     try:
         return await sync(repository, store, delivery, min_workers=settings.min_workers, may_empty=may_empty)
@@ -136,7 +132,6 @@ def _names_to_load(repository: Repositories, named: tuple[str, ...]) -> list[str
 
 
 def _with_uses(repository: Repositories, names: Sequence[str]) -> list[StoredModel]:
-    """Reads models and their steps' models, in order; skips missing ones."""
     found, unknown = {name: _read(repository, name) for name in names}, set[str]()
     while missing := missing_uses(list(found.values()), {*found, *unknown}):
         for name in missing:

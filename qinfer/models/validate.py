@@ -1,7 +1,7 @@
 """Checks a request against its model, in Triton's order and with Triton's texts (core `src/infer_request.cc`).
 
-A quick check accepts an ordinary request in half a microsecond; others take the slow path, which names the mistake. The
-caller prefixes the request id.
+A quick check accepts an ordinary request in half a microsecond; the slow path names mistakes. The caller prefixes the
+request id.
 """
 
 import struct
@@ -23,7 +23,7 @@ _BATCH_NOTE = (
 
 
 def validate(request: InferRequest, spec: ModelSpec, max_rows: int = 0) -> int:
-    """Checks a request's tensors; returns its rows, 1 without a batch dimension."""
+    """Checks a request's tensors; returns its rows."""
     if request.outputs:
         _check_outputs(request.outputs, spec)
     rows = _plain_rows(request.inputs, spec)
@@ -34,7 +34,7 @@ def validate(request: InferRequest, spec: ModelSpec, max_rows: int = 0) -> int:
     strings = 0
     for tensor, expected in pairs:
         dims = _checked_dims(tensor, expected, spec)
-        # Triton drops a batch dimension of 0 here, so that an empty batch has too few elements.
+        # Triton drops a batch dimension of 0 here: an empty batch has too few elements.
         count = prod(tensor.shape) if batch_size or not spec.max_batch_size else prod(dims)
         if tensor.datatype == "BYTES":
             strings += count
@@ -53,7 +53,7 @@ def validate(request: InferRequest, spec: ModelSpec, max_rows: int = 0) -> int:
 
 
 def check_announced(name: str, datatype: str, shape: Sequence[int], spec: ModelSpec) -> None:
-    """Checks an input's name, datatype and shape, before its elements are decoded."""
+    """Checks an input before its elements are decoded."""
     tensor = Tensor(name, datatype, tuple(shape), b"")
     expected = next((one for one in spec.inputs if one.name == name), None)
     if expected is None:
@@ -82,7 +82,7 @@ def _unexpected(name: str, spec: ModelSpec) -> InvalidRequest:
 
 
 def are_declared(outputs: Sequence[Tensor], request: InferRequest, spec: ModelSpec) -> bool:
-    """Tells whether outputs are exactly those that a request asks for."""
+    """Tells whether outputs are exactly the requested ones."""
     wanted = request.outputs or [output.name for output in spec.outputs]
     rows = request.inputs[0].shape[:1] if spec.max_batch_size and request.inputs else ()
     declared = {output.name: output for output in spec.outputs}
@@ -97,7 +97,7 @@ def are_declared(outputs: Sequence[Tensor], request: InferRequest, spec: ModelSp
 
 
 def _plain_rows(inputs: Sequence[Tensor], spec: ModelSpec) -> int:
-    """Returns the rows of an ordinary valid request: all inputs in order, of fixed sizes; 0 says nothing."""
+    """Returns the rows of an ordinary valid request; 0 says nothing."""
     max_rows = spec.max_batch_size
     if len(inputs) != len(spec.inputs):
         return 0

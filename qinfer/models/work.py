@@ -3,7 +3,7 @@
     rows   = requests of the mean number of rows + remaining rows of open bulk jobs
     work_s = rows ÷ rows a second of one worker       desired workers = ⌈work_s ÷ seconds of work for each⌉
 
-Requests in flight count, too. The measure needs no live worker: lanes, statistics and the last speed outlive workers.
+Requests in flight count, too. No live worker is needed: lanes, statistics and speeds outlive workers.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from qinfer.queue.entries import BULK_LANES, Lane, LaneSize, bulk_lanes
 from qinfer.queue.lanes import Queue
 
 ASSUMED_ROW_S = 0.1
-"""The assumed time of a row, until a worker has executed one."""
+"""Used until a worker has executed a row."""
 
 _FIELDS = (stats.SUCCESS_COUNT, stats.CACHE_HIT_COUNT, stats.INFERENCE_COUNT, stats.JOB_ROWS_SCORED, stats.EXECUTION_NS)
 
 
 class LaneWork(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of one lane: waiting entries and those in flight (in a bulk lane, shards)."""
+    """Entries of one lane (in a bulk lane, shards), waiting and in flight."""
 
     lane: Lane
     entries: int
@@ -41,15 +41,12 @@ class VersionWork(msgspec.Struct, frozen=True, kw_only=True):
     """The work of a model version.
 
     Attributes:
-        lanes: Its online lanes, then its bulk lanes. Without a READY worker, the filled lanes of an earlier
-            configuration precede them: the next worker reads them.
-        requests: Entries of the online lanes.
-        rows: The estimated rows of those, plus `bulk_rows`; plus one while a worker has to complete the configuration.
-        bulk_rows: Remaining rows of this version's open jobs.
+        lanes: Online, then bulk lanes. Without a READY worker, the filled lanes of an earlier configuration precede
+            them: the next worker reads them.
+        rows: Estimated for the online lanes' `requests`, plus `bulk_rows`; plus one while a worker has to complete the
+            configuration.
         rows_per_s: The speed of one worker; 0 = unknown.
-        work_s: Seconds that one worker would need for `rows`.
         oldest_age_s: The greatest of the online lanes.
-        workers: The ids of the READY workers.
     """
 
     model: str
@@ -84,7 +81,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """The data of a version for `work_of`.
 
     Attributes:
-        counts: From its statistics: requests and rows executed, nanoseconds of execution.
+        counts: Requests and rows executed, nanoseconds of execution.
         is_pending: A worker must complete the model's configuration.
     """
 
@@ -102,7 +99,7 @@ async def read_work(
     *,
     model: str = "",
 ) -> tuple[VersionWork, ...]:
-    """Reads the work of all models that should be loaded, or of one `model` in any case."""
+    """Reads the work of loaded models, or of one `model`."""
     workers, desired = await asyncio.gather(store.workers(), store.desired())
     wanted = {name for name, wish in desired.items() if wish.load}
     if model:
@@ -110,7 +107,7 @@ async def read_work(
         desired = {} if wish is None else {model: msgspec.structs.replace(wish, load=True)}
     stored = await store.models(sorted(desired))
     jobs = await open_rows()
-    # The version of an open job may be kept by a pin only.
+    # only a pin may keep an open job's version
     pinned = {(job.model, job.version) for job in jobs if job.rows and job.model in stored}
     versions = sorted({*_versions(desired, stored, workers), *pinned})
     lanes = _lanes(versions, stored, jobs)
@@ -199,7 +196,7 @@ def _earlier_lanes(
     return found
 
 
-@lru_cache(maxsize=4096)  # configurations hardly change
+@lru_cache(maxsize=4096)
 def _online(config: str) -> tuple[str, ...]:
     try:
         return tuple(lane.name for lane in lanes_of(to_spec(from_json(config)), 1))
@@ -214,7 +211,6 @@ def _rows_per_request(counts: Mapping[str, int]) -> float:
 
 
 def _rows_per_s(ready: Sequence[WorkerRecord], model: str, version: int, seen: Seen) -> float:
-    """Returns the speed of one worker: measured live, else stored, else from totals."""
     measured = [rps for worker in ready if (rps := worker.speeds.get(model, {}).get(version, 0.0))]
     stored_rps = seen.speed.rps if seen.speed is not None else 0.0
     rps = sum(measured) / len(measured) if measured else stored_rps

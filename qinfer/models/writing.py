@@ -3,8 +3,8 @@
 Lanes come first, so that an admitted request has a queue; the configuration precedes the wish, so that a reader of the
 wish finds it. The next writer completes an interrupted write.
 
-Only a runtime can complete some configurations, such as those of Python models. They are stored as `pending`. A worker
-completes each content once: it stores the result under the content's key, then the model under a new generation.
+Only a runtime can complete some configurations, such as those of Python models: they are stored as `pending`, and a
+worker completes each content once.
 """
 
 import hashlib
@@ -40,16 +40,7 @@ async def write_model(
     anew: bool = False,
     min_workers: int = 1,
 ) -> Written:
-    """Stores a model, and the wish that it is loaded, where either has changed.
-
-    Args:
-        model: The model from the repository.
-        wish: Its present desired state.
-        store: The control store.
-        delivery: Where its lanes are made.
-        anew: Store it under a new generation in any case.
-        min_workers: The default for configurations that do not say.
-    """
+    """Stores a changed model and its wish, or any `anew`."""
     new = await _as_stored(model, store, min_workers)
     await ensure_lanes(new, delivery)
     written = await _store(new, wish, store, int(delivery.clock.now_s() * 1000), anew=anew)
@@ -61,7 +52,7 @@ async def write_model(
 
 
 async def ensure_lanes(stored: StoredModel, delivery: Queue) -> None:
-    """Makes the lanes of a model's versions, if its configuration is known."""
+    """Makes the lanes of a model's versions, if known."""
     if stored.pending or stored.error:
         return
     spec = to_spec(from_json(stored.config))
@@ -80,10 +71,10 @@ async def _as_stored(model: StoredModel, store: ControlStore, min_workers: int) 
 
 
 async def _store(new: StoredModel, wish: Desired | None, store: ControlStore, now_ms: int, *, anew: bool) -> Written:
-    """Stores a configuration under a new generation if it has changed.
+    """Of two writers, the slower finds its generation taken, and looks again.
 
-    A generation is at least the milliseconds since the epoch: a removed model that returns must not get a generation
-    that a worker still has loaded. Of two writers, the slower finds its generation taken, and looks again.
+    A generation is at least the milliseconds since the epoch: a removed model that returns must not get one that a
+    worker still has loaded.
     """
     for _ in range(_ATTEMPTS):
         current = await store.model(new.model)
@@ -97,12 +88,12 @@ async def _store(new: StoredModel, wish: Desired | None, store: ControlStore, no
 
 
 def has_same_content(one: StoredModel, other: StoredModel) -> bool:
-    """Tells whether two stored models differ only in their generation."""
+    """Tells whether two models differ only in generation."""
     return msgspec.structs.replace(one, generation=other.generation) == other
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """The result of a completion; after an error it is not tried again until the content changes."""
+    """The result of a completion; an error holds until the content changes."""
 
     config: str = ""
     error: str = ""
@@ -114,7 +105,7 @@ def completion_key(stored: StoredModel) -> str:
 
 
 def completed(stored: StoredModel, completion: Completion) -> StoredModel:
-    """Returns a pending model with the result of its completion."""
+    """Returns a pending model with its completion."""
     if completion.error:
         return msgspec.structs.replace(stored, pending="", config="", error=completion.error)
     try:
@@ -127,13 +118,13 @@ def completed(stored: StoredModel, completion: Completion) -> StoredModel:
 
 
 async def find_completion(stored: StoredModel, store: ControlStore) -> Completion | None:
-    """Returns the completion of a pending model, if any."""
+    """Returns a pending model's completion, if any."""
     text = await store.completion(completion_key(stored))
     return None if text is None else msgspec.json.decode(text, type=Completion)
 
 
 async def put_completion(stored: StoredModel, completion: Completion, store: ControlStore) -> None:
-    """Stores a completion, then the model under the next generation; several workers may do so at once."""
+    """Stores a completion, then the model; several workers may do so at once."""
     await store.put_completion(completion_key(stored), msgspec.json.encode(completion).decode())
     first = await find_completion(stored, store)  # the first result counts
     done = completed(stored, first or completion)

@@ -1,10 +1,8 @@
-"""Every metric that qinfer exposes: its name, kind, labels, help text, and scope.
+"""Every metric that qinfer exposes: its name, kind, labels (in alphabetical order), help text, and scope.
 
-A *cluster* metric is about the whole installation and comes from Redis: one scrape suffices. A *process* metric is
-about the answering gateway, named by the label `process`; Triton's have only Triton's labels. Metrics of bridges are
-cluster metrics, and each bridge also shows its own on its own port (`OF_BRIDGES`).
-
-The reference page is made of this module. Labels are in alphabetical order.
+A *cluster* metric is about the installation and comes from Redis: one scrape suffices. A *process* metric is about the
+answering gateway, named by the label `process`; Triton's have only Triton's labels. Each bridge also shows the metrics
+in `OF_BRIDGES` on its own port.
 """
 
 from enum import StrEnum
@@ -21,14 +19,7 @@ class MetricScope(StrEnum):
 
 
 class Info(NamedTuple):
-    """One metric.
-
-    Attributes:
-        name: Its name in Prometheus.
-        kind: `counter`, `gauge`, `histogram` or `summary`.
-        labels: The names of its labels, except `le` and `quantile`.
-        text: The text of `# HELP`.
-    """
+    """One metric; `labels` lack `le` and `quantile`, and `text` is its `# HELP`."""
 
     name: str
     kind: str
@@ -38,7 +29,7 @@ class Info(NamedTuple):
 
 
 ALL: list[Info] = []
-"""All metrics, in the order of this module."""
+"""In the order of this module."""
 
 _CLUSTER, _PROCESS, _BRIDGE = MetricScope.CLUSTER, MetricScope.PROCESS, MetricScope.BRIDGE
 _MODEL, _REASON, _LANE = ("model", "version"), ("model", "reason", "version"), ("lane", "model", "version")
@@ -487,7 +478,7 @@ OF_BRIDGES = tuple(
     for info in ALL
     if info.name.startswith("qinfer_bridge_")
 )
-"""The metrics that a bridge shows of itself."""
+"""A bridge shows these of itself."""
 BRIDGE_PROCESSES = _gauge("qinfer_bridge_processes", "Live bridges that serve a route.", _ROUTE)
 LABEL_QUEUED = _counter(
     "qinfer_labeling_queued_tasks_total", "Tasks of Label Studio that were stored for pushed predictions."

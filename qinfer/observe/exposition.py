@@ -1,7 +1,7 @@
 """Prometheus' text format, as Triton prints it, and OpenMetrics, which has exemplars.
 
-Triton's counters have no `_total`, its integers no `.0`, and `le` and `quantile` come last; a client library would
-differ. A counter whose name OpenMetrics can't have is `unknown` there.
+Triton's counters have no `_total`, its integers no `.0`, and `le` and `quantile` come last. A counter whose name
+OpenMetrics can't have is `unknown` there.
 """
 
 import math
@@ -19,7 +19,7 @@ _TRITONS = "nv_"
 
 
 class Sample(NamedTuple):
-    """One line; the exemplar stands for the requests of a bucket, in OpenMetrics only."""
+    """One line; only OpenMetrics shows the exemplar."""
 
     suffix: str
     labels: tuple[tuple[str, str], ...]
@@ -35,11 +35,11 @@ class Family:
         self.samples: list[Sample] = []
 
     def add(self, value: float, **labels: str) -> None:
-        """Adds a line with all labels of the metric."""
+        """Adds a line with all labels."""
         self.samples.append(Sample("", self._ordered(labels), value))
 
     def add_histogram(self, buckets: Iterable[tuple[float, int]], total: float, **labels: str) -> None:
-        """Adds the lines of a histogram from cumulative counts by ascending bounds."""
+        """Adds a histogram from cumulative counts by ascending bounds."""
         ordered, pairs = self._ordered(labels), list(buckets)
         self.samples += [Sample("_count", ordered, pairs[-1][1]), Sample("_sum", ordered, total)]
         self.samples += [Sample("_bucket", (*ordered, ("le", self._bound(bound))), count) for bound, count in pairs]
@@ -49,7 +49,7 @@ class Family:
         return _of_triton(value) if self.info.name.startswith(_TRITONS) else _own(value)
 
     def exemplify(self, exemplars: Mapping[int, Exemplar], buckets: int) -> None:
-        """Adds exemplars to buckets of the last histogram."""
+        """Adds exemplars to the last histogram."""
         first = len(self.samples) - buckets
         for number, exemplar in exemplars.items():
             self.samples[first + number] = self.samples[first + number]._replace(exemplar=exemplar)
@@ -71,7 +71,7 @@ class Family:
 
 
 def family(info: Info, samples: Iterable[tuple[float, Mapping[str, str]]]) -> Family:
-    """Returns a metric with a line for each value and its labels."""
+    """Returns a metric with a line for each value."""
     made = Family(info)
     for value, labels in samples:
         made.add(value, **labels)
@@ -79,12 +79,12 @@ def family(info: Info, samples: Iterable[tuple[float, Mapping[str, str]]]) -> Fa
 
 
 def by_model(info: Info, values: Mapping[tuple[str, int], float]) -> Family:
-    """Returns a metric with a line for each model version."""
+    """Returns a metric with a line for each version."""
     return family(info, ((value, labels_of(key)) for key, value in values.items()))
 
 
 def labels_of(key: tuple[str, int]) -> dict[str, str]:
-    """Returns the labels of a model version; version 0 = unknown."""
+    """Returns a version's labels; 0 = unknown."""
     return {"model": key[0], "version": str(key[1]) if key[1] else ""}
 
 
@@ -101,7 +101,7 @@ def render(shown: Iterable[Family]) -> bytes:
 
 
 def render_openmetrics(shown: Iterable[Family]) -> bytes:
-    """Returns the text of metrics as OpenMetrics, with exemplars."""
+    """Returns the text as OpenMetrics, with exemplars."""
     families = list(shown)
     names = {family.info.name for family in families}
     lines: list[str] = []

@@ -1,7 +1,6 @@
 """CPU, memory and GPU use of this machine and its processes.
 
-Linux reports CPU and memory under `/proc`. NVIDIA's management library (NVML) reports GPUs: `pynvml` comes with `pip
-install 'qinfer-ml[gpu]'`, and is imported if a worker has a GPU.
+GPUs are read by NVIDIA's management library (NVML): `pynvml`, of `qinfer-ml[gpu]`, is imported if a worker has a GPU.
 """
 
 import importlib
@@ -19,7 +18,7 @@ _TIMES = 8  # user, nice, system, idle, iowait, irq, softirq, steal; user and ni
 
 
 class HostUse(NamedTuple):
-    """CPU and memory use of a machine; `cpu` is the share of time since the last reading, 0 to 1."""
+    """`cpu` is the share of time since the last reading, 0 to 1."""
 
     cpu: float
     memory_total_bytes: int
@@ -27,13 +26,13 @@ class HostUse(NamedTuple):
 
 
 class HostMeter:
-    """Reads the CPU and memory use of this machine from `/proc`."""
+    """Reads this machine's CPU and memory use from `/proc`."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
         self._idle, self._total = 0, 0
         self._cpu = 0.0
-        self.read()  # the begin of the next reading's interval
+        self.read()
 
     def read(self) -> HostUse | None:
         """Returns the use; `None` outside of Linux. Blocks briefly."""
@@ -67,8 +66,8 @@ class ProcessUse(NamedTuple):
 
     Attributes:
         cpu_s: User and system time since they started.
-        memory_bytes: Resident memory; shared memory counts in each process.
-        open_fds: Open file descriptors of this process; 0 for another one, like their limit.
+        memory_bytes: Resident; shared memory counts in each process.
+        open_fds: Of this process; 0 for another one, like their limit.
     """
 
     cpu_s: float
@@ -92,7 +91,7 @@ class MemoryUse(msgspec.Struct, frozen=True, array_like=True):
 
 
 def added_up(uses: Iterable[MemoryUse]) -> tuple[MemoryUse, ...]:
-    """Returns the sum for each kind and number, in that order."""
+    """Returns the sum for each kind and number, sorted."""
     sums: dict[tuple[str, int], int] = {}
     for use in uses:
         sums[use.kind, use.number] = sums.get((use.kind, use.number), 0) + use.nbytes
@@ -100,7 +99,7 @@ def added_up(uses: Iterable[MemoryUse]) -> tuple[MemoryUse, ...]:
 
 
 def read_use(proc: Path = Path("/proc"), pid: int | None = None) -> ProcessUse | None:
-    """Returns the use of a process (default: this one) and its descendants; `None` outside of Linux. Blocks briefly."""
+    """Returns a process's use with descendants; `None` outside of Linux. Blocks briefly."""
     pid = os.getpid() if pid is None else pid
     own = _stat(proc, pid)
     if own is None:
@@ -111,7 +110,7 @@ def read_use(proc: Path = Path("/proc"), pid: int | None = None) -> ProcessUse |
 
 
 def _descriptors() -> tuple[int, int]:
-    """Returns this process's number of open files and its limit; without a free descriptor, the limit twice."""
+    """Without a free descriptor, returns the limit twice."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     try:
         return len(os.listdir("/proc/self/fd")) - 1, limit
@@ -152,7 +151,7 @@ class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         number: The worker's number of it, as in `gpu 0`.
         utilization: The share of the last moments in which it was busy.
-        energy_j: Energy since its driver was loaded.
+        energy_j: Since its driver was loaded.
     """
 
     number: int
@@ -168,8 +167,7 @@ class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
 class GpuMeter:
     """Reads the use of GPUs; blocking, for one thread.
 
-    Args:
-        gpus: CUDA's numbers in this process; a mapping has NVML's index or UUID of each.
+    `gpus` are CUDA's numbers in this process; a mapping has NVML's index or UUID of each.
     """
 
     def __init__(self, gpus: Collection[int]) -> None:
@@ -179,7 +177,7 @@ class GpuMeter:
         self._is_open = False
 
     def read(self) -> tuple[GpuUse, ...]:
-        """Returns the use of the GPUs; empty if NVML is not available."""
+        """Returns the use of the GPUs; empty without NVML."""
         if not self._is_open:
             self._is_open = True
             self._open()

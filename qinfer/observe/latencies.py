@@ -1,8 +1,7 @@
 """Triton's optional summaries of latencies, and its histogram of the time to the first response.
 
-Quantiles of workers don't add up. So workers count requests in buckets that grow by a tenth each, which add up like all
-statistics, and a gateway reads the quantiles from the sums, right to within `ERROR`. Quantiles of the last minute come
-from the growth since a scrape a minute ago.
+Quantiles of workers don't add up, so workers count requests in buckets that grow by a tenth each, and a gateway reads
+the quantiles from the sums, right to within `ERROR`. Quantiles of the last minute come from the growth since a scrape.
 """
 
 import math
@@ -15,29 +14,28 @@ if TYPE_CHECKING:  # pydantic is not in the environments that models bring
     from qinfer.core.settings_metrics import MetricsSettings
 
 GROWTH = 1.1
-"""The ratio of the upper bounds of adjacent buckets."""
+"""The ratio of adjacent upper bounds."""
 
 ERROR = (GROWTH - 1) / (GROWTH + 1)
-"""The largest relative error of a quantile."""
+"""Relative, of a quantile."""
 
 WINDOW_S = 60.0
-"""Quantiles cover this time, as in Triton."""
+"""As in Triton."""
 
 FIRST_RESPONSE_BUCKETS_MS = (100, 500, 2000, 5000)
-"""Triton's buckets."""
+"""As in Triton."""
 
 REQUEST, QUEUE, INPUT, INFER, OUTPUT = "request", "queue", "input", "infer", "output"
-"""The phases of a request that have a summary."""
+"""Phases of requests with a summary."""
 
 CACHE_HIT, CACHE_MISS = "cache_hit", "cache_miss"
-"""Uses of the response cache that have a summary."""
 
 SUMMARY = "summary:"
-"""Requests by latency: `summary:<which>:<number of the bucket>`; bucket n is up to `GROWTH` ** n microseconds."""
+"""`summary:<which>:<number of the bucket>`; bucket n is up to `GROWTH` ** n microseconds."""
 
 FIRST_RESPONSE = "first_response_ms"
 FIRST_RESPONSE_NS = "first_response_ns"
-"""The histogram, `first_response_ms:<upper bound>`, and its sum."""
+"""The sum beside `first_response_ms:<upper bound>`."""
 
 _BASE = math.log(GROWTH)
 _LEAST_SAMPLE_S = 5.0
@@ -46,7 +44,7 @@ _Key = tuple[str, int]
 
 
 def latency_tally(metrics: "MetricsSettings") -> "LatencyTally | None":
-    """Returns the tally for the summaries and the histogram; `None` if both are off."""
+    """Returns the tally; `None` if summaries and histogram are off."""
     if not metrics.summary_latencies and not metrics.histogram_latencies:
         return None
     return LatencyTally(summaries=metrics.summary_latencies, histogram=metrics.histogram_latencies)
@@ -61,7 +59,7 @@ class LatencyTally:
         self._deltas: defaultdict[str, int] = defaultdict(int)
 
     def executed(self, queue_ns: Sequence[int], input_ns: int, infer_ns: int, output_ns: int) -> None:
-        """Counts the requests of an execution; the arguments are those of `StatsTally.executed`."""
+        """Counts an execution as `StatsTally.executed` does."""
         deltas = self._deltas
         if self._summaries:
             batch_ns, count = input_ns + infer_ns + output_ns, len(queue_ns)
@@ -72,7 +70,7 @@ class LatencyTally:
                 deltas[f"{SUMMARY}{REQUEST}:{bucket_of(waited_ns + batch_ns)}"] += 1
 
     def first_responses(self, ns: Sequence[int]) -> None:
-        """Counts first responses by their times since enqueueing."""
+        """Counts first responses."""
         deltas = self._deltas
         if self._histogram:
             for first_ns in ns:
@@ -87,13 +85,13 @@ class LatencyTally:
 
 
 class SlidingWindow:
-    """The growth of the statistics in the last minute, by the scrapes of this process; at first, all counts."""
+    """The statistics' growth in the last minute, by this process's scrapes; at first, all counts."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, Mapping[_Key, _Counts]]] = deque()
 
     def move(self, now_s: float, statistics: Mapping[_Key, _Counts]) -> dict[_Key, dict[str, int]]:
-        """Adds current statistics; returns the summaries' counts within the window."""
+        """Adds statistics; returns the summaries' counts within the window."""
         now = {
             key: {name: count for name, count in fields.items() if name.startswith(SUMMARY)}
             for key, fields in statistics.items()
@@ -109,12 +107,12 @@ class SlidingWindow:
 
 
 def field_of(which: str, ns: int) -> str:
-    """Returns the field that counts a latency for a summary."""
+    """Returns a latency's field in a summary."""
     return f"{SUMMARY}{which}:{bucket_of(ns)}"
 
 
 def quantiles(fields: _Counts, which: str, wanted: Sequence[float]) -> dict[float, float]:
-    """Returns quantiles of a summary in microseconds, NaN without counts."""
+    """Returns quantiles in microseconds, NaN without counts."""
     prefix = f"{SUMMARY}{which}:"
     counts = sorted((int(name[len(prefix) :]), count) for name, count in fields.items() if name.startswith(prefix))
     total = sum(count for _, count in counts)
@@ -122,7 +120,7 @@ def quantiles(fields: _Counts, which: str, wanted: Sequence[float]) -> dict[floa
 
 
 def bucket_of(ns: int) -> int:
-    """Returns the number of a latency's bucket; a microsecond or less is in 0."""
+    """Returns a latency's bucket; 0 = at most a microsecond."""
     return math.ceil(math.log(ns / 1000) / _BASE) if ns > 1000 else 0
 
 
@@ -136,7 +134,7 @@ def _value_at(counts: Sequence[tuple[int, int]], rank: int) -> float:
 
 
 def _difference(fields: _Counts, base: _Counts) -> dict[str, int]:
-    """Returns the increase; everything, if the statistics were restarted meanwhile."""
+    """Returns everything if the statistics were restarted meanwhile."""
     if any(fields.get(name, 0) < count for name, count in base.items()):
         return dict(fields)
     return {name: count - base.get(name, 0) for name, count in fields.items()}

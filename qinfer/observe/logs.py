@@ -1,7 +1,7 @@
 """Logs: one JSON object per line on stderr, or text for people.
 
 `{"at": "2026-01-31T09:00:00.123Z", "level": "INFO", "logger": "…", "event": "…", "process": "gateway", …extra}`: the
-event is a short constant, and the record's `extra` has its data. Warnings have the same form.
+event is a short constant, and the record's `extra` has its data.
 
 The switches that clients set (`Switches`) apply to all lines, except verbose lines of libraries, which need level DEBUG
 at the start.
@@ -23,22 +23,18 @@ from qinfer.core.settings import LogSettings
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _OURS = ("qinfer", "qinfer_api", "qinfer_workers")
 ACCESS, AUDIT = "qinfer.access", "qinfer.audit"
-"""Loggers whose own settings enable them, at any level."""
+"""Their own settings enable these loggers, at any level."""
 MODELS = "qinfer.models.output"
-"""The logger of what models print and log themselves."""
+"""For lines of the models themselves."""
 EXCEPTION = "exception"
-"""The field of a traceback, perhaps of another process."""
+"""A traceback, perhaps of another process."""
 _ALWAYS = frozenset((ACCESS, AUDIT))
 
 
 def configure(log: LogSettings, process: str, stream: TextIO | None = None, *, unknown: Sequence[str] = ()) -> None:
-    """Sets up the process's logging; composition roots call it once.
+    """Sets up the process's logging once.
 
-    Args:
-        log: Level and format.
-        process: The program's name, in every line.
-        stream: The output; stderr by default.
-        unknown: Messages about unknown settings, which become warnings.
+    `process` is in every line; messages about `unknown` settings become warnings.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(process) if log.format == "json" else TextFormatter(process))
@@ -61,7 +57,7 @@ def configure(log: LogSettings, process: str, stream: TextIO | None = None, *, u
 
 
 def cannot_start(environ: Mapping[str, str], program: str, message: str) -> None:
-    """Reports why a program can't start, in JSON if `QINFER_LOG__FORMAT` says so."""
+    """Reports why a program can't start, perhaps in JSON."""
     if environ.get("QINFER_LOG__FORMAT", "").strip().lower() == "json":
         configure(LogSettings(format="json"), program)
         logging.getLogger(program).error("can't start", extra={"error": message})
@@ -70,7 +66,6 @@ def cannot_start(environ: Mapping[str, str], program: str, message: str) -> None
 
 
 def _catch_uncaught() -> None:
-    """Logs uncaught exceptions as JSON."""
     logger = logging.getLogger("qinfer")
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -108,7 +103,7 @@ class Switches(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, log: LogSettings) -> "Switches":
-        """Returns the switches that a process starts with."""
+        """Returns the switches at the start."""
         return cls(
             info=log.level in ("DEBUG", "INFO"),
             warning=log.level != "ERROR",
@@ -116,7 +111,7 @@ class Switches(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def allow(self, level: int) -> bool:
-        """Tells whether lines of a level of `logging` are logged."""
+        """Tells whether lines of a level are logged."""
         if level < logging.INFO:
             return self.verbose_level > 0
         if level < logging.WARNING:
@@ -125,7 +120,7 @@ class Switches(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def apply(switches: Switches) -> None:
-    """Applies the switches to the process's logging after `configure`."""
+    """Applies the switches after `configure`."""
     root = logging.getLogger()
     for handler in root.handlers:
         for board in handler.filters:
@@ -140,15 +135,12 @@ def apply(switches: Switches) -> None:
 
 
 class _Switchboard(logging.Filter):
-    """Passes the records that the switches allow."""
-
     def __init__(self, always: frozenset[str]) -> None:
         super().__init__()
         self._always = always
         self.switches: Switches | None = None
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Tells whether a line is logged."""
         return self.switches is None or record.name in self._always or self.switches.allow(record.levelno)
 
 
@@ -176,12 +168,12 @@ class JsonFormatter(logging.Formatter):
             line["stack"] = self.formatStack(record.stack_info)
         try:
             return self._encoder.encode(line).decode()
-        except (TypeError, ValueError, RecursionError):  # a value that can't be JSON must not cost the line
+        except (TypeError, ValueError, RecursionError):  # a value that is no JSON must not cost the line
             return self._encoder.encode({_utf8(key): _utf8(str(value)) for key, value in line.items()}).decode()
 
 
 class TextFormatter(logging.Formatter):
-    """Prints a record for people: time (with `iso8601` also the date), level, process, event, `key=value` pairs."""
+    """Prints a record for people: time, level, process, event, `key=value` pairs."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -189,7 +181,7 @@ class TextFormatter(logging.Formatter):
         self.iso8601 = False
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the record's line, with the traceback below it."""
+        """Returns the line, with the traceback below it."""
         extra = _extra(record)
         trace = self.formatException(record.exc_info) if record.exc_info else str(extra.get(EXCEPTION, ""))
         pairs = "".join(f" {key}={_one_line(str(value))}" for key, value in extra.items() if key != EXCEPTION)
@@ -210,26 +202,25 @@ def _extra(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _one_line(text: str) -> str:
-    """Returns a text without control characters, with which clients could forge lines."""
+    """Control characters would let clients forge lines."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def _utf8(text: str) -> str:
-    """Returns a text that can be encoded; names of files may have other bytes."""
+    """Names of files may have bytes that can't be encoded."""
     return text.encode(errors="backslashreplace").decode()
 
 
 EVERY_S = 60.0
-"""Seconds between two log lines of the same fence."""
+"""Between two lines of a fence."""
 
 
 class Fence:
-    """A context for observers, which logs their errors and continues after the `with`; each module has one.
+    """A context for observers, which logs an `Exception` and continues after the `with`; each module has one.
 
-    Only an `Exception` is caught. The first error is logged as `event`, then at most one each `EVERY_S`, with their
-    number.
+    The first error is logged as `event`, then at most one each `EVERY_S`, with their number.
     """
 
     __slots__ = ("_event", "_logger", "_next_s", "_untold")

@@ -1,8 +1,4 @@
-"""The content of `/metrics`: a gateway's own counts, and the shared store's data of workers and queues.
-
-A gateway counts its requests in plain integers (`stats.GatewayTally`); the shared store has all else (`Snapshot`).
-These are the two scopes of `catalogue`. `triton_metrics` has the series with Triton's names.
-"""
+"""The content of `/metrics`: counts of a gateway (`stats.GatewayTally`) and of the shared store (`Snapshot`)."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +20,7 @@ _Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """A live worker at its last heartbeat: requests in its batches, READY versions, leases renewed and lost."""
+    """A worker at its last heartbeat."""
 
     device: str
     executing: int
@@ -72,22 +68,16 @@ class Snapshot:
         ages_s: (model, version, lane) → the time that its oldest entry has been in the queue.
         rows: Rows to be executed.
         work_s: Seconds that one worker would need for them.
-        ready: Whether it accepts requests.
-        load_failed: Whether a worker failed to load its newest generation.
-        executing: Requests that instances execute.
         executing_s: Seconds of the longest execution under way.
         late: Executions under way that are late.
         direct: Requests in batchers that are in no lane, and steps of sequences that wait.
-        load_s: Seconds of the last load, in the slowest worker.
+        load_s: Of the last load, in the slowest worker.
         letters: Dead letters; version 0 = unknown yet.
-        sequences: Model → its sequences, by `open`, `waiting`, `handed_over` and `lost`.
+        sequences: Model → its sequences by state.
         jobs: State → bulk jobs.
         scaled: Direction → decisions of all autoscalers.
-        wanted_workers: Workers that the live autoscalers want.
         features: The metrics of features with their own counts, such as bridges.
         labeling: Model → unfinished labeling tasks.
-        host: Use of the gateway's machine.
-        use: Use of the gateway itself.
     """
 
     store_up: bool = True
@@ -117,7 +107,7 @@ class Snapshot:
     use: ProcessUse | None = None
 
     def of_process(self, process: str) -> Iterator[Family]:
-        """Yields the metrics of the gateway itself."""
+        """Yields the gateway's own metrics."""
         own = {"process": process}
         yield family(catalogue.STORE_UP, [(int(self.store_up), own)])
         if self.use is not None:
@@ -127,7 +117,7 @@ class Snapshot:
             yield family(catalogue.MAX_FDS, [(self.use.max_fds, own)])
 
     def collect(self) -> Iterator[Family]:
-        """Yields the metrics of the whole installation, except those with Triton's names."""
+        """Yields the installation's metrics with qinfer's names."""
         depth = {**self.depth, **self.shards}
         for info, of_lanes in ((catalogue.BACKLOG, depth), (catalogue.OLDEST_AGE, self.ages_s)):
             lines = [
@@ -155,7 +145,7 @@ class Snapshot:
         yield from self._of_labeling()
 
     def of_triton(self, wanted: triton_metrics.Wanted = triton_metrics.USUAL) -> Iterator[Family]:
-        """Yields the metrics of the installation with Triton's names."""
+        """Yields the installation's metrics with Triton's names."""
         waiting: dict[_Key, int] = {}
         for (model, version, _), depth in self.depth.items():
             waiting[model, version] = waiting.get((model, version), 0) + depth
@@ -193,7 +183,6 @@ class Snapshot:
             yield shown
 
     def _of_labeling(self) -> Iterator[Family]:
-        """Yields the metrics of labeling, for models that ever had tasks."""
         yield family(catalogue.LABEL_WAITING, ((tasks, {"model": model}) for model, tasks in self.labeling.items()))
         failed = Family(catalogue.LABEL_FAILED)
         of = {key: fields for key, fields in self.stats.items() if any(map(fields.get, stats.LABELING))}
@@ -206,7 +195,7 @@ class Snapshot:
 
 
 def scopes_of(text: str) -> frozenset[MetricScope]:
-    """Returns the scopes of `?scope=` (empty = both), or raises `InvalidRequest`."""
+    """Returns the scopes of `?scope=` (empty = both)."""
     if not text:
         return frozenset((MetricScope.CLUSTER, MetricScope.PROCESS))
     if text not in (MetricScope.CLUSTER, MetricScope.PROCESS):
@@ -222,7 +211,7 @@ def shown_metrics(
     *,
     more: Iterable[Family] = (),
 ) -> list[Family]:
-    """Returns the present metrics of `GET /metrics`, Triton's names last, for any thread."""
+    """Returns the metrics, Triton's names last, for any thread."""
     shown, tritons = list[Family](), list[Family]()
     if MetricScope.PROCESS in scopes:
         shown += [*_of_gateway(tally), *more, *snapshot.of_process(tally.process)]

@@ -23,7 +23,7 @@ class ModelSeries(msgspec.Struct, frozen=True, array_like=True):
         kind: `COUNTER`, `GAUGE` or `HISTOGRAM`.
         text: The metric's help.
         labels: Names and values, by name.
-        bounds: Upper bounds of a histogram's buckets, without the infinite one.
+        bounds: Finite upper bounds of a histogram's buckets.
         values: A counter's value; a gauge's, and its time (seconds since the epoch, 0 = never set); a histogram's
             counts, and their sum.
     """
@@ -37,10 +37,10 @@ class ModelSeries(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelFamily(Family):
-    """One custom metric, printed as by Triton's C++ client library: whole numbers without `.0`."""
+    """A custom metric, printed as by Triton's C++ client library."""
 
     def number(self, value: float) -> str:
-        """Returns a value as it is shown."""
+        """Returns a value as shown."""
         return str(int(value)) if float(value).is_integer() else str(value)
 
     def show(self, one: ModelSeries) -> None:
@@ -58,7 +58,7 @@ class ModelFamily(Family):
 
 
 def merged(series: Iterable[ModelSeries]) -> list[ModelSeries]:
-    """Merges series with equal names and labels; of two kinds with one name, the first is kept."""
+    """Merges equal series; of two kinds with one name, the first is kept."""
     kinds: dict[str, tuple[str, str]] = {}
     found: dict[tuple[str, tuple[tuple[str, str], ...]], ModelSeries] = {}
     for one in series:
@@ -73,12 +73,12 @@ def merged(series: Iterable[ModelSeries]) -> list[ModelSeries]:
 
 
 def record_of(series: Iterable[ModelSeries]) -> bytes:
-    """Returns the record of the series of a worker's models."""
+    """Returns the record of a worker's series."""
     return msgspec.msgpack.encode(merged(series))
 
 
 def series_of(records: Iterable[bytes | None]) -> list[ModelSeries]:
-    """Returns the series of the readable records, which those of a newer worker may not be."""
+    """Returns series, except of newer workers' unreadable records."""
     found: list[ModelSeries] = []
     for record in records:
         with suppress(msgspec.DecodeError, UnicodeDecodeError):
@@ -87,7 +87,7 @@ def series_of(records: Iterable[bytes | None]) -> list[ModelSeries]:
 
 
 def families(series: Iterable[ModelSeries]) -> list[Family]:
-    """Returns the merged metrics of models, without names of qinfer's own."""
+    """Returns the merged metrics, without names of qinfer's own."""
     own = {info.name for info in catalogue.ALL}
     found: dict[str, ModelFamily] = {}
     for one in merged(series):

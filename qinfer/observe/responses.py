@@ -1,6 +1,6 @@
 """The responses of decoupled models by their index: ends and times (reference §1.13).
 
-They are fields of the statistics: `response:<index>:<what>` and `response_ns:<index>:<what>`.
+Fields of the statistics: `response:<index>:<what>` and `response_ns:<index>:<what>`.
 """
 
 from collections import defaultdict
@@ -11,14 +11,14 @@ from qinfer.core.messages import Response
 from qinfer.errors import ErrorCode
 
 MOST_INDEXES = 1000
-"""Later responses are not counted one by one: a stream may have millions."""
+"""Later ones are not counted one by one: a stream may have millions."""
 
 _COUNT, _NS = "response:", "response_ns:"
 _INFER, _OUTPUT = "compute_infer", "compute_output"
 
 
 class ResponseEnd(StrEnum):
-    """The end of a response: with outputs, with an error, empty (only the final flag), or cancelled."""
+    """`empty` has only the final flag."""
 
     SUCCESS = "success"
     FAIL = "fail"
@@ -27,7 +27,7 @@ class ResponseEnd(StrEnum):
 
 
 FIELDS = (_INFER, _OUTPUT, *ResponseEnd)
-"""The figures of each index in Triton's statistics: a count and nanoseconds each."""
+"""Triton's names, each with a count and nanoseconds."""
 
 
 def end_of(response: Response) -> ResponseEnd:
@@ -39,13 +39,13 @@ def end_of(response: Response) -> ResponseEnd:
 
 
 class ResponseTally:
-    """Adds up the responses of one model version in one worker; not thread-safe."""
+    """Adds up one worker's responses of a model version; not thread-safe."""
 
     def __init__(self) -> None:
         self._deltas: defaultdict[str, int] = defaultdict(int)
 
     def responded(self, index: int, end: ResponseEnd, infer_ns: int) -> None:
-        """Counts a response, `infer_ns` after the previous one or the start of the execution."""
+        """Counts a response, `infer_ns` after the previous one."""
         if index >= MOST_INDEXES:
             return
         self._add(index, end, infer_ns)
@@ -54,7 +54,7 @@ class ResponseTally:
             self._add(index, _OUTPUT, 0)
 
     def drain(self) -> dict[str, int]:
-        """Returns the counts since the last drain, without zeros."""
+        """Returns the counts since the last drain."""
         deltas = {field: value for field, value in self._deltas.items() if value}
         self._deltas.clear()
         return deltas
@@ -65,7 +65,7 @@ class ResponseTally:
 
 
 def responses(stats: Mapping[str, int]) -> dict[int, dict[str, tuple[int, int]]]:
-    """Returns index → (count, nanoseconds) of each of `FIELDS`, from statistics."""
+    """Returns index → (count, nanoseconds) by `FIELDS`."""
     indexes = sorted({int(field.split(":")[1]) for field in stats if field.startswith(_COUNT)})
     return {
         index: {

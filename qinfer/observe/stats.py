@@ -28,9 +28,9 @@ _QUEUE_BUCKETS_NS = tuple(round(bound_s * 1e9) for bound_s in QUEUE_BUCKETS_S)
 FILL_BUCKETS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
 QUEUE, EXECUTION, BATCH = "queue", "execution", "batch"
-"""The histograms: wait in queue (seconds), execution of a batch (seconds), rows of a batch."""
+"""Histograms: seconds in the queue, seconds of a batch, rows of a batch."""
 ASSEMBLE, PUBLISH, FILL = "assemble", "publish", "fill"
-"""Assembling a batch (seconds), publishing its answers (seconds), its rows ÷ the largest batch."""
+"""Histograms: seconds, seconds, rows ÷ the largest batch."""
 BOUNDS: Mapping[str, Sequence[float]] = {
     QUEUE: QUEUE_BUCKETS_S,
     EXECUTION: EXECUTION_BUCKETS_S,
@@ -40,60 +40,60 @@ BOUNDS: Mapping[str, Sequence[float]] = {
     FILL: FILL_BUCKETS,
     FIRST_RESPONSE: FIRST_RESPONSE_BUCKETS_MS,
 }
-"""Histogram → its finite upper bounds."""
+"""Histogram → finite upper bounds."""
 
 SUCCESS_COUNT = "success_count"
 SUCCESS_NS = "success_ns"
-"""From enqueueing to the outputs, over all requests answered with outputs."""
+"""From enqueueing, over all requests answered with outputs."""
 FAIL_NS = "fail_ns"
-"""From enqueueing to the failure, over all failed requests."""
+"""From enqueueing, over all failed requests."""
 LAST_INFERENCE_MS = "last_inference_ms"
-"""The start of the last execution: milliseconds since the epoch, in the broker's time."""
+"""The start, since the epoch in the broker's time."""
 LATEST = frozenset((LAST_INFERENCE_MS,))
-"""The fields that keep the greatest value, instead of a sum."""
+"""Fields that keep the greatest value."""
 INFERENCE_COUNT = "inference_count"
-"""Rows executed: Triton's inference count."""
+"""Rows executed, as in Triton."""
 EXECUTION_COUNT = "execution_count"
 EXECUTION_NS = "execution_ns"
-"""Nanoseconds of batches, each counted once."""
+"""Each batch counts once."""
 QUEUE_NS, INPUT_NS, INFER_NS, OUTPUT_NS = "queue_ns", "input_ns", "infer_ns", "output_ns"
-"""Over all requests; each has its whole batch's, as in Triton (reference §1.13)."""
+"""Each request has its whole batch's, as in Triton (reference §1.13)."""
 PUBLISH_NS = "publish_ns"
 FILL_PERMILLE = "fill_permille"
-"""Thousandths of the largest batch, over all batches in the histogram."""
+"""Of the largest batch, over all batches in the histogram."""
 ROWS_DONE, ROWS_FAILED = "job_rows_done", "job_rows_failed"
-"""Rows of bulk jobs in settled shards, with an output and without."""
+"""Rows of bulk jobs in settled shards."""
 PUT_OFF = "job_put_off:"
-"""Postponed tries of bulk jobs' shards, commits, plans and finishes: `job_put_off:<error code>`."""
+"""Postponed tries of shards, commits, plans and finishes: `job_put_off:<error code>`."""
 JOB_ROWS_SCORED, JOB_SCORING_NS = "job_rows_scored", "job_scoring_ns"
-"""Executed rows of bulk jobs, and the time in which workers scored them, waits included, once for each worker."""
+"""The time includes waits, and counts once for each worker."""
 CACHE_HIT_COUNT, CACHE_HIT_NS = "cache_hit_count", "cache_hit_ns"
-"""Requests answered from the response cache, which also count as answered with outputs."""
+"""These requests also count as answered with outputs."""
 CACHE_MISS_COUNT, CACHE_MISS_NS = "cache_miss_count", "cache_miss_ns"
-"""Failed look-ups in the response cache; the time includes storing."""
+"""The time includes storing."""
 REDELIVERIES = "redeliveries"
 RETRIES = "retries"
 DEAD_LETTERS = "dead_letters"
 FAILURES = "failures:"
-"""Requests that failed in a worker: `failures:<error code>`."""
+"""In a worker: `failures:<error code>`."""
 REFUSALS = "refusals:"
-"""Requests that a gateway ended: refused, past their deadline, or cancelled: `refusals:<error code>`."""
+"""In a gateway, missed deadlines and cancellations included: `refusals:<error code>`."""
 LABEL_QUEUED, LABEL_PUSHED, LABEL_RETRIES = "label_queued", "label_pushed", "label_retries"
-"""Labeling tasks for pushed predictions: stored, pushed, and failed pushes that are tried again."""
+"""Tasks stored and pushed, and pushes that are tried again."""
 LABEL_FAILED = "label_failed:"
-"""Failed labeling tasks, by `LabelFailure`."""
+"""By `LabelFailure`."""
 BATCH_COUNT, BATCH_INPUT_NS, BATCH_INFER_NS, BATCH_OUTPUT_NS = (
     "batch_count:",
     "batch_input_ns:",
     "batch_infer_ns:",
     "batch_output_ns:",
 )
-"""Executions by batch size, and their times: `batch_count:<rows>`, …"""
+"""By batch size: `batch_count:<rows>`, …"""
 
 
 LOAD_FAILURES = "load_failures"
 OVERDUE = "overdue"
-"""Executions, loads and warm-ups that exceeded their limit and were ended."""
+"""Executions, loads and warm-ups ended at their limit."""
 BY_CALLERS = frozenset(
     (
         ErrorCode.INVALID_REQUEST,
@@ -114,11 +114,11 @@ BY_CALLERS = frozenset(
         ErrorCode.STORE_REFUSED,
     )
 )
-"""Failures that are the caller's fault, and count for no objective."""
+"""These failures count for no objective."""
 
 
 class LabelFailure(StrEnum):
-    """The reason of a failed labeling task: no request, no prediction, or Label Studio refused it or failed."""
+    """Why a labeling task failed."""
 
     NOT_QUEUED = "not_queued"
     NOT_PREDICTED = "not_predicted"
@@ -130,7 +130,7 @@ LABELING = (LABEL_QUEUED, LABEL_PUSHED, LABEL_RETRIES, *(LABEL_FAILED + reason f
 
 
 class BatchTotals(NamedTuple):
-    """Executions of one batch size, each counted once."""
+    """Executions of one batch size."""
 
     rows: int
     executions: int
@@ -140,12 +140,9 @@ class BatchTotals(NamedTuple):
 
 
 class StatsTally:
-    """Adds up the statistics of one model version in one worker; not thread-safe.
+    """Adds up one worker's statistics of a model version; not thread-safe.
 
-    Attributes:
-        max_rows: The model's largest batch; 0 = unknown.
-        latencies: Counts latencies more finely, if enabled.
-        is_streamed: The model is decoupled: `first_response` counts its first responses.
+    `is_streamed`: the model is decoupled, and `first_response` counts its first responses.
     """
 
     def __init__(self) -> None:
@@ -169,13 +166,8 @@ class StatsTally:
     ) -> None:
         """Counts one execution that answered its requests with outputs.
 
-        Args:
-            rows: Rows of all requests.
-            queue_ns: The wait of each answered request, less `input_ns`.
-            input_ns: The time to make the inputs.
-            infer_ns: From the inputs to the end of the model's execution.
-            output_ns: From then to the outputs.
-            begin_s: The start in the broker's time; 0 = unknown.
+        `queue_ns` has the wait of each answered request, less `input_ns`. The phases make the inputs, execute the
+        model, and make the outputs. `begin_s` is in the broker's time; 0 = unknown.
         """
         deltas, batch_ns = self._deltas, input_ns + infer_ns + output_ns
         requests, waited_ns = len(queue_ns), sum(queue_ns)
@@ -208,11 +200,11 @@ class StatsTally:
         self._last_s = max(self._last_s, begin_s)
 
     def lasted_longer(self, ns: int) -> None:
-        """Adds the time of an ensemble's request besides its steps; negative where steps ran in parallel."""
+        """Adds an ensemble's time besides its steps; negative where steps ran in parallel."""
         self._deltas[SUCCESS_NS] += ns
 
     def first_response(self, ns: int) -> None:
-        """Counts the first response of a stream, `ns` after its request was enqueued."""
+        """Counts a stream's first response, `ns` after enqueueing."""
         if self.latencies is not None:
             self.latencies.first_responses([ns])
 
@@ -229,7 +221,7 @@ class StatsTally:
         self._deltas[DEAD_LETTERS] += 1
 
     def failed(self, reason: str, count: int = 1) -> None:
-        """Counts requests that failed in the worker, by `ErrorCode` value."""
+        """Counts requests that failed in the worker."""
         self._deltas[FAILURES + reason] += count
 
     def spent_failing(self, ns: int) -> None:
@@ -237,7 +229,7 @@ class StatsTally:
         self._deltas[FAIL_NS] += ns
 
     def drain(self) -> dict[str, int]:
-        """Returns the counts since the last drain, without zeros."""
+        """Returns the counts since the last drain."""
         sizes = self._drain_sizes()
         deltas = {name: value for name, value in self._deltas.items() if value}
         self._deltas.clear()
@@ -268,7 +260,7 @@ class StatsTally:
 
 
 class ModelCounts:
-    """Adds up counts of several model versions; not thread-safe."""
+    """Adds up counts by model version; not thread-safe."""
 
     def __init__(self) -> None:
         self._deltas: defaultdict[tuple[str, int], defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -282,30 +274,30 @@ class ModelCounts:
         add(self._deltas[model, version], deltas)
 
     def drain(self) -> dict[tuple[str, int], dict[str, int]]:
-        """Returns the counts since the last drain, by model and version."""
+        """Returns the counts since the last drain."""
         drained = {key: dict(deltas) for key, deltas in self._deltas.items()}
         self._deltas.clear()
         return drained
 
 
 class RefusalTally(ModelCounts):
-    """Adds up the requests that one gateway ended, on its event loop."""
+    """Adds up the requests that one gateway ended."""
 
     def refused(self, model: str, version: int, reason: str, seconds: float) -> None:
-        """Counts a request that no worker counts, by its `ErrorCode` value."""
+        """Counts a request that no worker counts."""
         self.add(model, version, REFUSALS + reason)
         self.add(model, version, FAIL_NS, int(seconds * 1e9))
 
 
 class Objective(NamedTuple):
-    """The objective of a model version: the share `target` of its requests should succeed within `latency_s`."""
+    """The share `target` of the requests should succeed within `latency_s`."""
 
     latency_s: float
     target: float
 
 
 class Exemplar(NamedTuple):
-    """A traced request that stands for its bucket: an observed value, and its time since the epoch."""
+    """A traced request that stands for its bucket; the time is since the epoch."""
 
     trace_id: str
     value: float
@@ -316,8 +308,7 @@ class Durations:
     """One series of the duration histogram.
 
     Attributes:
-        within_s: The objective's latency.
-        late: Requests that were answered later.
+        within_s: The objective's latency, exceeded by `late` requests.
         exemplars: Bucket → its last traced request.
     """
 
@@ -336,7 +327,6 @@ class GatewayTally:
 
     Attributes:
         in_flight: Returns the number of unanswered requests; the gateway sets it.
-        refusals: This gateway's part of the models' statistics.
         failures: (model, version, reason) → failed requests.
     """
 
@@ -355,7 +345,7 @@ class GatewayTally:
             self._series(key).within_s = objective.latency_s
 
     def answered(self, model: str, version: int, seconds: float) -> None:
-        """Counts a request answered with outputs, `seconds` after it was received."""
+        """Counts a request with outputs."""
         series = self.durations.get((model, version)) or self._series((model, version))
         series.counts[bisect_left(QUEUE_BUCKETS_S, seconds)] += 1
         series.total_s += seconds
@@ -363,7 +353,7 @@ class GatewayTally:
             series.late += 1
 
     def traced(self, model: str, version: int, seconds: float, trace_id: str) -> None:
-        """Records the trace of a request that `answered` counts."""
+        """Records the trace of a request with outputs."""
         exemplar = Exemplar(trace_id, seconds, time.time())
         self._series((model, version)).exemplars[bisect_left(QUEUE_BUCKETS_S, seconds)] = exemplar
 
@@ -373,15 +363,12 @@ class GatewayTally:
         return any(series.exemplars for series in self.durations.values())
 
     def failed(self, model: str, version: int, reason: str) -> None:
-        """Counts a request answered with an error, by `ErrorCode` value.
-
-        Unknown models share one series (`Catalog.named`), so that clients can't make series of invented names.
-        """
+        """Counts a failed request; unknown models share one series."""
         key = (model, version, reason)
         self.failures[key] = self.failures.get(key, 0) + 1
 
     def ended(self, model: str, version: int, reason: str, started_s: float | None = None) -> None:
-        """Counts a request that this gateway ended itself; `started_s` is monotonic, `None` = unknown."""
+        """Counts a request that this gateway ended; `started_s` is monotonic."""
         seconds = 0.0 if started_s is None else time.monotonic() - started_s
         self.refusals.refused(model, version, reason, seconds)
 
@@ -394,7 +381,7 @@ class GatewayTally:
 
 
 class PublishTally(ModelCounts):
-    """Adds up the time of publishing in one worker, on its event loop."""
+    """Adds up one worker's time of publishing."""
 
     def published(self, model: str, version: int, ns: int) -> None:
         """Counts the answers of a batch."""
@@ -404,25 +391,25 @@ class PublishTally(ModelCounts):
 
 
 def add(totals: MutableMapping[str, int], deltas: Mapping[str, int]) -> None:
-    """Adds deltas to totals: sums, and the latest of instants."""
+    """Adds deltas to totals; instants keep the latest."""
     for name, value in deltas.items():
         so_far = totals.get(name, 0)
         totals[name] = max(so_far, value) if name in LATEST else so_far + value
 
 
 def failure_count(stats: Mapping[str, int]) -> int:
-    """Returns the number of failed requests, from statistics."""
+    """Returns the number of failed requests."""
     return sum(count for field, count in stats.items() if field.startswith((FAILURES, REFUSALS)))
 
 
 def batches(stats: Mapping[str, int]) -> list[BatchTotals]:
-    """Returns the executions by batch size, ascending, from statistics."""
+    """Returns the executions by batch size, ascending."""
     sizes = sorted(int(field[len(BATCH_COUNT) :]) for field in stats if field.startswith(BATCH_COUNT))
     return [BatchTotals(rows, *(stats.get(f"{name}{rows}", 0) for name in _BATCH_FIELDS)) for rows in sizes]
 
 
 def buckets(stats: Mapping[str, int], histogram: str) -> list[tuple[float, int]]:
-    """Returns a histogram's (upper bound, cumulative count) pairs, from statistics."""
+    """Returns a histogram's (upper bound, cumulative count) pairs."""
     counts = dict.fromkeys([*map(float, BOUNDS[histogram]), float("inf")], 0)
     prefix = f"{histogram}:"
     for field, count in stats.items():
@@ -434,7 +421,7 @@ def buckets(stats: Mapping[str, int], histogram: str) -> list[tuple[float, int]]
 
 
 def bucket_fields(histogram: str, bounds: Sequence[float]) -> list[str]:
-    """Returns the fields of a histogram's buckets, ascending, the infinite one last."""
+    """Returns a histogram's fields, ascending, the infinite one last."""
     return [f"{histogram}:{bound:g}" for bound in (*bounds, float("inf"))]
 
 

@@ -1,7 +1,6 @@
 """Counts of one gateway by tenant, if enabled.
 
-The first tenants have their own series until the gateway restarts; all others share one (`OTHERS`), which bounds the
-number of series.
+The first tenants have their own series until the gateway restarts; all others share one, which bounds their number.
 """
 
 from bisect import bisect_left
@@ -14,11 +13,11 @@ from qinfer.observe.exposition import Family, family
 from qinfer.observe.stats import QUEUE_BUCKETS_S, Durations
 
 OTHERS = "(others)"
-"""The label of the tenants without their own series."""
+"""Tenants without their own series."""
 
 
 class TenantTally:
-    """Counts the requests of one gateway by tenant, on its event loop; `in_flight` returns unanswered ones."""
+    """Counts one gateway's requests by tenant; `in_flight` returns unanswered ones."""
 
     def __init__(self, most: int, process: str = "") -> None:
         self._most = most
@@ -30,7 +29,7 @@ class TenantTally:
         self._durations: dict[str, Durations] = {}
 
     def answered(self, tenant: str, model: str, seconds: float) -> None:
-        """Counts a request that was answered with outputs, `seconds` after it was received."""
+        """Counts a request with outputs."""
         name = self._name(tenant)
         self._requests[name, model] += 1
         series = self._durations.get(name)
@@ -40,11 +39,11 @@ class TenantTally:
         series.total_s += seconds
 
     def accepted(self, tenant: str, model: str) -> None:
-        """Counts a request that was stored for later execution."""
+        """Counts a request stored for later execution."""
         self._requests[self._name(tenant), model] += 1
 
     def failed(self, tenant: str, model: str, reason: str) -> None:
-        """Counts a request that was answered with an error, by `ErrorCode` value; unknown models have no name."""
+        """Counts a failed request; unknown models have no name."""
         name = self._name(tenant)
         self._requests[name, model] += 1
         self._failures[name, reason] += 1
@@ -74,9 +73,7 @@ class TenantTally:
     def of_shares(self, shares: Iterable[tuple[Mapping[str, str], Sequence[str], int, float]]) -> Iterator[Family]:
         """Yields the metrics of the tenants' shares of lanes.
 
-        Args:
-            shares: The labels of a lane, a share's tenants, its entries, and its part of the lane. A share of several
-                tenants counts for `OTHERS`.
+        `shares`: labels of a lane, a share's tenants (several count for `OTHERS`), its entries, its part of the lane.
         """
         backlog: dict[tuple[tuple[str, str], ...], float] = {}
         parts: dict[tuple[tuple[str, str], ...], float] = {}

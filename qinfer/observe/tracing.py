@@ -1,8 +1,8 @@
 """OpenTelemetry traces behind a small port; only this module imports `opentelemetry`, once traces are enabled.
 
-The standard environment variables enable traces (`is_wanted`); the SDK itself reads the others. A trace context travels
-as a string: a W3C `traceparent`, then after a blank its `tracestate`, if any. Instants are the broker's, so that the
-spans of several machines fit together.
+The standard environment variables enable traces (`is_wanted`); the SDK reads the others. A trace context is a string: a
+W3C `traceparent`, then after a blank its `tracestate`, if any. Instants are the broker's, so that
+spans of several machines fit.
 """
 
 import threading
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
 GATEWAY, WORKER = "qinfer-gateway", "qinfer-worker"
-"""The names of the services; `OTEL_SERVICE_NAME` takes precedence."""
+"""Names of services; `OTEL_SERVICE_NAME` takes precedence."""
 
 MODEL, VERSION, REQUEST_ID, JOB_ID, BATCH_ID, BATCH_SIZE, ATTEMPT, TENANT, ERROR = (
     "qinfer.model",
@@ -34,7 +34,6 @@ MODEL, VERSION, REQUEST_ID, JOB_ID, BATCH_ID, BATCH_SIZE, ATTEMPT, TENANT, ERROR
 )
 HTTP_METHOD, HTTP_STATUS = "http.request.method", "http.response.status_code"
 RPC_SYSTEM, RPC_SERVICE, RPC_METHOD, RPC_STATUS = "rpc.system", "rpc.service", "rpc.method", "rpc.grpc.status_code"
-"""OpenTelemetry's attributes of server spans."""
 MESSAGING_SYSTEM, DESTINATION, OPERATION, MESSAGE_ID, MESSAGE_COUNT = (
     "messaging.system",
     "messaging.destination.name",
@@ -42,10 +41,10 @@ MESSAGING_SYSTEM, DESTINATION, OPERATION, MESSAGE_ID, MESSAGE_COUNT = (
     "messaging.message.id",
     "messaging.batch.message_count",
 )
-"""OpenTelemetry's attributes of queue spans; the destination is a lane."""
+"""The destination is a lane."""
 
 CLOSE_S = 3.0
-"""The time that an ending process waits for the export of its last spans."""
+"""For the export of the last spans at the end."""
 
 Attributes = Mapping[str, str | int]
 _SWITCHES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_TRACES_EXPORTER")
@@ -65,33 +64,29 @@ def is_wanted(environ: Mapping[str, str]) -> bool:
 
 
 def is_sampled(trace: str) -> bool:
-    """Tells whether the trace of a valid `traceparent` is recorded."""
+    """Tells whether a valid `traceparent`'s trace is recorded."""
     return len(trace) >= _LENGTH and trace[2] == "-" and trace[52] == "-" and trace[54] in "13579bdf"
 
 
 def context_text(parent: str | None, state: str | None) -> str:
-    """Returns a client's `traceparent` and `tracestate` as one text."""
+    """Returns `traceparent` and `tracestate` as one text."""
     if not parent or not state or len(state) > _MOST_STATE or not state.isascii():
         return parent or ""
     return f"{parent} {state}"
 
 
 def of_tenant(tenant: str) -> dict[str, str | int]:
-    """Returns the attribute of a request's tenant, if it has one."""
+    """Returns the attribute of a tenant, if any."""
     return {TENANT: tenant} if tenant else {}
 
 
 def of_lane(model: str, version: int, lane: str, operation: str) -> dict[str, str | int]:
-    """Returns the attributes of entries sent to a lane (`send`), or taken from it (`receive`, `process`)."""
+    """Returns the attributes of entries that a lane gets or gives (`send`, `receive`, `process`)."""
     return {MESSAGING_SYSTEM: "redis", DESTINATION: f"{model}/{version}/{lane}", OPERATION: operation}
 
 
 def open_tracer(environ: Mapping[str, str], service: str, instance: str = "") -> "Tracer | None":
-    """Returns the tracer; `None` without an import if tracing is off.
-
-    Raises:
-        SettingsError: The packages are missing, or a variable has an unsupported value.
-    """
+    """Returns the tracer; `None` without an import if tracing is off. Raises `SettingsError`."""
     if not is_wanted(environ):
         return None
     try:
@@ -109,14 +104,14 @@ def open_tracer(environ: Mapping[str, str], service: str, instance: str = "") ->
 
     try:
         return Tracer(_processors(environ), Resource.create(attributes))
-    except ValueError as error:  # the SDK's own text, mostly with the variable
+    except ValueError as error:
         raise SettingsError(
             f"a variable of OpenTelemetry (OTEL_…) can't be used: {error}; correct it, or set OTEL_SDK_DISABLED=true"
         ) from None
 
 
 class Span:
-    """A span that has begun; `trace` is the context of its children."""
+    """A span; `trace` is the context of its children."""
 
     __slots__ = ("_span", "trace")
 
@@ -130,7 +125,7 @@ class Span:
         return self._span.is_recording()
 
     def end(self, end_s: float, attributes: Attributes, error: tuple[str, str] | None = None) -> None:
-        """Ends the span, perhaps with an error's code and text; further calls have no effect."""
+        """Ends the span, perhaps with an error; once."""
         span = self._span
         if span.is_recording():
             span.set_attributes(attributes)
@@ -143,7 +138,7 @@ class Span:
 
 
 class Tracer:
-    """Makes the spans of one process; `close` shuts the processors down."""
+    """Makes the spans of one process."""
 
     def __init__(self, processors: "Sequence[SpanProcessor]", resource: "Resource | None" = None) -> None:
         from opentelemetry import trace
@@ -163,10 +158,7 @@ class Tracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def start(self, name: str, parent: str, begin_s: float, links: Sequence[str] = ()) -> Span:
-        """Begins a span, which is recorded if the sampler chooses it.
-
-        `parent` and `links` are `traceparent`s; without a valid parent, the span has a trace of its own.
-        """
+        """Begins a span; without a valid `parent`, it has a trace of its own."""
         trace = self._api
         others = [context for link in links if (context := self._context(link)).is_valid]
         span = self._tracer.start_span(
@@ -182,7 +174,7 @@ class Tracer:
         return Span(span, context_text(text, context.trace_state.to_header()))
 
     def close(self) -> None:
-        """Exports the remaining spans, within `CLOSE_S`; blocks."""
+        """Exports the remaining spans within `CLOSE_S`; blocks."""
         ending = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         ending.start()
         ending.join(CLOSE_S)
@@ -194,7 +186,6 @@ class Tracer:
 
 
 def _processors(environ: Mapping[str, str]) -> "list[SpanProcessor]":
-    """Creates the exporters that `OTEL_TRACES_EXPORTER` lists: `otlp` by default."""
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
 
     processors: list[SpanProcessor] = []

@@ -1,7 +1,6 @@
 """Triton's metrics: its names, labels and texts (reference §4), from the same numbers as qinfer's own.
 
-They come from the shared store, so that they only grow, and every gateway shows the same ones; CPU and memory are those
-of the answering gateway's machine.
+They are the shared store's, so that every gateway shows the same ones; CPU and memory are the answering machine's.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -19,7 +18,7 @@ Key = tuple[str, int]
 
 
 class Reason(StrEnum):
-    """The reason of a failure, as Triton classifies it."""
+    """Triton's reasons of failures."""
 
     REJECTED = "REJECTED"
     CANCELED = "CANCELED"
@@ -28,7 +27,7 @@ class Reason(StrEnum):
 
 
 class _Reasons(NamedTuple):
-    """The reason of an error code, by the process that counted it."""
+    """The reason of an error code, by the counting process."""
 
     worker: Reason
     gateway: Reason
@@ -55,15 +54,14 @@ REASONS: Mapping[str, _Reasons] = {
     ErrorCode.UNSUPPORTED_FEATURE: _OF_MODEL,
     ErrorCode.ALREADY_EXISTS: _OF_MODEL,
 }
-"""Error code → Triton's reason; other codes are OTHER."""
+"""Error code → reason; others are OTHER."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The choice of a model's metrics: by Triton's `--metrics-config`, and the models' configurations.
+    """The choice of metrics by Triton's `--metrics-config`, and the models' configurations.
 
     Attributes:
-        quantiles: The quantiles of the summaries; empty = no summaries.
         recent: Model version → the recent growth of the summaries' counts.
         cached: Models whose responses are cached.
         tags: Model → its `metric_tags`.
@@ -82,7 +80,7 @@ USUAL = Wanted()
 
 
 class _Latency(NamedTuple):
-    """A phase of a request: its counter, its summary, and the statistic of both."""
+    """The counter, summary and statistic of a request's phase."""
 
     counter: Info
     summary: Info
@@ -100,8 +98,6 @@ _LATENCIES = (
 
 
 class _CacheUse(NamedTuple):
-    """Uses of the response cache of one kind: their number and duration."""
-
     counted: Info
     count_field: str
     latency: _Latency
@@ -131,7 +127,7 @@ def families(
     load_s: Mapping[Key, float],
     wanted: Wanted = USUAL,
 ) -> Iterator[Family]:
-    """Yields Triton's metrics of models: statistics, waiting requests, and seconds of the last load."""
+    """Yields Triton's metrics of models."""
     for shown in _families(statistics, pending, load_s, wanted):
         if wanted.tags:
             shown.samples = [_tagged(sample, wanted.tags) for sample in shown.samples]
@@ -163,7 +159,7 @@ def _families(
             yield by_model(latency.counter, totals)
     yield from _of_cache(statistics, wanted)
     if wanted.quantiles:
-        # A summary of whole requests would mix hits and executions, and Triton leaves it out.
+        # A summary of whole requests would mix hits and executions; Triton leaves it out.
         uncached = {key: of for key, of in statistics.items() if key[0] not in wanted.cached}
         for latency in _LATENCIES:
             yield _summary(latency, uncached if latency.which == latencies.REQUEST else statistics, wanted)
@@ -179,7 +175,7 @@ def _families(
 
 
 def of_gpus(uses: Iterable[GpuUse]) -> Iterator[Family]:
-    """Yields Triton's metrics of GPUs, each GPU once, though several workers may report it."""
+    """Yields each GPU's metrics once, though several workers report it."""
     gpus: dict[str, GpuUse] = {}
     for use in uses:
         known = gpus.get(use.uuid)
@@ -192,14 +188,14 @@ def of_gpus(uses: Iterable[GpuUse]) -> Iterator[Family]:
 
 
 def of_host(use: HostUse) -> Iterator[Family]:
-    """Yields Triton's metrics of this gateway's machine."""
+    """Yields metrics of this gateway's machine."""
     yield family(catalogue.NV_CPU_UTILIZATION, [(use.cpu, {})])
     yield family(catalogue.NV_CPU_MEMORY_TOTAL, [(use.memory_total_bytes, {})])
     yield family(catalogue.NV_CPU_MEMORY_USED, [(use.memory_used_bytes, {})])
 
 
 def failures(fields: Mapping[str, int]) -> dict[Reason, int]:
-    """Returns the number of failed requests for each reason, from statistics."""
+    """Returns the failed requests by reason."""
     counts = dict.fromkeys(Reason, 0)
     for name, count in fields.items():
         if name.startswith(stats.FAILURES):
@@ -210,7 +206,7 @@ def failures(fields: Mapping[str, int]) -> dict[Reason, int]:
 
 
 def _of_cache(statistics: Mapping[Key, Mapping[str, int]], wanted: Wanted) -> Iterator[Family]:
-    """Yields the metrics of the response cache, of models that use or have used it."""
+    """Only of models that use or have used the cache."""
     counts = {stats.CACHE_HIT_COUNT, stats.CACHE_MISS_COUNT}
     of_cached = {key: of for key, of in statistics.items() if key[0] in wanted.cached or counts & set(of)}
     if not of_cached:
@@ -237,7 +233,6 @@ def _successful(fields: Mapping[str, int]) -> int:
 
 
 def _executed(fields: Mapping[str, int]) -> int:
-    """Returns the number of successful requests that were not answered from the cache."""
     return _successful(fields) - fields.get(stats.CACHE_HIT_COUNT, 0)
 
 
@@ -247,7 +242,7 @@ _COUNTED: Mapping[str, Callable[[Mapping[str, int]], int]] = {
     latencies.CACHE_HIT: lambda fields: fields.get(stats.CACHE_HIT_COUNT, 0),
     latencies.CACHE_MISS: lambda fields: fields.get(stats.CACHE_MISS_COUNT, 0),
 }
-"""Latency → the count of its summary; the others count executed requests."""
+"""Latency → its summary's count; others count executed requests."""
 
 _OF_GPUS = (
     (catalogue.NV_GPU_UTILIZATION, "utilization"),

@@ -1,1 +1,1 @@
-"""Traffic: the choice of the target that answers a request to an endpoint, and the judgement of canaries."""
+"""Traffic: the choice of an endpoint's target, and the judgement of canaries."""

@@ -4,10 +4,10 @@
                │          │
                └──────────┴─▶ roll back, as soon as a check has decided; pause, by hand or without data
 
-Each check compares the canary's share of bad requests with stable's by one test (`qinfer.traffic.evidence`), whose
-evidence lasts from the first step to the last. The plan's rate of false rollbacks is divided evenly over the checks.
-Limits from stable's latencies at the start of a step define slow requests, so that load on both targets proves nothing
-against the canary. Of several tenants none decides alone (`qinfer.traffic.tenant_parts`).
+Each check compares the canary's share of bad requests with stable's by one test (`qinfer.traffic.evidence`), from the
+first step to the last. The checks share the plan's rate of false rollbacks evenly. Limits from stable's latencies at
+the start of a step define slow requests, so that load on both targets proves nothing against the canary. Of several
+tenants none decides alone (`qinfer.traffic.tenant_parts`).
 
 A step lasts its least time and number of requests, and longer while a check's evidence is more than half of the way to
 a decision, or too many of the canary's requests fail. A transition is stored only if endpoint and step have not changed
@@ -28,23 +28,22 @@ from qinfer.traffic.evidence import Block, Blocks, Evidence, merged
 from qinfer.traffic.tenant_parts import ALONE_S, LEAST_OF_OTHERS, Heard, bounded, heard, told_apart, without
 
 LEAST_LATENCIES = 100
-"""Latencies that a limit needs."""
+"""For a limit."""
 _LEAST_OF_A_TENANT = 25
-"""Latencies that a tenant's own quantile needs."""
 
 DEADLINE, _DEADLINE_QUANTILE = "deadline", 0.99
-"""The limit below which a missed deadline is the caller's fault."""
+"""Below this limit, a missed deadline is the caller's fault."""
 
 _CLOSE = 0.5
-"""Evidence beyond this part of the way to a decision (of its logarithm) holds a canary back."""
+"""The part of the way to a decision (of its logarithm) that holds a canary back."""
 _OF_OTHERS = 0.75
-"""The part of that way that the evidence must reach without any one tenant."""
+"""The part that the evidence must reach without any one tenant."""
 
 Latencies = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
 """`execution` and `latency` → stratum → tenant → seconds."""
 
 BY_HAND, NO_DATA = "by hand", "no data"
-"""Why a canary is paused; one without data resumes by itself."""
+"""Reasons of pauses; one without data ends by itself."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -114,7 +113,7 @@ class CanaryPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def decides(self) -> float:
-        """The evidence with which a check decides."""
+        """The evidence that decides a check."""
         return len(self.checks) / self.false_rollbacks
 
 
@@ -122,14 +121,10 @@ class CanaryState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The stored state of a canary; times are seconds since the epoch.
 
     Attributes:
-        stable: The version number of the stable target.
-        canary: The version number of the canary.
-        revision: The endpoint's revision, which each transition raises.
-        since_s: The start of the step.
+        stable: A version number, like `canary`.
+        revision: The endpoint's, which each transition raises.
         requests: The canary's requests of this step.
         stable_at_s: The time of stable's last requests.
-        canary_at_s: The time of the canary's last requests.
-        evidence: Check → the evidence so far.
         limits: Check → stratum → seconds above which a request is slow in this step.
         paused: Why it is paused.
         ended: The action that has ended it.
@@ -157,7 +152,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """The counts of all gateways since the last decision, at a revision and step.
 
     Attributes:
-        blocks: Check → stratum → requests; `errors` has all requests. Execution times are divided by batch size.
+        blocks: Check → stratum → requests; `errors` has all requests, execution times are by batch size.
         parts: Tenant → its part of them; empty = one tenant sent all.
     """
 
@@ -180,14 +175,7 @@ class Action(StrEnum):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of a check.
-
-    Attributes:
-        seen: The requests since the canary began.
-        evidence: The evidence that the canary is worse.
-        decides: The evidence that decides.
-        allowed: The share to compare with; `None` = stable's.
-    """
+    """The numbers of a check; an `allowed` of `None` = stable's share."""
 
     check: str
     seen: Block
@@ -202,7 +190,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_close(self) -> bool:
-        """Tells whether the evidence is more than half of the way to a decision."""
+        """Tells whether the evidence is beyond half of the way."""
         return self.evidence > math.exp(_CLOSE * math.log(self.decides))
 
     def __str__(self) -> str:
@@ -219,7 +207,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """An action on a canary, its reason and numbers, and the stable version from now on."""
+    """An action on a canary, and the stable version from now on."""
 
     action: Action
     reason: str
@@ -278,7 +266,7 @@ def _check_numbers(check: Check) -> None:
 
 
 def begin(plan: CanaryPlan, stable: int, canary: int, revision: int, now_s: float) -> CanaryState:
-    """Returns the state at the beginning of the first step."""
+    """Returns the state at the first step's beginning."""
     return CanaryState(
         stable=stable,
         canary=canary,
@@ -298,7 +286,7 @@ def _no_evidence(plan: CanaryPlan, steps: int) -> dict[str, Evidence]:
 
 
 def with_limits(plan: CanaryPlan, state: CanaryState, latencies: Latencies, now_s: float) -> CanaryState:
-    """Returns the state with missing limits from stable's latencies; it must be stored, as gateways count by it."""
+    """Adds missing limits, to be stored: gateways count by them."""
     limits = {name: dict(known) for name, known in state.limits.items()}
     waits = len(state.tenants) > 1 and now_s - state.since_s < ALONE_S
     wanted = [(check.name, check.of, check.quantile) for check in plan.checks if check.quantile]
@@ -311,7 +299,7 @@ def with_limits(plan: CanaryPlan, state: CanaryState, latencies: Latencies, now_
 
 
 def _limit(found: Sequence[Sequence[float]], quantile: float, least: int) -> float | None:
-    """Returns the median of the tenants' quantiles, if `least` tenants have enough latencies."""
+    """Returns the median of the tenants' quantiles, given `least` such tenants."""
     if sum(map(len, found)) < LEAST_LATENCIES:
         return None
     enough = [seconds for seconds in found if len(seconds) >= _LEAST_OF_A_TENANT]
@@ -322,10 +310,7 @@ def _limit(found: Sequence[Sequence[float]], quantile: float, least: int) -> flo
 
 
 def decide(plan: CanaryPlan, state: CanaryState, seen: Seen) -> tuple[Decision, CanaryState]:
-    """Decides about a canary after further requests; returns the next state, too.
-
-    A state with another `revision` is a transition.
-    """
+    """Decides after further requests; a state with another `revision` is a transition."""
     if reason := _why_not_counted(state, seen):
         return _decision(plan, state, Action.HOLD, reason), state
     state = _observed(plan, state, seen)
@@ -353,15 +338,11 @@ def _why_not_counted(state: CanaryState, seen: Seen) -> str:
 
 
 def _others_agree(plan: CanaryPlan, state: CanaryState, check: str, names: Collection[str]) -> bool:
-    """Tells whether a check is most of the way to a decision without any one tenant."""
     return all(state.without[name][check].log >= _OF_OTHERS * math.log(plan.decides) for name in names)
 
 
 def _why_not_yet(plan: CanaryPlan, state: CanaryState, now_s: float, names: Collection[str]) -> str:
-    """Returns why a canary stays in its step for now.
-
-    One tenant's requests are at most half of a step's while the others have sent none or few.
-    """
+    """One tenant's requests are at most half of a step's while the others have sent none or few."""
     if state.paused:
         return f"paused: {state.paused}"
     step, lasts_s = plan.steps[state.step], now_s - state.since_s
@@ -394,7 +375,7 @@ def _doubts(plan: CanaryPlan, state: CanaryState, verdicts: Sequence[Verdict], n
 
 
 def promote(plan: CanaryPlan, state: CanaryState, now_s: float, reason: str) -> tuple[Decision, CanaryState]:
-    """Moves to the next step; after the last, the canary becomes stable."""
+    """Begins the next step; after the last, the canary is stable."""
     if state.step + 1 >= len(plan.steps):
         ended = replace(state, revision=state.revision + 1, stable=state.canary, ended=Action.FINISH.value)
         return _decision(plan, ended, Action.FINISH, reason), ended
@@ -417,13 +398,13 @@ def promote(plan: CanaryPlan, state: CanaryState, now_s: float, reason: str) -> 
 
 
 def roll_back(plan: CanaryPlan, state: CanaryState, reason: str) -> tuple[Decision, CanaryState]:
-    """Ends the canary; stable stays stable."""
+    """Ends the canary."""
     ended = replace(state, revision=state.revision + 1, ended=Action.ROLL_BACK.value)
     return _decision(plan, ended, Action.ROLL_BACK, reason), ended
 
 
 def pause(plan: CanaryPlan, state: CanaryState, why: str, reason: str) -> tuple[Decision, CanaryState]:
-    """Keeps the canary in its step; checks go on. `why` is `BY_HAND` or `NO_DATA`."""
+    """Keeps the canary in its step; checks go on."""
     paused = replace(state, revision=state.revision + 1, paused=why)
     return _decision(plan, paused, Action.PAUSE, f"{why}: {reason}" if reason else why), paused
 

@@ -1,9 +1,7 @@
 """The choice of a target: conditions first, then weights, by a sticky key or by chance. Pure.
 
-A key chooses by weighted rendezvous hashing (Thaler and Ravishankar 1998; the weights as in Schindelhauer and
-Schomaker, "Weighted Distributed Hash Tables", 2005). Each target draws an exponential time whose rate is its weight
-from a hash of the key and the target; the first one wins. A change of weights thus moves only the share that a target
-gains or loses, and all gateways choose alike.
+A key chooses by weighted rendezvous hashing (ADR 0025; Thaler and Ravishankar 1998; Schindelhauer and Schomaker 2005):
+each target draws an exponential time, whose rate is its weight, from a hash of the key and the target; the first wins.
 """
 
 import math
@@ -35,7 +33,7 @@ class Asked(NamedTuple):
 
 
 class Split:
-    """The choice among the targets of an endpoint; `chance` is for requests without a key."""
+    """The choice among an endpoint's targets; `chance` is for requests without a key."""
 
     def __init__(self, endpoint: Endpoint, chance: Callable[[], float] = random) -> None:
         self._name = endpoint.name
@@ -58,7 +56,7 @@ class Split:
         return by_chance(self._weights, self._chance()) if key is None else by_key(self._weights, self._name, key)
 
     def is_steered(self, asked: Asked) -> bool:
-        """Tells whether the caller has chosen its target by a condition."""
+        """Tells whether the caller chose its target by a condition."""
         return any(
             (condition.headers or condition.parameters) and meets(asked, condition) for condition, _ in self._conditions
         )
@@ -89,11 +87,11 @@ def meets(asked: Asked, condition: Condition) -> bool:
 
 
 Weights = tuple[tuple[Target, float], ...]
-"""Targets with their weights, which add up to 1."""
+"""Their sum is 1."""
 
 
 def by_chance(weights: Weights, chance: float) -> Target:
-    """Returns the target at a place, from 0 to 1, of the line of weights."""
+    """Returns the target at a place in 0 … 1."""
     for target, weight in weights:
         chance -= weight
         if chance < 0:
@@ -102,7 +100,7 @@ def by_chance(weights: Weights, chance: float) -> Target:
 
 
 def by_key(weights: Weights, name: str, key: str) -> Target:
-    """Returns the target of a key, which each endpoint chooses anew."""
+    """Returns the target of a key, independently for each endpoint."""
     times = [
         (_exponential(f"{name}\0{target.label}\0{key}") / weight, target) for target, weight in weights if weight > 0
     ]
@@ -110,6 +108,6 @@ def by_key(weights: Weights, name: str, key: str) -> Target:
 
 
 def _exponential(text: str) -> float:
-    """Returns an exponentially distributed time of rate 1 from a text."""
+    """The rate is 1."""
     digest = blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
     return -math.log((int.from_bytes(digest) + 0.5) / _SPAN)

@@ -1,8 +1,8 @@
 """The controller of canaries: every gateway has it, and a lease selects the one that decides.
 
-Once a second each gateway adds its counts, and confirms the revision that it uses. The gateway with the lease reads all
-counts, lets `qinfer.traffic.canary` decide, and stores the result by compare-and-set, so that a gateway without the
-lease changes nothing. It also restores trials that Redis has lost: otherwise a bad version would be tried again.
+Once a second each gateway adds its counts, and confirms the revision that it uses. The gateway with the lease decides
+by all counts, and stores the result by compare-and-set. It also restores trials that Redis has lost: otherwise a bad
+version would be tried again.
 
 After a rollback it moves the requests that wait for the bad version to the stable one, until a while after every
 gateway has confirmed the rollback, since earlier choices may be enqueued late.
@@ -34,7 +34,7 @@ MOVES_S = 10.0
 
 
 class CanaryController:
-    """Counts, confirms, and unless `decides` is false decides about canaries."""
+    """Counts, confirms, and if `decides`, decides about canaries."""
 
     def __init__(  # noqa: PLR0913 - what a round reads and writes
         self,
@@ -58,7 +58,7 @@ class CanaryController:
         self._decides = decides
 
     async def run(self) -> None:
-        """Works once a second until cancelled, then gives the lease back."""
+        """Works once a second; gives the lease back when cancelled."""
         try:
             await self._work()
         finally:
@@ -101,7 +101,7 @@ class CanaryController:
     async def _look_after(self, endpoint: Endpoint, stored: StoredTrial | None) -> None:
         change = await self._change_of(endpoint, stored)
         if change is None or not await self._trials.change(endpoint, stored, change):
-            return  # another gateway was first: the next round sees its change
+            return  # another gateway was first
         if change.event is not None:
             event = change.event
             about = {"endpoint": endpoint.name, "version": event.version, "step": event.step, "reason": event.reason}
@@ -123,7 +123,7 @@ class CanaryController:
         return begun(endpoint, trial, self._view.ready_to_try(endpoint), self._now_s())
 
     async def _move(self, endpoint: Endpoint, trial: Trial) -> int:
-        """Moves requests for a bad version to the stable one; returns how many were moved so far.
+        """Returns how many requests for a bad version were moved to the stable one so far.
 
         If the stable version is not READY, or is another model's, they stay: a late answer is better than none, and
         lanes of two models may be on two nodes.
@@ -141,10 +141,10 @@ class CanaryController:
 
 
 class EndpointFollower:
-    """The endpoints in other programs that choose targets: a bridge, or a worker whose models make calls.
+    """Endpoints in a bridge, or in a worker whose models make calls.
 
-    Like a gateway, it counts and confirms, and uses only stable targets while it hears of no changes. Any thread may
-    choose by its `view`.
+    Like a gateway, it counts, confirms, and uses stable targets while it hears of no changes. Any thread may use its
+    `view`.
     """
 
     def __init__(self, catalog: Catalog, control: ControlStore, owner: str, queue: Queue) -> None:

@@ -4,8 +4,7 @@
 
 Rows agree by one of three rules: `equal` (all elements are the same), `argmax` (the greatest element of each vector is
 the same one), or `within` (no element exceeds the tolerance). A row's distance is the largest one of its elements;
-`equal` has no distances. Rows of different shapes, or in which only one target has a NaN, can't be measured: they
-disagree.
+`equal` has no distances. Rows of different shapes, or with a NaN of only one target, are unmeasured and disagree.
 """
 
 import math
@@ -20,10 +19,9 @@ from qinfer.errors import InvalidRequest
 
 Array = npt.NDArray[Any]
 Values = Array | Sequence[Array]
-"""An output: an array of rows, `[rows, …]`, or a list of one array for each row where their shapes differ."""
+"""`[rows, …]`, or an array for each row where shapes differ."""
 
 _ELEMENTS, _CHARACTERS = 8, 200
-"""The most elements, or characters, of a value in a sample."""
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,7 +41,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     nan: Literal["equal", "differs"] = "equal"
 
     def of(self, values: Values) -> "Rule":
-        """Returns the rule with its default for these values, or raises `InvalidRequest`."""
+        """Fills in the default for these values, or raises `InvalidRequest`."""
         one = values if isinstance(values, np.ndarray) else next(iter(values), np.empty(0))
         axes = one.ndim - isinstance(values, np.ndarray)
         if self.agree in ("argmax", "within") and one.dtype.kind in "OSU":
@@ -58,27 +56,20 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Rows(NamedTuple):
-    """The comparison of a batch: bool[rows], and float64[rows]: infinite where unmeasured, NaN by the rule `equal`."""
+    """bool[rows], and float64[rows]: infinite where unmeasured, NaN by `equal`."""
 
     agrees: npt.NDArray[np.bool_]
     distances: npt.NDArray[np.float64]
 
     def most_different(self, count: int) -> list[int]:
-        """Returns the rows that differ, the most different first."""
+        """Returns rows that differ, the most different first."""
         rank = np.nan_to_num(self.distances, nan=0.0, posinf=math.inf)
         order = np.lexsort((-rank, self.agrees))[:count]
         return [int(row) for row in order if not self.agrees[row] or rank[row] > 0]
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The comparison of all rows of an output.
-
-    Attributes:
-        agreeing: Rows that agree.
-        unmeasured: Rows that can't be measured.
-        measured: Rows with a distance.
-        total: The sum of distances.
-    """
+    """The comparison of an output: numbers of rows, and the sum of `measured` distances."""
 
     rows: int = 0
     agreeing: int = 0
@@ -98,7 +89,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         return self.total / self.measured if self.measured else 0.0
 
     def with_rows(self, rows: Rows) -> "Summary":
-        """Returns the summary with the rows of a batch."""
+        """Adds the rows of a batch."""
         finite = rows.distances[np.isfinite(rows.distances)]
         return self + Summary(
             rows=len(rows.agrees),
@@ -146,7 +137,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Samples:
-    """The most different rows, up to a number and a size; `redact` leaves out their values."""
+    """The most different rows, up to a number and a size."""
 
     def __init__(self, most: int = 20, most_bytes: int = 65_536, *, redact: bool = False) -> None:
         self._most = most
@@ -179,7 +170,7 @@ class Samples:
 
 
 def compared(rule: Rule, stable: Values, canary: Values) -> Rows:
-    """Compares an output of two targets, or raises `InvalidRequest`."""
+    """Compares one output, or raises `InvalidRequest`."""
     if len(stable) != len(canary):
         raise InvalidRequest(
             f"the targets have {len(stable)} and {len(canary)} rows; only equal numbers can be compared"
@@ -222,7 +213,7 @@ def _in_all(marks: Array) -> Array:
 
 
 def _distances(rule: Rule, stable: Array, canary: Array) -> Array:
-    """Returns the distances of elements: infinite where only one target has a NaN, or infinity."""
+    """Infinite where only one target has a NaN, or infinity."""
     with np.errstate(invalid="ignore", over="ignore"):
         apart: Array = np.abs(stable - canary)
     apart[stable == canary] = 0.0  # two infinities
@@ -234,7 +225,7 @@ def _distances(rule: Rule, stable: Array, canary: Array) -> Array:
 
 
 def _same_places(stable: Array, canary: Array) -> Array:
-    """Returns for each row whether the greatest elements are at the same places; NaN is the least."""
+    """NaN is the least."""
     if not stable.size:
         return np.ones(len(stable), np.bool_)
     ours, theirs = (np.where(np.isnan(values), -math.inf, values).argmax(axis=-1) for values in (stable, canary))

@@ -25,14 +25,14 @@ from qinfer.traffic.canary import CanaryPlan, Check, Step, checked
 from qinfer.traffic.differences import Rule
 
 LATEST = "latest"
-"""The version of a canary that is the newest READY one of its model."""
+"""The newest READY version of a canary's model."""
 
 MAX_TARGETS = 16
 MAX_NAME = 128
 
 _MAX_CONDITIONS = 64
-_DIGITS = 9  # of a weight: sums of decimal fractions are not exact
-_MAX_SHOWN = 60  # characters of a wrong value
+_DIGITS = 9  # sums of decimal fractions are not exact
+_MAX_SHOWN = 60
 _STICKY_WORDS = ("header", "parameter")
 _TENANT = "tenant"
 
@@ -86,12 +86,12 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def label(self) -> str:
-        """The target in one word, such as `digits:4`."""
+        """The target as `digits:4`."""
         return f"{self.model}:{self.version}"
 
     @property
     def place(self) -> tuple[str, int]:
-        """Its model and version; version 0 = the latest."""
+        """Model and version; 0 = the latest."""
         return self.model, self.number
 
     @property
@@ -138,7 +138,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def tried(self) -> Target | None:
-        """The canary that a plan tries, if there is one."""
+        """The canary that a plan tries."""
         return next((target for target in self.targets if target.role is Role.CANARY), None)
 
     @property
@@ -151,7 +151,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
     def at_rest(self) -> "Endpoint":
-        """Returns the endpoint without a canary on trial."""
+        """Returns the endpoint without a trial."""
         kept = [target for target in self.targets if not (target.role is Role.SHADOW and target.trial)]
         if self.canary is None:
             rested = (replace(target, trial=0) for target in kept)
@@ -167,7 +167,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def read_sticky(text: str) -> tuple[str, str]:
-    """Parses `sticky` into a kind, `tenant`, `header` or `parameter`, and a name."""
+    """Parses `sticky` into its kind and a name."""
     if text in ("", _TENANT):
         return text, ""
     kind, _, name = text.partition(":")
@@ -177,7 +177,7 @@ def read_sticky(text: str) -> tuple[str, str]:
 
 
 def read_endpoint(document: Any, name: str = "") -> Endpoint:
-    """Reads and checks a decoded declaration, which must have the `name`, or gets it; or raises `InvalidRequest`."""
+    """Reads and checks a declaration with its `name`, or raises `InvalidRequest`."""
     try:
         endpoint = msgspec.convert(document, Endpoint)
     except msgspec.ValidationError as error:
@@ -204,7 +204,6 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
     "agree": get_args(get_type_hints(Rule)["agree"]),
     "nan": get_args(get_type_hints(Rule)["nan"]),
 }
-"""Field → its possible values, which msgspec does not name."""
 
 
 def _explained(error: msgspec.ValidationError, document: Any) -> str:
@@ -217,7 +216,7 @@ def _explained(error: msgspec.ValidationError, document: Any) -> str:
     said = what[0].lower() + what[1:]
     try:
         value = _value_at(document, place)
-    except (KeyError, IndexError, TypeError, ValueError):  # below a name that msgspec does not tell
+    except (KeyError, IndexError, TypeError, ValueError):
         return f"`{place}`: {said}" + (f"; {wanted}" if wanted else "")
     return f"`{place}` is '{str(value)[:_MAX_SHOWN]}'; {wanted or said}"
 
@@ -229,7 +228,7 @@ def _value_at(document: Any, place: str) -> Any:
 
 
 def _parts(document: Any) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
-    """Yields the objects of a declaration with their types: unlike stored ones, they may have no unknown fields."""
+    """Yields objects with their types: unlike stored ones, they may have no unknown fields."""
     yield "the declaration", document, Endpoint
     for target in document["targets"]:
         yield "a target", target, Target
@@ -246,7 +245,7 @@ def _parts(document: Any) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
 
 
 def check(endpoint: Endpoint) -> None:
-    """Raises `InvalidRequest` if a declaration is wrong by itself."""
+    """Raises `InvalidRequest` for a declaration wrong by itself."""
     problems = [*_problems(endpoint)]
     if problems:
         raise InvalidRequest(f"endpoint '{endpoint.name[:MAX_NAME]}': {'; '.join(problems)}")
@@ -319,7 +318,7 @@ def _problems_of_weights(endpoint: Endpoint, stable: Target) -> Iterator[str]:
 
 
 def misfit(stable: ModelSpec, other: ModelSpec) -> str:
-    """Returns why requests for one model can't go to another; empty = they can.
+    """Returns why requests for one model can't go to another.
 
     Both need the same inputs and outputs, a batch dimension or none, and one response or a stream. A sequence stays
     within one model.
@@ -341,7 +340,7 @@ def misfit(stable: ModelSpec, other: ModelSpec) -> str:
 
 
 def why_no_shadow(spec: ModelSpec) -> str:
-    """Returns why a model can't be a shadow; empty = it can."""
+    """Returns why a model can't be a shadow."""
     if spec.sequences is not None:
         return "a model with sequences can't be a shadow: a share of its requests has no meaning"
     if spec.decoupled:
@@ -352,7 +351,7 @@ def why_no_shadow(spec: ModelSpec) -> str:
 
 
 def wrong_rules(endpoint: Endpoint, stable: ModelSpec) -> Iterator[str]:
-    """Yields the mistakes in the rules that compare the outputs of shadows."""
+    """Yields the mistakes in comparison rules."""
     outputs = {output.name: output for output in stable.outputs}
     for name, rule in endpoint.compare.items():
         if name not in outputs:

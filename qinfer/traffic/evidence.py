@@ -1,8 +1,8 @@
 """One test for every check of a canary: whether its share of bad requests is greater than stable's. Pure.
 
 The test is an *e-process*: evidence that is multiplied by a factor for each block of requests. For a harmless canary it
-exceeds n with a probability of at most 1 / n, at any number of looks (Ville, 1939). So it is looked at after each
-block, and a bad canary is found as early as the numbers allow.
+exceeds n with a probability of at most 1 / n, at any number of looks (Ville, 1939), so it is looked at after each
+block.
 
 A block has the requests of both targets over the same time. Given the number of bad requests, only their division
 counts: where the targets are alike, the canary's number K of them is hypergeometric, for any load, time of day and
@@ -16,8 +16,8 @@ of which a share is bad, or the bad requests as draws of which a share is the ca
 
 Since the odds ratio is unknown, the evidence is spread over several (method of mixtures). Blocks of two Bernoulli
 streams are those of Turner, Ly & Grünwald, "Generic E-variables for exact sequential k-sample tests that allow for
-optional stopping" (2024), here given the sum of both. A canary may turn bad only in a late step: each step begins with
-its own part of the evidence.
+optional stopping" (2024), here given the sum of both. Each step begins with its own part of the evidence, as a canary
+may turn bad only in a late step.
 """
 
 import math
@@ -41,7 +41,7 @@ _LARGEST_LOG = 700.0
 
 
 class Counts(msgspec.Struct, frozen=True, array_like=True):
-    """Requests of a target, and the bad ones among them."""
+    """Requests, and the bad ones among them."""
 
     requests: int = 0
     bad: int = 0
@@ -74,7 +74,7 @@ Blocks = Mapping[str, Mapping[str, Block]]
 
 
 def merged(parts: Iterable[Blocks]) -> Blocks:
-    """Returns the sum of the requests of several tenants."""
+    """Returns the sum over tenants."""
     found: dict[str, dict[str, Block]] = {}
     for part in parts:
         for check, blocks in part.items():
@@ -88,7 +88,6 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
     """The evidence that a canary is worse than stable in one respect.
 
     Attributes:
-        seen: All requests so far.
         waiting: Stratum → requests for the next block, while one target has had no requests.
         kept: The part of the evidence that has not begun.
         logs: Logarithms of the begun parts, one for each of `ODDS_RATIOS`.
@@ -107,22 +106,22 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def value(self) -> float:
-        """The evidence: 1 at the beginning, and by chance beyond `n` in at most one of `n` cases."""
+        """By chance beyond `n` in at most one of `n` cases."""
         return math.exp(min(self.log, _LARGEST_LOG))
 
     def begun(self, part: float) -> "Evidence":
-        """Returns the evidence with another part of the whole, 1, which counts from now on."""
+        """Begins another part of the evidence."""
         part = min(part, self.kept)
         if part <= 0.0:
             return Evidence(self.seen, {}, self.kept, self.logs)
         fresh = np.full(len(ODDS_RATIOS), math.log(part / len(ODDS_RATIOS)))
         logs = np.logaddexp(self.logs, fresh) if self.logs else fresh
-        # A remainder by rounding must not become a part.
+        # a remainder by rounding must not become a part
         kept = self.kept - part
         return Evidence(self.seen, {}, kept if kept > 1e-9 else 0.0, tuple(logs.tolist()))
 
     def against_stable(self, blocks: Mapping[str, Block], tolerated: float = 1.0) -> "Evidence":
-        """Returns the evidence after further requests by stratum; those of one target wait for the other's.
+        """Adds requests by stratum; those of one target wait for the other's.
 
         A stratum is, for example, a batch size. The division into blocks must not depend on which requests are bad.
         `tolerated` is an odds ratio.
@@ -138,7 +137,7 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
         return Evidence(seen, waiting, self.kept, tuple(logs.tolist()))
 
     def against_share(self, blocks: Mapping[str, Block], allowed: float) -> "Evidence":
-        """Returns the evidence that the canary's share of bad requests exceeds an allowed one."""
+        """Adds requests, against an allowed share."""
         seen, logs = self.seen, np.array(self.logs)
         for block in blocks.values():
             seen += block
@@ -149,7 +148,7 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _log_factors(block: Block, tolerated: float) -> Array:
-    """Returns the logarithms of a block's factors: float64[odds ratios].
+    """Returns float64[odds ratios].
 
     With a tolerance t the hypothesis is an odds ratio of at most t, under which (by monotone likelihood ratios) the
     factor r^K · E[t^K] / E[(t·r)^K] has an expectation of at most 1; the expectations are those of alike targets, and

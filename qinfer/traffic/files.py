@@ -16,7 +16,7 @@ _DIGITS = 16
 
 
 def read_directory(directory: str | Path) -> list[Endpoint]:
-    """Reads the declarations in a directory, by name, or raises `SettingsError` with the file."""
+    """Reads a directory's declarations by name, or raises `SettingsError`."""
     try:
         paths = sorted(path for path in Path(directory).iterdir() if path.suffix in SUFFIXES)
     except OSError as error:
@@ -34,7 +34,7 @@ def read_directory(directory: str | Path) -> list[Endpoint]:
 
 
 def read_file(path: Path) -> Endpoint:
-    """Reads one file, whose name is the endpoint's default; adds the digest of the content."""
+    """Reads a file, and adds the digest of its content."""
     try:
         document: Any = parse(read_limited(path, _MAX_BYTES), path.suffix, is_typed=True)
         named = {"name": path.stem, **document} if isinstance(document, dict) else document

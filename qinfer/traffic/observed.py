@@ -1,7 +1,7 @@
 """The counts of canaries on trial in one gateway: integer adds for each request, and one script a second.
 
-Counts belong to a revision of the endpoint; those of an older one are dropped. A request is counted when it ends, for
-its tenant, and only if its target was drawn for it, not if its caller named it (`InferRequest.assigned`).
+Counts belong to a revision of the endpoint; older ones are dropped. A request is counted when it ends, for its tenant,
+and only if its target was drawn, not named by its caller (`InferRequest.assigned`).
 
 - errors: only the server's failures are bad. A caller's mistake or disconnection is not counted, nor is a missed
   deadline if the caller allowed less time than 99 % of stable's answers take.
@@ -11,7 +11,7 @@ its tenant, and only if its target was drawn for it, not if its caller named it 
   counted one by one, they would roll back canaries as good as stable.
 - disagreements: of requests that the canary executed as a shadow; each also counts under `errors`.
 
-The time of a request that the response cache answered is not counted.
+Answers of the response cache have no time.
 """
 
 import math
@@ -27,7 +27,7 @@ from qinfer.traffic.trial_store import written_latency
 from qinfer.traffic.trials import Trial, count_names
 
 MOST_LATENCIES = 200
-"""Latencies of a tenant that are kept until the next push."""
+"""Of a tenant, until the next push."""
 
 SERVER_FAILURES = frozenset(
     {
@@ -51,12 +51,10 @@ SERVER_FAILURES = frozenset(
 _DEADLINES = frozenset({ErrorCode.DEADLINE_EXCEEDED, ErrorCode.DEADLINE_INFEASIBLE})
 
 _EXECUTION, _LATENCY = "execution", "latency"
-_WHOLE = 0  # the stratum of undivided counts
+_WHOLE = 0
 
 
 class _Timed(NamedTuple):
-    """A check of a time, and its limits in seconds by stratum."""
-
     check: str
     limits: dict[int, float]
 
@@ -77,18 +75,18 @@ class TargetCounts:
         self._last_ns = -1
 
     def use(self, limits: Mapping[str, Mapping[str, float]]) -> None:
-        """Takes over the limits of a trial."""
+        """Uses the limits of a trial."""
         own = [(one.check, one.limits) for timed in self._timed.values() for one in timed]
         for name, known in (*own, (DEADLINE, self._deadline)):
             known.update({int(stratum or _WHOLE): at for stratum, at in limits.get(name, {}).items()})
 
     def answered(self, seconds: float, response: Response, tenant: str = "") -> None:
-        """Counts a request that was answered with outputs after `seconds`."""
+        """Counts a request with outputs."""
         if self.executed(response, tenant):
             self._time(_LATENCY, _WHOLE, tenant, seconds)
 
     def executed(self, response: Response, tenant: str = "") -> bool:
-        """Counts a request that was answered with outputs; returns whether its latency counts, too."""
+        """Counts a request with outputs; returns whether its latency counts."""
         self._requests["errors", _WHOLE, tenant] += 1
         if response.cache == "hit":
             return False
@@ -101,20 +99,20 @@ class TargetCounts:
         return True
 
     def failed(self, reason: str, tenant: str = "", given_s: float = math.inf) -> None:
-        """Counts a request that ended without outputs, by its `ErrorCode` and its caller's time limit."""
+        """Counts a request without outputs."""
         is_callers = reason in _DEADLINES and given_s < self._deadline.get(_WHOLE, math.inf)
         if reason in SERVER_FAILURES and not is_callers:
             self._requests["errors", _WHOLE, tenant] += 1
             self._bad["errors", _WHOLE, tenant] += 1
 
     def compared(self, tenant: str = "", *, disagrees: bool) -> None:
-        """Counts a compared request that the canary executed as a shadow."""
+        """Counts a compared shadow of the canary."""
         self._requests["errors", _WHOLE, tenant] += 1
         self._requests["disagreements", _WHOLE, tenant] += 1
         self._bad["disagreements", _WHOLE, tenant] += disagrees
 
     def take(self) -> tuple[dict[str, int], list[str]]:
-        """Returns new counts by `count_names`, and latencies for missing limits."""
+        """Returns new counts, and latencies for missing limits."""
         counts: dict[str, int] = {}
         for (check, stratum, tenant), requests in self._requests.items():
             of_all, of_bad = count_names(self._role, check, _text(stratum), tenant)
@@ -157,14 +155,14 @@ class Observation(NamedTuple):
 
 
 class Observed:
-    """All trials that this gateway counts, by endpoint and target (`key_of`)."""
+    """The trials that this gateway counts, by `key_of`."""
 
     def __init__(self) -> None:
         self.by_target: dict[tuple[str, str], TargetCounts] = {}
         self._known: dict[str, Observation] = {}
 
     def follow(self, endpoints: Mapping[str, Endpoint], trials: Mapping[str, Trial]) -> None:
-        """Counts the present trials, by the limits of their steps."""
+        """Counts the present trials."""
         known: dict[str, Observation] = {}
         by_target: dict[tuple[str, str], TargetCounts] = {}
         for name, trial in trials.items():

@@ -1,7 +1,6 @@
 """A gateway's view of the endpoints: the target of each request, and the model that stands for an endpoint elsewhere.
 
-`EndpointWatch` keeps the view current. A gateway without a look for two seconds sends every request to the stable
-targets, since it may have missed a rollback.
+After two seconds without a look, every request goes to the stable targets: a rollback may have been missed.
 """
 
 import asyncio
@@ -25,10 +24,10 @@ from qinfer.traffic.trials import Trial
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-"""Seconds between two looks without a wake-up; with little CPU time, some come late."""
+"""Without a wake-up; with little CPU time, some looks come late."""
 
 DEAF_AFTER_S = 2.0
-"""Seconds without a look until only stable targets are used."""
+"""Without a look for this time, only stable targets are used."""
 
 _RETRY_S = 0.25
 _MOST_NAMED = 10  # models in an error text
@@ -49,7 +48,6 @@ class Endpoints:
     Attributes:
         revision: The last change in the view; -1 = nothing was read yet.
         heard_s: The monotonic time of the last look; infinite = the store is not followed.
-        trials: Endpoint → its last trial.
         unheard: Requests that went to a stable target because of missed looks.
     """
 
@@ -73,25 +71,25 @@ class Endpoints:
 
     @property
     def is_deaf(self) -> bool:
-        """Tells whether changes may have been missed, so that only stable targets are used.
+        """Tells by the clock whether changes may have been missed.
 
-        The clock decides: a process that was stopped for long reads requests first.
+        A process that was stopped for long reads requests first.
         """
         return time.monotonic() - self.heard_s >= DEAF_AFTER_S
 
     def stable(self, name: str, version: int) -> tuple[str, int]:
-        """Returns the model and version that stand for an endpoint; a model's own stay."""
+        """Returns what stands for an endpoint; a model stays."""
         routed = self.by_name.get(name)
         if routed is None:
             return name, version
         return self._version_of(routed, version) if version else routed.stable.place
 
     def choose(self, request: InferRequest, tenant: str, header: Header = no_header) -> bool:
-        """Replaces model and version of a request to an endpoint by a target's; returns whether it names an endpoint.
+        """Replaces model and version of a request to an endpoint; returns whether it was one.
 
-        Raises:
-            ModelNotFound: No target has the version in the request.
-            BrokerUnavailable: It names another version than the stable one, and the view is not current.
+        Raises `ModelNotFound` if no target has the requested version, or `BrokerUnavailable` if it is not stable's and
+        the view
+        is not current.
         """
         routed = self.by_name.get(request.model)
         if routed is None or request.endpoint:
@@ -116,7 +114,7 @@ class Endpoints:
         return True
 
     def shadows(self, request: InferRequest) -> list[Target]:
-        """Draws the shadows of a request; only stable's requests have some."""
+        """Draws the shadows of a request to stable."""
         routed = self.by_name.get(request.endpoint)
         if routed is None or not routed.shadows or self.is_deaf:
             return []
@@ -125,22 +123,22 @@ class Endpoints:
         return [target for target, weight in routed.shadows if random() < weight]  # noqa: S311  a share, no secret
 
     def has(self, name: str, model: str, version: int) -> bool:
-        """Tells whether an endpoint's requests may go to a model version now."""
+        """Tells whether an endpoint may use a model version now."""
         routed = self.by_name.get(name)
         return routed is not None and any(
             (target.model, self.resolved(target)) == (model, version) for target in routed.endpoint.answering
         )
 
     def resolved(self, target: Target) -> int:
-        """Returns the present version of a target; 0 = no READY one."""
+        """Returns a target's present version; 0 = no READY one."""
         return target.number or max(self.catalog.ready_versions(target.model), default=0)
 
     def ready_to_try(self, endpoint: Endpoint) -> tuple[int, ...]:
-        """Returns the READY versions of the model that an endpoint's plan tries."""
+        """Returns the READY versions of the canary's model."""
         return () if endpoint.tried is None else self.catalog.ready_versions(endpoint.tried.model)
 
     def refusals(self, endpoint: Endpoint) -> Iterator[str]:
-        """Yields the reasons against an endpoint: missing, unfit or hidden models."""
+        """Yields the missing, unfit or hidden models of an endpoint."""
         if not endpoint.hides_model and self._is_model(endpoint.name):
             yield f"it would hide the model '{endpoint.name}'; rename it, or set hides_model to true"
         stable = self._spec(endpoint.stable)
@@ -163,7 +161,7 @@ class Endpoints:
                 yield f"a step of the canary has a shadow: {why}"
 
     def problems(self, endpoint: Endpoint) -> Iterator[str]:
-        """Yields the reasons why an endpoint or a target can't be used as declared."""
+        """Yields why something can't be used as declared."""
         yield from self.refusals(endpoint)
         if endpoint.canary is not None and endpoint.tried is None and endpoint.name not in self.trials:
             yield "it plans canaries, and no target is one: add a target with the version latest"
@@ -199,7 +197,7 @@ class Endpoints:
         )
 
     def _usable(self, routed: Routed, target: Target) -> tuple[str, int]:
-        """Returns the place of a target's requests: the stable target's while it is not READY, or does not fit."""
+        """Replaces a target that is not READY, or does not fit, by stable."""
         stable, catalog = routed.stable, self.catalog
         if target is stable:
             return stable.place
@@ -212,7 +210,6 @@ class Endpoints:
         return target.model, version
 
     def _is_fit(self, stable: Served | None, other: Served) -> bool:
-        """Tells whether requests for one model can go to another, with a cache."""
         if stable is None:
             return True
         key = stable.spec.name, other.spec.name
@@ -237,7 +234,7 @@ class EndpointWatch:
         self._now_s = now_s
         self._pinned: dict[str, Endpoint] = {}
         self._pinned_s = 0.0
-        self._looking = asyncio.Lock()  # of two looks, the later must not be overtaken
+        self._looking = asyncio.Lock()  # the later of two looks must not be overtaken
         self._looked_s = -math.inf
 
     async def look(self) -> None:
@@ -258,14 +255,14 @@ class EndpointWatch:
     async def run(self) -> None:
         """Follows the declarations until cancelled."""
         outage = OutageLog(logger, "endpoints can't be read", "endpoints can be read again")
-        self.view.heard_s = self._looked_s  # a process may have been stopped since
+        self.view.heard_s = self._looked_s
         while True:
             try:
                 await self.store.wait(LOOK_EVERY_S)
                 await self.look()
             except BrokerUnavailable as error:
                 outage.failed(error.message)
-                await asyncio.sleep(_RETRY_S)  # the store can't wake the gateway while it is away
+                await asyncio.sleep(_RETRY_S)  # the store can't wake it
             else:
                 outage.over()
                 self.view.heard_s = self._looked_s

@@ -1,7 +1,4 @@
-"""The differences between shadows and the stable target: whether outputs agree, how far they differ, and where.
-
-Comparing takes long, so that one thread does it for all shadows of a gateway.
-"""
+"""The differences between shadows and the stable target; one thread compares all shadows of a gateway."""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,8 +17,8 @@ class ShadowCounts(msgspec.Struct, frozen=True, kw_only=True):
         compared: Both targets have answered.
         disagreed: Of those, an output has a row that disagrees.
         failed: The shadow target answered with an error, or with outputs that can't be compared.
-        dropped: Nothing was compared: too many shadows are in flight, the request has no answer of the stable target,
-            or the shadow was not executed in time.
+        dropped: Not compared: too many shadows are in flight, the stable target has not answered, or the shadow was not
+            executed in time.
     """
 
     compared: int = 0
@@ -37,9 +34,9 @@ class OutputDifference(msgspec.Struct, frozen=True, kw_only=True):
         output: The output.
         rows: The rows that were compared.
         agreement: The share of rows that agree.
-        mean_distance: The mean distance of the rows that have one.
+        mean_distance: The mean over rows with a distance.
         largest_distance: The largest distance.
-        unmeasured: Rows without a distance, as one target has a NaN or another shape.
+        unmeasured: Rows without a distance: one target has a NaN or another shape.
     """
 
     output: str
@@ -51,7 +48,7 @@ class OutputDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """The differences of a shadow at one moment."""
+    """The differences at one moment."""
 
     outputs: list[OutputDifference] = []
     samples: list[Sample] = []
@@ -66,7 +63,7 @@ class Differences:
         self._samples = Samples(most_bytes=sample_bytes, redact=redact)
 
     def add(self, name: str, stable: Sequence[Tensor], shadow: Sequence[Tensor], *, is_batched: bool) -> bool:
-        """Compares the answers to one request; returns whether all agree, or raises `InvalidRequest`."""
+        """Compares two answers; returns whether all agree, or raises `InvalidRequest`."""
         ours, theirs = _arrays(stable, is_batched=is_batched), _arrays(shadow, is_batched=is_batched)
         if ours.keys() != theirs.keys():
             raise InvalidRequest(f"the outputs differ: {', '.join(sorted(ours.keys() ^ theirs.keys()))}")

@@ -1,6 +1,6 @@
-"""Endpoints in Redis: their declarations, and the targets of requests that may be repeated.
+"""Endpoints in Redis: declarations (JSON), and the targets of requests that may be repeated.
 
-Values are JSON. One script compares and sets each change, and wakes the gateways, which read everything again.
+One script compares and sets each change, and wakes the gateways, which read everything again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,9 @@ from qinfer.traffic.endpoints import Endpoint
 from qinfer.wire.versions import encode_document
 
 PIN_REASON = "endpoint"
-"""The kind of holder of endpoints' pins."""
 
 PIN_TTL_S = 120.0
-"""Seconds that targets stay loaded while no gateway runs."""
+"""Targets stay loaded for this time without a gateway."""
 
 _PUT = load_script("put", package="qinfer.traffic")
 _KEEP = load_script("keep", package="qinfer.traffic")
@@ -44,7 +43,7 @@ class EndpointStore:
         self._last: Mapping[str, Endpoint] = {}
 
     async def read(self) -> Declared:
-        """Returns all endpoints; for a damaged record, the last readable one."""
+        """Returns all endpoints, damaged ones as last read."""
         with translated():
             found = await self._control.client.hgetall(keys.endpoints())
         values = {name.decode(errors="replace"): value for name, value in found.items()}
@@ -54,22 +53,17 @@ class EndpointStore:
         return Declared(self._last, int(counter) if counter.isdigit() else 0)
 
     async def put(self, endpoint: Endpoint, seen: int | None, least: int = 0) -> Endpoint:
-        """Writes a checked declaration, and returns it with its revision.
+        """Writes a checked declaration with its revision, or raises `Conflict`.
 
-        Args:
-            endpoint: The declaration.
-            seen: The revision that it replaces; 0 = there is none, `None` = any.
-            least: A revision from before a loss, which the new one must exceed.
-
-        Raises:
-            Conflict: Another revision is stored.
+        `seen` is the revision that it replaces: 0 = none, `None` = any. The new one must exceed `least`, from before a
+        loss.
         """
         document = encode_document(msgspec.structs.replace(endpoint, revision=0))
         revision = await self._change(endpoint.name, seen, document, least)
         return msgspec.structs.replace(endpoint, revision=revision)
 
     async def delete(self, name: str, seen: int | None) -> int:
-        """Removes an endpoint; returns the revision, or raises `Conflict` or `EndpointNotFound`."""
+        """Returns the revision, or raises `Conflict` or `EndpointNotFound`."""
         return await self._change(name, seen, b"")
 
     async def _change(self, name: str, seen: int | None, document: bytes, least: int = 0) -> int:
@@ -84,16 +78,16 @@ class EndpointStore:
         return int(revision)
 
     async def wait(self, timeout_s: float) -> None:
-        """Waits for a change, at most `timeout_s`; may return early."""
+        """Waits for a change; may return early."""
         await self._control.wait(timeout_s)
 
     async def pin(self, endpoint: Endpoint, now_s: float) -> None:
-        """Keeps the targets of an endpoint loaded for a while, against version policies."""
+        """Keeps targets loaded for a while, against version policies."""
         for pin in _pins_of(endpoint, now_s + PIN_TTL_S):
             await self._control.put_pin(pin, PIN_TTL_S)
 
     async def unpin(self, before: Endpoint, after: Endpoint | None) -> None:
-        """Removes the pins of former targets of an endpoint."""
+        """Removes the pins of former targets."""
         kept = set() if after is None else {pin.id for pin in _pins_of(after, 0.0)}
         for pin in _pins_of(before, 0.0):
             if pin.id not in kept:
@@ -121,10 +115,7 @@ class Kept(NamedTuple):
 
 
 class KeptTargets:
-    """The targets of requests that callers may repeat, by the caller's id and the idempotency key.
-
-    A repetition goes to the first target, regardless of the present weights.
-    """
+    """The first targets of requests that callers may repeat, by the caller's id and the idempotency key."""
 
     def __init__(self, queue: Queue) -> None:
         self._router = queue.router
@@ -132,12 +123,12 @@ class KeptTargets:
     async def keep(
         self, endpoint: str, tenant: str, names: Sequence[str], target: Kept, ttl_s: float, gone: Kept | None = None
     ) -> Kept:
-        """Keeps a target under a request's names, unless one other than `gone` is kept; returns the kept one."""
+        """Keeps a target unless one other than `gone` is kept; returns the kept one."""
         wanted = [keys.kept_target(endpoint, tenant, name).encode() for name in names]
         return _read(await _keep(self._call(wanted[0]), wanted, target, ttl_s, gone))
 
     async def find(self, endpoint: str, tenant: str, names: Sequence[str]) -> Kept | None:
-        """Returns the first kept target of the names."""
+        """Returns the first kept target."""
         for name in names:
             key = keys.kept_target(endpoint, tenant, name).encode()
             found = await self._call(key)(b"GET", key)
@@ -151,7 +142,7 @@ class KeptTargets:
 
 
 def names_of(request_id: str, key_hash: str = "") -> list[str]:
-    """Returns the names of a request: first the idempotency key, then the caller's id."""
+    """Returns the idempotency key, then the caller's id."""
     return [f"key:{key_hash}"] * bool(key_hash) + [f"id:{request_id}"] * bool(request_id)
 
 

@@ -18,7 +18,6 @@ from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.shadows import ShadowCounts
 
 Key = tuple[str, str]
-"""An endpoint and a target."""
 
 
 class ShadowOutcome(StrEnum):
@@ -43,18 +42,18 @@ class TargetTally:
         self._shadows: Counter[tuple[Key, ShadowOutcome]] = Counter()
 
     def accepted(self, request: InferRequest) -> None:
-        """Counts a request that was stored for later execution."""
+        """Counts a request stored for later."""
         self._requests[key_of(request)] += 1
 
     def answered(self, key: Key, seconds: float, response: Response, tenant: str | None = "") -> None:
-        """Counts a request that was answered with outputs after `seconds`; without a tenant it is no evidence."""
+        """Counts a request with outputs; without a tenant, it is no evidence."""
         self._requests[key] += 1
         if tenant is not None and (on_trial := self.observed.by_target.get(key)) is not None:
             on_trial.answered(seconds, response, tenant)
         self._time(key, seconds)
 
     def failed(self, key: Key, reason: str, tenant: str | None = "", given_s: float = math.inf) -> None:
-        """Counts a request that ended without outputs, or that the queue refused; without a tenant it is no evidence.
+        """Counts a request without outputs; without a tenant, it is no evidence.
 
         `given_s` is its caller's time limit; infinite = the model's default.
         """
@@ -64,7 +63,7 @@ class TargetTally:
             on_trial.failed(reason, tenant, given_s)
 
     def moved(self, key: Key, seconds: float, response: Response) -> None:
-        """Counts the end of a request that had waited for another target: no evidence for either."""
+        """Counts a request that had waited for another target: no evidence."""
         self._requests[key] += 1
         if response.failure is None:
             self._time(key, seconds)
@@ -79,11 +78,11 @@ class TargetTally:
         series.total_s += seconds
 
     def requests(self, endpoint: str, model: str, version: int) -> int:
-        """Returns the number of a model version's requests from an endpoint."""
+        """Returns a version's requests from an endpoint."""
         return self._requests[endpoint, f"{model}:{version}"]
 
     def shadow(self, key: Key, outcome: ShadowOutcome, tenant: str | None = "") -> None:
-        """Counts a shadow that has ended; without a tenant it is no evidence."""
+        """Counts an ended shadow; without a tenant, it is no evidence."""
         self._shadows[key, outcome] += 1
         if tenant is None or (on_trial := self.observed.by_target.get(key)) is None:
             return
@@ -163,7 +162,7 @@ def key_of(request: InferRequest) -> Key:
 
 
 def witness_of(request: InferRequest) -> str | None:
-    """Returns the tenant of a request that is evidence; `None` = its caller chose the target."""
+    """Returns the tenant for evidence; `None` = its caller chose the target."""
     return request.tenant if request.assigned else None
 
 

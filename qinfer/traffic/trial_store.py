@@ -1,7 +1,7 @@
 """Trials of canaries in Redis: their records, the gateways' counts, the lease to decide, and confirmed revisions.
 
 A trial is written by compare-and-set on its record and its endpoint's revision, in the script that changes the
-endpoint. So of two controllers at most one changes anything, and nothing is counted twice.
+endpoint: of two controllers at most one changes anything, and nothing is counted twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,9 @@ from qinfer.traffic.trials import TRIALS, Change, Event, Trial
 from qinfer.wire.versions import encode_document
 
 LEASE_S = 5.0
-"""Seconds until another gateway may decide about canaries."""
 
 HEARD_S = DEAF_AFTER_S + 1.0
-"""Seconds that a confirmation counts; a gateway without news then uses only stable targets."""
+"""Without news for this time, a gateway uses only stable targets."""
 
 _KEEP_COUNTS_S = 3600.0
 _KEEP_EVENTS_S = 90 * 86400.0
@@ -49,7 +48,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredTrial(NamedTuple):
-    """A trial, and its raw record for compare-and-set."""
+    """A trial, and its record for compare-and-set."""
 
     trial: Trial
     raw: bytes
@@ -62,20 +61,20 @@ class TrialStore:
         self._control = control
 
     async def read(self) -> dict[str, StoredTrial]:
-        """Returns the last readable trial of each endpoint."""
+        """Returns each endpoint's last readable trial."""
         with translated():
             found = await self._control.client.hgetall(keys.trials())
         read = {name.decode(errors="replace"): _read(raw) for name, raw in found.items()}
         return {name: stored for name, stored in read.items() if stored is not None}
 
     async def find(self, name: str) -> StoredTrial | None:
-        """Returns the last trial of an endpoint, if any."""
+        """Returns an endpoint's last trial, if any."""
         with translated():
             raw = await self._control.client.hget(keys.trials(), name)
         return None if raw is None else _read(raw)
 
     async def change(self, endpoint: Endpoint, seen: StoredTrial | None, change: Change) -> bool:
-        """Writes a change and returns True, unless endpoint or trial have changed."""
+        """Writes a change, unless endpoint or trial have changed."""
         name, document, event, told = endpoint.name, b"", b"", b""
         if change.endpoint is not None:
             document = encode_document(replace(change.endpoint, revision=0))
@@ -95,13 +94,13 @@ class TrialStore:
         return bool(written)
 
     async def events(self, name: str, count: int = _MOST_EVENTS) -> list[Event]:
-        """Returns the latest events, the newest first."""
+        """Returns the latest events, newest first."""
         with translated():
             found = await self._control.client.lrange(keys.trial_events(name), 0, count - 1)
         return [msgspec.json.decode(event, type=Event) for event in found]
 
     async def count(self, name: str, revision: int, counts: Mapping[str, int], latencies: Sequence[str]) -> None:
-        """Adds counts by `count_names`, and stable's latencies by `written_latency`."""
+        """Adds counts, and stable's latencies."""
         names = (keys.trial_counts(name, revision), keys.trial_latencies(name, revision))
         pairs = [word for pair in counts.items() for word in pair]
         words = (ttl_ms(_KEEP_COUNTS_S), _MOST_LATENCIES, len(counts), *pairs, *latencies)
@@ -109,13 +108,13 @@ class TrialStore:
             await self._control.client.eval(_COUNT, len(names), *names, *words)
 
     async def counted(self, name: str, revision: int) -> dict[str, int]:
-        """Returns all counts of a trial at a revision."""
+        """Returns a trial's counts at a revision."""
         with translated():
             found = await self._control.client.hgetall(keys.trial_counts(name, revision))
         return {field.decode(): int(count) for field, count in found.items()}
 
     async def latencies(self, name: str, revision: int) -> Latencies:
-        """Returns stable's latest latencies in strata without limits."""
+        """Returns stable's latencies in strata without limits."""
         with translated():
             found = await self._control.client.lrange(keys.trial_latencies(name, revision), 0, -1)
         read: dict[str, dict[str, dict[str, list[float]]]] = {}
@@ -124,24 +123,24 @@ class TrialStore:
         return read
 
     async def lead(self, owner: str) -> bool:
-        """Takes or renews the controller's lease; returns whether `owner` has it."""
+        """Takes or renews the lease; returns whether `owner` has it."""
         with translated():
             return bool(await self._control.client.eval(_LEAD, 1, keys.trial_lease(), owner, ttl_ms(LEASE_S)))
 
     async def leave(self, owner: str) -> None:
-        """Gives the controller's lease back, if `owner` has it."""
+        """Gives the lease back."""
         with translated():
             await self._control.client.eval(_LEAVE, 1, keys.trial_lease(), owner)
 
     async def confirm(self, gateway: str, revision: int) -> None:
-        """Reports the revision of endpoints that a gateway uses."""
+        """Reports the revision that a gateway uses."""
         with translated():
             await self._control.client.eval(
                 _EXPIRING, 1, keys.heard_revisions(), gateway, ttl_ms(HEARD_S), str(revision)
             )
 
     async def heard(self) -> dict[str, int]:
-        """Returns the confirmed revision of each live gateway; others use stable targets only."""
+        """Returns the confirmed revision of each live gateway."""
         with translated():
             words = iter(await self._control.client.eval(_EXPIRING, 1, keys.heard_revisions()))
         return {gateway.decode(): int(revision) for gateway, revision in zip(words, words, strict=True)}

@@ -1,12 +1,11 @@
 """The trial of a canary: its record beside the endpoint, and the effect of each transition on the endpoint. Pure.
 
 A trial begins when the canary target has a READY version other than the stable one: its number, or for `latest` the
-newest. A canary with a number may be another model. The endpoint itself has the present step, as weights and targets,
-so that gateways know nothing of steps. `qinfer.traffic.canary` decides; a decision becomes a `Change`, which is stored
-as a whole or not at all.
+newest. The endpoint has the present step as weights and targets, so that gateways know nothing of steps. A decision
+becomes a `Change`, stored as a whole or not at all.
 
-A version that was rolled back stays out, even if the endpoint is declared again, until `resume` tries it again. A new
-declaration during a trial begins it anew.
+A version that was rolled back stays out, even if the endpoint is declared again, until `resume`. A new declaration
+during a trial begins it anew.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -32,9 +31,9 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     Attributes:
         counted: Name → count of this revision so far.
         reason: Why the last transition was made, or not made.
-        at_s: The time of the last transition.
-        done_s: The time at which all gateways had confirmed its rollback.
-        model: The canary's model; empty = the stable target's.
+        at_s: Of the last transition.
+        done_s: When all gateways had confirmed its rollback.
+        model: Empty = the stable target's.
     """
 
     state: CanaryState
@@ -105,7 +104,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(NamedTuple):
-    """A trial to store, with the changed endpoint and the event of a transition."""
+    """A trial to store, with the endpoint and event of a transition."""
 
     trial: Trial
     endpoint: Endpoint | None = None
@@ -113,7 +112,7 @@ class Change(NamedTuple):
 
 
 def candidate(endpoint: Endpoint, ready: Collection[int]) -> int:
-    """Returns the version to try; 0 = no version."""
+    """Returns the version to try, or 0."""
     target, stable = endpoint.tried, endpoint.stable
     if target is None:
         return 0
@@ -128,12 +127,12 @@ def _other_model(endpoint: Endpoint) -> str:
 
 
 def belongs(trial: Trial, endpoint: Endpoint) -> bool:
-    """Tells whether to restore a lost trial: the endpoint is as the trial has left it."""
+    """Tells whether to restore a lost trial: the endpoint fits it."""
     return trial.is_rolled_back or any(target.trial == trial.state.canary for target in endpoint.targets)
 
 
 def begun(endpoint: Endpoint, trial: Trial | None, ready: Collection[int], now_s: float) -> Change | None:
-    """Returns the start of the trial that is due, if any."""
+    """Returns the start of a due trial, if any."""
     version = candidate(endpoint, ready)
     if endpoint.canary is None or not version:
         return None
@@ -151,7 +150,7 @@ def _begin(endpoint: Endpoint, plan: CanaryPlan, version: int, reason: str, now_
 def advanced(
     endpoint: Endpoint, trial: Trial, counted: Mapping[str, int], latencies: Latencies, now_s: float
 ) -> Change:
-    """Returns the next state of a trial, given all counts of this revision."""
+    """Returns a trial's next state, given all counts of this revision."""
     assert endpoint.canary is not None
     plan, state = endpoint.canary, canary.with_limits(endpoint.canary, trial.state, latencies, now_s)
     parts = parts_of(_since(counted, trial.counted))
@@ -166,7 +165,7 @@ def advanced(
 def by_hand(
     endpoint: Endpoint, trial: Trial | None, action: Action, reason: str, ready: Collection[int], now_s: float
 ) -> Change:
-    """Returns a person's change of a trial, or raises `Conflict`; `RESUME` also tries a bad version again."""
+    """Returns a person's change, or raises `Conflict`; `RESUME` also tries a bad version again."""
     plan = endpoint.canary
     if plan is None:
         raise Conflict(f"endpoint '{endpoint.name}' has no plan for canaries; declare `canary` with steps")
@@ -206,7 +205,7 @@ def _decided_by_hand(
 
 
 def confirmed(endpoint: Endpoint, trial: Trial, heard: Iterable[int], now_s: float, moved: int = 0) -> Change | None:
-    """Returns the end of a rollback once each live gateway has heard of it; `moved` requests went to stable instead."""
+    """Returns a rollback's end, once each live gateway knows it."""
     if not trial.is_rolled_back or trial.done_s or any(revision < trial.state.revision for revision in heard):
         return None
     done = replace(trial, done_s=now_s)
@@ -261,7 +260,7 @@ def _shown(model: str, version: int) -> str:
 
 
 def numbers_of(plan: CanaryPlan | None, state: CanaryState) -> Iterator[CheckNumbers]:
-    """Yields the numbers of the checks, unless the plan's checks have changed."""
+    """Yields the checks' numbers, unless the plan's checks have changed."""
     if plan is None or {check.name for check in plan.checks} != state.evidence.keys():
         return
     for verdict in canary.verdicts_of(plan, state):
@@ -283,13 +282,13 @@ def _numbers(verdict: Verdict) -> CheckNumbers:
 
 
 def count_names(role: Role, check: str, stratum: str, tenant: str = "") -> tuple[str, str]:
-    """Returns the names of the counts of a tenant's requests and bad requests."""
+    """Returns the names of counts: a tenant's requests, and bad ones."""
     of, whose = f"{role}|{check}|{stratum}", f"|{tenant}" if tenant else ""
     return f"{of}|requests{whose}", f"{of}|bad{whose}"
 
 
 def parts_of(counts: Mapping[str, int]) -> dict[str, Blocks]:
-    """Returns counts for a decision: tenant → check → stratum → requests."""
+    """Returns tenant → check → stratum → requests, for a decision."""
     found: dict[str, dict[str, dict[str, Block]]] = {}
     for tenant, check, stratum in {_place_of(name) for name in counts}:
         of = check, stratum, tenant
@@ -309,7 +308,7 @@ def _counts(counts: Mapping[str, int], role: Role, check: str, stratum: str, ten
 
 
 def _since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    """Returns the growth of counts; lost ones begin anew."""
+    """Lost counts begin anew."""
     if any(now.get(name, 0) < count for name, count in before.items()):
         before = {}
     return {name: count - before.get(name, 0) for name, count in now.items()}

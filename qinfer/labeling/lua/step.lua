@@ -1,16 +1,16 @@
 -- Stores tasks of a labeling project, and removes those that ended too long ago.
--- KEYS: entries, data, queue of waiting tasks, ended, boards, then the index of each state, `waiting` first.
--- ARGV: what (put: replaces other requests | move: changes the same request), the board's name, milliseconds until
---   waiting tasks may be claimed again, milliseconds to live, the most waiting tasks (for put), the number of states,
---   their names; then for each task: task, request, state, entry, data.
+-- KEYS: entries, data, queue of waiting tasks, ended, boards, index of each state (`waiting` first).
+-- ARGV: what (put: replaces other requests | move: changes the same request), board, ms until waiting tasks may be
+--   claimed again, ms to live, most waiting tasks (for put), number of states, their names; then for each task: task,
+--   request, state, entry, data.
 -- Returns for each task: 1 stored, 0 unchanged, 2 refused because too many wait.
--- An entry has three parts: its request, a line with its item in the queue ('' = not waiting), and the task.
+-- An entry: request, a line with its item in the queue ('' = not waiting), task.
 local entries, data, queue, ended, boards, waiting = unpack(KEYS, 1, 6)
 local what, board, wait, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local room, count = tonumber(ARGV[5]) - redis.call('ZCARD', waiting), tonumber(ARGV[6])
 local now, placed, kept = now_ms(), {}, math.max(2 * ttl, 60000)
 
--- Adds a task to the queue or removes it; returns its item.
+-- Returns the task's item in the queue.
 local function queued(task, state, item)
   if state ~= 'waiting' then
     if item ~= '' then done(queue, item) end

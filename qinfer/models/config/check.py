@@ -1,8 +1,8 @@
 """Checks of a configuration: mistakes that Triton refuses, and settings that qinfer does not offer.
 
-Each field of the `ModelConfig` message is in one of three tables: `SUPPORTED`, `HINTS` (accepted without effect) or
-`REFUSED`, which a test proves; the path of a message field covers everything below it. `docs/reference/model-config.md`
-is made from these tables.
+Each field of the `ModelConfig` message is in one of three tables, which a test proves: `SUPPORTED`, `HINTS` (accepted
+without effect) or `REFUSED`; a message field covers everything below it. `docs/reference/model-config.md` is made of
+these tables.
 """
 
 import re
@@ -113,7 +113,7 @@ REFUSED = {
 
 
 def is_set(message: Message, path: str) -> bool:
-    """Tells whether a field differs from its default in any message on a path."""
+    """Tells whether any message sets a field."""
     head, _, rest = path.partition(".")
     field = message.DESCRIPTOR.fields_by_name[head]
     value: Any = getattr(message, head)
@@ -130,7 +130,6 @@ _WITHOUT_FILE = {
     "pytorch": "only a PyTorch file of torch.export declares it: write it into config.pbtxt",
     "tensorrt": "only TensorRT can read it from a plan, on the plan's GPU: write it into config.pbtxt",
 }
-"""Backend → why inputs and outputs can't be completed from its model file."""
 
 _MAX_INSTANCES = 1024
 
@@ -139,7 +138,7 @@ _LABEL = re.compile("[a-zA-Z0-9_]+")
 
 
 def check(config: ModelConfig) -> None:
-    """Raises `ModelLoadFailed` with all problems of a configuration."""
+    """Raises `ModelLoadFailed` with all problems."""
     problems = [
         *_refused(config),
         *_batching_problems(config),
@@ -287,7 +286,7 @@ def _file_problems(config: ModelConfig) -> Iterator[str]:
 
 
 def is_inside(path: str) -> bool:
-    """Tells whether a relative path stays within its directory."""
+    """Tells whether a path stays within its directory."""
     parts = path.split("/")
     return path.isprintable() and "\\" not in path and not {"", ".", ".."} & set(parts)
 

@@ -2,8 +2,8 @@
 
 parse ──▶ normalise (names and backend, completion from the model file, defaults, check) ──▶ to_json / to_spec
 
-Completion follows Triton's ONNX Runtime backend: a model whose inputs and outputs all have a variable first dimension
-has a batch dimension; its default `max_batch_size` is 4.
+As in Triton's ONNX Runtime backend, a model whose tensors all have a variable first dimension has a batch dimension,
+and by default a `max_batch_size` of 4.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,14 +21,11 @@ from qinfer.models.config.sequences import fill_sequence_defaults, own_inputs, s
 from qinfer.models.config.to_spec import to_spec
 from qinfer.tensors import DATATYPES
 
-_DEFAULT_MAX_BATCH_SIZE = 4  # Triton's `default-max-batch-size`
+_DEFAULT_MAX_BATCH_SIZE = 4
 
 
 def complete(config: ModelConfig, tensors: FileTensors) -> None:
-    """Fills in missing inputs, outputs and batching, in place, or raises `ModelLoadFailed`.
-
-    As in Triton, a configuration with inputs and outputs stays as it is.
-    """
+    """Fills in inputs, outputs and batching in place, unless both are declared, as in Triton."""
     if not tensors.inputs:
         raise ModelLoadFailed(
             f"the model file of '{config.name}' declares no input, so that its outputs are constant; export it with one"
@@ -60,10 +57,7 @@ def _complete_batching(config: ModelConfig, tensors: FileTensors) -> None:
 
 
 def _add(target: Any, tensors: Sequence[FileTensor], max_batch_size: int) -> None:
-    """Adds file tensors as inputs or outputs; a scalar becomes [1], as dims may not be empty.
-
-    A tensor of unknown shape becomes [-1], instead of Triton's [1], so that outputs of any length fit.
-    """
+    """A scalar becomes [1], and an unknown shape [-1], instead of Triton's [1], so that outputs of any length fit."""
     for tensor in tensors:
         dims = ((-1,) if tensor.dims is None else tensor.dims)[1 if max_batch_size else 0 :]
         added = target.add(name=tensor.name, data_type=_config_datatype(tensor.datatype), dims=dims or (1,))
@@ -72,7 +66,7 @@ def _add(target: Any, tensors: Sequence[FileTensor], max_batch_size: int) -> Non
 
 
 def reshape_scalars(config: ModelConfig, tensors: FileTensors) -> None:
-    """Makes the model see a scalar where the client has [1]."""
+    """Makes the model see a scalar where clients have [1]."""
     scalars = {tensor.name for tensor in (*tensors.inputs, *tensors.outputs) if tensor.dims == ()}
     for io in elements(config):
         if io.name in scalars:
@@ -80,7 +74,7 @@ def reshape_scalars(config: ModelConfig, tensors: FileTensors) -> None:
 
 
 def elements(config: ModelConfig) -> list[Any]:
-    """Returns the inputs and outputs of shape [1], which may be scalars of the model."""
+    """Returns the tensors of shape [1], which may be scalars of the model."""
     return [io for io in (*config.input, *config.output) if not config.max_batch_size and list(io.dims) == [1]]
 
 
@@ -163,8 +157,6 @@ __all__ = [
 
 
 class _Known(NamedTuple):
-    """A backend, its platform, and the model file that identifies it (reference §2.5)."""
-
     backend: str
     platform: str
     file: str
@@ -185,7 +177,7 @@ _CPU_INSTANCES = {"onnxruntime": 2}  # Triton's default for this backend on a CP
 
 
 def parse(text: str, source: str = "config.pbtxt") -> ModelConfig:
-    """Parses a `config.pbtxt`, or raises `ModelLoadFailed` with line and column."""
+    """Parses a `config.pbtxt`, or raises `ModelLoadFailed`."""
     try:
         return text_format.Parse(text.removeprefix("\ufeff"), ModelConfig())
     except text_format.ParseError as error:
@@ -204,15 +196,8 @@ def normalise(
 ) -> ModelConfig:
     """Returns the configuration as Triton would show it: complete, with defaults, and checked.
 
-    Args:
-        config: The content of `config.pbtxt`, which stays unchanged.
-        name: The name of the model's directory.
-        files: File names in its version directories, which identify the default backend.
-        tensors: The declarations of the model file, if known.
-        gpus: GPUs of the installation, for instance groups without them.
-
-    Raises:
-        ModelLoadFailed: The configuration is incomplete, contradictory, or not supported.
+    `files` in version directories identify the default backend; `tensors` are the model file's, if known; `gpus` are
+    for instance groups without GPUs. `config` stays unchanged.
     """
     normal = identify(config, name, files)
     if tensors is not None:
@@ -223,7 +208,7 @@ def normalise(
 
 
 def identify(config: ModelConfig, name: str, files: Collection[str] = ()) -> ModelConfig:
-    """Returns the configuration with only name, backend, platform and file name filled in."""
+    """Returns only name, backend, platform and file name."""
     normal = ModelConfig()
     normal.CopyFrom(config)
     if normal.name not in ("", name):
@@ -238,7 +223,6 @@ def identify(config: ModelConfig, name: str, files: Collection[str] = ()) -> Mod
 
 
 def _fill_backend(config: ModelConfig, files: Collection[str]) -> None:
-    """Fills in backend, platform and file name from one another, else from the existing files."""
     if config.platform == ENSEMBLE:
         return
     of_platform = _BACKEND_OF_PLATFORM.get(config.platform)
@@ -285,7 +269,7 @@ def _fill_defaults(config: ModelConfig, gpus: int) -> None:
 
 
 def place(config: ModelConfig, gpus: int) -> None:
-    """Fills in names, kinds, GPUs and counts of the instance groups, in place."""
+    """Completes the instance groups in place."""
     if not config.instance_group:
         config.instance_group.add(name=config.name)
     for index, group in enumerate(config.instance_group):

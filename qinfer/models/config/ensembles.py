@@ -1,7 +1,6 @@
 """`ensemble_scheduling`: its mistakes that Triton finds without other models, and its steps as a spec.
 
-Texts and rules are those of Triton's `ValidateEnsembleSchedulingConfig` (core `src/model_config_utils.cc`);
-`qinfer/models/ensemble_checks.py` compares an ensemble with its models when it is loaded.
+Texts and rules are those of Triton's `ValidateEnsembleSchedulingConfig` (core `src/model_config_utils.cc`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ _MIN_MAPPED = ("input_map", "output_map")
 
 
 def ensemble_problems(config: ModelConfig) -> Iterator[str]:
-    """Yields the mistakes in the ensemble part of a configuration."""
+    """Yields the mistakes in an ensemble."""
     name = config.name
     if not config.HasField("ensemble_scheduling"):
         if config.platform == ENSEMBLE:
@@ -33,7 +32,7 @@ def ensemble_problems(config: ModelConfig) -> Iterator[str]:
 
 
 def to_steps(config: ModelConfig) -> tuple[EnsembleStep, ...]:
-    """Returns the steps of an ensemble, in the configuration's order."""
+    """Returns the steps in order."""
     return tuple(
         EnsembleStep(
             model=step.model_name,
@@ -46,7 +45,7 @@ def to_steps(config: ModelConfig) -> tuple[EnsembleStep, ...]:
 
 
 def runnable(given: Iterable[str], steps: Sequence[EnsembleStep]) -> list[int]:
-    """Returns the positions of the steps that can run, each after those whose tensors it reads."""
+    """Returns the positions of runnable steps, each after those that it reads."""
     ready, left = set(given), list(enumerate(steps))
     ordered: list[int] = []
     while can_run := [pair for pair in left if ready.issuperset(pair[1].inputs.values())]:

@@ -1,12 +1,11 @@
 """Inputs and outputs that a model file declares, read without the runtime of its format.
 
-ONNX: the file is one protobuf message, whose wire format is walked directly (protobuf.dev/programming-guides/encoding):
-unneeded fields are skipped, so that the weights of a large or remote file are never read. Field numbers are from
-onnx.proto.
+ONNX: the protobuf wire format (protobuf.dev/programming-guides/encoding) is walked, so that weights are never read.
+Field numbers are from onnx.proto.
 
 OpenVINO: in an IR (`model.xml`, versions 10 and 11) inputs are layers of type Parameter, outputs layers of type Result,
-named by the port that their edge comes from (docs.openvino.ai, "OpenVINO IR format"). Of several names the
-alphabetically first counts, as for `get_any_name`.
+named by the port that their edge comes from (docs.openvino.ai, "OpenVINO IR format"), by `get_any_name`'s rule: the
+alphabetically first.
 """
 
 import re
@@ -21,11 +20,7 @@ from qinfer.models.repository.files import Blob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileTensor:
-    """An input or output in the model file.
-
-    Attributes:
-        dims: All its dimensions, the batch dimension included; -1 is unknown, `None` = even their number is.
-    """
+    """An input or output; dims include the batch dimension; -1 is unknown, `None` = even their number is."""
 
     name: str
     datatype: str
@@ -34,11 +29,7 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileTensors:
-    """The inputs and outputs of a model file, in its own order.
-
-    Attributes:
-        rows_agree: The file does not say that variable first dimensions differ.
-    """
+    """The tensors of a model file; `rows_agree` unless it says that variable first dimensions differ."""
 
     inputs: tuple[FileTensor, ...]
     outputs: tuple[FileTensor, ...]
@@ -46,11 +37,11 @@ class FileTensors:
 
     @property
     def batchable(self) -> bool:
-        """Tells whether all first dimensions are variable: the batch dimension, as for Triton."""
+        """Tells whether all first dimensions are variable, as for Triton."""
         return self.rows_agree and all(t.dims and t.dims[0] == -1 for t in self.inputs + self.outputs)
 
 
-_ONNX_DATATYPES = {  # TensorProto.DataType → wire datatype
+_ONNX_DATATYPES = {
     1: "FP32", 2: "UINT8", 3: "INT8", 4: "UINT16", 5: "INT16", 6: "INT32", 7: "INT64", 8: "BYTES", 9: "BOOL",
     10: "FP16", 11: "FP64", 12: "UINT32", 13: "UINT64", 16: "BF16",
 }  # fmt: skip
@@ -66,7 +57,7 @@ _DIM_VALUE = 1
 
 
 def read_onnx(blob: Blob, name: str) -> FileTensors:
-    """Reads the inputs (without initializers) and outputs of an ONNX file, or raises `ModelLoadFailed`."""
+    """Reads an ONNX file without initializers, or raises `ModelLoadFailed`."""
     try:
         return _read(blob)
     except (ValueError, IndexError):
@@ -178,11 +169,11 @@ class _Port(NamedTuple):
 
 
 class _OpenvinoReader:
-    """Collects layers, ports and edges; skips the deeper graphs of loop bodies."""
+    """Skips the deeper graphs of loop bodies."""
 
     def __init__(self) -> None:
-        self.inputs: dict[str, str] = {}  # layer → shape
-        self.outputs: dict[str, None] = {}  # layers
+        self.inputs: dict[str, str] = {}
+        self.outputs: dict[str, None] = {}
         self.names: dict[str, str] = {}
         self.ports: dict[tuple[str, str], _Port] = {}
         self.edges: dict[str, tuple[str, str]] = {}  # target layer → source layer and port
@@ -222,7 +213,7 @@ class _OpenvinoReader:
 
 
 def read_openvino(content: bytes, name: str) -> FileTensors:
-    """Reads the inputs and outputs of an OpenVINO IR, or raises `ModelLoadFailed`."""
+    """Reads an OpenVINO IR, or raises `ModelLoadFailed`."""
     reader = _OpenvinoReader()
     parser = expat.ParserCreate()
     parser.StartElementHandler = reader.start
@@ -242,7 +233,7 @@ def read_openvino(content: bytes, name: str) -> FileTensors:
 
 
 def _refuse_doctype(*_: object) -> None:
-    """Refuses a document type: an IR has none, and one might define entities that grow without bound."""
+    """An IR has no document type, which might define entities that grow without bound."""
     raise ValueError("document type")
 
 
@@ -255,7 +246,7 @@ def _openvino_input(reader: _OpenvinoReader, layer: str) -> FileTensor:
 
 
 def _openvino_output(reader: _OpenvinoReader, layer: str) -> FileTensor:
-    """Reads a Result; without dimensions it is a scalar or of unknown rank."""
+    """Without dimensions, a Result is a scalar or of unknown rank."""
     producer, number = reader.edges[layer]
     port = reader.ports[producer, number]
     return _openvino_tensor(_any_name(port.names) or reader.names[producer], port, tuple(port.dims) or None)

@@ -1,8 +1,8 @@
 """The `ModelConfig` message, and its JSON.
 
-`to_json` and `from_json` are the JSON dialect of `GET …/config` (reference §2.5): proto field names stay snake_case;
-scalar and repeated fields are always present; absent sub-messages are left out; 64-bit integers are JSON numbers
-(protobuf's own JSON has strings, which perf_analyzer can't read); enums are names.
+The dialect of `GET …/config` (reference §2.5): proto field names stay snake_case; scalar and repeated fields are
+always present; absent sub-messages are left out; 64-bit integers are JSON numbers (protobuf's own JSON has strings,
+which perf_analyzer can't read); enums are names.
 """
 
 import json
@@ -37,7 +37,7 @@ _OTHER_WORDS = {
 }  # fmt: skip
 _LONGEST_COMPARED = 100  # characters: the comparison is slow
 _MOST_LISTED = 16
-_MAX_DEPTH, _MAX_BYTES = 100, 32 * 2**20  # of JSON, as objects
+_MAX_DEPTH, _MAX_BYTES = 100, 32 * 2**20
 
 
 def to_json(config: ModelConfig) -> str:
@@ -46,7 +46,7 @@ def to_json(config: ModelConfig) -> str:
 
 
 def from_json(text: str) -> ModelConfig:
-    """Reads the text of `to_json`, or raises `ModelLoadFailed`; integers may be strings, as in protobuf's JSON."""
+    """Reads the text of `to_json`, or raises `ModelLoadFailed`; integers may be strings."""
     if len(text) > LARGE_BYTES:
         _check_size(text)
     try:
@@ -61,7 +61,7 @@ def from_json(text: str) -> ModelConfig:
 
 
 def _listed(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns fields with single objects made lists of one, as protobuf's C++ parser accepts them."""
+    """Protobuf's C++ parser accepts a single object for a list."""
     several = {
         name
         for of in ModelConfig.DESCRIPTOR.fields
@@ -79,7 +79,7 @@ def _check_size(text: str) -> None:
 
 
 def advised(reason: str) -> str:
-    """Returns protobuf's reason for refusing a text, with the field or value that was probably meant."""
+    """Returns protobuf's reason for refusing a text, with a suggestion."""
     for pattern in _UNKNOWN:
         found = pattern.search(reason)
         if found is not None:
@@ -120,7 +120,7 @@ def _path_to(message: str) -> str:
 
 
 def unnamed(message: Message) -> str:
-    """Returns the first enum field, maps included, whose number has no name; protobuf accepts those."""
+    """Returns the first enum number without a name, which protobuf accepts."""
     for field, value in message.ListFields():
         of = field.message_type
         values = value if field.is_repeated else (value,)
@@ -166,7 +166,7 @@ def _value(value: Any, field: Any) -> Any:
 
 
 def _shortest_float32(value: float) -> float:
-    """Returns the double with the fewest digits that is the same float32: 0.1, not 0.10000000149011612."""
+    """Returns the shortest double that is the same float32."""
     for digits in range(6, 9):
         short = float(f"{value:.{digits}g}")
         if struct.pack("f", short) == struct.pack("f", value):

@@ -1,6 +1,6 @@
 """`allow_ragged_batch`, `batch_input` and `batch_output` of a configuration: checks and specs.
 
-The texts are those of `ValidateBatchIO` in Triton's `model_config_utils.cc`. Mistakes that Triton finds late, or never,
+The texts are those of Triton's `ValidateBatchIO` (`model_config_utils.cc`). Mistakes that Triton finds late, or never,
 are refused here.
 """
 
@@ -16,17 +16,17 @@ _REFUSING = ("tensorrt", "openvino")
 
 
 def own_batch_inputs(config: ModelConfig) -> set[str]:
-    """Returns the names of the model file's inputs that the server makes."""
+    """Returns the model file's inputs that the server makes."""
     return {name for made in config.batch_input for name in made.target_name}
 
 
 def scattered_outputs(config: ModelConfig) -> set[str]:
-    """Returns the names of the outputs that the model file gives as one dimension."""
+    """Returns the outputs that the file gives flat."""
     return {name for made in config.batch_output for name in made.target_name}
 
 
 def to_batch_inputs(config: ModelConfig) -> tuple[BatchInputSpec, ...]:
-    """Reads `batch_input`, one for each of its targets."""
+    """Reads `batch_input`, one for each target."""
     ranks = {io.name: len(io.dims) for io in config.input}
     return tuple(
         BatchInputSpec(
@@ -42,7 +42,7 @@ def to_batch_inputs(config: ModelConfig) -> tuple[BatchInputSpec, ...]:
 
 
 def to_batch_outputs(config: ModelConfig) -> tuple[BatchOutputSpec, ...]:
-    """Reads `batch_output`, one for each of its targets."""
+    """Reads `batch_output`, one for each target."""
     dims = {io.name: (-1, *io.dims) for io in config.output}
     return tuple(
         BatchOutputSpec(name=name, dims=dims[name], source=made.source_input[0])
@@ -52,7 +52,7 @@ def to_batch_outputs(config: ModelConfig) -> tuple[BatchOutputSpec, ...]:
 
 
 def ragged_problems(config: ModelConfig) -> Iterator[str]:
-    """Yields the mistakes in ragged inputs, batch inputs and batch outputs of a normalised configuration."""
+    """Yields the mistakes in ragged and batch tensors."""
     ragged = [io for io in config.input if io.allow_ragged_batch]
     if not (ragged or config.batch_input or config.batch_output):
         return

@@ -18,7 +18,7 @@ _CORRID_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE
 
 
 def fill_sequence_defaults(config: ModelConfig) -> None:
-    """Applies Triton's defaults in place: the idle time, and the preferred size of the strategy `oldest`."""
+    """Applies Triton's defaults in place."""
     if not config.HasField("sequence_batching"):
         return
     batching = config.sequence_batching
@@ -35,12 +35,12 @@ def own_inputs(config: ModelConfig) -> frozenset[str]:
 
 
 def state_outputs(config: ModelConfig) -> frozenset[str]:
-    """Returns the outputs that the server keeps; responses have only those that are also in `output`."""
+    """Returns the outputs that the server keeps; responses have only those in `output`, too."""
     return frozenset(state.output_name for state in config.sequence_batching.state)
 
 
 def sequence_problems(config: ModelConfig) -> Iterator[str]:
-    """Yields the mistakes in `sequence_batching`, mostly in Triton's words."""
+    """Yields the mistakes in `sequence_batching`."""
     if not config.HasField("sequence_batching"):
         return
     for name in sorted(own_inputs(config) & {i.name for i in config.input} - {""}):
@@ -60,7 +60,7 @@ def sequence_problems(config: ModelConfig) -> Iterator[str]:
 
 
 def to_sequence_spec(config: ModelConfig) -> SequenceSpec | None:
-    """Returns the sequences of a normalised configuration, if any, or raises `ModelLoadFailed` with every problem."""
+    """Returns the sequences, if any, or raises `ModelLoadFailed`."""
     if not config.HasField("sequence_batching"):
         return None
     problems = list(sequence_problems(config))
@@ -200,7 +200,6 @@ def _size_problems(state: Any, where: str) -> Iterator[str]:
     datatype = CONFIG_DATATYPES.get(model_config_pb2.DataType.Name(state.data_type))
     if datatype is None:
         return
-    # An element of a BYTES state has a length of at least four bytes.
     size = prod(dim for dim in _initial_dims(state) if dim > 0) * (datatype.itemsize or 4)
     if size > MAX_STATE_BYTES:
         yield f"{where} has {size} bytes in its first step; {MAX_STATE_BYTES} is the limit"
@@ -211,7 +210,7 @@ def _kind(control: Any) -> ControlKind:
 
 
 def _direct(direct: Any, slots: int) -> DirectSpec:
-    """Reads the strategy; as in Triton, rows are compared in single precision, so that 4 of 5 are 0.8."""
+    """As in Triton, rows are compared in single precision, so that 4 of 5 are 0.8."""
     utilization = direct.minimum_slot_utilization
     rows = max(ceil(utilization * slots) - 1, 0)
     while np.float32(rows) / np.float32(slots) < np.float32(utilization):
@@ -251,7 +250,6 @@ def _state(state: Any) -> StateSpec:
 
 
 def _initial_dims(state: Any) -> tuple[int, ...]:
-    """Returns the dimensions of the first step; a variable one is 1 unless `initial_state` sets it."""
     dims = state.initial_state[0].dims if state.initial_state else state.dims
     return tuple(1 if dim == -1 else dim for dim in dims)
 

@@ -68,15 +68,9 @@ _USUAL = LimitSettings()
 def to_spec(
     config: ModelConfig, limits: LimitSettings = _USUAL, labels: Mapping[str, tuple[str, ...]] | None = None
 ) -> ModelSpec:
-    """Reads a normalised configuration.
+    """Reads the result of `normalise`, or raises `ModelLoadFailed`.
 
-    Args:
-        config: As `normalise` returned it.
-        limits: Timeouts and lane capacity of a model that sets none; a model's own maximum overrides them.
-        labels: Output → the names of its classes.
-
-    Raises:
-        ModelLoadFailed: A datatype, `sequence_batching` or one of qinfer's parameters is wrong.
+    `limits` hold for a model that sets none; its own maximum overrides them. `labels`: output → names of classes.
     """
     problems = list(parameter_problems(config))
     if problems:
@@ -128,7 +122,7 @@ def to_spec(
 
 
 def parameter_problems(config: ModelConfig) -> Iterator[str]:
-    """Yields the mistakes in qinfer's own parameters: unknown names and wrong values."""
+    """Yields unknown parameters and wrong values."""
     for key in sorted(config.parameters):
         if not key.startswith(PREFIX):
             continue
@@ -206,11 +200,11 @@ PARAMETERS = {
     MAX_STRINGS: "Elements that the BYTES inputs of one request may have together; in workers, and in the processes of "
     "`python` models, each is an object of about 100 bytes.",
 }
-"""The meaning of each of `KNOWN_PARAMETERS`, for the reference page."""
+"""Parameter → its meaning, for the reference page."""
 
 
 def value_of(parameter: str) -> str:
-    """Returns a description of the values that one of qinfer's own parameters takes."""
+    """Returns a description of a parameter's values."""
     return _VALUES[parameter][0]
 
 
@@ -265,7 +259,7 @@ def _graph_level(config: ModelConfig) -> int | None:
 
 
 def _batching(config: ModelConfig) -> BatchingSpec | None:
-    """Reads `dynamic_batching`; without a batch dimension, only priorities and queue policies apply."""
+    """Without a batch dimension, only priorities and queue policies apply."""
     if not config.HasField("dynamic_batching"):
         return None
     batching = config.dynamic_batching
@@ -286,7 +280,6 @@ def _batching(config: ModelConfig) -> BatchingSpec | None:
 
 
 def _policy(policy: Any) -> QueuePolicy:
-    """Reads a queue policy; without a timeout its action has no effect."""
     timeout_us = policy.default_timeout_microseconds
     return QueuePolicy(
         max_queue_size=policy.max_queue_size,

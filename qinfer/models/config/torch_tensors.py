@@ -1,9 +1,8 @@
 """Inputs and outputs that a PyTorch file declares, read without PyTorch (ADR 0004).
 
-`model.pt2` of `torch.export.save` is an archive with the program as JSON. Its inputs have the names of `forward`'s
-arguments, its outputs those of the returned dictionary, or else Triton's `OUTPUT__<position>`. Datatype numbers and
-field names are from torch/_export/serde/schema.py. TorchScript and AOTInductor files declare neither datatypes nor
-shapes.
+`model.pt2` of `torch.export.save` is an archive with the program as JSON. Inputs have the names of `forward`'s
+arguments, outputs those of the returned dictionary, or Triton's `OUTPUT__<position>`. Numbers and names are from
+torch/_export/serde/schema.py. TorchScript and AOTInductor files declare neither datatypes nor shapes.
 """
 
 import io
@@ -19,9 +18,9 @@ from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.file_tensors import FileTensor, FileTensors
 from qinfer.models.repository.files import Blob
 
-_MAX_BYTES = 64 * 2**20  # of a member of the archive
-_FEWEST_ROWS = 4  # the batch size of a model that sets none
-_DATATYPES = {  # ScalarType → wire datatype
+_MAX_BYTES = 64 * 2**20
+_FEWEST_ROWS = 4
+_DATATYPES = {
     1: "UINT8", 2: "INT8", 3: "INT16", 4: "INT32", 5: "INT64", 6: "FP16", 7: "FP32", 8: "FP64", 12: "BOOL", 13: "BF16",
     28: "UINT16", 34: "UINT32", 35: "UINT64",
 }  # fmt: skip
@@ -33,11 +32,11 @@ _UNREADABLE = (
 
 
 class UncertainError(Exception):
-    """The file does not declare its tensors, for the reason in the text."""
+    """The file does not declare its tensors, for this reason."""
 
 
 def read_torch(blob: Blob, name: str) -> FileTensors:
-    """Reads the inputs and outputs of a PyTorch file, or raises `UncertainError` or `ModelLoadFailed`."""
+    """Reads a file's tensors, or raises `UncertainError` or `ModelLoadFailed`."""
     try:
         with zipfile.ZipFile(_BlobFile(blob)) as archive:
             paths = {path.partition("/")[2]: path for path in archive.namelist()}
@@ -142,7 +141,7 @@ def _may_be_batch(expression: str, ranges: Any) -> bool:
 
 
 def _told_by_script(archive: zipfile.ZipFile, paths: dict[str, str]) -> str:
-    """Returns the arguments of `forward` in a TorchScript file, without executing its pickle."""
+    """Returns the arguments of `forward`; the pickle is not executed."""
     codes = pickletools.genops(_read(archive, paths["data.pkl"]))
     kind = next((str(argument) for code, argument, _ in codes if code.name == "GLOBAL"), "")
     module, _, name = kind.partition(" ")

@@ -1,7 +1,7 @@
 """`model_warmup` of a configuration: its checks, and its samples as specs.
 
-Triton finds the same mistakes when it loads the model (`GenerateWarmupData` in its `backend_model_instance.cc`). As in
-Triton, a sample whose `batch_size` is 0 or missing is not executed, and one may give inputs that the server fills.
+Triton finds the same mistakes at the load (`GenerateWarmupData` in `backend_model_instance.cc`), does not execute a
+sample without `batch_size`, and lets samples give inputs that the server fills.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ def executed_samples(config: ModelConfig) -> list[Any]:
 
 
 def to_warmup(config: ModelConfig) -> tuple[WarmupSpec, ...]:
-    """Returns the samples of a configuration without `warmup_problems`."""
+    """Returns the samples of a checked configuration."""
     return tuple(
         WarmupSpec(
             name=sample.name,

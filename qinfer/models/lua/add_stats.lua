@@ -1,6 +1,5 @@
--- Adds to the statistics of a model version; the first fields keep the greatest value. Resets a key that is no hash and
--- a field that is no number.
--- KEYS: stats. ARGV: the number of fields that keep the greatest value, then field and value of each.
+-- Adds to statistics; resets a key that is no hash, and a field that is no number.
+-- KEYS: stats. ARGV: number of fields that keep the greatest value (the first ones); field and value of each.
 local latest = tonumber(ARGV[1])
 local kind = redis.call('TYPE', KEYS[1]).ok
 if kind ~= 'hash' and kind ~= 'none' then redis.call('DEL', KEYS[1]) end

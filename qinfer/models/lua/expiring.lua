@@ -1,5 +1,5 @@
--- Writes an expiring record, if one is given; returns id and record of all that have not expired.
--- KEYS: a hash of records. ARGV: id, time to live in ms, record; or nothing.
+-- Writes an expiring record, if given; returns id and record of all live ones.
+-- KEYS: records. ARGV: id, ms to live, record; or nothing.
 local now = now_ms()
 if ARGV[1] then
   redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s', now + ARGV[2], ARGV[3]))

@@ -1,5 +1,5 @@
--- Records that a process is live, if one is named; returns the live processes.
--- KEYS: live processes. ARGV: process, time to live in ms; or nothing.
+-- Marks a process as live, if given; returns the live processes.
+-- KEYS: live processes. ARGV: process, ms to live; or nothing.
 local now = now_ms()
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
 if #ARGV == 2 then

@@ -5,8 +5,8 @@
     <cache>/<repository>/<model>/<version>-<key>/.files.json             the stamps of the copied files
     <cache>/<repository>/<model>/content/<content hash>-<version>        a link to the copy for that content
 
-The key is the hash of the stamps. A copy is made under a lock and another name, and renamed when it is complete, so
-that a killed worker leaves no broken copy. Files of an earlier copy are linked instead of fetched.
+The key is the hash of the stamps. A copy is made under a lock and renamed when complete, so that a killed worker leaves
+no broken copy.
 """
 
 import fcntl
@@ -32,10 +32,8 @@ logger = logging.getLogger(__name__)
 COPIES = 2
 
 UNUSED_S = 7 * 86400.0
-"""Copies that were unused for this time are removed."""
 
 MANIFEST = ".files.json"
-"""A file of the copy that is not part of the model."""
 _PARTIAL = ".partial-"
 _THREADS = 4
 _LOG_EVERY_S = 10.0
@@ -52,10 +50,7 @@ class FilesCache:
         """Descriptors that hold shared locks on the latest copies."""
 
     def version_dir(self, files: Files, repository: str, directory: str, version: int, content_hash: str = "") -> Path:
-        """Returns the copy's version directory, and makes the copy if needed.
-
-        An earlier copy for the `content_hash` is used without a request to the repository.
-        """
+        """Returns the copy's version directory; asks nothing if `content_hash` has a copy."""
         model = directory.partition("/")[0]
         home = self._root / hashlib.sha256(repository.encode()).hexdigest()[:16] / model
         alias = home / "content" / f"{content_hash}-{version}"
@@ -77,10 +72,10 @@ class FilesCache:
             wanted = _wanted(files.listing(directory), home.name, version)
             copy = home / f"{version}-{Listing(wanted, ()).digest()[:24]}"
             with _locked(home / ".lock"):
-                for partial in home.glob(f"{_PARTIAL}*"):  # left by a killed worker, as the lock is ours
+                for partial in home.glob(f"{_PARTIAL}*"):
                     shutil.rmtree(partial, ignore_errors=True)
                 if not (copy / MANIFEST).exists():
-                    shutil.rmtree(copy, ignore_errors=True)  # the remains of an interrupted removal
+                    shutil.rmtree(copy, ignore_errors=True)  # the remains of a removal
                     if not _copy(files, directory, version, wanted, copy):
                         continue
                 if self._hold(home.name, version, copy):
@@ -90,7 +85,7 @@ class FilesCache:
         )
 
     def _hold(self, model: str, version: int, copy: Path) -> bool:
-        """Marks a copy as used by this process; tells whether it still exists."""
+        """Tells whether the copy still exists."""
         descriptor = hold(copy, MANIFEST)
         if descriptor is None:
             return False
@@ -136,7 +131,6 @@ def _copy(files: Files, directory: str, version: int, wanted: dict[str, Stamp], 
 
 
 def _wanted(listing: Listing | None, model: str, version: int) -> dict[str, Stamp]:
-    """Returns the files of a version's copy: its directory, and those outside version directories."""
     wanted = {}
     if listing is not None:
         others = {str(v) for v in listing.versions() if v != version}

@@ -1,10 +1,9 @@
 """The files of one model repository: of a directory (`LocalFiles`), or at a URL that fsspec knows (`RemoteFiles`).
 
-Paths are relative to the repository's root: `<model>/<version>/model.onnx`. Every method blocks. It raises
-`SettingsError`, for operators, when the storage can't be reached or refuses, and `OSError` when one file can't be read.
-
-Triton's spellings of URLs work too: `as://account/container/path` for Azure, `s3://host:port/bucket/path` and
-`s3://https://host:port/bucket/path` for servers with S3's protocol. Credentials come from the store's own variables.
+Paths are relative to the root: `<model>/<version>/model.onnx`. Every method blocks. It raises `SettingsError`, for
+operators, when the storage can't be reached or refuses, and `OSError` when one file can't be read. Triton's spellings
+of
+URLs work too (docs/how-to/model-repositories.md).
 """
 
 import hashlib
@@ -32,20 +31,19 @@ from qinfer.storage.errors import ANSWER_TIMEOUT_S
 from qinfer.storage.open import is_bucket, open_store, remedy
 
 IGNORED = "__pycache__"
-"""A directory that Python makes beside a model."""
 
 MAX_FILES = 100_000
-"""The most files of a model; a repository path that is a whole disk has more."""
+"""A repository path may be a whole disk."""
 
 PAGE_BYTES = 256 * 1024
 MAX_PAGES = 512
-"""The most pages read of a file, 128 MiB; a download is cheaper then."""
+"""128 MiB of a file; beyond that, a download is cheaper."""
 
 _LOCAL_WHOLE_BYTES = 16 * 2**20  # a smaller file is read at once
 _LOCAL_PAGE_BYTES = 4096
 _S3_SERVER = re.compile(r"s3://(?:(?P<scheme>https?)://(?P<host>[\w.:-]+)|(?P<server>[\w.-]+:\d+))/(?P<path>.+)")
 _SECRET = re.compile(r"(?:https?://)?[^/@]*:[^/@]*@")  # user:password@host; user@host holds none
-_REMOTE_WHOLE_BYTES = 4 * 2**20  # a smaller file is read at once
+_REMOTE_WHOLE_BYTES = 4 * 2**20
 _MOST_FILES = 10 * MAX_FILES
 _LEFT_OUT = frozenset({"", ".", "..", IGNORED})
 _NOTHING = "there is no such bucket, or nothing is at this URL"
@@ -61,13 +59,13 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The content of one model's directory: path → stamp, and the paths of directories."""
+    """The content of one model's directory; `files`: path → stamp."""
 
     files: Mapping[str, Stamp]
     directories: Collection[str]
 
     def versions(self) -> list[int]:
-        """Returns the version directories, ascending: integers without a leading 0."""
+        """Returns the version directories, ascending: no leading 0."""
         return sorted(
             int(name)
             for name in self.directories
@@ -81,7 +79,7 @@ class Listing:
         return {path[len(prefix) :].partition("/")[0] for path in paths if path.startswith(prefix)}
 
     def digest(self, text: str = "", without: Collection[str] = ()) -> str:
-        """Returns a hash of a text and the stamps of all files but those in `without`."""
+        """Returns a hash of a text and the stamps of all other files."""
         sha = hashlib.sha256(text.encode())
         for path in sorted(self.files):
             if path not in without:
@@ -96,12 +94,7 @@ class TooFarSpreadError(Exception):
 
 @dataclass(slots=True)
 class Ranges:
-    """A part of a file, whose pages are read when they are needed; for one thread.
-
-    Attributes:
-        fetch: Reads a range of bytes.
-        pages: The pages read so far, shared by all parts of the file.
-    """
+    """A part of a file, read by shared pages when needed; for one thread."""
 
     fetch: Callable[[int, int], bytes]
     end: int
@@ -157,7 +150,7 @@ class LocalFiles:
         self._root = root
 
     def models(self) -> list[str]:
-        """Returns the names of the directories, sorted, without hidden ones."""
+        """Returns the directories, sorted, without hidden ones."""
         try:
             with os.scandir(self._root) as entries:
                 return sorted(e.name for e in entries if not e.name.startswith(".") and e.is_dir())
@@ -210,10 +203,7 @@ class LocalFiles:
 
     @contextmanager
     def blob(self, path: str, size: int) -> Iterator[Blob]:
-        """Opens a file; of a large one, only the needed pages are read.
-
-        It is not mapped: access to a mapped file that was truncated meanwhile would kill the process.
-        """
+        """Opens a file without mapping it: access to a mapped file that was truncated would kill the process."""
         with (self._root / path).open("rb") as file:
             if size <= _LOCAL_WHOLE_BYTES:
                 yield memoryview(file.read(size))
@@ -242,7 +232,7 @@ class LocalFiles:
             raise SettingsError(f"'{self._root}' can't be written: {error.strerror}") from None
 
     def remove(self, directory: str) -> None:
-        """Removes a directory and its content, if it exists."""
+        """Removes a directory, if it exists."""
         shutil.rmtree(self._root / directory, ignore_errors=True)
 
 
@@ -267,7 +257,7 @@ class RemoteFiles:
             raise self._refused(error) from None
 
     def models(self) -> list[str]:
-        """Returns the names of the directories, sorted, without hidden ones."""
+        """Returns the directories, sorted, without hidden ones."""
         with self._named_errors():
             found = self._store.children(self._root)
         if not found:
@@ -275,7 +265,7 @@ class RemoteFiles:
         return sorted({child.name for child in found if child.is_folder and not child.name.startswith(".")})
 
     def listings(self) -> dict[str, Listing | Exception]:
-        """Returns each directory's listing, from one listing of everything."""
+        """Lists everything once, for each directory."""
         found = self._find(self._root)
         if not found:
             raise self._unreadable(_NOTHING)
@@ -300,7 +290,7 @@ class RemoteFiles:
 
     @contextmanager
     def blob(self, path: str, size: int) -> Iterator[Blob]:
-        """Opens a file; of a large one, only the needed pages are read."""
+        """Opens a file; of a large one, only needed pages are read."""
         if size <= _REMOTE_WHOLE_BYTES:
             yield memoryview(self.read(path, _REMOTE_WHOLE_BYTES))
         else:
@@ -322,7 +312,7 @@ class RemoteFiles:
             self._store.write(content, self._at(path))
 
     def remove(self, directory: str) -> None:
-        """Removes a directory and its content, if it exists."""
+        """Removes a directory, if it exists."""
         with self._named_errors():
             self._store.delete_folder(self._at(directory))
 
@@ -334,7 +324,7 @@ class RemoteFiles:
             return self._store.read_range(self._at(path), begin, end)
 
     def _find(self, root: str) -> dict[str, Stamp]:
-        """Lists the files below a URL, without paths that would lead out of a copy."""
+        """Skips paths that would lead out of a copy."""
         found: dict[str, Stamp] = {}
         try:
             with self._named_errors():
@@ -372,11 +362,10 @@ _REMEDY = (
 )
 
 Files = LocalFiles | RemoteFiles
-"""The files of a repository, for several threads."""
 
 
 class Place(NamedTuple):
-    """The address of a repository: fsspec's URL and options, and a text for operators."""
+    """The address of a repository for fsspec, and for operators."""
 
     url: str
     options: Mapping[str, Any]
@@ -384,7 +373,7 @@ class Place(NamedTuple):
 
 
 def place_of(url: str) -> Place:
-    """Parses the URL of a repository, or raises `SettingsError`; passwords are refused."""
+    """Parses a repository's URL, or raises `SettingsError`; refuses passwords."""
     protocol, _, rest = url.partition("://")
     shown = f"{protocol}://{rest.rpartition('@')[2].partition('?')[0]}"
     if is_bucket(protocol) and _SECRET.match(rest):
@@ -405,7 +394,6 @@ def place_of(url: str) -> Place:
 
 
 def _leads_back(entry: os.DirEntry[str], parent: str) -> bool:
-    """Tells whether a directory is a link to one of its parents."""
     if not entry.is_symlink():
         return False
     target = os.path.realpath(entry.path)

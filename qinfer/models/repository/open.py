@@ -37,11 +37,10 @@ _LOCATION = re.compile(r"([^/]+)/[0-9A-HJKMNP-TV-Z]{26}")
 _NAME = re.compile(r"[\w.-]+")
 _LOCAL = ("file", "local")
 _NOTHING = Listing({}, ())
-_NAME_MAX_BYTES, _PATH_MAX_BYTES = 255, 1024  # the limits of file systems and object stores
+_NAME_MAX_BYTES, _PATH_MAX_BYTES = 255, 1024
 _THREADS = 8
 _SETTLED_NS = 2_000_000_000
 NOT_UNIQUE = "model appears in two or more repositories"
-"""The error of a model that several repositories have."""
 
 
 class _Place(NamedTuple):
@@ -61,14 +60,14 @@ class Repositories:
         self._how = how
         self._cache = cache
         self._read: dict[tuple[str, str], tuple[str, StoredModel]] = {}
-        """(URL, model) → hash of its listing and the model read then."""
+        """(URL, model) → hash of its listing and the model."""
 
     def names(self) -> list[str]:
-        """Returns the names of all models, sorted, or raises `SettingsError`."""
+        """Returns all models, sorted, or raises `SettingsError`."""
         return sorted({name for place in self._places for name in place.files.models()})
 
     def scan(self) -> list[StoredModel]:
-        """Reads every model, sorted by name; an unusable one carries its error."""
+        """Reads every model, sorted; an unusable one carries its error."""
         found: dict[str, StoredModel] = {}
         for place in self._places:
             for model in self._scan(place):
@@ -79,11 +78,8 @@ class Repositories:
     def read(self, name: str, override: str = "", location: str = "") -> StoredModel:
         """Reads one model.
 
-        Args:
-            name: The model's name.
-            override: A configuration in JSON in place of `config.pbtxt`, or empty. With `qinfer.files_of`, the name
-                may be in no repository.
-            location: A directory of the overlay in place of the repositories' files, or empty.
+        `override` is JSON in place of `config.pbtxt`; with `qinfer.files_of`, the name may be in no repository.
+        `location` is a directory of the overlay.
         """
         try:
             if location:
@@ -110,13 +106,9 @@ class Repositories:
             raise ModelLoadFailed(f"model '{name}' can't be read: {error.strerror}") from None
 
     def version_dir(self, stored_name: str, version: int, location: str = "", content_hash: str = "") -> Path:
-        """Returns a local directory with the files of a model version, which it fetches if they are remote.
+        """Returns a local directory with a version's files, which it fetches if they are remote.
 
-        Args:
-            stored_name: The name of the model that owns the files.
-            version: Its version.
-            location: The directory of its files in the overlay; empty = in the repositories.
-            content_hash: An earlier copy for this hash is used again.
+        An earlier copy for the `content_hash` is used again.
         """
         try:
             if location:
@@ -135,7 +127,7 @@ class Repositories:
             raise _unreadable(stored_name, error) from None
 
     def put_files(self, model: str, files: Mapping[str, bytes]) -> str:
-        """Writes a load request's files (`<version>/<file>` → content) into the overlay; returns the location."""
+        """Writes files (`<version>/<file>` → content); returns their location."""
         if not is_model_name(model):
             raise InvalidRequest("model name must not contain path traversal characters")
         if not _is_short(model):
@@ -225,7 +217,7 @@ class Repositories:
 
 
 def open_repositories(settings: RepositorySettings) -> Repositories:
-    """Opens the configured repositories without reading them, or raises `SettingsError`."""
+    """Opens repositories without reading them, or raises `SettingsError`."""
     if settings.config_name and not _NAME.fullmatch(settings.config_name):
         raise SettingsError(
             f"QINFER_REPOSITORY__CONFIG_NAME must be a file's name without its ending, got '{settings.config_name}'"
@@ -244,7 +236,7 @@ def open_repositories(settings: RepositorySettings) -> Repositories:
 
 
 def gpu_count(settings: RepositorySettings) -> int:
-    """Returns the number of GPUs for instance groups without them."""
+    """Returns the GPUs for instance groups without them."""
     if settings.gpus >= 0:
         return settings.gpus
     return sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
@@ -274,10 +266,7 @@ def _is_for_others_files(override: str) -> bool:
 
 
 def _is_settled(listing: Listing) -> bool:
-    """Tells whether local files are old enough that their times show any change.
-
-    A file system's clock ticks every few milliseconds.
-    """
+    """Tells whether times would show a change: file systems' clocks tick every few milliseconds."""
     newest_ns = max((int(stamp.mark) for stamp in listing.files.values()), default=0)
     return newest_ns < time.time_ns() - _SETTLED_NS
 
@@ -285,7 +274,7 @@ def _is_settled(listing: Listing) -> bool:
 def _check_path(path: str) -> None:
     version, separator, _ = path.partition("/")
     is_version = separator and version.isascii() and version.isdecimal() and version[0] != "0"
-    shown = path.encode(errors="backslashreplace").decode()  # unpaired surrogates are no text
+    shown = path.encode(errors="backslashreplace").decode()
     is_short = len(shown.encode()) <= _PATH_MAX_BYTES and all(_is_short(part) for part in shown.split("/"))
     text = (
         f"Invalid file path: 'file:{shown[:100]}' is not the name of a file of a model; expected "
@@ -302,6 +291,6 @@ def _is_short(name: str) -> bool:
 
 
 def _unreadable(model: str, error: SettingsError) -> ModelFilesUnreachable:
-    """Logs the reason for operators; clients learn only that there is one."""
+    """Clients learn only that there is a reason."""
     logger.error("model repository can't be used", extra={"model": model, "reason": error.message})
     return ModelFilesUnreachable(f"the files of model '{model}' can't be reached now; the server's log says why")

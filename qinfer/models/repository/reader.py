@@ -32,7 +32,7 @@ CONFIG_BYTES = 4 * 2**20
 LABEL_BYTES = 10 * 2**20
 MODEL_PY_BYTES = 16 * 2**20
 UNREADABLE = "can't be read"
-"""Begins the error of a model that changed while it was read; the next read may succeed."""
+"""Begins the error of a model that changed meanwhile; the next read may succeed."""
 
 _MODEL_FILES = (".onnx", ".pt", ".pt2", ".xml", ".plan", ".py")
 
@@ -41,7 +41,7 @@ _FORBIDDEN = frozenset("/\\{}\0")  # braces would break the hash tag of the mode
 
 
 def is_model_name(name: str) -> bool:
-    """Tells whether a directory of this name can be a model."""
+    """Tells whether a directory can be a model."""
     return bool(name) and not name.startswith(".") and name.isprintable() and _FORBIDDEN.isdisjoint(name)
 
 
@@ -49,9 +49,8 @@ class Reading(NamedTuple):
     """Options of reading models.
 
     Attributes:
-        autocomplete: Complete a missing or partial `config.pbtxt` from the model file.
         config_name: Use a model's `configs/<name>.pbtxt` if it exists.
-        gpus: GPUs of the installation, for instance groups without them.
+        gpus: For instance groups without GPUs.
     """
 
     autocomplete: bool = True
@@ -60,14 +59,14 @@ class Reading(NamedTuple):
 
 
 class ModelFiles(NamedTuple):
-    """The files of a model, in a directory of a repository."""
+    """The files of a model, in a repository."""
 
     files: Files
     directory: str
     listing: Listing
 
     def digest(self, config: str) -> str:
-        """Returns a hash of a configuration's text and the stamps of all files but configurations."""
+        """Returns a hash of a text and all files but configurations."""
         return self.listing.digest(config, without=[path for path in self.listing.files if _is_config(path)])
 
 
@@ -78,12 +77,7 @@ Lend = Callable[[str], ModelFiles]
 def read_model(own: ModelFiles, how: Reading, lend: Lend, override: str = "", name: str = "") -> StoredModel:
     """Reads a model; an unusable one carries its error.
 
-    Args:
-        own: Its files; all but the configuration may be another model's (`qinfer.files_of`).
-        how: How to read it.
-        lend: Finds the files of that other model.
-        override: A configuration in JSON that replaces the file.
-        name: Its name, where it differs from the directory's.
+    `lend` finds the files of `qinfer.files_of`; `override` is JSON in place of the configuration.
     """
     name, digest, owner = name or own.directory, "", ""
     try:
@@ -207,14 +201,14 @@ class _Reader(NamedTuple):
         return tensors
 
     def _pending(self, known: ModelConfig, version: int) -> str:
-        """Returns `python` if the `model.py`, which is not executed here, has the hook."""
+        """`model.py` is not executed here."""
         path = f"{version}/{known.default_model_filename}"
         if not self.how.autocomplete or known.backend != "python" or path not in self.listing.files:
             return ""
         if self.listing.files[path].size > MODEL_PY_BYTES:
             raise ModelLoadFailed(f"model.py of model '{self.name}' is larger than {MODEL_PY_BYTES} bytes")
         source = self.files.read(f"{self.directory}/{path}", MODEL_PY_BYTES)
-        if COMPLETION_HOOK.encode() not in source:  # parsing is slow
+        if COMPLETION_HOOK.encode() not in source:
             return ""
         try:
             functions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
@@ -252,7 +246,7 @@ class _Reader(NamedTuple):
 
 
 def select_versions(config: ModelConfig, present: Iterable[int]) -> tuple[int, ...]:
-    """Returns the versions that the version policy selects, by default the latest; ascending."""
+    """Returns the selected versions, ascending."""
     ascending = sorted(present)
     policy = config.version_policy
     choice = policy.WhichOneof("policy_choice")

@@ -1,5 +1,5 @@
--- Keeps a request's target under its idempotency key and its id, unless one is kept; returns the kept one, the key's first.
--- KEYS: of the idempotency key, of the id. ARGV: target, ms to live, target that counts as none ('' = each counts).
+-- Keeps a request's target, unless one is kept; returns the kept one, the idempotency key's first.
+-- KEYS: of the idempotency key, of the id. ARGV: target, ms to live, target that counts as none ('' = no target).
 local target, gone = ARGV[1], ARGV[3]
 local kept = {}
 for i, key in ipairs(KEYS) do

@@ -1,8 +1,7 @@
--- Writes or removes the declaration of an endpoint, if its revision is the expected one. Each change of any endpoint gets
--- the next revision, so that the latest revision shows a reader whether it has seen all changes.
--- KEYS: endpoints, trials. ARGV: name, expected revision ('' = any, 0 = none), document without a revision ('' = remove
---   it), least revision.
--- Returns {1, the new revision}, or {0, the present revision, 0 = none}.
+-- Writes or removes an endpoint, if its revision is the expected one. Revisions count the changes of all endpoints, so
+-- that the latest shows a reader whether it has seen them all.
+-- KEYS: endpoints, trials. ARGV: name, expected revision ('' = any, 0 = none), document without revision ('' = remove),
+--   least revision. Returns {1, new revision}, or {0, present revision, 0 = none}.
 local name, seen, document = ARGV[1], ARGV[2], ARGV[3]
 local current = redis.call('HGET', KEYS[1], name)
 local is = current and string.match(current, '^{"revision":(%d+),') or '0'

@@ -1,8 +1,7 @@
--- Writes the trial of an endpoint's canary, and the endpoint, if both are the expected ones; returns the endpoint's
--- revision, or 0.
--- KEYS: endpoints, trials, events of the endpoint, queue of the webhooks. ARGV: name, expected revision, expected trial
---   ('' = none), trial, endpoint without a revision ('' = unchanged), event ('' = none), events to keep, ms to keep them,
---   webhook ('' = none), ms to try it.
+-- Writes a trial and its endpoint, if both are the expected ones; returns the endpoint's revision, or 0.
+-- KEYS: endpoints, trials, events, webhooks' queue. ARGV: name, expected revision, expected trial ('' = none), trial,
+--   endpoint without revision ('' = unchanged), event ('' = none), events to keep, ms to keep them, webhook ('' = none),
+--   ms to try it.
 local name, seen, document, event = ARGV[1], ARGV[2], ARGV[5], ARGV[6]
 local current = redis.call('HGET', KEYS[1], name)
 local revision = current and string.match(current, '^{"revision":(%d+),') or ''
