@@ -1,12 +1,10 @@
 """System shared memory: clients on this host pass tensors in it instead of in bodies (reference §1.15).
 
-- A client registers its regions at each gateway that it uses. Tenants can't see, unregister or use those of others.
 - It is off by default, because a client may name any shared memory object that this process can open, and so read and
   overwrite those of others.
 - Regions are read and written through descriptors, never mapped: a client that shortens a mapped object would kill this
   process (SIGBUS). Reads are copies, so that nothing changes under a request.
-- As in Triton, an unregistered region stays open until the last request that uses it has ended. An accepted request
-  uses it while its `Limited`, which its output plan holds, is referenced.
+- As in Triton, an unregistered region stays open until the last request that uses it has ended.
 """
 
 import os
@@ -34,7 +32,7 @@ from qinfer.wire.outputs import no_shared_memory
 DIRECTORY = "/dev/shm"  # noqa: S108 - where `shm_open` of glibc and musl keeps its objects
 
 MAX_REGIONS = 10_000
-"""Registered regions at a time: each takes a descriptor. A tenant below its share is admitted even if it is full."""
+"""Registered regions, each with a descriptor; a tenant below its share is admitted even if it is full."""
 
 _MAX_UINT64 = 2**64 - 1
 _RESERVED_PREFIX = "triton_python_backend_shm_region_"
@@ -58,7 +56,7 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class _Opened:
-    """An open region with its descriptor and users; if `is_leaving`, the last user closes it."""
+    """If `is_leaving`, the last user closes it."""
 
     __slots__ = ("descriptor", "is_leaving", "region", "users")
 
@@ -70,16 +68,13 @@ class _Opened:
 
 
 class SharedMemory:
-    """The regions of one tenant, or of callers without a key; thread-safe.
-
-    Methods raise `UnsupportedFeature` if shared memory is not allowed.
-    """
+    """The regions of one tenant, or of callers without a key; thread-safe."""
 
     def __init__(self, *, allowed: bool, tenants: "dict[str, SharedMemory] | None" = None) -> None:
         self.allowed = allowed
         self._tenants = {"": self} if tenants is None else tenants
         self._regions: dict[str, _Opened] = {}
-        self._lock = threading.RLock()  # a request may end, and release its regions, wherever memory is freed
+        self._lock = threading.RLock()  # requests may end wherever memory is freed
 
     def of(self, tenant: str) -> "SharedMemory":
         """Returns the regions of a tenant."""
@@ -116,20 +111,20 @@ class SharedMemory:
             self._regions[name] = _Opened(Region(name, key, offset, byte_size), descriptor)
 
     def unregister(self, name: str) -> None:
-        """Closes a region once no request uses it; does nothing for an unknown name."""
+        """Closes an unused or soon unused region, if known."""
         self.check_allowed()
         with self._lock:
             self._leave(name)
 
     def unregister_all(self) -> None:
-        """Closes all regions, each once no request uses it."""
+        """Closes all regions once unused."""
         self.check_allowed()
         with self._lock:
             for name in list(self._regions):
                 self._leave(name)
 
     def hold(self, names: Iterable[str]) -> list[_Opened]:
-        """Adds a user to each existing region; returns them for `release`."""
+        """Adds a user to each existing region, until `release`."""
         with self._lock:
             held = [self._regions[name] for name in names if name in self._regions]
             for opened in held:
@@ -145,7 +140,7 @@ class SharedMemory:
                     self._close(opened.region.name)
 
     def status(self, name: str = "") -> list[Region]:
-        """Returns the registered regions, or the one of that name."""
+        """Returns the regions, or the named one."""
         with self._lock:
             if not name:
                 return [opened.region for opened in list(self._regions.values())]
@@ -159,7 +154,7 @@ class SharedMemory:
             pass
 
     def view(self, name: str, offset: int, byte_size: int) -> memoryview:
-        """Returns a copy of a part of a region, which later writes of the client do not change."""
+        """Returns a copy of a region's part."""
         data = bytearray()
         with self._part(name, offset, byte_size) as (descriptor, position):
             while len(data) < byte_size:
@@ -173,7 +168,7 @@ class SharedMemory:
         """Writes into a region; raises as `view` does."""
         view = memoryview(data)
         with self._part(name, offset, len(view)) as (descriptor, position):
-            if position + len(view) > os.fstat(descriptor).st_size:  # writing beyond the end would lengthen it again
+            if position + len(view) > os.fstat(descriptor).st_size:  # writing beyond the end lengthens it
                 raise _shortened(name)
             done = 0
             while done < len(view):
@@ -185,12 +180,12 @@ class SharedMemory:
         raise UnsupportedFeature("CUDA shared memory is not supported; use system shared memory, or send the tensors")
 
     def check_cuda(self, name: str = "") -> None:
-        """Refuses any name, as there are no CUDA regions."""
+        """Refuses any CUDA region."""
         if name:
             raise RegionNotFound(f"Unable to find cuda shared memory region: '{name}'")
 
     def limited(self, max_bytes: int) -> "Limited":
-        """Returns the regions for one request, which may copy `max_bytes` from them."""
+        """Returns the regions for a request that may copy `max_bytes`."""
         return Limited(self, max_bytes)
 
     def close(self) -> None:
@@ -225,7 +220,7 @@ class SharedMemory:
 
     @contextmanager
     def _part(self, name: str, offset: int, byte_size: int) -> Iterator[tuple[int, int]]:
-        """Yields a descriptor of a region's object, which stays open if the region is unregistered, and a position."""
+        """The descriptor stays open if the region is unregistered."""
         self.check_allowed()
         with self._lock:
             opened = self._of_request(name)
@@ -247,7 +242,7 @@ class SharedMemory:
 
 
 class Limited:
-    """The regions of one request, whose inputs in them are together no larger than a body may be."""
+    """One request's regions; its inputs there are no larger than a body."""
 
     def __init__(self, memory: SharedMemory, max_bytes: int) -> None:
         self._memory = memory
@@ -260,11 +255,11 @@ class Limited:
         return bool(self._names)
 
     def hold(self) -> None:
-        """Keeps the request's regions open for the lifetime of this object."""
+        """Keeps the regions open while this object lives."""
         weakref.finalize(self, self._memory.release, self._memory.hold(self._names)).atexit = False
 
     def view(self, name: str, offset: int, byte_size: int) -> memoryview:
-        """Returns a copy of a part of a region, as `SharedMemory.view`."""
+        """Returns a copy of a region's part."""
         self._names.add(name)
         self._left_bytes -= byte_size
         if self._left_bytes < 0:
@@ -275,7 +270,7 @@ class Limited:
         return self._memory.view(name, offset, byte_size)
 
     def check(self, name: str, offset: int, byte_size: int) -> None:
-        """Checks that a region has that part; see `SharedMemory.check`."""
+        """Checks a part as `SharedMemory.check` does."""
         self._names.add(name)
         self._memory.check(name, offset, byte_size)
 
@@ -285,7 +280,7 @@ class Limited:
 
 
 def _open(name: str, key: str) -> int:
-    """Opens a shared memory object as `shm_open` does, and nothing else."""
+    """As `shm_open` does, and nothing else."""
     if not _KEY.fullmatch(key):
         raise InvalidRequest(f"failed to register shared memory region '{name}': invalid shm key '{key[:100]}'")
     refusal = RegionUnavailable(f"Unable to open shared memory region: '{key}'")

@@ -87,7 +87,7 @@ class Ticket(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, kw_only=True)
 class BulkJobs:
-    """One per gateway; `turns` checks one job of each tenant at a time, so that slow files leave processes to others."""
+    """One per gateway; `turns` checks one job per tenant at a time, so that slow files leave processes to others."""
 
     jobs: Jobs
     now_s: Callable[[], float]

@@ -5,7 +5,7 @@
     POST <the endpoint's webhook>           {"type": "canary.promote", "timestamp": …, "data": {the event}}
     webhook-id · webhook-timestamp · webhook-signature: v1,<base64 of HMAC-SHA256(secret, "id.timestamp.body")>
 
-Unless a 2xx reply confirms it, a webhook is repeated with the same `webhook-id`, up to `max_attempts`. The connection goes
+Unless a 2xx reply confirms it, a webhook is repeated with the same `webhook-id`, up to `max_attempts`. Connections go
 to the address that `Targets` has checked.
 """
 
