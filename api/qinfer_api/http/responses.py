@@ -1,7 +1,9 @@
 """Several responses to one request, as one JSON list or as server-sent events.
 
-list    {"responses": [each as infer would answer it]} ‖ the bytes of all binary outputs, in the responses' order
-event   `data:` each as infer would answer it; binary outputs follow in a second `data:`, their bytes in base64
+    list    {"responses": [each as infer would answer it]} ‖ the bytes of all binary outputs, in the responses' order
+    event   `data:` each as infer would answer it; binary outputs follow in a second `data:`, their bytes in base64
+
+Each response reads like a reply of infer.
 """
 
 from base64 import b64encode
