@@ -1,4 +1,4 @@
-"""The inputs that the server adds to a batch of steps: controls and padding (reference §3.4)."""
+"""A batch's control inputs and padding (reference §3.4)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,14 +18,15 @@ def control_inputs(rows: Rows, controls: Sequence[ControlSpec], *, batched: bool
     """Makes the control inputs: `datatype[rows, 1]`, or `datatype[1]` without a batch dimension.
 
     In padding (`None`), all are false, 0 or empty. A number too large for a CORRID loses its high bits, as in Triton;
-    as text it is decimal.
+    as
+    text it is decimal.
     """
     shape = (len(rows), 1) if batched else (1,)
     return {control.name: _values(rows, control).reshape(shape) for control in controls}
 
 
 def padded(inputs: Mapping[str, Array], rows: Rows) -> Mapping[str, Array]:
-    """Spreads steps' inputs over the rows of a batch; padding is zeros, or empty BYTES."""
+    """Spreads inputs over a batch's rows; padding is zeros, or empty BYTES."""
     taken = [position for position, step in enumerate(rows) if step is not None]
     if len(taken) == len(rows):
         return inputs
