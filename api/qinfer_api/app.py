@@ -313,7 +313,7 @@ class Gateway:
         )
 
     def serve_metrics(self, listener: socket.socket) -> None:
-        """Makes `serve` serve metrics on their own port."""
+        """Lets `serve` serve metrics on their own port."""
         self.metrics = MetricsPort(listener, self._reporting.metrics, self._server.port.visitors)
 
     async def serve(self) -> None:

@@ -126,7 +126,7 @@ def _needed(size: int, held: int) -> int:
 
 
 class _WaitingReservations:
-    """No operation visits all of them.
+    """The waiting bodies and answers; no operation visits all of them.
 
     A huge one waits until it is alone, and later ones wait behind it, so that it does not wait for ever.
     """

@@ -56,7 +56,7 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class _Opened:
-    """If `is_leaving`, the last user closes it."""
+    """An open region; if `is_leaving`, the last user closes it."""
 
     __slots__ = ("descriptor", "is_leaving", "region", "users")
 
@@ -111,7 +111,7 @@ class SharedMemory:
             self._regions[name] = _Opened(Region(name, key, offset, byte_size), descriptor)
 
     def unregister(self, name: str) -> None:
-        """Closes an unused or soon unused region, if known."""
+        """Closes a region once no request uses it."""
         self.check_allowed()
         with self._lock:
             self._leave(name)

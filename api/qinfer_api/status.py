@@ -74,10 +74,10 @@ STATUSES: dict[ErrorCode, Status] = {
 
 
 TOO_MANY = {ErrorCode.QUEUE_FULL, ErrorCode.QUOTA_EXCEEDED}
-"""429 below `/v1`, and 503 below `/v2`, as Triton's clients expect."""
+"""Failures that are 429 below `/v1`, and 503 below `/v2`, as Triton's clients expect."""
 
 MISTAKES = {ErrorCode.MALFORMED_JSON, ErrorCode.REGION_UNAVAILABLE}
-"""400 below `/v1`, and 500 below `/v2`, as in Triton."""
+"""Callers' mistakes that are 400 below `/v1`, and 500 below `/v2`, as in Triton."""
 
 _OF_QUEUE = {*TOO_MANY, ErrorCode.DEADLINE_INFEASIBLE}
 """Refusals of queues begin with the request's id, as Triton's."""

@@ -16,7 +16,7 @@ SLICE_BYTES = 2048
 """Bytes parsed between two looks at the clock."""
 
 TURN_S = 0.004
-"""A turn of all large reads of a port."""
+"""Duration of a turn, for all large reads of a port."""
 
 LEAST_S = 0.0002
 """Its part for connections that have waited."""

@@ -263,7 +263,7 @@ def _options(spec: ModelSpec) -> ort.SessionOptions:
 
 
 def _run_options(spec: ModelSpec, device: Device) -> ort.RunOptions | None:
-    """None is quicker."""
+    """Returns `None` without options, which is quicker."""
     if _SHRINK not in spec.parameters:
         return None
     options = ort.RunOptions()

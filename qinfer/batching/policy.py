@@ -399,7 +399,7 @@ def _next_timeout_s(live: Sequence[T], now_s: float) -> float:
 
 
 PATIENCE_S = 0.25
-"""Longest wait for a lent instance: ten times most bulk batches'."""
+"""The longest wait for a lent instance; most bulk batches take a tenth of it."""
 
 FETCH_EVERY_S = 0.003
 """The pause between two fetches while requests wait."""

@@ -121,7 +121,7 @@ class Grant:
 
 
 class Instance:
-    """Of priority 2, it executes half as often as of priority 1."""
+    """A model instance; priority 2 executes half as often as priority 1."""
 
     __slots__ = ("callers", "executions", "grant", "granted", "model", "needs", "order", "priority")
 

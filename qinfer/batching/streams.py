@@ -55,7 +55,7 @@ class Window:
         """Per response: the bytes sent up to its end, and its share of the window."""
 
     def fits(self, nbytes: int) -> bool:
-        """Returns whether a response may leave; the only one always may."""
+        """Returns whether a response may leave; an empty or lone one always may."""
         return not nbytes or not self._on_way or self.on_way_bytes + nbytes + RESPONSE_OVERHEAD_BYTES <= self.size_bytes
 
     @property
@@ -241,7 +241,7 @@ class Stream:
         self.took(self._window.taken_bytes + nbytes)
 
     def is_stalled(self, since_s: float) -> bool:
-        """Returns whether the caller took nothing since `since_s` (monotonic clock)."""
+        """Returns whether a full window was not read since `since_s` (monotonic clock)."""
         with self._changed:
             is_full = self._window.is_half_full or (self._waiting and self._window.on_way_bytes)
             return bool(is_full) and self._idle_since_s < since_s

@@ -295,7 +295,7 @@ class _TimedContext:
 
 
 class _TimedResponses:
-    """Waiting stops the clock."""
+    """Responses to a call; waiting stops the clock."""
 
     def __init__(self, responses: Iterator[Response], clock: ExecutionClock) -> None:
         self.cancel: Callable[[], None] = getattr(responses, "cancel", lambda: None)
@@ -316,7 +316,7 @@ def _items_of(ctx: Context) -> Sequence[Any]:
 
 
 class _Streaming(_TimedContext):
-    """Responses restart the clock."""
+    """A decoupled model's context; responses restart the clock."""
 
     def __init__(self, ctx: Context, clock: ExecutionClock, items: int) -> None:
         super().__init__(ctx, clock)

@@ -230,7 +230,7 @@ def decode_request(frame: Bytes, payload: Bytes | None = None) -> InferRequest:
         generation=header.generation,
         attempt=header.attempt,
     )
-    # More than 15 keywords double the time.
+    # Set apart, because a call with more than 15 keywords takes twice as long.
     request.sequence = header.sequence
     request.queue_timeout_s = header.queue_timeout_us / 1e6
     request.payload = bool(header.payload)

@@ -58,7 +58,7 @@ _NO_PARAMETERS = InputParameters()
 
 
 class InferReply(msgspec.Struct, frozen=True, gc=False):
-    """`json_length` is `None` if all is JSON."""
+    """An encoded response; `json_length` is `None` if all is JSON."""
 
     body: bytes
     json_length: int | None = None
@@ -74,13 +74,7 @@ def decode_infer(
 ) -> tuple[InferRequest, OutputPlan]:
     """Decodes an infer request; `raw_request` decodes raw binary ones, of JSON length 0.
 
-    Args:
-        body: The uncompressed body; binary inputs become views into it.
-        json_length: The header `Inference-Header-Content-Length`, or `None`.
-        model: From the URL, as `version`, or 0.
-        version: See `model`.
-        bounds: The limits of its JSON.
-        regions: The shared memory of inputs.
+    `body` is uncompressed; binary inputs become views into it. Model and version (or 0) are the URL's.
     """
     text, tail = (body, b"") if json_length is None else _split(body, json_length)
     document, parsed = _parsed_large(text, bounds) if len(text) > LARGE_BYTES else (None, _parsed(bytes(text), bounds))

@@ -15,7 +15,14 @@ Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class InputParameters(msgspec.Struct, gc=False):
-    """An input's known parameters; sizes and offsets are in bytes. Others are ignored, as in Triton."""
+    """The known parameters of an input; others are ignored, as in Triton.
+
+    Attributes:
+        binary_data_size: The size of the input's data after the JSON, in bytes.
+        shared_memory_region: The registered region that has the data.
+        shared_memory_offset: The position of the data in the region, in bytes.
+        shared_memory_byte_size: The size of the data in the region, in bytes.
+    """
 
     binary_data_size: Natural | UnsetType = UNSET
     shared_memory_region: str | UnsetType = UNSET
@@ -57,9 +64,14 @@ NAMES: dict[type[Input], str] = {cls: name for name, cls in INPUTS.items()}
 
 
 class OutputParameters(msgspec.Struct, gc=False):
-    """A requested output's known parameters; sizes and offsets are in bytes.
+    """The known parameters of a requested output; others are ignored, as in Triton.
 
-    `classification` best classes, as BYTES `value:index[:label]`, replace the data.
+    Attributes:
+        binary_data: Whether the data follows the JSON as raw bytes.
+        classification: The number of best classes, as BYTES `value:index[:label]`, in place of the data.
+        shared_memory_region: The registered region that takes the data.
+        shared_memory_offset: The position of the data in the region, in bytes.
+        shared_memory_byte_size: The space for the data in the region, in bytes.
     """
 
     binary_data: bool | UnsetType = UNSET

@@ -191,7 +191,7 @@ def _joined(window: _Bytes, run: _StringRun) -> bytes:
 
 
 def _count(text: memoryview) -> int:
-    """Last bytes have no high bit."""
+    """Counts last bytes, which have no high bit."""
     return sum(
         int(np.count_nonzero(np.frombuffer(text[at : at + WINDOW_BYTES], np.uint8) < 0x80))
         for at in range(0, len(text), WINDOW_BYTES)

@@ -26,7 +26,7 @@ UNCOUNTED_BYTES = 16 * 1024
 
 
 class FastPath(HttpPort):
-    """Shared by all connections; off if `restrictions` cover inference."""
+    """State shared by all connections; off if `restrictions` cover inference."""
 
     def __init__(
         self,

@@ -297,7 +297,7 @@ class Writer:
 JSON_LENGTH_HEADER = "Inference-Header-Content-Length"
 
 DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
-"""Refuses a decoupled model."""
+"""The refusal of a decoupled model."""
 
 _IN_SHARED_MEMORY = b"shared_memory_region"
 

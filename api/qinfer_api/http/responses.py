@@ -17,7 +17,7 @@ from qinfer_api.http.infer import InferCodec, Reply, refusal
 
 
 def encode_list(codec: InferCodec, responses: Sequence[Response], client_id: str, plan: OutputPlan) -> Reply:
-    """Encodes all responses, or an error of one."""
+    """Encodes all responses as one reply, or the error of one."""
     texts, outputs, target = list[bytes](), list[bytes](), ""
     for response in responses:
         reply = codec.encode(response, client_id, plan)

@@ -32,7 +32,7 @@ class Visitors:
 
     @classmethod
     def of(cls, settings: Settings) -> "Visitors | None":
-        """Creates it; `None` allows every request."""
+        """Returns the rules of the settings; `None` allows every request."""
         cors, named = settings.cors.allow_origins, settings.http.allow_hosts
         has_keys = settings.auth.mode == "keys"
         origins = None if has_keys or ANY in cors else cors

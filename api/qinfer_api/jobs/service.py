@@ -75,7 +75,7 @@ LOOK_S = 1.0
 _STATES = tuple(state.value for state in JobState)
 _FULL_AGAIN_S = 30.0
 _WAITS = "waits for a bulk worker, which plans it"
-_threads = ThreadPoolExecutor(4, "bulk-tasks")  # a Redis may hang
+_threads = ThreadPoolExecutor(4, "bulk-tasks")  # Redis may hang
 
 
 class Ticket(msgspec.Struct, frozen=True):

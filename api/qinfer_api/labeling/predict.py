@@ -51,7 +51,7 @@ class Failed(NamedTuple):
 
 
 class Call(NamedTuple):
-    """`served` is an endpoint's stable target."""
+    """A call of `predict`; `served` is an endpoint's stable target."""
 
     context: Context
     mapping: TaskMapping

@@ -46,7 +46,7 @@ _NOT_TAKEN = "Label Studio left the prediction out: it does not fit the project'
 
 
 class Made(NamedTuple):
-    """`item` is JSON for Label Studio."""
+    """A prediction to be pushed; `item` is its JSON for Label Studio."""
 
     ending: Ending
     entry: LabelTask

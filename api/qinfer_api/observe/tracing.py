@@ -198,7 +198,7 @@ class TracedDispatcher(Dispatcher):
         """Traces a stored request at its end."""
         if len(self._following) >= _MOST_FOLLOWED or (sampling := self._sample(request.model)) is None:
             return
-        with _FENCE:  # as above
+        with _FENCE:
             taken = take(INPUT, request.inputs) if sampling.rule.has_tensors else None
             about = _about(request)
             task = asyncio.get_running_loop().create_task(self._follow(sampling, about, began_s, taken, ending))
@@ -290,7 +290,7 @@ class TracedSink:
             with _FENCE:
                 self._end_span(self._span, request, failure, response, now_s)
         if self._sampling is not None:
-            with _FENCE:  # as above
+            with _FENCE:
                 self._add_trace(self._sampling, request, response, end_s or now_s, now_s)
         self._pending = None  # breaks a reference cycle
 

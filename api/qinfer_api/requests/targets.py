@@ -49,7 +49,7 @@ class Target(NamedTuple):
 
 
 class _Allowed(NamedTuple):
-    """Port 0 = the scheme's default."""
+    """An entry of the allow-list; port 0 = the scheme's default."""
 
     host: str
     port: int

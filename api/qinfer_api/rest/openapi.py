@@ -56,7 +56,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 def operation(
     summary: str, responses: dict[int, Json], *parameters: Json, takes: Json | None = None, basic: bool = False
 ) -> Json:
-    """Returns a decorator's arguments."""
+    """Returns the arguments that describe a route to its decorator."""
     extra: Json = {"responses": responses, "parameters": parameters, _BASIC: basic}
     if takes is not None:
         extra["requestBody"] = takes

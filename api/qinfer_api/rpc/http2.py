@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 _CACHED_BLOCKS, _CACHED_BLOCK_BYTES = 256, 1024  # their product bounds a client's memory
 _REMEMBERED_STREAMS = 256
-_BYTES_PER_FRAME = 128  # of header blocks without a stream; as many cost one frame
-_STREAMS_PER_FRAME = 64  # as many changed windows cost one frame
+_BYTES_PER_FRAME = 128  # of header blocks without a stream, charged as one idle frame
+_STREAMS_PER_FRAME = 64  # changed windows, charged as one idle frame
 _PROGRESS = 4  # idle frames earned by a stream's end or a DATA frame
 _NOT_HTTP2 = (
     b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\n\r\n"

@@ -28,7 +28,7 @@ ENDED = "the batch that called has ended"
 
 
 class _OpenCall:
-    """The numbers of its questions; `None` = no more."""
+    """An open call, and the numbers of its questions; `None` = no more."""
 
     def __init__(self) -> None:
         self.asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()

@@ -160,7 +160,7 @@ class Instance:
         return process
 
     def _replaced(self, process: HostProcess) -> bool:
-        """False if the new one died, too."""
+        """Returns false if the new one died, too."""
         with self._changed:
             if not self._is_stopped and process.is_alive:
                 self._process = process

@@ -14,7 +14,7 @@ logger = logging.getLogger("qinfer.backends.python")
 
 
 class Managing:
-    """Executes one instance's requests; without `models` none."""
+    """Executes one instance's requests; refuses all without `models`."""
 
     def __init__(self, models: ManagesModels | None, model: str) -> None:
         self._models = models

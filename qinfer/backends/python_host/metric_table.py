@@ -34,7 +34,7 @@ class Slot(NamedTuple):
 
 
 class MetricTable:
-    """Written by the model's process, under the metrics' lock."""
+    """The table for the model's process, written under the metrics' lock."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -70,7 +70,7 @@ class MetricTable:
 
 
 class MetricMemory:
-    """Read by the worker; the process inherits `descriptor`."""
+    """The table for the worker; the process inherits `descriptor`."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("qinfer-metrics", os.MFD_CLOEXEC)

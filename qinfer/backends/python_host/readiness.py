@@ -91,7 +91,7 @@ def answer_readiness(
 
 
 class _Own:
-    """Repeated exceptions are logged once."""
+    """A model's method; repeated exceptions are logged once."""
 
     def __init__(self, is_ready: Callable[[], object], told: Callable[[BaseException], str]) -> None:
         self._is_ready, self._told = is_ready, told
@@ -112,7 +112,7 @@ class _Own:
 
 
 class _Question(threading.Thread):
-    """It may hang without blocking batches."""
+    """One call of a model's method, which may hang without blocking batches."""
 
     def __init__(self, own: _Own) -> None:
         super().__init__(name="is_ready", daemon=True)

@@ -61,7 +61,7 @@ class _Stream:
 
 
 class _OpenBatch:
-    """Requests are open, or `execute` has not returned."""
+    """A batch with open requests, or whose `execute` has not returned."""
 
     __slots__ = ("ctx", "has_begun", "outcome", "refusal", "requests", "streams")
 
@@ -142,7 +142,7 @@ class Streams:
             self._changed.wait_for(lambda: self._is_lost or not self._batches, timeout_s)
 
     def _held(self) -> list[str]:
-        """Those unanswered, now or at the death."""
+        """Unanswered requests, now or at the death."""
         with self._changed:
             return self._lost if self._is_lost else self._open()
 

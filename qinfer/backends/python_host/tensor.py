@@ -125,7 +125,7 @@ class _Held:
 
 
 class _Capsule:
-    """numpy needs a producer."""
+    """Wraps a capsule for numpy, which needs a producer."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule

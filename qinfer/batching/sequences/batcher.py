@@ -44,7 +44,7 @@ class StepOutlet(Protocol):
 
 
 class _Kept:
-    """`instance` is -1 before its first step."""
+    """A sequence of this worker; `instance` is -1 before its first step."""
 
     __slots__ = ("instance", "states", "waiting")
 

@@ -34,7 +34,7 @@ _DECAY = 0.98
 
 
 class _Held:
-    """`instance` is -1 before it begins."""
+    """A request without an answer; `instance` is -1 before it begins."""
 
     __slots__ = ("instance", "iterations", "states", "step")
 

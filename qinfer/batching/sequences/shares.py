@@ -10,10 +10,10 @@ from typing import NamedTuple
 from qinfer.queue.sequence_records import SlotShare
 
 PATIENCE_S = 1.0
-"""The wait for a free slot before another's."""
+"""The wait for a free slot before another tenant gives one up."""
 
 TURN_S = 10.0
-"""With few slots, each tenant keeps its own this long."""
+"""With more tenants than slots, each keeps its slot at least this long."""
 
 
 class SlotTurn(NamedTuple):
