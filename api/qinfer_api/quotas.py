@@ -1,8 +1,7 @@
 """Quotas of tenants: a token bucket and a limit of requests in flight, over all gateways.
 
 A gateway decides by its lease from Redis (`qinfer.queue.quotas`), exchanged every `EVERY_S`, and at once after a
-refusal
-or a first request. Without a lease, the gateway uses a bucket of its own; the next exchange reports that use.
+refusal or a first request. Without a lease, the gateway uses a bucket of its own; the next exchange reports that use.
 """
 
 import asyncio

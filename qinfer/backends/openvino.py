@@ -109,8 +109,7 @@ def _core() -> Any:
     """One per process, made in a thread that ends, and never destroyed.
 
     The CPU plugin gives the thread that creates it a signal stack, and unmaps it at the plugin's end. It detaches the
-    stack
-    only if it ends in that thread, before any later plugin; otherwise the thread's next signal kills the process
+    stack only if it ends in that thread, before any later plugin; otherwise the thread's next signal kills the process
     silently.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="openvino") as threads:

@@ -1,8 +1,8 @@
 """The `python` backend: Triton's `model.py`, each instance in a process of its own.
 
 A crash of the model's code fails one batch, which the worker bisects: only the request that crashes the model alone
-gets
-the error. A decoupled model's open streams end with an error. https://github.com/triton-inference-server/python_backend
+gets the error. A decoupled model's open streams end with an error.
+https://github.com/triton-inference-server/python_backend
 """
 
 import math

@@ -1,9 +1,8 @@
 """The `tensorrt` backend: `model.plan`, or `model.onnx`, whose engine it builds once and caches (`tensorrt_plan`).
 
 Each instance has its own CUDA stream, pinned host memory, and buffers. With `optimization { cuda { graphs: true } }`,
-the
-second execution of each shape is recorded as a CUDA graph, with its copies, and then replayed. Written against the API
-of TensorRT 10 and 11. https://docs.nvidia.com/deeplearning/tensorrt/latest/api/python_api/
+the second execution of each shape is recorded as a CUDA graph, with its copies, and then replayed. Written against the
+API of TensorRT 10 and 11. https://docs.nvidia.com/deeplearning/tensorrt/latest/api/python_api/
 """
 
 import fcntl

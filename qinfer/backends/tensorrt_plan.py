@@ -72,8 +72,7 @@ def profiles(spec: ModelSpec, declared: FileTensors, options: Mapping[str, str])
     """Returns the three shapes of each input.
 
     The batch dimension goes from 1 to `max_batch_size`, and is best at the largest preferred size. Variable dimensions
-    need
-    limits in the options.
+    need limits in the options.
     """
     given = [parse_shapes(spec.name, key, options.get(key, "")) for key in _LIMITS]
     files = {tensor.name: tensor.dims for tensor in declared.inputs}

@@ -6,8 +6,7 @@
                  └─▶ outlet.delay (items past their queue timeout, with the action DELAY)
 
 `policy` decides, and the worker does the I/O. At most one batch is placed ahead of busy instances, fetched just before
-a
-running one ends, so that idle workers get the rest (docs/explanation/batching.md).
+a running one ends, so that idle workers get the rest (docs/explanation/batching.md).
 """
 
 import asyncio

@@ -115,8 +115,7 @@ class LatencyModel:
         """Returns the shortest possible time between batches; 0 before eight executions.
 
         The bound is wide after few executions, for other sizes, and for varying durations. The quickest run of the last
-        64
-        counts, so a speed-up shows at once.
+        64 counts, so a speed-up shows at once.
         """
         weight = self._weight
         if self._count < _COLD + _RUN:

@@ -91,8 +91,8 @@ class Grant:
     """Resources that an execution holds.
 
     Attributes:
-        token: Its id, unique among all workers.
-        held: Its units, own and borrowed.
+        token: Unique among all workers.
+        held: Own and borrowed units.
         borrowed: Resource → the lender's grant.
         lent: Units that callees use.
         has_ended: Callees return lent units later.

@@ -289,7 +289,7 @@ class Streams:
         now_s: The broker's time.
 
     Attributes:
-        unread: Called twice a second with the unread streams, if any.
+        unread: Called twice a second with the unread streams.
     """
 
     def __init__(

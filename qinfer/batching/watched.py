@@ -3,8 +3,8 @@
     WatchedBackend.load, execute ──▶ ExecutionClock ◀── a watchdog reads it, warns, and ends overdue executions
 
 The clock runs for all work of an instance, and stops during calls to other models. A decoupled model's responses
-restart
-it, and it runs until its last stream has ended. The streams of an instance share its clock: progress of one is enough.
+restart it, and it runs until its last stream has ended. The streams of an instance share its clock: progress of one is
+enough.
 """
 
 import math

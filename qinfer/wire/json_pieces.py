@@ -84,10 +84,9 @@ class _ArrayPiece(NamedTuple):
 
 
 class LongArray:
-    """An array cut out of a text, or a giant string, as one element.
+    """An array cut out of a text, or a giant string, as one element of `size` bytes.
 
     Attributes:
-        size: Bytes of text.
         most: The possible number of elements, with nested ones.
         least: The same, if nested arrays are empty.
     """

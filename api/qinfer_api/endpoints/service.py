@@ -81,8 +81,8 @@ class CanaryView(msgspec.Struct, frozen=True, kw_only=True):
         step: The number of its step, from 1.
         steps: The number of steps.
         requests: The canary's requests in this step.
-        state: running | paused | promoted | rolling back (until every gateway has confirmed) | rolled back | replaced
-        (by a new declaration)
+        state: running | paused | promoted | rolling back (until every gateway has confirmed) | rolled back |
+            replaced (by a new declaration)
         reason: The reason of that state.
         since_s: The time of the last transition, in seconds since the epoch.
         done_s: The time at which every gateway had confirmed the rollback; 0 = it is not confirmed.

@@ -199,8 +199,7 @@ class HeadReader:
     """Reads small requests that arrive in one packet, without the connection's parser.
 
     A regular expression reads the head, because proxies vary ids, traces and lengths. The last head of each packet
-    length
-    is cached, because other clients repeat it. A negative `max_bytes` switches the fast path off.
+    length is cached, because other clients repeat it. A negative `max_bytes` switches the fast path off.
     """
 
     def __init__(

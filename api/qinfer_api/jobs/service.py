@@ -259,8 +259,7 @@ class BulkJobs:
         """Returns job, version and the endpoint it named.
 
         An endpoint stands for its stable target, so that the output can be reproduced. A named version of a hidden
-        model need
-        not be a target: versions are compared before they get requests.
+        model need not be a target: versions are compared before they get requests.
         """
         endpoints = self.dispatcher.endpoints
         routed = endpoints.by_name.get(spec.model)

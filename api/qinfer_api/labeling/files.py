@@ -70,8 +70,7 @@ class Files:
         """Returns the content of a file.
 
         `reference` is a path below `/data/` of Label Studio, a URL, or a `data:` URI. If several tenants have keys,
-        files of
-        other projects than `projects` (empty = all) are refused.
+        files of other projects than `projects` (empty = all) are refused.
         """
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -166,8 +166,7 @@ class Rule(NamedTuple):
     """A sampling rule, of one model or of all others.
 
     `rate` traces every n-th request, 0 = none; `most` -1 = unlimited. A file has `frequency` traces, 0 = all. A new
-    `change`
-    starts the rule anew.
+    `change` starts the rule anew.
     """
 
     has_stamps: bool

@@ -60,9 +60,7 @@ class SubmitOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         timeout_s: `None` = the default.
         request_id: The client's id; empty = the server makes one.
-        webhook: The URL that is notified of the end.
         outbox: The outbox of its end, for a part of the server; not with a webhook.
-        result_ttl_s: 0 = the setting.
     """
 
     body_hash: str

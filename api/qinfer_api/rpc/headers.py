@@ -58,8 +58,7 @@ class Method(NamedTuple):
     """A method of a service.
 
     `admit` decides by the head and the peer's address. `start` gets the message, or b"" for a stream. `is_awaited` is
-    false
-    if a shutdown does not wait for its calls. `compression` is the zlib level of replies, 0 = uncompressed.
+    false if a shutdown does not wait for its calls. `compression` is the zlib level of replies, 0 = uncompressed.
     """
 
     admit: Callable[["Head", str], Any]

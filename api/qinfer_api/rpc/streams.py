@@ -24,8 +24,7 @@ class Stream:
     """One request and its reply; subclasses interpret the bytes.
 
     `is_ended`: the client has sent everything. `is_closed`: the reply is complete or reset. The windows count DATA
-    bytes
-    that the peer may still send.
+    bytes that the peer may still send.
     """
 
     __slots__ = ("connection", "is_closed", "is_ended", "number", "queue", "receive_window", "send_window")

@@ -53,12 +53,11 @@ class UnreadError(EOFError):
 
 
 class _Head(msgspec.Struct, array_like=True):
-    """The head of a message.
+    """The head of a message; `sizes` are bytes of its buffers.
 
     Attributes:
-        sizes: Bytes of each buffer.
         segment: The segment with the buffers; 0 = the socket.
-        capacity: Bytes of a new segment, whose descriptor comes with this message.
+        capacity: Bytes of a new segment, whose descriptor comes along.
         freed: The receiver's reusable segments.
         dropped: The sender's abandoned segments.
     """

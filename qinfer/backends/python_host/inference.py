@@ -262,8 +262,7 @@ class ResponseIterator:
     """The responses to a decoupled model's call; the last may be empty.
 
     Each is fetched on demand, so the called model is no faster than its caller. A failure is the last response.
-    Dropping the
-    iterator cancels the call. As in Triton, it can be iterated again.
+    Dropping the iterator cancels the call. As in Triton, it can be iterated again.
     """
 
     def __init__(self, host: "Host", call: int) -> None:

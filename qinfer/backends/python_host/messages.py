@@ -83,7 +83,6 @@ class Execute(msgspec.Struct, array_like=True, tag=True):
     """To the host: execute a batch.
 
     Attributes:
-        number: Counts the process's batches.
         window_bytes: Of a request's responses on their way; 0 = unlimited.
         shapes: Position of a ragged input → each request's shape.
     """
@@ -154,8 +153,6 @@ class Call(msgspec.Struct, array_like=True, tag=True):
     """To the worker: run another model.
 
     Attributes:
-        number: As in `Returned`.
-        batch: The calling batch.
         version: 0 = the highest ready one.
         timeout_us: In microseconds; 0 = the batch's.
         streams: `More` asks for each response but the first.

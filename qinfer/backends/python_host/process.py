@@ -73,14 +73,10 @@ _spawner = _Spawner()
 
 
 class HostProcess:
-    """A host process.
+    """A host process, in its model's own environment; `None` = the worker's.
 
     Args:
-        model: For the log, like `version`.
-        version: For the log.
         ended: Called when the process is gone, from a thread of its own.
-        environment: The model's own; `None` = the worker's. The process reports its entry by `EnvironmentReady` or
-            `Failed`.
 
     Attributes:
         asks: The socket for questions about readiness.

@@ -18,8 +18,7 @@ def control_inputs(rows: Rows, controls: Sequence[ControlSpec], *, batched: bool
     """Makes the control inputs: `datatype[rows, 1]`, or `datatype[1]` without a batch dimension.
 
     In padding (`None`), all are false, 0 or empty. A number too large for a CORRID loses its high bits, as in Triton;
-    as
-    text it is decimal.
+    as text it is decimal.
     """
     shape = (len(rows), 1) if batched else (1,)
     return {control.name: _values(rows, control).reshape(shape) for control in controls}

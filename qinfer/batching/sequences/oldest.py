@@ -21,8 +21,7 @@ def pick_oldest(ready: Sequence[Ready[T]], now_s: float, rules: Rules, latency: 
     """Makes an idle instance's batch of the steps that are ready for longest.
 
     A step becomes ready when the one before it has ended. An instance's batches run one after another, which keeps the
-    order
-    of responses (`preserve_ordering`).
+    order of responses (`preserve_ordering`).
     """
     decision = decide([entry.step.item for entry in ready], now_s, Slots(idle=1), rules, latency)
     return Pick([entry.step for entry in ready[: len(decision.run)]], decision.wake_at_s)

@@ -3,8 +3,7 @@
     admit  →  decide  →  batches to execute  →  ended  →  decide  → …
 
 Pure; Redis decides the owner. A sequence waits in the backlog for a slot of an instance, and keeps it until it ends.
-Its
-steps execute one at a time, in the order of admission. It ends by END, by the START of the next sequence of its
+Its steps execute one at a time, in the order of admission. It ends by END, by the START of the next sequence of its
 correlation ID, by `drop`, or when a step expires, is cancelled or dies; later steps are then refused. Sequences past
 their idle time are only reported, because another step may be on its way.
 """
@@ -55,7 +54,6 @@ class Decision(msgspec.Struct, Generic[T], frozen=True):
 
     Attributes:
         batches: At most one for each idle instance.
-        refused: Steps that are not executed, with errors.
         ended: Sequences that ended without END.
         idle: Sequences past their idle time, reported again after as long.
         wake_at_s: When to decide again without an event; `NEVER_S` = never.

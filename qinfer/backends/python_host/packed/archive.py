@@ -1,8 +1,7 @@
 """Unpacks the archive of an environment within bounds, and without paths or links that lead outside.
 
 Early Pythons 3.11 lack `tarfile`'s filter `data`, and a later link can redirect a checked one; here links are made
-last,
-when every link was found to lead inside.
+last, when every link was found to lead inside.
 """
 
 import gzip
