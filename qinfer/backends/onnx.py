@@ -130,7 +130,7 @@ class OnnxBackend:
         self._has_bf16 = bool(self._narrow) or "BF16" in self._datatypes.values()
         self._memory = files_use(path, device)
         self._run_options = _run_options(spec, device)
-        self.short_on_loop = device.kind == "cpu"  # a GPU may be busy
+        self.short_on_loop = device.kind == "cpu"
         self._gpu = device.number if device.kind == "gpu" else None
         bound = device.kind == "gpu" and not (self._strings or "BYTES" in self._datatypes.values())
         self._run = self._run_bf16 if self._has_bf16 else self._run_plain
@@ -158,7 +158,7 @@ class OnnxBackend:
 
     def unload(self) -> None:
         """Frees the session."""
-        del self._run  # it holds the session
+        del self._run
         self.__dict__.pop("_binding", None)
         del self._session
 

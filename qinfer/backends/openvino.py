@@ -63,7 +63,7 @@ class OpenvinoBackend:
             self._request = compiled.create_infer_request()
         except ModelLoadFailed:
             raise
-        except Exception as error:  # OpenVINO raises RuntimeError for everything
+        except Exception as error:
             raise ModelLoadFailed(f"OpenVINO can't load model '{spec.name}': {_reason(error, path)}") from error
         self._memory = files_use(path, device)
         self._inputs = dict(zip((i.name for i in spec.file_inputs), ports[0], strict=True))

@@ -201,7 +201,7 @@ class PythonBackend:
             if process is None:
                 return None
             memory, self._memory = self._memory, None
-            if memory is not None and memory is not process:  # it died while idle
+            if memory is not None and memory is not process:
                 raise SequenceLost(self._lost_text(memory.death()))
             try:
                 outcome: tuple[Message, list[Buffer]]

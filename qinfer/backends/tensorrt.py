@@ -80,7 +80,7 @@ class Buffers:
     def fill(self, name: str, array: Array) -> None:
         """Copies an input into its pinned buffer."""
         port = self._ports[name]
-        if port.datatype == "BF16":  # float32 on this side
+        if port.datatype == "BF16":
             array = to_bf16(array)
         view = self._host[name][1][: array.nbytes].view(array.dtype).reshape(array.shape)
         np.copyto(view, array)
@@ -211,7 +211,7 @@ class TensorrtBackend:
             wanted = {tensor.name: tensor.datatype for tensor in configured}
             for name in sorted(set(wanted) ^ set(found)):
                 if kind == "output" and name in found:
-                    continue  # it can't be requested
+                    continue
                 raise ModelLoadFailed(
                     f"unexpected inference {kind} '{name}' for model '{spec.name}': the engine has {', '.join(found)}"
                 )

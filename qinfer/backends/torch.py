@@ -46,7 +46,7 @@ _AMP: dict[str, torch.dtype | None] = {
     "float16": torch.float16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "none": None,
 }  # fmt: skip
 _COMPILE = {m: m for m in ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")} | {"none": ""}
-_PINNED_MIN_BYTES = 64 * 1024  # ordinary memory is quicker below
+_PINNED_MIN_BYTES = 64 * 1024  # below this, ordinary memory is quicker
 
 _thread = threading.local()
 

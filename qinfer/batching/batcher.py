@@ -535,7 +535,6 @@ class Batcher:
             execution.leave_open()
         is_current = self.expected_ends.pop(execution, None) is not None
         if is_current:
-            # The batch ahead begins now.
             self._ahead_until_s = NEVER_S
             if self._ahead and self.model.begun is not None:
                 self.model.begun(self._ahead)

@@ -249,7 +249,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
 
 
 def _origin(items: Sequence[Pending], call: InferRequest, default: InferRequest) -> tuple[InferRequest, Flags | None]:
-    """Returns the caller, and its flags with its own sequence id.
+    """Returns the request that a call is made for, and its flags with the caller's sequence id.
 
     The model sees internal ids, because tenants' ids may be equal.
     """

@@ -41,7 +41,7 @@ class PermittedExecutor(Executor, Protocol):
 class LimitedBatcher(Batcher):
     """A batcher whose model's executor is a `PermittedExecutor`."""
 
-    keeps_for_calls = False  # the rate limiter decides
+    keeps_for_calls = False
 
     def _adopt(self, model: LoadedModel, latency: LatencyModel | None) -> None:
         self._blocked, self._is_gating = LentInstances(), False

@@ -400,8 +400,8 @@ _LONG_ID = b"\xdc\x00\x11\xd9"  # its header's: an array of 17, a text of 32 to 
 _ID_AT = 13  # behind these, the header's size and the text's
 _MAX_KNOWN = 1024
 _TIMEOUT_BYTES = 5
-_USUAL_FROM_S, _USUAL_TO_S = (1 << 16) / 1e6, ((1 << 32) - 1) / 1e6  # from 66 ms to 71 minutes
-_SMALL_BYTES = 16 * 1024  # here a copy is cheaper
+_USUAL_FROM_S, _USUAL_TO_S = (1 << 16) / 1e6, ((1 << 32) - 1) / 1e6
+_SMALL_BYTES = 16 * 1024  # up to here a copy is cheaper
 
 
 class Repeats:
@@ -427,7 +427,7 @@ class RequestForm:
 
     def __init__(self, request: InferRequest) -> None:
         frame, name = encode_request(request), request.id.encode()
-        position = frame.index(name)  # the header's first field
+        position = frame.index(name)
         area, _ = tensor_places(frame)
         timeout, trace = _own_fields(frame, request)
         self._begin, self._mid = frame[:position], frame[position + len(name) : timeout.start]

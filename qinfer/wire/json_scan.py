@@ -167,7 +167,7 @@ class _Finder:
             if len(run.at):
                 self._look(run)
             if last < len(kinds):
-                self._open = None  # it holds an object
+                self._open = None
 
     def _long(self, at: _Numbers, edges: _Numbers) -> list[tuple[int, int]]:
         """Returns runs that may hold a long array."""

@@ -134,7 +134,7 @@ def _read(text: bytes) -> _ReplyJson:
         try:
             return _decoder.decode(text)
         except msgspec.DecodeError:
-            return msgspec.convert(json.loads(text), _ReplyJson)  # knows NaN and Infinity
+            return msgspec.convert(json.loads(text), _ReplyJson)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise OutputMismatch(f"the reply is not an inference response: {error}") from None
 

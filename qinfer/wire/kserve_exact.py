@@ -228,7 +228,7 @@ def _of_sequence(key: str, value: Any) -> Any:
 
 
 def _put_sequence(sequence: dict[str, Any], fields: dict[str, Any]) -> None:
-    if sequence.get("id"):  # 0 and "" mean none
+    if sequence.get("id"):
         fields["sequence"] = Sequence(**sequence)
     elif "step" in sequence:
         raise InvalidRequest(f"parameter '{STEP}' numbers the requests of a sequence: send 'sequence_id' with it")

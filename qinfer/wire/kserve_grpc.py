@@ -84,7 +84,7 @@ def prefix(field: int, size: int) -> bytes:
 _PLAIN = OutputPlan()
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 _INTEGERS = ("int64_param", "uint64_param")
-_KINDS = {  # both kinds of integers are accepted
+_KINDS = {
     "sequence_id": ("int64_param or string_param", (*_INTEGERS, "string_param")),
     "sequence_start": ("bool_param", ("bool_param",)),
     "sequence_end": ("bool_param", ("bool_param",)),
@@ -225,9 +225,9 @@ LARGE_BYTES = 256 * 1024
 _INPUTS_FIELD = pb.ModelInferRequest.INPUTS_FIELD_NUMBER
 _CONTENTS_FIELD = pb.ModelInferRequest.InferInputTensor.CONTENTS_FIELD_NUMBER
 _RAW_INPUTS_FIELD = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
-_COPY_MAX_BYTES = 16 * 1024  # below, protobuf's copies are cheaper
+_COPY_MAX_BYTES = 16 * 1024  # below this, copies by protobuf are cheaper
 
-_PACKED = ("BOOL", "FP32", "FP64")  # protobuf packs these alike
+_PACKED = ("BOOL", "FP32", "FP64")
 
 
 class Message(NamedTuple):

@@ -16,7 +16,7 @@ from qinfer.traffic.trial_store import TrialStore
 from qinfer.traffic.trials import CheckNumbers, Event, Trial, by_hand, numbers_of
 from qinfer_api.shadows import Shadows
 
-_TRIES = 5  # the controller writes, too
+_TRIES = 5
 
 
 class TargetState(msgspec.Struct, frozen=True, kw_only=True):

@@ -124,7 +124,6 @@ class Call:
                 self._plan = strictly(self._plan)
             if head.forwarded:
                 with_headers(request, head.forwarded)
-            # most gateways have no endpoints
             if dispatcher.endpoints.by_name and dispatcher.choose(context, request, head.header):
                 self._plan = codec.routed(request, self._plan)
             self.request = request

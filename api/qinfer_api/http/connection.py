@@ -136,7 +136,7 @@ class HttpConnection(asyncio.Protocol):
     def __init__(self, port: HttpPort) -> None:
         self.port = port
         self.peer = ""
-        self._ends: Scope = {}  # shared by its requests
+        self._ends: Scope = {}
         self.headers: list[tuple[bytes, bytes]] = []
         self.writable = asyncio.Event()
         self.writable.set()
@@ -145,8 +145,8 @@ class HttpConnection(asyncio.Protocol):
         self._unparsed = _NOTHING
         self._parser = self._new_parser()
         self._is_parsing = self._is_paused = self._awaits_turn = False
-        self._closing = False  # accepts no more requests
-        self._refused = False  # discards all further input
+        self._closing = False
+        self._refused = False
         self._lingers, self._still_sends = False, True  # after a refusal
         self._receiving = self._in_head = False
         self._url = b""

@@ -43,7 +43,7 @@ from qinfer_api.status import http_status, of_request, retry_after_s
 Encoding = Literal["gzip", "deflate"]
 
 _WINDOW_BITS: dict[Encoding, int] = {"gzip": 31, "deflate": 15}  # `deflate` in HTTP is the zlib container
-_EITHER_CONTAINER = 47  # zlib detects the container
+_EITHER_CONTAINER = 47
 _STRICT = re.compile(r"(?i);[ \t]*strict[ \t]*=([^;,]*)")
 _STEP_BYTES = 256 * 1024
 _PIECE_BYTES = 64 * 1024
@@ -227,7 +227,7 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
 def failure_reply(error: BaseException, *, v1: bool = False) -> Reply:
     """Returns the reply to an exception."""
     failure = Failure.of(error)
-    v1 = v1 and type(error) is not Overloaded  # the server itself, not a queue or a quota
+    v1 = v1 and type(error) is not Overloaded
     return error_reply(http_status(failure.code, v1=v1), failure.message, retry_after_s(failure.code, error))
 
 

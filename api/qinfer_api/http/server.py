@@ -156,7 +156,7 @@ class HttpServer:
         if self._server is None or tls is None:
             return
         self._server = await listen_anew(self._server, self.port.connect, tls)
-        if self._ends.is_set():  # `turn_away` was called meanwhile
+        if self._ends.is_set():
             self._server.close()
 
 

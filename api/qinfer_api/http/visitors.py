@@ -75,7 +75,7 @@ class Visitors:
             own = origin.lower().partition("://")[2]
             if origin not in self._origins and not (own and own in hosts):
                 return f"pages of '{origin[:200]}' may not call this server: QINFER_CORS__ALLOW_ORIGINS"
-        is_read = b"origin" in sent  # a page with an allowed origin
+        is_read = b"origin" in sent
         if b"cross-site" in sent.get(b"sec-fetch-site", ()) and not is_read and not _is_visit(sent):
             return "pages of other sites may not call this server: QINFER_CORS__ALLOW_ORIGINS"
         return ""

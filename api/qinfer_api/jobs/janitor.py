@@ -86,7 +86,6 @@ class JobJanitor:
             record = await self._jobs.get(notice.text)
             standing = None if record is None else await self._fill(record)
             state = await self._next(record, standing) if record is not None and standing is not None else ""
-            # for the existing parts of a job that ended early
             if state == JobState.FINALIZING or state in ENDED_EARLY:
                 async with self._sending:
                     await asyncio.to_thread(self._finalise, notice.text)

@@ -142,11 +142,11 @@ class _Run:
                 pending = self._dispatcher.submit(self._call.context, request, sink, left_s)
             except Overloaded as error:
                 if not self._taken or self._dispatcher.draining:
-                    self._refused = error  # the caller can repeat the whole call
+                    self._refused = error
                     raise error from None
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(min(error.retry_after_s, left_s, _LONGEST_PAUSE_S)):
-                        await self._answered.wait()  # an answer makes room
+                        await self._answered.wait()
             else:
                 self._taken += 1
                 return pending

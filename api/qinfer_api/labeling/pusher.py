@@ -76,8 +76,8 @@ class Pusher:
         self._step_s = self._kind.pause_s / 2  # then others may take over
         self._models: dict[str, None] = {}  # a removed mapping may have tasks left
         self._outboxes: dict[str, None] = {}  # models with possible endings
-        self._outbox = ""  # of the present step
-        self._finished: set[str] = set()  # in the present step
+        self._outbox = ""
+        self._finished: set[str] = set()
         self._failures: Counter[str] = Counter()  # by ending
 
     async def run(self) -> None:
@@ -128,7 +128,7 @@ class Pusher:
                 failures += 1
                 away_s = pause_s(failures, 2 * usual_s, LONGEST_PAUSE_S if is_studio else _QUEUE_PAUSE_S)
                 outage.failed(error.message)
-            except Exception as error:  # the boundary of labeling
+            except Exception as error:
                 failures += 1
                 away_s = pause_s(failures, 2 * usual_s, LONGEST_PAUSE_S)
                 logger.exception("labeling step failed", extra={"reason": what, "error": str(error)})

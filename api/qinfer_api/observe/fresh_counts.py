@@ -62,7 +62,7 @@ class FreshCounts:
             if not found.keys() >= workers:
                 logger.debug("statistics read before all workers have added theirs")
             self.underway = {worker: one for worker, one in found.items() if one is not None}
-        except BrokerUnavailable:  # the read reports it
+        except BrokerUnavailable:
             logger.debug("workers not asked for their counts")
 
     def _hosts(self, models: set[str]) -> set[str]:

@@ -371,7 +371,7 @@ def _rule(values: Mapping[str, object]) -> Rule:
     levels, change = values["trace_level"], str(values.get(CHANGE, ""))
     try:
         rate, most, frequency = (int(str(values[name])) for name in ("trace_rate", "trace_count", "log_frequency"))
-    except ValueError:  # of a newer qinfer
+    except ValueError:
         return Rule(has_stamps=False, has_tensors=False, rate=0, most=0, frequency=0, change=change)
     has_stamps, has_tensors = (isinstance(levels, list) and level in levels for level in _LEVELS)
     return Rule(

@@ -253,7 +253,7 @@ class TracedSink:
         self._pending: Pending | None = None
         self._tensors: Taken | None = None
         if sampling is not None and sampling.rule.has_tensors:
-            with _FENCE:  # the request continues untraced
+            with _FENCE:
                 self._tensors = take(INPUT, request.inputs)
 
     @property
@@ -269,7 +269,7 @@ class TracedSink:
     def deliver(self, response: Response) -> None:
         """Passes responses on; the last ends the traces."""
         if self._tensors is not None and weight_of(self._tensors) < _MOST_WEIGHT:
-            with _FENCE:  # the response continues untraced
+            with _FENCE:
                 self._tensors += take(OUTPUT, response.outputs)
         if not response.final or self._request is None:
             self._sink.deliver(response)
@@ -304,7 +304,7 @@ class TracedSink:
             about[ATTEMPT] = response.attempt
             if response.timing is not None:
                 about[BATCH_SIZE] = response.timing.batch_size
-                now_s = max(now_s, self._executed_s(response.timing))  # clocks differ a bit
+                now_s = max(now_s, self._executed_s(response.timing))
         if failure is not None and http_status(failure.code) < 500:
             span.end(now_s, {**about, ERROR: failure.code})
         else:

@@ -45,7 +45,7 @@ SWEEP_AGAIN_S = 1.0
 _PARTITION = 0  # until models are spread
 _BATCH = 200
 _MODELS = 100  # at once
-_ORPHANS = 20  # frames per read; they may hold tensors
+_ORPHANS = 20
 _ORPHANS_EVERY_S = 5.0
 
 

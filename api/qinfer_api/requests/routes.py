@@ -241,7 +241,7 @@ async def _accepted(
             if ticket.is_new:
                 services.dispatcher.note_accepted(context, decoded, ticket.record.address.id)
             return ticket
-        except Conflict:  # found, with another body
+        except Conflict:
             raise
         except (RequestError, ModelError):
             if ticket := await _repeated(services, context, target, request, options, body):

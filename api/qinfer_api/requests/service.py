@@ -244,7 +244,7 @@ class AsyncRequests:
         if is_first:
             self.tally.failed(address.model, record.version, Cancelled.code)
             self.tally.ended(address.model, record.version, Cancelled.code)
-        else:  # it has ended meanwhile
+        else:
             await self.delivery.requests.forget(address)
         return await self.record(context, address)
 
@@ -280,7 +280,7 @@ class AsyncRequests:
             route = self.dispatcher.admit(served, request.priority, timeout_s, request.timeout_s, tenant=tenant)
         except Overloaded as refusal:
             if not acceptance.idempotency_key and shown_id(acceptance.address) == acceptance.address.id:
-                raise  # its id is new
+                raise
             found = await self.delivery.requests.find(
                 acceptance.address,
                 acceptance.body_hash,

@@ -68,7 +68,7 @@ class Connection(asyncio.Protocol):
         self._has_preface = self._has_settings = False
         self._block: tuple[int, int, bytearray] | None = None  # an unfinished block's stream, flags and start
         self._streams: dict[int, Stream] = {}
-        self._abandoned: deque[int] = deque(maxlen=_REMEMBERED_STREAMS)  # the client may still use them
+        self._abandoned: deque[int] = deque(maxlen=_REMEMBERED_STREAMS)
         self._last = 0
         self._last_taken = frames.LAST_STREAM
         self._window = service.limits.connection_window_bytes
@@ -76,7 +76,7 @@ class Connection(asyncio.Protocol):
         self._age_s = service.limits.age_s * random.uniform(0.9, 1.1)  # noqa: S311 - spreads reconnections
         self._made_s = self._busy_s = self._heard_s = 0.0
         self._pinged_s = self._goes_s = self._stuck_s = 0.0  # 0 = not the case
-        self._is_heard = False  # since the last check
+        self._is_heard = False
         self._takes_no_more = asyncio.Event()
 
     # -- asyncio's calls -----------------------------------------------------------------------------------------------
@@ -423,7 +423,7 @@ class Connection(asyncio.Protocol):
     def finished(self, stream: Stream) -> None:
         """Removes a stream whose reply is written."""
         if not stream.is_ended:
-            self._write_reset(stream.number, frames.NO_ERROR)  # its rest is not needed
+            self._write_reset(stream.number, frames.NO_ERROR)
         self._drop(stream)
         if self._allowance < self.service.limits.idle_frames:
             self._allowance += _PROGRESS
@@ -512,7 +512,7 @@ class Connection(asyncio.Protocol):
         self._allowance = min(self._allowance + limits.idle_frames_per_s, limits.idle_frames)
         if self._streams:
             self._busy_s = now_s
-        if self._is_heard or self.output.is_paused:  # nothing is read during a pause
+        if self._is_heard or self.output.is_paused:
             self._is_heard, self._heard_s, self._pinged_s = False, now_s, 0.0
         for stream in list(self._streams.values()):
             stream.check(now_s)

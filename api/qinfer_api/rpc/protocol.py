@@ -113,13 +113,13 @@ class Call(Stream):
         self.cache = self.target = ""
         self._refusal: Exception | None = None
         self._prefix = b""
-        self._body: bytearray | None = None  # of the incoming message
-        self._size = 0  # of the incoming message
+        self._body: bytearray | None = None
+        self._size = 0
         self._is_compressed = False
         self._is_reading = True  # the client owes a message
         self._moved_s = 0.0
         self._messages: deque[_Message] = deque()
-        self._reservation: Reservation | None = None  # of the incoming message
+        self._reservation: Reservation | None = None
         self._answer_memory: Memory | None = None
         self._opened_memory: Reservation | None = None  # of the message decompressed last
         self._reserved_s = 0.0

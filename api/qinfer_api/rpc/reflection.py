@@ -24,7 +24,7 @@ MAX_REQUEST_BYTES = 4096
 _METHOD = "ServerReflectionInfo"
 _NOT_FOUND, _INVALID_ARGUMENT = GRPC_CODES.index("NOT_FOUND"), GRPC_CODES.index("INVALID_ARGUMENT")
 _CACHED_FILES = 64
-_MAX_SHOWN = 200  # of an unknown name
+_MAX_SHOWN = 200
 
 
 def reflection_methods(guard: Guard, services: tuple[str, ...]) -> dict[str, Method]:

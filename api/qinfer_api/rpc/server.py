@@ -136,7 +136,7 @@ class RpcServer:
     async def stop(self, within_s: float) -> None:
         """Ends once every call is answered, or a second after `within_s`."""
         self._infer.drain()
-        with contextlib.suppress(TimeoutError):  # a client may not read
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s + _LAST_REPLIES_S):
                 await self._calls.ended()
         await self.close()

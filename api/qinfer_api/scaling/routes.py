@@ -98,7 +98,7 @@ def backlog_routes(services: Services) -> APIRouter:
         services.requests.check_up(model)
         found = await services.reporting.work(model)
         if not found:
-            services.catalog.status(model)  # unknown models are an error
+            services.catalog.status(model)
         return send_json(backlog_of(model, found, await services.reporting.sequences(model)))
 
     return router

@@ -43,7 +43,7 @@ def main(descriptor: int, asks: int, metrics: int, parent: int) -> int:
     if os.getppid() != parent:
         return 1
     faulthandler.enable()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited by the model's processes
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for signum in IGNORED:  # the draining worker decides, not the group's signals
         signal.signal(signum, _ignore)
     os.register_at_fork(after_in_child=_heed)

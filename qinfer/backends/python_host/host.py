@@ -289,7 +289,7 @@ class Host:
                 threading.Thread(target=self._send_later, args=(self._later,), name="later", daemon=True).start()
 
     def _send_later(self, messages: "queue.SimpleQueue[Message | Callable[[], None]]") -> None:
-        with suppress(OSError):  # the worker is gone
+        with suppress(OSError):
             while True:
                 message = messages.get()
                 if callable(message):

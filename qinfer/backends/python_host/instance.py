@@ -61,7 +61,7 @@ class Instance:
         self._process = self._started()
         with _live_lock:
             _live.add(self)
-        if not self._process.is_alive:  # before `lost` could be called
+        if not self._process.is_alive:
             self.lost(self._process)
 
     def process(self) -> HostProcess | None:
@@ -200,7 +200,7 @@ def _stop_all() -> None:
         try:
             thread.start()
             started.append(thread)
-        except RuntimeError:  # at exit, in Python 3.12
+        except RuntimeError:
             thread.run()
     for thread in started:
         thread.join(FINALIZE_S + TERMINATE_S)

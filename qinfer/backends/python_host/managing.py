@@ -35,7 +35,7 @@ class Managing:
         except Exception:  # the model must get an answer
             logger.exception("model management failed", extra={"model": self._model})
             answer = Managed(message.number, error="it failed; the worker's log says why")
-        with suppress(OSError):  # the process is gone
+        with suppress(OSError):
             channel.send(answer)
 
     def _done(self, message: Manage, files: dict[str, bytes]) -> bool:

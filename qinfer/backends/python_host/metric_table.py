@@ -103,11 +103,11 @@ def _series_of(data: bytes) -> list[ModelSeries]:
         capacity, live, head, count = _PREFIX.unpack_from(data, place)
         begin = place + _PREFIX.size
         if not capacity or begin + _aligned(head, _WORD) + _WORD * count > len(data):
-            break  # it is being written
+            break
         if live:
             try:
                 series = msgspec.msgpack.decode(data[begin : begin + head], type=ModelSeries)
-            except (msgspec.MsgspecError, UnicodeDecodeError):  # it is being written
+            except (msgspec.MsgspecError, UnicodeDecodeError):
                 break
             values = struct.unpack_from(f"<{count}d", data, begin + _aligned(head, _WORD))
             found.append(msgspec.structs.replace(series, values=values))

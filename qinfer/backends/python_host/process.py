@@ -188,7 +188,7 @@ class HostProcess:
     def _signal(self, number: signal.Signals) -> None:
         """The model may have started processes."""
         with self._reaping:
-            if not self._has_ended.is_set():  # its number may be another's
+            if not self._has_ended.is_set():
                 self._signal_group(number)
 
     def _signal_group(self, number: signal.Signals) -> None:

@@ -47,7 +47,7 @@ class ReadinessProbe:
 
     def look(self) -> str:
         """Asks again; returns why the model is not ready, or ""."""
-        with self._lock, suppress(OSError):  # another process will answer
+        with self._lock, suppress(OSError):
             now_s = time.monotonic()
             if self._waits:
                 self._take(now_s)

@@ -74,7 +74,7 @@ class Tensor:
     def __dlpack__(self, **options: Any) -> Any:
         if self._array.dtype.kind in "OS":
             raise TritonModelException("DLPack does not have support for string tensors.")
-        del options  # streams are not offered
+        del options
         # As in Triton, a capsule keeps the tensor.
         return np.asarray(_Held(self)).__dlpack__()
 

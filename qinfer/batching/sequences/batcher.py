@@ -174,7 +174,6 @@ class SequenceBatcher(StepRunner[PendingStep]):
             if kept := self._kept.get(step.place.sequence):
                 kept.waiting.pop(step, None)
             if step.place.sequence in broken:
-                # The first refusal is the reason for all.
                 broken.discard(step.place.sequence)
                 self._outlet.broken(step, error)
         if decision.idle:
@@ -216,7 +215,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
             item.state = states
             kept = self._kept.get(item.place.sequence)
             if kept is None or kept.waiting.pop(item, None) is None:
-                continue  # it was dropped meanwhile
+                continue
             kept.instance = execution.steps.instance
             if states:
                 kept.states = states

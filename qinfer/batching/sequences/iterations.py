@@ -175,7 +175,7 @@ class Iterations(StepRunner[Pending]):
         for position, (step, states) in enumerate(zip(steps, execution.states, strict=True)):
             held = self._held.get(step.item)
             if held is None:
-                continue  # it was dropped meanwhile
+                continue
             held.iterations += 1
             if position in execution.again:
                 held.states = states
