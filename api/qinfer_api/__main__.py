@@ -1,4 +1,4 @@
-"""`python -m qinfer_api`: runs one gateway, configured by `QINFER_…` variables, until SIGTERM or SIGINT.
+"""Runs one gateway, configured by `QINFER_…` variables, until SIGTERM or SIGINT: `python -m qinfer_api`.
 
 SIGHUP reloads API keys and certificates. Exit codes: 0 after a drain, or SIGTERM before it serves; 1 if a part of the
 gateway died; 2 for a wrong setting; 130 for SIGINT before it serves.
@@ -35,8 +35,8 @@ def main() -> int:
         epilog="Configured by QINFER_… variables, such as QINFER_REDIS__URL and QINFER_HTTP__PORT; "
         "`qinfer.core.settings` documents all of them.",
     ).parse_args()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload; child processes inherit it
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its core logs to stderr, not as JSON
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the first reload; child processes inherit it
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its core logs are not JSON
     try:
         settings = load_settings()
         logs.configure(settings.log, "gateway", unknown=settings.unknown)
@@ -46,9 +46,9 @@ def main() -> int:
     except SettingsError as error:
         logs.cannot_start(os.environ, "qinfer_api", error.message)
         return 2
-    except asyncio.CancelledError:  # by SIGTERM, during the start
+    except asyncio.CancelledError:
         return 0
-    except KeyboardInterrupt:  # during the start; later, SIGINT drains
+    except KeyboardInterrupt:  # during the start; later, it drains
         return 130
     except BaseExceptionGroup:
         logger.exception("gateway died")
@@ -59,7 +59,7 @@ def main() -> int:
 async def _run(settings: Settings) -> None:
     loop, starting = asyncio.get_running_loop(), asyncio.current_task()
     assert starting is not None
-    loop.add_signal_handler(signal.SIGTERM, starting.cancel)  # it may wait for Redis
+    loop.add_signal_handler(signal.SIGTERM, starting.cancel)
     gateway = await build(settings)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, gateway.stop)
@@ -70,15 +70,15 @@ async def _run(settings: Settings) -> None:
 
 
 def _tune_allocator() -> None:
-    """Makes glibc return large blocks, which each thread's arena would keep."""
+    """Makes glibc return large blocks, which arenas keep."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(_MMAP_THRESHOLD, 8 * 2**20)
         mallopt(_TRIM_THRESHOLD, 16 * 2**20)
-        mallopt(_ARENA_MAX, 2)  # threads mostly wait for one another anyway
+        mallopt(_ARENA_MAX, 2)  # threads wait for one another
 
 
 def _tune_garbage_collector() -> None:
-    """Makes collections rare and short: requests leave no reference cycles, and FastAPI has many objects to scan."""
+    """Requests leave no reference cycles, and FastAPI has many objects to scan."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)

@@ -30,7 +30,7 @@ EXTENSIONS = (
     "trace",
     "logging",
 )
-"""Triton's list in its order, on which clients such as perf_analyzer rely; a listed extension may be off."""
+"""Triton's list in its order, on which clients rely; an extension may be off."""
 
 
 class ServerMetadata(msgspec.Struct, frozen=True):
@@ -69,7 +69,7 @@ def server_metadata(settings: Settings) -> ServerMetadata:
 
 
 def model_metadata(endpoints: Endpoints, name: str, version: int) -> ModelMetadata:
-    """Returns the metadata of a model; version 0 lists all ready ones."""
+    """Returns a model's metadata; version 0 lists ready ones."""
     catalog, (model, version) = endpoints.catalog, endpoints.stable(name, version)
     spec = catalog.resolve(model, version).spec
     return ModelMetadata(
@@ -84,7 +84,7 @@ def model_metadata(endpoints: Endpoints, name: str, version: int) -> ModelMetada
 def is_server_ready(settings: Settings, catalog: Catalog, *, draining: bool) -> bool:
     """Returns whether the server has started, or with `repository.strict_readiness`, whether every model is ready.
 
-    It has started when it can answer for one model, or every model has failed to load.
+    It has started when one model can answer, or all failed to load.
     """
     if draining:
         return False
@@ -92,7 +92,7 @@ def is_server_ready(settings: Settings, catalog: Catalog, *, draining: bool) -> 
 
 
 def model_config(endpoints: Endpoints, name: str, version: int) -> str:
-    """Returns the normalised configuration of a model as JSON."""
+    """Returns a model's normalised configuration as JSON."""
     text = endpoints.catalog.config_json(*endpoints.stable(name, version))
     if name not in endpoints.by_name:
         return text
@@ -100,7 +100,7 @@ def model_config(endpoints: Endpoints, name: str, version: int) -> str:
 
 
 def endpoint_entries(endpoints: Endpoints, *, ready: bool) -> Iterator[IndexEntry]:
-    """Yields the endpoints for the model index; one that hides a model replaces it."""
+    """Yields endpoints for the model index, in place of models they hide."""
     for name, routed in sorted(endpoints.by_name.items()):
         model, version = routed.stable.place
         is_ready = endpoints.catalog.find(model, version) is not None
@@ -112,7 +112,7 @@ def endpoint_entries(endpoints: Endpoints, *, ready: bool) -> Iterator[IndexEntr
 def is_model_ready(endpoints: Endpoints, name: str, version: int) -> bool:
     """Returns whether a model, or one version of it (0 = any), can be asked.
 
-    A model with loadable versions that no live worker has, or whose own `is_ready` refuses, is not ready.
+    A loadable model without a live worker, or whose `is_ready` refuses, is not ready.
     """
     catalog, (model, version) = endpoints.catalog, endpoints.stable(name, version)
     if not version:

@@ -1,7 +1,7 @@
-"""The access log: one line per inference request, with caller, outcome and duration.
+"""The access log: one line per inference request.
 
-It is off unless `QINFER_LOG__ACCESS` sets it. All failures get a line, and the given share of the other requests; those
-without a line cost nothing. Lines contain no payload and no key.
+`QINFER_LOG__ACCESS` sets the share of successful requests with a line; all failures get one. Lines contain no payload
+and no key.
 """
 
 import logging
@@ -22,17 +22,17 @@ logger = logging.getLogger(ACCESS)
 
 OK, ACCEPTED = "ok", "accepted"
 """The outcomes without failure: delivered, or stored."""
-_MOST_TEXT = 256  # characters of a client's text
+_MOST_TEXT = 256  # of a client
 
 
 class AccessLog:
-    """Writes the lines of one gateway; `share` samples the requests without failure."""
+    """Writes one gateway's lines; `share` samples successful requests."""
 
     def __init__(self, share: float) -> None:
         self._share = share
 
     def noted(self, sink: Sink, context: Context, request: InferRequest) -> "LoggedSink":
-        """Wraps a request's sink in one that logs its end."""
+        """Wraps a sink in one that logs the end."""
         return LoggedSink(self, sink, context, request)
 
     def refused(self, context: Context, model: tuple[str, int], code: str) -> None:
@@ -40,7 +40,7 @@ class AccessLog:
         self._write(code, _who(context), {"model": model[0], "version": model[1]})
 
     def accepted(self, context: Context, request: InferRequest, request_id: str) -> None:
-        """Logs a stored request; its end is not logged."""
+        """Logs a stored request, but not its end."""
         about = {"request_id": request_id, "model": request.model, "version": request.version}
         self._write(ACCEPTED, _who(context), {**about, **_sent(request)})
 
@@ -63,7 +63,7 @@ class AccessLog:
 
 
 class LoggedSink:
-    """Wraps the sink of a request and counts its responses."""
+    """Wraps a sink and counts its responses."""
 
     __slots__ = ("_log", "about", "began_s", "frontend", "inner", "nbytes", "no_stream", "responses")
 
@@ -77,7 +77,7 @@ class LoggedSink:
         self.nbytes = self.responses = 0
 
     def deliver(self, response: Response) -> None:
-        """Passes a response on; the last one writes the line."""
+        """Passes responses on; the last writes the line."""
         self.nbytes += response.nbytes
         self.responses += response.says_something
         try:

@@ -1,8 +1,7 @@
 """The gateway's composition root: settings in, a serving process out.
 
-`Gateway` owns the tasks (reply reader, catalog, discards, janitor, reloading) and the servers; `build` creates the
-Redis adapters, and `build_app` the FastAPI application. If a task dies the gateway ends with its error, and the
-supervisor restarts it.
+`Gateway` owns tasks and servers; `build` creates the Redis adapters, and `build_app` the FastAPI application. If a task
+dies the gateway ends with its error, and the supervisor restarts it.
 """
 
 import asyncio
@@ -99,15 +98,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LISTEN_S = 2.0  # normally the reply stream is open within milliseconds
+_LISTEN_S = 2.0  # normally milliseconds
 
 
 async def build(settings: Settings) -> "Gateway":
-    """Connects to Redis, synchronises a local model repository, and creates the gateway.
+    """Connects to Redis, synchronises a local repository, and creates the gateway.
 
     While Redis is unreachable it waits, live and not ready.
     """
-    load_auth(settings.auth, settings.http.host)  # reports errors before anything is opened
+    load_auth(settings.auth, settings.http.host)  # reports errors early
     read_secret(settings.webhooks)
     check_labeling(settings.labeling)
     declared_here(settings)
@@ -115,16 +114,16 @@ async def build(settings: Settings) -> "Gateway":
     if settings.grpc.enabled:
         Restrictions.for_grpc(settings.grpc.restricted)
         check_exposure(settings.auth, settings.grpc.host or settings.http.host, "QINFER_GRPC__HOST")
-    async with contextlib.AsyncExitStack() as opened:  # closed again if a later step fails
+    async with contextlib.AsyncExitStack() as opened:
         listener = opened.enter_context(bind(settings.http))
         metrics_listener = open_metrics_port(settings)
         if metrics_listener is not None:
             opened.enter_context(metrics_listener)
         rpc = None
         if settings.grpc.enabled:
-            from qinfer_api.rpc.server import open_port  # a gateway without gRPC need not load it
+            from qinfer_api.rpc.server import open_port
 
-            rpc = open_port(settings)  # a server that never started frees its port when it is collected
+            rpc = open_port(settings)  # an unstarted server frees its port when collected
         step = partial(patiently, settings.http, listener)
         delivery = await step(partial(Queue.connect, settings.redis, settings.limits))
         opened.push_async_callback(delivery.close)
@@ -142,19 +141,17 @@ async def build(settings: Settings) -> "Gateway":
 
 def bind(http: HttpSettings) -> socket.socket:
     """Opens the HTTP socket."""
-    read_certificate("HTTP", http.tls_certfile, http.tls_keyfile)  # reports errors now; the server reads them again
+    read_certificate("HTTP", http.tls_certfile, http.tls_keyfile)  # reports errors early
     listener = bound_socket("HTTP", http.host, http.port, "choose another, 0 is any")
-    # Its connections inherit it. asyncio sets it only for sockets with a named protocol; without it the body of a
-    # route's reply, a separate write, waits up to 40 ms for the acknowledgement of the head.
+    # Connections inherit it; asyncio sets it only for sockets with a named protocol. Without it a reply's body, a
+    # separate
+    # write, waits up to 40 ms for the acknowledgement of the head.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 class Gateway:
-    """One gateway process; created on its event loop.
-
-    `started` is set once connections are accepted. `name` is used in leases and replies.
-    """
+    """One gateway; `started` is set once connections are accepted. `name` is used in leases and replies."""
 
     def __init__(
         self,
@@ -208,7 +205,7 @@ class Gateway:
         self._quotas = None if auth is None else auth.lease(Quotas(delivery.router, self.name))
 
     async def _lend(self, pending: Pending, nbytes: int) -> Reservation:
-        """Waits for the memory of an answer; without keys, each request counts as an owner."""
+        """Without keys, each request counts as an owner."""
         owner = pending.quota.tenant if isinstance(pending.quota, Quota) else pending
         return await self.receiving.lent(owner, nbytes)
 
@@ -316,13 +313,13 @@ class Gateway:
         )
 
     def serve_metrics(self, listener: socket.socket) -> None:
-        """Makes `serve` also serve metrics on their own port."""
+        """Lets `serve` serve metrics on their own port."""
         self.metrics = MetricsPort(listener, self._reporting.metrics, self._server.port.visitors)
 
     async def serve(self) -> None:
-        """Serves until `stop`, then drains for at most `http.drain_s`, and closes the adapters."""
+        """Serves until `stop`, then drains for at most `http.drain_s`."""
         try:
-            with contextlib.suppress(BrokerUnavailable):  # stopped while Redis was unreachable
+            with contextlib.suppress(BrokerUnavailable):
                 await patiently(self._http, self._listener, self._look, self._stopping)
             async with asyncio.TaskGroup() as group:
                 tasks = [
@@ -354,7 +351,7 @@ class Gateway:
                 for task in tasks:
                     task.cancel()
         finally:
-            self._give_up()  # a dead task skips the call above
+            self._give_up()
             self._server.turn_away()
             self._listener.close()
             if self.metrics is not None:
@@ -379,7 +376,7 @@ class Gateway:
         await self._delivery.listen(self.name, pending.receive, self._listening.set, pending.lose_all)
 
     async def _until_replies(self) -> None:
-        """Waits until answers can be received, or for `stop`; serves liveness if Redis is unreachable again."""
+        """Serves liveness if Redis is unreachable again."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LISTEN_S):
                 await self._listening.wait()
@@ -403,11 +400,11 @@ class Gateway:
         await rpc.stop(self._drain_s)
 
     def reload(self) -> None:
-        """Reloads API keys and certificates; the handler of SIGHUP."""
+        """Reloads API keys and certificates, on SIGHUP."""
         self._reloading.ask()
 
     def stop(self) -> None:
-        """Drains once gRPC's clients know, after up to a second; before it serves, ends at once."""
+        """Drains once gRPC's clients know; before it serves, ends at once."""
         if not self._stopping.is_set():
             self._stopping.set()
             self._listening.set()
@@ -415,14 +412,14 @@ class Gateway:
                 self._drain()
 
     def _drain(self) -> None:
-        """Makes health answer 503, and stops accepting connections and requests."""
+        """Health answers 503 from here on."""
         self.dispatcher.draining = True
         self.requests.waits.end()
         self._server.turn_away()
         asyncio.get_running_loop().call_later(self._drain_s, self._give_up)
 
     def _missed(self, away_s: float) -> None:
-        """Ends a drain while Redis is unreachable, as no answers can come."""
+        """While Redis is unreachable no answers can come."""
         if self.dispatcher.draining and away_s >= PATIENCE_S:
             self._give_up()
 
@@ -449,7 +446,7 @@ def open_here(settings: RepositorySettings) -> Repositories | None:
 
 
 class RepositoryWatch:
-    """Follows changes of the repositories; several gateways may do so."""
+    """Follows the repositories, perhaps in several gateways."""
 
     def __init__(
         self, source: Repositories, store: ControlStore, delivery: Queue, every_s: float, min_workers: int = 1
@@ -462,13 +459,13 @@ class RepositoryWatch:
         self._outage = OutageLog(logger, "model repository not looked through", "model repository looked through again")
 
     async def run(self) -> None:
-        """Polls until cancelled; retries failures at the next poll."""
+        """Polls until cancelled."""
         while True:
             await asyncio.sleep(self._every_s)
             await self.look()
 
     async def look(self) -> None:
-        """Writes the changes since the last poll to the desired state."""
+        """Writes the changes since the last poll."""
         try:
             found = await sync(self._source, self._store, self._delivery, min_workers=self._min_workers)
         except QinferError as error:
@@ -480,7 +477,7 @@ class RepositoryWatch:
             self.note(found)
 
     def note(self, models: Sequence[SyncedModel]) -> None:
-        """Logs the changes of a sync; the catalog logs models that can't be loaded."""
+        """Logs a sync's changes."""
         for model in models:
             if model.changed and not model.error:
                 what = "model removed" if model.removed else "model changed"
@@ -496,17 +493,14 @@ Errors are always `{"error": "<what happened, the value, what to do>"}`.
 
 
 def build_app(services: Services, jobs: BulkJobs, labeling: Labeling, endpoints: EndpointService) -> FastAPI:
-    """Builds the application.
-
-    Paths match exactly: `/v2/` is not `/v2`, as with Triton (reference §1.1).
-    """
+    """Builds the application; paths match exactly, as with Triton (reference §1.1)."""
     app = FastAPI(
         title="qinfer",
         version=qinfer.__version__,
         description=_ABOUT,
         redirect_slashes=False,
         exception_handlers=ERROR_HANDLERS,
-        docs_url=None,  # FastAPI's pages load scripts from elsewhere
+        docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
     )
     inference = guarded(services, "inference")

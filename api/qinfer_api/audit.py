@@ -1,7 +1,4 @@
-"""The audit log: administrative changes and refused keys. It can't be turned off.
-
-Lines name keys by id. A flood of wrong keys writes a bounded number of lines.
-"""
+"""The audit log: administrative changes and refused keys. It can't be turned off."""
 
 import asyncio
 import logging
@@ -16,15 +13,12 @@ from qinfer_api.auth import Context
 logger = logging.getLogger(AUDIT)
 
 MOST_A_SECOND = 10
-"""Lines a second about refused keys per reason; the rest is counted."""
+"""Lines a second per reason; the rest is counted."""
 
 
 @contextmanager
 def administrative(context: Context, act: str, where: str, peer: str) -> Iterator[None]:
-    """Logs an administrative act at its end.
-
-    `act` is the HTTP method or `gRPC`, `where` the path or the gRPC method.
-    """
+    """Logs an administrative act at its end; `act` is the HTTP method or `gRPC`, `where` the path or method."""
     outcome = "done"
     try:
         yield
@@ -41,7 +35,7 @@ def administrative(context: Context, act: str, where: str, peer: str) -> Iterato
 
 
 class RefusedKeys:
-    """Logs refused keys, up to `MOST_A_SECOND` per reason; for one event loop."""
+    """Logs up to `MOST_A_SECOND` refused keys per reason; for one event loop."""
 
     def __init__(self, second_s: float = 1.0) -> None:
         self._second_s = second_s
@@ -49,7 +43,7 @@ class RefusedKeys:
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, reason: str, key: str, peer: str) -> None:
-        """Logs a refusal; `reason` is `missing`, `unknown`, `expired`, `revoked` or `scope`."""
+        """Logs a refusal, of reason `missing`, `unknown`, `expired`, `revoked` or `scope`."""
         self._seen[reason] += 1
         if self._seen[reason] <= MOST_A_SECOND:
             logger.warning("key refused", extra={"reason": reason, "key": key, "peer": peer})

@@ -1,7 +1,4 @@
-"""Authentication and authorization: API keys, scopes, tenants' quotas, and restricted groups of calls.
-
-The hash of a presented key is compared with every known hash in constant time, so that timing discloses nothing.
-"""
+"""Authentication and authorization: API keys, scopes, tenants' quotas, and restricted groups of calls."""
 
 import hmac
 import math
@@ -32,12 +29,12 @@ class Principal(NamedTuple):
     expires_at_s: float
 
     def allows(self, scope: Scope) -> bool:
-        """Returns whether the key allows a scope; `admin` allows all."""
+        """Returns whether the key allows a scope."""
         return scope in self.scopes or Scope.ADMIN in self.scopes
 
 
 class Context(msgspec.Struct, frozen=True, gc=False):
-    """The caller of a request, as the transport knows it.
+    """The caller of a request.
 
     `trace` is `traceparent`, a blank and `tracestate`. `authorize` sets `tenant`, `principal` and `scope`.
     """
@@ -53,7 +50,7 @@ ANONYMOUS = Context()
 
 
 class Auth:
-    """The known keys; `refused` is called with the reason, key id and peer of each refusal."""
+    """The known keys; `refused` gets reason, key id and peer of each refusal."""
 
     def __init__(
         self, keys: Iterable[ApiKey], clock: Clock | None = None, epoch_s: Callable[[], float] = time.time
@@ -68,7 +65,7 @@ class Auth:
         self.use(keys)
 
     def use(self, keys: Iterable[ApiKey]) -> None:
-        """Replaces the known keys; remaining tenants keep their use of quotas."""
+        """Replaces the keys; remaining tenants keep their use of quotas."""
         quotas: dict[str, Quota] = {}
         known: dict[str, Principal] = {}
         for key in keys:
@@ -83,7 +80,7 @@ class Auth:
         self._tenants |= quotas.keys()
 
     def lease(self, quotas: Quotas) -> QuotaLeases:
-        """Returns leases that extend the quotas over all gateways while they run."""
+        """Returns leases that share quotas among gateways."""
         leases = QuotaLeases(quotas, self._now_s)
         self._wake = leases.wake
         for quota in self._quotas.values():
@@ -92,11 +89,11 @@ class Auth:
 
     @property
     def tenants(self) -> frozenset[str]:
-        """The tenants that have or had a key: their files do not become those of others."""
+        """Tenants that have or had a key: their files stay theirs."""
         return frozenset(self._tenants)
 
     def authorize(self, context: Context, scope: Scope, peer: str = "") -> Context:
-        """Authorizes the caller; returns its context with tenant and principal."""
+        """Authorizes a caller; returns its tenant and principal."""
         if not context.key:
             self.refused("missing", "", peer)
             raise Unauthorized(
@@ -110,12 +107,12 @@ class Auth:
         return Context(found.tenant, context.trace, "", found, scope)
 
     def identify(self, context: Context) -> Context:
-        """Returns the context with the owner of its key, if known, regardless of scopes."""
+        """Finds a known key's owner, regardless of scopes."""
         found = self._find(context.key) if context.key else None
         return context if found is None else Context(found.tenant, context.trace, "", found, context.scope)
 
     def recheck(self, context: Context) -> None:
-        """Checks that an authorized caller still is, because connections and streams outlast keys."""
+        """Checks a caller again, because connections outlast keys."""
         before = context.principal
         if before is None:
             return
@@ -128,7 +125,7 @@ class Auth:
     def _find(self, presented: str) -> Principal | None:
         digest = hash_key(presented)
         found: Principal | None = None
-        for sha256, principal in self._known.items():  # all of them, so that timing discloses nothing
+        for sha256, principal in self._known.items():  # all, so that timing discloses nothing
             if hmac.compare_digest(sha256, digest):
                 found = principal
         return found
@@ -146,7 +143,7 @@ class Auth:
         return {tenant: quota.in_flight for tenant, quota in self._quotas.items()}
 
     def weight(self, tenant: str) -> int:
-        """Returns the weight of a tenant's share of a model; 0 without a key."""
+        """Returns a tenant's weight; 0 without a key."""
         return self._quotas[tenant].weight if tenant in self._quotas else 0
 
     def has_key(self, tenant: str) -> bool:
@@ -159,7 +156,7 @@ class Auth:
         principal.quota.charge(self._now_s())
 
     def charge_tenant(self, tenant: str) -> None:
-        """Charges a request that the server makes for a tenant."""
+        """Charges a request made for a tenant."""
         if tenant in self._quotas:
             self._quotas[tenant].charge(self._now_s())
 
@@ -169,11 +166,11 @@ class Auth:
             self._quotas[tenant].give_back()
 
     def spare(self, tenant: str) -> float:
-        """Returns how many background requests of a tenant have room now; see `Quota.spare`."""
+        """Returns how many of a tenant's background requests have room."""
         return self._quotas[tenant].spare(self._now_s()) if tenant in self._quotas else math.inf
 
     def admit(self, context: Context) -> Context:
-        """Authorizes or rechecks an infer request, and charges its tenant's quotas."""
+        """Authorizes an infer request and charges quotas."""
         if context.principal is None:
             context = self.authorize(context, Scope.INFER)
         else:
@@ -195,7 +192,7 @@ def load_auth(settings: AuthSettings, host: str) -> Auth | None:
 
 
 def presented_key(authorization: str | None, api_key: str | None) -> str:
-    """Returns the key in `Authorization: Bearer`, else in `X-API-Key`."""
+    """Returns the key of `Authorization: Bearer`, else of `X-API-Key`."""
     scheme, _, token = (authorization or "").strip().partition(" ")
     if scheme.lower() == "bearer":
         return token.strip()
@@ -203,7 +200,7 @@ def presented_key(authorization: str | None, api_key: str | None) -> str:
 
 
 def caller_of(header: Callable[[str], str | None], every: Callable[[str], Sequence[str]]) -> Context:
-    """Returns the unchecked caller named by the headers; `every` joins repeated ones."""
+    """Returns the unchecked caller; `every` joins repeated headers."""
     parent = header("traceparent")
     trace = context_text(parent, ",".join(every("tracestate"))) if parent else ""
     return Context(trace=trace, key=presented_key(header("authorization"), header("x-api-key")))
@@ -227,7 +224,7 @@ GRPC_PREFIX = "triton-grpc-protocol-"
 
 
 class Restrictions:
-    """The groups of calls that need a header, from entries `group,group:name=value`."""
+    """Groups of calls that need a header, from entries `group,group:name=value`."""
 
     def __init__(self, entries: Iterable[str], variable: str, what: str, prefix: str = "") -> None:
         self._what = what
@@ -242,7 +239,7 @@ class Restrictions:
 
     @classmethod
     def for_http(cls, entries: Iterable[str]) -> "Restrictions":
-        """Creates HTTP's restrictions; the header has the entry's name."""
+        """Creates HTTP's restrictions."""
         return cls(entries, "QINFER_HTTP__RESTRICTED", "API")
 
     @classmethod
@@ -255,7 +252,7 @@ class Restrictions:
         return group in self._needed
 
     def check(self, group: str, header: Callable[[str], str | None]) -> None:
-        """Raises `Restricted` if a group is restricted and its header is missing or wrong."""
+        """Raises `Restricted` if a group's header is missing or wrong."""
         needed = self._needed.get(group)
         if needed is None:
             return

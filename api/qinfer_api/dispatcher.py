@@ -1,7 +1,6 @@
 """The gateway's side of `Submission`: authorization, counts, and error texts for clients.
 
-REST, the fast path, gRPC and labeling call `Dispatcher.submit`. Errors before the request is queued are raised; later
-ones reach the sink as a failed `Response`.
+Errors before the request is queued are raised; later ones reach the sink as a failed `Response`.
 """
 
 import math
@@ -46,17 +45,14 @@ from qinfer_api.shadows import Shadow, Shadows
 from qinfer_api.status import has_id, of_request, told
 from qinfer_api.target_sink import TargetSink
 
-_SHORTEST_S = 0.001  # a timeout of 0 would mean none
+_SHORTEST_S = 0.001  # a timeout of 0 means none
 
 Ending = Callable[[], AbstractAsyncContextManager[tuple[RequestRecord | None, Response | None]]]
-"""Waits for the end of a stored request; provides its record and perhaps its last response."""
+"""Waits for a stored request's end; provides its record and perhaps its last response."""
 
 
 class Dispatcher:
-    """Submits requests and routes responses; one per gateway.
-
-    `auth`, `access`, `tenants` and `shadows` are `None` if they are off.
-    """
+    """Submits requests and routes responses; one per gateway."""
 
     def __init__(
         self,
@@ -88,31 +84,31 @@ class Dispatcher:
 
     @property
     def has_tenants(self) -> bool:
-        """Whether several tenants have keys, so that their data is kept apart."""
+        """Whether several tenants have keys."""
         return self._auth is not None and len(self._auth.tenants) > 1
 
     def sharing(self, context: Context) -> str:
-        """Returns the tenant for a `SharedLimit`; empty if there is only one."""
+        """Returns the tenant for a `SharedLimit`, or empty."""
         return context.tenant if self.has_tenants else ""
 
     def authorize(self, context: Context, scope: Scope, peer: str = "") -> Context:
-        """Authenticates and authorizes the caller (`Auth.authorize`), if keys are required."""
+        """Authorizes the caller, if keys are required."""
         return context if self._auth is None else self._auth.authorize(context, scope, peer)
 
     def recheck(self, context: Context) -> None:
-        """Checks that an authorized caller still is (`Auth.recheck`), if keys are required."""
+        """Rechecks a caller, if keys are required."""
         if self._auth is not None:
             self._auth.recheck(context)
 
     def charge(self, context: Context) -> None:
-        """Charges a request to the tenant's rate; `submit` does so itself."""
+        """Charges a request that is not submitted."""
         if self._auth is not None and context.principal is not None:
             self._auth.charge(context.principal)
 
     def admit(
         self, served: Served, priority: int, timeout_s: float, asked_s: float = 0.0, *, tenant: str = ""
     ) -> Route:
-        """Admits a request that the caller enqueues itself; `submit` does so itself."""
+        """Admits a request that the caller enqueues."""
         if self.draining:
             raise Overloaded("Server exiting")
         route = served.routes.of(priority)
@@ -120,7 +116,7 @@ class Dispatcher:
         return route
 
     def trace_of(self, context: Context, served: Served, name: Attributes) -> str:
-        """Returns the `traceparent` of a stored request or a job."""
+        """Returns a stored request's or job's `traceparent`."""
         return context.trace
 
     @contextmanager
@@ -129,7 +125,7 @@ class Dispatcher:
         yield lambda _: None
 
     def resolve(self, model: str, version: int, *, is_taken: bool = False) -> Served:
-        """Returns where a model version, or an endpoint's stable target, is or soon will be served.
+        """Returns where a version, or an endpoint's stable target, is or soon will be served.
 
         Version 0 is the highest ready one. `is_taken` accepts a promised request during a shutdown.
         """
@@ -138,7 +134,7 @@ class Dispatcher:
         return self._catalog.asked(*self.endpoints.stable(model, version))
 
     def choose(self, context: Context, request: InferRequest, header: Header = no_header) -> bool:
-        """Chooses the target of a request to an endpoint, before `submit`; returns whether it names one."""
+        """Chooses an endpoint request's target; returns whether it names one."""
         return self.endpoints.choose(request, context.tenant, header)
 
     def of_model(self, model: str, version: int) -> Served:
@@ -158,8 +154,7 @@ class Dispatcher:
         """Submits a request; its responses or its failure go to the sink, on the event loop.
 
         The request is stamped in place. `within_s` is how long the caller waits, and only shortens the model's timeout;
-        `asked_s` is the timeout that the caller requests. The texts of some errors begin with `[request id: …] `
-        (reference §1.2).
+        `asked_s` is the timeout that the caller requests.
         """
         quota = None
         if self._auth is not None:
@@ -195,7 +190,6 @@ class Dispatcher:
         return pending
 
     def _refused(self, request: InferRequest, error: QinferError, shadows: Sequence[Shadow], given_s: float) -> None:
-        """Ends the shadows of a refused request, and counts caller errors and overload."""
         for shadow in shadows:
             shadow.left()
         if isinstance(error, InvalidRequest | Overloaded):
@@ -204,14 +198,14 @@ class Dispatcher:
             self._name(request, error)
 
     def _name(self, request: InferRequest, error: QinferError) -> None:
-        """Adds the id of a refused request to the error's text; creates one if there is none."""
+        """Creates an id if there is none."""
         if not request.client_id and not request.id:
             request.id = self._new_id()
         if has_id(error):
             error.args = (of_request(request.client_id or request.id) + error.message,)
 
     def check(self, request: InferRequest, served: Served) -> None:
-        """Checks a request against its model, as `submit` does; for large requests in a thread."""
+        """Checks a request as `submit` does."""
         try:
             check(request, served)
         except InvalidRequest as error:
@@ -219,7 +213,7 @@ class Dispatcher:
             raise
 
     def refuse(self, model: str, version: int, error: QinferError, context: Context = ANONYMOUS) -> QinferError:
-        """Counts a request that was not queued, and returns the error for its client.
+        """Counts an unqueued request, and returns its client's error.
 
         Authorization errors take precedence, then errors about the model.
         """
@@ -228,7 +222,7 @@ class Dispatcher:
         return told
 
     def note_refusal(self, model: str, version: int, error: QinferError, context: Context) -> None:
-        """Notes a refused request in the access log and the tenants' counts."""
+        """Notes a refused request in log and counts."""
         if self.access is None and self.tenants is None:
             return
         if self._auth is not None and context.principal is None:
@@ -240,7 +234,7 @@ class Dispatcher:
             self.tenants.failed(context.tenant, named[0], error.code)
 
     def note_accepted(self, context: Context, request: InferRequest, request_id: str) -> None:
-        """Notes a stored request in the access log and the counts."""
+        """Notes a stored request in log and counts."""
         if self.access is not None:
             self.access.accepted(context, request, request_id)
         if self.tenants is not None and context.principal is not None:
@@ -261,7 +255,7 @@ class Dispatcher:
             served = self.resolve(model, version)
         except QinferError as first:
             self._tally.failed(*self.named(model, version), first.code)
-            # Its frames would hold the message in a reference cycle.
+            # Frames would hold the message in a cycle.
             return first.with_traceback(None)
         self._tally.failed(served.spec.name, served.version, error.code)
         if isinstance(error, Overloaded):
@@ -269,18 +263,18 @@ class Dispatcher:
         return error
 
     def named(self, model: str, version: int) -> tuple[str, int]:
-        """Returns the model and version to count a request for; of an endpoint, its stable target."""
+        """Returns the model and version to count a request for."""
         with suppress(ModelNotFound):
             model, version = self.endpoints.stable(model, version)
         return self._catalog.named(model, version)
 
     def cancel(self, pending: Pending) -> None:
-        """Cancels a request whose caller went away, and removes it from the queue."""
+        """Cancels and dequeues a request whose caller left."""
         is_waiting = is_unanswered = self.submission.pending.cancel(pending)
-        if isinstance(pending.sink, OrderedSink):  # its answer may wait for its turn
+        if isinstance(pending.sink, OrderedSink):
             is_waiting = True
             pending.sink.leave()
-        if is_unanswered:  # no worker has counted it
+        if is_unanswered:
             self._tally.ended(pending.model, pending.version, "cancelled", pending.started_s)
         if is_waiting:
             for sink in wrappers_of(pending.sink):
@@ -308,20 +302,20 @@ class Dispatcher:
 
     def _failed(self, pending: Pending, error: Exception) -> None:
         failure = Failure.of(error)
-        if pending.step is None or not is_callers(failure):  # those are counted when they are answered
+        if pending.step is None or not is_callers(failure):  # counted when answered
             self._tally.ended(pending.model, pending.version, failure.code, pending.started_s)
         answer = Response(request_id=pending.request_id, model=pending.model, version=pending.version, failure=failure)
         self._answered(pending, answer)
 
 
 def _given_s(request: InferRequest, spec: ModelSpec, timeout_s: float) -> float:
-    """Returns the caller's own timeout; infinite if the model's configuration set it."""
+    """Infinite if the model's configuration set it."""
     own_s = spec.max_timeout_s if spec.decoupled else spec.default_timeout_s
     return min(timeout_s if timeout_s < own_s else math.inf, request.timeout_s or math.inf)
 
 
 def checked_timeout_s(asked_s: float, longest_s: float) -> float:
-    """Returns a requested timeout that is within the limits, or raises `InvalidRequest`."""
+    """Returns a timeout within the limits, or raises `InvalidRequest`."""
     if not _SHORTEST_S <= asked_s <= longest_s:
         raise InvalidRequest(
             f"a request timeout of {asked_s:g} s is not possible; "

@@ -1,7 +1,4 @@
-"""Decodes the JSON bodies of calls other than inference as typed objects.
-
-A member of the wrong type is refused with 500, in Triton's words (reference §1.2).
-"""
+"""JSON bodies of calls other than inference; a wrong type is 500, in Triton's words (reference §1.2)."""
 
 import re
 from collections.abc import Mapping
@@ -23,7 +20,7 @@ _WRONG = re.compile(r"Expected `(?P<kind>\w+).* - at `\$\.(?:\w+\.)*(?P<name>\w+
 def decode_json(body: Bytes, kind: type[T], max_depth: int, *, prefix: str = "", call: str = "") -> T:
     """Decodes a JSON object.
 
-    An error about a member begins with `prefix`; an error about a missing member names the object `call`.
+    Errors about a member begin with `prefix`; those about a missing one name the object `call`.
     """
     check_depth(body, max_depth)
     try:
@@ -37,7 +34,7 @@ def decode_json(body: Bytes, kind: type[T], max_depth: int, *, prefix: str = "",
 
 
 def convert_json(values: Mapping[str, object], kind: type[T], *, prefix: str = "", call: str = "") -> T:
-    """Converts a decoded JSON object to a type; see `decode_json`."""
+    """Converts a decoded JSON object as `decode_json` does."""
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:

@@ -1,8 +1,7 @@
 """The order of answers of models with `preserve_ordering`: that of the requests' submission at this gateway.
 
-A request keeps its place until it is answered, fails, or its caller leaves. An answer that precedes an earlier one of
-the same model version waits, and is counted and encoded in its turn. A large one is fetched only then, so that it does
-not hold memory that an earlier one needs. Other models bypass this module.
+An answer that precedes an earlier one of the same model version is counted and encoded in its turn. A large one is
+fetched only then, so that it does not hold memory that an earlier one needs.
 """
 
 from collections import deque
@@ -19,7 +18,7 @@ from qinfer.submission.submit import Submission
 
 
 class Ordering:
-    """Submits requests of models that preserve their order; one per gateway."""
+    """Submits requests of models that preserve their order."""
 
     def __init__(self, submission: Submission, max_in_flight: int) -> None:
         self._submission = submission
@@ -43,12 +42,12 @@ class Ordering:
         except BaseException:
             place.leave()
             raise
-        order.advance()  # a cached response exists already
+        order.advance()
         return pending
 
 
 class _Order(deque["OrderedSink"]):
-    """The waiting requests of one model version, in the order of submission."""
+    """One model version's requests, in order."""
 
     def advance(self) -> None:
         while self and self[0].is_ready:
@@ -58,7 +57,7 @@ class _Order(deque["OrderedSink"]):
 
 
 class OrderedSink(Inner):
-    """Replaces the sink of a request until its turn."""
+    """A request's sink until its turn."""
 
     __slots__ = ("_came", "_has_left", "_inner", "_order", "_table", "pending")
 
@@ -88,7 +87,7 @@ class OrderedSink(Inner):
         self._order.advance()
 
     def leave(self) -> None:
-        """Gives up the place and drops a stored answer, as the caller has left."""
+        """Gives up the place: the caller has left."""
         self._has_left = True
         self._came.clear()
         if self.pending is not None:
@@ -96,12 +95,12 @@ class OrderedSink(Inner):
         self._order.advance()
 
     def take_turn(self) -> None:
-        """Delivers what was stored; later responses go directly to the request's sink."""
+        """Delivers stored responses; later ones bypass this."""
         pending, came = self.pending, self._came
         if pending is None or not came:
             return
         pending.sink = self._inner
         if pending not in self._table:
-            pending.load = None  # it was counted when the answer came
+            pending.load = None  # counted when the answer came
         for tell, outcome in came:
             tell(pending, outcome)

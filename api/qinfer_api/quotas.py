@@ -1,8 +1,7 @@
 """Quotas of tenants: a token bucket and a limit of requests in flight, over all gateways.
 
-A gateway decides by its lease from Redis (`qinfer.queue.quotas`), so requests do not wait for Redis. The lease of an
-active tenant is exchanged every `EVERY_S`, and at once after a refusal or a first request. Before the first lease, and
-while Redis is unreachable, the gateway uses a bucket of its own; the next exchange reports that use.
+A gateway decides by its lease from Redis (`qinfer.queue.quotas`), exchanged every `EVERY_S`, and at once after a
+refusal or a first request. Without a lease, the gateway uses a bucket of its own; the next exchange reports that use.
 """
 
 import asyncio
@@ -21,19 +20,16 @@ EVERY_S = 0.1
 """Seconds between two exchanges of an active tenant."""
 
 LEASE_S = 2.0
-"""Seconds without an exchange after which a gateway's lease is free again, and it decides alone."""
+"""Seconds without an exchange after which a lease is free again."""
 
-_IDLE_S = 2.0  # a tenant stays active this long after a request
-_PAUSE_S = 0.005  # after an exchange, regardless of refusals
-_TENANTS_PER_S = 2000  # exchanged per second; more active tenants wait longer
-_KEPT_DEMAND = 0.5  # the share of the demand before the last exchange that still counts
+_IDLE_S = 2.0  # after a request
+_PAUSE_S = 0.005  # after an exchange
+_TENANTS_PER_S = 2000  # exchanged; more active tenants wait longer
+_KEPT_DEMAND = 0.5  # the older demand's share
 
 
 class Quota:
-    """The quota of one tenant at this gateway; its keys have the same limits.
-
-    `wake` is called when a lease is needed: by a first request, or a refusal.
-    """
+    """One tenant's quota at this gateway; `wake` is called when a lease is needed."""
 
     def __init__(self, key: ApiKey, now_s: float) -> None:
         self.tenant = key.tenant
@@ -48,7 +44,7 @@ class Quota:
         self._tokens = self._burst
 
     def limit(self, key: ApiKey) -> None:
-        """Applies the limits of a key from now on."""
+        """Applies a key's limits."""
         self._rate = key.rate_per_s
         self._burst = float(key.burst or max(key.rate_per_s, 1.0))
         self._max_in_flight: int = key.max_in_flight
@@ -81,7 +77,7 @@ class Quota:
         self._used -= 1.0
 
     def spare(self, now_s: float) -> float:
-        """Returns how many background requests have room; half of the burst is kept for others."""
+        """Returns the room for background requests; half the burst is kept."""
         if not self._rate:
             return math.inf
         self._fill(now_s)
@@ -89,7 +85,7 @@ class Quota:
         return max(min(self._tokens, self._tokens + others - self._burst // 2), 0.0)
 
     def check_in_flight(self, now_s: float) -> None:
-        """Checks that one more request may be in flight."""
+        """Checks the requests in flight."""
         most = self._max_in_flight
         if not most:
             return
@@ -101,32 +97,32 @@ class Quota:
             )
 
     def take_use(self) -> Use:
-        """Returns and resets the use to report; `not_told` restores it."""
+        """Takes the use to report; `not_told` restores it."""
         self._demand *= _KEPT_DEMAND
         use = Use(self._used, self._demand, self.in_flight)
         self._used = 0.0
         return use
 
     def not_told(self, use: Use) -> None:
-        """Restores a use whose report failed; it may count twice."""
+        """Restores an unreported use; it may count twice."""
         self._used += use.used
 
     def lease(self, leased: Leased, now_s: float) -> None:
-        """Applies a lease, less the use since it was requested."""
+        """Applies a lease, less the use since."""
         self._tokens = leased.tokens - self._used
         self._level, self._part, self._places = leased.level, leased.part, leased.places
         self._filled_at_s, self._leased_until_s = now_s, now_s + LEASE_S
 
     def leave(self, leased: Leased, now_s: float) -> None:
-        """Ends the lease; the next requests are judged by the level over all gateways."""
+        """Ends the lease; the level over all gateways judges next requests."""
         self._tokens, self._filled_at_s, self._leased_until_s = leased.level - self._used, now_s, -math.inf
 
     def is_idle(self, now_s: float) -> bool:
-        """Returns whether there were no recent requests and none is in flight."""
+        """Returns whether there is no recent request."""
         return not self.in_flight and now_s - self._asked_at_s > _IDLE_S
 
     def _ask(self, now_s: float) -> None:
-        """Counts demand; a first request needs a lease."""
+        """A first request needs a lease."""
         was_idle = now_s - self._asked_at_s > _IDLE_S
         self._asked_at_s = now_s
         self._demand += 1.0
@@ -137,7 +133,7 @@ class Quota:
         return now_s < self._leased_until_s
 
     def _fill(self, now_s: float) -> None:
-        """Fills the bucket at the leased part of the rate, or at all of it without a lease."""
+        """Without a lease, at the full rate."""
         rate = self._rate * self._part if self._is_leased(now_s) else self._rate
         self._tokens = min(self._tokens + (now_s - self._filled_at_s) * rate, self._burst)
         self._filled_at_s = now_s
@@ -159,7 +155,7 @@ class QuotaLeases:
         self._woken.set()
 
     async def run(self) -> None:
-        """Exchanges leases until cancelled, while any tenant is active."""
+        """Exchanges leases until cancelled."""
         while True:
             if not self._active:
                 await self._woken.wait()

@@ -23,16 +23,16 @@ from itertools import count
 from qinfer.errors import Overloaded
 
 SMALL_BYTES = 64 * 1024
-"""Bodies up to this size are admitted or refused at once."""
+"""Smaller bodies are admitted or refused at once."""
 
 MAX_WAITING = 256
-"""Large bodies that may wait; each may have sent `SMALL_BYTES`."""
+"""Large waiting bodies; each may have sent `SMALL_BYTES`."""
 
 PATIENCE_S = 10
 """Seconds that a large body may be late."""
 
 LEAST_BYTES_PER_S = 64 * 1024
-"""The slowest rate of a large body, unless it arrives in `WHOLE_WITHIN_S`."""
+"""A large body's slowest rate, unless it arrives in `WHOLE_WITHIN_S`."""
 
 WHOLE_WITHIN_S = 60
 
@@ -41,17 +41,17 @@ SPENT = "the gateway has no memory left for bodies (QINFER_LIMITS__MAX_RECEIVING
 TOO_SLOW = "the body came too slowly: send 64 KiB a second, or all of it in a minute"
 
 ANSWER_BYTES = 3
-"""Memory of an answer per byte of output: the byte, and its JSON."""
+"""Memory per byte of output: the byte, and its JSON."""
 
 TRIM_BYTES, TRIM_EVERY_S = 32 * 2**20, 5
-"""Freed memory is trimmed after so many bytes were lent, at most this often."""
+"""Memory is trimmed after so many lent bytes, at most this often."""
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
-_SHARE = 2  # the limit of an owner, as a multiple of the free bytes
+_SHARE = 2  # an owner's limit, as a multiple of free bytes
 
 
 class Reservation:
-    """The memory of one body or answer; `granted` is called when its turn comes."""
+    """Memory of a body or answer; `granted` is called in its turn."""
 
     __slots__ = ("_arrived", "_budget", "_late", "_seconds", "granted", "is_answer", "is_granted", "owner", "size")
 
@@ -66,7 +66,7 @@ class Reservation:
         self.is_granted = self.is_answer = False
 
     def watch(self, arrived: Callable[[], int], late: Callable[[], None]) -> None:
-        """Calls `late` if a body arrives, or an answer is read, too slowly."""
+        """Calls `late` if a body or an answer's reader is too slow."""
         self._arrived, self._late = arrived, late
         self._budget.watched[self] = None
 
@@ -77,7 +77,7 @@ class Reservation:
             del self._budget.watched[self]
 
     def second_passed(self) -> None:
-        """Gives the body up if it is late; an answer only while others wait."""
+        """Gives up a late body; an answer only while others wait."""
         if self._arrived is None or self._late is None or not self.is_granted or self.size <= SMALL_BYTES:
             return
         self._seconds += 1
@@ -90,17 +90,17 @@ class Reservation:
             late()
 
     def grow(self, size: int) -> None:
-        """Enlarges a granted reservation to the size of a body of unknown length."""
+        """Enlarges a granted reservation."""
         if size > self.size and not self._budget.grow(self, size):
             raise Overloaded(SPENT)
 
     def shrink(self, size: int) -> None:
-        """Shrinks a granted reservation to `size`, at least 1."""
+        """Shrinks a granted reservation, to 1 at least."""
         if size < self.size:
             self._budget.shrink(self, size)
 
     def become(self, size: int) -> None:
-        """Resizes the granted reservation of an answer to its encoded size."""
+        """Resizes an answer's reservation to its encoded size."""
         size = max(self._budget.counted(size), 1)
         if size < self.size:
             self._budget.shrink(self, size)
@@ -108,20 +108,20 @@ class Reservation:
             self._budget.enlarge(self, size)
 
     def withdraw(self) -> None:
-        """Stops waiting as if the time was over; does nothing once granted."""
+        """Stops waiting; does nothing once granted."""
         if not self.is_granted:
             self.release()
             self.granted()
 
     def release(self) -> None:
-        """Releases the memory, or stops waiting for it; idempotent."""
+        """Releases the memory, or stops waiting; idempotent."""
         self.unwatch()
         if self.size:
             self._budget.released(self)
 
 
 def _needed(size: int, held: int) -> int:
-    """Returns the free bytes, times `_SHARE`, that an owner needs for `size` more."""
+    """Times `_SHARE`."""
     return max(_SHARE * size, held + size)
 
 
@@ -140,10 +140,10 @@ class _WaitingReservations:
         self._own: dict[Hashable, list[tuple[int, int, Reservation]]] = {}
         """Each owner's places, by size and arrival."""
         self._firsts: list[tuple[int, int, int, Reservation]] = []
-        """Each owner's first, by the bytes needed, the bytes held, and arrival."""
+        """Each owner's first, by bytes needed, bytes held, and arrival."""
         self._first: dict[Hashable, tuple[int, int, int, Reservation]] = {}
         self._behind: OrderedDict[Reservation, None] = OrderedDict()
-        """The first huge one, and all later ones."""
+        """The first huge one, and later ones."""
 
     def __len__(self) -> int:
         return len(self._places) + len(self._behind)
@@ -161,7 +161,6 @@ class _WaitingReservations:
             self._put_in_order(one)
 
     def take_out(self, one: Reservation) -> None:
-        """Removes a reservation, which has its turn or stops waiting."""
         if not one.is_answer:
             self.bodies -= Counter((one.owner,))
         if place := self._places.pop(one, None):
@@ -175,11 +174,9 @@ class _WaitingReservations:
             self._put_in_order(first)
 
     def first(self) -> Reservation:
-        """Returns the next reservation; there must be one."""
         return self._firsts[0][-1] if self._firsts else next(iter(self._behind))
 
     def holds(self, owner: Hashable) -> None:
-        """Updates the place of an owner whose held bytes or first reservation changed."""
         if first := self._first.pop(owner, None):
             del self._firsts[bisect_left(self._firsts, first)]
         if owner not in self._own:
@@ -199,7 +196,7 @@ class _WaitingReservations:
 
 
 class ReceivingBudget:
-    """Grants memory, first to small bodies of owners that hold little; admits a body above the budget alone."""
+    """Grants memory, first to small bodies of owners that hold little."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -210,7 +207,7 @@ class ReceivingBudget:
         self._held: Counter[Hashable] = Counter()
         self._waiting = _WaitingReservations(self._max_large_bytes, self._held)
         self._decoding = asyncio.Lock()
-        self._becoming = 0  # the part of `held_bytes` for a body being decoded
+        self._becoming = 0  # for a body being decoded
         self._untrimmed = self._seconds = 0
 
     @property
@@ -219,7 +216,7 @@ class ReceivingBudget:
         return len(self._waiting)
 
     def reserve(self, owner: Hashable, size: int, granted: Callable[[], None]) -> Reservation | None:
-        """Reserves memory for a body of a tenant or connection; `None` = it is refused."""
+        """Reserves memory for a body; `None` = refused."""
         one = Reservation(self, owner, size, granted)
         if self._fits(one) and (size <= SMALL_BYTES or not self._waiting.has_huge):
             self._grant(one)
@@ -230,7 +227,7 @@ class ReceivingBudget:
         return one
 
     def second_passed(self) -> None:
-        """Gives up slow bodies, and returns unused memory to the system."""
+        """Gives up slow bodies, and returns unused memory."""
         for one in tuple(self.watched):
             one.second_passed()
         self._seconds += 1
@@ -249,10 +246,7 @@ class ReceivingBudget:
     async def reserved(
         self, owner: Hashable, size: int, within_s: float, waits: Callable[[Reservation], None] | None = None
     ) -> AsyncIterator[Reservation]:
-        """Waits at most `within_s` for memory, and holds it during the block.
-
-        `waits` gets a reservation that has to wait.
-        """
+        """Waits at most `within_s` for memory; `waits` gets a waiting reservation."""
         one = await self.granted(owner, size, within_s, waits)
         try:
             yield one
@@ -262,7 +256,7 @@ class ReceivingBudget:
     async def granted(
         self, owner: Hashable, size: int, within_s: float, waits: Callable[[Reservation], None] | None = None
     ) -> Reservation:
-        """Waits for memory as `reserved` does; the caller releases it."""
+        """Waits as `reserved` does; the caller releases it."""
         turn = asyncio.Event()
         one = self.reserve(owner, size, turn.set)
         if one is None:
@@ -283,7 +277,7 @@ class ReceivingBudget:
         return one
 
     async def lent(self, owner: Hashable, nbytes: int) -> Reservation:
-        """Waits without limit for the memory of an answer with `nbytes` of outputs; the caller releases it."""
+        """Waits for an answer's memory; the caller releases it."""
         turn = asyncio.Event()
         one = Reservation(self, owner, self.counted(ANSWER_BYTES * nbytes), turn.set)
         one.is_answer = True
@@ -299,12 +293,12 @@ class ReceivingBudget:
         return one
 
     def counted(self, size: int) -> int:
-        """Returns the bytes that an answer counts; the largest one leaves a third to others."""
+        """Returns an answer's bytes; the largest leaves a third to others."""
         return min(size, 2 * self._max_large_bytes // 3)
 
     @asynccontextmanager
     async def decoding(self, size: int) -> AsyncIterator[None]:
-        """Serialises the decoding of large bodies, and counts the decoded size during the block.
+        """Serialises the decoding of large bodies, and counts the decoded size.
 
         That size may exceed the limit, so that no body waits for memory of others that wait for this turn.
         """
@@ -320,7 +314,7 @@ class ReceivingBudget:
                 self._grant_next()
 
     def grow(self, one: Reservation, size: int) -> bool:
-        """Enlarges a granted reservation; returns `False` if the budget is spent."""
+        """Enlarges a reservation, or returns `False`."""
         more, was_large = size - one.size, one.size > SMALL_BYTES
         free = self._max_large_bytes - self.held_bytes
         is_alone = self._large == was_large
@@ -330,7 +324,7 @@ class ReceivingBudget:
         return True
 
     def enlarge(self, one: Reservation, size: int) -> None:
-        """Enlarges a granted reservation without regard to the budget."""
+        """Enlarges a reservation beyond the budget."""
         more, was_large = size - one.size, one.size > SMALL_BYTES
         self._large += (size > SMALL_BYTES) - was_large
         one.size = size
@@ -387,7 +381,7 @@ class ReceivingBudget:
 
 
 class AnswerMemory:
-    """The memory of an answer without a pending request; `None` if it is small or not read yet."""
+    """An answer's memory; `None` if small or unread."""
 
     def __init__(self, budget: ReceivingBudget, owner: Hashable) -> None:
         self._budget = budget

@@ -1,7 +1,6 @@
 """Files that a serving gateway reloads: API keys when their content changes, certificates on SIGHUP.
 
-An unusable file changes nothing: the previous content stays valid, and an ERROR names the file and the cause. Messages
-contain no keys, hashes or private keys.
+An unusable file changes nothing, and an ERROR names it. Messages contain no keys, hashes or private keys.
 """
 
 import asyncio
@@ -16,14 +15,11 @@ from qinfer_api.auth import Auth
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-"""Seconds between two checks of the file of API keys."""
+"""Seconds between checks of the keys' file."""
 
 
 class KeyFile:
-    """Keeps the known keys equal to those of a file.
-
-    The path is opened at each check, because Kubernetes and editors replace the file.
-    """
+    """The keys of a file, opened at each check, because Kubernetes and editors replace it."""
 
     def __init__(self, path: Path, auth: Auth) -> None:
         self._path = path
@@ -32,7 +28,7 @@ class KeyFile:
         self._problem = ""
 
     async def look(self) -> None:
-        """Reloads the file if its content has changed; logs each problem once."""
+        """Reloads a changed file; logs each problem once."""
         try:
             keys = await asyncio.to_thread(self._changed)
         except SettingsError as error:
@@ -57,7 +53,7 @@ class KeyFile:
 
 
 class Reloading:
-    """Checks the file of API keys every second, and reloads all files on request."""
+    """Checks the file of API keys, and reloads all on request."""
 
     def __init__(self, keys: KeyFile | None, certificates: Sequence[Callable[[], Awaitable[None]]]) -> None:
         self._keys = keys
@@ -65,7 +61,7 @@ class Reloading:
         self._asked = asyncio.Event()
 
     def ask(self) -> None:
-        """Requests a reload of all files; the handler of SIGHUP."""
+        """Requests a reload, on SIGHUP."""
         self._asked.set()
 
     async def run(self) -> None:

@@ -1,7 +1,6 @@
 """Settings that clients change at run time: logging and tracing (reference §1.16, §1.17).
 
-The control store holds them, so that all gateways show the same and all processes follow. An update is checked
-completely before any of it is stored.
+The control store holds them, so that all processes follow. An update is checked completely before any of it is stored.
 """
 
 from collections.abc import Mapping
@@ -86,7 +85,7 @@ class TraceValues(msgspec.Struct, frozen=True):
 
 
 class LogSettings:
-    """The log settings of all processes; `start` holds for values that no client has set."""
+    """The log settings; `start` holds for unset values."""
 
     def __init__(self, store: ControlStore, start: LogStart) -> None:
         self._store = store
@@ -97,7 +96,7 @@ class LogSettings:
         return _shown(await self._switches())
 
     async def update(self, changes: Changes) -> LogValues:
-        """Applies changes here at once, in other processes within two seconds; returns all settings.
+        """Applies changes here at once, elsewhere within two seconds.
 
         `None` and unknown names are ignored.
         """
@@ -111,7 +110,7 @@ class LogSettings:
 
 
 class TraceSettings:
-    """The trace settings, of the server and of models with their own."""
+    """Trace settings of the server and of models."""
 
     def __init__(
         self,
@@ -127,7 +126,7 @@ class TraceSettings:
         self._new_change = IdFactory().ulid
 
     async def read(self, model: str = "") -> TraceValues:
-        """Returns the settings of a ready model, or with an empty name the server's."""
+        """Returns a ready model's or (empty) the server's settings."""
         self._check(model)
         traces = self._traces
         stored = await (self._store.settings() if traces is None else traces.refresh(self._store))
@@ -140,7 +139,7 @@ class TraceSettings:
         return msgspec.convert(shown | {"trace_mode": "triton"}, TraceValues)
 
     async def update(self, changes: Changes, model: str = "") -> TraceValues:
-        """Applies changes here at once, in other gateways within two seconds; returns all settings."""
+        """Applies changes here at once, elsewhere within two seconds."""
         self._check(model)
         asked = convert_json(changes, TraceChanges)
         values = checked(asked, is_written=self._traces is not None)

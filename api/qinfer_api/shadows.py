@@ -3,8 +3,7 @@
     request ─▶ stable target ─▶ reply to the caller, and then ─┐
        └─────▶ shadow's lane ─▶ ………………………………………………………………………─┴─▶ thread: compared ─▶ counts, samples
 
-Replies do not wait for shadows, and callers do not see them. Shadows are lost with their gateway, and dropped if too
-many are in flight. One is sent together with its request, whose memory may be the caller's.
+Replies do not wait for shadows, which are lost with their gateway, and dropped if too many are in flight.
 """
 
 import asyncio
@@ -38,10 +37,7 @@ _NOT_EXECUTED = frozenset({ErrorCode.DEADLINE_EXCEEDED.value, ErrorCode.CANCELLE
 
 
 class Shadows:
-    """Draws, submits and counts shadows; for one event loop.
-
-    They leave half of `max_in_flight` to callers. `waiting` have no answer yet.
-    """
+    """Draws, submits and counts shadows, leaving half of `max_in_flight` to callers; `waiting` have no answer yet."""
 
     def __init__(
         self,
@@ -64,7 +60,7 @@ class Shadows:
         self._is_closed = False
 
     def drawn(self, request: InferRequest) -> "Sequence[Shadow]":
-        """Draws the shadows of a request with a chosen target; call `start` or `left` on each."""
+        """Draws a request's shadows; call `start` or `left` on each."""
         targets = self._endpoints.shadows(request)
         return [shadow for target in targets if (shadow := self._shadow(target, request)) is not None]
 
@@ -76,7 +72,7 @@ class Shadows:
                 self._in_flight += 1
                 self._bytes += size
                 return Shadow(self, key, served, size, witness)
-        except Exception:  # the boundary of shadows: the request continues
+        except Exception:  # the request continues
             logger.exception("shadow not drawn", extra={"target": key[1]})
         self._tally.shadow(key, ShadowOutcome.DROPPED, witness)
         return None
@@ -105,7 +101,7 @@ class Shadows:
         return pending
 
     def took(self, size: int) -> bool:
-        """Counts bytes of a shadow; returns whether they fit."""
+        """Counts a shadow's bytes, if they fit."""
         self._bytes += size
         return self._bytes <= self._settings.max_shadow_bytes
 
@@ -119,7 +115,7 @@ class Shadows:
         self._submission.pending.cancel(pending)
 
     def compare(self, shadow: "Shadow", stable: Sequence[Tensor], other: Sequence[Tensor]) -> None:
-        """Compares both answers in the thread, which then calls `Shadow.compared`."""
+        """Compares both answers, then calls `Shadow.compared`."""
         if self._is_closed:
             shadow.left()
             return
@@ -129,11 +125,11 @@ class Shadows:
         found.add_done_callback(lambda each: self._told(shadow, each))
 
     def _told(self, shadow: "Shadow", found: "Future[bool]") -> None:
-        with suppress(RuntimeError):  # the loop has ended with the gateway
+        with suppress(RuntimeError):
             self._call_soon(shadow.compared, found)
 
     def _of(self, key: Key) -> Differences:
-        """Returns the differences of a target, new ones if the rules have changed."""
+        """New ones if the rules have changed."""
         routed, known = self._endpoints.by_name.get(key[0]), self._differences.pop(key, None)
         rules = {} if routed is None else routed.endpoint.compare
         if known is None or known.rules != rules:
@@ -151,7 +147,7 @@ class Shadows:
         self._tally.shadow(shadow.key, outcome, shadow.witness)
 
     async def found(self, endpoint: str) -> dict[str, Found]:
-        """Returns the findings about an endpoint's shadows, by target."""
+        """Returns an endpoint's findings, by target."""
         loop = asyncio.get_running_loop()
         known = {target: one for (name, target), one in self._differences.items() if name == endpoint}
         return {target: await loop.run_in_executor(self._thread, one.found) for target, one in known.items()}
@@ -163,9 +159,9 @@ class Shadows:
 
 
 class Shadow(Inner):
-    """One shadow; takes the answers of both targets in any order.
+    """One shadow; takes both targets' answers in any order.
 
-    `witness` is the tenant whose evidence it is, `None` if it is no evidence. `name` identifies the request in samples.
+    `witness` is the tenant whose evidence it is. `name` identifies the request in samples.
     """
 
     __slots__ = ("_has_ended", "_other", "_pending", "_shadows", "_size", "_stable", "key", "name", "served", "witness")
@@ -180,7 +176,7 @@ class Shadow(Inner):
         self._has_ended = False
 
     def start(self, request: InferRequest) -> None:
-        """Submits the shadow after its request; drops it if it is refused."""
+        """Submits the shadow, or drops it."""
         if self._has_ended:
             return
         try:
@@ -188,7 +184,7 @@ class Shadow(Inner):
         except QinferError as error:
             logger.debug("shadow refused", extra={"target": self.key[1], "reason": error.message})
             self._end(ShadowOutcome.DROPPED)
-        except Exception:  # the boundary of shadows: the request continues
+        except Exception:  # the request continues
             logger.exception("shadow not submitted", extra={"target": self.key[1]})
             self._end(ShadowOutcome.DROPPED)
         else:
@@ -204,12 +200,12 @@ class Shadow(Inner):
         try:
             self._stable = self._kept(response)
             self._compare()
-        except Exception:  # the boundary of shadows: the caller has its answer
+        except Exception:  # the caller has its answer
             logger.exception("shadow not compared", extra={"target": self.key[1]})
             self._end(ShadowOutcome.DROPPED)
 
     def left(self) -> None:
-        """Drops the shadow, as its request has no answer."""
+        """Drops the shadow of an unanswered request."""
         self._end(ShadowOutcome.DROPPED)
 
     def deliver(self, response: Response) -> None:
@@ -224,7 +220,7 @@ class Shadow(Inner):
         self._compare()
 
     def fail(self, error: Exception) -> None:
-        """Handles a failure of the queue or the gateway; the model's is a response."""
+        """Handles a failure of queue or gateway."""
         self._take_pending()
         self._fail(error.code.value if isinstance(error, DeadlineExceeded) else ErrorCode.CANCELLED.value)
 
@@ -244,7 +240,7 @@ class Shadow(Inner):
         self._end(ShadowOutcome.DROPPED if code in _NOT_EXECUTED else ShadowOutcome.FAILED)
 
     def _kept(self, response: Response) -> Sequence[Tensor]:
-        """Copies outputs, which may share memory with other answers."""
+        """Copies outputs that may share memory."""
         size = sum(len(tensor.data) for tensor in response.outputs)
         self._size += size
         if not self._shadows.took(size):

@@ -1,8 +1,7 @@
-"""A limit that tenants share at a gateway, such as that of long polls, without a single tenant using it up.
+"""A limit that tenants share at a gateway, without one using it up.
 
 A tenant gets a place while it has fewer places than are free (*dynamic thresholds*: Choudhury and Hahne, "Dynamic queue
-length thresholds for shared-memory packet switches", 1998). One greedy tenant gets half of them, two get a third each,
-and the rest stays free. Nothing is reserved for idle tenants.
+length thresholds for shared-memory packet switches", 1998): one greedy tenant gets half of them, two a third each.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ class SharedLimit:
         self._by_tenant: Counter[str] = Counter()
 
     def has_room(self, most: int, tenant: str) -> bool:
-        """Returns whether a tenant may take one of `most` places; an empty tenant may take all."""
+        """Returns whether a tenant may take a place; an empty one may take all."""
         free = most - self.taken
         return free > (self._by_tenant[tenant] if tenant else 0)
 

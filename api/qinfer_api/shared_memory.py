@@ -1,6 +1,5 @@
 """Shared memory of both kinds: clients on this host pass tensors in it instead of in bodies (reference §1.15).
 
-- A client registers its regions at each gateway that it uses. Tenants can't see, unregister or use those of others.
 - It is off by default, because a client may name any shared memory object that this process can open, and so read and
   overwrite those of others.
 - Regions of system memory are read and written through descriptors, never mapped: a client that shortens a mapped
@@ -35,7 +34,7 @@ from qinfer_api.cuda_memory import HANDLE_BYTES, CudaObject, driver
 DIRECTORY = "/dev/shm"  # noqa: S108 - where `shm_open` of glibc and musl keeps its objects
 
 MAX_REGIONS = 10_000
-"""Registered regions at a time: each takes a descriptor. A tenant below its share is admitted even if it is full."""
+"""Registered regions, each with a descriptor; a tenant below its share is admitted even if it is full."""
 
 _MAX_UINT64 = 2**64 - 1
 _RESERVED_PREFIX = "triton_python_backend_shm_region_"
@@ -122,16 +121,13 @@ class _Opened:
 
 
 class SharedMemory:
-    """The regions of one tenant, or of callers without a key; thread-safe.
-
-    Methods raise `UnsupportedFeature` if shared memory is not allowed.
-    """
+    """The regions of one tenant, or of callers without a key; thread-safe."""
 
     def __init__(self, *, allowed: bool, tenants: "dict[str, SharedMemory] | None" = None) -> None:
         self.allowed = allowed
         self._tenants = {"": self} if tenants is None else tenants
         self._regions: dict[str, _Opened] = {}
-        self._lock = threading.RLock()  # a request may end, and release its regions, wherever memory is freed
+        self._lock = threading.RLock()  # requests may end wherever memory is freed
 
     def of(self, tenant: str) -> "SharedMemory":
         """Returns the regions of a tenant."""
@@ -196,7 +192,7 @@ class SharedMemory:
                     self._leave(each)
 
     def hold(self, names: Iterable[str]) -> list[_Opened]:
-        """Adds a user to each existing region; returns them for `release`."""
+        """Adds a user to each existing region, until `release`."""
         with self._lock:
             held = [self._regions[name] for name in names if name in self._regions]
             for opened in held:
@@ -247,7 +243,7 @@ class SharedMemory:
             memory.write(position, view)
 
     def limited(self, max_bytes: int) -> "Limited":
-        """Returns the regions for one request, which may copy `max_bytes` from them."""
+        """Returns the regions for a request that may copy `max_bytes`."""
         return Limited(self, max_bytes)
 
     def close(self) -> None:
@@ -310,7 +306,7 @@ class SharedMemory:
 
 
 class Limited:
-    """The regions of one request, whose inputs in them are together no larger than a body may be."""
+    """One request's regions; its inputs there are no larger than a body."""
 
     def __init__(self, memory: SharedMemory, max_bytes: int) -> None:
         self._memory = memory
@@ -323,11 +319,11 @@ class Limited:
         return bool(self._names)
 
     def hold(self) -> None:
-        """Keeps the request's regions open for the lifetime of this object."""
+        """Keeps the regions open while this object lives."""
         weakref.finalize(self, self._memory.release, self._memory.hold(self._names)).atexit = False
 
     def view(self, name: str, offset: int, byte_size: int) -> memoryview:
-        """Returns a copy of a part of a region, as `SharedMemory.view`."""
+        """Returns a copy of a region's part."""
         self._names.add(name)
         self._left_bytes -= byte_size
         if self._left_bytes < 0:
@@ -338,7 +334,7 @@ class Limited:
         return self._memory.view(name, offset, byte_size)
 
     def check(self, name: str, offset: int, byte_size: int) -> None:
-        """Checks that a region has that part; see `SharedMemory.check`."""
+        """Checks a part as `SharedMemory.check` does."""
         self._names.add(name)
         self._memory.check(name, offset, byte_size)
 
@@ -348,7 +344,7 @@ class Limited:
 
 
 def _open(name: str, key: str) -> int:
-    """Opens a shared memory object as `shm_open` does, and nothing else."""
+    """As `shm_open` does, and nothing else."""
     if not _KEY.fullmatch(key):
         raise InvalidRequest(f"failed to register shared memory region '{name}': invalid shm key '{key[:100]}'")
     refusal = RegionUnavailable(f"Unable to open shared memory region: '{key}'")

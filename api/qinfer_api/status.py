@@ -1,7 +1,4 @@
-"""The table of errors, HTTP statuses and gRPC codes (reference §1.2).
-
-The numbers are Triton's, where Triton has the case: wrong JSON types are 500, a cancelled request is 400, overload 503.
-"""
+"""The table of errors, HTTP statuses and gRPC codes (reference §1.2)."""
 
 import math
 from typing import NamedTuple
@@ -18,7 +15,7 @@ GRPC_CODES = (
 
 
 class Status(NamedTuple):
-    """The statuses of one kind of failure in HTTP and gRPC."""
+    """One kind of failure in HTTP and gRPC."""
 
     http: int
     grpc: str
@@ -83,7 +80,7 @@ MISTAKES = {ErrorCode.MALFORMED_JSON, ErrorCode.REGION_UNAVAILABLE}
 """Callers' mistakes that are 400 below `/v1`, and 500 below `/v2`, as in Triton."""
 
 _OF_QUEUE = {*TOO_MANY, ErrorCode.DEADLINE_INFEASIBLE}
-"""Refusals of queues, whose texts begin with the request's id, as Triton's."""
+"""Refusals of queues begin with the request's id, as Triton's."""
 
 AGAIN = {
     ErrorCode.QUEUE_FULL,
@@ -98,24 +95,24 @@ AGAIN = {
 
 
 def of_request(client_id: str) -> str:
-    """Returns the prefix of an error about one request (reference §1.2)."""
+    """Returns a prefix of errors (reference §1.2)."""
     return f"[request id: {client_id or '<id_unknown>'}] "
 
 
 def has_id(error: QinferError) -> bool:
-    """Returns whether the text of a refusal begins with the request's id, as in Triton."""
+    """Returns whether an error begins with the request's id."""
     return isinstance(error, InvalidRequest | Overloaded) and not isinstance(error, InvalidStep)
 
 
 def told(failure: Failure, client_id: str) -> Failure:
-    """Returns a failure as its client sees it: only refusals of queues begin with an id, as in Triton."""
+    """Returns a failure as its client sees it."""
     if failure.code not in _OF_QUEUE:
         return failure
     return Failure(failure.code, of_request(client_id) + failure.message, failure.retryable)
 
 
 def http_status(code: str, *, v1: bool = False) -> int:
-    """Returns the HTTP status of an error code; 500 for an unknown one, such as a newer worker's."""
+    """Returns a code's HTTP status; 500 for unknown ones."""
     try:
         known = ErrorCode(code)
     except ValueError:
@@ -126,7 +123,7 @@ def http_status(code: str, *, v1: bool = False) -> int:
 
 
 def grpc_status(code: str) -> str:
-    """Returns the gRPC code of an error code; INTERNAL for an unknown one."""
+    """Returns a code's gRPC code; INTERNAL for unknown ones."""
     try:
         return STATUSES[ErrorCode(code)].grpc
     except ValueError:
@@ -134,7 +131,7 @@ def grpc_status(code: str) -> str:
 
 
 def retry_after_s(code: str, error: BaseException | None = None) -> int:
-    """Returns the whole seconds to wait before a retry; 0 = unknown."""
+    """Returns whole seconds before a retry; 0 = unknown."""
     if isinstance(error, Overloaded):
         return max(math.ceil(error.retry_after_s), 1)
     return 1 if code in AGAIN else 0

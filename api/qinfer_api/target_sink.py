@@ -1,4 +1,4 @@
-"""The sink of a request to an endpoint, which counts its end by the target that answered."""
+"""Counts the end of a request to an endpoint, by its target."""
 
 import math
 import time
@@ -12,7 +12,7 @@ from qinfer_api.shadows import Shadow
 
 
 class TargetSink:
-    """Wraps a request's sink; `shadows` get the answer after the caller.
+    """Wraps a sink; `shadows` get the answer after the caller.
 
     `given_s` is the caller's timeout, infinite if the model's configuration set it.
     """
@@ -42,7 +42,7 @@ class TargetSink:
         self.frontend: str = getattr(inner, "frontend", "")
 
     def deliver(self, response: Response) -> None:
-        """Counts the last response, and passes every response on."""
+        """Passes responses on; counts the last."""
         if response.final:
             if response.version not in (self._version, 0):
                 answered_by = self._key[0], f"{response.model}:{response.version}"

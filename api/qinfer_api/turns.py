@@ -1,8 +1,7 @@
 """Fairness between connections: those that send a lot are read in slices, in turns of the event loop.
 
-Hostile frames can take seconds: one read has up to 256 KB, one poll of a socket up to 32 reads. When the turn is over,
-a connection pauses until a later turn. Those that have just sent go first, so that cheap bytes, such as uploads, do not
-wait behind floods.
+Hostile frames can take seconds: one read has up to 256 KB, one poll of a socket up to 32 reads. Connections that have
+just sent go first, so that cheap bytes, such as uploads, do not wait behind floods.
 """
 
 import asyncio
@@ -20,11 +19,11 @@ TURN_S = 0.004
 """Duration of a turn, for all large reads of a port."""
 
 LEAST_S = 0.0002
-"""The part of it reserved for connections that have waited."""
+"""Its part for connections that have waited."""
 
 
 class Turns:
-    """Schedules large reads; one for all connections of a port."""
+    """Schedules a port's large reads."""
 
     def __init__(self) -> None:
         self._fresh: deque[Callable[[], None]] = deque()
@@ -33,14 +32,14 @@ class Turns:
         self._ends_s = 0.0
 
     def may_read(self) -> bool:
-        """Returns whether a connection may parse large reads now."""
+        """Returns whether large reads may be parsed."""
         now_s = time.monotonic()
         if not self._is_running:
             self._begin(now_s)
         return now_s < self._ends_s
 
     def wait(self, go_on: Callable[[], None], *, is_fresh: bool) -> None:
-        """Calls `go_on` in a later turn; `is_fresh` = nothing of the read is parsed."""
+        """Calls `go_on` in a later turn; `is_fresh` = nothing is parsed."""
         (self._fresh if is_fresh else self._others).append(go_on)
 
     def _begin(self, now_s: float) -> None:

@@ -1,6 +1,6 @@
 """The backend contract and its adapters; authors of backends import the names of this package.
 
-`docs/how-to/write-a-backend.md` shows a whole backend; `base` has the contract, other modules the adapters.
+`docs/how-to/write-a-backend.md` shows a whole backend.
 """
 
 from qinfer.backends.base import Array, Backend, BackendFactory, Batch, Context, respond_rows

@@ -385,8 +385,8 @@ def respond_rows(
 
 
 def _split(name: str, array: Array, batch: Batch, datatype: str | None) -> list[Tensor]:
-    """Cuts an output into one tensor per item: views of one buffer, because an array per item costs microseconds."""
-    narrow = datatype if datatype == "BF16" else None  # other datatypes follow from the array's dtype
+    """Views of one buffer, because an array per item costs microseconds."""
+    narrow = datatype if datatype == "BF16" else None
     if name in batch.cuts:
         return [from_numpy(name, part, narrow) for part in cut(name, array, batch.cuts[name])]
     if len(batch.requests) == 1:
@@ -403,7 +403,7 @@ def _split(name: str, array: Array, batch: Batch, datatype: str | None) -> list[
     whole = from_numpy(name, array, narrow)
     wire, data, tail, stride = whole.datatype, whole.data, whole.shape[1:], whole.nbytes // size
     if stride and rows_of.count(1) == len(rows_of):
-        shape = (1, *tail)  # one object for all, so that comparing it is quick
+        shape = (1, *tail)  # quick to compare
         return [Tensor(name, wire, shape, data[at : at + stride]) for at in range(0, size * stride, stride)]
     return [
         Tensor(name, wire, (rows, *tail), data[(end - rows) * stride : end * stride])
@@ -412,7 +412,7 @@ def _split(name: str, array: Array, batch: Batch, datatype: str | None) -> list[
 
 
 def cut(name: str, array: Array, shapes: Sequence[Shape]) -> list[Array]:
-    """Cuts a tensor's elements into views of given shapes."""
+    """Cuts a tensor's elements into views."""
     ends = list(accumulate(prod(shape) for shape in shapes))
     if array.size != ends[-1]:
         raise OutputMismatch(

@@ -1,7 +1,7 @@
-"""The part of CUDA's runtime that the tensorrt backend needs, by ctypes: memory, streams, copies, graphs.
+"""The part of CUDA's runtime that the tensorrt backend needs, by ctypes.
 
-TensorRT's own wheels bring the library (`nvidia-cuda-runtime`). The signatures of all used functions are the same in
-CUDA 12 and 13. https://docs.nvidia.com/cuda/cuda-runtime-api/
+TensorRT's own wheels bring the library (`nvidia-cuda-runtime`). The used functions are the same in CUDA 12 and 13.
+https://docs.nvidia.com/cuda/cuda-runtime-api/
 """
 
 import ctypes
@@ -24,30 +24,30 @@ logger = logging.getLogger(__name__)
 TO_DEVICE, TO_HOST = 1, 2  # cudaMemcpyKind
 
 _SONAMES = ("libcudart.so.13", "libcudart.so.12")
-_NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered with the default stream
-_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: other instances may allocate meanwhile
+_NON_BLOCKING = 1  # cudaStreamNonBlocking
+_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: others may allocate meanwhile
 _MAJOR, _MINOR = 75, 76  # cudaDevAttrComputeCapability…
 _LOST = range(700, 730)  # cudaErrorIllegalAddress, cudaErrorAssert, cudaErrorLaunchFailure, …
-_PROPERTIES_BYTES = 16 * 1024  # cudaDeviceProp is about 1 KiB; it begins with the name, char[256]
+_PROPERTIES_BYTES = 16 * 1024  # cudaDeviceProp is about 1 KiB, beginning with the name
 
 _pointer, _size, _int, _uint = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint
 
 
 class CudaError(RuntimeError):
-    """CUDA refused a call, with error number `status`; adapters map it."""
+    """CUDA refused a call, with error number `status`."""
 
     status = 0
 
 
 class Cuda:
-    """CUDA's runtime library, found or at `path`; every method may raise `CudaError`."""
+    """CUDA's runtime library; every method may raise `CudaError`."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._library = ctypes.CDLL(str(path)) if path else _load()
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
 
     def device_count(self) -> int:
-        """Returns the number of GPUs; 0 without a driver."""
+        """Returns the number of GPUs."""
         count = _int(0)
         with suppress(CudaError):
             self._call("cudaGetDeviceCount", ctypes.byref(count))
@@ -75,7 +75,7 @@ class Cuda:
         self._call("cudaFree", _pointer(address))
 
     def allocate_pinned(self, size_bytes: int) -> tuple[int, Array]:
-        """Allocates pinned host memory; returns its address, and a byte array."""
+        """Allocates pinned host memory; returns address and array."""
         address = _pointer()
         self._call("cudaHostAlloc", ctypes.byref(address), _size(max(size_bytes, 1)), _uint(0))
         memory = (ctypes.c_ubyte * max(size_bytes, 1)).from_address(address.value or 0)
@@ -142,10 +142,7 @@ class Cuda:
 
 
 def end_if_lost(device: int) -> None:
-    """Ends this process by SIGTERM if CUDA is broken in it, because all models' calls fail then.
-
-    The supervisor starts a new one.
-    """
+    """Ends this process by SIGTERM if CUDA is broken in it; the supervisor starts a new one."""
     try:
         cuda = Cuda()
         cuda.use(device)

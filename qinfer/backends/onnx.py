@@ -28,8 +28,9 @@ from typing import Any
 
 import numpy as np
 
-# The official builds of 1.31 send events about sessions to their makers, and keep a device id in the home directory,
-# unless this is set before they are loaded (Privacy.md of the package).
+# The official builds of 1.31 send events to their makers, and keep a device id in the home directory, unless this is
+# set
+# (Privacy.md of the package).
 os.putenv("ORT_DISABLE_TELEMETRY", "1")
 
 import onnxruntime as ort
@@ -70,7 +71,7 @@ _EXECUTION_MODES = {"0": ort.ExecutionMode.ORT_SEQUENTIAL, "1": ort.ExecutionMod
 _SHRINK = "memory.enable_memory_arena_shrinkage"
 _DEVICE_INITIALIZERS = "session.use_device_allocator_for_initializers"
 _NOBODY: frozenset[int] = frozenset()
-_FATAL = 4  # ORT's own log would show paths and repeat the errors
+_FATAL = 4  # ORT's log would show paths
 CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
 OPENVINO = "OpenVINOExecutionProvider"
 _OPENVINO_PLUGIN = "onnxruntime_ep_openvino"
@@ -79,7 +80,7 @@ _one_by_one = threading.Lock()
 Provider = tuple[str, dict[str, str]]
 """A provider's name and its options."""
 
-# Triton's values of the (older) `parameters` → those of CUDAExecutionProvider.
+# Triton's `parameters` → CUDAExecutionProvider's.
 _CUDA_PARAMETERS: Mapping[str, Mapping[str, str] | None] = {
     "cudnn_conv_algo_search": {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"},
     "gpu_mem_limit": None,
@@ -105,9 +106,9 @@ class OnnxBackend:
     short_on_loop = True
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
-        """Opens the session, and compares the model with its configuration."""
+        """Opens the session, and compares model and configuration."""
         path = model_file(spec, version_dir, "model.onnx")
-        if path.is_dir():  # a model of several files (reference §3.1)
+        if path.is_dir():  # reference §3.1
             path /= "model.onnx"
         wanted = providers(spec, device, _available(), engine_cache())
         if device.kind == "gpu":
@@ -116,7 +117,7 @@ class OnnxBackend:
             self._session = _open_session(spec, path, wanted)
         except ModelLoadFailed:
             raise
-        except Exception as error:  # onnxruntime raises a dozen unrelated classes; they are mapped here, once
+        except Exception as error:  # onnxruntime raises a dozen classes
             raise ModelLoadFailed(f"onnxruntime can't load model '{spec.name}': {cleaned(error, path)}") from error
         _check_device(spec, device, wanted[0][0], self._session.get_providers())
         inputs = spec.file_inputs
@@ -129,7 +130,7 @@ class OnnxBackend:
         self._has_bf16 = bool(self._narrow) or "BF16" in self._datatypes.values()
         self._memory = files_use(path, device)
         self._run_options = _run_options(spec, device)
-        self.short_on_loop = device.kind == "cpu"  # a GPU may be busy with other work
+        self.short_on_loop = device.kind == "cpu"
         self._gpu = device.number if device.kind == "gpu" else None
         bound = device.kind == "gpu" and not (self._strings or "BYTES" in self._datatypes.values())
         self._run = self._run_bf16 if self._has_bf16 else self._run_plain
@@ -138,7 +139,7 @@ class OnnxBackend:
             self._run = self._run_bound
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Runs the session for the wanted outputs and the states."""
+        """Runs the session."""
         inputs, refused = batch.inputs, _NOBODY
         if self._strings:
             inputs, refused = self._decoded(batch, ctx)
@@ -157,12 +158,12 @@ class OnnxBackend:
 
     def unload(self) -> None:
         """Frees the session."""
-        del self._run  # a bound method: it holds the session too
+        del self._run
         self.__dict__.pop("_binding", None)
         del self._session
 
     def memory(self) -> tuple[MemoryUse, ...]:
-        """Returns the size of the weights, without onnxruntime's arenas."""
+        """Returns the size of the weights, without arenas."""
         return self._memory
 
     def _wanted(self, batch: Batch) -> list[str]:
@@ -174,10 +175,7 @@ class OnnxBackend:
         return [name for name in self._names if name in wanted]
 
     def _decoded(self, batch: Batch, ctx: Context) -> tuple[Mapping[str, Array], frozenset[int]]:
-        """Decodes BYTES to `str`: onnxruntime's strings are UTF-8.
-
-        Also returns the positions of items that were refused for other bytes.
-        """
+        """Decodes BYTES to `str`: onnxruntime's strings are UTF-8; returns the refused items, too."""
         inputs = dict(batch.inputs)
         refused: set[int] = set()
         for name in self._strings:
@@ -204,7 +202,7 @@ class OnnxBackend:
         return arrays
 
     def _run_bound(self, names: Sequence[str], inputs: Mapping[str, Array]) -> Sequence[Array]:
-        """Runs on the GPU with one copy each way; not for strings or BF16."""
+        """One copy each way; not for strings or BF16."""
         binding = self._binding
         try:
             for name, array in inputs.items():
@@ -218,7 +216,7 @@ class OnnxBackend:
             binding.clear_binding_outputs()
 
     def _run_bf16(self, names: Sequence[str], inputs: Mapping[str, Array]) -> list[Array]:
-        """Runs a model with BF16, passing the bits unchanged."""
+        """Passes the bits unchanged."""
         values = {name: self._value(name, array) for name, array in inputs.items()}
         outputs = self._session.run_with_ort_values(names, values, self._run_options)
         return [_widened(o) if o.data_type() == "tensor(bfloat16)" else o.numpy() for o in outputs]
@@ -236,7 +234,7 @@ def _sizes(batch: Batch, name: str, size: int) -> list[int]:
 
 
 def _widened(value: Any) -> Array:
-    """Returns a BF16 value as float32, by its address."""
+    """By its address, as float32."""
     shape = tuple(value.shape())
     raw = ctypes.string_at(value.data_ptr(), 2 * int(np.prod(shape)))
     return from_bf16(np.frombuffer(raw, dtype="<u2")).reshape(shape)
@@ -250,7 +248,7 @@ def _options(spec: ModelSpec) -> ort.SessionOptions:
     options.execution_mode = choice(spec, "execution_mode", _EXECUTION_MODES, ort.ExecutionMode.ORT_SEQUENTIAL)
     options.enable_cpu_mem_arena = flag(spec, "enable_mem_arena", default=True)
     options.enable_mem_pattern = flag(spec, "enable_mem_pattern", default=True)
-    # Spinning between batches takes cores from the gateway and Redis.
+    # Spinning takes cores from the gateway and Redis.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     if flag(spec, _DEVICE_INITIALIZERS):
@@ -265,7 +263,7 @@ def _options(spec: ModelSpec) -> ort.SessionOptions:
 
 
 def _run_options(spec: ModelSpec, device: Device) -> ort.RunOptions | None:
-    """Returns the options of each run, if any; none is quicker."""
+    """Returns `None` without options, which is quicker."""
     if _SHRINK not in spec.parameters:
         return None
     options = ort.RunOptions()
@@ -285,7 +283,7 @@ def _available() -> list[str]:
 
 
 def _open_session(spec: ModelSpec, path: Path, wanted: Sequence[Provider]) -> ort.InferenceSession:
-    """Opens a session; with OpenVINO one at a time, as Triton does."""
+    """With OpenVINO one at a time, as Triton does."""
     options, (first, own) = _options(spec), wanted[0]
     if first != OPENVINO:
         return ort.InferenceSession(str(path), options, providers=wanted)
@@ -299,7 +297,7 @@ def _open_session(spec: ModelSpec, path: Path, wanted: Sequence[Provider]) -> or
                 "install onnxruntime-openvino in place of onnxruntime, or serve the model by backend 'openvino'"
             )
         options.add_provider_for_devices(devices, own)
-        return ort.InferenceSession(str(path), options)  # the CPU runs what OpenVINO can't
+        return ort.InferenceSession(str(path), options)
 
 
 @functools.cache
@@ -312,7 +310,7 @@ def _openvino_devices() -> list[Any]:
 
 @functools.cache
 def _find_cuda() -> None:
-    """Loads CUDA and cuDNN from NVIDIA's packages."""
+    """From NVIDIA's packages."""
     said = io.StringIO()
     with redirect_stdout(said):  # it prints missing libraries
         ort.preload_dlls()
@@ -321,7 +319,7 @@ def _find_cuda() -> None:
 
 
 def _check_device(spec: ModelSpec, device: Device, wanted: str, got: Sequence[str]) -> None:
-    """Raises if onnxruntime has silently fallen back to the CPU."""
+    """Raises if onnxruntime fell back to the CPU silently."""
     if wanted == OPENVINO and wanted not in got:
         raise ModelLoadFailed(f"model '{spec.name}': OpenVINO could not start (the worker's log says more)")
     if wanted not in (CPU, *got):
@@ -332,10 +330,9 @@ def _check_device(spec: ModelSpec, device: Device, wanted: str, got: Sequence[st
 
 
 def _compare(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], found: Sequence[Any]) -> None:
-    """Checks the model's tensors against the configuration.
+    """Takes `[]` for an unknown shape, as onnxruntime reports it.
 
-    onnxruntime reports an unknown shape as `[]`. The inferred shape of an undeclared output may have any rank; it is
-    configured as [-1].
+    An undeclared output, of any rank, is configured as [-1].
     """
     open_outputs = {tensor.name for tensor in configured if kind == "output" and tensor.dims == (-1,)}
     actual = {

@@ -37,7 +37,7 @@ class OpenvinoBackend:
     short_on_loop = True
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
-        """Reads and compiles the model, and compares it with its configuration."""
+        """Compiles the model, and compares it with its configuration."""
         if device.kind != "cpu":
             raise ModelLoadFailed(
                 f"model '{spec.name}' is for GPU {device.number}, where backend 'openvino' can't run; "
@@ -63,7 +63,7 @@ class OpenvinoBackend:
             self._request = compiled.create_infer_request()
         except ModelLoadFailed:
             raise
-        except Exception as error:  # OpenVINO raises RuntimeError for everything; it is mapped here, once
+        except Exception as error:
             raise ModelLoadFailed(f"OpenVINO can't load model '{spec.name}': {_reason(error, path)}") from error
         self._memory = files_use(path, device)
         self._inputs = dict(zip((i.name for i in spec.file_inputs), ports[0], strict=True))
@@ -96,7 +96,7 @@ class OpenvinoBackend:
         respond_rows(batch, ctx, outputs, self._datatypes, names=self._names)
 
     def memory(self) -> tuple[MemoryUse, ...]:
-        """Returns the size of the weights, without OpenVINO's allocations."""
+        """Returns the size of the weights."""
         return self._memory
 
     def unload(self) -> None:
@@ -106,7 +106,7 @@ class OpenvinoBackend:
 
 @cache
 def _core() -> Any:
-    """Returns OpenVINO's core, one per process, made in a thread that ends, and never destroyed.
+    """One per process, made in a thread that ends, and never destroyed.
 
     The CPU plugin gives the thread that creates it a signal stack, and unmaps it at the plugin's end. It detaches the
     stack only if it ends in that thread, before any later plugin; otherwise the thread's next signal kills the process
@@ -133,14 +133,14 @@ def properties(spec: ModelSpec) -> dict[str, str]:
         found["PERFORMANCE_HINT"] = hint
     if compilation := count(spec, "COMPILATION_NUM_THREADS"):
         found["COMPILATION_NUM_THREADS"] = str(compilation)
-    # OpenVINO's default rounds to BF16 on CPUs that can, so results would depend on the machine.
+    # Rounding to BF16, OpenVINO's default, would make results depend on the CPU.
     rough = flag(spec, "HINT_BF16") or flag(spec, "ENFORCE_BF16")
     found["INFERENCE_PRECISION_HINT"] = "bf16" if rough else "f32"
     return found
 
 
 def _streams(spec: ModelSpec) -> str:
-    """Returns the number of streams, by default one, for one request at a time."""
+    """By default one, for one request at a time."""
     name = "NUM_STREAMS" if "NUM_STREAMS" in spec.parameters else "CPU_THROUGHPUT_STREAMS"
     text = spec.parameters.get(name, "1").upper()
     if text in ("AUTO", "NUMA"):
@@ -153,7 +153,7 @@ def _streams(spec: ModelSpec) -> str:
 
 
 def _reshape(spec: ModelSpec, model: Any) -> None:
-    """Makes the batch dimension variable; `RESHAPE_IO_LAYERS` sets the others."""
+    """`RESHAPE_IO_LAYERS` sets dimensions other than the batch's."""
     if flag(spec, "RESHAPE_IO_LAYERS"):
         lead = [-1] if spec.max_batch_size else []
         model.reshape({i.name: ov.PartialShape([*lead, *(i.reshape or i.dims)]) for i in spec.file_inputs})
@@ -167,7 +167,7 @@ def _reshape(spec: ModelSpec, model: Any) -> None:
 
 
 def _compared(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], ports: Sequence[Any]) -> list[int]:
-    """Checks tensors against the configuration; returns their positions."""
+    """Returns their positions."""
     names = {name: position for position, port in enumerate(ports) for name in port.get_names()}
     types = [port.element_type.get_type_name() for port in ports]
     found = {name: (_DATATYPES.get(types[at], types[at]), _dims(ports[at])) for name, at in names.items()}
@@ -180,7 +180,7 @@ def _compared(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], port
 
 
 def _dims(port: Any) -> list[int] | None:
-    """Returns a port's dimensions, -1 = variable; `None` for an unknown rank."""
+    """-1 = variable; `None` = unknown rank."""
     shape = port.partial_shape
     if shape.rank.is_dynamic:
         return None
@@ -202,7 +202,6 @@ def _widened(spec: ModelSpec, model: Any, inputs: Sequence[int], outputs: Sequen
 
 
 def _borrowed(array: Array) -> Any:
-    """Wraps a contiguous, writeable array without a copy."""
     flags = array.flags
     if not (flags.c_contiguous and flags.writeable):
         array = np.array(array, order="C")
@@ -210,7 +209,7 @@ def _borrowed(array: Array) -> Any:
 
 
 def _reason(error: BaseException, path: Path | None = None) -> str:
-    """Returns OpenVINO's message without the places in its source."""
+    """Without the places in its source."""
     lines = [line.strip() for line in cleaned(error, path).splitlines() if line.strip()]
     told = [line for line in lines if not line.startswith(("Exception from", "Check '", "FrontEnd API"))]
     return " ".join(told or lines)

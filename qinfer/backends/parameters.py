@@ -1,4 +1,4 @@
-"""The settings and checks that adapters share: parameters, model file, tensors, cores, engine cache, environments."""
+"""Settings and checks that adapters share."""
 
 import math
 import os
@@ -19,7 +19,7 @@ _ENVIRONMENTS = Path("~/.cache/qinfer/environments")
 
 
 class EnvironmentStore(NamedTuple):
-    """The directory of unpacked environments, and the limits of each."""
+    """The directory of unpacked environments, and each one's limits."""
 
     directory: Path
     max_bytes: int = 8 * 2**30
@@ -42,7 +42,7 @@ def count(spec: ModelSpec, parameter: str, default: int = 0) -> int:
 
 
 def flag(spec: ModelSpec, parameter: str, *, default: bool = False) -> bool:
-    """Reads a switch from the parameters: true, 1, yes, false, 0 or no."""
+    """Reads a switch: true, 1, yes, false, 0 or no."""
     return choice(spec, parameter, _FLAGS, default)
 
 
@@ -59,27 +59,27 @@ def choice(spec: ModelSpec, parameter: str, values: Mapping[str, T], default: T)
 
 
 def cores_each(spec: ModelSpec) -> int:
-    """Returns this process's cores per model instance, at least 1."""
+    """Returns this process's cores per model instance."""
     return max(usable_cores() // max(spec.instance_count, 1), 1)
 
 
 def usable_cores(cgroup: Path = _CGROUP) -> int:
     """Returns the cores of this process, by its container's limit in `cgroup` (v1 or v2).
 
-    With a thread for each core of the machine, the first moments of each period would use up the limit.
+    More threads would use up the limit in each period's first moments.
     """
     cores = len(os.sched_getaffinity(0))
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         try:
             quota_us, period_us = " ".join((cgroup / name).read_text() for name in names).split()
             return max(min(cores, math.ceil(int(quota_us) / int(period_us))), 1) if int(quota_us) > 0 else cores
-        except (OSError, ValueError, ZeroDivisionError):  # missing, or without a limit: `max`
+        except (OSError, ValueError, ZeroDivisionError):  # missing, or `max`
             continue
     return cores
 
 
 def model_file(spec: ModelSpec, version_dir: Path, *defaults: str) -> Path:
-    """Returns the configured model file, or the first existing default."""
+    """Returns the configured model file, or an existing default."""
     names = (spec.filename,) if spec.filename not in ("", *defaults) else (spec.filename or defaults[0], *defaults)
     for name in names:
         if (path := version_dir / name).exists():
@@ -90,10 +90,7 @@ def model_file(spec: ModelSpec, version_dir: Path, *defaults: str) -> Path:
 def compare(
     spec: ModelSpec, kind: str, tensor: TensorSpec, found: Mapping[str, tuple[str, Sequence[int] | None]]
 ) -> None:
-    """Checks a configured tensor against the model's.
-
-    In `found`, -1 is a variable dimension, and `None` an unknown rank.
-    """
+    """Checks a tensor against the model's: -1 is a variable dimension, `None` an unknown rank."""
     if tensor.name not in found:
         raise ModelLoadFailed(
             f"unexpected inference {kind} '{tensor.name}' for model '{spec.name}', "
@@ -103,7 +100,7 @@ def compare(
     datatype, dims = found[tensor.name]
     if datatype != tensor.datatype:
         raise ModelLoadFailed(f"{where} {datatype}, its configuration {tensor.datatype}")
-    if dims is None or (kind == "output" and tensor.ragged):  # such an output is cut by its elements
+    if dims is None or (kind == "output" and tensor.ragged):  # cut by its elements
         return
     expected = list(tensor.file_shape(batched=spec.max_batch_size > 0))
     if len(dims) != len(expected) or any(d != e and -1 not in (d, e) for d, e in zip(dims, expected, strict=True)):
@@ -121,7 +118,7 @@ def engine_cache() -> Path:
 
 
 def use_environments(cache_dir: str, max_bytes: int, max_files: int) -> None:
-    """Sets the store of models' environments, once; by default, the user's cache."""
+    """Sets the store of environments; by default, the user's cache."""
     directory = Path(cache_dir) / "environments" if cache_dir else _ENVIRONMENTS.expanduser()
     _environments[:] = [EnvironmentStore(directory.absolute(), max_bytes, max_files)]
 
@@ -132,18 +129,18 @@ def environments() -> EnvironmentStore:
 
 
 def use_model_variables(environment: Mapping[str, str]) -> None:
-    """Sets the environment of models' processes (`qinfer.core.environments.model_environment`); called once."""
+    """Sets the environment of models' processes, once."""
     _model_variables.clear()
     _model_variables.update(environment)
 
 
 def model_variables() -> Mapping[str, str]:
-    """Returns the environment of processes that run or compile a model."""
+    """Returns the environment of models' processes."""
     return _model_variables
 
 
 def files_use(path: Path, device: Device) -> tuple[MemoryUse, ...]:
-    """Returns the size of a version's files, in place of the weights'."""
+    """Returns the size of a version's files, as the weights'."""
     files = [file for file in path.parent.rglob("*") if file.is_file()]
     return (MemoryUse(device.kind.upper(), device.number, sum(file.stat().st_size for file in files)),)
 

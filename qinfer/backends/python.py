@@ -1,8 +1,8 @@
 """The `python` backend: Triton's `model.py`, each instance in a process of its own.
 
-A crash of the model's code ends that process and fails one batch, which the worker bisects: only the request that
-crashes the model alone gets the error. A decoupled model's open streams end with an error. A new process starts
-meanwhile. See `qinfer.backends.python_host`. https://github.com/triton-inference-server/python_backend
+A crash of the model's code fails one batch, which the worker bisects: only the request that crashes the model alone
+gets the error. A decoupled model's open streams end with an error.
+https://github.com/triton-inference-server/python_backend
 """
 
 import math
@@ -57,34 +57,34 @@ ENVIRONMENT = "EXECUTION_ENV_PATH"
 """Triton's parameter for a model's own environment."""
 
 MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
-"""The prefix of a path within the model's directory."""
+"""Prefixes a path within the model's directory."""
 
 TRIES = 5
-"""After this many deaths before a batch was taken, its requests fail as retryable."""
+"""After so many deaths before a batch, its requests fail as retryable."""
 
 M = TypeVar("M", bound=Message)
 COMPLETE_S = 120.0
-"""The time limit for importing the model and `auto_complete_config`."""
+"""Limits importing the model and `auto_complete_config`."""
 
 PREPARE_S = 3600.0
-"""The time limit for unpacking the model's environment before that."""
+"""Limits unpacking the model's environment."""
 
 TOO_LONG = "the load of model '{}' lasted longer than its limit of {:g} s (qinfer.load_timeout_s)"
 
 
 class PythonBackend:
-    """Runs `model.py` in a process; `models`, if any, loads models for its code."""
+    """Runs `model.py` in a process; `models` loads models for its code."""
 
     short_on_loop = False
 
     def __init__(self, models: ManagesModels | None = None) -> None:
         self._models = models
-        # The watchdog also reads these during the load.
+        # The watchdog reads these during the load.
         self._probe: ReadinessProbe | None = None
         self._interrupt: Callable[[], bool] = lambda: False
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
-        """Starts the process, imports the model and initialises it."""
+        """Starts the process and initialises the model."""
         check_model(spec.name, version_dir, spec.filename)
         environment = environment_of(spec.name, spec.parameters.get(ENVIRONMENT, ""), version_dir)
         self._model = spec.name
@@ -134,7 +134,7 @@ class PythonBackend:
             raise
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Sends the batch to the process and passes its answers on."""
+        """Sends the batch and passes answers on."""
         metas, buffers = self._inputs(batch)
         asked = [_asked(request) for request in batch.requests]
         shapes = {
@@ -143,7 +143,7 @@ class PythonBackend:
         message = Execute(next(self._numbers), metas, list(batch.rows), asked, ctx.window_bytes, shapes)
         executed = self._executed(message, buffers, ctx)
         if executed is None:
-            # Fail each item by itself, because bisecting would not help.
+            # Bisecting would not help.
             error = ModelNotReady(f"model '{self._model}' can't be started again: {self._instance.reason}")
             for item in range(len(batch.requests)):
                 ctx.respond(item, error)
@@ -162,15 +162,15 @@ class PythonBackend:
                 ctx.reschedule(item)
 
     def interrupt(self) -> bool:
-        """Ends the process if its batch has reached the time limit."""
+        """Ends the process if its batch is overdue."""
         return self._interrupt()
 
     def unready(self) -> str:
-        """Returns why the model's own `is_ready` says no, or ""."""
+        """Returns why the model's `is_ready` says no, or ""."""
         return "" if self._probe is None else self._probe.look()
 
     def memory(self) -> tuple[MemoryUse, ...]:
-        """Returns the resident memory of the process and its children."""
+        """Returns resident memory, with children's."""
         return self._instance.memory()
 
     def metrics(self) -> Sequence[ModelSeries]:
@@ -178,7 +178,7 @@ class PythonBackend:
         return self._instance.metrics()
 
     def unload(self) -> None:
-        """Lets open streams end, finalises the model and ends its process."""
+        """Lets open streams end, and ends the process."""
         if self._streams is not None:
             self._streams.drain(self._longest_s)
         self._instance.stop()
@@ -195,13 +195,13 @@ class PythonBackend:
     def _executed(
         self, message: Execute, buffers: Sequence[Bytes], ctx: Context
     ) -> tuple[Message, list[Buffer]] | None:
-        """Returns the process's reply to a batch; `None` without a process."""
+        """`None` without a process."""
         for _ in range(TRIES):
             process = self._instance.process()
             if process is None:
                 return None
             memory, self._memory = self._memory, None
-            if memory is not None and memory is not process:  # the process died while idle, which was noticed before
+            if memory is not None and memory is not process:
                 raise SequenceLost(self._lost_text(memory.death()))
             try:
                 outcome: tuple[Message, list[Buffer]]
@@ -242,11 +242,11 @@ class PythonBackend:
     def _outcome(
         self, process: HostProcess, batch: Execute, inputs: Sequence[Bytes], ctx: Context
     ) -> tuple[Message, list[Buffer]]:
-        """Sends the batch, and serves the model's calls until it has ended.
+        """Serves the model's calls until the batch has ended.
 
         Raises `OSError` or `UnreadError` if the process has not seen the batch, `EOFError` if it died later.
         """
-        self._instance.begins()  # before the model can hang
+        self._instance.begins()  # before it can hang
         number = batch.number
         calls: Calls | None = None
         process.held = lambda: [asked.request_id for asked in batch.requests]
@@ -268,7 +268,7 @@ class PythonBackend:
                     return message, buffers
                 try:
                     message, buffers = process.channel.receive()
-                except UnreadError:  # the unread message was a reply of the above
+                except UnreadError:  # it was a reply of the above
                     raise EOFError from None
         finally:
             self._instance.is_busy = False
@@ -299,7 +299,7 @@ def check_model(model: str, version_dir: Path, filename: str) -> None:
 
 
 def environment_of(model: str, parameter: str, version_dir: Path) -> Path | None:
-    """Returns the archive or directory of a model's own environment."""
+    """Returns a model's own environment: archive or directory."""
     if not parameter:
         return None
     inner = parameter.removeprefix(f"{MODEL_DIRECTORY}/")
@@ -317,7 +317,7 @@ def environment_of(model: str, parameter: str, version_dir: Path) -> Path | None
 
 
 def prepare(process: HostProcess, model: str) -> None:
-    """Waits until a process is in its model's environment."""
+    """Waits until a process is in its environment."""
     if process.environment is not None:
         ask(process, None, EnvironmentReady, model)
 
@@ -325,7 +325,7 @@ def prepare(process: HostProcess, model: str) -> None:
 def ask(
     process: HostProcess, message: Message | None, expected: type[M], model: str, managing: Managing | None = None
 ) -> M:
-    """Sends a command, if any, to a process, and returns the reply."""
+    """Sends a command to a process; returns the reply."""
     try:
         if message is not None:
             process.channel.send(message)
@@ -385,7 +385,7 @@ def _asked(request: InferRequest) -> Asked:
 
 
 class _Names:
-    """Names of instances: the group's, and the lowest unused number."""
+    """The group's, and the lowest unused number."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -407,7 +407,7 @@ _names = _Names()
 
 
 def complete_config(config: ModelConfig, version_dir: Path, timeout_s: float = COMPLETE_S) -> ModelConfig:
-    """Returns a configuration, completed by the model's `auto_complete_config`; blocking."""
+    """Completes a configuration by `auto_complete_config`; blocking."""
     model = config.name or version_dir.parent.name
     named = ModelConfig()
     named.CopyFrom(config)

@@ -1,7 +1,6 @@
 """Ragged batches: a wrapper around any backend makes batch inputs, and cuts outputs by the shapes of inputs.
 
-A ragged input has the elements of all requests in one dimension; batch inputs describe each request's part. Counts are
-of a request's elements, shapes are listed per row, as in Triton's `backend_input_collector.cc` and
+Counts are of a request's elements, shapes are listed per row, as in Triton's `backend_input_collector.cc` and
 `backend_output_responder.cc`. Models of the backend `python` get each request's own tensors instead.
 """
 
@@ -20,11 +19,11 @@ from qinfer.observe.host import MemoryUse
 from qinfer.observe.model_metrics import ModelSeries
 
 _OWN_TENSORS = "python"
-"""This backend's models see requests, not batches."""
+"""Its models see requests."""
 
 
 def with_ragged_batches(backend: Backend, spec: ModelSpec) -> Backend:
-    """Wraps a backend whose model has ragged inputs, batch inputs or batch outputs."""
+    """Wraps a backend whose model has ragged or batch tensors."""
     has_any = spec.batch_inputs or spec.batch_outputs or any(i.ragged for i in spec.inputs)
     return _Ragged(backend) if has_any and spec.backend != _OWN_TENSORS else backend
 
@@ -46,7 +45,7 @@ class _Ragged:
         )
         self._sources = of_inputs | of_outputs | set(self._ragged)
         self._backend.load(spec, version_dir, device)
-        self.short_on_loop = self._backend.short_on_loop  # some backends know it only after the load
+        self.short_on_loop = self._backend.short_on_loop  # perhaps known only after the load
 
     def execute(self, batch: Batch, ctx: Context) -> None:
         shapes = {name: item_shapes(batch, name) for name in self._sources if name in batch.inputs}
@@ -70,7 +69,7 @@ class _Ragged:
 
 
 def batch_input(made: BatchInputSpec, shapes: Sequence[Shape]) -> Array:
-    """Makes a batch input from the shapes of each request's source input, with the batch dimension.
+    """Makes a batch input from the shapes of each request's source input.
 
     Counts are `[requests]`, or one more with a zero; the largest count is the length of zeros; shapes of rows are
     `[rows, rank]`, or flattened.

@@ -17,7 +17,7 @@ from qinfer.models.config.message import ModelConfig
 ENTRY_POINT_GROUP = "qinfer.backends"
 
 CompleteConfig = Callable[[ModelConfig, Path], ModelConfig]
-"""Completes a configuration, given the version's directory; raises `ModelLoadFailed`."""
+"""Completes a version's configuration; raises `ModelLoadFailed`."""
 
 
 class _BuiltIn(NamedTuple):
@@ -37,7 +37,7 @@ _BUILT_IN = {
 
 
 def factory(name: str, models: ManagesModels | None = None) -> BackendFactory:
-    """Returns the factory of a backend; `models` is for Python models."""
+    """Returns a backend's factory; `models` is for Python models."""
     built_in = _BUILT_IN.get(name)
     if built_in is not None:
         made = cast("Callable[..., Backend]", _imported(name, built_in))

@@ -16,7 +16,7 @@ from qinfer.tensors import Tensor, element_count
 
 
 def reshaped(backend: Backend, spec: ModelSpec) -> Backend:
-    """Wraps a backend if its model's configuration reshapes tensors."""
+    """Wraps a backend whose model reshapes tensors."""
     if any(tensor.reshape is not None for tensor in (*spec.inputs, *spec.outputs)):
         return _Reshaped(backend)
     return backend
@@ -32,7 +32,7 @@ class _Reshaped:
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
         self._inward, self._outward = inward(spec), outward(spec)
         self._backend.load(spec, version_dir, device)
-        self.short_on_loop = self._backend.short_on_loop  # some backends know it only after the load
+        self.short_on_loop = self._backend.short_on_loop  # perhaps known only after the load
 
     def execute(self, batch: Batch, ctx: Context) -> None:
         inputs = dict(batch.inputs)
@@ -53,7 +53,7 @@ class _Reshaped:
 
 
 class _Answers:
-    """A context that gives outputs the shapes for clients, and leaves states unchanged."""
+    """Gives outputs the clients' shapes; states stay."""
 
     def __init__(self, ctx: Context, outward: Mapping[str, Reshape], states: int) -> None:
         self._ctx = ctx

@@ -20,7 +20,7 @@ CALL = "call:"
 
 
 class StubBackend:
-    """Runs no model; executions wait until `gate`, if any, is set."""
+    """Runs no model; executions wait until `gate` is set."""
 
     short_on_loop = False
 

@@ -1,10 +1,8 @@
 """The `tensorrt` backend: `model.plan`, or `model.onnx`, whose engine it builds once and caches (`tensorrt_plan`).
 
-Each instance has its own CUDA stream, pinned host memory, and buffers for the largest shapes. With `optimization { cuda
-{ graphs: true } }`, the second execution of each shape is recorded as a CUDA graph, with its copies, and then replayed.
-
-Written against the documented API of TensorRT 10 and 11.
-https://docs.nvidia.com/deeplearning/tensorrt/latest/api/python_api/
+Each instance has its own CUDA stream, pinned host memory, and buffers. With `optimization { cuda { graphs: true } }`,
+the second execution of each shape is recorded as a CUDA graph, with its copies, and then replayed. Written against the
+API of TensorRT 10 and 11. https://docs.nvidia.com/deeplearning/tensorrt/latest/api/python_api/
 """
 
 import fcntl
@@ -42,14 +40,14 @@ _DATATYPES = {
     "BOOL": "BOOL",
     "UINT8": "UINT8",
 }
-_MAX_GRAPHS = 64  # per instance: each graph keeps an execution context
+_MAX_GRAPHS = 64  # each has an execution context
 
 
 Shape = tuple[int, ...]
 
 
 class Port(NamedTuple):
-    """A tensor of an engine, with its largest shape."""
+    """An engine's tensor, with its largest shape."""
 
     name: str
     datatype: str
@@ -57,9 +55,9 @@ class Port(NamedTuple):
 
 
 class Buffers:
-    """The buffers of an instance for the largest shapes, on the GPU and the host.
+    """An instance's buffers for the largest shapes, on the GPU and the host.
 
-    The instance's GPU must be selected. Executions share `scratch_bytes`, because they never overlap.
+    The instance's GPU must be selected. Executions share `scratch_bytes`: they never overlap.
     """
 
     def __init__(self, cuda: Cuda, ports: list[Port], scratch_bytes: int) -> None:
@@ -82,7 +80,7 @@ class Buffers:
     def fill(self, name: str, array: Array) -> None:
         """Copies an input into its pinned buffer."""
         port = self._ports[name]
-        if port.datatype == "BF16":  # float32 on this side of the backend
+        if port.datatype == "BF16":
             array = to_bf16(array)
         view = self._host[name][1][: array.nbytes].view(array.dtype).reshape(array.shape)
         np.copyto(view, array)
@@ -97,12 +95,12 @@ class Buffers:
         return copied
 
     def to_device(self, name: str, shape: Shape, stream: int) -> None:
-        """Queues the copy of an input to the GPU."""
+        """Queues an input's copy."""
         size_bytes = self._size_bytes(name, shape)
         self._cuda.copy(self.addresses[name], self._host[name][0], size_bytes, TO_DEVICE, stream)
 
     def to_host(self, name: str, shape: Shape, stream: int) -> None:
-        """Queues the copy of an output from the GPU."""
+        """Queues an output's copy."""
         self._cuda.copy(self._host[name][0], self.addresses[name], self._size_bytes(name, shape), TO_HOST, stream)
 
     def free(self) -> None:
@@ -130,7 +128,7 @@ class TensorrtBackend:
     short_on_loop = False
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
-        """Opens the engine, builds it first if necessary, and allocates its buffers."""
+        """Opens or builds the engine, and allocates buffers."""
         self._cuda = Cuda()
         found = self._cuda.device_count()
         if device.kind != "gpu" or device.number >= found:
@@ -149,16 +147,16 @@ class TensorrtBackend:
             self._open(spec, path)
         except QinferError:
             raise
-        except Exception as error:  # pybind11 raises any class; it is mapped here, once
+        except Exception as error:  # pybind11 raises any class
             raise ModelLoadFailed(f"TensorRT can't load model '{spec.name}': {cleaned(error, path)}") from error
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Copies the batch to the GPU, runs it, and copies the results back."""
+        """Runs a batch, with copies both ways."""
         missing = [name for name in self._shapes_max if name not in batch.inputs]
         if missing:
             raise InvalidRequest(f"input '{missing[0]}' is missing, and the model requires it")
         try:
-            self._cuda.use(self._device)  # each thread selects its own device
+            self._cuda.use(self._device)  # per thread
             outputs = self._run(batch.inputs)
         except QinferError:
             raise
@@ -200,7 +198,7 @@ class TensorrtBackend:
         self._context = self._new_context()
 
     def _ports(self, spec: ModelSpec) -> list[Port]:
-        """Compares engine and configuration; returns each tensor's largest shape."""
+        """Returns each tensor's largest shape."""
         engine = self._engine
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         inputs = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
@@ -213,7 +211,7 @@ class TensorrtBackend:
             wanted = {tensor.name: tensor.datatype for tensor in configured}
             for name in sorted(set(wanted) ^ set(found)):
                 if kind == "output" and name in found:
-                    continue  # such an output can't be requested
+                    continue
                 raise ModelLoadFailed(
                     f"unexpected inference {kind} '{name}' for model '{spec.name}': the engine has {', '.join(found)}"
                 )
@@ -226,7 +224,7 @@ class TensorrtBackend:
         return _largest(engine, names, self._shapes_max, spec.name)
 
     def _new_context(self) -> trt.IExecutionContext:
-        """Makes an execution context in the shared scratch memory."""
+        """In the shared scratch memory."""
         context = self._engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         context.set_device_memory(self._buffers.scratch, self._buffers.scratch_bytes)
         if context.active_optimization_profile != 0:
@@ -264,7 +262,7 @@ class TensorrtBackend:
             self._buffers.to_host(name, tuple(context.get_tensor_shape(name)), self._stream)
 
     def _record(self, shapes: tuple[Shape, ...], inputs: Mapping[str, Array]) -> None:
-        """Records an execution, in a context of its own that has run once, as TensorRT requires."""
+        """In a context of its own that has run once, as TensorRT requires."""
         if shapes not in self._contexts:
             if len(self._contexts) < _MAX_GRAPHS:
                 self._contexts[shapes] = self._new_context()
@@ -309,7 +307,7 @@ def _largest(engine: trt.ICudaEngine, names: list[str], inputs: Mapping[str, Sha
 
 
 def _engine_of(cuda: Cuda, spec: ModelSpec, onnx: Path, device: int) -> Path:
-    """Returns an ONNX file's engine from the cache, or builds it; one process builds at a time."""
+    """One process builds at a time."""
     with LocalFiles(onnx.parent).blob(onnx.name, onnx.stat().st_size) as blob:
         declared = read_onnx(blob, onnx.name)
     build = build_of(spec, declared)

@@ -1,7 +1,6 @@
-"""Builds a TensorRT engine from an ONNX file; a program of its own.
+"""Builds a TensorRT engine from an ONNX file: reads a `Build` as JSON.
 
-A build takes minutes, holds the interpreter's lock, and may crash, so a worker runs this program. It reads a `Build` as
-JSON from standard input.
+A build takes minutes, holds the interpreter's lock, and may crash, so a worker runs this program.
 """
 
 import os
@@ -16,11 +15,11 @@ from qinfer.backends.tensorrt_plan import Build
 
 
 class BuildFailed(Exception):
-    """TensorRT can't build the engine; the text gives the reason."""
+    """TensorRT can't build the engine, for the reason given."""
 
 
 def main() -> int:
-    """Builds the engine that standard input describes; returns the exit status."""
+    """Builds the engine of standard input."""
     build = msgspec.json.decode(sys.stdin.buffer.read(), type=Build)
     try:
         Cuda().use(build.device)

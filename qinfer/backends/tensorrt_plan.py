@@ -1,9 +1,9 @@
-"""The plan of an engine before its build: its options, the shapes it is optimised for, its cache key.
+"""The plan of an engine before its build: options, shapes and cache key.
 
-The options are the parameters of an accelerator `tensorrt`
-(`optimization.execution_accelerators.gpu_execution_accelerator`), with the names of the onnxruntime backend, so that a
-model can change backends: `precision_mode` (FP32, FP16, BF16, INT8), `max_workspace_size_bytes`,
-`trt_builder_optimization_level`, `trt_profile_min_shapes`, `trt_profile_opt_shapes`, `trt_profile_max_shapes`.
+The options are the parameters of an accelerator `tensorrt` (`optimization.execution_accelerators.
+gpu_execution_accelerator`), with the names of the onnxruntime backend: `precision_mode` (FP32, FP16, BF16, INT8),
+`max_workspace_size_bytes`, `trt_builder_optimization_level`, `trt_profile_min_shapes`, `trt_profile_opt_shapes`,
+`trt_profile_max_shapes`.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from qinfer.models.spec import ModelSpec, TensorSpec
 
 Shape = tuple[int, ...]
 Profile = tuple[Shape, Shape, Shape]
-"""The smallest, the usual and the largest shape of an input."""
+"""An input's smallest, usual and largest shape."""
 
 PRECISIONS = ("FP32", "FP16", "BF16", "INT8")
 _LIMITS = ("trt_profile_min_shapes", "trt_profile_opt_shapes", "trt_profile_max_shapes")
@@ -30,10 +30,6 @@ class Build(msgspec.Struct, kw_only=True):
     """The input of `tensorrt_build`; all but the paths and the device is part of the cache key.
 
     Attributes:
-        onnx: The model file.
-        plan: The path of the engine.
-        device: The GPU's number.
-        profiles: Input → its three shapes.
         workspace_bytes: The most GPU memory of an execution; 0 = unlimited.
         level: The effort of optimising, 0 … 5; -1 = TensorRT's default.
     """
@@ -48,7 +44,7 @@ class Build(msgspec.Struct, kw_only=True):
 
 
 def build_of(spec: ModelSpec, declared: FileTensors) -> Build:
-    """Reads the options of a model and its ONNX file."""
+    """Reads the options of a model and its file."""
     options = next((a.parameters for a in spec.gpu_accelerators if a.name == "tensorrt"), {})
     known = ("precision_mode", *_NUMBERS, *_LIMITS)
     for key, text in options.items():
@@ -111,7 +107,7 @@ def parse_shapes(model: str, key: str, text: str) -> dict[str, Shape]:
 
 
 def cache_key(build: Build, files: Path, gpu: str, tensorrt: str) -> str:
-    """Returns an engine's name in the cache, by all `files`."""
+    """Names an engine in the cache, by all `files`."""
     digest = hashlib.sha256()
     for text in (gpu, tensorrt, build.precision, str(build.workspace_bytes), str(build.level)):
         digest.update(text.encode() + b"\0")
@@ -129,7 +125,7 @@ def _lead(spec: ModelSpec, rows: int) -> Shape:
 
 
 def _merged(spec: ModelSpec, tensor: TensorSpec, file: Shape | None) -> Shape:
-    """Returns the configured dimensions without the batch's; the file's in place of -1."""
+    """Without the batch's; the file's in place of -1."""
     dims = tensor.seen_dims
     rest = (file or ())[1 if spec.max_batch_size else 0 :]
     if len(rest) != len(dims):

@@ -6,9 +6,8 @@ Settings, by Triton's names: parameters `INFERENCE_MODE`, `DISABLE_OPTIMIZED_EXE
 torch.compile, such as `default`). Inputs and outputs are bound by Triton's naming conventions; in order, control inputs
 and states come last. https://github.com/triton-inference-server/pytorch_backend#model-configuration
 
-Model files are opened without unpickling objects. `model.pt` is a TorchScript archive. `model.pt2` is an archive of
-`torch.export.save` or AOTInductor; one with pickled objects is refused. No format is safe against its author: a model
-file is a program.
+Model files are opened without unpickling objects; archives with some are refused. No format is safe against its author:
+a model file is a program.
 """
 
 import inspect
@@ -47,21 +46,18 @@ _AMP: dict[str, torch.dtype | None] = {
     "float16": torch.float16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "none": None,
 }  # fmt: skip
 _COMPILE = {m: m for m in ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")} | {"none": ""}
-_PINNED_MIN_BYTES = 64 * 1024  # below that, ordinary memory is quicker
+_PINNED_MIN_BYTES = 64 * 1024  # below this, ordinary memory is quicker
 
 _thread = threading.local()
 
 
-_deprecations = threading.Lock()  # changing warning filters is not safe in threads
-_archives = threading.Lock()  # PyTorch reads and compiles one model.pt2 at a time
+_deprecations = threading.Lock()  # warning filters are not thread-safe
+_archives = threading.Lock()  # PyTorch compiles one model.pt2 at a time
 _SEPARATOR = "__"
 
 
 class Opened(NamedTuple):
-    """A model file, ready to be called; `arguments` are those of `forward`, if known.
-
-    `kind` is `torchscript`, `export` or `aoti`.
-    """
+    """An open model file, of `kind` `torchscript`, `export` or `aoti`; `arguments` are those of `forward`, if known."""
 
     call: Callable[..., Any]
     arguments: tuple[str, ...]
@@ -97,7 +93,7 @@ def open_model(path: Path, device: torch.device) -> Opened:
 
 
 def refuse_pickle(archive: zipfile.ZipFile, names: dict[str, str]) -> None:
-    """Raises `ModelLoadFailed` for an archive of `torch.export` that needs a full unpickling."""
+    """Raises `ModelLoadFailed` for archives that need a full unpickling."""
     for name, full in names.items():
         if name.endswith(("_weights_config.json", "_constants_config.json")):
             for tensor, entry in json.loads(archive.read(full)).get("config", {}).items():
@@ -114,7 +110,7 @@ def refuse_pickle(archive: zipfile.ZipFile, names: dict[str, str]) -> None:
 
 def _torchscript(path: Path, device: torch.device) -> Opened:
     with _deprecations, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch.export is preferred; the format stays readable
+        warnings.simplefilter("ignore", DeprecationWarning)  # the format stays readable
         module = torch.jit.load(str(path), map_location=device)  # type: ignore[no-untyped-call]  # it is not annotated
     module.eval()
     arguments = module.forward.schema.arguments[1:]
@@ -132,18 +128,18 @@ def _exported(path: Path, device: torch.device) -> Opened:
 
 def _aoti(path: Path, device: torch.device) -> Opened:
     index = -1 if device.type == "cpu" else device.index or 0
-    loaded = torch._inductor.aoti_load_package(str(path), device_index=index)  # the documented way, despite its name
+    loaded = torch._inductor.aoti_load_package(str(path), device_index=index)  # the documented way
     compiled_for = loaded.get_metadata().get("AOTI_DEVICE_KEY", device.type)
     if compiled_for != device.type:
         raise ModelLoadFailed(
             f"'{path.name}' was compiled for {compiled_for}, but its instance group is on {device.type}; "
             "compile it for that, or set the group's kind"
         )
-    return Opened(loaded, (), False, "aoti", path.stat().st_size)  # its weights are part of the compiled code
+    return Opened(loaded, (), False, "aoti", path.stat().st_size)  # with the weights
 
 
 def _weights_bytes(module: torch.nn.Module) -> int:
-    """Returns the size of a module's parameters and buffers, each counted once."""
+    """Each parameter and buffer counts once."""
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
@@ -154,7 +150,7 @@ class TorchBackend:
     short_on_loop = False
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
-        """Opens the model file, and assigns its arguments to inputs."""
+        """Opens the model file, and assigns arguments to inputs."""
         for tensor in (*spec.file_inputs, *spec.file_outputs):
             if tensor.datatype not in _DTYPES:
                 raise ModelLoadFailed(
@@ -171,7 +167,7 @@ class TorchBackend:
             opened = open_model(path, self._device)
         except ModelLoadFailed as error:
             raise ModelLoadFailed(f"PyTorch can't load model '{spec.name}': {error.message}") from error
-        except Exception as error:  # PyTorch raises a dozen unrelated classes; they are mapped here, once
+        except Exception as error:  # PyTorch raises a dozen classes
             raise ModelLoadFailed(f"PyTorch can't load model '{spec.name}': {_first_line(error, path)}") from error
         self._memory = (MemoryUse(device.kind.upper(), device.number, opened.nbytes),)
         self._bind(spec, opened)
@@ -180,7 +176,7 @@ class TorchBackend:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # PyTorch annotates no arguments
 
         self._compile(spec, opened)
-        # A later compilation, or a busy device, would block the event loop.
+        # A compilation, or a busy device, would block the event loop.
         self.short_on_loop = self._device.type == "cpu" and not self._compiled
 
     def execute(self, batch: Batch, ctx: Context) -> None:
@@ -202,7 +198,7 @@ class TorchBackend:
         respond_rows(batch, ctx, outputs, self._datatypes, names=self._names)
 
     def memory(self) -> tuple[MemoryUse, ...]:
-        """Returns the size of the model's parameters and buffers."""
+        """Returns the size of parameters and buffers."""
         return self._memory
 
     def unload(self) -> None:
@@ -249,7 +245,7 @@ class TorchBackend:
             self._compile_now(spec)
 
     def _compile_now(self, spec: ModelSpec) -> None:
-        """Compiles for one row, which has code of its own, and for other sizes."""
+        """One row has code of its own."""
         for rows in (1, 2, spec.max_batch_size) if spec.max_batch_size > 1 else (spec.max_batch_size,):
             lead = (rows,) if rows else ()
             zeros = {
@@ -272,7 +268,7 @@ class TorchBackend:
         return {name: _array(tensor) for name, tensor in self._results(self._called(tensors)).items()}
 
     def _run_on_stream(self, inputs: Mapping[str, Array], stream: "torch.cuda.Stream") -> dict[str, Array]:
-        """Runs on this instance's own stream, and waits only for it."""
+        """Waits only for this instance's stream."""
         with torch.cuda.stream(stream):
             tensors = {}
             for name, array in inputs.items():
@@ -321,7 +317,7 @@ class TorchBackend:
 
 
 class _Modes:
-    """The switches that are not PyTorch's defaults."""
+    """Switches off PyTorch's defaults."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         inference = flag(spec, "INFERENCE_MODE", default=True)
@@ -350,7 +346,7 @@ class _Modes:
 
 
 def set_threads(threads: int) -> None:
-    """Sets the threads of operators, which PyTorch keeps per calling thread."""
+    """PyTorch keeps the number per calling thread."""
     torch.set_num_threads(threads)
     _thread.count = threads
 
@@ -370,7 +366,7 @@ def _device(spec: ModelSpec, device: Device) -> torch.device:
 
 
 def _configure(spec: ModelSpec) -> None:
-    """Sets PyTorch's process-wide options; as in Triton, the first or last model wins."""
+    """Process-wide; as in Triton, the first or last model wins."""
     threads = count(spec, "INTER_OP_THREAD_COUNT")
     if threads and threads != torch.get_num_interop_threads():
         try:
@@ -387,7 +383,7 @@ def _configure(spec: ModelSpec) -> None:
 
 
 def _tensor(array: Array) -> torch.Tensor:
-    """Shares an array's memory, unless it is a request's own bytes."""
+    """Except a request's own bytes."""
     return torch.from_numpy(array if array.flags.writeable else np.array(array))
 
 
@@ -405,7 +401,7 @@ def _described(returned: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns an error's text for clients; TorchScript's shows the author's code before the last line."""
+    """TorchScript's shows the author's code before the last line."""
     text = str(error).strip()
     if "Traceback of TorchScript" in text:
         return text.splitlines()[-1].removeprefix("builtins.")
@@ -432,7 +428,7 @@ def input_positions(model: str, inputs: Sequence[str], arguments: Sequence[str])
 
 
 def output_positions(model: str, outputs: Sequence[str]) -> list[int]:
-    """Returns each output's position in the result: by `__<position>`, else in order."""
+    """Returns each output's position: `__<position>`, else in order."""
     return _by_index(model, "output", outputs, None) or list(range(len(outputs)))
 
 

@@ -21,7 +21,7 @@ KeyFunction = Callable[[InferRequest], Hashable]
 def key_function(spec: ModelSpec) -> KeyFunction:
     """Returns the function of a batching key: requests with equal keys may share a batch (reference §3.3 step 4).
 
-    A key needs names and shapes only for optional inputs and variable dimensions; ragged shapes never count.
+    Names and shapes count only with optional inputs and variable dimensions; ragged shapes never do.
     """
     if all((i.ragged or -1 not in i.dims) and not i.optional for i in spec.inputs):
         return no_key
@@ -50,7 +50,7 @@ def _ragged_key(ragged: Collection[str], request: InferRequest) -> Hashable:
 
 
 def assemble(requests: Sequence[InferRequest], rows: Sequence[int], ragged: Collection[str] = ()) -> Batch:
-    """Builds a batch of requests with equal keys; a single request's inputs share its memory, read-only."""
+    """Builds a batch; a single request's inputs share its memory, read-only."""
     first = requests[0].inputs
     if len(requests) == 1:
         return Batch(requests=requests, rows=rows, inputs={t.name: to_numpy(t) for t in first})
@@ -68,7 +68,7 @@ def assemble(requests: Sequence[InferRequest], rows: Sequence[int], ragged: Coll
 
 
 def takes_long(requests: Sequence[InferRequest]) -> bool:
-    """Returns whether many strings should be built in an instance's thread."""
+    """Returns whether an instance's thread should build many strings."""
     nbytes = sum([len(t.data) for request in requests for t in request.inputs if t.datatype == "BYTES"])
     return nbytes > LONG_BYTES
 
@@ -91,7 +91,7 @@ def joined(column: list[Tensor]) -> Array:
 
 
 def stack(first: Tensor, column: list[Tensor], total: int) -> Array:
-    """Joins tensors of one name to an array of `total` rows."""
+    """Joins tensors to `total` rows."""
     dtype = datatype(first.datatype).numpy
     shape = (total, *first.shape[1:])
     try:

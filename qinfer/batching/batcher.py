@@ -5,9 +5,8 @@
                  ├─▶ outlet.give_back (items that others can run sooner)
                  └─▶ outlet.delay (items past their queue timeout, with the action DELAY)
 
-`policy` decides, and the worker does the I/O: `room` and `fetchable` tell it how much to fetch, and when. At most one
-batch is placed ahead of busy instances, fetched just before a running one ends, so that idle workers get the rest
-(docs/explanation/batching.md).
+`policy` decides, and the worker does the I/O. At most one batch is placed ahead of busy instances, fetched just before
+a running one ends, so that idle workers get the rest (docs/explanation/batching.md).
 """
 
 import asyncio
@@ -40,11 +39,10 @@ class Bisection(deque[list[Pending]]):
         [a b c d] raises ─▶ [a b] [c d] ─▶ [a b] raises ─▶ [a] [b] [c d] ─▶ …    c and d never meet a and b again
 
     So only an item that fails alone gets the model's error; one bad item of n costs about 2·log2(n) further executions.
-    A batch that can't be assembled is cut in the same way.
     """
 
     def cut(self, items: Sequence[Pending], *, alone: bool = False) -> None:
-        """Puts both halves of a batch, or each item, before all others."""
+        """Puts a batch's halves, or each item, before all others."""
         size = 1 if alone else (len(items) + 1) // 2
         self.extendleft(reversed([list(items[i : i + size]) for i in range(0, len(items), size)]))
 
@@ -77,10 +75,10 @@ class Bisection(deque[list[Pending]]):
 
 
 FETCH_LEAD_S = 0.003
-"""The lead of a fetch before an expected end: a few round trips to the broker."""
+"""A fetch's lead before an expected end: a few round trips."""
 
 LOOK_S = 0.002
-"""After this long without a reply, a fetch has found no requests."""
+"""After this long, a fetch has found no requests."""
 
 FIRST = "p1"
 """The lane of the highest level."""
@@ -95,12 +93,12 @@ _ALL_WAIT = (
 
 
 class Executor(Protocol):
-    """The instances of a model version, with one queue; each has its own for a model with sequences."""
+    """A version's instances with one queue; with sequences each has its own."""
 
     count: int
 
     def run_now(self, execution: Execution, expected_s: float, instance: int = 0) -> bool:
-        """Executes at once if that is quick; returns whether it did."""
+        """Executes at once if that is quick, and tells whether."""
         ...
 
     def start(self, execution: Execution, done: Callable[[Execution], None], instance: int = 0) -> None:
@@ -120,8 +118,8 @@ class Executor(Protocol):
 class LoadedModel:
     """A model version at one generation, loaded into instances.
 
-    Only decoupled models have `streams`. An iterated request starts from `initial_states`. `begun`, if the model has a
-    `max_queue_size`, is called with the requests of a beginning execution.
+    Only decoupled models have `streams`. `begun`, if the model has a `max_queue_size`, gets the requests of a beginning
+    execution.
     """
 
     spec: ModelSpec
@@ -147,12 +145,12 @@ class Outlet(Protocol):
         ...
 
     def delay(self, items: Sequence[Pending]) -> None:
-        """Moves items to the `.delayed` lane of their level."""
+        """Moves items to their level's `.delayed` lane."""
         ...
 
 
 class Batcher:
-    """Batches the requests of one model version; times are the broker's."""
+    """Batches a version's requests; times are the broker's."""
 
     keeps_for_calls = True
     """Whether nested requests go first."""
@@ -173,7 +171,7 @@ class Batcher:
         self._timer: asyncio.TimerHandle | None = None
         self._fetch_wait_s = self._ahead_until_s = self._look_until_s = NEVER_S
         self._asked_at_s = NEVER_S
-        # Whether the last fetch found no request of a higher level.
+        # The last fetch found no higher level.
         self._has_looked = True
         self._fetchable, self._idle = asyncio.Event(), asyncio.Event()
         self.executing = self.completed = 0
@@ -191,7 +189,7 @@ class Batcher:
         self._done = partial(self._ended, self._responder)
         self._latency = latency or LatencyModel()
         self.expected_ends: dict[Execution, float] = {}
-        self._ahead: Sequence[Pending] = ()  # requests placed ahead, for `begun`
+        self._ahead: Sequence[Pending] = ()  # placed ahead, for `begun`
         self._pump()
 
     def replace(self, model: LoadedModel, latency: LatencyModel | None = None) -> list[Pending]:
@@ -209,7 +207,7 @@ class Batcher:
         return waiting
 
     def classify(self, item: Pending) -> None:
-        """Sets an item's key, level and queue deadline; a suspect has no deadline, as it was executed before."""
+        """Sets key, level and queue deadline; a suspect has no deadline."""
         item.key = None if self._key_of is no_key else self._key_of(item.request)
         if self._rules.prefetch or (batching := self.model.spec.batching) is None:
             return
@@ -222,7 +220,7 @@ class Batcher:
     def admit(self, items: Sequence[Pending]) -> None:
         """Takes fetched items and starts batches; call it after an empty fetch, too.
 
-        Items whose queue timeout delays them go to the `.delayed` lane, behind their level's requests in the queue.
+        Items whose queue timeout delays them go to the `.delayed` lane.
         """
         # There are probably more.
         more = 0 < self._asked_count <= len(items)
@@ -249,7 +247,7 @@ class Batcher:
         return lanes[: names.index(last)] if last in names else lanes
 
     def room(self) -> tuple[int, float]:
-        """Returns how many entries to fetch, and the seconds to wait for one."""
+        """Returns how many entries to fetch, and how long to wait."""
         batches = max(self._idle_count(), 1)
         if not self._rules.merge:
             count = max(batches - len(self._pending), 1)
@@ -265,7 +263,7 @@ class Batcher:
         return count, self._fetch_wait_s
 
     def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns the requests per second of all instances; `at_best` returns the highest possible; 0 = unknown."""
+        """Returns requests per second, or the most possible; 0 = unknown."""
         rows = self._rules.max_rows if self._rules.merge else self._rows_per_item
         full_s = (self._latency.best_s if at_best else self._latency.full_s)(max(round(rows), 1))
         return self.model.executor.count * rows / self._rows_per_item / full_s if full_s else 0.0
@@ -282,7 +280,7 @@ class Batcher:
         self._outlet.answer(items, self._responder.failures(items, error, self._clock.now_s(), self.tally))
 
     async def pause(self) -> None:
-        """Stops fetching, gives back waiting items, and awaits the others."""
+        """Gives back waiting items, and awaits the others."""
         self.paused = True
         self._recall()
         self._drop_lost()
@@ -297,7 +295,7 @@ class Batcher:
 
     @property
     def has_room(self) -> bool:
-        """Whether more rows cost little time: at most half a batch is here."""
+        """Whether at most half a batch is here."""
         rows = sum(item.rows for item in self._pending) + self.executing * self._rows_per_item
         return self._rules.merge and 2 * rows <= self._rules.max_rows and self._nested.depth == 1
 
@@ -334,7 +332,7 @@ class Batcher:
         return self.model.executor.count - len(self.expected_ends) - self._lent.count
 
     def _idle_count(self) -> int:
-        """Returns the instances for pending items; below 0, a batch is placed ahead."""
+        """Below 0, a batch is placed ahead."""
         if self._nested.depth == 1:
             return self._free_count
         return max(min(self._free_count, self._nested.room(0, self.expected_ends, self.model.executor.count)), 0)
@@ -364,7 +362,7 @@ class Batcher:
         return Slots(max(idle, 0), 1 if idle >= 0 and may_be_ahead else 0)
 
     def _pump(self, *, more: bool = False) -> None:
-        """Starts and expires due items, then sets the fetch gate and the timer; `more` may fill a short batch."""
+        """Starts and expires due items, then sets fetch gate and timer."""
         now_s = self._clock.now_s()
         wake_at_s = NEVER_S
         self._drop_lost()
@@ -411,8 +409,7 @@ class Batcher:
             margin_s = max(OVERDUE_S, self._latency.estimate_s(1))
             overdue_at_s = expected_s + margin_s
             if now_s >= overdue_at_s:
-                # The end of the executions can't be predicted: let idle workers have the items behind them. A new batch
-                # of an idle instance stays.
+                # The executions' end is unknown: idle workers may have the items behind them.
                 if self._idle_count() < 0 or now_s >= last_s + margin_s:
                     self._recall()
                 else:
@@ -448,7 +445,7 @@ class Batcher:
         rows, requests = [item.rows for item in items], [item.request for item in items]
         is_late = self._has_strings and takes_long(requests)
         if is_late and len(items) > 1 and strings_of(requests) > self.model.spec.max_strings:
-            self._bisection.cut(items)  # a batch may have as many strings as one request
+            self._bisection.cut(items)  # it may have too many strings
             return
         later = partial(assemble, requests, rows, self._ragged) if is_late else None
         try:
@@ -457,7 +454,7 @@ class Batcher:
             if len(items) == 1:
                 self.fail(items, error)
             else:
-                self._bisection.cut(items)  # one of them is malformed: alone, it fails alone
+                self._bisection.cut(items)  # a malformed one fails alone
             return
         self._has_looked, self._look_until_s = False, NEVER_S
         execution = self._execution(items, batch, time.perf_counter_ns() - begin_ns, apart=apart)
@@ -508,11 +505,11 @@ class Batcher:
         depth = self._nested.depth
         others = self._nested.take(items)
         if self._nested.depth > depth:
-            self._recall()  # it could take an instance that is now kept for calls
+            self._recall()  # it could take an instance kept for calls
         return others
 
     def _start_nested(self, now_s: float) -> None:
-        """Starts nested requests; if all instances wait for calls, one gives way."""
+        """If all instances wait for calls, one gives way."""
         if not self._nested.waiting:
             return
         if late := self._nested.late(now_s):
@@ -538,7 +535,6 @@ class Batcher:
             execution.leave_open()
         is_current = self.expected_ends.pop(execution, None) is not None
         if is_current:
-            # The batch that was placed ahead begins now.
             self._ahead_until_s = NEVER_S
             if self._ahead and self.model.begun is not None:
                 self.model.begun(self._ahead)
@@ -548,10 +544,9 @@ class Batcher:
             if is_current and not self.paused and execution.gives_way:
                 self._pending = [*self._nested.take(again), *self._pending]
             elif is_current and not self.paused:
-                # Each may last as long again: run each item alone, not by halves.
+                # Each may last as long: run each alone.
                 self._bisection.cut(again, alone=isinstance(execution.error, ExecutionOverdue))
             else:
-                # Check the items for the new model, or drain.
                 self._outlet.give_back(again)
         elif is_current and execution.error is None:
             self._observe(execution)
@@ -560,7 +555,7 @@ class Batcher:
         begin_s, end_s, now_s = execution.begin_ns / 1e9, execution.end_ns / 1e9, self._clock.now_s()
         rows = execution.batch.size
         self._latency.observe(rows, end_s - begin_s, now_s)
-        # A batch that may have waited to grow says nothing about gaps.
+        # A batch that waited to grow says nothing about gaps.
         has_grown = self._rules.delay_s > 0 and rows < self._rules.largest_preferred
         oldest_s = now_s if has_grown else min(execution.items[0].enqueued_s, execution.items[-1].enqueued_s)
         self._latency.observe_gap(begin_s, end_s, now_s - oldest_s, self.model.executor.count)

@@ -2,8 +2,8 @@
 
     requests → assemble → Batch → Execution → Responder → responses
 
-An execution is the `Context` that backends answer through. One thread at a time touches it: the event loop makes it, an
-instance's thread runs it, the event loop reads it. Only `call` may come from several threads of the backend at once.
+An execution is the `Context` that backends answer through. One thread at a time touches it: the event loop, or an
+instance's thread. Only `call` may come from several threads at once.
 """
 
 import itertools
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHARED = (OutputMismatch, Overloaded, DeliveryError, Cancelled)
-"""Errors of a whole batch, not of one item: wrong answers, a failing queue, callers that left."""
+"""Errors of a whole batch: wrong answers, a failing queue, callers that left."""
 
 _PROCESS, _numbers = secrets.token_hex(4), itertools.count(1)
 
@@ -51,7 +51,7 @@ Answer = tuple[Tensor, ...] | QinferError
 
 
 class Pending(Item, kw_only=True, eq=False, gc=False):
-    """A request that a worker holds; without its lease (`lost`), its result is discarded."""
+    """A held request; without its lease (`lost`), its result is discarded."""
 
     lease: Lease
     request: InferRequest
@@ -63,7 +63,7 @@ class Pending(Item, kw_only=True, eq=False, gc=False):
 
 
 class Caller(Protocol):
-    """Calls other models; the errors are those of `Context.call`."""
+    """Calls other models, with `Context.call`'s errors."""
 
     def call(self, request: InferRequest, deadline_s: float) -> Response:
         """Runs a request on its model; blocks an instance's thread.
@@ -75,7 +75,7 @@ class Caller(Protocol):
     def stream(self, request: InferRequest, deadline_s: float) -> Iterator[Response]:
         """Runs a request with any number of responses, the last of them `final`.
 
-        Waiting for one blocks, and raises if the request fails. Dropping the iterator cancels it.
+        Waiting for one blocks, and raises on failure. Dropping the iterator cancels it.
         """
         ...
 
@@ -84,7 +84,6 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
     """A batch that runs or has run.
 
     Attributes:
-        assemble: Makes a large batch, in the instance's thread.
         apart: It is part of a batch that raised: don't merge its items with others.
         earlier: Responses before the final ones, as (item, answer, parameters).
         rows_again: Executed rows of iterated items without an answer.
@@ -130,7 +129,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
             self.parameters[item] = parameters
 
     def cancelled(self, item: int) -> bool:
-        """Returns whether the caller of this item has left."""
+        """Returns whether this item's caller has left."""
         return self.items[item].lost
 
     def call(self, request: InferRequest) -> Response:
@@ -171,7 +170,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         return Holder("" if self.end_ns else self.batch_id, request.model, {}, request.version)
 
     def run(self, backend: Backend) -> None:
-        """Executes the batch without raising; afterwards every item has an answer or is `unanswered`."""
+        """Executes without raising; every item then has an answer or is `unanswered`."""
         self.begin_ns = time.perf_counter_ns()
         try:
             if self.assemble is not None:
@@ -184,8 +183,8 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
             self.error = error
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # the boundary to the model's code, which may even call `sys.exit`
-            # Log a failing batch once: its parts mostly raise the same.
+        except BaseException as error:  # the model's code may call `sys.exit`
+            # Log once: its parts mostly raise the same.
             level = logging.DEBUG if self.apart else logging.ERROR
             logger.log(level, "execution failed", exc_info=True, extra=self._told())
             self.error = InferenceFailed(str(error) or type(error).__name__)
@@ -204,16 +203,16 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         return self._batch_id
 
     def is_one_of(self, tokens: Collection[str]) -> bool:
-        """Returns whether these tokens include this execution's; for any thread."""
+        """Tells whether these include its token; for any thread."""
         return bool(self._batch_id) and self._batch_id in tokens
 
     @property
     def unanswered(self) -> list[Pending]:
-        """The items to run again after their batch raised."""
+        """The items to run again after a raise."""
         return [item for item, answer in zip(self.items, self.answers, strict=True) if answer is None and not item.lost]
 
     def _missing(self) -> QinferError | None:
-        # `None in` would compare each tuple with None.
+        # `None in` would compare tuples.
         unanswered = len([True for answer in self.answers if answer is None])
         if not unanswered:
             return None
@@ -233,19 +232,19 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         }
 
     def _own(self, answer: Answer) -> Answer:
-        """Makes the refusal of a call this model's failure."""
+        """A call's refusal is this model's failure."""
         if isinstance(answer, RequestError) and answer in self._refusals:
             return InferenceFailed(f"a call failed: {answer.message}")
         return answer
 
     @property
     def infer_ns(self) -> int:
-        """Time from the start of the execution to the first answer."""
+        """Time from the start to the first answer."""
         return (self.respond_ns or self.end_ns) - self.begin_ns
 
     @property
     def output_ns(self) -> int:
-        """Time from the first answer to the end of the execution."""
+        """Time from the first answer to the end."""
         return self.end_ns - (self.respond_ns or self.end_ns)
 
 
@@ -265,12 +264,12 @@ def _origin(items: Sequence[Pending], call: InferRequest, default: InferRequest)
 
 
 def new_batch_id() -> str:
-    """Returns an id that is unique among all workers."""
+    """Returns an id that is unique among workers."""
     return f"{_PROCESS}-{next(_numbers)}"
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The fields of a stream's `Response` besides its answer."""
+    """A stream's `Response` without its answer."""
 
     index: int
     final: bool
@@ -283,7 +282,7 @@ _FENCE = Fence(logging.getLogger(__name__), "observer failed; requests are still
 
 
 class Observer(Protocol):
-    """Observes executions, on the event loop, before the answers leave."""
+    """Observes executions before the answers leave."""
 
     def executed(self, execution: Execution, begin_s: float) -> None:
         """Records an ended execution; `begin_s` is on the items' clock."""
@@ -311,11 +310,11 @@ class Responder:
         self._count = len(spec.outputs)
         self._outputs = {o.name: (o.datatype, o.dims, -1 not in o.dims) for o in spec.outputs}
         self._is_strict = strict or spec.strict_outputs
-        # A `model.py` and an ensemble answer each request: no rows are split.
+        # A `model.py` and an ensemble split no rows.
         self._may_have_other_rows = not (self._is_strict or spec.splits) and (spec.backend == "python" or spec.steps)
         self._is_warned = False
         self._fine: dict[str, tuple[str, tuple[int, ...], int]] = {}
-        """The last accepted (datatype, shape, rows) of each output."""
+        """Each output's last accepted (datatype, shape, rows)."""
 
     def responses(
         self, execution: Execution, begin_s: float, tally: StatsTally
@@ -360,11 +359,11 @@ class Responder:
     def observe(self, execution: Execution, begin_s: float) -> None:
         """Passes an ended execution to the observer."""
         if self._observer is not None:
-            with _FENCE:  # an observer's error must not cost the answers
+            with _FENCE:
                 self._observer.executed(execution, begin_s)
 
     def streamed(self, item: Pending, answer: Answer | Failure, part: Part) -> Response:
-        """Makes a response of a stream, from any thread; a mismatch ends the stream."""
+        """Makes a stream's response, from any thread; a mismatch ends it."""
         outputs: tuple[Tensor, ...] = ()
         failure, final = None, part.final
         if isinstance(answer, Failure):
@@ -441,7 +440,7 @@ class Responder:
         )
 
     def problem(self, outputs: Sequence[Tensor], wanted: Sequence[str], rows: int) -> str | None:
-        """Returns why outputs are refused; a good case is a few comparisons."""
+        """Returns why outputs are refused; good ones are quick."""
         if len(outputs) != (len(wanted) or self._count):
             if missing := _missing(wanted, outputs):
                 return missing

@@ -2,8 +2,7 @@
 
     admit ─▶ pending ─▶ want ─▶ (the rate limiter grants) ─▶ permitted ─▶ policy.decide ─▶ executor …
 
-While it waits for resources, a batch grows, and its requests expire or are delayed as usual. After a short wait they go
-back to the queue, because another worker may have the resources, and are fetched again with the next permit.
+While it waits for resources, a batch grows. After a short wait its requests go back to the queue, for other workers.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,32 +16,32 @@ from qinfer.core.messages import Holder
 from qinfer.errors import InferenceFailed
 
 LOOK_S = 0.05
-"""A permit without waiting requests is kept this long for a fetch."""
+"""How long a permit waits for a fetch."""
 
 
 class PermittedExecutor(Executor, Protocol):
-    """Instances that execute only with permits: `start` uses one, `permitted` announces one."""
+    """Instances with permits: `start` uses one, `permitted` announces one."""
 
     permits: int
     permitted: Callable[[], None]
 
     def want(self, count: int, callers: Sequence[Holder]) -> None:
-        """Waits until it has `count` permits, and returns surplus ones."""
+        """Waits for `count` permits, and returns surplus ones."""
         ...
 
     def is_held(self, callers: Sequence[Holder]) -> bool:
-        """Returns whether a caller of a request holds resources."""
+        """Returns whether a caller holds resources."""
         ...
 
     def refusal(self, callers: Sequence[Holder]) -> str:
-        """Returns why a request of these callers can't be executed."""
+        """Returns why these callers' request can't be executed."""
         ...
 
 
 class LimitedBatcher(Batcher):
     """A batcher whose model's executor is a `PermittedExecutor`."""
 
-    keeps_for_calls = False  # the rate limiter decides which call may execute
+    keeps_for_calls = False
 
     def _adopt(self, model: LoadedModel, latency: LatencyModel | None) -> None:
         self._blocked, self._is_gating = LentInstances(), False
@@ -68,7 +67,7 @@ class LimitedBatcher(Batcher):
         self._pump()
 
     def _give_back(self) -> None:
-        """Gives items back, except those whose callers hold resources that others in the lane may wait for."""
+        """Keeps those whose callers hold resources that others in the lane may wait for."""
         kept = [] if self.paused else [item for item in self._pending if self._executor.is_held(item.request.holders)]
         if kept:
             self._pending = [item for item in self._pending if item not in kept]
@@ -89,7 +88,7 @@ class LimitedBatcher(Batcher):
         return min(idle, self._executor.permits) if self._has_waiting or self._blocked.is_overdue else idle
 
     def _slots(self) -> Slots:
-        """Returns the instances with a permit; the place ahead opens the fetch gate."""
+        """The place ahead opens the fetch gate."""
         idle = self._idle_count()
         return Slots(max(idle, 0), int(self._is_gating and self._rules.ahead and self._has_room))
 
@@ -109,7 +108,6 @@ class LimitedBatcher(Batcher):
         self._executor.want(min(count, idle), self._callers() if count else ())
 
     def _batches(self, now_s: float) -> int:
-        """Returns how many batches could begin now."""
         if self._bisection:
             return len(self._bisection)
         if not policy.decide(self._pending, now_s, Slots(1), self._rules, self._latency).run:
@@ -121,7 +119,7 @@ class LimitedBatcher(Batcher):
         return list({holder.token: holder for item in items for holder in item.request.holders}.values())
 
     def _set_gate(self, now_s: float, wake_at_s: float) -> float:
-        """Keeps the gate open while a batch that waits for resources has room."""
+        """Open while a batch that waits for resources has room."""
         idle = super()._idle_count()
         if not self._has_waiting and now_s < self._permits_until_s:
             self._fetchable.set()

@@ -3,10 +3,10 @@
     level 0   no instance of the model waits for the request
     level n   n instances wait for it
 
-The deepest chain of calls seen so far needs `depth` instances. Requests of level 0 may use all instances of a worker
+The deepest chain of calls so far needs `depth` instances. Requests of level 0 may use all instances of a worker
 but `depth - 1`, those of level 1 all but `depth - 2`, and so on (resource ordering: Havender, "Avoiding deadlock in
-multitasking systems", 1968), so some chain can always proceed. If a deeper chain makes all instances wait, one
-execution gives way and runs again. Pure.
+multitasking systems", 1968), so some chain can always proceed. If a deeper one makes all wait, one execution gives way
+and runs again. Pure.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,7 +17,7 @@ from qinfer.core.call_chain import level_of
 
 
 class NestedRequests:
-    """The nested requests of a model version in a worker, the deepest first."""
+    """A version's nested requests, deepest first."""
 
     def __init__(self) -> None:
         self.depth = 1
@@ -57,7 +57,7 @@ class NestedRequests:
         return None
 
     def victim(self, executions: Collection[Execution]) -> Execution | None:
-        """Returns the execution that gives way if all wait for calls."""
+        """Returns the execution that gives way if all wait."""
         tokens = {holder.token for item in self.waiting for holder in item.request.holders}
         if not all(one.is_one_of(tokens) and not (one.gives_way or one.end_ns) for one in executions):
             return None
@@ -71,6 +71,6 @@ class NestedRequests:
 
 
 def level(item: Pending) -> int:
-    """Returns how many instances of a request's model wait for it."""
+    """Returns how many instances wait for a request."""
     request = item.request
     return level_of(request.holders, request.model, request.version) if request.holders else 0

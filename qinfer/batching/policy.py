@@ -1,8 +1,7 @@
 """The batching policy decides which requests run together, and when: one pure function, `decide`.
 
 It owns Triton's walk over the queue (reference §3.3, steps 4 and 5), its priorities and queue policies, and the
-deadline rules of docs/explanation/batching.md. It keeps no state and reads no clock, so property tests and simulators
-run production's code.
+deadline rules of docs/explanation/batching.md. It keeps no state and reads no clock.
 
     decision = decide(pending, now_s, slots, rules, latency)
     pending == decision.expired + decision.run + decision.keep       each item in exactly one of them, in queue order
@@ -19,22 +18,22 @@ import msgspec
 from qinfer.models.spec import ModelSpec
 
 _DECAY = 0.98
-"""The weight that an observation keeps with each later one: about 50 count."""
+"""An observation's weight after each later one: about 50 count."""
 
 _WINDOW = 32
-"""Observations per window; two windows give the floor."""
+"""Observations; two windows give the floor."""
 
 FETCH_S = 0.001
 """The time of one more fetch."""
 
 _LONGEST_GAP_S = 0.05
-"""A longer gap is an accident, and counts as this one."""
+"""Longer gaps count as this."""
 
 _RUN = 5
-"""Executions per run; a mean hides one that was quick by chance."""
+"""Executions; their mean hides a chance."""
 
 _COLD = 3
-"""The first executions, often slow; `best_s` needs a run after them."""
+"""The first executions, often slow."""
 
 _FRESH_S = 5.0
 """An older floor expires no request, because no execution would correct a wrong one."""
@@ -92,7 +91,7 @@ class LatencyModel:
     def observe_gap(self, begin_s: float, end_s: float, waited_s: float, instances: int) -> None:
         """Learns how long an instance stood still although requests waited.
 
-        `waited_s` is the oldest one's age at the end. The first free instance is assumed to have run it.
+        `waited_s` is the oldest one's age at the end.
         """
         free_at_s = end_s
         while len(self._free_at_s) >= instances:
@@ -104,16 +103,16 @@ class LatencyModel:
             self.gap_s += (gap_s - self.gap_s) / self._gap_weight
 
     def estimate_s(self, rows: int) -> float:
-        """Returns the expected duration of a batch; 0 while unknown."""
+        """Returns a batch's expected duration; 0 = unknown."""
         return self._base_s + self._per_row_s * rows
 
     def full_s(self, rows: int) -> float:
-        """Returns the expected time between batches; 0 while unknown."""
+        """Returns the expected time between batches; 0 = unknown."""
         expected_s = self.estimate_s(rows)
         return expected_s + self.gap_s if expected_s else 0.0
 
     def best_s(self, rows: int) -> float:
-        """Returns the shortest possible time between batches by the observations; 0 before eight executions.
+        """Returns the shortest possible time between batches; 0 before eight executions.
 
         The bound is wide after few executions, for other sizes, and for varying durations. The quickest run of the last
         64 counts, so a speed-up shows at once.
@@ -121,19 +120,19 @@ class LatencyModel:
         weight = self._weight
         if self._count < _COLD + _RUN:
             return 0.0
-        # Assume one more deviation, of 100 %: few durations may be equal by chance.
+        # A few durations may be equal by chance: add a deviation of 100 %.
         error2 = (1.0 + self._deviation2) / (1.0 + weight) / weight
         mean_rows, mean_s = self._rows / weight, self._seconds / weight
         distance2, variance = (rows - mean_rows) ** 2, self._rows2 / weight - mean_rows * mean_rows
         lever = distance2 / max(variance, 1e-9) if distance2 > 0.25 else 0.0
-        # The standard error of a regression; but a larger batch is not quicker.
+        # A regression's standard error; a larger batch is not quicker.
         regressed_s = self.estimate_s(rows) / (1.0 + math.sqrt(error2 * (1.0 + lever)))
         seen_s = mean_s * min(rows / mean_rows, 1.0) / (1.0 + math.sqrt(error2))
         gap_s = self.gap_s * max(1.0 - 2.0 / math.sqrt(self._gap_weight), 0.0) if self._gap_weight else 0.0
         return max(regressed_s, seen_s) * self._quickest_run() + gap_s
 
     def floor_s(self, now_s: float) -> float:
-        """Returns the shortest of the last 32 to 64 executions; 0 if there are fewer, or none is recent."""
+        """Returns the shortest recent execution; 0 if unknown or old."""
         return 0.0 if now_s - self._observed_at_s > _FRESH_S else self._floor_s
 
     def _quickest_run(self) -> float:
@@ -147,7 +146,7 @@ class LatencyModel:
         mean_rows, mean_s = self._rows / self._weight, self._seconds / self._weight
         variance = self._rows2 / self._weight - mean_rows * mean_rows
         if variance < 1e-6:
-            # For one size, the duration is proportional to the rows.
+            # For one size, time is proportional to rows.
             self._base_s, self._per_row_s = 0.0, mean_s / mean_rows
             return
         covariance = self._rows_seconds / self._weight - mean_rows * mean_s
@@ -166,8 +165,7 @@ class Item(msgspec.Struct, eq=False):
         key: Only items with equal keys may share a batch (`assemble.key_function`).
         alone: It may have killed a worker, and must not share a batch.
         level: Its priority level, 1 = the highest; 0 without levels.
-        queue_deadline_s: The end of its queue timeout; unused, like `delays` and `delayed`, with
-            `Rules.prefetch`.
+        queue_deadline_s: The end of its queue timeout; unused with `Rules.prefetch`.
         delays: The timeout moves it behind the others of its level (Triton's DELAY).
         delayed: It was delayed before it came here.
     """
@@ -184,11 +182,11 @@ class Item(msgspec.Struct, eq=False):
 
     @property
     def ends_s(self) -> float:
-        """The instant from which it is answered as expired."""
+        """When it is answered as expired."""
         return self.deadline_s if self.delays or self.delayed else min(self.deadline_s, self.queue_deadline_s)
 
     def overstays(self, now_s: float) -> bool:
-        """Returns whether it has to move behind its level."""
+        """Returns whether it moves behind its level."""
         return self.delays and not self.delayed and self.queue_deadline_s <= now_s
 
 
@@ -199,11 +197,11 @@ class Latency(Protocol):
     """Latency estimates, such as `LatencyModel`."""
 
     def estimate_s(self, rows: int) -> float:
-        """Returns the probable duration of a batch; 0 while unknown."""
+        """Returns a batch's probable duration; 0 = unknown."""
         ...
 
     def floor_s(self, now_s: float) -> float:
-        """Returns the least duration of an execution; 0 while unknown."""
+        """Returns an execution's least duration; 0 = unknown."""
         ...
 
 
@@ -213,7 +211,6 @@ class Rules:
 
     Attributes:
         delay_s: The longest wait of the oldest request for its batch to fill.
-        merge: False for the default scheduler, which runs each request alone.
         prefetch: Requests run in order of arrival: there are no priority levels or queue timeouts.
         ahead: A batch may be formed before an instance is free: no later request precedes it.
         levels: The last request to arrive may be the first to run.
@@ -254,12 +251,12 @@ class Rules:
         )
 
     def may_grow(self, rows: int) -> bool:
-        """Returns whether a batch of `rows` may still grow; never with `prefetch`."""
+        """Returns whether a batch may grow; never with `prefetch`."""
         return not self.prefetch and rows < self.max_rows
 
 
 class Slots(msgspec.Struct, frozen=True):
-    """The places for batches: idle instances, and one ahead of busy ones."""
+    """Idle instances, and a place ahead of busy ones."""
 
     idle: int
     ahead: int = 0
@@ -269,9 +266,7 @@ class Decision(msgspec.Struct, Generic[T], frozen=True):
     """A decision of the policy.
 
     Attributes:
-        expired: Items that would end too late, or have waited too long.
         run: The next batch; empty = none yet.
-        keep: The pending items, in queue order.
         wake_at_s: When to decide again without an event; `NEVER_S` = never.
     """
 
@@ -306,7 +301,7 @@ def decide(pending: Sequence[T], now_s: float, slots: Slots, rules: Rules, laten
 
 
 def next_batch(pending: Sequence[T], rules: Rules) -> Sequence[T]:
-    """Returns the first pending items, up to `max_rows` rows."""
+    """Returns the first items, up to `max_rows` rows."""
     rows = 0
     for count, item in enumerate(pending, start=1):
         rows += item.rows
@@ -324,7 +319,7 @@ def is_worth_filling(run: Sequence[Item], now_s: float, rules: Rules, latency: L
     short_s, full_s = latency.estimate_s(rows), latency.estimate_s(rules.max_rows)
     if not rules.merge or not short_s or rows * (full_s + FETCH_S) >= rules.max_rows * short_s:
         return False
-    # A larger batch takes longer, and must not make requests late.
+    # A larger batch must not make requests late.
     latest_s = min(item.deadline_s for item in run) - full_s
     refused_s = min(item.queue_deadline_s if not item.delays else NEVER_S for item in run)
     return now_s + 2 * FETCH_S < min(latest_s, refused_s)
@@ -336,19 +331,19 @@ def _queue(pending: Sequence[T], now_s: float, horizon_s: float) -> tuple[list[T
     for item in pending:
         is_over = item.ends_s <= now_s or item.deadline_s <= horizon_s
         (expired if is_over else live).append(item)
-    live.sort(key=lambda item: _rank(item, now_s))  # stable, and quick where little changed since the last time
+    live.sort(key=lambda item: _rank(item, now_s))  # quick where little changed
     return expired, live
 
 
 def _rank(item: Item, now_s: float) -> tuple[int, float]:
-    """Returns the sort key; delayed items keep the order of queue deadlines."""
+    """Delayed items keep the order of queue deadlines."""
     if item.delayed or (item.delays and item.queue_deadline_s <= now_s):
         return item.level, item.queue_deadline_s
     return item.level, -NEVER_S
 
 
 class _Walk(msgspec.Struct, frozen=True):
-    """A walk's result; `best` counts the items at the best preferred size."""
+    """`best` counts the items at the best preferred size."""
 
     items: int
     rows: int
@@ -357,7 +352,7 @@ class _Walk(msgspec.Struct, frozen=True):
 
 
 def _walk(live: Sequence[T], rules: Rules) -> _Walk:
-    """Walks the queue until an item can't join (reference §3.3 step 4)."""
+    """Until an item can't join (reference §3.3 step 4)."""
     first = live[0]
     if not rules.merge or first.alone:
         return _Walk(1, first.rows, 0, True)
@@ -377,15 +372,15 @@ def _walk(live: Sequence[T], rules: Rules) -> _Walk:
 
 
 def _due_at_s(live: Sequence[T], now_s: float, slots: Slots, rules: Rules, walk: _Walk, latency: Latency) -> float:
-    """Returns when this batch should leave, or the queue changes (§3.3 step 5)."""
+    """Or when the queue changes (§3.3 step 5)."""
     timeout_s = NEVER_S if rules.prefetch else _next_timeout_s(live, now_s)
     if not slots.idle:
         full = walk.closed or walk.rows >= rules.largest_preferred
-        # A batch that can still grow could not grow ahead.
+        # Ahead, a batch could not grow.
         return now_s if slots.ahead and full else min(_first_deadline_s(live), timeout_s)
     if walk.best or walk.closed or walk.rows >= rules.largest_preferred or rules.delay_s <= 0:
         return now_s
-    # Waiting longer than this would miss the earliest deadline.
+    # The latest start for the earliest deadline.
     latest_start_s = _first_deadline_s(live) - latency.estimate_s(walk.rows)
     return max(now_s, min(_oldest_s(live, rules, walk) + rules.delay_s, latest_start_s, timeout_s))
 
@@ -403,7 +398,7 @@ def _next_timeout_s(live: Sequence[T], now_s: float) -> float:
 
 
 PATIENCE_S = 0.25
-"""The longest wait for a lent instance; nearly all bulk batches take a tenth of it, even with too few cores."""
+"""The longest wait for a lent instance; most bulk batches take a tenth of it."""
 
 FETCH_EVERY_S = 0.003
 """The pause between two fetches while requests wait."""
@@ -412,8 +407,7 @@ FETCH_EVERY_S = 0.003
 class LentInstances:
     """Decides how to fetch while all instances are lent for bulk work; pure arithmetic.
 
-    Requests make one batch, so they are fetched in a few steps. After `PATIENCE_S` they go back to the queue for
-    idle workers, and fetching stops (`is_overdue`).
+    Requests make one batch, fetched in a few steps. After `PATIENCE_S` they go back to the queue (`is_overdue`).
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,7 @@
 """The rate limiter decides which model instances may execute next, given the resources of the worker.
 
 It owns Triton's rules (docs/user_guide/rate_limiter.md of its server): an execution needs all resources of its instance
-at once, and the waiting instance with the lowest *score* (executions x priority) goes first. It awaits nothing and
-reads no clock, so property tests run production's code.
+at once, and the waiting instance with the lowest *score* (executions x priority) goes first. Pure.
 
     wait ─▶ waiting ─▶ decide ─▶ granted ─▶ execution ─▶ ended ─▶ decide …
 
@@ -26,7 +25,7 @@ GLOBAL = -1
 
 
 class Resource(NamedTuple):
-    """A resource of a device, numbered as in Triton (the CPU is 0), or `GLOBAL`."""
+    """A device's resource, numbered as in Triton (the CPU is 0), or `GLOBAL`."""
 
     name: str
     device: int
@@ -37,7 +36,7 @@ Needs = Mapping[Resource, int]
 
 
 Own = Needs | None
-"""The units to take; `None` = it waits for units of a caller."""
+"""Units to take; `None` = it waits for a caller's."""
 
 
 def needs_of(group: InstanceSpec) -> dict[Resource, int]:
@@ -59,7 +58,7 @@ def maxima_of(needs: Iterable[Needs], given: Sequence[Maximum]) -> dict[Resource
 
 
 def check_maxima(needs: Sequence[Needs], given: Sequence[Maximum]) -> None:
-    """Raises a `ValueError`, with Triton's text, if an instance could never execute."""
+    """Raises `ValueError`, with Triton's text, if an instance could never execute."""
     most, largest = maxima_of(needs, given), _largest(needs)
     for resource, count in largest.items():
         if most[resource] < count:
@@ -92,12 +91,12 @@ class Grant:
     """Resources that an execution holds.
 
     Attributes:
-        token: Its id, unique among all workers.
-        held: Its units, own and borrowed.
+        token: Unique among all workers.
+        held: Own and borrowed units.
         borrowed: Resource → the lender's grant.
         lent: Units that callees use.
-        has_ended: The execution has ended; callees return lent units later.
-        is_elsewhere: Another worker has it; only the units lent here are known.
+        has_ended: Callees return lent units later.
+        is_elsewhere: Only the units lent here are known.
     """
 
     __slots__ = ("borrowed", "has_ended", "held", "is_elsewhere", "lent", "model", "token")
@@ -122,7 +121,7 @@ class Grant:
 
 
 class Instance:
-    """A model instance in the limiter; one of priority 2 executes half as often as one of priority 1."""
+    """A model instance; priority 2 executes half as often as priority 1."""
 
     __slots__ = ("callers", "executions", "grant", "granted", "model", "needs", "order", "priority")
 
@@ -133,7 +132,7 @@ class Instance:
         self.granted = granted
         self.executions = 0
         self.order = 0
-        """The order of waiting; 0 = it does not wait."""
+        """0 = it does not wait."""
         self.callers: tuple[Holder, ...] = ()
         self.grant: Grant | None = None
 
@@ -144,7 +143,7 @@ class Instance:
 
 
 class Ledger:
-    """The resources of one worker, their holders, and the waiting instances.
+    """One worker's resources, holders, and waiting instances.
 
     `pool` has this worker's units of global resources, `maxima` all units of each resource.
     """
@@ -161,11 +160,11 @@ class Ledger:
         self._numbers = itertools.count(1)
 
     def check(self, groups: Sequence[InstanceSpec]) -> None:
-        """Raises a `ValueError`, with Triton's text, if new instances could never execute."""
+        """Raises `ValueError`, with Triton's text, if instances could never execute."""
         check_maxima([*(instance.needs for instance in list(self._instances)), *map(needs_of, groups)], self._given)
 
     def add(self, instances: Sequence[Instance]) -> None:
-        """Adds a model's instances at the lowest present score, so that they don't run first to catch up."""
+        """Adds instances at the lowest present score: they have nothing to catch up."""
         first = min((instance.score for instance in self._instances), default=0)
         for instance in instances:
             instance.executions = first // instance.priority
@@ -180,7 +179,7 @@ class Ledger:
         self._count()
 
     def wait(self, instance: Instance, callers: tuple[Holder, ...] = ()) -> None:
-        """Adds an instance with work; `callers` wait for it."""
+        """Adds an instance with work, and its callers."""
         instance.callers = tuple(one for one in callers if self._share(one).held)
         if not instance.order:
             instance.order = next(self._numbers)
@@ -218,7 +217,7 @@ class Ledger:
         return [(dict(units), is_callee) for units, is_callee in found.items()]
 
     def ended(self, instance: Instance, *, has_executed: bool = True) -> None:
-        """Takes back a grant, except units lent to callees."""
+        """Takes back a grant, except lent units."""
         grant = instance.grant
         assert grant is not None, "nothing was granted"
         instance.grant = None
@@ -229,13 +228,13 @@ class Ledger:
             self._give_up(grant, resource, count - grant.lent.get(resource, 0))
 
     def idle(self, name: str) -> int:
-        """Returns the unused global units here; negative = too few."""
+        """Returns unused global units here; negative = too few."""
         return self.pool.get(name, 0) - self._used.get(Resource(name, GLOBAL), 0)
 
     def conflict(self, model: str, needs: Iterable[Needs], callers: Sequence[Holder]) -> str:
         """Returns why a call that can't borrow its callers' units would wait for its caller.
 
-        The units of a device matter only if the model is in this worker.
+        A device's units matter only if the model is in this worker.
         """
         is_here = any(instance.model == model for instance in self._instances)
         shares = [self._share(caller) for caller in callers]
@@ -254,7 +253,7 @@ class Ledger:
         return any(self._share(caller).held for caller in callers)
 
     def refusal(self, model: str, needs: Iterable[Needs], callers: Sequence[Holder]) -> str:
-        """Returns why a call would wait for its caller, which holds too few units."""
+        """Returns why a call would wait for its caller."""
         shares = [self._share(caller) for caller in callers]
         for resource, count in itertools.chain.from_iterable(one.items() for one in needs):
             holding = [share for share in shares if share.held.get(resource)]
@@ -274,10 +273,9 @@ class Ledger:
         return {resource: count - self._used.get(resource, 0) for resource, count in units.items()}
 
     def _in_order(self, free: dict[Resource, int]) -> Iterator[tuple[Instance, Own, dict[Resource, Grant]]]:
-        """Yields the waiting instances in order, with units to take and lenders.
+        """Each reserves its needs, granted or not.
 
-        Each reserves its needs, granted or not. Callees reserve nothing against one another, because the first may wait
-        for the second's caller.
+        Callees reserve nothing against one another, because the first may wait for the second's caller.
         """
         waiting = sorted(self._waiting, key=lambda one: (one.score, one.order))
         callees = [instance for instance in waiting if instance.callers]
@@ -310,7 +308,6 @@ class Ledger:
         return own, lenders
 
     def _share(self, caller: Holder) -> Grant:
-        """Returns a caller's grant, if need be made from the `Holder`."""
         grant = self._grants.get(caller.token)
         if grant is not None:
             return grant

@@ -5,8 +5,7 @@
           └────────────────── Streams.credit ◀── the gateway's credits ────────┘
 
 A stream is open from the beginning of its execution to its final response. It holds its lease until then, and the
-instance only until `execute` returns. `Window` counts the bytes on their way; `StreamedExecution` is the `Context` of a
-batch of streams. Ensembles have no execution and are another `Source`.
+instance only until `execute` returns. Ensembles have no execution and are another `Source`.
 """
 
 import asyncio
@@ -33,12 +32,12 @@ Sent = tuple[Pending, Response]
 _GONE = "the caller has left"
 _STALLED = "the caller took no response for {:g} s; read faster, or ask for less"
 _LEFT = "the model stopped in the middle because another request of its batch was cancelled; send the request again"
-_LOOK_S = 0.5  # seconds between two checks for stalled and late streams
+_LOOK_S = 0.5  # between checks for stalled and late streams
 
 LEAST_RATE = 256 * 1024
-"""A caller that reads fewer bytes per second, with a half-full window, is too slow."""
+"""With a half-full window, a slower caller is too slow."""
 
-_LEAST_S = 1.0  # a stream counts as unread after this long at the earliest
+_LEAST_S = 1.0  # before a stream counts as unread
 
 
 def nbytes_of(answer: Answer | Failure) -> int:
@@ -47,21 +46,21 @@ def nbytes_of(answer: Answer | Failure) -> int:
 
 
 class Window:
-    """The bytes of one stream on their way; `on_way_bytes` includes `RESPONSE_OVERHEAD_BYTES` per response."""
+    """One stream's bytes on their way, with `RESPONSE_OVERHEAD_BYTES` per response."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.on_way_bytes = self.taken_bytes = self._sent_bytes = 0
         self._on_way: deque[tuple[int, int]] = deque()
-        """For each response on its way: the bytes sent up to its end, and its share of the window."""
+        """Per response: the bytes sent up to its end, and its share of the window."""
 
     def fits(self, nbytes: int) -> bool:
-        """Returns whether a response may leave now; without outputs, or as the only one on its way, it always may."""
+        """Returns whether a response may leave; an empty or lone one always may."""
         return not nbytes or not self._on_way or self.on_way_bytes + nbytes + RESPONSE_OVERHEAD_BYTES <= self.size_bytes
 
     @property
     def is_half_full(self) -> bool:
-        """Whether at least half of the window is used up."""
+        """Whether at least half of the window is used."""
         return 2 * self.on_way_bytes >= self.size_bytes
 
     def sent(self, nbytes: int) -> None:
@@ -72,7 +71,7 @@ class Window:
             self._on_way.append((self._sent_bytes, nbytes + RESPONSE_OVERHEAD_BYTES))
 
     def took(self, taken_bytes: int) -> int:
-        """Removes taken responses; returns how many bytes are new."""
+        """Removes taken responses; returns the new bytes."""
         new = min(taken_bytes, self._sent_bytes) - self.taken_bytes
         if new <= 0:
             return 0
@@ -91,7 +90,7 @@ class StreamOutlet(Protocol):
 
 
 class Source(Protocol):
-    """The origin of a stream's responses: an execution or an ensemble."""
+    """The origin of a stream's responses."""
 
     @property
     def responder(self) -> Responder:
@@ -104,7 +103,7 @@ class Source(Protocol):
         ...
 
     def timing(self, item: Pending, now_s: float) -> Timing:
-        """Returns the times of a response; from any thread."""
+        """Returns a response's times; from any thread."""
         ...
 
     def count(self, stream: "Stream", response: Response) -> None:
@@ -113,7 +112,7 @@ class Source(Protocol):
 
 
 class Stream:
-    """The responses of one item, sent from any thread; the event loop controls the stream."""
+    """One item's responses, from any thread; the event loop controls them."""
 
     def __init__(self, streams: "Streams", item: Pending, source: Source) -> None:
         self.item = item
@@ -121,7 +120,7 @@ class Stream:
         self.closed = threading.Event()
         self.is_asked_to_end = False
         self.counted_ns = 0
-        """The age of the execution at the last counted response."""
+        """The execution's age at the last counted response."""
         self._streams = streams
         self._window = Window(streams.window_bytes)
         self._changed = threading.Condition()
@@ -139,7 +138,7 @@ class Stream:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the item may run again: no response was sent."""
+        """Whether the item may run again."""
         return not self._count
 
     @property
@@ -149,7 +148,7 @@ class Stream:
 
     @property
     def is_over(self) -> bool:
-        """Whether the caller has left or the lease is lost."""
+        """Whether caller or lease is lost."""
         return self._is_over or self.item.lost
 
     @property
@@ -189,7 +188,7 @@ class Stream:
             self._put(answer, final=final, parameters=parameters or {})
 
     def await_room(self) -> None:
-        """Waits until half of the window is free, or the stream has ended."""
+        """Waits until the window is half free, or the stream's end."""
         with self._changed:
             self._waiting += 1
             while self._window.is_half_full and not (self.is_over or self._has_ended):
@@ -197,7 +196,7 @@ class Stream:
             self._waiting -= 1
 
     def offer(self, answer: Answer, *, final: bool, parameters: Mapping[str, Scalar] | None = None) -> bool:
-        """Sends a response if the window has room, and returns whether it did."""
+        """Sends a response if the window has room."""
         with self._changed:
             is_waiting = not (self.is_over or self._has_ended or self._window.fits(nbytes_of(answer)))
             self._waiting = int(is_waiting)
@@ -242,13 +241,13 @@ class Stream:
         self.took(self._window.taken_bytes + nbytes)
 
     def is_stalled(self, since_s: float) -> bool:
-        """Returns whether the window is full, and the caller took nothing since `since_s` (monotonic clock)."""
+        """Returns whether a full window was not read since `since_s` (monotonic clock)."""
         with self._changed:
             is_full = self._window.is_half_full or (self._waiting and self._window.on_way_bytes)
             return bool(is_full) and self._idle_since_s < since_s
 
     def unread_s(self, now_s: float) -> float:
-        """Returns the seconds that the window has waited for a slow caller, beyond the time of `LEAST_RATE`."""
+        """Returns how long the window waits beyond the time of `LEAST_RATE`."""
         with self._changed:
             allowed_s = max(self._window.on_way_bytes / LEAST_RATE, _LEAST_S)
             return max(self._behind_s + now_s - self._full_since_s - allowed_s, 0.0)
@@ -261,7 +260,7 @@ class Stream:
         self.lose()
 
     def lose(self) -> None:
-        """Ends the stream without a response, and wakes its senders."""
+        """Ends the stream silently, and wakes its senders."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -270,7 +269,7 @@ class Stream:
             callback(0)
 
     def _put(self, answer: Answer | Failure, *, final: bool, parameters: Mapping[str, Scalar]) -> None:
-        """Numbers and sends a response, under the lock, in order."""
+        """Under the lock, in order."""
         credit_to = self._streams.credit_to if self.item.request.reply_to and not final else ""
         part = Part(self._count, final, parameters, self.source.timing(self.item, self._streams.now_s()), credit_to)
         response = self.source.responder.streamed(self.item, answer, part)
@@ -280,7 +279,7 @@ class Stream:
 
 
 class Streams:
-    """The open streams of a worker; used on the event loop, except `open` and `put`, which any thread may call.
+    """A worker's open streams; any thread may call `open` and `put`.
 
     Args:
         outlet: Publishes the responses.
@@ -290,7 +289,7 @@ class Streams:
         now_s: The broker's time.
 
     Attributes:
-        unread: Called twice a second with the unread streams, if any.
+        unread: Called twice a second with the unread streams.
     """
 
     def __init__(
@@ -344,11 +343,11 @@ class Streams:
         return stream is not None and stream.item is item
 
     def put(self, stream: Stream, response: Response) -> None:
-        """Sends a response with others of this event-loop tick."""
+        """Sends a response with others of this tick."""
         self._ready.append((stream, response))
         if not self._is_due:
             self._is_due = True
-            # The process ends; another worker gets the lease.
+            # Another worker gets the lease.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._deliver)
 
@@ -392,7 +391,7 @@ class Streams:
             return
         del self._open[stream.key]
         stream.closed.set()
-        self._closed.set()  # wakes the present waiters only
+        self._closed.set()  # wakes present waiters only
         self._closed.clear()
 
     def watch(self) -> None:
@@ -416,7 +415,7 @@ class Streams:
         self.watch()
 
     def _deliver(self) -> None:
-        self._is_due = False  # first, so that a later response schedules its own call
+        self._is_due = False  # first: a later response schedules its own call
         sent: list[Sent] = []
         ended: list[Stream] = []
         while self._ready:
@@ -435,7 +434,7 @@ class Streams:
 
 
 class StreamedExecution(Execution, kw_only=True, eq=False):
-    """A batch of a decoupled model; its streams may outlive it."""
+    """A decoupled model's batch; its streams may outlive it."""
 
     table: Streams
     responder: Responder
@@ -444,7 +443,7 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
 
     @property
     def is_decoupled(self) -> bool:
-        """True: an item may have 0, 1 or many responses."""
+        """True."""
         return True
 
     @property
@@ -479,18 +478,18 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
         return stream.is_over or stream.is_asked_to_end
 
     def waits(self, item: int) -> bool:
-        """Returns whether the model waits for this item's caller."""
+        """Returns whether the model waits for this caller."""
         return self.streams[item].is_stalled(math.inf)
 
     def run(self, backend: Backend) -> None:
-        """Executes the batch; an error ends streams whose items can't run again."""
+        """Executes the batch; an error ends streams that can't run again."""
         self.streams = self._open()
         super().run(backend)
         error = self.error
         if error is None:
             return
         if isinstance(error, Cancelled) and any(stream.is_over for stream in self.streams):
-            # One caller's cancellation must not cancel the others of the batch.
+            # One caller's cancellation must not cancel others.
             error = self.error = InferenceFailed(_LEFT)
         for stream in self.streams:
             if told := self._ended_by(error, stream):
@@ -506,7 +505,7 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
 
     @property
     def unanswered(self) -> list[Pending]:
-        """The items without a response when their batch raised."""
+        """The items without a response."""
         return [stream.item for stream in self.streams if stream.is_untouched and not stream.is_over]
 
     def leave_open(self) -> None:
@@ -527,7 +526,7 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
         """Counts a response, and at the end its item."""
         timing = response.timing or Timing()
         infer_ns, counted_ns, stream.counted_ns = timing.infer_ns, stream.counted_ns, timing.infer_ns
-        if infer_ns >= counted_ns:  # else an earlier execution counted it
+        if infer_ns >= counted_ns:
             infer_ns -= counted_ns
         self.tally.responses.responded(response.index, end_of(response), infer_ns)
         if not response.index and response.failure is None:

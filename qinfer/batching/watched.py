@@ -2,9 +2,9 @@
 
     WatchedBackend.load, execute ──▶ ExecutionClock ◀── a watchdog reads it, warns, and ends overdue executions
 
-The clock runs for all work of an instance: batches of requests, jobs and shadows, warm-up and load. It stops during
-calls to other models. A decoupled model's responses restart it, and it runs until its last stream has ended. The
-streams of an instance share its clock: progress of one is enough.
+The clock runs for all work of an instance, and stops during calls to other models. A decoupled model's responses
+restart it, and it runs until its last stream has ended. The streams of an instance share its clock: progress of one is
+enough.
 """
 
 import math
@@ -32,7 +32,7 @@ NONE: float = 0.0
 
 
 class TimeLimit(NamedTuple):
-    """The limit of one kind of work on an instance, named `what` in messages, set by `parameter`."""
+    """A kind of work's limit, named `what` in messages, set by `parameter`."""
 
     what: str
     parameter: str
@@ -61,7 +61,7 @@ class TimeLimits(NamedTuple):
 
 
 class Lateness(Enum):
-    """The share of its limit that an execution has used up."""
+    """The used share of a limit."""
 
     FINE = "fine"
     HALF = "half"
@@ -69,17 +69,16 @@ class Lateness(Enum):
 
 
 def lateness(elapsed_s: float, limit_s: float) -> Lateness:
-    """Compares the age of an execution with its limit."""
+    """Compares an execution's age with its limit."""
     if elapsed_s >= limit_s:
         return Lateness.OVER
     return Lateness.HALF if elapsed_s >= limit_s / 2 else Lateness.FINE
 
 
 class ExecutionClock:
-    """The time of an instance's present work; its thread writes, a watchdog's reads.
+    """An instance's present work; its thread writes, a watchdog's reads.
 
     Attributes:
-        ctx: The context of the executing batch.
         began: The number of executions, so that a watchdog warns once of each.
         due: The array and index for the end of the limit (monotonic clock).
     """
@@ -101,11 +100,11 @@ class ExecutionClock:
         self._streaming: set[_Streaming] = set()
 
     def use(self, limit: TimeLimit) -> None:
-        """Switches to another limit, while the instance is idle."""
+        """Switches the limit, while idle."""
         self.limit, self._limit_s = limit, limit.seconds
 
     def begin(self, ctx: Context | None) -> None:
-        """Starts the clock, without a lock because every batch does it."""
+        """Starts the clock, without a lock: every batch does it."""
         now_s = time.monotonic()
         self.ctx = ctx
         self.began += 1
@@ -153,12 +152,12 @@ class ExecutionClock:
             with self._lock:
                 self._calls -= 1
                 if not self._calls and self._since_s:
-                    # An execution that began during a call waited for a part of it.
+                    # An execution that began during a call waited less.
                     waited_s = time.monotonic() - max(self._called_s, self._since_s)
                     self._set(self._since_s + waited_s)
 
     def elapsed_s(self) -> float:
-        """Returns the seconds since the last sign of life; 0 while idle."""
+        """Returns seconds since the last sign of life; 0 = idle."""
         for streaming in list(self._streaming):
             if streaming.look():
                 self.restart()
@@ -166,7 +165,7 @@ class ExecutionClock:
             return self._elapsed_s()
 
     def expire(self, interrupt: Callable[[], bool]) -> bool:
-        """Interrupts an overdue execution, under the lock, so that a later one is safe; returns whether it did."""
+        """Interrupts an overdue execution, under the lock, so that a later one is safe."""
         with self._lock:
             if self._elapsed_s() < self._limit_s:
                 return False
@@ -187,12 +186,12 @@ class ExecutionClock:
 
     @property
     def items(self) -> Sequence[Any]:
-        """The executing items, and those of open streams; jobs, warm-up and load have none."""
+        """The executing items, and those of open streams."""
         found = dict.fromkeys([self.ctx, *self._streaming])
         return [item for ctx in found if ctx is not None for item in _items_of(ctx)]
 
     def alone(self) -> Any:
-        """Returns the only executing item, if it is not lost."""
+        """Returns the only executing item, if not lost."""
         items = self.items
         return items[0] if len(items) == 1 and not items[0].lost else None
 
@@ -211,9 +210,9 @@ class ExecutionClock:
 
 
 class WatchedBackend:
-    """A backend that records its work on a clock.
+    """Records its work on a clock; `unready` returns why the model is not ready.
 
-    `interrupt` is `None` if only the worker's end interrupts; `unready` returns why the model is not ready.
+    `interrupt` is `None` if only the worker's end interrupts.
     """
 
     def __init__(self, backend: Backend, clock: ExecutionClock) -> None:
@@ -229,11 +228,11 @@ class WatchedBackend:
             self.backend.load(spec, version_dir, device)
         finally:
             self.clock.end()
-        self.short_on_loop = self.backend.short_on_loop  # some backends know it only after the load
+        self.short_on_loop = self.backend.short_on_loop  # perhaps known only after the load
 
     def execute(self, batch: Batch, ctx: Context) -> None:
         """Runs the batch; raises `ExecutionOverdue` if it was ended."""
-        if self.short_on_loop:  # such a backend calls no other model and has no streams
+        if self.short_on_loop:  # no calls, no streams
             self.clock.begin(ctx)
             try:
                 self.backend.execute(batch, ctx)
@@ -285,10 +284,10 @@ class _TimedContext:
         return _TimedResponses(responses, self._clock)
 
     def abandon(self) -> None:
-        """Does nothing: only streams have to be closed."""
+        """Does nothing."""
 
     def ended(self, error: BaseException) -> QinferError:
-        """Returns the error of an overdue execution, not its interruption's."""
+        """The limit's error, not its interruption's."""
         assert self.overdue is not None
         if isinstance(error, SequenceLost):
             return SequenceLost(f"{self.overdue.message}, and its process had the state in memory")
@@ -327,7 +326,7 @@ class _Streaming(_TimedContext):
         clock.opened(self)
 
     def look(self) -> bool:
-        """Removes abandoned streams; returns whether one waits for its caller."""
+        """Returns whether a stream waits for its caller."""
         for item in [item for item in tuple(self.open) if self.cancelled(item)]:
             self._end(item)
         return any(self._waits(item) for item in tuple(self.open))
@@ -353,7 +352,7 @@ class _Streaming(_TimedContext):
 
     def _send(self, way: Callable[..., None], item: int, outputs: _Answer, *, final: bool, parameters: Any) -> None:
         if self.overdue is not None and isinstance(outputs, InferenceFailed):
-            outputs = self.overdue  # the end of the model's process
+            outputs = self.overdue
         try:
             way(item, outputs, final=final, parameters=parameters)
         except Cancelled:
@@ -370,7 +369,7 @@ class _Streaming(_TimedContext):
 
 
 def within(limit: TimeLimit, model: str, work: Callable[[], None], late: Callable[[], None]) -> None:
-    """Runs part of a load in a thread, which is abandoned at the limit; `late` is called if it then succeeds."""
+    """Runs part of a load in a thread, abandoned at the limit; `late` is called if it then succeeds."""
     if limit.seconds == math.inf:
         work()
         return

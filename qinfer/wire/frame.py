@@ -7,13 +7,11 @@
     bytes 8-…   the header: msgpack arrays, whose fields are only ever appended
     then        the tensors' raw bytes, if any; each begins at a multiple of 8 from the frame's start
 
-A header has each tensor's offset (from the end of the padded header) and size, so `numpy.frombuffer` reads it without a
-copy. A reader accepts its own version and the one before, skips unknown header fields, and raises `NewerVersion` for
-later versions, for a newer worker to take. No pickle, ever.
+A header has each tensor's offset (from the end of the padded header) and size. A reader accepts its own version and the
+one before, skips unknown header fields, and raises `NewerVersion` for later versions. No pickle, ever.
 
-A request with tensors beside the stream (claim check) has a `payload` field and no tensors in the frame: the offsets
-are positions in the payload, which has the same layout. Fields appended later are written only if set, so other frames
-stay the same to the byte.
+A request with tensors beside the stream (claim check) has a `payload` field; its offsets are positions in the payload,
+of the same layout. Fields appended later are written only if set, so other frames stay the same to the byte.
 """
 
 import struct
@@ -42,10 +40,10 @@ from qinfer.wire.versions import NewerVersion
 FRAME_VERSION = 1
 OLDEST_READABLE = 1
 ALIGNMENT = 8
-"""The alignment of a tensor, in bytes from the frame's start."""
+"""In bytes from the frame's start."""
 
 MAX_HEADER_BYTES = 2 * 2**20
-"""A larger header of a request is damaged, or an attack."""
+"""A larger header is damaged, or an attack."""
 
 _REQUEST, _RESPONSES, _CREDITS = 0, 1, 2
 _PRELUDE = struct.Struct("<BBHI")
@@ -56,7 +54,7 @@ _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class PayloadApart(DeliveryError):
-    """The frame is whole; read its tensors with `Queue.payload`. `request` lacks only its inputs."""
+    """The tensors are in `Queue.payload`; `request` lacks only its inputs."""
 
     def __init__(self, request: InferRequest) -> None:
         super().__init__(f"the tensors of request {request.id} are stored beside the stream")
@@ -88,7 +86,7 @@ class _RequestHeader(msgspec.Struct, array_like=True, gc=False):
     generation: _Natural
     attempt: _Natural
     sequence: Sequence | None
-    payload: str = ""  # `_BESIDE` if the tensors are stored beside the stream
+    payload: str = ""  # or `_BESIDE`
 
 
 class _LongRequestHeader(_RequestHeader, array_like=True, gc=False):
@@ -104,7 +102,7 @@ class _SparingRequestHeader(_HeldRequestHeader, array_like=True, gc=False):
 
 
 class _TracedRequestHeader(_SparingRequestHeader, array_like=True, gc=False):
-    traces: _Natural = 0  # of requests made for it: 1 = wanted, 2 = with tensors
+    traces: _Natural = 0  # 1 = wanted, 2 = with tensors
 
 
 class _ResponseHeader(msgspec.Struct, array_like=True, gc=False):
@@ -149,7 +147,7 @@ def encode_request(request: InferRequest) -> bytes:
 
 
 def encode_request_apart(request: InferRequest) -> tuple[bytes, bytes]:
-    """Encodes a request as its frame, and the payload of its tensors."""
+    """Encodes a request as frame and payload."""
     parts: list[Bytes] = []
     inputs, _ = _lay_out(request.inputs, parts, 0)
     return _join(_REQUEST, _encode_header(request, inputs, _BESIDE), []), b"".join(parts)
@@ -199,7 +197,7 @@ def decode_request(frame: Bytes, payload: Bytes | None = None) -> InferRequest:
     """Decodes a request; its tensors are views into `frame` or `payload`.
 
     Raises:
-        PayloadApart: The tensors are stored beside the stream, and `payload` is `None`.
+        PayloadApart: The tensors are beside the stream, and `payload` is `None`.
         NewerVersion: The frame's version is above `FRAME_VERSION`.
         CorruptEntry: The frame or the payload is damaged.
     """
@@ -232,7 +230,7 @@ def decode_request(frame: Bytes, payload: Bytes | None = None) -> InferRequest:
         generation=header.generation,
         attempt=header.attempt,
     )
-    # More than 15 keywords make CPython build a dict, which doubles the time of this call.
+    # Set apart, because a call with more than 15 keywords takes twice as long.
     request.sequence = header.sequence
     request.queue_timeout_s = header.queue_timeout_us / 1e6
     request.payload = bool(header.payload)
@@ -246,7 +244,7 @@ def decode_request(frame: Bytes, payload: Bytes | None = None) -> InferRequest:
 
 
 def encode_responses(responses: Items[Response]) -> bytes:
-    """Encodes responses for one reply stream as one blob."""
+    """Encodes one reply stream's responses."""
     parts: list[Bytes] = []
     headers: list[_ResponseHeader] = []
     cursor = 0
@@ -312,7 +310,7 @@ def decode_responses(blob: Bytes) -> list[Response]:
 
 
 def encode_credits(credits_: Items[Credit]) -> bytes:
-    """Encodes credits for a worker's reply stream as one blob."""
+    """Encodes one worker's credits."""
     fields = [msgspec.structs.astuple(credit)[: 4 if credit.cancelled else 3] for credit in credits_]
     return _join(_CREDITS, _encoder.encode(fields), [])
 
@@ -331,7 +329,6 @@ def is_credits(blob: Bytes) -> bool:
     return len(blob) > 1 and blob[1] == _CREDITS
 
 
-# A damaged header causes one of these.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -344,7 +341,6 @@ def _aligned(position: int) -> int:
 
 
 def _lay_out(tensors: Items[Tensor], parts: list[Bytes], cursor: int) -> tuple[list[_TensorHeader], int]:
-    """Appends tensors and padding to `parts`; returns headers and the new cursor."""
     headers: list[_TensorHeader] = []
     for tensor in tensors:
         data = tensor.data
@@ -380,7 +376,7 @@ def _open(frame: Bytes, kind: int) -> tuple[memoryview, int]:
 
 
 def tensor_places(frame: Bytes) -> tuple[int, list[tuple[int, int]]]:
-    """Returns the offset of the tensor area, and each tensor's range in it."""
+    """Returns the tensor area's offset, and each tensor's range."""
     view, end = _open(frame, _REQUEST)
     headers = _request_decoder.decode(view[_PRELUDE.size : end]).inputs
     return _aligned(end), [(header.offset, header.offset + header.size) for header in headers]
@@ -399,23 +395,23 @@ def _cut(headers: list[_TensorHeader], area: memoryview, cursor: int) -> tuple[t
     return tuple(tensors), cursor
 
 
-_PLAIN = b"\x01\x00\x00\x00"  # the first bytes of a request's frame
-_LONG_ID = b"\xdc\x00\x11\xd9"  # the first bytes of its header: an array of 17, a text of 32 to 255 bytes
-_ID_AT = 13  # after these, the header's size between them, and the text's size
+_PLAIN = b"\x01\x00\x00\x00"  # a request's first bytes
+_LONG_ID = b"\xdc\x00\x11\xd9"  # its header's: an array of 17, a text of 32 to 255 bytes
+_ID_AT = 13  # behind these, the header's size and the text's
 _MAX_KNOWN = 1024
-_TIMEOUT_BYTES = 5  # the bytes of a usual timeout
-_USUAL_FROM_S, _USUAL_TO_S = (1 << 16) / 1e6, ((1 << 32) - 1) / 1e6  # from 66 ms to 71 minutes
-_SMALL_BYTES = 16 * 1024  # up to here a copy is cheaper than a view
+_TIMEOUT_BYTES = 5
+_USUAL_FROM_S, _USUAL_TO_S = (1 << 16) / 1e6, ((1 << 32) - 1) / 1e6
+_SMALL_BYTES = 16 * 1024  # up to here a copy is cheaper
 
 
 class Repeats:
-    """Detects repeated keys: it does not pay to remember unique ones."""
+    """Detects repeated keys: remembering unique ones does not pay."""
 
     def __init__(self) -> None:
         self._seen: set[Hashable] = set()
 
     def has(self, key: Hashable) -> bool:
-        """Returns whether a key came before, and adds it."""
+        """Adds a key; returns whether it came before."""
         if key in self._seen:
             return True
         if len(self._seen) >= _MAX_KNOWN:
@@ -425,17 +421,13 @@ class Repeats:
 
 
 class RequestForm:
-    """The frame of one request, to be filled for similar ones.
-
-    Similar requests differ only in id, timeout, trace and tensor bytes, of the same lengths: server-made ids of a lane
-    have one length, timeouts one `timeout_width`.
-    """
+    """A frame for similar requests, which differ only in id, timeout, trace and tensor bytes, of equal lengths."""
 
     __slots__ = ("_begin", "_end", "_mid", "_paddings", "_rest", "_timeout_s", "_trace", "_trace_mark")
 
     def __init__(self, request: InferRequest) -> None:
         frame, name = encode_request(request), request.id.encode()
-        position = frame.index(name)  # the header's first field
+        position = frame.index(name)
         area, _ = tensor_places(frame)
         timeout, trace = _own_fields(frame, request)
         self._begin, self._mid = frame[:position], frame[position + len(name) : timeout.start]
@@ -444,7 +436,7 @@ class RequestForm:
         self._paddings = [bytes(-len(tensor.data) % ALIGNMENT) for tensor in request.inputs]
 
     def fill(self, request: InferRequest) -> bytes:
-        """Encodes a similar request, to the same bytes as `encode_request`."""
+        """Encodes a similar request as `encode_request` does."""
         inputs, rest = request.inputs, self._rest
         if request.timeout_s != self._timeout_s or request.trace != self._trace:
             timeout = _encoder.encode(round(request.timeout_s * 1e6))
@@ -458,14 +450,14 @@ class RequestForm:
 
 
 def timeout_width(timeout_s: float) -> int:
-    """Returns the size of a timeout in a frame."""
+    """Returns a timeout's bytes in a frame."""
     if _USUAL_FROM_S <= timeout_s <= _USUAL_TO_S:
         return _TIMEOUT_BYTES
     return len(_encoder.encode(round(timeout_s * 1e6)))
 
 
 def _own_fields(frame: bytes, request: InferRequest) -> tuple[slice, slice]:
-    """Returns the ranges of the timeout and the trace's text in a frame."""
+    """The timeout's and the trace text's."""
     long = (round(request.queue_timeout_s * 1e6),) if request.queue_timeout_s else ()
     payload = _BESIDE if request.payload else ""
     last = (request.partition, request.generation, request.attempt, _flags(request.sequence), payload, *long)
@@ -477,7 +469,7 @@ def _own_fields(frame: bytes, request: InferRequest) -> tuple[slice, slice]:
 
 
 class _Layout(NamedTuple):
-    """Positions in a frame: id's end, timeout, trace, header's end, tensors."""
+    """Ends of id, timeout, trace and header; tensors."""
 
     begin: int
     timeout: slice
@@ -509,7 +501,7 @@ class RequestReader:
         self._repeats = Repeats()
 
     def decode(self, frame: Bytes) -> InferRequest:
-        """Decodes a request as `decode_request` does; copies small tensors."""
+        """Decodes a request; copies small tensors."""
         if not isinstance(frame, bytes):
             return decode_request(frame)
         layout = self._layouts.get(frame[:_ID_AT])
@@ -542,7 +534,7 @@ class RequestReader:
             return request
         begin, end = _ID_AT + frame[_ID_AT - 1], 8 + int.from_bytes(frame[4:8], "little")
         timeout, trace = _own_fields(frame, request)
-        # The first byte gives the size; only timeouts of the usual size may differ.
+        # The first byte gives the size.
         is_usual = timeout.stop - timeout.start == _TIMEOUT_BYTES
         number = slice(timeout.start + 1, timeout.stop) if is_usual else slice(timeout.start, timeout.start)
         area, places = tensor_places(frame)

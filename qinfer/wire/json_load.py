@@ -1,4 +1,4 @@
-"""JSON as Triton's parser takes it: NaN and infinities are numbers, and one too large for a double is an error."""
+"""JSON as Triton parses it: NaN and infinities are numbers; too large ones are an error."""
 
 import json
 import re
@@ -9,17 +9,12 @@ import msgspec
 from qinfer.errors import InvalidRequest
 from qinfer.wire.json_scan import too_deep
 
-# rapidjson also accepts `Inf` and `-NaN`. Strings are matched to be skipped: possessively, and even without a last
-# quote, in linear time.
+# rapidjson also accepts `Inf` and `-NaN`. Strings are skipped possessively, in linear time.
 _SPECIAL_NUMBER = re.compile(rb'"(?:[^"\\]|\\.)*+"?|-NaN|Inf(?:inity)?', re.DOTALL)
 
 
 def load(text: bytes, max_depth: int) -> Any:
-    """Parses JSON as Triton does.
-
-    Raises:
-        InvalidRequest: The text is no JSON, or too deep.
-    """
+    """Parses JSON as Triton does, or raises `InvalidRequest`."""
     try:
         try:
             return msgspec.json.decode(text)
@@ -27,7 +22,7 @@ def load(text: bytes, max_depth: int) -> Any:
             if b"NaN" not in text and b"Inf" not in text:
                 raise
             document = json.loads(_SPECIAL_NUMBER.sub(_as_python, text), parse_float=_finite)
-            msgspec.json.encode(document)  # finds the lone surrogates that Python's parser accepts
+            msgspec.json.encode(document)  # finds lone surrogates
             return document
     except RecursionError:
         raise too_deep(max_depth) from None
@@ -36,7 +31,7 @@ def load(text: bytes, max_depth: int) -> Any:
 
 
 def repeated_key(text: bytes, nested: str) -> str | None:
-    """Returns the first repeated key of a parsed object, or of its member `nested`."""
+    """Returns an object's or member's first repeated key."""
     pairs: Any = json.loads(_SPECIAL_NUMBER.sub(_as_python, text), object_pairs_hook=_Pairs)
     for members in (pairs, *(value for key, value in pairs if key == nested)):
         seen: set[str] = set()

@@ -1,7 +1,6 @@
 """Decodes large JSON with tensors piece by piece, so that only one piece's elements are objects at a time.
 
-The long arrays of a text are cut out; the small rest is parsed normally, with a `LongArray` in place of each. Their
-elements are already counted, and become a tensor's bytes once its datatype and shape are known. A piece ends before a
+Long arrays are cut out; the small rest is parsed normally, with a `LongArray` in place of each. A piece ends before a
 comma outside of strings, and is completed by the open brackets there, with a neutral element at the cut, so that a lone
 comma is an error as in any text.
 """
@@ -30,16 +29,16 @@ from qinfer.wire.json_scan import (
 from qinfer.wire.kserve_types import ELEMENTS, UNPARSABLE
 
 LONG_BYTES = 4096
-"""Arrays from this size on are decoded in pieces."""
+"""Longer arrays are decoded in pieces."""
 
 GIANT_BYTES = 4 * WINDOW_BYTES
-"""Strings from this size on are decoded in pieces, too: one character may make all others four bytes wide."""
+"""Longer strings are decoded in pieces: one character may make all others four bytes wide."""
 
 REST_SHARE = 4
-"""The divisor of a request's limit for its parsed text without long arrays."""
+"""Divides the limit for parsed text without long arrays."""
 
 STRUCT_CODES = {d.name: d.typecode for d in DATATYPES.values() if d.name not in ("FP16", "BF16", "BYTES")}
-"""Datatypes that `struct` packs; FP16 and BF16 travel as binary only."""
+"""FP16 and BF16 travel as binary only."""
 
 Flatten = Callable[[list[Any], str], list[Any]]
 """Flattens nested data, and checks its elements' types."""
@@ -50,9 +49,9 @@ _UNPARSABLE = "failed to parse the request JSON buffer"
 _LENGTH = struct.Struct("<I")
 _AT_BYTE = re.compile(r"\(byte (\d+)\)")
 _WITHOUT_BRACKETS = bytes.maketrans(b"[]", b"  ")
-_UNEVEN = re.compile(rb"[^\[,]\[|\][^\],]|\[\]|\[,|,\]")  # brackets that no array of values has
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(")?', re.DOTALL)  # without the group where no quote ends it
-_WHOLE = re.compile(  # whole characters and escapes, and both halves of a surrogate pair together
+_UNEVEN = re.compile(rb"[^\[,]\[|\][^\],]|\[\]|\[,|,\]")  # no array of values has these
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(")?', re.DOTALL)  # no group if unquoted
+_WHOLE = re.compile(  # keeps surrogate pairs together
     rb"(?:[^\\\x80-\xff]++|[\xc0-\xff][\x80-\xbf]++(?=[^\x80-\xbf])"
     rb"|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u(?![dD][89abAB])....|\\[^u])*+",
     re.DOTALL,
@@ -60,11 +59,7 @@ _WHOLE = re.compile(  # whole characters and escapes, and both halves of a surro
 
 
 class JsonBounds(NamedTuple):
-    """Limits of the JSON of a request.
-
-    `nbytes` limits the tensors of a large one. `check` may refuse an input by name, datatype and shape, before its data
-    is decoded.
-    """
+    """Limits of a request's JSON; `nbytes` is for tensors. `check` may refuse an input before its data is decoded."""
 
     depth: int = 100
     nbytes: int = 64 * 2**20
@@ -75,7 +70,7 @@ class _ArrayPiece(NamedTuple):
     """A piece of an array as JSON of its own.
 
     Attributes:
-        shift: The distance of its places from those in the whole text.
+        shift: Distance from its place in the text.
         is_first: Others begin with a neutral element.
         is_last: Others end with a neutral element.
         giants: Placeholder → giant string.
@@ -89,14 +84,11 @@ class _ArrayPiece(NamedTuple):
 
 
 class LongArray:
-    """An array that was cut out of a text, or a giant string, which counts as one element.
+    """An array cut out of a text, or a giant string, as one element of `size` bytes.
 
     Attributes:
-        size: Bytes of text.
-        top: The number of its own elements.
         most: The possible number of elements, with nested ones.
         least: The same, if nested arrays are empty.
-        is_read: All of it was parsed.
     """
 
     def __init__(self, text: Bytes, span: TextSpan, *, is_text: bool = False) -> None:
@@ -108,7 +100,7 @@ class LongArray:
         self.is_read = False
 
     def tensor_bytes(self, name: str, datatype: str, count: int, most: int, flatten: Flatten) -> bytearray:
-        """Decodes it into `count` elements of at most `most` bytes."""
+        """Decodes `count` elements of at most `most` bytes."""
         if not self.least <= count <= self.most:
             raise _miscounted(name, self.most, count)
         check_nbytes(name, count * (DATATYPES[datatype].itemsize or _LENGTH.size), most)
@@ -152,7 +144,7 @@ class LongArray:
         _LENGTH.pack_into(out, begin, len(out) - begin - _LENGTH.size)
 
     def check(self, max_depth: int) -> None:
-        """Parses it for mistakes, unless that was done; raises `InvalidRequest`."""
+        """Parses it once; raises `InvalidRequest`."""
         if self.is_read:
             return
         for piece in self._pieces(b"0"):
@@ -183,7 +175,7 @@ class LongArray:
         yield _ArrayPiece(opened + text, cut - len(opened), not depth, True, giants)
 
     def _cuts(self) -> Iterator[tuple[int, int]]:
-        """Yields the cuts, at the last comma of each window, and their depths."""
+        """Each window's last comma, and its depth."""
         scan, depth = Scan(), 0
         for begin, window in windows(self._view, self._span.begin, self._span.end):
             at, levels, commas = scan.levels(window, depth)
@@ -200,9 +192,9 @@ class Document:
     """A JSON text, parsed except for its long arrays.
 
     Attributes:
-        value: The JSON, with a `LongArray` for each long array or giant string.
+        value: The JSON, with `LongArray`s.
         rest: The parsed text, with placeholders.
-        giants: The sizes of giant strings in members other than `data`.
+        giants: The sizes of giant strings outside of `data`.
     """
 
     def __init__(self, text: Bytes, bounds: JsonBounds) -> None:
@@ -245,7 +237,7 @@ class Document:
         return b"".join(parts)
 
     def _restore(self, value: Any) -> None:
-        """Puts the arrays into their places; a client can't guess the placeholders."""
+        """A client can't guess the placeholders."""
         nodes: list[Any] = [value] if self._cut else []
         while nodes:
             node = nodes.pop()
@@ -266,7 +258,6 @@ class Document:
 
 
 def _without_giants(view: memoryview, begin: int, end: int) -> tuple[bytes, Mapping[str, TextSpan]]:
-    """Replaces giant strings by placeholders; returns the text, and their places."""
     if end - begin <= GIANT_BYTES:
         return bytes(view[begin:end]), {}
     parts, giants, kept = list[Bytes](), dict[str, TextSpan](), begin
@@ -281,7 +272,7 @@ def _without_giants(view: memoryview, begin: int, end: int) -> tuple[bytes, Mapp
 
 
 def _flattened(text: bytes) -> bytes:
-    """Returns nested numbers as one list; raises `DecodeError` for any other text."""
+    """Raises `DecodeError` unless it has only numbers."""
     tight = text.translate(None, b" \t\r\n")
     if b'"' in tight or _UNEVEN.search(tight) is not None:
         raise msgspec.DecodeError
@@ -313,7 +304,7 @@ def _miscounted(name: str, found: int, count: int) -> InvalidRequest:
 
 
 def check_nbytes(name: str, nbytes: int, most: int) -> None:
-    """Raises `PayloadTooLarge` if a tensor takes more bytes than are left."""
+    """Raises `PayloadTooLarge` if a tensor is too large."""
     if nbytes > most:
         raise PayloadTooLarge(
             f"input '{name}' takes {nbytes} bytes as a tensor, and {most} are left of the limit for a request's inputs "

@@ -1,8 +1,7 @@
 """Scanners of large JSON before parsing: they count values, measure depth and find long arrays.
 
-A parser makes an object of every value, from two bytes of text up to a hundred of memory, and blocks all threads
-meanwhile. These scanners find the structure by numpy, window by window, without objects. They ignore brackets and
-commas in strings; the parser refuses text that is no JSON.
+A parser makes an object of every value, up to a hundred bytes for two of text, and blocks all threads. These scanners
+use numpy, window by window. They ignore brackets and commas in strings.
 """
 
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ LARGE_BYTES = 256 * 1024
 """Larger texts are scanned before they are parsed."""
 
 WINDOW_BYTES = 64 * 1024
-"""The text processed at once; other threads run in between."""
+"""Text processed at once; other threads run in between."""
 
 VALUE_BYTES = 128
 """The approximate memory of a parsed value."""
@@ -37,14 +36,14 @@ _DELTAS[[_CLOSE, _END]] = -1
 
 
 class Marks(NamedTuple):
-    """The brackets, braces and commas of a window, outside of strings."""
+    """A window's structure outside of strings."""
 
     at: _Numbers
     kinds: _Bytes
 
 
 class Scan:
-    """Scans a text once, in windows; strings may continue in the next."""
+    """Scans a text once; strings may continue in the next window."""
 
     def __init__(self) -> None:
         self._is_inside = False
@@ -82,20 +81,20 @@ class Scan:
         quotes[escaped] = False
 
     def levels(self, window: Bytes, depth: int) -> tuple[_Numbers, _Numbers, _Numbers]:
-        """Returns the next window's structure, the depth after each mark, and which are commas."""
+        """Returns a window's structure, depths, and commas."""
         at, kinds = self.marks(window)
         return at, depth + np.cumsum(_DELTAS[kinds], dtype=np.intp), np.flatnonzero(kinds == _COMMA)
 
 
 def windows(text: Bytes, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
-    """Yields the windows of a part of a text, each with its position."""
+    """Yields positions and windows."""
     view = memoryview(text)
     for at in range(begin, end, WINDOW_BYTES):
         yield at, view[at : min(at + WINDOW_BYTES, end)]
 
 
 def check_size(text: Bytes, max_depth: int, max_bytes: int, limit: str = "QINFER_HTTP__MAX_INPUT_BYTES") -> int:
-    """Checks a large text before it is parsed; returns its approximate parsed size."""
+    """Checks an unparsed large text; returns its approximate parsed size."""
     scan, depth, values = Scan(), 0, 1
     most = max(max_bytes - len(text), 0) // VALUE_BYTES
     for _, window in windows(text, 0, len(text)):
@@ -120,7 +119,7 @@ def too_deep(limit: int) -> InvalidRequest:
 
 
 class TextSpan(NamedTuple):
-    """An array without objects; `top` counts the commas between its own elements, `commas` all."""
+    """An array; `top` counts the commas between its own elements, `commas` all."""
 
     begin: int
     end: int
@@ -130,14 +129,11 @@ class TextSpan(NamedTuple):
 
 
 class _Open:
-    """An array without its end."""
-
     def __init__(self, begin: int) -> None:
         self.begin, self.depth = begin, 0
         self.commas = self.top = self.arrays = 0
 
     def add(self, kinds: _Bytes) -> int:
-        """Adds marks up to its closing bracket; returns their number."""
         levels = self.depth + np.cumsum(_DELTAS[kinds], dtype=np.int64)
         ends = np.flatnonzero(levels == 0)
         taken = int(ends[0]) + 1 if len(ends) else len(kinds)
@@ -155,12 +151,10 @@ class _Open:
 
 
 class _Finder:
-    """Finds long arrays between two braces."""
-
     def __init__(self, min_bytes: int) -> None:
         self.found: list[TextSpan] = []
         self._min_bytes = min_bytes
-        self._open: _Open | None = None  # the array that the last window ended in
+        self._open: _Open | None = None  # the last window ended in it
 
     def add(self, begin: int, marks: Marks) -> None:
         at, kinds = marks
@@ -173,17 +167,17 @@ class _Finder:
             if len(run.at):
                 self._look(run)
             if last < len(kinds):
-                self._open = None  # it holds an object
+                self._open = None
 
     def _long(self, at: _Numbers, edges: _Numbers) -> list[tuple[int, int]]:
-        """Returns the runs that may hold a long array."""
+        """Returns runs that may hold a long array."""
         inner = edges[1:-1]
         is_long = np.flatnonzero(np.diff(at[inner]) >= self._min_bytes)
         pairs = [(int(inner[k]), int(inner[k + 1])) for k in is_long]
         return [(-1, int(inner[0])), *pairs, (int(inner[-1]), int(edges[-1]))]
 
     def _go_on(self, one: _Open, run: Marks) -> Marks:
-        """Continues the open array; returns the marks after it."""
+        """Returns the marks after the open array."""
         taken = one.add(run.kinds)
         if not one.depth and taken:
             self._keep(one.span(int(run.at[taken - 1]) + 1))
@@ -213,7 +207,7 @@ class _Finder:
 
 
 def long_arrays(text: Bytes, min_bytes: int, max_depth: int) -> list[TextSpan]:
-    """Finds the outermost arrays of `min_bytes` or more that hold no object."""
+    """Finds the outermost arrays of `min_bytes` without objects."""
     scan, finder, depth = Scan(), _Finder(min_bytes), 0
     for begin, window in windows(text, 0, len(text)):
         marks = scan.marks(window)
@@ -236,27 +230,27 @@ _ALL_BUT_STRUCTURE = bytes(c for c in range(256) if c not in b'[]{}"')
 
 
 def check_depth(text: Bytes, limit: int) -> None:
-    """Raises `InvalidRequest`, with Triton's text, for too deep JSON; ignores other mistakes."""
+    """Raises `InvalidRequest` for too deep JSON."""
     if len(text) > LARGE_BYTES:
         scan, depth = Scan(), 0
         for _, window in windows(text, 0, len(text)):
             depth = _deeper(depth, scan.marks(window).kinds, limit)
         return
     raw = text if isinstance(text, bytes) else bytes(text)
-    # The depth can't exceed the number of brackets, which is quick to count.
+    # Quick: the depth can't exceed the brackets.
     if raw.count(b"[") + raw.count(b"{") > limit and _is_deeper(raw, limit):
         raise too_deep(limit)
 
 
 def _is_deeper(raw: bytes, limit: int) -> bool:
-    if b"\\" in raw:  # drop escapes: each remaining quote is a string's
+    if b"\\" in raw:  # remaining quotes are strings'
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     outside_strings = raw.translate(_TO_SQUARE, _ALL_BUT_STRUCTURE).split(b'"')[::2]
     brackets = b"".join(outside_strings)
-    for _ in range(limit):  # each pass removes the innermost level
+    for _ in range(limit):  # removes the innermost level
         rest = brackets.replace(b"[]", b"")
         if len(rest) == len(brackets):
             break
         brackets = rest
-    # The rest is deeper, or unbalanced.
+    # deeper, or unbalanced
     return brackets.count(b"[") > limit or b"[]" in brackets

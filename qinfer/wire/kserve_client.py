@@ -1,9 +1,6 @@
 """The infer request and response of the KServe v2 protocol for clients: the reverse of `kserve_json`.
 
-    request   JSON ‖ the bytes of each input, in the inputs' order (reference §1.6, §1.7)
-    response  JSON ‖ the bytes of each binary output, in the outputs' order
-
-A reply may mix binary and JSON outputs, because other servers of the protocol do so.
+Replies may mix binary and JSON outputs, as other servers' do.
 """
 
 import json
@@ -20,7 +17,7 @@ from qinfer.errors import InvalidRequest, OutputMismatch, UnsupportedDatatype
 from qinfer.tensors import Bytes, Tensor, datatype, element_count, from_numpy, pack_bytes, to_numpy
 
 JSON_LENGTH_HEADER = "Inference-Header-Content-Length"
-"""The header with the length of a body's JSON, before compression."""
+"""Length of a body's uncompressed JSON."""
 
 
 class _InputJson(msgspec.Struct, gc=False):
@@ -67,8 +64,7 @@ def encode_request(
 ) -> tuple[bytes, int]:
     """Encodes an infer request; returns its body, and the `JSON_LENGTH_HEADER`.
 
-    `outputs` are the wanted ones; empty means all. With `binary`, tensors travel as raw bytes after the JSON, both
-    ways.
+    No `outputs` mean all. With `binary`, tensors travel as raw bytes, both ways.
     """
     merged: dict[str, Any] = {name: _scalar(name, value) for name, value in (parameters or {}).items()}
     if binary:
@@ -87,7 +83,7 @@ def encode_request(
 
 
 def decode_response(body: Bytes, json_length: int | None) -> tuple[Response, str]:
-    """Decodes a reply with outputs, and its echoed `id`; binary outputs are views into `body`."""
+    """Decodes a reply and its `id`; binary outputs are views into `body`."""
     view = memoryview(body)
     length = len(view) if json_length is None else json_length
     if not 0 <= length <= len(view):
@@ -124,7 +120,7 @@ def _input(tensor: Tensor, *, binary: bool) -> _InputJson:
 
 
 def _elements(tensor: Tensor) -> bytes:
-    """Returns a flat JSON array, with Triton's words for NaN and infinities."""
+    """NaN and infinities as in Triton."""
     if tensor.datatype in ("FP16", "BF16"):
         raise InvalidRequest(f"'{tensor.name}' is {tensor.datatype}, which JSON can't carry; send it as binary data")
     values = to_numpy(tensor).ravel().tolist()
@@ -138,7 +134,7 @@ def _read(text: bytes) -> _ReplyJson:
         try:
             return _decoder.decode(text)
         except msgspec.DecodeError:
-            return msgspec.convert(json.loads(text), _ReplyJson)  # knows NaN and Infinity
+            return msgspec.convert(json.loads(text), _ReplyJson)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise OutputMismatch(f"the reply is not an inference response: {error}") from None
 

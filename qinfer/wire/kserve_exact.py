@@ -1,8 +1,7 @@
 """The exact reading of an infer request's JSON: Triton's order of checks, its texts, and all that it accepts.
 
 `read` takes the texts that `kserve_types.parse` refuses: nested data, NaN and Infinity (Triton parses with rapidjson's
-`kParseNanAndInfFlag`, triton-inference-server/common `triton_json.h`), and mistakes, which it names. It takes half as
-long again, so it runs second. `apply_parameters` sorts every request's parameters (reference §1.6).
+`kParseNanAndInfFlag`, triton-inference-server/common `triton_json.h`), and mistakes. It is slower, so it runs second.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,13 +16,13 @@ from qinfer.wire.json_pieces import LongArray
 from qinfer.wire.kserve_types import INPUTS, Input, InputParameters, Output, OutputParameters, Request
 
 STEP = "qinfer_step"
-"""The caller's number of a request in a sequence, to detect repeated ones."""
+"""Detects repeated requests of a sequence."""
 
 STRICT_JSON = "qinfer_strict_json"
-"""The parameter for null in place of NaN and infinities."""
+"""Null in place of NaN and infinities."""
 
 SEQUENCE_KEYS = {"sequence_id": "id", "sequence_start": "start", "sequence_end": "end", STEP: "step"}
-"""The parameters of a sequence, and their fields in `Sequence`."""
+"""Parameters, and their fields in `Sequence`."""
 
 _TRITON = "triton_"
 
@@ -58,7 +57,7 @@ def build(document: Any) -> Request:
 
 
 def read_input(entry: Any) -> Input:
-    """Reads one input from parsed JSON; raises as `read`."""
+    """Reads one parsed input as `read` does."""
     fields = entry if isinstance(entry, dict) else {}
     raw = fields.get("parameters")
     raw = raw if isinstance(raw, dict) else {}
@@ -81,7 +80,7 @@ def read_input(entry: Any) -> Input:
         raise UnsupportedDatatype(f"invalid datatype for input {name}")
     data: Any = UNSET
     if "data" in fields:
-        # Triton ignores the data of an empty tensor.
+        # Triton ignores its data.
         data = [] if 0 in shape else _data(fields, datatype)
     return cls(name, tuple(shape), parameters, data)
 
@@ -103,7 +102,7 @@ def _shared_memory(raw: Mapping[str, Any]) -> tuple[Any, int, int]:
 
 
 def check_one_source(data: Any, size: Any, region: Any) -> None:
-    """Raises `InvalidRequest` unless an input has exactly one source of data."""
+    """Raises `InvalidRequest` unless an input has one source."""
     sources = {"data": data, "binary_data_size": size, "shared_memory_region": region}
     found = [name for name, value in sources.items() if value is not UNSET]
     if len(found) != 1:
@@ -126,7 +125,7 @@ def _output(entry: Any) -> Output:
 
 
 def flat(data: list[Any], datatype: str) -> list[Any]:
-    """Flattens nested data, as Triton does, and checks the elements' types."""
+    """Flattens nested data, and checks the elements' types."""
     data = list(_leaves(data))
     types = set(map(type, data))
     if datatype == "BOOL":
@@ -155,14 +154,14 @@ def _leaves(data: list[Any]) -> Iterator[Any]:
 
 
 class Form(NamedTuple):
-    """The form of outputs: as binary data, and without NaN in JSON."""
+    """Outputs as binary data, or without NaN in JSON."""
 
     binary: bool = False
     strict: bool = False
 
 
 def apply_parameters(parameters: Mapping[str, Any], fields: dict[str, Any]) -> Form:
-    """Sorts a request's parameters into `fields` of an `InferRequest`; returns the form of outputs."""
+    """Sorts parameters into fields of an `InferRequest`; returns the outputs' form."""
     binary = strict = False
     custom: dict[str, Any] = {}
     sequence: dict[str, Any] = {}
@@ -190,14 +189,14 @@ _RESERVED = frozenset((*SEQUENCE_KEYS, STRICT_JSON, "priority", "timeout", "bina
 
 
 def check_forwarded(name: str) -> None:
-    """Raises `InvalidRequest` for a forwarded header with the name of a known parameter."""
+    """Raises `InvalidRequest` for a reserved header name."""
     lower = name.lower()
     if lower in _RESERVED or lower.startswith(_TRITON):
         raise InvalidRequest(f"parameter '{name[:100]}' is reserved for Triton usage and can't be a forwarded header")
 
 
 def custom_parameter(key: str, value: Any, within: str = "") -> Any:
-    """Returns a parameter for the backend; error texts begin with `within`."""
+    """Returns a backend's parameter; errors begin with `within`."""
     if key.startswith(_TRITON):
         raise InvalidRequest(
             f"{within}parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."
@@ -229,7 +228,7 @@ def _of_sequence(key: str, value: Any) -> Any:
 
 
 def _put_sequence(sequence: dict[str, Any], fields: dict[str, Any]) -> None:
-    if sequence.get("id"):  # 0 and "" mean: no sequence
+    if sequence.get("id"):
         fields["sequence"] = Sequence(**sequence)
     elif "step" in sequence:
         raise InvalidRequest(f"parameter '{STEP}' numbers the requests of a sequence: send 'sequence_id' with it")

@@ -1,11 +1,10 @@
-"""The infer requests and responses of the KServe v2 protocol over gRPC, single and streamed (reference §2.2, §2.3).
+"""The infer requests and responses of the KServe v2 protocol over gRPC (reference §2.2, §2.3).
 
-Inputs come as `raw_input_contents`, in the inputs' order, or as typed `contents`, never both in one request; inputs in
-shared memory are in neither. The encoded part of a reply that describes its outputs is cached, and tensor bytes are
-copied once, into the reply. All outputs are raw, because Triton's client reads no others.
+Inputs come as `raw_input_contents`, in the inputs' order, or as typed `contents`, never both; inputs in shared memory
+are in neither. All outputs are raw, because Triton's client reads no others.
 
 Tensor bytes, and large typed contents (`typed_contents.py`), are cut out of a message before protobuf parses it
-(`message_fields.py`); in replies, tensor bytes follow what protobuf prints.
+(`message_fields.py`); in replies, they follow what protobuf prints, and are copied once.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,7 +27,7 @@ from qinfer.wire.typed_contents import TYPED, TypedContents
 
 
 def cut_out(message: Bytes, field: int) -> tuple[Bytes, list[memoryview]]:
-    """Takes a `bytes` field (number 15 at most) out of a message; returns the rest, and views of the values."""
+    """Takes a `bytes` field (up to number 15) out of a message."""
     view, end, position, kept = memoryview(message), len(message), 0, 0
     wanted = field << 3 | LENGTH
     rest: list[Bytes] = []
@@ -64,14 +63,14 @@ def cut_out(message: Bytes, field: int) -> tuple[Bytes, list[memoryview]]:
 
 
 def values_of(message: bytes) -> memoryview:
-    """Returns the value of the only field of a message: packed numbers of fixed size are their little-endian bytes."""
+    """Returns the only field's value: packed numbers are little-endian bytes."""
     _, position = varint(message, 0)
     size, position = varint(message, position)
     return memoryview(message)[position : position + size]
 
 
 def prefix(field: int, size: int) -> bytes:
-    """Returns the tag and length before a value; field numbers go up to 15."""
+    """Returns tag and length; field numbers go up to 15."""
     if size < 0x80:
         return bytes((field << 3 | LENGTH, size))
     parts = [field << 3 | LENGTH]
@@ -85,12 +84,12 @@ def prefix(field: int, size: int) -> bytes:
 _PLAIN = OutputPlan()
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 _INTEGERS = ("int64_param", "uint64_param")
-_KINDS = {  # Triton's messages name the first; both kinds of integers are accepted
+_KINDS = {
     "sequence_id": ("int64_param or string_param", (*_INTEGERS, "string_param")),
     "sequence_start": ("bool_param", ("bool_param",)),
     "sequence_end": ("bool_param", ("bool_param",)),
     STEP: ("int64_param", _INTEGERS),
-    STRICT_JSON: ("bool_param", ("bool_param",)),  # of HTTP: no model sees it here either
+    STRICT_JSON: ("bool_param", ("bool_param",)),  # of HTTP
     "priority": ("int64_param or uint64_param", _INTEGERS),
     "timeout": ("int64_param", _INTEGERS),
 }
@@ -138,7 +137,7 @@ def apply_request_parameters(parameters: Mapping[str, Any], request: InferReques
 
 
 def shared_memory_of(tensor: Any) -> Region | None:
-    """Returns the shared memory of an input or output, if any."""
+    """Returns a tensor's shared memory, if any."""
     parameters = tensor.parameters
     where = f"for tensor '{tensor.name}'"
     if "shared_memory_region" not in parameters:
@@ -164,7 +163,7 @@ def shared_memory_of(tensor: Any) -> Region | None:
 
 
 def plan_outputs(outputs: Iterable[Any], regions: Regions) -> tuple[tuple[str, ...], OutputPlan]:
-    """Returns the names of the requested outputs, and their plan."""
+    """Returns the requested outputs, and their plan."""
     names, special = [], {}
     for output in outputs:
         names.append(output.name)
@@ -183,7 +182,7 @@ def plan_outputs(outputs: Iterable[Any], regions: Regions) -> tuple[tuple[str, .
 
 
 def to_parameter(value: Scalar) -> dict[str, Scalar]:
-    """Returns the fields of an `InferParameter` for a response's parameter."""
+    """Returns an `InferParameter`'s fields."""
     if isinstance(value, bool):
         return {"bool_param": value}
     if isinstance(value, int):
@@ -210,29 +209,29 @@ def _known(name: str, kind: str, value: Any) -> Any:
     if kind not in kinds:
         raise InvalidRequest(f"invalid value type for '{name}' parameter, expected {expected}.")
     if name == "sequence_id" and kind == "int64_param":
-        return value % 2**64  # Triton reads the same bits as an unsigned id
+        return value % 2**64  # as Triton reads it
     if kind == "int64_param" and value < 0:
         raise InvalidRequest(f"invalid value for '{name}', expected value >= 0.")
     return value
 
 
 MAX_HEAD_BYTES = 2**20
-"""The most bytes of a large message without its inputs' data."""
+"""A large message without its inputs' data."""
 
 MAX_TYPED_BYTES = 64 * 2**20
 LARGE_BYTES = 256 * 1024
-"""The most bytes of typed contents that protobuf parses."""
+"""Larger typed contents bypass protobuf."""
 
 _INPUTS_FIELD = pb.ModelInferRequest.INPUTS_FIELD_NUMBER
 _CONTENTS_FIELD = pb.ModelInferRequest.InferInputTensor.CONTENTS_FIELD_NUMBER
 _RAW_INPUTS_FIELD = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
-_COPY_MAX_BYTES = 16 * 1024  # up to here protobuf's copies are cheaper
+_COPY_MAX_BYTES = 16 * 1024  # below this, copies by protobuf are cheaper
 
-_PACKED = ("BOOL", "FP32", "FP64")  # protobuf packs these as tensors do
+_PACKED = ("BOOL", "FP32", "FP64")
 
 
 class Message(NamedTuple):
-    """A parsed request, its raw inputs, and its large typed contents by input."""
+    """A parsed request with its inputs."""
 
     fields: Any
     raw: list[Bytes]
@@ -257,7 +256,7 @@ class Decoded(NamedTuple):
 
 
 def parse_infer(blob: Bytes) -> Message:
-    """Parses a ModelInferRequest; large inputs become views into `blob`."""
+    """Parses a ModelInferRequest; large inputs are views into `blob`."""
     try:
         if len(blob) <= _COPY_MAX_BYTES:
             fields = pb.ModelInferRequest.FromString(bytes(blob))
@@ -272,7 +271,6 @@ def parse_infer(blob: Bytes) -> Message:
 
 
 def _without_contents(message: Bytes, typed: dict[int, Bytes]) -> bytes:
-    """Takes the typed contents out of a large message."""
     rest, inputs = cut_out(message, _INPUTS_FIELD)
     parts: list[Bytes] = [rest]
     for place, one in enumerate(inputs):
@@ -291,7 +289,7 @@ def _without_contents(message: Bytes, typed: dict[int, Bytes]) -> bytes:
 
 
 def decode_infer(message: Message, regions: Regions, max_bytes: int = MAX_TYPED_BYTES) -> Decoded:
-    """Decodes a request; `max_bytes` limits its large typed contents."""
+    """Decodes a request; `max_bytes` limits large typed contents."""
     fields, raw, typed = message
     model: str = fields.model_name
     inputs: list[Tensor] = []
@@ -343,16 +341,16 @@ class _Known(NamedTuple):
 class Repetitions:
     """Decodes messages that differ from earlier ones only in their data, without protobuf.
 
-    A message is remembered when it comes twice and has one raw input, at its end, no id and no parameters.
+    They have one raw input, at their end, no id and no parameters.
     """
 
     def __init__(self) -> None:
-        self._begins: dict[int, int] = {}  # message size → the start of the data
+        self._begins: dict[int, int] = {}  # message size → the data's start
         self._known: dict[bytes, _Known] = {}
         self._repeats = Repeats()
 
     def decode(self, blob: Bytes) -> Decoded | None:
-        """Decodes a message as `decode_infer` does, or returns `None`."""
+        """Decodes a known message, or returns `None`."""
         begin = self._begins.get(len(blob))
         if begin is None:
             return None
@@ -387,7 +385,7 @@ class Repetitions:
 
 
 def _ends_with_data(begin: bytes, blob: Bytes, data: Bytes) -> bool:
-    """Returns whether other data at a message's end changes nothing else."""
+    """Other data there changes nothing else."""
     other = bytes(len(data)) if any(data) else b"\1" * len(data)
     whole, changed = pb.ModelInferRequest.FromString(bytes(blob)), pb.ModelInferRequest.FromString(begin + other)
     is_read = changed.raw_input_contents == [other] and other != data
@@ -409,7 +407,7 @@ def _typed(entry: Any, raw: list[Bytes], model: str) -> Bytes:
         return pack_bytes(values)
     if entry.datatype in _PACKED:
         return values_of(entry.contents.SerializeToString())
-    # As in Triton, a number too large keeps its low bytes.
+    # Too large numbers keep their low bytes, as in Triton.
     wide, narrow = DATATYPES[TYPED[field][0]].numpy, DATATYPES[entry.datatype].numpy
     return np.array(values, dtype=wide).astype(narrow, copy=False).tobytes()
 
@@ -446,7 +444,7 @@ _FINAL = "triton_final_response"
 
 
 def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: Regions) -> list[Bytes]:
-    """Encodes outputs as a ModelInferResponse, in pieces; `plan` is bound."""
+    """Encodes a ModelInferResponse, in pieces; `plan` is bound."""
     outputs, placed = response.outputs, _NOWHERE
     if plan.special is not None:
         outputs, placed = prepare(response, plan, regions)

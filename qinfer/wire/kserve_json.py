@@ -3,9 +3,8 @@
     request   JSON ‖ the bytes of each binary input, in the inputs' order (reference §1.6, §1.7)
     response  JSON ‖ the bytes of each binary output, in the outputs' order
 
-Floats are printed as doubles in the shortest text that gives the same double again, as in Triton. So every FP32 value
-survives a client that parses doubles; the shorter FP32 texts do not (7.038531e-26 is rounded twice). NaN and Infinity
-travel as these words, both ways, as in Triton.
+Floats are printed as doubles in the shortest text that gives the same double again, as in Triton: shorter FP32 texts do
+not survive a client that parses doubles (7.038531e-26 is rounded twice). NaN and Infinity travel as these words.
 """
 
 import json
@@ -29,14 +28,14 @@ from qinfer.wire.outputs import NO_REGIONS, OutputPlan, Regions, Special, prepar
 
 _BOUNDS = JsonBounds()
 _NULL = b"n"
-_PIECE_ELEMENTS = 65_536  # of an output that are objects at once
+_PIECE_ELEMENTS = 65_536  # of an output, objects at once
 _MOST_DIMENSIONS = 32
 _MOST_ELEMENTS = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
 
 
 class Packing(NamedTuple):
-    """The cached conversion between elements and bytes; `pack` raises for an element out of range."""
+    """Converts elements and bytes; `pack` raises for elements out of range."""
 
     elements: int
     nbytes: int
@@ -46,13 +45,13 @@ class Packing(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def packing_of(datatype: str, shape: tuple[int, ...]) -> Packing | None:
-    """Returns the packing of a datatype and shape; strings, 16-bit floats and empty tensors have none."""
+    """Returns the packing, if any: not of strings, 16-bit floats and empty tensors."""
     code = STRUCT_CODES.get(datatype)
     count = prod(shape) if len(shape) <= _MOST_DIMENSIONS else 0
     if code is None or not 0 < count <= _MOST_ELEMENTS:
         return None
     checked, native = struct.Struct(f"<{count}{code}"), struct.Struct(f"{count}{code}")
-    return Packing(count, native.size, checked.pack, native.unpack)  # native reads faster, and checks no range
+    return Packing(count, native.size, checked.pack, native.unpack)  # native reads faster, unchecked
 
 
 _NO_PARAMETERS = InputParameters()
@@ -75,13 +74,7 @@ def decode_infer(
 ) -> tuple[InferRequest, OutputPlan]:
     """Decodes an infer request; `raw_request` decodes raw binary ones, of JSON length 0.
 
-    Args:
-        body: The uncompressed body; binary inputs become views into it.
-        json_length: The header `Inference-Header-Content-Length`, or `None`.
-        model: The model's name, from the URL.
-        version: The version from the URL, or 0.
-        bounds: The limits of its JSON.
-        regions: The shared memory of inputs.
+    `body` is uncompressed; binary inputs become views into it. Model and version (or 0) are the URL's.
     """
     text, tail = (body, b"") if json_length is None else _split(body, json_length)
     document, parsed = _parsed_large(text, bounds) if len(text) > LARGE_BYTES else (None, _parsed(bytes(text), bounds))
@@ -116,7 +109,7 @@ def decode_infer(
 
 
 def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: Regions = NO_REGIONS) -> InferReply:
-    """Encodes the outputs of a response; `plan` is bound (`outputs.bind`)."""
+    """Encodes outputs; `plan` is bound (`outputs.bind`)."""
     begin = b'{"id":%b,' % _encoder.encode(client_id) if client_id else b"{"
     parts: list[Bytes] = [begin, _reply_head(plan.endpoint or response.model, response.version)]
     if response.parameters:
@@ -132,7 +125,7 @@ def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: 
             parts += (separator, head[:-1], b"}")
         elif plan.overrides.get(tensor.name, plan.binary):
             parts += (separator, head, b'"parameters":{"binary_data_size":%d}}' % len(tensor.data))
-            if len(tensor.data):  # without binary data, the whole body is JSON, as in Triton
+            if len(tensor.data):  # otherwise all is JSON, as in Triton
                 tail.append(tensor.data)
         elif len(tensor.data) > _PIECE_ELEMENTS and tensor.datatype in STRUCT_CODES:
             long_text = _whole((*parts, separator, head, b'"data":'))
@@ -142,7 +135,7 @@ def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: 
             parts += (separator, head, b'"data":', elements(tensor, strict=plan.strict), b"}")
         separator = b","
     parts.append(b"]}")
-    text = b"".join(parts) if type(parts[0]) is bytes else cast(bytes, _whole(parts))  # to make it bytes would copy it
+    text = b"".join(parts) if type(parts[0]) is bytes else cast(bytes, _whole(parts))  # bytes would be a copy
     if not tail:
         return InferReply(text)
     return InferReply(b"".join((text, *tail)), len(text))
@@ -156,7 +149,7 @@ _PLAIN = kserve_exact.Form()
 
 
 def _parsed(text: bytes, bounds: JsonBounds) -> Request:
-    if text.count(b"[") + text.count(b"{") > bounds.depth:  # few brackets are not nested deeply
+    if text.count(b"[") + text.count(b"{") > bounds.depth:
         check_depth(text, bounds.depth)
     try:
         return parse(text)
@@ -186,7 +179,7 @@ def _split(body: Bytes, json_length: int) -> tuple[Bytes, Bytes]:
 
 
 def _from_elsewhere(entry: Input, tail: Bytes, position: int, model: str, regions: Regions) -> tuple[Bytes, int]:
-    """Returns an input's data, and the position of the next binary input."""
+    """Returns the data, and the next binary input's position."""
     parameters = _NO_PARAMETERS if entry.parameters is UNSET else entry.parameters
     size = parameters.binary_data_size
     if size is UNSET or entry.data is not UNSET or parameters.shared_memory_region is not UNSET:
@@ -209,7 +202,7 @@ def _without_binary(entry: Input, parameters: InputParameters, regions: Regions)
 
 
 def pack(entry: Input, most: int = _BOUNDS.nbytes) -> Bytes:
-    """Converts JSON elements to tensor bytes; `most` limits a long array's."""
+    """Converts JSON elements to bytes, at most `most`."""
     data: Any = entry.data
     datatype = NAMES[type(entry)]
     packing = None if isinstance(data, LongArray) else packing_of(datatype, entry.shape)
@@ -217,7 +210,7 @@ def pack(entry: Input, most: int = _BOUNDS.nbytes) -> Bytes:
         try:
             return packing.pack(*data)
         except (struct.error, OverflowError):
-            pass  # the error is named below
+            pass
     count = elements_of(entry.name, entry.shape)
     if not count:
         return b""
@@ -244,7 +237,7 @@ def pack(entry: Input, most: int = _BOUNDS.nbytes) -> Bytes:
 
 
 def elements_of(name: str, shape: Sequence[int]) -> int:
-    """Counts a client's elements; raises `InvalidRequest` before the product grows beyond any tensor."""
+    """Counts elements; raises `InvalidRequest` for impossible products."""
     if 0 in shape:
         return 0
     count = 1
@@ -293,7 +286,7 @@ def _output_head(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def _whole(parts: Sequence[Bytes]) -> bytearray:
-    """Appends all parts to the first; a large bytearray is not copied."""
+    """A large bytearray is not copied."""
     whole = parts[0] if isinstance(parts[0], bytearray) else bytearray(parts[0])
     for part in parts[1:]:
         whole += part
@@ -301,7 +294,7 @@ def _whole(parts: Sequence[Bytes]) -> bytearray:
 
 
 def elements(tensor: Tensor, *, strict: bool = False) -> bytes:
-    """Converts tensor bytes to a flat JSON array; `strict` has null for NaN and infinities."""
+    """Converts tensor bytes to a flat JSON array; `strict` has null for NaN."""
     packing = packing_of(tensor.datatype, tensor.shape)
     if packing is not None and len(tensor.data) == packing.nbytes:
         if packing.elements > _PIECE_ELEMENTS:
@@ -316,12 +309,12 @@ def elements(tensor: Tensor, *, strict: bool = False) -> bytes:
 
 
 def _with_words(values: Sequence[Any]) -> bytes:
-    """Encodes NaN and infinities as Triton's words; msgspec writes null."""
+    """Writes words, where msgspec writes null."""
     return json.dumps(values, separators=(",", ":")).encode()
 
 
 def _add_elements(text: bytearray, tensor: Tensor, *, strict: bool) -> None:
-    """Appends numbers piece by piece: objects take a multiple of their bytes."""
+    """Piece by piece: objects take a multiple of memory."""
     if len(tensor.data) != prod(tensor.shape) * DATATYPES[tensor.datatype].itemsize:
         raise OutputMismatch(f"output tensor shape does not match size of output for '{tensor.name}'")
     values = memoryview(tensor.data).cast(STRUCT_CODES[tensor.datatype])  # type: ignore[call-overload]  # as below

@@ -1,7 +1,6 @@
 """The infer request's JSON as msgspec structs, one per datatype, so one typed pass checks and converts the data.
 
-`parse` reads every good request with flat data. For others - nested data, NaN, mistakes - `kserve_exact` gives the same
-structs or Triton's error.
+`parse` reads every good request with flat data. For others `kserve_exact` gives the same structs or Triton's error.
 """
 
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Annotated, Any, Union, cast
 import msgspec
 from msgspec import UNSET, UnsetType
 
-# The known parameters: reference §1.6.
+# reference §1.6
 Dimension = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -32,7 +31,7 @@ class InputParameters(msgspec.Struct, gc=False):
 
 
 class Input(msgspec.Struct, tag_field="datatype", gc=False):
-    """The common fields of inputs; subclasses type `data`, flat and row-major."""
+    """Inputs' common fields; subclasses type `data`, flat and row-major."""
 
     name: str
     shape: tuple[Dimension, ...]
@@ -47,7 +46,7 @@ ELEMENTS: dict[str, Any] = {
     **dict.fromkeys(("FP32", "FP64"), float),
     "BYTES": str,
 }
-"""The elements' type of each datatype that travels as JSON."""
+"""Each JSON datatype's element type."""
 
 
 def _input_of(datatype: str, data: Any) -> type[Input]:
@@ -58,7 +57,7 @@ def _input_of(datatype: str, data: Any) -> type[Input]:
 
 INPUTS = {name: _input_of(name, list[element]) for name, element in ELEMENTS.items()}  # type: ignore[valid-type]
 
-# FP16 and BF16 travel as binary only; their `data` is refused later.
+# FP16 and BF16 are refused later.
 INPUTS |= {name: _input_of(name, Any) for name in ("FP16", "BF16")}
 
 NAMES: dict[type[Input], str] = {cls: name for name, cls in INPUTS.items()}
@@ -102,4 +101,4 @@ UNPARSABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """The errors of `parse` for unreadable text."""
 
 parse: Callable[[bytes], Request] = msgspec.json.Decoder(Request).decode
-"""Reads a request with flat data, or raises one of `UNPARSABLE`."""
+"""Reads flat data, or raises one of `UNPARSABLE`."""

@@ -1,7 +1,6 @@
 """Walks the fields of an encoded protobuf message without parsing it.
 
-A message is a sequence of (tag, value); the tag's low three bits give the kind of value, the others the field. The
-parser makes objects of all fields at once and blocks all threads, so large messages are counted first.
+The parser makes objects of all fields at once and blocks all threads, so large messages are counted first.
 """
 
 from typing import Any
@@ -12,7 +11,7 @@ from qinfer.errors import InvalidRequest, PayloadTooLarge
 from qinfer.tensors import Bytes
 
 MAX_FIELDS = 65_536
-"""The most fields of a large message: each costs more than its bytes."""
+"""Of a large message: each costs more than its bytes."""
 
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 
@@ -25,7 +24,7 @@ def malformed() -> InvalidRequest:
 
 
 def varint(message: Bytes, position: int) -> tuple[int, int]:
-    """Reads a number; returns it, and the next position. Raises `IndexError` if the message is cut off."""
+    """Returns a number and the next position, or raises `IndexError`."""
     value = message[position]
     position += 1
     if value < 0x80:
@@ -43,7 +42,7 @@ def varint(message: Bytes, position: int) -> tuple[int, int]:
 
 
 def check_fields(message: Bytes, kind: Any) -> None:
-    """Counts the fields and list elements of a message, by its descriptor; refuses too many."""
+    """Refuses too many fields and list elements."""
     parts, count = [(0, len(message), kind)], 0
     try:
         while parts:

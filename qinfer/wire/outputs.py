@@ -1,7 +1,6 @@
 """Output options of a request: binary or JSON form, ranking into classes, shared memory (reference §1.6 to §1.15).
 
-HTTP and gRPC share them. A request's parameters become an `OutputPlan` (`read_special` reads those of one output),
-`bind` adds the names of classes from the model's configuration, and `prepare` executes the plan.
+A request's parameters become an `OutputPlan`, `bind` adds the names of classes, and `prepare` executes the plan.
 
 Each element of a ranked output is `value:index` or `value:index:label`, with the value as C++'s `std::to_string` prints
 it: integers plain, floats with six decimals (reference §1.9).
@@ -23,7 +22,7 @@ Array = npt.NDArray[Any]
 Indices = npt.NDArray[np.int64]
 
 MAX_ELEMENTS = 1_000_000
-"""The most elements of a ranked row (reference §1.9)."""
+"""Of a ranked row (reference §1.9)."""
 
 _BLOCK = 2**18
 _FLOATS = ("FP32", "FP64")
@@ -60,10 +59,10 @@ def classify(tensor: Tensor, count: int, labels: Sequence[str] = (), *, batched:
 
 
 def greatest(values: Array, count: int) -> Indices:
-    """Ranks `[rows, elements]` as `int64[rows, count]`: greatest first, equal ones by ascending index, NaN last."""
+    """Ranks rows, greatest first, equal ones by index, NaN last."""
     rows, elements = values.shape
     best = np.empty((rows, count), np.int64)
-    # blocks that fit the cache
+    # fits the cache
     step = max(1, _BLOCK // max(elements, 1))
     for begin in range(0, rows, step):
         best[begin : begin + step] = _greatest(values[begin : begin + step], count)
@@ -73,13 +72,12 @@ def greatest(values: Array, count: int) -> Indices:
 def _greatest(values: Array, count: int) -> Indices:
     best: Indices
     if count == 1:
-        best = values.argmax(axis=1)[:, np.newaxis]  # the first of equal ones, and NaN before all
+        best = values.argmax(axis=1)[:, np.newaxis]  # NaN before all
     elif count * 8 < values.shape[1]:
         best = _partitioned(values, count)
     else:
         best = _sorted(values, count)
     if values.dtype.kind == "f" and (nan := np.isnan(values).any(axis=1)).any():
-        # Among the least, NaN is less than -Infinity.
         behind = np.isnan(values[nan, ::-1])
         order = np.lexsort((~behind, np.where(behind, -np.inf, values[nan, ::-1])), axis=1)
         best[nan] = values.shape[1] - 1 - order[:, ::-1][:, :count]
@@ -87,14 +85,14 @@ def _greatest(values: Array, count: int) -> Indices:
 
 
 def _sorted(values: Array, count: int) -> Indices:
-    """Sorts ascending and reads backwards, because negating would overflow unsigned integers."""
+    """Negating would overflow unsigned integers."""
     order = values[:, ::-1].argsort(axis=1, kind="stable")[:, ::-1]
     best: Indices = values.shape[1] - 1 - order[:, :count]
     return best
 
 
 def _partitioned(values: Array, count: int) -> Indices:
-    """Sorts only the greatest, except in rows with ties."""
+    """Sorts only the greatest, except rows with ties."""
     found = values.argpartition(values.shape[1] - count, axis=1)[:, -count:]
     found.sort(axis=1)
     chosen = np.take_along_axis(values, found, 1)
@@ -114,10 +112,10 @@ _NO_SHARED_MEMORY = "Client shared memory is disabled. Start the server with '--
 
 
 class Regions(Protocol):
-    """Registered shared memory; every method raises `UnsupportedFeature` where it is off."""
+    """Registered shared memory; where off, methods raise `UnsupportedFeature`."""
 
     def view(self, name: str, offset: int, byte_size: int) -> memoryview:
-        """Copies a part of a region, safe from later writes."""
+        """Copies a part of a region."""
         ...
 
     def check(self, name: str, offset: int, byte_size: int) -> None:
@@ -149,10 +147,7 @@ NO_REGIONS = NoRegions()
 
 
 class Special(msgspec.Struct, frozen=True):
-    """The treatment of an output that is ranked or goes to shared memory; `bind` sets `labels` and `batched`.
-
-    `classes` best classes replace its elements, unless 0.
-    """
+    """A ranked output or one in shared memory; unless 0, `classes` best replace its elements."""
 
     classes: int = 0
     region: str = ""
@@ -166,11 +161,9 @@ class OutputPlan(msgspec.Struct, frozen=True):
     """The form of a response's outputs.
 
     Attributes:
-        binary: The request's `binary_data_output`, the default.
         overrides: Output name → its own `binary_data`.
         special: Output name → ranking or shared memory; mostly `None`.
         held: The request's shared memory, kept as long as the plan.
-        endpoint: The requested endpoint, named in the reply in place of the model.
         strict: JSON has null for NaN and infinities, not Triton's words.
     """
 
@@ -187,7 +180,7 @@ class OutputPlan(msgspec.Struct, frozen=True):
 
 
 class Prepared(NamedTuple):
-    """Outputs for a reply; those of `placed` are in shared memory."""
+    """Outputs for a reply; `placed` are in shared memory."""
 
     outputs: tuple[Tensor, ...]
     placed: frozenset[str]
@@ -199,7 +192,7 @@ def no_shared_memory() -> UnsupportedFeature:
 
 
 def read_special(parameters: Mapping[str, Any], regions: Regions) -> Special | None:
-    """Reads the special treatment of an output, if any, from checked parameters."""
+    """Reads an output's special treatment from checked parameters."""
     if "shared_memory_region" not in parameters:
         classes = parameters.get("classification", 0)
         return Special(classes=classes) if classes else None
@@ -216,7 +209,7 @@ def read_special(parameters: Mapping[str, Any], regions: Regions) -> Special | N
 
 
 def bind(plan: OutputPlan, labels: Mapping[str, tuple[str, ...]], *, batched: bool) -> OutputPlan:
-    """Completes a plan with the model's labels and batch dimension."""
+    """Completes a plan with the model's labels and batching."""
     if plan.special is None:
         return plan
     special = {
@@ -229,7 +222,7 @@ def bind(plan: OutputPlan, labels: Mapping[str, tuple[str, ...]], *, batched: bo
 
 
 def prepare(response: Response, plan: OutputPlan, regions: Regions) -> Prepared:
-    """Ranks outputs and writes them to shared memory, by a bound plan; slow for large ones."""
+    """Ranks and places outputs by a bound plan; may be slow."""
     if plan.special is None:
         return Prepared(response.outputs, frozenset())
     outputs: list[Tensor] = []

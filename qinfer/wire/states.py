@@ -1,4 +1,4 @@
-"""The states of a sequence in Redis: a versioned record of tensors (`qinfer.wire.versions`)."""
+"""A sequence's states in Redis: a record of tensors (`qinfer.wire.versions`)."""
 
 from typing import Annotated
 
@@ -12,7 +12,7 @@ class _State(msgspec.Struct, array_like=True, gc=False):
     name: str
     datatype: str
     shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
-    # A copy: aligned for runtimes, and independent of larger buffers.
+    # An aligned copy.
     data: bytes
 
 
@@ -24,7 +24,7 @@ _RECORD = Record(_States, "the state of a sequence")
 
 
 def encode_states(states: tuple[Tensor, ...]) -> bytes:
-    """Encodes the states after a step, by input name."""
+    """Encodes a step's states, by input name."""
     return _RECORD.encode(_States([_State(s.name, s.datatype, s.shape, bytes(s.data)) for s in states]))
 
 

@@ -1,7 +1,6 @@
 """Reads an input's typed contents over gRPC without protobuf, which would make an object of each at once.
 
-Numbers come packed in lists, strings in one field each. numpy counts both and turns them into a tensor's bytes, window
-by window. Contents in several pieces are one list.
+numpy turns packed numbers and strings into a tensor's bytes, window by window. Contents in several pieces are one list.
 """
 
 from collections.abc import Iterator
@@ -15,9 +14,9 @@ from qinfer.tensors import DATATYPES, Bytes
 from qinfer.wire.message_fields import FIXED_BYTES, LENGTH, MAX_FIELDS, VARINT, malformed, varint
 
 WINDOW_BYTES = 256 * 1024
-"""The bytes processed at once; other threads run in between."""
+"""Processed at once; other threads run in between."""
 
-TYPED = {  # field of InferTensorContents → its datatypes, its own first
+TYPED = {  # field → datatypes, its own first
     1: ("BOOL",),
     2: ("INT32", "INT16", "INT8"),
     3: ("INT64",),
@@ -28,18 +27,18 @@ TYPED = {  # field of InferTensorContents → its datatypes, its own first
     8: ("BYTES",),
 }
 
-_WIDTHS = {6: 4, 7: 8}  # bytes of a number, in fields of fixed-size numbers
+_WIDTHS = {6: 4, 7: 8}  # of fixed-size numbers
 _STRINGS = 8 << 3 | LENGTH
 _MAX_VARINT_BYTES = 10
-_PREFIX_BYTES = 4  # of an element of a BYTES tensor
-_JUMPS = 4  # doublings: a list of strings is followed 16 at a time
+_PREFIX_BYTES = 4  # of BYTES elements
+_JUMPS = 4  # strings are followed 16 at a time
 
 _Bytes = npt.NDArray[np.uint8]
 _Numbers = npt.NDArray[np.int64]
 
 
 class TypedContents:
-    """The typed contents of one input, in field number `field` (0 = empty)."""
+    """One input's contents, in field number `field` (0 = empty)."""
 
     def __init__(self, text: Bytes) -> None:
         self._text = memoryview(text)
@@ -51,7 +50,7 @@ class TypedContents:
             self._numbers = self._joined_lists()
 
     def tensor_bytes(self, name: str, datatype: str, count: int, most: int) -> Bytes:
-        """Returns a tensor's bytes: `count` elements, at most `most` bytes."""
+        """Returns `count` elements, at most `most` bytes."""
         itemsize = DATATYPES[datatype].itemsize or _PREFIX_BYTES
         if count * itemsize > most:
             raise _too_large(name, count * itemsize, most)
@@ -68,12 +67,12 @@ class TypedContents:
         for numbers in _numbers(text):
             if datatype == "BOOL":
                 out += (numbers != 0).tobytes()
-            else:  # as in Triton, a number too large keeps its low bytes
+            else:  # too large numbers keep their low bytes, as in Triton
                 out += numbers.astype(DATATYPES[datatype].numpy).tobytes()
         return out
 
     def _joined_lists(self) -> Bytes:
-        """Finds the filled field; returns its packed numbers."""
+        """Returns the filled field's packed numbers."""
         text, position, end, count = self._text, 0, len(self._text), 0
         lists: list[memoryview] = []
         try:
@@ -109,7 +108,7 @@ class TypedContents:
         while position < end:
             window = np.frombuffer(text[position : position + WINDOW_BYTES], np.uint8)
             run = None if (window[1:3] >= 0x80).sum() == 2 else _run(window)
-            if run is None:  # one with a long head, or longer than a window
+            if run is None:  # long
                 position = self._long_string(position, out)
                 found += 1
             else:
@@ -139,8 +138,6 @@ class TypedContents:
 
 
 class _StringRun(NamedTuple):
-    """The complete strings of a window."""
-
     begins: _Numbers
     heads: _Numbers
     sizes: _Numbers
@@ -148,7 +145,7 @@ class _StringRun(NamedTuple):
 
 
 def _run(window: _Bytes) -> _StringRun | None:
-    """Finds the strings at the start of a window, unless the first is incomplete or has a long head."""
+    """`None` if the first is incomplete or long."""
     count = len(window)
     padded = np.concatenate((window, np.zeros(2, np.uint8)))
     first, second = padded[1 : count + 1].astype(np.int32), padded[2:].astype(np.int32)
@@ -156,7 +153,7 @@ def _run(window: _Bytes) -> _StringRun | None:
     heads = np.where(is_wide, 3, 2)
     sizes = np.where(is_wide, first & 0x7F | second << 7, first)
     ends = np.arange(count) + heads + sizes
-    ends[(is_wide & (second >= 0x80)) | (ends > count)] = count + 1  # the data after it is unknown
+    ends[(is_wide & (second >= 0x80)) | (ends > count)] = count + 1  # unknown data follows
     following = np.append(np.minimum(ends, count), count)
     jumps = [following]
     for _ in range(_JUMPS):
@@ -172,7 +169,7 @@ def _run(window: _Bytes) -> _StringRun | None:
     begins = begins[begins < count]
     if (window[begins] != _STRINGS).any():
         raise malformed()
-    begins = begins[ends[begins] <= count]  # all but the last one, at most
+    begins = begins[ends[begins] <= count]
     if not len(begins):
         return None
     return _StringRun(begins, heads[begins], sizes[begins], int(ends[begins[-1]]))
@@ -194,7 +191,7 @@ def _joined(window: _Bytes, run: _StringRun) -> bytes:
 
 
 def _count(text: memoryview) -> int:
-    """Counts packed numbers by last bytes, which have no high bit."""
+    """Counts last bytes, which have no high bit."""
     return sum(
         int(np.count_nonzero(np.frombuffer(text[at : at + WINDOW_BYTES], np.uint8) < 0x80))
         for at in range(0, len(text), WINDOW_BYTES)

@@ -3,8 +3,7 @@
     record      a byte with its wire version, then msgpack: an array whose fields are only ever appended
     document    JSON for people to read too, an object with its version in `wire`
 
-Readers skip unknown fields and give missing ones their defaults, so a version rises only if an older reader would
-misread the data.
+Readers skip unknown fields and default missing ones, so a version rises only if an older reader would misread the data.
 """
 
 from typing import Generic, TypeVar
@@ -16,7 +15,7 @@ from qinfer.errors import CorruptEntry
 T = TypeVar("T")
 
 DOCUMENT_VERSION = 1
-"""The written wire version of documents, and the newest readable one."""
+"""Written by this qinfer, and the newest readable one."""
 
 _HEAD = b'{"wire":%d,' % DOCUMENT_VERSION
 
@@ -32,7 +31,7 @@ class NewerVersion(CorruptEntry):
 
 
 class Record(Generic[T]):
-    """The encoding of values of one type, a struct with `array_like=True`; `what` names a value in errors."""
+    """Encodes structs with `array_like=True`; `what` names them in errors."""
 
     def __init__(self, kind: type[T], what: str, version: int = 1) -> None:
         self._what = what
@@ -46,12 +45,7 @@ class Record(Generic[T]):
         return self._prefix + self._encode(value)
 
     def decode(self, raw: bytes) -> T:
-        """Decodes a value.
-
-        Raises:
-            NewerVersion: A newer qinfer wrote it.
-            CorruptEntry: It is damaged.
-        """
+        """Decodes a value, or raises `NewerVersion` or `CorruptEntry`."""
         if raw[:1] > self._prefix:
             raise NewerVersion(self._what, raw[0], self._version)
         try:
@@ -70,15 +64,10 @@ def encode_document(value: msgspec.Struct) -> bytes:
 
 
 def decode_document(raw: bytes, kind: type[T]) -> T:
-    """Decodes a document, of version 1 by default.
-
-    Raises:
-        NewerVersion: A newer qinfer wrote it.
-        msgspec.DecodeError: It is damaged.
-    """
+    """Decodes a document, or raises `NewerVersion` or `msgspec.DecodeError`."""
     try:
         if not raw.startswith(_HEAD) and (found := msgspec.json.decode(raw, type=_Wire).wire) > DOCUMENT_VERSION:
             raise NewerVersion(f"the {kind.__name__}", found, DOCUMENT_VERSION)
         return msgspec.json.decode(raw, type=kind)
-    except (UnicodeDecodeError, RecursionError) as error:  # msgspec's own, of text that is no UTF-8 or nested too deep
+    except (UnicodeDecodeError, RecursionError) as error:  # not UTF-8, or nested too deep
         raise msgspec.DecodeError(str(error)) from None

@@ -1,7 +1,6 @@
 """Endpoints declared by files, written at a gateway's start once for each content of a file.
 
-Later changes, by the API or a promotion, therefore survive a restart; an edited file replaces them. An endpoint
-outlives its file until the API removes it.
+Later changes by the API or a promotion survive a restart; an edited file replaces them. An endpoint outlives its file.
 """
 
 import asyncio
@@ -18,11 +17,11 @@ from qinfer.traffic.routing import EndpointWatch
 logger = logging.getLogger(__name__)
 
 AGAIN_S = 2.0
-"""The pause before a declaration with missing models is tried again."""
+"""The pause before missing models are looked for again."""
 
 
 def declared_here(settings: Settings) -> list[Endpoint]:
-    """Reads the declarations of this gateway's directory, if it has one."""
+    """Reads the declarations of this gateway's directory."""
     return read_directory(settings.endpoints.path) if settings.endpoints.path else []
 
 
@@ -35,14 +34,14 @@ class EndpointFiles:
         self._reasons: dict[str, str] = {}
 
     async def run(self) -> None:
-        """Writes the remaining declarations until all are written, or cancelled."""
+        """Writes declarations until all are written."""
         while self._left:
             await asyncio.sleep(AGAIN_S)
             with suppress(BrokerUnavailable):  # others log it
                 await self.write()
 
     async def write(self) -> None:
-        """Writes the declarations whose models exist, once for each file."""
+        """Writes declarations whose models exist, once per file."""
         for name, endpoint in list(self._left.items()):
             reason = "; ".join(self._watch.view.refusals(endpoint))
             if not reason and await self._write(endpoint):

@@ -1,8 +1,4 @@
-"""Routes of endpoints: `/v1/endpoints`, read with the scope `infer` and changed with `admin`.
-
-A declaration can be read, edited and put back: its `revision` makes a concurrent change a 409. Without a revision it
-replaces the present declaration.
-"""
+"""Routes of endpoints: `/v1/endpoints`, read with the scope `infer` and changed with `admin`."""
 
 from typing import Any
 

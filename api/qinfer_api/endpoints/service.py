@@ -1,7 +1,4 @@
-"""Declarations of endpoints, and decisions about canaries: checked against the models, and written by compare-and-set.
-
-This gateway applies a change before it replies.
-"""
+"""Declarations of endpoints, and decisions about canaries, written by compare-and-set."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -19,7 +16,7 @@ from qinfer.traffic.trial_store import TrialStore
 from qinfer.traffic.trials import CheckNumbers, Event, Trial, by_hand, numbers_of
 from qinfer_api.shadows import Shadows
 
-_TRIES = 5  # the controller writes once a second, too
+_TRIES = 5
 
 
 class TargetState(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,9 +28,7 @@ class TargetState(msgspec.Struct, frozen=True, kw_only=True):
         weight: Its share of the requests by weight.
         version: Its present version; 0 = `latest`, and no version is READY.
         ready: Whether it accepts requests; those for a canary that is not ready go to the stable target.
-        requests: Requests that this gateway has sent to the version since it started; 0 for a canary that has become
-        the
-            stable version, which counts them.
+        requests: Requests that this gateway has sent to the version; 0 for a canary that is now stable.
         shadows: Requests that a shadow has executed, counted alike.
     """
 
@@ -86,9 +81,8 @@ class CanaryView(msgspec.Struct, frozen=True, kw_only=True):
         step: The number of its step, from 1.
         steps: The number of steps.
         requests: The canary's requests in this step.
-        state: running | paused | promoted | rolling back (until every gateway has confirmed) | rolled back | replaced
-        (by a
-            new declaration of the endpoint, with which the trial starts again)
+        state: running | paused | promoted | rolling back (until every gateway has confirmed) | rolled back |
+            replaced (by a new declaration)
         reason: The reason of that state.
         since_s: The time of the last transition, in seconds since the epoch.
         done_s: The time at which every gateway had confirmed the rollback; 0 = it is not confirmed.
@@ -159,7 +153,7 @@ class EndpointService:
         return self._state(endpoint, None if stored is None else stored.trial, await self._trials.events(name))
 
     async def decide(self, name: str, action: Action, reason: str) -> EndpointState:
-        """Promotes, rolls back, pauses or resumes the canary on trial."""
+        """Decides about the canary on trial."""
         for _ in range(_TRIES):
             stored = await self._trials.find(name)
             endpoint = _of((await self._store.read()).endpoints, name)
@@ -172,7 +166,7 @@ class EndpointService:
         raise Conflict(f"endpoint '{name}' is being changed by others; try again")
 
     async def differences(self, name: str) -> EndpointDifferences:
-        """Returns how the answers of an endpoint's shadows differ from the stable target's."""
+        """Returns how shadows differ from the stable target."""
         endpoint = _of((await self._store.read()).endpoints, name)
         found = {} if self._shadows is None else await self._shadows.found(name)
         declared = [self._label(target) for target in endpoint.targets if target.role is Role.SHADOW]
@@ -191,7 +185,7 @@ class EndpointService:
         return f"{target.model}:{self._view.resolved(target)}"
 
     async def put(self, endpoint: Endpoint) -> EndpointState:
-        """Writes a valid declaration over its revision, or without one over the present declaration."""
+        """Writes a valid declaration over its revision or the present one."""
         self._check(endpoint)
         if endpoint.webhook:
             await self._check_url(endpoint.webhook)
@@ -202,7 +196,7 @@ class EndpointService:
         return self._state(written, None)
 
     async def delete(self, name: str, seen: int | None) -> None:
-        """Removes an endpoint; its name then means the model of that name."""
+        """Removes an endpoint."""
         await self._store.delete(name, seen)
         await self._watch.look()
 

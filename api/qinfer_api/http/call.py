@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _NO_REQUEST = InferRequest(model="", inputs=())
 _NO_PLAN = OutputPlan()
-_GONE = Reply(400, b"")  # the reply of a call whose connection was lost
+_GONE = Reply(400, b"")
 
 
 class Connection(Protocol):
@@ -29,16 +29,16 @@ class Connection(Protocol):
     """The address of the client."""
 
     def answered(self) -> None:
-        """Called when one of its calls has a reply."""
+        """Called when a call has a reply."""
         ...
 
     def is_behind(self, call: "Call") -> bool:
-        """Returns whether another reply is written before that of the call."""
+        """Returns whether another reply is written first."""
         ...
 
 
 class Call:
-    """One request on the fast path, and the sink of its response; the connection releases `memory`."""
+    """One request on the fast path, and its sink; the connection releases `memory`."""
 
     frontend = "HTTP"
     no_stream = DECOUPLED
@@ -69,7 +69,7 @@ class Call:
         return self._connection.is_behind(self)
 
     def come_first(self) -> None:
-        """Notes that this reply is the next to be written."""
+        """Notes that its reply is next."""
         if self._pending is not None:
             self._pending.comes_first()
 
@@ -107,7 +107,7 @@ class Call:
         self._connection.answered()
 
     def start(self, dispatcher: Dispatcher, codec: InferCodec) -> None:
-        """Decodes and submits the request, or answers with an error."""
+        """Decodes and submits the request."""
         head = self.head
         body = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
         self.parts = []
@@ -124,7 +124,6 @@ class Call:
                 self._plan = strictly(self._plan)
             if head.forwarded:
                 with_headers(request, head.forwarded)
-            # Most gateways have no endpoints; this check keeps them fast.
             if dispatcher.endpoints.by_name and dispatcher.choose(context, request, head.header):
                 self._plan = codec.routed(request, self._plan)
             self.request = request

@@ -1,9 +1,8 @@
 """An HTTP/1.1 connection over httptools: parses requests, writes replies in order, and bounds both.
 
-Requests wait in a queue until they are answered; only the first may write. Here each becomes a `Cycle`, which runs the
-ASGI application when it is first; a subclass may answer some below ASGI. The parser gets small slices and stops when a
-request stalls, because one read may hold thousands of requests. Connections that send a lot are read in turns
-(`Turns`).
+Only the first request in the queue may write. Here each becomes a `Cycle`, which runs the ASGI application when it is
+first; a subclass may answer some below ASGI. The parser gets small slices and stops when a request stalls, because one
+read may hold thousands of requests.
 """
 
 import asyncio
@@ -52,8 +51,8 @@ MAX_FRAMING_BYTES = 64 * 1024
 
 _NOTHING = memoryview(b"")
 _INVALID = "Invalid HTTP request received."
-_CHUNK_BYTES = 16  # size line and two line ends, with room to spare
-_LINGER_S = 2.0  # a refused client that is silent for this long is disconnected
+_CHUNK_BYTES = 16  # size line and two line ends
+_LINGER_S = 2.0
 _LONGEST_LINGER_S = 30.0
 
 
@@ -62,7 +61,7 @@ class Exchange(Protocol):
 
     @property
     def head(self) -> Head | None:
-        """The head of a request on the fast path; `None` for others."""
+        """The head on the fast path; `None` for others."""
         ...
 
     @property
@@ -85,7 +84,7 @@ class Exchange(Protocol):
         ...
 
     def come_first(self) -> None:
-        """Notes that this reply is the next to be written."""
+        """Notes that its reply is next."""
         ...
 
 
@@ -123,7 +122,7 @@ class HttpPort:
         return HttpConnection(self)
 
     def tick(self, now_s: float) -> None:
-        """Renews the `date` header and checks timeouts, once a second."""
+        """Renews the `date` header and checks timeouts."""
         self.common = [(b"date", formatdate(usegmt=True).encode())]
         for connection in tuple(self.connections):
             connection.check_timeouts(now_s)
@@ -137,37 +136,37 @@ class HttpConnection(asyncio.Protocol):
     def __init__(self, port: HttpPort) -> None:
         self.port = port
         self.peer = ""
-        self._ends: Scope = {}  # scope entries that all its requests share
+        self._ends: Scope = {}
         self.headers: list[tuple[bytes, bytes]] = []
         self.writable = asyncio.Event()
         self.writable.set()
         self._queue: deque[Exchange] = deque()
-        self._reading: Exchange | None = None  # the request whose body is being received; `None` if the body is ignored
+        self._reading: Exchange | None = None  # receives a body; `None`: it is ignored
         self._unparsed = _NOTHING
         self._parser = self._new_parser()
         self._is_parsing = self._is_paused = self._awaits_turn = False
-        self._closing = False  # accepts no more requests
-        self._refused = False  # discards all further input
+        self._closing = False
+        self._refused = False
         self._lingers, self._still_sends = False, True  # after a refusal
         self._receiving = self._in_head = False
         self._url = b""
-        self._framing_bytes = 0  # framing bytes of the current message beyond its first slice
+        self._framing_bytes = 0  # of this message, beyond its first slice
         self._chunks = 0
-        self._body_left = 0  # of a body with a Content-Length; negative for others
+        self._body_left = 0  # negative without Content-Length
         self._unwritten_bytes = 0
-        self._lent: list[Memory] = []  # of replies that the client has not read yet
-        self._later_bytes = 0  # written behind the first of those, so no sign of the client's progress
+        self._lent: list[Memory] = []  # of unread replies
+        self._later_bytes = 0  # written behind those: no sign of progress
         self._quiet_since_s = 0.0  # 0 = set at the next check
 
     def _new_parser(self) -> HttpRequestParser:
         parser = HttpRequestParser(self)
-        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # input after the end is ignored here
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return parser
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Parses received data until a request stalls it, and keeps the rest."""
+        """Parses data until a request stalls."""
         if self._refused:
             self._still_sends = True
             return
@@ -175,7 +174,7 @@ class HttpConnection(asyncio.Protocol):
         self.go_on()
 
     def go_on(self) -> None:
-        """Parses until a request stalls, then pauses or resumes the transport."""
+        """Parses until a request stalls; pauses or resumes the transport."""
         if self._is_parsing:
             return
         self._is_parsing, is_fresh = True, True
@@ -186,7 +185,7 @@ class HttpConnection(asyncio.Protocol):
                     self.port.turns.wait(self._take_turn, is_fresh=is_fresh)
                     break
                 taken, is_fresh = self._parse(self._unparsed[: max(SLICE_BYTES, self._body_left)]), False
-                self._unparsed = self._unparsed[taken:] or _NOTHING  # a slice would keep the whole read
+                self._unparsed = self._unparsed[taken:] or _NOTHING
         finally:
             self._is_parsing = False
         stalls = self._stalls()
@@ -215,7 +214,7 @@ class HttpConnection(asyncio.Protocol):
         return False
 
     def _parse(self, piece: memoryview) -> int:
-        """Parses a piece and returns the bytes it took; bounds heads and chunk framing."""
+        """Returns the bytes it took."""
         taken = len(piece)
         self._framing_bytes += taken  # the callbacks subtract body data, and reset it for a new message
         try:
@@ -224,7 +223,7 @@ class HttpConnection(asyncio.Protocol):
             except HttpParserUpgrade as upgrade:
                 taken = upgrade.args[0]
                 self._ignore_upgrade()
-        except (HttpParserError, HttpParserUpgrade) as error:  # an upgrade by CONNECT can't be ignored
+        except (HttpParserError, HttpParserUpgrade) as error:
             if isinstance(error, HttpParserCallbackError):
                 logger.error("request could not be taken", exc_info=error)
             self._refuse(400, _INVALID)
@@ -236,7 +235,7 @@ class HttpConnection(asyncio.Protocol):
         return taken
 
     def _ignore_upgrade(self) -> None:
-        """Parses the head again without `Upgrade` (RFC 9110 §7.8), behind which the parser reads no body."""
+        """Parses the head again without `Upgrade` (RFC 9110 §7.8)."""
         method, version = self._parser.get_method(), self._parser.get_http_version().encode()
         kept = [b"%b: %b\r\n" % header for header in self.headers if header[0].lower() != b"upgrade"]
         self._parser = self._new_parser()
@@ -261,14 +260,14 @@ class HttpConnection(asyncio.Protocol):
             self.headers.append((name, value))
 
     def on_chunk_header(self) -> None:
-        """Counts the chunks of a body, including the empty last one."""
+        """Counts chunks."""
         self._chunks += 1
         self._framing_bytes -= _CHUNK_BYTES
         if self._chunks > MAX_CHUNKS + 1:
             self._refuse(400, f"request body has more than {MAX_CHUNKS} chunks")
 
     def on_headers_complete(self) -> None:
-        """Queues the request, unless it follows the last one or its head is parsed again."""
+        """Queues the request."""
         self._in_head = False
         self._framing_bytes = 0
         if not (self._closing or self._parser.should_upgrade()):
@@ -280,7 +279,7 @@ class HttpConnection(asyncio.Protocol):
             self._closing = self._closing or self._is_old() or not self._parser.should_keep_alive()
 
     def on_body(self, body: bytes) -> None:
-        """Passes a piece of the body to its request."""
+        """Passes on a piece of the body."""
         self._framing_bytes -= len(body)
         self._body_left -= len(body)
         if self._reading is not None:
@@ -297,7 +296,7 @@ class HttpConnection(asyncio.Protocol):
         return self._parser.get_http_version() != "1.1"
 
     def _take(self) -> None:
-        """Queues a request for ASGI; refuses unknown transfer codings (RFC 9112 §6.1)."""
+        """Refuses unknown transfer codings (RFC 9112 §6.1)."""
         codings = transfer_codings(self.headers)
         if codings and codings != [b"chunked"]:
             given = b", ".join(codings).decode("latin-1")[:100]
@@ -310,7 +309,7 @@ class HttpConnection(asyncio.Protocol):
             return
         sent = dict(scope["headers"])
         waits = sent.get(b"expect", b"").lower() == b"100-continue" and not self._is_old()
-        self._body_left = int(sent.get(b"content-length", b"0"))  # the parser has validated it
+        self._body_left = int(sent.get(b"content-length", b"0"))
         self._reading = cycle = Cycle(self, scope, expects_continue=waits)
         self._queue.append(cycle)
         if len(self._queue) == 1:
@@ -336,7 +335,7 @@ class HttpConnection(asyncio.Protocol):
     # -- answering ----------------------------------------------------------------------------------------------------
 
     def answered(self) -> None:
-        """Writes finished replies in order, and starts the next request."""
+        """Writes finished replies; starts the next request."""
         queue, port = self._queue, self.port
         while queue:
             first = queue[0]
@@ -384,28 +383,27 @@ class HttpConnection(asyncio.Protocol):
         self._later_bytes = 0
 
     def writer_of(self, exchange: Exchange) -> Writer:
-        """Returns the writer for the reply to a request."""
+        """Returns a reply's writer."""
         cors = self.port.cors
         if cors is None:
             return self.port.writer
         return cors.writer(exchange.head, exchange.scope["headers"] if isinstance(exchange, Cycle) else self.headers)
 
     def is_last(self, exchange: Exchange) -> bool:
-        """Returns whether the connection closes after the reply to this request."""
+        """Returns whether the connection closes after this reply."""
         return self._closing and self._queue[-1] is exchange
 
     def _close(self) -> None:
-        """Closes after the last reply.
+        """Drops further bytes until the client closes (RFC 9112 §9.6).
 
-        Closing over unread bytes would reset the connection before the client reads the reply, so further bytes are
-        dropped until the client closes (RFC 9112 §9.6).
+        Closing over unread bytes would reset the connection before the client reads the reply.
         """
         if (self._refused or self._receiving) and self.transport.can_write_eof():
             self._refused = self._lingers = True
             self._unparsed = _NOTHING
             try:
                 self.transport.write_eof()
-            except OSError:  # the client has reset the connection
+            except OSError:
                 self.transport.abort()
                 return
             self.go_on()
@@ -414,7 +412,6 @@ class HttpConnection(asyncio.Protocol):
             self.transport.close()
 
     def _linger(self, until_s: float) -> None:
-        """Closes when the client has been silent for `_LINGER_S`, or at `until_s`."""
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         if self._still_sends and now_s < until_s:
@@ -424,7 +421,7 @@ class HttpConnection(asyncio.Protocol):
             self.transport.close()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Stops reading and queues an error as the last reply, in place of the current request."""
+        """Stops reading; the error replaces the current request."""
         if self._refused:
             return
         is_past_last = self._closing and self._reading is None
@@ -440,7 +437,7 @@ class HttpConnection(asyncio.Protocol):
             self.transport.close()
 
     def _withdraw(self) -> bool:
-        """Removes the current request from the queue; returns `False` if its reply has begun."""
+        """Returns `False` if its reply has begun."""
         exchange, self._reading = self._reading, None
         if isinstance(exchange, Cycle):
             if exchange.has_begun or exchange.reply is not None:
@@ -467,7 +464,7 @@ class HttpConnection(asyncio.Protocol):
         }
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Notifies the applications, releases memory, and breaks reference cycles."""
+        """Notifies applications and releases memory."""
         self.port.connections.discard(self)
         if not self.port.connections:
             self.port.is_idle.set()
@@ -481,16 +478,16 @@ class HttpConnection(asyncio.Protocol):
         self._reading = None
         self._refused, self._unparsed = True, _NOTHING
         self.writable.set()
-        del self._parser  # it references this object's methods
+        del self._parser
 
     def shutdown(self) -> None:
-        """Accepts no more requests, and closes when open requests are answered."""
+        """Closes after the open requests."""
         self._closing = True
         if not self._queue:
             self.transport.close()
 
     def pause_writing(self) -> None:
-        """Pauses reading while the client does not read its replies."""
+        """Pauses reading while replies are unread."""
         self.writable.clear()
         self._quiet_since_s = 0.0
         self.go_on()
@@ -502,13 +499,13 @@ class HttpConnection(asyncio.Protocol):
         self.go_on()
 
     def check_timeouts(self, now_s: float) -> None:
-        """Closes the connection if it has been idle or stuck for too long."""
+        """Closes an idle or stuck connection."""
         write_paused = not self.writable.is_set()
         unwritten_bytes = self.transport.get_write_buffer_size() if write_paused else 0
         if unwritten_bytes < self._unwritten_bytes:
             self._quiet_since_s = now_s  # slow, but the client reads
         self._unwritten_bytes = unwritten_bytes
-        waiting = len(self._queue) > (self._reading is not None)  # on replies, not counting the request being received
+        waiting = len(self._queue) > (self._reading is not None)  # on replies
         stuck = write_paused or (self._receiving and not self._is_paused and not waiting) or self._waits_for_memory()
         if not self._quiet_since_s or (self._queue and not stuck):
             self._quiet_since_s = now_s

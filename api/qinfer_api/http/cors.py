@@ -1,7 +1,6 @@
 """CORS headers and preflights (the Fetch standard, "CORS protocol").
 
-Only browsers enforce them; they are no access control. Preflights carry no API key, so they are answered before any
-route.
+Preflights carry no API key, so they are answered before any route.
 """
 
 from collections.abc import Iterable
@@ -39,22 +38,22 @@ class Cors:
 
     @classmethod
     def of(cls, settings: CorsSettings) -> "Cors | None":
-        """Returns what the settings ask for; `None` where CORS is off."""
+        """Returns CORS as set; `None` = off."""
         return cls(settings) if settings.allow_origins else None
 
     def writer(self, head: Head | None, read: Headers) -> Writer:
-        """Returns the writer of a reply; without a head, from the headers read so far."""
+        """Returns a reply's writer; without a head, by the headers read."""
         if self._is_open:
             return self._others
         return self._writers.get(origin_in(read) if head is None else head.origin(), self._others)
 
     def preflight(self, origin: bytes) -> Headers | None:
-        """Returns the headers that answer a preflight; `None` = the origin is not allowed."""
+        """Returns a preflight's answer; `None` = forbidden origin."""
         return self._preflight if self._is_open or origin in self._of else None
 
 
 class CorsApp:
-    """An ASGI application that answers preflights and passes on all other requests."""
+    """Answers preflights; passes on other requests."""
 
     def __init__(self, app: ASGIApp, cors: Cors) -> None:
         self._app = app

@@ -16,30 +16,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SENT_HEADERS = "sent_headers"
-"""Key of the ASGI state: headers with their names as sent."""
+"""ASGI state: headers with names as sent."""
 
 IN_REPLY_TO = "in_reply_to"
-"""Key of the ASGI state: the object whose `id` the reply names."""
+"""ASGI state: the object whose `id` the reply names."""
 
 ON_LEAVE = "on_leave"
-"""Key of the ASGI state: a callback for the loss of the client."""
+"""ASGI state: a callback for the loss of the client."""
 
 BORROWER = "borrower"
-"""Key of the ASGI state: the `Borrower` of the reply."""
+"""ASGI state: the reply's `Borrower`."""
 
 CLOSE = "close"
-"""Key of the scope's extensions: a function that closes the connection."""
+"""Scope extension: closes the connection."""
 
 WRITTEN = Reply(0, b"")
 """The reply of a request whose application has written it."""
 
-_MOST_UNTAKEN_BYTES = 64 * 1024  # unread body bytes at which the connection stops reading
+_MOST_UNTAKEN_BYTES = 64 * 1024
 _HEADER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+: [^\x00-\x08\x0a-\x1f\x7f]*\r\n")
 _WITHOUT_BODY = (204, 304)
 
 
 class Borrower(Protocol):
-    """An object that may hold budgeted memory for a reply."""
+    """May hold budgeted memory for a reply."""
 
     @property
     def memory(self) -> Memory | None:
@@ -48,7 +48,7 @@ class Borrower(Protocol):
 
 
 class Cycle:
-    """One request; its application starts when the request is first in the queue."""
+    """One request; its application starts when it is first in the queue."""
 
     head = None
 
@@ -60,14 +60,14 @@ class Cycle:
         self._expects_continue = expects_continue
         self._is_started = self._is_gone = False
         self._body = bytearray()
-        self._is_whole = self._is_taken = False  # the whole body: received, passed on
+        self._is_whole = self._is_taken = False  # the whole body
         self._news = asyncio.Event()
         self._has_body = self._is_chunked = False  # of the reply
         self._unsent_bytes = 0  # of a reply with a length
 
     @property
     def request_id(self) -> str:
-        """The id of the resulting request; empty before there is one."""
+        """The resulting request's id, or empty."""
         request = self.scope["state"].get(IN_REPLY_TO)
         return "" if request is None else str(request.id)
 
@@ -79,7 +79,7 @@ class Cycle:
 
     @property
     def stalls(self) -> bool:
-        """Whether reading pauses until its turn, or until its application reads."""
+        """Whether reading pauses."""
         return not self._is_started or len(self._body) > _MOST_UNTAKEN_BYTES
 
     def start(self) -> None:
@@ -107,7 +107,7 @@ class Cycle:
         self._news.set()
 
     def leave(self) -> None:
-        """Notifies the application that its client has left or been refused."""
+        """Notifies the application that its client has left."""
         self._is_gone = True
         self._news.set()
         on_leave = self.scope["state"].get(ON_LEAVE)
@@ -119,7 +119,7 @@ class Cycle:
             await self._connection.port.app(self.scope, self._receive, self._send)
             if self.reply is None and not self._is_gone:
                 raise RuntimeError("the application has not sent a whole reply")
-        except Exception as error:  # the boundary of a request
+        except Exception as error:
             logger.error("request failed", exc_info=error, extra={"path": self.scope["path"]})
             if self._is_gone or self.reply is not None:
                 return
@@ -165,7 +165,7 @@ class Cycle:
             self._send_head(message)
 
     def _send_head(self, message: Message) -> None:
-        """Writes the head; the server, not the application, decides framing and `connection`."""
+        """The server, not the application, decides framing and `connection`."""
         lines, length = [], None
         for given, value in message.get("headers", ()):
             name = given.lower()

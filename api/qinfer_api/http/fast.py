@@ -1,11 +1,10 @@
 """The fast path: `POST /v2/models/{m}[/versions/{v}]/infer` below ASGI.
 
-Small plain requests take the fast path, all others the FastAPI route (`rest/infer.py`). Both use `http/infer.py`, so
-their answers are equal to the byte. Nothing here waits.
+It and the FastAPI route (`rest/infer.py`) use `http/infer.py`, so their answers are equal to the byte. Nothing here
+waits.
 
-An accepted request becomes a `Call` in the queue of its connection. One that follows an unfinished ASGI request takes
-the ASGI path after it, because it may depend on it. An ASGI request waits for the calls before it, and reading pauses
-meanwhile.
+A request behind an unfinished ASGI request takes the ASGI path, because it may depend on it. An ASGI request waits for
+the calls before it, and reading pauses meanwhile.
 """
 
 from qinfer.core.api_keys import Scope
@@ -27,7 +26,7 @@ UNCOUNTED_BYTES = 16 * 1024
 
 
 class FastPath(HttpPort):
-    """State shared by all connections; the fast path is off if `restrictions` cover inference."""
+    """State shared by all connections; off if `restrictions` cover inference."""
 
     def __init__(
         self,
@@ -62,10 +61,10 @@ class QinferHttpProtocol(HttpConnection):
     def __init__(self, fast: FastPath) -> None:
         super().__init__(fast)
         self._fast = fast
-        self._memory: Reservation | None = None  # of the body being received, unless it came with its head
+        self._memory: Reservation | None = None  # of a body being received
 
     def data_received(self, data: bytes) -> None:
-        """Reads a whole plain request directly, anything else through the parser."""
+        """Reads a whole plain request directly."""
         if not (self._receiving or self._closing or self._unparsed or self._has_cycle()):
             known = self._fast.heads.find(data)
             if known is not None:
@@ -83,7 +82,7 @@ class QinferHttpProtocol(HttpConnection):
             self._reserve(call_read)
 
     def is_behind(self, call: Call) -> bool:
-        """Returns whether another reply is written before that of the call."""
+        """Returns whether another reply is written first."""
         return bool(self._queue) and self._queue[0] is not call
 
     def _has_cycle(self) -> bool:
@@ -113,7 +112,6 @@ class QinferHttpProtocol(HttpConnection):
             call.start(self._fast.dispatcher, self._fast.codec)
 
     def _reserve(self, call: Call) -> None:
-        """Authorizes a call and reserves memory for the rest of its body."""
         head, fast = call.head, self._fast
         assert head is not None
         if head.length <= UNCOUNTED_BYTES:
@@ -123,7 +121,6 @@ class QinferHttpProtocol(HttpConnection):
             self._memory = fast.receiving.reserve(tenant or self, head.length, self._let_in)
             if self._memory is None:
                 raise Overloaded(SPENT)
-            # A client can send nothing while its connection is not read.
             self._memory.watch(
                 lambda: head.length if self._is_paused else head.length - self._body_left, self._time_out
             )
@@ -137,7 +134,6 @@ class QinferHttpProtocol(HttpConnection):
         self.go_on()
 
     def _drop(self, call: Call, head: Head, error: QinferError) -> None:
-        """Answers with an error and skips the rest of the body, which is small."""
         self._release()
         self._reading, self._refused = None, self._closing
         call.refuse(self._fast.dispatcher, head, error)

@@ -1,4 +1,4 @@
-"""Parses heads of infer requests and selects those for the fast path; others go to the parser and the route."""
+"""Parses heads of infer requests and selects those for the fast path."""
 
 import re
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ from qinfer_api.http.infer import (
 from qinfer_api.http.visitors import Visitors
 
 MAX_FAST_BYTES = 256 * 1024
-"""Larger bodies take the route, which decodes them off the event loop."""
+"""Larger bodies are decoded off the event loop."""
 
-_MEANINGS = {  # other headers do not affect an infer request
+_MEANINGS = {
     b"content-length": "length",
     b"inference-header-content-length": "json",
     b"traceparent": "traceparent",
@@ -46,10 +46,7 @@ _NO_HEADERS: Mapping[str, str] = {}
 
 
 class Head(msgspec.Struct, frozen=True, gc=False):
-    """The parts of a head that the fast path needs.
-
-    `json_length` is unchecked. `sent` has all headers, as bytes or pairs, because endpoints may choose by any.
-    """
+    """The parts of a head that the fast path needs; `json_length` is unchecked."""
 
     target: Target
     length: int
@@ -70,13 +67,13 @@ class Head(msgspec.Struct, frozen=True, gc=False):
         return _only(_ORIGIN.findall(self.sent)) if isinstance(self.sent, bytes) else origin_in(self.sent)
 
     def header(self, name: str) -> str | None:
-        """Returns the first value of a header by its lower-case name, or `None`."""
+        """Returns the first value of a lower-case name."""
         wanted = name.encode()
         return next((value.decode("latin-1") for each, value in self.headers() if each.lower() == wanted), None)
 
 
 def parse_target(url: bytes) -> Target | None:
-    """Parses an infer URL; `None` = the route handles it (other paths, escapes, a query, a bad version)."""
+    """Parses an infer URL; `None` = the route handles it."""
     return _parse_target(url) if len(url) <= _MAX_URL_BYTES else None
 
 
@@ -98,7 +95,7 @@ def _parse_target(url: bytes) -> Target | None:
 def read_head(
     url: bytes, headers: Headers, max_bytes: int = MAX_FAST_BYTES, forward: re.Pattern[str] | None = None
 ) -> Head | None:
-    """Returns the head of a POST if it can take the fast path."""
+    """Returns a POST's head for the fast path."""
     target = parse_target(url)
     if target is None:
         return None
@@ -107,11 +104,11 @@ def read_head(
         meaning = _MEANINGS.get(name.lower())
         if meaning is not None:
             if meaning in found:
-                return None  # a repeated header: the route knows which one counts
+                return None
             found[meaning] = value
     if "special" in found or found.get("coding", b"").strip().lower() not in (b"", b"identity"):
         return None
-    length = int(found.get("length", b"-1"))  # the parser has validated it
+    length = int(found.get("length", b"-1"))
     if not 0 <= length <= max_bytes:
         return None
     trace = _trace(found.get("traceparent"), found.get("tracestate"))
@@ -160,7 +157,7 @@ def _wishes(accept: bytes | None, timeout: bytes | None) -> tuple[bool, float | 
 
 
 def transfer_codings(headers: Headers) -> list[bytes]:
-    """Returns the transfer codings in lower case, as applied."""
+    """Returns the lower-case transfer codings, as applied."""
     sent = [value for name, value in headers if name.lower() == b"transfer-encoding"]
     return [coding.strip().lower() for coding in b",".join(sent).split(b",")] if sent else []
 
@@ -171,7 +168,6 @@ _MAX_KNOWN = 1024
 
 
 def _once(group: int, meaning: str, value: bytes) -> bytes:
-    """Returns the pattern of a header that may occur once; its value is the group."""
     (name,) = (name for name, known in _MEANINGS.items() if known == meaning)
     return rb"(?i:%b): (?(%d)(?!))(%b)\r\n" % (name, group, value)
 
@@ -193,7 +189,7 @@ _LINES = (  # the most frequent first
     rb"(?i:connection: keep-alive)\r\n",
 )
 _PLAIN_HEAD = re.compile(rb"POST (/v2/models/[/.:@_~0-9A-Za-z-]++) HTTP/1\.1\r\n(?:%b)*+\r\n" % b"|".join(_LINES))
-"""A head that every parser reads alike; matching takes linear time."""
+"""Every parser reads these alike; matching takes linear time."""
 
 _ORIGIN = re.compile(rb"\r\n(?i:origin): *+((?:%b)?)" % _VALUE)
 _ANY_LINE = re.compile(rb"\r\n(%b): *+((?:%b)?)" % (_NAME, _VALUE))
@@ -202,9 +198,8 @@ _ANY_LINE = re.compile(rb"\r\n(%b): *+((?:%b)?)" % (_NAME, _VALUE))
 class HeadReader:
     """Reads small requests that arrive in one packet, without the connection's parser.
 
-    A regular expression reads the head, because proxies vary ids, traces and lengths; other forms go to the parser. The
-    last head of each packet length is cached, because clients without a proxy repeat it. A negative `max_bytes`
-    switches the fast path off.
+    A regular expression reads the head, because proxies vary ids, traces and lengths. The last head of each packet
+    length is cached, because other clients repeat it. A negative `max_bytes` switches the fast path off.
     """
 
     def __init__(
@@ -219,16 +214,16 @@ class HeadReader:
         self._known: list[tuple[bytes, int, Head] | None] = [None] * _MAX_KNOWN  # head, packet length
 
     def read(self, url: bytes, headers: Headers) -> Head | None:
-        """Calls `read_head` for a POST that the parser has read."""
+        """Calls `read_head` for a parsed POST."""
         return read_head(url, headers, self._max_bytes, self._forward)
 
     def find(self, packet: bytes) -> tuple[Head, bytes] | None:
-        """Splits a packet that is exactly one plain request into head and body."""
+        """Splits a packet that is one plain request."""
         size = len(packet)
         known = self._known[size % _MAX_KNOWN]
         if known is not None and known[1] == size and packet.startswith(known[0]):
             return known[2], packet[len(known[0]) :]
-        is_head_alone = packet.endswith(_END_OF_HEAD)  # its body follows in another packet
+        is_head_alone = packet.endswith(_END_OF_HEAD)
         match = None if is_head_alone else _PLAIN_HEAD.match(packet, 0, _MAX_HEAD_BYTES)
         if match is None:
             return None
@@ -254,6 +249,6 @@ class HeadReader:
             strict,
             timeout_s,
         )
-        if trace is None:  # a head with a trace never repeats
+        if trace is None:
             self._known[size % _MAX_KNOWN] = sent, size, head
         return head, packet[end:]

@@ -1,7 +1,6 @@
-"""Decodes infer requests, encodes responses and handles content encodings, so that fast path and routes answer alike.
+"""Decodes infer requests and encodes responses, so that fast path and routes answer alike.
 
-A body is JSON, JSON and binary tensors, or the raw data of the only input (`read_raw`). Nothing here waits; callers run
-slow calls (a large body, shared memory) in a thread.
+Nothing here waits; callers run slow calls (a large body, shared memory) in a thread.
 """
 
 import asyncio
@@ -44,12 +43,12 @@ from qinfer_api.status import http_status, of_request, retry_after_s
 Encoding = Literal["gzip", "deflate"]
 
 _WINDOW_BITS: dict[Encoding, int] = {"gzip": 31, "deflate": 15}  # `deflate` in HTTP is the zlib container
-_EITHER_CONTAINER = 47  # zlib detects the container
+_EITHER_CONTAINER = 47
 _STRICT = re.compile(r"(?i);[ \t]*strict[ \t]*=([^;,]*)")
 _STEP_BYTES = 256 * 1024
-_PIECE_BYTES = 64 * 1024  # `unused_data` copies the rest of a piece, so pieces are small
-_MAX_EXPANSION = 1032  # deflate's highest ratio of output to input bytes
-_MAX_MEMBERS = 1000  # of a gzip file that was appended to
+_PIECE_BYTES = 64 * 1024
+_MAX_EXPANSION = 1032  # deflate's highest ratio
+_MAX_MEMBERS = 1000  # of a gzip file
 
 
 def request_encoding(header: str | None) -> Encoding | None:
@@ -65,7 +64,7 @@ def request_encoding(header: str | None) -> Encoding | None:
 
 
 def response_encoding(header: str | None) -> Encoding | None:
-    """Chooses by the q-values of `Accept-Encoding`; the first wins a tie (RFC 9110 §12.5.3)."""
+    """Chooses by q-value; the first wins a tie (RFC 9110 §12.5.3)."""
     weights: dict[str, float] = {}
     for item in (header or "").lower().split(","):
         name, _, parameters = item.partition(";")
@@ -77,7 +76,7 @@ def response_encoding(header: str | None) -> Encoding | None:
 
 
 def read_seconds(name: str, text: str) -> float:
-    """Parses a number of seconds ≥ 0; `name` is for the error."""
+    """Parses seconds ≥ 0."""
     try:
         seconds = float(text)
     except ValueError:
@@ -89,7 +88,7 @@ def read_seconds(name: str, text: str) -> float:
 
 @lru_cache(maxsize=256)
 def wants_strict(header: str) -> bool:
-    """Returns whether `Accept` has `strict=true`: JSON without NaN and infinities."""
+    """Returns whether `Accept` has `strict=true`."""
     values = [value.strip(' \t"').lower() for value in _STRICT.findall(header)]
     for value in values:
         if value not in ("true", "false"):
@@ -98,7 +97,7 @@ def wants_strict(header: str) -> bool:
 
 
 def compress(body: bytes, encoding: Encoding, level: int = 1) -> bytes:
-    """Compresses a reply; fast by default, because floats shrink little."""
+    """Compresses a reply; fast, because floats shrink little."""
     compressor = zlib.compressobj(level=level, wbits=_WINDOW_BITS[encoding])
     return compressor.compress(body) + compressor.flush()
 
@@ -129,15 +128,12 @@ def decompress(body: Bytes, encoding: Encoding, max_bytes: int) -> bytes:
 
 
 def room_of(size: int, encoding: Encoding | None, max_bytes: int) -> int:
-    """Returns the memory that a body needs, with its decompressed form."""
+    """Returns the memory of a body and its decompressed form."""
     return size if encoding is None else size + min(size * _MAX_EXPANSION, max_bytes)
 
 
 def too_large(size: int | None, max_bytes: int, what: str = "body") -> PayloadTooLarge:
-    """Returns Triton's error for a large body.
-
-    `what` is `JSON` or `body` of an inference, empty for another call.
-    """
+    """Returns Triton's error; `what` is empty outside inference."""
     many = "" if size is None else f" of {size} bytes"
     text = (
         f"Request {what} size{many} exceeds the maximum allowed value of {max_bytes} bytes."
@@ -164,22 +160,22 @@ def _weight(parameters: str) -> float:
 Headers = Sequence[tuple[bytes, bytes]]
 
 ID_HEADER = b"qinfer-request-id"
-"""Header of every reply: the request's id, as in logs and spans."""
+"""The request's id, as in logs and spans."""
 
 CACHE_HEADER = b"qinfer-cache"
-"""Header of replies of models with the response cache: `hit` or `miss`."""
+"""Of models with the response cache: `hit` or `miss`."""
 
 TIMEOUT_HEADER = "Request-Timeout"
 """Request header: seconds until the request expires."""
 
 TARGET_HEADER = b"qinfer-target"
-"""Header of replies of endpoints: the target, such as `digits:4`."""
+"""Of endpoints: the target, such as `digits:4`."""
 
 UNQUOTED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
-"""The characters that a header value may have unquoted."""
+"""Unquoted in a header value."""
 
 LARGE_BYTES = 256 * 1024
-"""A larger body is written apart from its head."""
+"""Larger bodies are written apart."""
 
 _CLOSE = b"connection: close\r\n\r\n"
 _JSON_BEGIN = b"content-type: application/json\r\ncontent-length: "
@@ -187,15 +183,12 @@ _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in
 
 
 def header_value(text: str) -> bytes:
-    """Returns a text as a header value, percent-encoding everything but visible ASCII."""
+    """Percent-encodes everything but visible ASCII."""
     return text.encode() if text.isascii() and text.isprintable() else quote(text, safe=UNQUOTED).encode()
 
 
 class Reply(msgspec.Struct, frozen=True, gc=False):
-    """An answer before it is written.
-
-    `json_length` is set if binary tensors follow the JSON, before compression. `cache` is `hit`, `miss` or empty.
-    """
+    """An unwritten answer; `json_length` is set if uncompressed binary tensors follow the JSON."""
 
     status: int
     body: bytes
@@ -232,35 +225,35 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
 
 
 def failure_reply(error: BaseException, *, v1: bool = False) -> Reply:
-    """Returns the reply to an exception; some statuses differ below `/v1`."""
+    """Returns the reply to an exception."""
     failure = Failure.of(error)
-    v1 = v1 and type(error) is not Overloaded  # the server itself, not a queue or a quota
+    v1 = v1 and type(error) is not Overloaded
     return error_reply(http_status(failure.code, v1=v1), failure.message, retry_after_s(failure.code, error))
 
 
 def refusal(failure: Failure, target: str = "") -> Reply:
-    """Returns the reply of a failed response, with the endpoint's target if any."""
+    """Returns a failed response's reply."""
     reply = error_reply(http_status(failure.code), failure.message, retry_after_s(failure.code))
     return msgspec.structs.replace(reply, target=target) if target else reply
 
 
 def answered_by(response: Response, endpoint: str) -> str:
-    """Returns the endpoint's target that answered; empty without one."""
+    """Returns the endpoint's target, or empty."""
     return f"{response.model}:{response.version}" if endpoint and response.model else ""
 
 
 def error_reply(status: int, message: str, again_s: int = 0) -> Reply:
-    """Returns `{"error": message}`; `again_s` is the `Retry-After`, 0 for none."""
+    """Returns an error; `again_s` is the `Retry-After`, 0 for none."""
     return Reply(status, msgspec.json.encode({"error": message}), retry_after_s=again_s)
 
 
-@lru_cache(maxsize=1024)  # one call per reply of an endpoint
+@lru_cache(maxsize=1024)
 def _target_line(target: str) -> bytes:
     return b"%b: %b\r\n" % (TARGET_HEADER, header_value(target))
 
 
 class Writer:
-    """Renders replies; caches the common headers, which change once a second."""
+    """Renders replies; caches common headers."""
 
     def __init__(self, own: Headers = ()) -> None:
         self._own = own
@@ -268,7 +261,7 @@ class Writer:
         self._block = self._ok = b""
 
     def pieces(self, reply: Reply, common: Headers, request_id: str, *, close: bool) -> list[bytes]:
-        """Renders a reply with a large body as a piece of its own, to save a copy."""
+        """Renders a reply; a large body is its own piece, to save a copy."""
         if len(reply.body) <= LARGE_BYTES:
             return [self.render(reply, common, request_id, close=close)]
         begin, end = self.begin(reply.status, common, request_id), _CLOSE if close else b"\r\n"
@@ -290,7 +283,7 @@ class Writer:
         return b"".join((_STATUS_LINES[reply.status], self._block, name, b"\r\n", reply.head(), end, body))
 
     def begin(self, status: int, common: Headers, request_id: str) -> bytes:
-        """Renders the start of a reply: status line, common headers, request id."""
+        """Renders status line, common headers and request id."""
         self._renew(common)
         return b"%b%b%b\r\n" % (_STATUS_LINES[status], self._block, header_value(request_id))
 
@@ -304,13 +297,13 @@ class Writer:
 JSON_LENGTH_HEADER = "Inference-Header-Content-Length"
 
 DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
-"""The answer to a request for a decoupled model."""
+"""The refusal of a decoupled model."""
 
 _IN_SHARED_MEMORY = b"shared_memory_region"
 
 
 class Target(NamedTuple):
-    """The model and version in an infer URL; version 0 is the highest ready one."""
+    """Model and version of an infer URL; version 0 is the highest ready one."""
 
     model: str
     version: int
@@ -336,7 +329,7 @@ class InferCodec:
             return read_raw(body, target.model, target.version, served.spec)
         regions = self.memory.of(tenant).limited(self._max_input_bytes) if self.shares_memory else self.memory
         bounds = self.bounds
-        if served is not None and served.spec.name == target.model:  # the target of an endpoint is not chosen yet
+        if served is not None and served.spec.name == target.model:
             bounds = bounds._replace(check=partial(check_announced, spec=served.spec))
         request, plan = decode_infer(body, length, target.model, target.version, bounds, regions)
         if self.shares_memory:
@@ -346,7 +339,7 @@ class InferCodec:
         return request, plan
 
     def encode(self, response: Response, client_id: str, plan: OutputPlan) -> Reply:
-        """Encodes a response in the requested form, or its failure."""
+        """Encodes a response or its failure, as requested."""
         target = answered_by(response, plan.endpoint)
         if response.failure is not None:
             return refusal(response.failure, target)
@@ -358,7 +351,7 @@ class InferCodec:
         return Reply(200, encoded.body, encoded.json_length, cache=response.cache, target=target)
 
     def routed(self, request: InferRequest, plan: OutputPlan, served: Served | None = None) -> OutputPlan:
-        """Returns the plan of a request to an endpoint, bound to its target."""
+        """Returns an endpoint request's plan, bound to its target."""
         plan = msgspec.structs.replace(plan, endpoint=request.endpoint)
         return (
             plan
@@ -367,48 +360,48 @@ class InferCodec:
         )
 
     def reads_memory(self, body: Bytes) -> bool:
-        """Returns whether decoding may copy inputs from shared memory."""
+        """Returns whether decoding may read shared memory."""
         return self.shares_memory and _IN_SHARED_MEMORY in body
 
 
 def strictly(plan: OutputPlan) -> OutputPlan:
-    """Returns the plan with JSON that has no NaN or infinities."""
+    """Forbids NaN and infinities in JSON."""
     return msgspec.structs.replace(plan, strict=True)
 
 
 def regions_of(plan: OutputPlan, default: Regions) -> Regions:
-    """Returns the shared memory that receives the outputs of a request."""
+    """Returns the shared memory for outputs."""
     return plan.held if isinstance(plan.held, Limited) else default
 
 
 def noting(plan: OutputPlan, regions: Regions) -> OutputPlan:
-    """Returns the plan with the request's shared memory, if it uses any."""
+    """Notes the request's shared memory, if any."""
     if isinstance(regions, Limited) and regions.is_used:
         return msgspec.structs.replace(plan, held=regions)
     return plan
 
 
 def hold(plan: OutputPlan) -> None:
-    """Pins the shared memory of an accepted request while its plan lives."""
+    """Pins the request's shared memory while its plan lives."""
     if isinstance(plan.held, Limited):
         plan.held.hold()
 
 
 def bound(plan: OutputPlan, served: Served) -> OutputPlan:
-    """Returns a special plan bound to the outputs of a model."""
+    """Binds a special plan to a model's outputs."""
     labels = {output.name: output.labels for output in served.spec.outputs}
     return bind(plan, labels, batched=served.spec.max_batch_size > 0)
 
 
 def with_headers(request: InferRequest, forwarded: Mapping[str, Scalar]) -> None:
-    """Adds forwarded headers to the parameters; refuses names that have a meaning."""
+    """Adds forwarded headers to the parameters; refuses reserved names."""
     for name in forwarded:
         check_forwarded(name)
     request.parameters = {**request.parameters, **forwarded}
 
 
 def parse_version(text: str) -> int:
-    """Parses the version in a URL, an integer > 0."""
+    """Parses a URL's version."""
     if not (text.isascii() and text.isdigit() and len(text) < 20 and 0 < int(text) < 2**63):
         raise InvalidRequest(
             f"failed to get model version from specified version string '{text[:100]}', "
@@ -431,7 +424,7 @@ def parse_json_length(text: str | None, body_length: int) -> int | None:
 
 
 class FutureSink:
-    """A sink with one awaitable response; several responses become an error."""
+    """Awaits one response; several become an error."""
 
     frontend = "HTTP"
     no_stream = DECOUPLED
@@ -453,11 +446,11 @@ class FutureSink:
         self.response.set_result(response)
 
 
-_CASE_SENSITIVE = "(?-i)"  # RE2's flag, which Triton documents; Python accepts it only within groups
+_CASE_SENSITIVE = "(?-i)"  # RE2's flag, as Triton documents it
 
 
 def compile_forward(variable: str, pattern: str) -> re.Pattern[str] | None:
-    """Compiles the pattern of forwarded header names; it ignores case unless it begins with `(?-i)`."""
+    """Compiles a pattern of header names; without `(?-i)` it ignores case."""
     if not pattern:
         return None
     sensitive = pattern.startswith(_CASE_SENSITIVE)
@@ -470,7 +463,7 @@ def compile_forward(variable: str, pattern: str) -> re.Pattern[str] | None:
 
 
 def forwarded(pattern: re.Pattern[str], headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Returns the headers whose whole name matches; the last of equal names counts."""
+    """Returns the matching headers; the last of equal names counts."""
     found: dict[str, str] = {}
     for name, value in headers:
         text = name.decode("latin-1")
@@ -484,7 +477,7 @@ _PLAN = OutputPlan(binary=True)
 
 
 def read_raw(body: Bytes, model: str, version: int, spec: ModelSpec) -> tuple[InferRequest, OutputPlan]:
-    """Creates a request with binary outputs from a raw body; a model with a batch dimension gets one row."""
+    """Returns a raw body's request: one row if there is a batch dimension."""
     if len(spec.inputs) != 1:
         raise _refused(
             f"Raw request must only have 1 input (found 1) to be deduced but got {len(spec.inputs)} inputs in "

@@ -17,7 +17,7 @@ from qinfer_api.http.infer import InferCodec, Reply, refusal
 
 
 def encode_list(codec: InferCodec, responses: Sequence[Response], client_id: str, plan: OutputPlan) -> Reply:
-    """Encodes all responses as one reply, or the error of one that can't be encoded."""
+    """Encodes all responses as one reply, or the error of one."""
     texts, outputs, target = list[bytes](), list[bytes](), ""
     for response in responses:
         reply = codec.encode(response, client_id, plan)
@@ -32,7 +32,7 @@ def encode_list(codec: InferCodec, responses: Sequence[Response], client_id: str
 
 
 def encode_event(codec: InferCodec, response: Response, client_id: str, plan: OutputPlan) -> Reply:
-    """Encodes a response as the data of an event; binary outputs are a second line."""
+    """Encodes an event's data; binary outputs are a second line."""
     reply = codec.encode(response, client_id, plan)
     text, binary = _parts(reply)
     data = b"%b\n%b" % (text, b64encode(binary)) if binary else text
@@ -40,7 +40,7 @@ def encode_event(codec: InferCodec, response: Response, client_id: str, plan: Ou
 
 
 def coded_refusal(failure: Failure) -> Reply:
-    """Returns the reply of a failed response, including its error code."""
+    """Returns a failure's reply with its code."""
     body = msgspec.json.encode({"error": failure.message, "code": failure.code})
     return msgspec.structs.replace(refusal(failure), body=body)
 

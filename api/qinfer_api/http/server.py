@@ -1,4 +1,4 @@
-"""The HTTP server: its sockets, its TLS certificate, and its shutdown."""
+"""The HTTP server: sockets, TLS and shutdown."""
 
 import asyncio
 import contextlib
@@ -26,10 +26,7 @@ BACKLOG = 2048
 
 
 def bound_socket(section: str, host: str, port: int, advice: str) -> socket.socket:
-    """Binds a socket that does not listen yet; `section` names the variables in errors.
-
-    Connections would be reset if the server ended before it serves.
-    """
+    """Binds a socket that does not listen yet; `section` names the variables in errors."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     opened = socket.socket(family)
     try:
@@ -48,8 +45,8 @@ def bound_socket(section: str, host: str, port: int, advice: str) -> socket.sock
 async def listen_anew(
     server: asyncio.Server, connect: Callable[[], asyncio.BaseProtocol], tls: ssl.SSLContext
 ) -> asyncio.Server:
-    """Replaces a server by one with another TLS context; its connections stay open."""
-    listener = socket.socket(fileno=os.dup(server.sockets[0].fileno()))  # a closed server closes its socket
+    """Replaces a server's TLS context; connections stay open."""
+    listener = socket.socket(fileno=os.dup(server.sockets[0].fileno()))
     try:
         loop = asyncio.get_running_loop()
         successor = await loop.create_server(connect, sock=listener, ssl=tls, backlog=BACKLOG)
@@ -66,7 +63,7 @@ def netloc(host: str, port: int) -> str:
 
 
 def read_certificate(section: str, certificate: str, key: str) -> tuple[bytes, bytes] | None:
-    """Reads a PEM certificate chain and its key, and checks that they match; `None` if neither is set."""
+    """Reads a PEM certificate chain and its matching key."""
     if not certificate and not key:
         return None
     for variable, path in (("TLS_CERTFILE", certificate), ("TLS_KEYFILE", key)):
@@ -92,11 +89,11 @@ def read_tls_file(variable: str, path: str) -> bytes:
         raise SettingsError(f"{variable}={path}: there is no such file, or it can't be read") from None
 
 
-_LAST_REPLIES_S = 1.0  # for the refusals of requests that outlast the drain time
+_LAST_REPLIES_S = 1.0
 
 
 class HttpServer:
-    """Serves an ASGI application, and the port's own requests below it."""
+    """Serves an ASGI application, and below it the port's own requests."""
 
     def __init__(
         self, http: HttpSettings, app: ASGIApp, port: HttpPort, serving: Callable[[], None] | None = None
@@ -109,7 +106,7 @@ class HttpServer:
         self._ends = asyncio.Event()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Serves until `turn_away`, then drains the requests in flight."""
+        """Serves until `turn_away`, then drains."""
         loop, tls = asyncio.get_running_loop(), _tls(self._http)
         async with asyncio.TaskGroup() as group:
             ticking = group.create_task(self._tick(listener))
@@ -159,12 +156,12 @@ class HttpServer:
         if self._server is None or tls is None:
             return
         self._server = await listen_anew(self._server, self.port.connect, tls)
-        if self._ends.is_set():  # `turn_away` was called meanwhile
+        if self._ends.is_set():
             self._server.close()
 
 
 def note_descriptors(outage: OutageLog, listener: socket.socket) -> None:
-    """Logs when file descriptors run out; the event loop reports no dropped connection."""
+    """Logs when file descriptors run out, which the event loop hides."""
     try:
         os.close(os.dup(listener.fileno()))
     except OSError as error:

@@ -3,7 +3,6 @@
 A server without keys trusts every client, including a browser on its machine, which acts for any page: by a request
 without preflight (the Fetch standard, "CORS-safelisted request"), or under a name that points at this machine (DNS
 rebinding). So pages of other origins need CORS, and a server on loopback addresses accepts only its machine's names.
-Other clients send none of these headers.
 """
 
 import ipaddress
@@ -22,7 +21,7 @@ _PAGE = re.compile(rb"\r\n(?i:origin|sec-fetch-[a-z]+):")
 
 
 class Visitors:
-    """Decides by the headers whether a request may come from a stranger's page; `None` allows all.
+    """Judges requests by their headers; `None` allows all.
 
     Addresses are always allowed as hosts, because a browser sends one only to that address.
     """
@@ -33,9 +32,9 @@ class Visitors:
 
     @classmethod
     def of(cls, settings: Settings) -> "Visitors | None":
-        """Creates it from the settings; `None` if they allow every request."""
+        """Returns the rules of the settings; `None` allows every request."""
         cors, named = settings.cors.allow_origins, settings.http.allow_hosts
-        has_keys = settings.auth.mode == "keys"  # a stranger's page has no key
+        has_keys = settings.auth.mode == "keys"
         origins = None if has_keys or ANY in cors else cors
         is_checked = bool(named) or (not has_keys and _is_local(settings))
         hosts = (*map(str.lower, named), *_LOCAL_NAMES) if is_checked else None
@@ -44,11 +43,11 @@ class Visitors:
         return None if origins is None and hosts is None else cls(origins, hosts)
 
     def is_plain(self, head: bytes) -> bool:
-        """Returns whether a raw head is plainly not a stranger's."""
+        """Returns whether a raw head is not a stranger's."""
         return not _PAGE.search(head) and (self._hosts is None or _PLAIN.search(head) is not None)
 
     def problem(self, headers: Headers) -> str:
-        """Returns why a request is refused; empty if it is allowed."""
+        """Returns a refusal's reason, or empty."""
         sent: dict[bytes, list[bytes]] = {}
         for name, value in headers:
             if (low := name.lower()) in _TELLING:
@@ -76,14 +75,14 @@ class Visitors:
             own = origin.lower().partition("://")[2]
             if origin not in self._origins and not (own and own in hosts):
                 return f"pages of '{origin[:200]}' may not call this server: QINFER_CORS__ALLOW_ORIGINS"
-        is_read = b"origin" in sent  # a page with an allowed origin
+        is_read = b"origin" in sent
         if b"cross-site" in sent.get(b"sec-fetch-site", ()) and not is_read and not _is_visit(sent):
             return "pages of other sites may not call this server: QINFER_CORS__ALLOW_ORIGINS"
         return ""
 
 
 def _is_visit(sent: Mapping[bytes, list[bytes]]) -> bool:
-    """Returns whether the user follows a link, whose target the other site can't read."""
+    """Follows a link, whose target the other site can't read."""
     return sent.get(b"sec-fetch-mode") == [b"navigate"] and sent.get(b"sec-fetch-dest") == [b"document"]
 
 

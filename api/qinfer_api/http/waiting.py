@@ -1,4 +1,4 @@
-"""The HTTP port of a gateway that waits for Redis at its start: live, but refusing everything else."""
+"""The HTTP port while a gateway waits for Redis: live, but refusing the rest."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ T = TypeVar("T")
 async def patiently(
     http: HttpSettings, listener: socket.socket, work: Callable[[], Awaitable[T]], stop: asyncio.Event | None = None
 ) -> T:
-    """Runs a step of a gateway's start; serves liveness while Redis is unreachable."""
+    """Runs a start's step; serves liveness while Redis is unreachable."""
     with contextlib.suppress(BrokerUnavailable):
         return await work()
     async with live_only(http, listener):
@@ -34,8 +34,8 @@ async def patiently(
 async def live_only(http: HttpSettings, listener: socket.socket) -> AsyncIterator[None]:
     """Serves liveness until the block ends, and leaves the socket open."""
     server = HttpServer(http, _refuse, HttpPort(http))
-    own = socket.socket(fileno=os.dup(listener.fileno()))  # a closed server closes its socket
-    serving = asyncio.create_task(server.serve(own))  # a task group would wrap the errors of the block
+    own = socket.socket(fileno=os.dup(listener.fileno()))
+    serving = asyncio.create_task(server.serve(own))
     try:
         yield
     finally:

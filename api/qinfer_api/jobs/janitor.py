@@ -5,8 +5,7 @@
                     ├─ too many rows failed ──▶ failed; its shards are taken back ──▶ `finalise`
                     └─ cancelling, nothing in hand ──▶ cancelled ──▶ `finalise`
 
-A notice is confirmed after the last step, so it comes again if Celery's broker or this gateway fails. Steps are
-idempotent.
+A notice is confirmed after the last step, so it comes again after a failure; steps are idempotent.
 """
 
 import asyncio
@@ -23,20 +22,20 @@ from qinfer.queue.lanes import Queue
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 5.0
-"""The pause between two checks of all running jobs."""
+"""The pause between checks of running jobs."""
 
 _FOLLOWING: dict[str, JobState] = {
     JobState.RUNNING: JobState.FINALIZING,
     JobState.CANCELLING: JobState.CANCELLED,
 }
-_NOTICES = 50  # of a model in a round
-_LATEST = 100  # jobs that are examined at the start
+_NOTICES = 50
+_LATEST = 100
 _TOGETHER = 16  # jobs at once
-_SENDING = 2  # tasks sent at once, so that a hanging broker does not occupy all threads
+_SENDING = 2  # a broker may hang
 
 
 class JobJanitor:
-    """Looks after bulk jobs; one per gateway. `finalise` blocks, and may be called twice."""
+    """One per gateway. `finalise` blocks, and may be called twice."""
 
     def __init__(self, delivery: Queue, catalog: Catalog, finalise: Callable[[str], None]) -> None:
         self._jobs = Jobs(delivery)
@@ -45,7 +44,7 @@ class JobJanitor:
         self._finalise = finalise
         self._together = asyncio.Semaphore(_TOGETHER)
         self._sending = asyncio.Semaphore(_SENDING)
-        self._places: dict[tuple[str, int], None] = {}  # seen so far: an ended job may have a notice left
+        self._places: dict[tuple[str, int], None] = {}  # an ended job may have a notice left
         self._has_looked_back = False
         self._look_at_s = 0.0
 
@@ -58,7 +57,7 @@ class JobJanitor:
             await self.look()
 
     async def attend(self) -> int:
-        """Handles the present notices; returns how many. Failed ones come again."""
+        """Handles present notices; failed ones come again."""
         outcomes: list[BaseException | None] = []
         for model, partition in await self._known():
             notices = await self._deliveries.take(model, partition, JOBS, _NOTICES)
@@ -69,13 +68,12 @@ class JobJanitor:
         return len(outcomes)
 
     async def look(self) -> None:
-        """Fills the lanes of all running jobs, highest priority first."""
+        """Fills running jobs' lanes, highest priority first."""
         for record in await self._jobs.unfinished():
             if record.state == JobState.RUNNING:
                 await self._fill(record)
 
     async def _known(self) -> list[tuple[str, int]]:
-        """Returns the models and partitions that have, or recently had, jobs."""
         if not self._has_looked_back:
             latest = (await self._jobs.list(count=_LATEST)).records
             self._places |= dict.fromkeys((record.model, record.partition) for record in latest)
@@ -88,7 +86,6 @@ class JobJanitor:
             record = await self._jobs.get(notice.text)
             standing = None if record is None else await self._fill(record)
             state = await self._next(record, standing) if record is not None and standing is not None else ""
-            # `finalise` lists the existing parts of a job that ended early.
             if state == JobState.FINALIZING or state in ENDED_EARLY:
                 async with self._sending:
                     await asyncio.to_thread(self._finalise, notice.text)
@@ -102,7 +99,7 @@ class JobJanitor:
                 return standing
 
     async def _next(self, record: JobRecord, standing: Standing) -> str:
-        """Moves a job to its next state if the current one is complete; returns the state."""
+        """Returns the state."""
         if standing.state == JobState.RUNNING and standing.has_failed:
             outcomes = await self._jobs.outcomes(record.id)
             error = why_failed(outcomes.values(), record.max_errors, record.shards)

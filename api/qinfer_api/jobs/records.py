@@ -1,7 +1,6 @@
 """Bulk jobs as clients see them: new jobs, and the records of `/v1/jobs`. Pure.
 
-Server-made ids are ULIDs and shown unchanged. A client's id is stored as `<id>@<tenant>`, so that tenants can't
-collide; without tenants it is stored unchanged.
+A server's id is a ULID. A client's id is stored as `<id>@<tenant>`, without tenants unchanged.
 """
 
 import base64
@@ -45,9 +44,9 @@ _MADE = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
 _BASE32, _CROCKFORD = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _SHOWN = 128
 _MOST_DIFFERENCES = 5
-_LEAST_S = 1e-6  # the least measured time of a rate, as clocks are coarser
-_QUIET_S = 5.0  # without a change, before a rate falls: more than two reports of a worker
-_LEAST_ETA_S = 1.0  # while it runs, as scored rows remain to be written
+_LEAST_S = 1e-6  # clocks are coarser
+_QUIET_S = 5.0  # before a rate falls: more than two reports of a worker
+_LEAST_ETA_S = 1.0  # while scored rows remain to be written
 
 
 _OWN_ID = "An id of your own: the same id with the same job is one job."
@@ -174,17 +173,14 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobFilter(NamedTuple):
-    """The filter of a listing; empty fields match all jobs.
-
-    `output` includes folders below it; all texts of `metadata` must match.
-    """
+    """A listing's filter; empty fields match all jobs. `output` includes folders below it."""
 
     model: str = ""
     output: str = ""
     metadata: frozenset[tuple[str, str]] = frozenset()
 
     def fits(self, record: JobRecord) -> bool:
-        """Returns whether a job matches; a damaged specification never does."""
+        """Returns whether a job matches; a damaged one never does."""
         if self.model and self.model not in (record.model, record.endpoint):
             return False
         if not (self.output or self.metadata):
@@ -250,10 +246,7 @@ class JobLog(msgspec.Struct, frozen=True):
 
 
 class Progress(NamedTuple):
-    """The progress of a job.
-
-    `share` covers settled and scored rows; `rows_per_s` counts them since the start or the last resumption.
-    """
+    """`share` covers settled and scored rows; `rows_per_s` counts since the start or last resumption."""
 
     share: float
     rows_per_s: float | None
@@ -261,7 +254,7 @@ class Progress(NamedTuple):
 
 
 def progress_of(record: JobRecord, now_s: float) -> Progress:
-    """Computes the progress of a job.
+    """Computes a job's progress.
 
     The rate ends at the last change, as workers report every two seconds; after a longer silence it falls.
     """
@@ -281,12 +274,12 @@ def progress_of(record: JobRecord, now_s: float) -> Progress:
 
 
 def _rows_scored(record: JobRecord) -> int:
-    """Returns the rows that are scored but not written; a stopped job never writes them."""
+    """A stopped job never writes them."""
     return record.rows_scored if record.state == JobState.RUNNING else 0
 
 
 def chosen_id(job_id: str, tenant: str) -> str:
-    """Returns the stored form of a client's id; refuses invalid and server-made ones."""
+    """Returns a valid client's id as stored."""
     if not _CHOSEN.fullmatch(job_id):
         raise InvalidRequest(
             f"'{job_id[:_SHOWN]}' can't be a job id; use 1 to 128 letters, digits, '.', '_', '~' and '-'"
@@ -297,13 +290,13 @@ def chosen_id(job_id: str, tenant: str) -> str:
 
 
 def keyed_id(key: str, tenant: str) -> str:
-    """Derives a job's id, in the server's form, from an idempotency key."""
+    """Derives a job's id from an idempotency key."""
     digest = hashlib.sha256(f"{len(tenant)}:{tenant}:{key}".encode()).digest()
     return base64.b32encode(digest).decode().translate(str.maketrans(_BASE32, _CROCKFORD))[:26]
 
 
 def inner_id(job_id: str, tenant: str) -> str:
-    """Returns the stored id of the job that a path names, which need not exist."""
+    """Returns the stored id of a path."""
     if _MADE.fullmatch(job_id):
         return job_id
     try:
@@ -313,7 +306,7 @@ def inner_id(job_id: str, tenant: str) -> str:
 
 
 def unknown_job(job_id: str) -> JobNotFound:
-    """Returns the error for an unknown id, or another tenant's."""
+    """Returns the error for an unknown id."""
     return JobNotFound(
         f"job '{job_id[:_SHOWN]}' is not known: it was not created, was deleted, or ended too long ago; "
         "GET /v1/jobs lists those that are"
@@ -331,7 +324,7 @@ def job_path(record: JobRecord) -> str:
 
 
 def new_record(job_id: str, spec: JobSpec, *, tenant: str, now_s: float, kept_s: float, trace: str) -> JobRecord:
-    """Returns the record of a job to be planned; it is kept `kept_s` seconds after its end."""
+    """Returns a new job's record, kept `kept_s` after its end."""
     return JobRecord(
         id=job_id,
         model=spec.model,
@@ -349,12 +342,12 @@ def new_record(job_id: str, spec: JobSpec, *, tenant: str, now_s: float, kept_s:
 
 
 def deadline_at(spec: JobSpec, now_s: float) -> float:
-    """Returns when a job that starts or resumes now expires; 0 = never."""
+    """Returns when a job expires; 0 = never."""
     return now_s + spec.deadline_s if spec.deadline_s else 0.0
 
 
 def shown_job(record: JobRecord, now_s: float) -> JobBody:
-    """Returns a job as clients see it, or raises `CorruptEntry`."""
+    """Returns a job as shown, or raises `CorruptEntry`."""
     progress, path = progress_of(record, now_s), job_path(record)
     with damage_told(record.id):
         state, spec = JobState(record.state), msgspec.json.decode(record.spec, type=_ShownSpec)
@@ -391,7 +384,7 @@ def shown_job(record: JobRecord, now_s: float) -> JobBody:
 
 
 def shown_estimate(spec: JobSpec, size: Estimate, pace: Pace) -> EstimateBody:
-    """Returns the size of a job and its duration with the present workers."""
+    """Returns a job's size and duration."""
     workers = min(pace.workers, size.shards, spec.max_parallel or pace.workers)
     rate = workers * pace.rows_per_s
     return EstimateBody(
@@ -412,7 +405,7 @@ def shown_log(lines: Sequence[LogLine]) -> JobLog:
 
 
 def decode_job(body: bytes, grant: Grant) -> tuple[JobSpec, str]:
-    """Parses a job with normalized URLs, and the client's id; empty without one."""
+    """Parses a job, and the client's id or ""."""
     asked = decode_spec_as(body, NewJob)
     if asked.id == "":
         raise InvalidRequest("field 'id' is empty; leave it out to have the server make one")
@@ -421,7 +414,7 @@ def decode_job(body: bytes, grant: Grant) -> tuple[JobSpec, str]:
 
 
 def decode_changes(body: bytes) -> Changes:
-    """Parses the changes of a job; an empty body changes nothing."""
+    """Parses a job's changes."""
     try:
         return msgspec.json.decode(body, type=Changes) if body else Changes()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -439,9 +432,9 @@ def changed(spec: JobSpec, changes: Changes) -> JobSpec:
 
 
 def check_same(tenant: str, known: JobRecord, asked: JobSpec, *, any_limits: bool) -> None:
-    """Checks that a repeated creation asks for the existing job; `any_limits` ignores what `resume` changes.
+    """Checks that a repeated creation asks for the existing job.
 
-    `overwrite` may differ, because it concerns only the start.
+    `any_limits` ignores what `resume` changes; `overwrite` may differ.
     """
     there, here = (_flat(spec) for spec in (spec_of(known), asked))
     here["version"] = asked.version or known.version
@@ -460,7 +453,7 @@ def check_same(tenant: str, known: JobRecord, asked: JobSpec, *, any_limits: boo
 
 
 def check_unshared(tenant: str, asked: JobSpec, unfinished: Sequence[JobRecord]) -> None:
-    """Raises `Conflict` if an unfinished job shares the output and either overwrites it."""
+    """Raises `Conflict` if an unfinished job's output would be overwritten."""
     for record in unfinished:
         with damage_told(record.id):
             spec = msgspec.json.decode(record.spec, type=_ShownSpec)
@@ -491,7 +484,7 @@ class _ShownOutput(msgspec.Struct, frozen=True):
 
 
 class _ShownSpec(msgspec.Struct, frozen=True):
-    """The shown part of a stored specification, which may have fields of a newer gateway."""
+    """May have fields of a newer gateway."""
 
     output: _ShownOutput
     metadata: dict[str, str] = {}
@@ -499,7 +492,7 @@ class _ShownSpec(msgspec.Struct, frozen=True):
 
 
 async def message_of(jobs: Jobs, job_id: str) -> Message | None:
-    """Renders the webhook for the end of a job; `None` before the end, or without a webhook."""
+    """Renders a job's webhook, if it has ended and has one."""
     record = await jobs.get(job_id)
     if record is None or not record.webhook or not record.is_over:
         return None

@@ -33,7 +33,7 @@ from qinfer_api.rest.services import Event, Services, authorize, event_stream, i
 MAX_LIMIT = 1000
 """The largest page."""
 HEARTBEAT_S = 15.0
-"""Seconds without an event before a comment is sent."""
+"""Silent seconds before a comment."""
 MAX_BODY_BYTES = 4 * 2**20
 """The largest job, which its record contains."""
 
@@ -203,7 +203,7 @@ async def _list(services: Services, jobs: BulkJobs, request: Request) -> HttpRes
     found, following = await jobs.list(context, state, after, _limit(query.get("limit")), wanted)
     bodies = []
     for record in found:
-        with suppress(CorruptEntry):  # a damaged record must not hide the others; GET by its id reports it
+        with suppress(CorruptEntry):  # a damaged record must not hide others
             bodies.append(_body(jobs, record))
     return send_json(JobsBody(bodies, following or None))
 
@@ -231,7 +231,7 @@ def _progress(jobs: BulkJobs, record: JobRecord) -> Event:
 
 
 def _context(services: Services, request: Request) -> Context:
-    """Returns the authorized caller; refuses at once while the queue is unreachable."""
+    """Refuses at once while the queue is unreachable."""
     context = authorize(services, request)
     services.requests.delivery.router.check_up(keys.slot(keys.job_places()))
     return context

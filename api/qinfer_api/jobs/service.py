@@ -1,7 +1,7 @@
 """Bulk jobs: creation, status, cancellation, resumption and deletion; see docs/reference/jobs-api.md.
 
-The use case behind `/v1/jobs`. Model, inputs and output of a job are checked before it is created. Celery plans and
-finishes it, workers execute its shards, and the queue keeps its record.
+A job is checked before it is created. Celery plans and finishes it, workers execute its shards, and the queue keeps its
+record.
 """
 
 import asyncio
@@ -66,16 +66,16 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EXAMINE_S = 60.0
-"""The longest check of a job's inputs and output."""
+"""The longest check of a job's files."""
 MAX_WATCHERS = 512
-"""Clients of a gateway that may follow jobs: each costs two reads a second."""
+"""Followers of a gateway: each costs two reads a second."""
 LOOK_S = 1.0
-"""Seconds after which a follower notices that the gateway shuts down."""
+"""Seconds in which a follower notices a shutdown."""
 
 _STATES = tuple(state.value for state in JobState)
 _FULL_AGAIN_S = 30.0
 _WAITS = "waits for a bulk worker, which plans it"
-_threads = ThreadPoolExecutor(4, "bulk-tasks")  # apart from other threads, because a Redis may hang
+_threads = ThreadPoolExecutor(4, "bulk-tasks")  # Redis may hang
 
 
 class Ticket(msgspec.Struct, frozen=True):
@@ -87,10 +87,7 @@ class Ticket(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, kw_only=True)
 class BulkJobs:
-    """Handles bulk jobs; one per gateway.
-
-    `turns` checks one job of each tenant at a time, so that slow files leave processes to others.
-    """
+    """One per gateway; `turns` checks one job per tenant at a time, so that slow files leave processes to others."""
 
     jobs: Jobs
     now_s: Callable[[], float]
@@ -107,7 +104,7 @@ class BulkJobs:
     turns: dict[str, asyncio.Lock] = field(default_factory=dict)
 
     async def create(self, context: Context, body: bytes, key: str, *, resume: bool = False) -> Ticket:
-        """Checks a job and has it planned, or finds an earlier one with the same id or key.
+        """Checks and plans a job, or finds an earlier one with its id or key.
 
         With `resume`, a job that ended early is resumed, and a completed one with `overwrite` runs anew.
         """
@@ -151,7 +148,7 @@ class BulkJobs:
         return Ticket(await self._known(record.id), is_new=True)
 
     async def validate(self, context: Context, body: bytes) -> EstimateBody:
-        """Checks and estimates a job, with the footers of all inputs; creates nothing."""
+        """Checks and estimates a job; creates nothing."""
         self._check_enabled()
         grant = self._grant_of(context)
         spec, _ = await asyncio.to_thread(decode_job, body, grant)
@@ -165,7 +162,7 @@ class BulkJobs:
         return shown_estimate(job.spec, found, pace)
 
     async def get(self, context: Context, job_id: str) -> JobRecord:
-        """Returns the record of a job, or raises `JobNotFound`."""
+        """Returns a job's record, or raises `JobNotFound`."""
         record = await self.jobs.get(inner_id(job_id, context.tenant))
         if record is None or record.tenant != context.tenant:
             raise unknown_job(job_id)
@@ -174,21 +171,21 @@ class BulkJobs:
     async def list(
         self, context: Context, state: str, after: str, limit: int, wanted: JobFilter
     ) -> tuple[Sequence[JobRecord], str]:
-        """Returns a tenant's matching jobs, newest first, and the start of the next page; empty = none follows."""
+        """Returns a page of a tenant's jobs, and the next one's start."""
         if state and state not in _STATES:
             raise InvalidRequest(f"'{state[:40]}' is not a state of a job; use one of {', '.join(_STATES)}")
         page = await self.jobs.list(context.tenant, state or None, after, limit, wanted.fits)
         return page.records, page.after
 
     async def cancel(self, context: Context, job_id: str) -> JobRecord:
-        """Stops a job, unless it has ended; its parts stay."""
+        """Stops an unended job; its parts stay."""
         record = await self.get(context, job_id)
         if not record.is_over:
             await self.jobs.stop(record.id, JobState.CANCELLING)
         return await self.get(context, job_id)
 
     async def resume(self, context: Context, job_id: str, changes: Changes) -> JobRecord:
-        """Resumes a failed, expired or cancelled job, keeping finished work."""
+        """Resumes a job, keeping finished work."""
         self._check_enabled()
         record = await self.get(context, job_id)
         if record.state == JobState.COMPLETED:
@@ -199,7 +196,7 @@ class BulkJobs:
             return record
         grant = self._grant_of(context)
         spec = with_checked_urls(changed(spec_of(record), changes), grant)
-        self.resolve(record.model, 0)  # its own version is loaded again, if the version policy has dropped it
+        self.resolve(record.model, 0)  # the policy may have dropped its version
         self.dispatcher.charge(context)
         await _in_thread(self._check_tasks)
         await self._check_count(context, spec)
@@ -218,7 +215,7 @@ class BulkJobs:
         return await self.get(context, job_id)
 
     async def delete(self, context: Context, job_id: str) -> None:
-        """Deletes the record of an ended job; its output stays."""
+        """Deletes an ended job's record; its output stays."""
         record = await self.get(context, job_id)
         if not await self.jobs.delete(record.id):
             record = await self.get(context, job_id)
@@ -233,7 +230,7 @@ class BulkJobs:
         return await self.jobs.log(record.id)
 
     async def changes(self, context: Context, record: JobRecord, heartbeat_s: float) -> AsyncIterator[JobRecord | None]:
-        """Yields a job now and at each change, and `None` after `heartbeat_s` seconds without one, until its end."""
+        """Yields a job at each change, and `None` after `heartbeat_s`."""
         with self.watchers.place(self.dispatcher.sharing(context)):
             yield record
             quiet_s = 0.0
@@ -252,14 +249,14 @@ class BulkJobs:
                 record = found
 
     def check_watchers(self, context: Context) -> None:
-        """Raises `Overloaded` if a caller may not follow one more job."""
+        """Raises `Overloaded` if a caller follows too many jobs."""
         if self.dispatcher.draining:
             raise Overloaded("Server exiting")
         if not self.watchers.has_room(MAX_WATCHERS, self.dispatcher.sharing(context)):
             raise Overloaded("too many clients follow jobs at this server; ask now and then, or try again later")
 
     def _pinned(self, spec: JobSpec) -> tuple[JobSpec, Served, str]:
-        """Pins a job to the version that scores all of it; returns job, version and the endpoint it named.
+        """Returns job, version and the endpoint it named.
 
         An endpoint stands for its stable target, so that the output can be reproduced. A named version of a hidden
         model need not be a target: versions are compared before they get requests.
@@ -272,7 +269,7 @@ class BulkJobs:
         return msgspec.structs.replace(spec, model=served.spec.name, version=served.version), served, endpoint
 
     def _served(self, model: str, version: int) -> Served:
-        """Resolves a version; its refusal names the version that is served instead."""
+        """A refusal names the served version."""
         try:
             return self.resolve(model, version)
         except ModelNotFound as error:
@@ -311,7 +308,6 @@ class BulkJobs:
             )
 
     async def _in_turn(self, context: Context, spec: JobSpec, look: Callable[[], Awaitable[T]]) -> T:
-        """Examines the files of a job, one job of each tenant at a time."""
         is_shared = self.dispatcher.has_tenants
         turn = self.turns.setdefault(context.tenant, asyncio.Lock()) if is_shared else contextlib.nullcontext()
         try:
@@ -324,7 +320,6 @@ class BulkJobs:
             ) from None
 
     async def _again(self, context: Context, known: JobRecord, spec: JobSpec, *, resume: bool) -> Ticket:
-        """Returns an existing job that equals the requested one, and resumes it if asked."""
         check_same(context.tenant, known, spec, any_limits=resume or bool(known.resumed_at))
         if resume and known.state in ENDED_EARLY:
             limits = Changes(**{name: getattr(spec, name) for name in Changes.__struct_fields__})
@@ -332,7 +327,7 @@ class BulkJobs:
         return Ticket(known, is_new=False)
 
     async def _planned(self, job_id: str) -> None:
-        """Sends the planning task of a new job, which is deleted if Celery's broker is away."""
+        """Deletes the job if Celery's broker is away."""
         try:
             await _in_thread(self.tasks.plan, job_id)
         except QinferError:
@@ -341,7 +336,7 @@ class BulkJobs:
             raise
 
     async def _sent(self, job_id: str) -> None:
-        """Sends the planning task of an existing job; if Celery's broker is away, the sweep sends it later."""
+        """The sweep repeats it if Celery's broker is away."""
         try:
             await _in_thread(self.tasks.plan, job_id)
         except BrokerUnavailable as error:

@@ -1,7 +1,6 @@
 """Fetches the files of tasks from Label Studio, and from hosts and stores that the operator allows.
 
-File names come from users, so they reach addresses of the network and files of this machine only if a setting says so.
-Redirects are not followed, because their targets are unchecked.
+File names come from users. Redirects are not followed, because their targets are unchecked.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ _WORDS = Words(
     "QINFER_LABELING__FILE_HOSTS",
     "QINFER_LABELING__FILE_HOSTS_PRIVATE",
 )
-_threads = ThreadPoolExecutor(8, "label-files")  # apart from other threads, because a store may hang
+_threads = ThreadPoolExecutor(8, "label-files")  # a store may hang
 
 
 class Files:
@@ -71,7 +70,7 @@ class Files:
         """Returns the content of a file.
 
         `reference` is a path below `/data/` of Label Studio, a URL, or a `data:` URI. If several tenants have keys,
-        files that were uploaded to other projects than `projects` are refused; an empty list allows all.
+        files of other projects than `projects` (empty = all) are refused.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -137,7 +136,7 @@ class Files:
             async with self._client().stream("GET", at, headers=headers, extensions=named) as reply:
                 if reply.status_code != 200:
                     raise _refused(target.host, reply.status_code)
-                if reply.headers.get("content-encoding", "identity") != "identity":  # bytes may expand to gigabytes
+                if reply.headers.get("content-encoding", "identity") != "identity":
                     raise InvalidRequest(f"file host '{target.host}' sends the file encoded; have it sent as it is")
                 async for chunk in reply.aiter_raw():
                     found += chunk
@@ -153,7 +152,7 @@ class Files:
 
             self._http = httpx.AsyncClient(
                 timeout=self._timeout_s,
-                trust_env=False,  # a proxy would resolve the name again
+                trust_env=False,  # a proxy would resolve again
                 follow_redirects=False,
                 limits=httpx.Limits(max_keepalive_connections=0),  # hosts at one address must not share connections
                 headers={"user-agent": f"qinfer/{qinfer.__version__}", "accept-encoding": "identity"},
@@ -187,7 +186,7 @@ class Files:
 
 
 def targets_of(settings: LabelingSettings, resolve: Resolve | None = None) -> Targets:
-    """Returns the hosts that files may be fetched from."""
+    """Returns the allowed hosts."""
     allowing = WebhookSettings(allow=settings.file_hosts, allow_private=settings.file_hosts_private)
     return Targets(allowing, resolve, _WORDS)
 

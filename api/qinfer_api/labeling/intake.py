@@ -1,8 +1,7 @@
 """The intake of tasks whose predictions are pushed: tasks are stored on their project's board, then become requests.
 
-`Intake.put` stores any number of tasks in one step, so a webhook's tasks are safe before it is answered. `feed` turns
-them into requests as fast as the model's lane accepts them, in every gateway and without a leader. A request id derives
-from task and data, so that equal data is scored once.
+`Intake.put` stores any number of tasks in one step, so a webhook's tasks are safe before it is answered. `feed` makes
+requests in every gateway, without a leader. A request id derives from task and data, so that equal data is scored once.
 """
 
 import asyncio
@@ -48,14 +47,11 @@ from qinfer_api.labeling.wire import task_id
 from qinfer_api.requests.service import AsyncRequests, SubmitOptions
 
 LOOK_AGAIN_S = 0.25
-"""Pause before a tenant's rate is checked again for waiting tasks."""
+"""Pause before a tenant's rate is checked again."""
 
 
 class Pace:
-    """Paces the requests for tasks by the tenant's rate; interactive calls go first.
-
-    Tasks are stored regardless of the rate, and counted when they become requests, in the gateway that makes them.
-    """
+    """Paces tasks by the tenant's rate, counted when they become requests; interactive calls go first."""
 
     def __init__(self, auth: Auth | None, look_again: Callable[[], object]) -> None:
         self._auth = auth
@@ -64,7 +60,7 @@ class Pace:
         self._timer: asyncio.TimerHandle | None = None
 
     def room(self, board: Board, most: int) -> int:
-        """Returns how many tasks of a board, at most `most`, may become requests now."""
+        """Returns how many tasks may become requests now."""
         if self._auth is None:
             return most
         if not self._auth.has_key(board.tenant):
@@ -75,7 +71,7 @@ class Pace:
         return room
 
     def took(self, board: Board, count: int, room: int) -> None:
-        """Notes whether a board had fewer tasks than there was room for."""
+        """Notes whether a board had too few tasks."""
         if count < room:
             self._behind.discard(board)
         else:
@@ -83,7 +79,7 @@ class Pace:
 
     @contextlib.contextmanager
     def charged(self, tenant: str) -> Iterator[None]:
-        """Charges a request to the tenant's rate; refunds it if the block fails."""
+        """Charges a request; refunds it if the block fails."""
         if self._auth is None:
             yield
             return
@@ -105,10 +101,10 @@ OUTBOX = "label-studio"
 """The outbox of the requests for tasks."""
 
 LEASE_S = 60.0
-"""Seconds after which another gateway may take a claimed task."""
+"""Seconds before another gateway may take a claimed task."""
 
-_AT_ONCE = 16  # bounded, because their files are in memory
-_SUBMIT_S = LEASE_S - 10.0  # a slower task is tried later
+_AT_ONCE = 16  # their files are in memory
+_SUBMIT_S = LEASE_S - 10.0  # slower tasks come again
 _TOO_SLOW = f"its files took longer than {_SUBMIT_S:g} s to fetch"
 _LATER_S = 10.0
 _MUCH_LATER_S = 600.0
@@ -138,17 +134,14 @@ class Reason(Enum):
 
 
 class Taken(NamedTuple):
-    """The result of storing tasks: the number queued, and the number refused because too many wait."""
+    """The tasks that were queued, and refused for lack of room."""
 
     queued: int
     refused: int
 
 
 class Intake:
-    """The intake of tasks in one gateway.
-
-    `arrived` is set when there may be work for `feed`.
-    """
+    """One gateway's intake; `arrived` is set when `feed` may have work."""
 
     def __init__(  # noqa: PLR0913 - keywords
         self,
@@ -176,7 +169,7 @@ class Intake:
     async def put(
         self, board: Board, mapping: TaskMapping, served: Served, tasks: Sequence[Mapping[str, Any]], reason: Reason
     ) -> Taken:
-        """Stores as many tasks as there is room for."""
+        """Stores the tasks that fit."""
         ids = [task_id(task) for task in tasks]
         known = await self._tasks.get(board, ids)
         entries = await asyncio.to_thread(self._entries, board, mapping, served.version, tasks, known, reason)
@@ -191,7 +184,7 @@ class Intake:
         return taken
 
     def full(self, board: Board, taken: Taken) -> QueueFull:
-        """Returns the error for a sender whose tasks did not all fit."""
+        """Returns the error for tasks that did not fit."""
         return QueueFull(
             f"{taken.refused} tasks of project {board.project} were not queued for model '{board.model}', "
             f"{taken.queued} were: {self._settings.max_waiting_tasks} wait, as many as "
@@ -233,7 +226,7 @@ class Intake:
         return entries
 
     async def feed(self, board: Board) -> int:
-        """Turns waiting tasks of a board into requests; returns 0 if no more can be made now."""
+        """Turns waiting tasks into requests; 0 = no more now."""
         room = self._pace.room(board, _AT_ONCE)
         if not room:
             return 0
@@ -245,7 +238,7 @@ class Intake:
         return len(claimed) if all(fed) else 0
 
     async def _feed(self, board: Board, entry: LabelTask) -> bool:
-        """Submits one task; returns whether there may be room for more."""
+        """Returns whether there may be room for more."""
         try:
             async with asyncio.timeout(_SUBMIT_S):
                 made = await self._submit(board, entry)
@@ -264,7 +257,7 @@ class Intake:
                 await self._wait(board, entry, error.message, self._pause_s(entry))
             else:
                 await self.fail(board, entry, error.message)
-        except Exception as error:  # the boundary of a task: the others continue
+        except Exception as error:  # the others continue
             logger.exception("task can't be queued", extra={"model": board.model, "request_id": entry.request_id})
             await self.fail(board, entry, InferenceFailed(Failure.of(error).message).message)
         else:
@@ -272,7 +265,7 @@ class Intake:
         return True
 
     async def _submit(self, board: Board, entry: LabelTask) -> LabelTask:
-        """Submits one task; returns its entry with the version that executes it."""
+        """The result has the version."""
         is_shared = self._requests.dispatcher.has_tenants
         mapping = await self._book.for_tenant(board.model, board.project, board.tenant, is_shared=is_shared)
         is_endpoint = board.model in self._requests.dispatcher.endpoints.by_name
@@ -297,12 +290,12 @@ class Intake:
         return msgspec.structs.replace(entry, model=model, version=request.version)
 
     def outboxes(self, model: str) -> set[str]:
-        """Returns the models in whose outboxes a mapping's requests may end."""
+        """Returns the models where a mapping's requests may end."""
         routed = self._requests.dispatcher.endpoints.by_name.get(model)
         return {model} | ({target.model for target in routed.endpoint.answering} if routed is not None else set())
 
     async def task_of(self, board: Board, entry: LabelTask) -> dict[str, Any]:
-        """Returns a task with its data, stored or fetched from Label Studio."""
+        """Returns a task's data, stored or fetched."""
         if entry.data:
             return {"id": entry.task, "data": msgspec.json.decode(entry.data)}
         if self._studio is None:
@@ -330,7 +323,7 @@ class Intake:
     ) -> None:
         """Stores the state of tasks, and drops the data of finished ones.
 
-        Waiting tasks rest for `wait_s`. `field` (by default the state's) counts each task that was unfinished.
+        Waiting tasks rest for `wait_s`; `field` counts tasks that were unfinished.
         """
         now_s = self._requests.now_s()
         moved = [
@@ -344,7 +337,7 @@ class Intake:
                     self._counts.add(each.model or board.model, each.version, field)
 
     def _pause_s(self, entry: LabelTask) -> float:
-        """Returns the next pause: the age of the task, within bounds."""
+        """The task's age, within bounds."""
         return min(max(self._requests.now_s() - entry.created_at, _LATER_S), _MUCH_LATER_S)
 
     async def _wait(self, board: Board, entry: LabelTask, error: str, wait_s: float) -> None:
@@ -355,7 +348,7 @@ class Intake:
 
 
 def _attempt(entry: LabelTask | None, name: str, reason: Reason, now_s: float) -> int:
-    """Returns the number of a task's next attempt; 0 if it was requested already."""
+    """0 if it was requested already."""
     if entry is None or entry.request_id not in (name, _request_id(name, entry.attempt)):
         return 1
     is_old = now_s - entry.updated_at > _ASKED_AGAIN_S

@@ -1,4 +1,4 @@
-"""The mapping files of a gateway, reloaded in a thread when one changes."""
+"""A gateway's mapping files, reloaded when one changes."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ _Signature = tuple[tuple[str, int, int], ...]
 
 
 class MappingBook:
-    """The mappings of one gateway; without a directory Label Studio is not served."""
+    """One gateway's mappings; off without a directory."""
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory) if directory else None
@@ -36,7 +36,7 @@ class MappingBook:
         return self._directory is not None
 
     async def current(self) -> Mappings:
-        """Returns the mappings; invalid files leave the previous ones in force."""
+        """Returns the mappings; invalid files change nothing."""
         if self._directory is None:
             raise UnsupportedFeature(
                 f"Label Studio is not served here; {_NAME} names the directory of its mapping files"
@@ -48,14 +48,14 @@ class MappingBook:
         return self._mappings
 
     async def of(self, model: str, project: int | None) -> Mapping:
-        """Returns the mapping for a model and a project."""
+        """Returns a model's mapping for a project."""
         try:
             return (await self.current()).of(model, project)
         except InvalidRequest as error:
             raise InvalidRequest(f"{error.message}; write one into the directory that {_NAME} names") from None
 
     async def for_tenant(self, model: str, project: int | None, tenant: str, *, is_shared: bool) -> Mapping:
-        """Returns the mapping for a model and project, if the tenant may use it.
+        """Returns the mapping, if the tenant may use it.
 
         If several tenants have keys, a mapping without tenants is refused: it leads to all that Label Studio shows to
         the server.

@@ -1,8 +1,7 @@
 """`predict`: each task becomes one request of the model's queue, which batches them; answers are in the tasks' order.
 
-The response follows Label Studio 1.23: an entry of `results` is a prediction or a list of them. An entry without
-`result` is logged and dropped, and the task is asked for again later, as a failed task should be. A prediction with an
-empty `result` would be stored, and the task never asked for again.
+The response follows Label Studio 1.23: an entry of `results` is a prediction or a list of them. A failed task's entry
+has no `result`, so that it is asked for again; an empty `result` would be stored.
 """
 
 import asyncio
@@ -28,13 +27,13 @@ from qinfer_api.status import AGAIN
 logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 256
-"""Tasks of one call in the queue: enough to fill batches, too few to fill a lane."""
+"""A call's tasks in the queue: they fill batches, but no lane."""
 
 MADE_AT_ONCE = 16
-"""Tasks whose files are in memory at a time."""
+"""Tasks whose files are in memory."""
 
 LARGE_BYTES = 256 * 1024
-"""Larger tasks and outputs are handled in a thread."""
+"""Threads handle larger tasks and outputs."""
 
 _LONGEST_PAUSE_S = 5.0
 _LATER = {*AGAIN, ErrorCode.DEADLINE_EXCEEDED}
@@ -47,7 +46,7 @@ class Failed(NamedTuple):
     error: QinferError
 
     def as_json(self) -> dict[str, Any]:
-        """Returns an entry that Label Studio logs and does not store."""
+        """Returns an entry that Label Studio does not store."""
         return {"error": self.error.message}
 
 
@@ -69,7 +68,7 @@ class Predictor:
         self._timeout_s = timeout_s
 
     async def predict(self, call: Call, tasks: Sequence[Mapping[str, Any]]) -> "list[dict[str, Any] | Failed]":
-        """Returns a prediction in Label Studio's format, or a failure, for each task in order."""
+        """Returns each task's prediction or failure, in order."""
         run = _Run(self._dispatcher, self._files, call, tasks, self._timeout_s)
         answers = await run.all()
         errors = [each.error for each in answers if isinstance(each, Failed) and each.error.code in _LATER]
@@ -110,27 +109,26 @@ class _Run:
             try:
                 self._answers[place] = await self._one(self._tasks[place])
             except QinferError as error:
-                error.__traceback__ = error.__context__ = None  # they would keep the task's data in memory
+                error.__traceback__ = error.__context__ = None  # they hold the task's data
                 self._answers[place] = Failed(error)
-            except Exception as error:  # the boundary of a task: the others are answered
+            except Exception as error:  # the others are answered
                 logger.exception("task failed", extra={"model": self._call.mapping.model, "error": str(error)})
                 self._answers[place] = Failed(InferenceFailed(Failure.of(error).message))
 
     async def _one(self, task: Mapping[str, Any]) -> dict[str, Any]:
         sink = FutureSink()
         async with self._making:
-            await asyncio.sleep(0)  # otherwise tasks that fail at once would block the loop
+            await asyncio.sleep(0)  # failing tasks would block the loop
             pending = await self._sent(task, sink)
         try:
             response = await sink.response
         finally:
-            self._dispatcher.cancel(pending)  # does nothing after an answer
+            self._dispatcher.cancel(pending)
             self._answered.set()
             self._answered = asyncio.Event()
         return await prediction_of(self._call.mapping, task, response, self._call.label_config)
 
     async def _sent(self, task: Mapping[str, Any], sink: FutureSink) -> Pending:
-        """Submits the request of a task, and retries while there is no room."""
         mapping, context = self._call.mapping, self._call.context
         fetch = self._files.of(context.tenant, mapping.project)
         request = await request_of(mapping, self._call.served, task, fetch)
@@ -144,11 +142,11 @@ class _Run:
                 pending = self._dispatcher.submit(self._call.context, request, sink, left_s)
             except Overloaded as error:
                 if not self._taken or self._dispatcher.draining:
-                    self._refused = error  # nothing is in flight: the caller can repeat the whole call
+                    self._refused = error
                     raise error from None
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(min(error.retry_after_s, left_s, _LONGEST_PAUSE_S)):
-                        await self._answered.wait()  # an answer makes room
+                        await self._answered.wait()
             else:
                 self._taken += 1
                 return pending
@@ -160,7 +158,7 @@ class _Run:
 async def request_of(
     mapping: TaskMapping, served: Served, task: Mapping[str, Any], fetch: Callable[[str], Awaitable[bytes]]
 ) -> InferRequest:
-    """Creates the request of a task, including its files."""
+    """Creates a task's request, with files."""
     names = mapping.files(task)
     contents = {name: await fetch(name) for name in names}
     if sum(map(len, contents.values())) > LARGE_BYTES or _is_long(task):
@@ -174,7 +172,7 @@ async def request_of(
 async def prediction_of(
     mapping: TaskMapping, task: Mapping[str, Any], response: Response, label_config: LabelConfig | None
 ) -> dict[str, Any]:
-    """Creates a prediction in Label Studio's format: `result`, `score`, `model_version`."""
+    """Creates a prediction in Label Studio's format."""
     if response.failure is not None:
         raise Unanswered(response.failure)
     if sum(output.nbytes for output in response.outputs) > LARGE_BYTES:

@@ -37,9 +37,9 @@ LONGEST_PAUSE_S = 60.0
 """The longest pause while Label Studio is unreachable."""
 
 _QUEUE_PAUSE_S = 5.0
-_FEED_PAUSES = 4  # of rounds: new tasks here are fed at once, those of other gateways can wait
+_FEED_PAUSES = 4  # other gateways' tasks can wait
 _REMEMBERED = 10_000
-_PARTITION = 0  # the only one, until models are spread
+_PARTITION = 0  # until models are spread
 _GONE = "its result expired before Label Studio took it"
 _DELETED = "the outputs are gone; have the task scored again"
 _NOT_TAKEN = "Label Studio left the prediction out: it does not fit the project's label config"
@@ -54,7 +54,7 @@ class Made(NamedTuple):
 
 
 class Pusher:
-    """Turns waiting tasks into requests, and pushes the predictions of ended ones."""
+    """Turns tasks into requests, and pushes predictions."""
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class Pusher:
         self._studio = studio
         self._pause_s = settings.requests.sweep_every_s
         self._kind = outbox(OUTBOX, 2 * settings.labeling.call_timeout_s + 10.0)
-        self._step_s = self._kind.pause_s / 2  # no push begins later, as others may take over
-        self._models: dict[str, None] = {}  # all mapped so far: a removed mapping may have tasks left
-        self._outboxes: dict[str, None] = {}  # models with possible endings, an endpoint's targets too
-        self._outbox = ""  # of the present step
-        self._finished: set[str] = set()  # endings of the present step that are done
-        self._failures: Counter[str] = Counter()  # failures of Label Studio by ending
+        self._step_s = self._kind.pause_s / 2  # then others may take over
+        self._models: dict[str, None] = {}  # a removed mapping may have tasks left
+        self._outboxes: dict[str, None] = {}  # models with possible endings
+        self._outbox = ""
+        self._finished: set[str] = set()
+        self._failures: Counter[str] = Counter()  # by ending
 
     async def run(self) -> None:
         """Feeds and pushes until cancelled."""
@@ -88,11 +88,11 @@ class Pusher:
             group.create_task(self._again("push", self.push, self._pause_s, asyncio.Event()), name="push predictions")
 
     async def feed(self) -> int:
-        """Turns waiting tasks into requests, project by project in turns; returns how many."""
+        """Turns tasks into requests, project by project; returns how many."""
         count = 0
         fed: set[Board] = set()
         while left := [b for model in await self._mapped() for b in await self._tasks.boards(model) if b not in fed]:
-            for board in random.sample(left, len(left)):  # spreads a tenant's rate over its projects
+            for board in random.sample(left, len(left)):  # spreads a tenant's rate
                 taken = await self._intake.feed(board)
                 count += taken
                 if not taken:
@@ -100,7 +100,7 @@ class Pusher:
         return count
 
     async def push(self) -> int:
-        """Pushes the predictions of ended requests; returns their number."""
+        """Pushes ended requests' predictions; returns how many."""
         count = 0
         for mapped in await self._mapped():
             self._outboxes |= dict.fromkeys(self._intake.outboxes(mapped))
@@ -128,7 +128,7 @@ class Pusher:
                 failures += 1
                 away_s = pause_s(failures, 2 * usual_s, LONGEST_PAUSE_S if is_studio else _QUEUE_PAUSE_S)
                 outage.failed(error.message)
-            except Exception as error:  # the boundary of labeling: the rest of the gateway continues
+            except Exception as error:
                 failures += 1
                 away_s = pause_s(failures, 2 * usual_s, LONGEST_PAUSE_S)
                 logger.exception("labeling step failed", extra={"reason": what, "error": str(error)})
@@ -141,7 +141,7 @@ class Pusher:
         return list(self._models)
 
     async def _push(self, model: str, endings: Sequence[Ending]) -> None:
-        """Pushes endings by project; the failure of one does not delay the others."""
+        """A project's failure does not delay the others."""
         by_board: dict[Board, list[tuple[Ending, Notes]]] = {}
         unread: list[str] = []
         for ending in endings:
@@ -167,7 +167,7 @@ class Pusher:
                 raise
 
     async def _current(self, board: Board, found: Sequence[tuple[Ending, Notes]]) -> list[tuple[Ending, LabelTask]]:
-        """Returns the endings with their tasks, without those that a newer request replaced."""
+        """Leaves out those that a newer request replaced."""
         entries = await self._tasks.get(board, [notes.task for _, notes in found], with_data=True)
         pairs, late = [], []
         for (ending, notes), known in zip(found, entries, strict=True):
@@ -191,7 +191,7 @@ class Pusher:
         return made
 
     async def _make(self, board: Board, ending: Ending, entry: LabelTask) -> Made | None:
-        """Creates a prediction, or moves its task on and returns `None`."""
+        """Returns `None` if its task moves on."""
         try:
             return Made(ending, entry, await self._item(board, ending, entry))
         except (StudioAway, DeliveryError):
@@ -200,7 +200,7 @@ class Pusher:
             await self._try_later(board, ending, entry, error)
         except QinferError as error:
             await self._fail(board, ending, entry, error.message, LabelFailure.NOT_PREDICTED)
-        except Exception as error:  # the boundary of a task: the others continue
+        except Exception as error:  # the others continue
             logger.exception("prediction can't be made", extra={"request_id": entry.request_id, "model": board.model})
             await self._fail(board, ending, entry, Failure.of(error).message, LabelFailure.NOT_PREDICTED)
         return None
@@ -223,7 +223,7 @@ class Pusher:
         return {"task": entry.task, **await prediction_of(mapping, task, response, label_config)}
 
     async def _push_all(self, board: Board, made: Sequence[Made], ends_s: float) -> None:
-        """Pushes predictions in one call, or one by one if some are refused, until `ends_s`."""
+        """One by one if some are refused."""
         fresh = await self._fresh(board, made, ends_s - self._step_s / 4)
         if not fresh or time.monotonic() > ends_s:
             return
@@ -248,7 +248,7 @@ class Pusher:
                 await self._push_one(board, each)
 
     async def _fresh(self, board: Board, made: Sequence[Made], ends_s: float) -> list[Made]:
-        """Returns the predictions that Label Studio lacks, and confirms the others."""
+        """Returns those that Label Studio lacks; confirms the others."""
         there: list[Made] = []
         fresh: list[Made] = []
         for each in made:
@@ -275,7 +275,7 @@ class Pusher:
         try:
             found = await self._studio.predictions(made.entry.task)
         except (StudioRefused, StudioFailed):
-            return False  # the push reports the reason
+            return False
         return any(
             each.get("model_version") == wanted["model_version"] and each.get("result") == wanted["result"]
             for each in found
@@ -294,8 +294,8 @@ class Pusher:
 
     async def _try_later(self, board: Board, ending: Ending, entry: LabelTask, error: StudioFailed) -> None:
         if len(self._failures) >= _REMEMBERED:
-            self._failures.clear()  # pushed predictions stay in Label Studio
-        self._failures[ending.id] += 1  # `attempts` also counts rounds while Label Studio is away
+            self._failures.clear()
+        self._failures[ending.id] += 1  # `attempts` also counts rounds of outage
         if self._failures[ending.id] >= self._settings.max_attempts:
             await self._fail(board, ending, entry, error.message, LabelFailure.PUSH_FAILED)
         else:

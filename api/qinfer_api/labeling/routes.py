@@ -1,7 +1,6 @@
 """Routes: `/label-studio/{model}/…` is an ML backend for Label Studio, `/v1/label-studio/…` reports on pushed tasks.
 
-Label Studio sends an API key as the password of Basic authentication. It reads only the status of an error, so texts
-also go to this server's log.
+Label Studio sends an API key as the password of Basic authentication, and reads only an error's status.
 """
 
 import asyncio
@@ -162,7 +161,7 @@ async def _predict(services: Services, labeling: Labeling, model: str, request: 
 
 
 async def _event(services: Services, labeling: Labeling, model: str, request: Request) -> HttpResponse:
-    """Handles a webhook even if its sender leaves: Label Studio waits only for a second."""
+    """Goes on if its sender leaves: Label Studio waits only for a second."""
     context = _context(services, request)
     with _call(model, "webhook"):
         event = await _read(services, request, EventCall)
@@ -188,7 +187,7 @@ def _context(services: Services, request: Request) -> Context:
 
 @contextlib.contextmanager
 def _call(model: str, name: str) -> Iterator[None]:
-    """Logs errors that Label Studio does not show."""
+    """Label Studio does not show errors."""
     try:
         yield
     except QinferError as error:

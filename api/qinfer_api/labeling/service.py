@@ -43,7 +43,7 @@ PUSH = "push"
 """The mode of mappings whose predictions are pushed."""
 
 
-_ORDER_S = 20.0  # time of one call of `order`; the next call continues
+_ORDER_S = 20.0  # of one call; the next continues
 
 
 class Labeling:
@@ -94,7 +94,7 @@ class Labeling:
         return LabelHealth("UP", model)
 
     async def setup(self, context: Context, model: str, asked: SetupCall) -> LabelSetup:
-        """Checks a project's mapping against the model and the label config."""
+        """Checks a project's mapping."""
         mapping, served = await self._found(context, model, asked.project)
         if mapping.mode == PUSH:
             self._check_studio(model)
@@ -109,7 +109,7 @@ class Labeling:
         return LabelVersions([model_version(model, version) for version in ready])
 
     async def predict(self, context: Context, model: str, asked: PredictCall) -> LabelPredictions:
-        """Returns a prediction for each task in order; in push mode queues the tasks instead."""
+        """Returns each task's prediction; in push mode queues the tasks."""
         mapping, served = await self._found(context, model, asked.project)
         version = model_version(served.spec.name, served.version)
         if mapping.mode == PUSH:
@@ -123,11 +123,11 @@ class Labeling:
         except Overloaded as error:
             raise self._dispatcher.refuse(model, served.version, error) from None
         if asked.is_interactive and len(answers) == 1 and isinstance(answers[0], Failed):
-            raise answers[0].error  # a person waits and sees the error
+            raise answers[0].error
         return LabelPredictions([each.as_json() if isinstance(each, Failed) else each for each in answers], version)
 
     async def event(self, context: Context, model: str, event: EventCall) -> LabelEvent:
-        """Handles a webhook: queues new tasks in push mode, durably."""
+        """Handles a webhook: queues new tasks durably."""
         if event.action != TASKS_CREATED:
             await self._book.current()
             return LabelEvent(event.action, 0)
@@ -141,7 +141,7 @@ class Labeling:
         return LabelEvent(event.action, queued)
 
     async def order(self, context: Context, model: str, project: int, page: int, *, every: bool) -> LabelOrder:
-        """Queues a project's tasks without predictions, including those that failed."""
+        """Queues a project's tasks without predictions."""
         mapping, served = await self._found(context, model, project)
         board = self._board(context, model, project)
         if mapping.mode != PUSH:
@@ -154,7 +154,7 @@ class Labeling:
         following: int | None = page
         while following is not None:
             tasks, has_more = await self._studio.tasks(project, following)
-            for each in (False, True):  # a task without predictions may have lost them
+            for each in (False, True):  # predictions may be lost
                 wanted = [task for task in tasks if bool(task.get("total_predictions")) is each]
                 if wanted and (every or not each):
                     found += len(wanted)
@@ -181,7 +181,6 @@ class Labeling:
         return await self._statuses.one(await self._kept(context, model, project), task)
 
     async def _kept(self, context: Context, model: str, project: int) -> Board:
-        """Returns the board of a project of a known model, if the queue is reachable."""
         await self._known(model)
         self._requests.check_up(model)
         return Board(model, context.tenant, project)
@@ -232,7 +231,7 @@ def _project_of(asked: PredictCall) -> int | None:
 
 
 def check_labeling(settings: LabelingSettings) -> MappingBook:
-    """Loads the mappings and checks the other settings, without connecting."""
+    """Loads the mappings and checks the settings."""
     if settings.url:
         check_address(settings)
         if not settings.mappings:

@@ -2,7 +2,7 @@
 
     queued ──▶ processing ──▶ sending ──▶ done | failed        sending = scored, and Label Studio has not taken it yet
 
-The board has the states of waiting, sending and finished tasks; the request of an open task has the rest.
+The board has the states of all but open tasks, whose requests have theirs.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ MAX_LIMIT = 1000
 """The largest page."""
 
 COUNTED_OPEN = 500
-"""Open tasks that are read to count those in processing."""
+"""Open tasks that are examined."""
 
 _BOARD_STATES: Mapping[str, Sequence[LabelState]] = {
     "queued": (LabelState.WAITING, LabelState.OPEN),
@@ -102,10 +102,7 @@ class Statuses:
         self._requests = requests
 
     async def page(self, board: Board, state: str, after: int, limit: int) -> LabelTasksBody:
-        """Returns a page of a project's tasks by id, with counts by state.
-
-        With a `state`, a page may have fewer tasks than `limit` and still have a successor.
-        """
+        """Returns a page of tasks by id, with counts; with a `state` it may be short and have a successor."""
         found = await self._found(board, state, after, limit)
         shown = await self._shown(board, found)
         following = found[-1].task if len(found) == limit else None
@@ -127,7 +124,7 @@ class Statuses:
         known = await self._tasks.counts(board)
         opened = await self._shown(board, await self._tasks.page(board, LabelState.OPEN, 0, COUNTED_OPEN))
         counts = Counter[TaskState](task.state for task in opened)
-        since = max(len(opened) - known[LabelState.OPEN], 0)  # opened after `known` was counted
+        since = max(len(opened) - known[LabelState.OPEN], 0)
         counts["queued"] += max(known[LabelState.WAITING] - since, 0) + max(known[LabelState.OPEN] - len(opened), 0)
         for state, shown in _STATES.items():
             counts[shown] += known[state]

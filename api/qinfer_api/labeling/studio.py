@@ -1,7 +1,7 @@
-"""A client of Label Studio's API: reads tasks and projects, writes predictions.
+"""A client of Label Studio's API.
 
-A personal access token, the default of Label Studio 1.23, is a JSON web token that is exchanged for access tokens of
-minutes. A legacy token, which an organization may enable, is sent unchanged.
+A personal access token, the default of Label Studio 1.23, is exchanged for access tokens of minutes. A legacy token is
+sent unchanged.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from qinfer.errors import InvalidRequest, PayloadTooLarge, SettingsError, Unreac
 PAGE = 100
 """Tasks per call."""
 
-_ACCESS_S = 240.0  # the default, if a token does not say when it expires
+_ACCESS_S = 240.0  # if a token names no end
 _AWAY = frozenset({408, 425, 429, 502, 503, 504})
 _CONFIG_S = 30.0
 _MAX_REASON = 500
@@ -29,15 +29,15 @@ _URL, _TOKEN = "QINFER_LABELING__URL", "QINFER_LABELING__TOKEN"
 
 
 class StudioAway(Unreachable):
-    """Label Studio can't be reached, is overloaded, or rejects the token."""
+    """Label Studio is unreachable, overloaded, or rejects the token."""
 
 
 class StudioFailed(Unreachable):
-    """Label Studio failed on this call, and may fail again."""
+    """A call failed, and may fail again."""
 
 
 class StudioRefused(InvalidRequest):
-    """Label Studio refuses the call; a repetition will fail too."""
+    """Label Studio refuses the call for good."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(f"Label Studio refused with status {status}: {reason}")
@@ -68,7 +68,7 @@ class LabelStudio:
         await self._http.aclose()
 
     async def label_config(self, project: int) -> str:
-        """Returns a project's label config as XML, at most 30 s old."""
+        """Returns a label config as XML, at most 30 s old."""
         now_s = time.monotonic()
         found = self._configs.get(project)
         if found is None or now_s - found[0] > _CONFIG_S:
@@ -85,13 +85,13 @@ class LabelStudio:
         return read
 
     async def tasks(self, project: int, page: int) -> tuple[list[dict[str, Any]], bool]:
-        """Returns a page of a project's tasks, from 1, and whether more follow."""
+        """Returns a page of tasks, from 1, and whether more follow."""
         words: dict[str, str | int] = {"project": project, "page": page, "page_size": PAGE, "resolve_uri": "false"}
         try:
             read = await self._json("GET", "/api/tasks/", words)
         except StudioRefused as error:
             if error.status == 404 and page > 1:
-                return [], False  # the page after the last
+                return [], False
             raise
         found = read.get("tasks", []) if isinstance(read, dict) else read
         if not isinstance(found, list) or not all(isinstance(task, dict) for task in found):
@@ -105,7 +105,7 @@ class LabelStudio:
         return [each for each in read if isinstance(each, dict)] if isinstance(read, list) else []
 
     async def push(self, project: int, predictions: Sequence[Any]) -> int:
-        """Stores predictions with their `task`; returns how many Label Studio accepted.
+        """Stores predictions; returns how many were accepted.
 
         Raises:
             Unreachable: It is unknown whether they are stored.
@@ -138,7 +138,7 @@ class LabelStudio:
     async def _authorized(
         self, method: str, path: str, words: dict[str, str | int] | None, body: bytes | None, max_bytes: int
     ) -> tuple[int, bytes]:
-        """Sends a call, and again with a new access token if the old one has expired."""
+        """Renews an expired access token."""
         status, text = 401, b""
         for _ in range(2 if self._is_jwt else 1):
             authorization = await self._authorization()
@@ -204,7 +204,7 @@ def _checked(status: int, text: bytes) -> bytes:
 
 
 def _access_of(text: bytes) -> tuple[str, float]:
-    """Parses a refresh: the access token, and its last use on the monotonic clock."""
+    """Its last use is on the monotonic clock."""
     try:
         access = msgspec.json.decode(text)["access"]
         payload = access.split(".")[1]

@@ -1,7 +1,6 @@
 """Bodies of Label Studio's ML-backend calls and their answers.
 
-Addresses and tokens in a call (`hostname`, `access_token`, `params`) are ignored; settings name Label Studio and its
-token.
+Addresses and tokens in a call are ignored; settings name Label Studio and its token.
 """
 
 import re
@@ -187,7 +186,7 @@ def read_call(body: Bytes, max_depth: int, kind: type[Call]) -> Call:
         raise InvalidRequest(_explained(str(error))) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
-    _ = call.project  # raises if the project is invalid
+    _ = call.project
     return call
 
 
@@ -208,7 +207,6 @@ def _explained(text: str) -> str:
 
 
 def _project(value: object) -> int | None:
-    """Parses a project: a number, or `<number>.<time of its creation>`."""
     if value is None or value == "":
         return None
     text = str(value).partition(".")[0] if type(value) in (int, str, float) else ""

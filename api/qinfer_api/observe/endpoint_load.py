@@ -1,7 +1,6 @@
 """Load metrics of ORCA (Open Request Cost Aggregation) in replies: the load of a language model's key-value cache.
 
-As Triton does (server `src/orca_http.cc`), two numbers are computed from the gauges of TensorRT-LLM's backend, which a
-`python` model exports. Load balancers ask with each request, so gauges are cached for as long as workers write them.
+As Triton does (server `src/orca_http.cc`), two numbers are computed from TensorRT-LLM's gauges, which are cached.
 """
 
 import asyncio
@@ -18,7 +17,7 @@ from qinfer.models.store import ControlStore
 from qinfer.observe.model_metrics import GAUGE, ModelSeries, merged, series_of
 
 FORMAT_HEADER = "endpoint-load-metrics-format"
-"""The request header that asks for the metrics, as `text` or `json`."""
+"""The request's header: `text` or `json`."""
 
 HEADER = "endpoint-load-metrics"
 """The reply header with the metrics."""
@@ -34,13 +33,13 @@ _TYPE = "kv_cache_block_type"
 
 
 class CacheLoad(NamedTuple):
-    """The load of a key-value cache: the used share of its blocks, and the tokens that fit."""
+    """A key-value cache: the used share of blocks, and the tokens that fit."""
 
     utilization: float
     capacity: int
 
     def shown(self, form: str) -> str:
-        """Returns the value of the reply header; empty for an unknown format."""
+        """Returns the reply header's value, or empty."""
         if form == "json":
             named = {"kv_cache_utilization": self.utilization, "max_token_capacity": self.capacity}
             return "JSON " + msgspec.json.encode({"named_metrics": named}).decode()
@@ -61,7 +60,7 @@ class EndpointLoad:
         self._read_at_s = float("-inf")
 
     async def of(self, model: str, form: str) -> dict[str, str]:
-        """Returns the reply header with a model's load; empty if it exports none, or Redis is away."""
+        """Returns the reply header with a model's load, if any."""
         async with self._reading:
             if time.monotonic() - self._read_at_s >= READ_EVERY_S:
                 self._gauges = await self._read()
@@ -84,7 +83,7 @@ def _gauges_in(records: Iterable[bytes | None]) -> list[ModelSeries]:
 
 
 def load_of(gauges: Iterable[ModelSeries], model: str) -> CacheLoad | None:
-    """Returns the load in a model's own gauges, or, as for an ensemble, in any model's."""
+    """Returns the load in a model's gauges, or, for an ensemble, in any's."""
     known = [(dict(one.labels), one.values[0]) for one in gauges]
     own = [(labels, value) for labels, value in known if labels.get("model") == model]
     blocks = {labels[_TYPE]: value for labels, value in own or known if _TYPE in labels}

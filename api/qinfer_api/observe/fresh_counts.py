@@ -1,8 +1,7 @@
 """Fresh statistics: before a read, the workers add their counts.
 
-Concurrent reads share one question to the workers. There are at most four questions a second over time, but four in a
-row after a pause, because a measuring client reads before and after a short load. A read waits for its turn, then at
-most a quarter of a second for the answers.
+Concurrent reads share one question. There are at most four a second over time, but four in a row after a pause, because
+a measuring client reads before and after a short load. A read waits at most a quarter of a second for answers.
 """
 
 import asyncio
@@ -17,30 +16,30 @@ from qinfer.models.store import ControlStore
 logger = logging.getLogger(__name__)
 
 EVERY_S = 0.25
-"""Seconds between two questions of a gateway, over time."""
+"""Seconds between questions, over time."""
 
 AHEAD_S = 3 * EVERY_S
-"""How far questions may run ahead of that after a pause."""
+"""How far questions may run ahead."""
 
 WITHIN_S = 0.25
 """Longest wait for the workers' answers."""
 
 
 class FreshCounts:
-    """Asks the workers for their counts; one per gateway."""
+    """Asks the workers for their counts."""
 
     def __init__(self, catalog: Catalog, store: ControlStore) -> None:
         self._catalog = catalog
         self._pushes = CountPushes(store.client)
         self._lock = asyncio.Lock()
-        self._wanted: dict[str, int] = {}  # model → number of its last read
+        self._wanted: dict[str, int] = {}  # model → its last read
         self._reads = 0
-        self._answered = 0  # the last read that a question has answered
+        self._answered = 0  # the last answered read
         self.underway: dict[str, Underway] = {}
-        self._even_at_s = 0.0  # when the questions so far average one in EVERY_S
+        self._even_at_s = 0.0  # when questions so far average one in EVERY_S
 
     async def added(self, model: str = ALL) -> None:
-        """Waits until the workers have added their counts of a model, or a time limit."""
+        """Waits until workers have added counts, within limits."""
         if not self._hosts({model}):
             return
         self._reads += 1
@@ -63,7 +62,7 @@ class FreshCounts:
             if not found.keys() >= workers:
                 logger.debug("statistics read before all workers have added theirs")
             self.underway = {worker: one for worker, one in found.items() if one is not None}
-        except BrokerUnavailable:  # the read reports it
+        except BrokerUnavailable:
             logger.debug("workers not asked for their counts")
 
     def _hosts(self, models: set[str]) -> set[str]:

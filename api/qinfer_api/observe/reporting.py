@@ -1,8 +1,7 @@
 """A gateway's reports: metrics, statistics, and settings that clients change.
 
-`/metrics` reads the shared store in one pass, and shows the rest while Redis is away. The queue counts a model's dead
-letters over all versions, so their versions are read once and remembered: a scrape reads new letters, and all of them
-only after some were removed.
+`/metrics` shows what it can while Redis is away. A scrape reads new dead letters for their versions, and all only after
+some were removed.
 """
 
 import asyncio
@@ -48,13 +47,13 @@ from qinfer_api.observe.statistics import Statistics
 from qinfer_api.observe.trace_file import TraceFile, start_of
 from qinfer_api.server_settings import LogSettings, TraceSettings
 
-_PAGE = 20  # the queue reads them one by one and blocks meanwhile
+_PAGE = 20  # the queue blocks meanwhile
 _PAGES = 25
-"""Pages of a model's dead letters per scrape; the rest counts as version 0."""
+"""A model's pages per scrape; the rest counts as version 0."""
 
 
 class _Read(NamedTuple):
-    """The dead letters of a model read so far: the last id, and the count of each version."""
+    """The last id, and each version's count."""
 
     last: str
     versions: Counter[int]
@@ -68,7 +67,7 @@ class DeadLetterCounts:
         self._known: dict[str, _Read] = {}
 
     async def read(self, models: Iterable[str]) -> dict[tuple[str, int], int]:
-        """Counts the dead letters of models by (model, version); version 0 = not read yet."""
+        """Counts dead letters by (model, version); version 0 = unread."""
         names = list(models)
         counts = await asyncio.gather(*(self._letters.count(name) for name in names))
         found: dict[tuple[str, int], int] = {}
@@ -81,7 +80,7 @@ class DeadLetterCounts:
             self._known.pop(model, None)
             return Counter()
         known = await self._read_on(model, *self._known.get(model, _Read("", Counter())))
-        if known.versions.total() > count:  # some were removed, and their versions are unknown
+        if known.versions.total() > count:  # some were removed
             known = await self._read_on(model, "", Counter())
         self._known[model] = known
         versions = +known.versions
@@ -102,7 +101,7 @@ class DeadLetterCounts:
 
 
 ANSWERS_WITHIN_S = 3.0
-"""A slower store counts as away, because scrapers wait only five seconds."""
+"""A slower store counts as away: scrapers wait five seconds."""
 
 _OPEN_STATES = ("validating", "planning", "running", "finalizing", "cancelling")
 _ENDED_STATES = ("completed", "failed", "cancelled", "expired")
@@ -116,7 +115,7 @@ async def take_snapshot(
     letters: DeadLetterCounts,
     underway: Mapping[str, Underway] = MappingProxyType({}),
 ) -> Snapshot:
-    """Reads statistics, depths and counts in a few round trips; without the store, only the catalog's data."""
+    """Reads all in few round trips; without the store, only the catalog."""
     known, ready, jobs = _known(catalog, underway), catalog.readiness(), Jobs(delivery)
     try:
         async with asyncio.timeout(ANSWERS_WITHIN_S):
@@ -171,19 +170,18 @@ def _known(catalog: Catalog, underway: Mapping[str, Underway]) -> Snapshot:
 
 
 async def _of_models(store: ControlStore, workers: Collection[str]) -> list[Family]:
-    """Returns the models' own metrics, decoded in a thread because there may be thousands."""
+    """Decoded in a thread: there may be thousands."""
     records = await store.model_metrics(workers)
     return await asyncio.to_thread(lambda: model_metrics.families(model_metrics.series_of(records)))
 
 
 async def _unfinished(tasks: LabelTasks, counted: Mapping[tuple[str, int], Mapping[str, int]]) -> dict[str, int]:
-    """Counts the unfinished labeling tasks of models that have had any."""
     models = sorted({model for (model, _), fields in counted.items() if any(map(fields.get, LABELING))})
     return dict(zip(models, await asyncio.gather(*map(tasks.unfinished, models)), strict=True))
 
 
 def _by_lane(work: Iterable[VersionWork]) -> tuple[Counter[_LaneKey], Counter[_LaneKey], dict[_LaneKey, float]]:
-    """Returns the depths and ages of lanes; partitions count as one."""
+    """Partitions count as one."""
     depth: Counter[_LaneKey] = Counter()
     shards: Counter[_LaneKey] = Counter()
     ages_s: dict[_LaneKey, float] = {}
@@ -220,7 +218,7 @@ def _added(counts: Iterable[Mapping[str, Mapping[int, int]]]) -> Counter[tuple[s
 
 
 def _load_times(records: Iterable[WorkerRecord], shown: Container[tuple[str, int]]) -> dict[tuple[str, int], float]:
-    """Returns the longest of the workers' last loads of each shown version."""
+    """The longest of each shown version."""
     times: dict[tuple[str, int], float] = {}
     for record in records:
         for model, versions in record.load_s.items():
@@ -242,11 +240,11 @@ def _longest(records: Iterable[WorkerRecord]) -> dict[tuple[str, int], float]:
 logger = logging.getLogger(__name__)
 
 FLUSH_EVERY_S = 1.0
-"""Seconds between two additions to the statistics, as in workers."""
+"""Seconds between additions to the statistics."""
 
 
 class Reporting:
-    """Reports about this gateway and the system; one per gateway."""
+    """Reports about this gateway and the system."""
 
     def __init__(
         self,
@@ -271,7 +269,7 @@ class Reporting:
         self._nodes = nodes.Nodes(delivery.router, settings.redis)
         self._window = SlidingWindow()
         self._unsent: dict[tuple[str, int], dict[str, int]] = {}
-        self._flushing = asyncio.Lock()  # of two at once, the later would add counts twice
+        self._flushing = asyncio.Lock()  # the later would add counts twice
         self._fresh = FreshCounts(catalog, store)
         self.statistics = Statistics(catalog, store, self._added)
         self.load = EndpointLoad(catalog, store)
@@ -280,7 +278,7 @@ class Reporting:
         self.trace_settings = TraceSettings(store, catalog, traces, start_of(settings.trace))
 
     async def metrics(self, scope: str = "", accept: str = "") -> tuple[bytes, str]:
-        """Returns the text of `/metrics` and its content type; empty = Prometheus' text format, as Triton's.
+        """Returns `/metrics` and its content type; empty = Prometheus' text, as Triton's.
 
         A client that accepts OpenMetrics gets it if requests are traced, because it has exemplars.
         """
@@ -327,7 +325,7 @@ class Reporting:
         return await read_work(self._store, self._delivery, Jobs(self._delivery).open_rows, model=model)
 
     async def sequences(self, model: str) -> SequenceWork | None:
-        """Returns the sequences of a model; `None` if it is not stateful, or unknown."""
+        """Returns a stateful model's sequences."""
         return next(iter(await read_sequences(self._delivery, await self._store.models([model]))), None)
 
     def _wanted(self, snapshot: Snapshot) -> Wanted:
@@ -342,7 +340,7 @@ class Reporting:
         )
 
     async def _added(self, model: str = "") -> None:
-        """Waits until the counts of a model, or of all, are added, or a time limit."""
+        """Waits for counts, or a time limit."""
         await self._fresh.added(model)
         await self.flush()
 
@@ -355,7 +353,7 @@ class Reporting:
         return True
 
     async def run(self) -> None:
-        """Follows the log settings and adds to the statistics, until cancelled."""
+        """Follows log settings and adds statistics, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(follow_log_settings(self._store, self.log_settings.first))
             group.create_task(self._flush_again_and_again())
@@ -363,7 +361,7 @@ class Reporting:
                 group.create_task(self._traces.follow(self._store))
 
     async def flush(self) -> None:
-        """Adds this gateway's ended requests to the statistics; keeps them if that fails."""
+        """Adds ended requests to the statistics; keeps them on failure."""
         async with self._flushing:
             for key, deltas in self._tally.refusals.drain().items():
                 add(self._unsent.setdefault(key, {}), deltas)

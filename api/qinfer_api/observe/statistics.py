@@ -1,7 +1,7 @@
 """Triton's statistics extension (reference §1.13), for REST and gRPC.
 
-Workers and gateways add their counts to the control store once a second and before a read, so that every gateway shows
-the whole system. A killed process loses the counts that it has not added.
+Workers and gateways add counts once a second and before a read, so that every gateway shows the whole system. A killed
+process loses its last counts.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -95,10 +95,7 @@ class ModelStats(msgspec.Struct, frozen=True):
 
 
 class Statistics:
-    """Returns statistics; an endpoint has those of its stable target.
-
-    `added` is awaited before a read, and adds outstanding counts.
-    """
+    """An endpoint has its stable target's statistics; `added` is awaited before a read."""
 
     def __init__(
         self, catalog: Catalog, store: ControlStore, added: Callable[[str], Awaitable[None]] | None = None
@@ -109,7 +106,7 @@ class Statistics:
         self._added = added
 
     async def model_statistics(self, model: str = "", version: int = 0) -> list[ModelStatistics]:
-        """Returns the statistics of ready versions by name and version; an empty model or version 0 = all."""
+        """Returns ready versions' statistics; an empty model or version 0 = all."""
         asked = model
         if self.endpoints is not None:
             model, version = self.endpoints.stable(model, version)
@@ -143,7 +140,7 @@ class Statistics:
 def model_statistics(
     model: str, version: int, fields: Mapping[str, int], memory: Sequence[MemoryUse] = ()
 ) -> ModelStatistics:
-    """Builds the statistics of a model version from the fields of `qinfer.observe.stats` and its memory."""
+    """Builds a version's statistics from `qinfer.observe.stats` and its memory."""
     requests = fields.get(stats.SUCCESS_COUNT, 0)
     executed = requests - fields.get(stats.CACHE_HIT_COUNT, 0)
 

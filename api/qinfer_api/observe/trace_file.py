@@ -1,4 +1,4 @@
-"""Triton's trace extension: its settings (§1.16), sampling of requests, and trace files."""
+"""Triton's trace extension: settings (§1.16), sampling and files."""
 
 import asyncio
 import itertools
@@ -26,10 +26,10 @@ START: dict[str, Value] = {
     "trace_count": "-1",
     "log_frequency": "0",
 }
-"""The values at the start, unless the operator's settings differ."""
+"""Defaults of the operator's settings."""
 
 CHANGE = "change"
-"""A stored mark, never shown, that changes with each update, so that all gateways start anew."""
+"""A stored mark of each update, so that all gateways start anew."""
 
 _MAX_UINT32 = 2**32 - 1
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
@@ -76,7 +76,7 @@ class TraceChanges(msgspec.Struct, frozen=True):
 
 
 def group_of(model: str) -> str:
-    """Returns the group of a model's own values; an empty name is the server's."""
+    """Returns the group of a model, or (empty) the server."""
     return f"{TRACE}:{model}" if model else TRACE
 
 
@@ -86,7 +86,7 @@ def start_of(trace: TraceSettings) -> dict[str, Value]:
 
 
 def groups_of(stored: Mapping[str, str], start: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
-    """Returns the effective values of the server (empty name), and of each model with its own."""
+    """Returns the values of the server (empty name) and of models."""
     server = {**start, **of_group(stored, TRACE)}
     prefix = f"{TRACE}:"
     models = {name.removeprefix(prefix).rpartition("/")[0] for name in stored if name.startswith(prefix)}
@@ -100,7 +100,7 @@ def groups_of(stored: Mapping[str, str], start: Mapping[str, Value]) -> dict[str
 
 
 def checked(changes: TraceChanges, *, is_written: bool) -> dict[str, Value]:
-    """Returns the values of an update to store; refuses unsupported ones."""
+    """Returns an update's values; refuses unsupported ones."""
     if changes.trace_file is not UNSET:
         raise UnsupportedFeature("trace file location can not be updated through network protocol")
     if changes.trace_mode not in (None, _MODE):
@@ -128,7 +128,6 @@ def _level(levels: list[str] | None) -> list[str] | None:
 
 
 def _number(name: str, text: str, least: int, most: int) -> str:
-    """Checks a number in a string; returns it as Triton shows it."""
     if not _INTEGER.fullmatch(text.strip()):
         raise InvalidRequest(f"Unable to parse '{name}', got: {text[:100]}")
     number = int(text)
@@ -142,10 +141,10 @@ def _number(name: str, text: str, least: int, most: int) -> str:
 logger = logging.getLogger(__name__)
 
 MOST_HELD = 10_000
-"""Traces in memory at which they are written regardless of `log_frequency`."""
+"""Traces in memory at which they are written."""
 
 MOST_UNWRITTEN = 20_000
-"""Unwritten traces, on a slow disk, at which new ones are dropped."""
+"""Unwritten traces at which new ones are dropped."""
 
 About = Mapping[str, object]
 """The fields of a trace besides its activities."""
@@ -155,7 +154,7 @@ Stamps = list[tuple[str, int]]
 
 
 class CallTrace(NamedTuple):
-    """The trace of a request made for another, with the arguments of `Sampling.add`."""
+    """A trace of a request made for another."""
 
     about: About
     stamps: Stamps
@@ -166,8 +165,8 @@ class CallTrace(NamedTuple):
 class Rule(NamedTuple):
     """A sampling rule, of one model or of all others.
 
-    `rate` traces every n-th request, 0 = none are traced. `most` traces are made, -1 = unlimited. A file has
-    `frequency` traces, 0 = all. A new `change` starts the rule anew.
+    `rate` traces every n-th request, 0 = none; `most` -1 = unlimited. A file has `frequency` traces, 0 = all. A new
+    `change` starts the rule anew.
     """
 
     has_stamps: bool
@@ -192,7 +191,7 @@ class _Trace(NamedTuple):
 
     @property
     def weight(self) -> int:
-        """Its memory, as a number of traces without tensors."""
+        """Memory, in traces without tensors."""
         return 1 + weight_of(self.tensors) + sum([call.weight for call in self.calls])
 
     def parts(self) -> list[dict[str, object]]:
@@ -205,7 +204,7 @@ class _Trace(NamedTuple):
 
 
 class Sampling:
-    """Samples requests by one rule; `left` traces may still begin, -1 = unlimited."""
+    """Samples by one rule; `left` -1 = unlimited."""
 
     def __init__(self, rule: Rule, output: "TraceFile") -> None:
         self.rule = rule
@@ -218,7 +217,7 @@ class Sampling:
         self._is_over = False
 
     def take(self) -> bool:
-        """Counts a request; returns whether it is traced, in which case the caller calls `add`."""
+        """Counts a request; if it is traced, call `add`."""
         rule = self.rule
         if not rule.is_on or not rule.rate or not self.left:
             return False
@@ -230,7 +229,7 @@ class Sampling:
         return True
 
     def add(self, about: About, stamps: Stamps, tensors: Taken | None = None, calls: Sequence[CallTrace] = ()) -> None:
-        """Adds a trace, with the traces of requests made for it."""
+        """Adds a trace, with its calls."""
         self._open -= 1
         trace = self._trace(about, stamps, tensors or [], calls)
         self._held.append(trace)
@@ -253,7 +252,7 @@ class Sampling:
         return _Trace(number, about, stamps if self.rule.has_stamps else None, tensors, inner)
 
     def end(self) -> None:
-        """Writes the finished traces; those of unanswered requests are written later."""
+        """Writes finished traces; others are written later."""
         self._is_over = True
         self._write(numbered=bool(self.rule.frequency))
 
@@ -264,7 +263,7 @@ class Sampling:
 
 
 class TraceFile:
-    """All traces of this gateway; `path` is the file, and the prefix of numbered ones."""
+    """This gateway's traces; `path` also prefixes numbered files."""
 
     def __init__(self, path: Path, start: Mapping[str, Value] = START) -> None:
         if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
@@ -282,18 +281,18 @@ class TraceFile:
         self._one_by_one = asyncio.Lock()
 
     def sample(self, model: str) -> Sampling | None:
-        """Returns the sampling that traces a request of a model, if one does."""
+        """Returns the sampling of a model's request, if traced."""
         samplings = self._samplings
         sampling = samplings.get(model) or samplings.get("")
         return sampling if sampling is not None and sampling.take() else None
 
     def left(self, model: str) -> int | None:
-        """Returns how many traces of a model may still begin, -1 = unlimited; `None` before `apply`."""
+        """Returns the traces left, -1 = unlimited; `None` before `apply`."""
         sampling = self._samplings.get(model) or self._samplings.get("")
         return None if sampling is None else sampling.left
 
     def apply(self, stored: Mapping[str, str]) -> None:
-        """Applies the stored settings; a changed trace is written and starts anew."""
+        """Applies stored settings; changed ones start anew."""
         rules = {model: _rule(values) for model, values in groups_of(stored, self._start).items()}
         for model in [*self._samplings]:
             if rules.get(model) != self._samplings[model].rule:
@@ -303,7 +302,7 @@ class TraceFile:
                 self._samplings[model] = Sampling(rule, self)
 
     async def refresh(self, store: ControlStore) -> Mapping[str, str]:
-        """Reads and applies the stored settings, unless a later read was faster."""
+        """Reads and applies stored settings, unless overtaken."""
         self._reads += 1
         read = self._reads
         stored = await store.settings()
@@ -315,7 +314,7 @@ class TraceFile:
     async def follow(self, store: ControlStore) -> None:
         """Follows the stored settings until cancelled."""
         while True:
-            with suppress(BrokerUnavailable):  # others log it; the present settings hold
+            with suppress(BrokerUnavailable):
                 await self.refresh(store)
             await asyncio.sleep(FOLLOW_EVERY_S)
 
@@ -324,7 +323,7 @@ class TraceFile:
         return next(self._ids)
 
     def write(self, traces: "list[_Trace]", *, numbered: bool) -> None:
-        """Writes a file in the background, or drops its traces if too many wait."""
+        """Writes a file, or drops it if too many wait."""
         if self._unwritten >= MOST_UNWRITTEN:
             if not self._is_behind:
                 logger.error("traces lost", extra={"reason": "they come faster than they can be written"})
@@ -337,7 +336,7 @@ class TraceFile:
         task.add_done_callback(self._writing.discard)
 
     async def close(self) -> None:
-        """Ends all traces, and waits until they are written."""
+        """Ends all traces, and waits for writes."""
         for sampling in self._samplings.values():
             sampling.end()
         self._samplings = {}
@@ -345,7 +344,7 @@ class TraceFile:
             await asyncio.wait(self._writing)
 
     async def _save(self, traces: "list[_Trace]", *, numbered: bool) -> None:
-        async with self._one_by_one:  # keeps the numbers in order
+        async with self._one_by_one:  # orders the numbers
             try:
                 await asyncio.to_thread(self._save_here, traces, numbered=numbered)
             except OSError as error:
@@ -354,7 +353,7 @@ class TraceFile:
                 self._unwritten -= sum(trace.weight for trace in traces)
 
     def _save_here(self, traces: "list[_Trace]", *, numbered: bool) -> None:
-        """Writes a whole file, then gives it the first free name."""
+        """Takes the first free name."""
         new = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}.tmp")
         new.write_bytes(msgspec.json.encode([part for trace in traces for part in trace.parts()]))
         try:
@@ -379,7 +378,7 @@ def _rule(values: Mapping[str, object]) -> Rule:
     levels, change = values["trace_level"], str(values.get(CHANGE, ""))
     try:
         rate, most, frequency = (int(str(values[name])) for name in ("trace_rate", "trace_count", "log_frequency"))
-    except ValueError:  # written by a newer qinfer
+    except ValueError:
         return Rule(has_stamps=False, has_tensors=False, rate=0, most=0, frequency=0, change=change)
     has_stamps, has_tensors = (isinstance(levels, list) and level in levels for level in _LEVELS)
     return Rule(

@@ -1,6 +1,6 @@
 """Tensors in Triton's traces (level `TENSORS`): copied while a request is handled, formatted later in a thread.
 
-Only the first bytes of each tensor are kept, which bounds memory and disk.
+Only their first bytes are kept.
 https://github.com/triton-inference-server/server/blob/main/docs/user_guide/trace.md
 """
 
@@ -29,12 +29,12 @@ def take(activity: str, tensors: Sequence[Tensor]) -> Taken:
 
 
 def called(tensors: Sequence[CalledTensor]) -> Taken:
-    """Returns the tensors of a call, with their activities."""
+    """Returns a call's tensors."""
     return [(OUTPUT if t.is_output else INPUT, Tensor(t.name, t.datatype, t.shape, t.data)) for t in tensors]
 
 
 def weight_of(taken: Taken) -> int:
-    """Returns how many traces without tensors take the same memory."""
+    """Returns how many plain traces take the same memory."""
     return sum(len(tensor.data) for _, tensor in taken) // 256
 
 
@@ -52,7 +52,7 @@ def written(number: int, activity: str, tensor: Tensor) -> dict[str, Any]:
 def _elements(tensor: Tensor) -> list[str]:
     if tensor.datatype == "BYTES":
         found: list[str] = []
-        with suppress(InvalidRequest):  # the last one is cut off
+        with suppress(InvalidRequest):
             for element in iter_bytes(tensor.data):
                 found.append(json.dumps(bytes(element).decode(errors="replace"), ensure_ascii=False))  # noqa: PERF401
         return found

@@ -1,7 +1,6 @@
 """Traces of requests: spans for OpenTelemetry, and Triton's JSON files (`trace_file.py`).
 
-A gateway without traces uses the plain `Dispatcher` and `Call`, so that tracing costs it nothing. The subclasses here
-wrap the sink of each traced request; a response carries all times that workers know.
+The subclasses here wrap the sink of each traced request, so that untraced gateways pay nothing.
 """
 
 import asyncio
@@ -56,14 +55,14 @@ from qinfer_api.status import GRPC_CODES, grpc_status, http_status
 logger = logging.getLogger(__name__)
 
 _FENCE = Fence(logging.getLogger(__name__), "traces lost, requests go on without")
-_MOST_TEXT = 256  # characters of a client's text: thousands of traces are held before they are written
-_MOST_FOLLOWED = 256  # stored requests; each costs a read a second
-_MOST_WEIGHT = 1000  # of one trace's tensors, in units of `weight_of`; further responses of a stream are left out
-_ROUNDING_S = 1e-6  # a float holds seconds since 1970 to a quarter of a microsecond
+_MOST_TEXT = 256  # thousands of traces are held
+_MOST_FOLLOWED = 256  # each costs a read a second
+_MOST_WEIGHT = 1000  # of one trace, by `weight_of`
+_ROUNDING_S = 1e-6  # of floats since 1970
 
 
 class Tracing:
-    """The tracing of a gateway: its tracer and its trace file, each `None` if it is off."""
+    """Tracer and trace file, each `None` if off."""
 
     def __init__(self, trace: TraceSettings, tracer: Tracer | None = None) -> None:
         self.tracer = tracer
@@ -82,11 +81,11 @@ class Tracing:
 
     @property
     def dispatcher_type(self) -> Callable[..., Dispatcher]:
-        """The class of the dispatcher; takes the arguments of `Dispatcher`."""
+        """The dispatcher's class."""
         return partial(TracedDispatcher, self) if self.is_on else Dispatcher
 
     async def close(self) -> None:
-        """Writes and sends the remaining traces, as far as seconds allow."""
+        """Writes and sends remaining traces, within seconds."""
         if self.following:
             for task in self.following:
                 task.cancel()
@@ -98,7 +97,7 @@ class Tracing:
 
 
 class TracedCall(Call):
-    """A call that knows when its head and its body were received."""
+    """Knows when its head and body were received."""
 
     __slots__ = ("read_s", "received_s")
 
@@ -172,7 +171,7 @@ class TracedDispatcher(Dispatcher):
             sink.end(Failure.of(Cancelled("the caller went away")))
 
     def _answered(self, pending: Pending, response: Response) -> None:
-        """Counts and delivers a response; a recorded request becomes an exemplar of its latency."""
+        """A recorded request becomes an exemplar of its latency."""
         sink = inner_of(pending.sink)
         if response.final and response.failure is None and isinstance(sink, TracedSink) and sink.trace_id:
             seconds = time.monotonic() - pending.started_s
@@ -180,11 +179,11 @@ class TracedDispatcher(Dispatcher):
         super()._answered(pending, response)
 
     def trace_of(self, context: Context, served: Served, name: Attributes) -> str:
-        """Records the acceptance of a request or job as a span; returns its trace context."""
+        """Records an acceptance as a span; returns its trace context."""
         if self._tracer is None:
             return context.trace
         now_s = self._server_clock.now_s()
-        with _FENCE:  # the request is accepted untraced
+        with _FENCE:
             span = self._tracer.start("accept", context.trace, now_s)
             lane = of_lane(served.spec.name, served.version, served.lane.name, "send") if REQUEST_ID in name else {}
             about: dict[str, str | int] = {
@@ -246,7 +245,7 @@ class TracedDispatcher(Dispatcher):
 
 
 class TracedSink:
-    """Wraps the sink of a traced request, and ends its traces; `request` is not stamped yet."""
+    """Ends a request's traces; `request` is not stamped yet."""
 
     __slots__ = (
         "_begin_s", "_clock", "_pending", "_request", "_sampling", "_sink", "_span", "_tensors",
@@ -267,12 +266,12 @@ class TracedSink:
         self._pending: Pending | None = None
         self._tensors: Taken | None = None
         if sampling is not None and sampling.rule.has_tensors:
-            with _FENCE:  # the request continues untraced
+            with _FENCE:
                 self._tensors = take(INPUT, request.inputs)
 
     @property
     def trace_id(self) -> str:
-        """The id of the request's trace; empty without OpenTelemetry."""
+        """The trace's id; empty without OpenTelemetry."""
         return "" if self._span is None else self._span.trace.split("-")[1]
 
     def submitted(self, pending: Pending) -> None:
@@ -281,9 +280,9 @@ class TracedSink:
             self._pending = pending
 
     def deliver(self, response: Response) -> None:
-        """Passes a response on; the last one ends the traces."""
+        """Passes responses on; the last ends the traces."""
         if self._tensors is not None and weight_of(self._tensors) < _MOST_WEIGHT:
-            with _FENCE:  # the response continues untraced
+            with _FENCE:
                 self._tensors += take(OUTPUT, response.outputs)
         if not response.final or self._request is None:
             self._sink.deliver(response)
@@ -301,12 +300,12 @@ class TracedSink:
             return
         now_s = self._clock.now_s()
         if self._span is not None:
-            with _FENCE:  # an error of tracing must not cost the answer
+            with _FENCE:
                 self._end_span(self._span, request, failure, response, now_s)
         if self._sampling is not None:
-            with _FENCE:  # as above
+            with _FENCE:
                 self._add_trace(self._sampling, request, response, end_s or now_s, now_s)
-        self._pending = None  # breaks a reference cycle, which would wait for the garbage collector
+        self._pending = None  # breaks a reference cycle
 
     def _end_span(
         self, span: Span, request: InferRequest, failure: Failure | None, response: Response | None, now_s: float
@@ -318,8 +317,8 @@ class TracedSink:
             about[ATTEMPT] = response.attempt
             if response.timing is not None:
                 about[BATCH_SIZE] = response.timing.batch_size
-                now_s = max(now_s, self._executed_s(response.timing))  # clocks differ a bit
-        if failure is not None and http_status(failure.code) < 500:  # a client's error is not the server's
+                now_s = max(now_s, self._executed_s(response.timing))
+        if failure is not None and http_status(failure.code) < 500:
             span.end(now_s, {**about, ERROR: failure.code})
         else:
             span.end(now_s, about, None if failure is None else (failure.code, failure.message))
@@ -335,7 +334,7 @@ class TracedSink:
         return {}
 
     def _executed_s(self, timing: Timing) -> float:
-        """Returns the end of execution, by the worker's clock."""
+        """By the worker's clock."""
         took_ns = timing.queue_ns + timing.input_ns + timing.infer_ns + timing.output_ns
         return self._queued_s() + took_ns / 1e9 + _ROUNDING_S
 
@@ -351,7 +350,7 @@ class TracedSink:
         sampling.add(_about(request), self._stamps(timing, end_s, now_s), self._tensors, calls)
 
     def _stamps(self, timing: Timing | None, end_s: float, sent_s: float) -> Stamps:
-        """Returns the times of all activities, made to ascend although two clocks differ."""
+        """Ascending, although two clocks differ."""
         begin_s, sink = self._begin_s, self._sink
         frontend = self.frontend
         received_s = read_s = begin_s
@@ -370,7 +369,7 @@ class TracedSink:
 
 
 def _trace_of(call: Called, last_s: float) -> CallTrace:
-    """Returns the trace of a request made for another, which ended before `last_s`."""
+    """It ended before `last_s`."""
     stamps = [("REQUEST_START", call.begin_s)]
     if call.timing is not None:
         stamps += [*_computed(call.timing, call.begin_s), ("INFER_RESPONSE_COMPLETE", call.end_s)]
@@ -406,7 +405,7 @@ def _computed(timing: Timing | None, queued_s: float) -> list[tuple[str, float]]
 
 
 def _ascending(stamps: list[tuple[str, float]], last_s: float) -> Stamps:
-    """Converts instants to nanoseconds that ascend and do not exceed the last."""
+    """Ascending nanoseconds up to the last."""
     ordered, earliest_s = [], 0.0
     for name, instant_s in stamps:
         earliest_s = max(earliest_s, min(instant_s, last_s))

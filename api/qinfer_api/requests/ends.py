@@ -1,9 +1,7 @@
 """Watches the ends of stored requests to endpoints, as evidence for canaries on trial and for shadows.
 
-A gateway waits for some of the requests that it has stored while their target is on trial or a shadow was drawn.
-Failures and execution times count; the time in the queue does not, because it says nothing about the version. Requests
-that a gateway does not watch, because it ends or has too many, are no evidence; their selection does not depend on how
-they end.
+Failures and execution times count; the time in the queue does not, because it says nothing about the version. A request
+is selected regardless of how it ends.
 """
 
 import asyncio
@@ -23,15 +21,14 @@ from qinfer_api.shared_limit import SharedLimit
 logger = logging.getLogger(__name__)
 
 MOST = 128
-"""Watched requests per target, shared by tenants: each costs a read a second, and a slow target must not starve others.
-"""
+"""Watched requests per target: each costs a read a second, and a slow target must not starve others."""
 
 SHADOW_WAIT_S = 60.0
-"""The longest wait of a shadow for the request's own answer."""
+"""A shadow's longest wait for the request's own answer."""
 
 
 class StoredEnds:
-    """Watches ends; one per gateway, used on its event loop."""
+    """Watches ends; one per gateway."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -39,10 +36,7 @@ class StoredEnds:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def accepted(self, request: InferRequest, ending: Ending, tenant: str, given_s: float = math.inf) -> None:
-        """Watches a request that was stored just now.
-
-        `given_s` is the caller's timeout, infinite if the model's configuration set it.
-        """
+        """Watches a stored request; `given_s` is the caller's timeout, infinite if the model's configuration set it."""
         key, shadows, witness = key_of(request), self._dispatcher.shadows, witness_of(request)
         if not self._waiting[key].has_room(MOST, tenant):
             return
@@ -85,7 +79,7 @@ class StoredEnds:
                     on_trial.failed(record.code, witness, given_s)
         except QinferError as error:
             logger.debug("end of a stored request not seen", extra={"reason": error.message})
-        except Exception:  # the boundary: a watcher must not end anything
+        except Exception:  # a watcher must not end anything
             logger.exception("end of a stored request not seen")
         finally:
             for shadow in shadows:

@@ -7,7 +7,7 @@
 - `JobJanitor` looks after bulk jobs, `SequenceJanitor` after sequences.
 - Expired objects that dead processes left in the payload store are deleted.
 
-Several gateways may do the same work: each step is idempotent, and their rounds drift apart.
+Several gateways may do the same work: each step is idempotent.
 """
 
 import asyncio
@@ -34,18 +34,18 @@ from qinfer_api.requests.webhooks import Webhooks
 logger = logging.getLogger(__name__)
 
 ORPHAN_GRACE_S = 1.0
-"""Time after its deadline in which a synchronous request's own gateway may still finish it."""
+"""Time after its deadline in which its own gateway may finish a synchronous request."""
 
 SWEEP_OBJECTS_EVERY_S = 60.0
-"""The pause between two sweeps of the payload store."""
+"""The pause between sweeps."""
 
 SWEEP_AGAIN_S = 1.0
-"""The pause after a sweep that found expired objects."""
+"""The pause after a sweep that found objects."""
 
-_PARTITION = 0  # the only one, until models are spread
-_BATCH = 200  # requests settled in one write
+_PARTITION = 0  # until models are spread
+_BATCH = 200
 _MODELS = 100  # at once
-_ORPHANS = 20  # frames per read, which may hold tensors
+_ORPHANS = 20
 _ORPHANS_EVERY_S = 5.0
 
 
@@ -68,9 +68,9 @@ class Janitor:
         self._webhooks = webhooks
         self._advance_jobs = advance_jobs
         self._sequences = SequenceJanitor(delivery, catalog, tally)
-        self._models: dict[str, None] = {}  # all seen so far: a removed model may have requests left
-        self._away: dict[str, QinferError] = {}  # models out of reach in this round, with the reason
-        self._places: dict[Lane, str] = {}  # where the search for orphans continues
+        self._models: dict[str, None] = {}  # a removed model may have requests left
+        self._away: dict[str, QinferError] = {}  # unreachable in this round, and why
+        self._places: dict[Lane, str] = {}  # where the search continues
         self._orphans_at_s = 0.0
 
     async def run(self) -> None:
@@ -99,7 +99,6 @@ class Janitor:
                 outage.over()
 
     async def _round(self, group: asyncio.TaskGroup) -> None:
-        """Ends expired requests, and delivers webhooks in tasks of `group`."""
         now_s = asyncio.get_running_loop().time()
         await self.expire()
         if now_s >= self._orphans_at_s:
@@ -111,7 +110,7 @@ class Janitor:
             raise error
 
     async def expire(self) -> int:
-        """Expires requests of reachable models past their deadline; returns how many."""
+        """Expires late requests of reachable models; returns how many."""
         count = 0
         self._away.clear()
         for models in self._groups():
@@ -126,7 +125,7 @@ class Janitor:
         return count
 
     async def finish_orphans(self) -> int:
-        """Finishes expired synchronous entries in lanes without a worker, also of unloaded models; returns how many."""
+        """Finishes late synchronous entries without a worker; returns how many."""
         count = 0
         for (model, version), is_ready in self._catalog.readiness().items():
             if model in self._away or (is_ready and self._catalog.capacity(model, version).workers):
@@ -143,7 +142,7 @@ class Janitor:
         return count
 
     async def take_webhooks(self) -> list[DeliveryItem]:
-        """Takes as many webhooks as can be delivered now, starting with a random model."""
+        """Takes as many webhooks as can be delivered now."""
         taken: list[DeliveryItem] = []
         names = [keys.ENDPOINTS, *(model for model in self._known() if model not in self._away)]
         start = random.randrange(len(names))  # noqa: S311 - fairness
@@ -186,7 +185,6 @@ class Janitor:
             count += len(ended)
 
     async def _finish_orphans(self, lane: Lane) -> int:
-        """Finishes expired entries of a lane, page by page."""
         age_s = self._shortest_s(lane) + ORPHAN_GRACE_S
         count = 0
         while True:
@@ -207,7 +205,7 @@ class Janitor:
         return count
 
     def _shortest_s(self, lane: Lane) -> float:
-        """Returns the least age of an expired entry: the model's default timeout."""
+        """The model's default timeout."""
         try:
             spec = self._catalog.accepting(lane.model, lane.version).spec
         except QinferError:
@@ -215,7 +213,7 @@ class Janitor:
         return spec.default_timeout_s
 
     async def _deliver(self, item: DeliveryItem) -> None:
-        with suppress(DeliveryError, QueueFull):  # it comes again, and the rounds log the outage
+        with suppress(DeliveryError, QueueFull):  # it comes again
             await self._webhooks.deliver(item)
 
     def _known(self) -> list[str]:
@@ -228,7 +226,7 @@ class Janitor:
 
 
 def _is_over(entry: Entry, frame: bytes, now_s: float) -> bool:
-    """Returns whether an entry is an expired synchronous request; asynchronous ones expire by their record."""
+    """Asynchronous requests expire by their record."""
     request = head_of(frame)
     return (
         request is not None and bool(request.reply_to) and entry.enqueued_s + request.timeout_s + ORPHAN_GRACE_S < now_s

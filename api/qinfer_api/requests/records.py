@@ -23,7 +23,7 @@ from qinfer.models.repository.reader import is_model_name
 from qinfer.queue.entries import Address, Outcome, RequestRecord, RequestState
 from qinfer.wire.frame import encode_responses
 
-_CHOSEN = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._~-]{1,128}")  # clients drop . and .. from paths
+_CHOSEN = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._~-]{1,128}")  # clients drop `.` and `..`
 _MAX_ID_CHARACTERS = 512
 _CHOSEN_PARTITION = 0
 
@@ -95,7 +95,7 @@ class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chosen_address(model: str, request_id: str, tenant: str) -> Address:
-    """Returns the address of a request with a client's id; refuses invalid ids and those that look server-made."""
+    """Returns the address for a client's id, if valid."""
     if not _CHOSEN.fullmatch(request_id):
         raise InvalidRequest(
             f"'{request_id[:100]}' can't be a request id; use 1 to 128 letters, digits, '.', '_', '~' and '-', and not "
@@ -107,11 +107,11 @@ def chosen_address(model: str, request_id: str, tenant: str) -> Address:
 
 
 def address_of(request_id: str, tenant: str, model: str | None = None) -> Address:
-    """Returns the address of the request that a path names, which need not exist."""
+    """Returns the address that a path names."""
     made = made_by_server(request_id)
     name = model if made is None else made.model
     if name is not None and not is_model_name(name):
-        raise unknown(request_id)  # braces in it would put a request's keys into several slots of a cluster
+        raise unknown(request_id)  # braces would spread its keys over slots
     if made is not None and model in (None, made.model):
         return made
     if model is None or made is not None:
@@ -123,7 +123,7 @@ def address_of(request_id: str, tenant: str, model: str | None = None) -> Addres
 
 
 def unknown(request_id: str) -> RequestNotFound:
-    """Returns the error for an unknown id, or another tenant's."""
+    """Returns the error for an unknown id."""
     return RequestNotFound(
         f"request '{request_id[:100]}' is not known: it was not accepted, or it ended too long ago; "
         "a request with an id of your own is below its model: /v1/models/<model>/requests/<id>"
@@ -131,14 +131,14 @@ def unknown(request_id: str) -> RequestNotFound:
 
 
 def own_record(tenant: str, address: Address, record: RequestRecord | None) -> RequestRecord:
-    """Returns a record if it is the tenant's, or raises `RequestNotFound`."""
+    """Returns a tenant's own record, or raises `RequestNotFound`."""
     if record is None or record.tenant != tenant:
         raise unknown(shown_id(address))
     return record
 
 
 def conflict(request_id: str) -> Conflict:
-    """Returns the error for an id (empty: an idempotency key) that came with another body."""
+    """Returns the error for an id or (empty) key with another body."""
     what = f"request id '{request_id}'" if request_id else "Idempotency-Key"
     return Conflict(f"the {what} belongs to a request with another body; repeat that body, or choose another")
 
@@ -149,7 +149,7 @@ def expired(record: RequestRecord) -> ResultExpired:
 
 
 def failed_outcome(address: Address, state: RequestState, error: QinferError, version: int = 0) -> Outcome:
-    """Returns the outcome of a request that ends without execution."""
+    """Returns the outcome of a request that never executed."""
     failure = Failure.of(error)
     response = Response(request_id=address.id, model=address.model, version=version, failure=failure)
     return Outcome(state=state, blob=encode_responses([response]), code=failure.code, message=failure.message)
@@ -192,12 +192,12 @@ def shown_record(record: RequestRecord, now_s: float) -> RequestBody:
 
 
 def shown_webhook(url: str, state: str) -> WebhookBody | None:
-    """Returns a webhook as clients see it; `None` for an empty URL."""
+    """Returns a webhook as clients see it."""
     return WebhookBody(url, state or "waiting") if url else None
 
 
 def instant(at_s: float) -> str | None:
-    """Formats an instant as RFC 3339 in UTC with milliseconds; `None` for 0."""
+    """Formats an instant as RFC 3339; `None` for 0."""
     return written(at_s) if at_s else None
 
 
@@ -207,7 +207,7 @@ def written(at_s: float) -> str:
 
 
 def made_by_server(request_id: str) -> Address | None:
-    """Returns the address in a server-made id; `None` for other ids."""
+    """Returns a server-made id's address."""
     if len(request_id) > _MAX_ID_CHARACTERS:
         return None
     try:

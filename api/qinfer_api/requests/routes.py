@@ -1,7 +1,5 @@
 """Routes of asynchronous requests (`/v1/…/requests`), and of `Prefer` on `/v2/…/infer`.
 
-Bodies and results equal those of synchronous calls to the byte; the encoding of the result is stored with the request.
-
 Events are server-sent (WHATWG HTML, "Server-sent events"):
 
     event: state          the record as data, now and at each change; the stream ends after the terminal state
@@ -62,9 +60,9 @@ from qinfer_api.rest.services import (
 )
 
 AGAIN_S = 1
-"""The `Retry-After` of a result that does not exist yet."""
+"""The `Retry-After` of a missing result."""
 HEARTBEAT_S = 15.0
-"""Seconds without an event before a comment is sent."""
+"""Silent seconds before a comment."""
 
 
 PREFER = header(
@@ -187,7 +185,7 @@ def request_routes(services: Services) -> APIRouter:
 
 
 async def submit(services: Services, target: Target, request: Request, preferences: Preferences) -> HttpResponse:
-    """Submits a request; returns its result if it ends within the client's preferred wait."""
+    """Submits a request; returns its result within the preferred wait."""
     requests = services.requests
     try:
         context = authorize(services, request)
@@ -210,7 +208,7 @@ async def submit(services: Services, target: Target, request: Request, preferenc
 
 
 async def _located(services: Services, request: Request) -> tuple[Context, Address]:
-    """Returns the authorized caller and the request's address; a path below an endpoint covers all its targets."""
+    """A path below an endpoint covers all its targets."""
     context = authorize(services, request)
     request_id, model = request.path_params["request_id"], request.path_params.get("model")
     if model is not None and model in services.dispatcher.endpoints.by_name:
@@ -228,10 +226,10 @@ def _preferences(request: Request) -> Preferences:
 async def _accepted(
     services: Services, context: Context, target: Target, request: Request, options: SubmitOptions
 ) -> Ticket:
-    """Accepts a request, or finds an earlier acceptance, even if the model is gone or changed since."""
+    """Finds an earlier acceptance, even if the model is gone."""
     requests = services.requests
     try:
-        served = requests.resolve(target.model, target.version)  # before a large body is read in vain
+        served = requests.resolve(target.model, target.version)
     except (RequestError, ModelError):
         if ticket := await _repeated(services, context, target, request, options):
             return ticket
@@ -243,7 +241,7 @@ async def _accepted(
             if ticket.is_new:
                 services.dispatcher.note_accepted(context, decoded, ticket.record.address.id)
             return ticket
-        except Conflict:  # found, with another body
+        except Conflict:
             raise
         except (RequestError, ModelError):
             if ticket := await _repeated(services, context, target, request, options, body):
@@ -259,7 +257,7 @@ async def _repeated(
     options: SubmitOptions,
     body: Bytes | None = None,
 ) -> Ticket | None:
-    """Finds an earlier request with the same id or key and the same body, which is read if it is not given."""
+    """The body is read if it is not given."""
     if not (options.request_id or options.idempotency_key):
         return None
     if body is None:
@@ -283,7 +281,7 @@ def _shown(services: Services, record: RequestRecord, status: int, again_s: int 
 
 
 async def _outcome(services: Services, request: Request, record: RequestRecord) -> HttpResponse:
-    """Returns the reply of a synchronous call, without `Retry-After`: repetition would change nothing."""
+    """Without `Retry-After`: repetition would change nothing."""
     room = room_of_answer(services, request)
 
     async def read() -> tuple[Response, OutputPlan]:
@@ -325,10 +323,7 @@ async def _events(services: Services, request: Request) -> HttpResponse:
 async def _told_events(
     services: Services, changes: AsyncIterator[RequestRecord | None], told: str, taken: int, room: Room, *, strict: bool
 ) -> AsyncIterator[Event | None]:
-    """Yields the events of a request, its last state after all responses.
-
-    `told` and `taken` are the state and the number of responses that the client has seen.
-    """
+    """The last state follows all responses; the client has seen state `told` and `taken` responses."""
     async for record in changes:
         if record is None:
             yield None
@@ -347,7 +342,6 @@ async def _told_events(
 async def _responses(
     services: Services, record: RequestRecord, index: int, room: Room, *, strict: bool
 ) -> AsyncIterator[bytes]:
-    """Yields the encoded responses of a decoupled model that exist, from an index."""
     requests = services.requests
     plan = strictly(requests.plan(record)) if strict else requests.plan(record)
     with suppress(ResultExpired):
@@ -382,7 +376,7 @@ def _seen(event_id: str) -> tuple[str, int]:
 
 
 async def _hashed(options: SubmitOptions, target: Target, request: Request, body: Bytes) -> SubmitOptions:
-    """Adds the hash that identifies the request; it ignores compression of the body."""
+    """The hash ignores compression."""
 
     def body_hash() -> str:
         about = [target.model, target.version, request.headers.get(JSON_LENGTH_HEADER)]
@@ -394,7 +388,7 @@ async def _hashed(options: SubmitOptions, target: Target, request: Request, body
 
 
 def _options(request: Request) -> SubmitOptions:
-    """Parses the headers of a submission; the body's hash is added later."""
+    """The body's hash is added later."""
     headers = request.headers
     key = idempotency_key(request)
     if headers.get("request-id") == "":

@@ -17,7 +17,7 @@ from qinfer.queue.sequences import AT_ONCE
 
 logger = logging.getLogger(__name__)
 
-_PARTITION = 0  # the only one, until models are spread
+_PARTITION = 0  # until models are spread
 _TOGETHER = 16  # models at once
 _COUNTED = {Cancelled.code, DeadlineExceeded.code}  # counted by the gateway of the request
 
@@ -29,11 +29,11 @@ class SequenceJanitor:
         self._queue = queue
         self._catalog = catalog
         self._tally = tally
-        self._models: dict[str, None] = {}  # all seen so far: a removed model may have sequences left
+        self._models: dict[str, None] = {}  # a removed model may have sequences left
         self._together = asyncio.Semaphore(_TOGETHER)
 
     async def round(self) -> None:
-        """Looks after the sequences of all stateful models; raises if some can't be reached."""
+        """Looks after all models' sequences; raises if some are unreachable."""
         self._models |= dict.fromkeys(self._catalog.stateful())
         outcomes = await asyncio.gather(*map(self.look_after, self._models), return_exceptions=True)
         for outcome in outcomes:

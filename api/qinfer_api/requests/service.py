@@ -1,7 +1,6 @@
 """Asynchronous requests: submission, status, waiting, results and cancellation.
 
-The use case behind `/v1` and `Prefer` on `/v2`. The dispatcher authorizes and limits callers, as for synchronous
-requests; `Requests` holds lanes, records and results. Gateways keep no request, so a client may ask any of them.
+Gateways keep no request, so a client may ask any of them.
 """
 
 import asyncio
@@ -51,22 +50,17 @@ from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.waits import Waits
 from qinfer_api.status import of_request, told
 
-_GRACE_S = 5.0  # for the janitor to end an expired request
-_KEPT_LONGER_S = 600.0  # how much longer a target is kept than its record
+_GRACE_S = 5.0  # for the janitor
+_KEPT_LONGER_S = 600.0  # beyond its record
 
 
 class SubmitOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a request besides its body.
 
     Attributes:
-        body_hash: Identifies model, version and body.
         timeout_s: `None` = the default.
         request_id: The client's id; empty = the server makes one.
-        idempotency_key: The hash of the client's key.
-        webhook: The URL that is notified of the end.
         outbox: The outbox of its end, for a part of the server; not with a webhook.
-        notes: For the reader of the outbox.
-        result_ttl_s: 0 = the setting.
     """
 
     body_hash: str
@@ -88,10 +82,7 @@ class Ticket(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncRequests:
-    """Handles asynchronous requests; one per gateway.
-
-    `kept` remembers the targets of repeatable requests to endpoints; `ends` watches evidence for trials.
-    """
+    """Handles asynchronous requests; `kept` remembers the targets of repeatable requests to endpoints."""
 
     delivery: Queue
     catalog: Catalog
@@ -111,7 +102,7 @@ class AsyncRequests:
         return self.delivery.clock.now_s()
 
     def resolve(self, model: str, version: int) -> Served:
-        """Returns the model version, loaded or not, that accepts a request; of an endpoint, the stable target's."""
+        """Returns the version, perhaps unloaded, that accepts a request."""
         return self.of_model(*self.dispatcher.endpoints.stable(model, version))
 
     def of_model(self, model: str, version: int) -> Served:
@@ -136,7 +127,7 @@ class AsyncRequests:
         return error
 
     async def submit(self, context: Context, request: InferRequest, plan: OutputPlan, options: SubmitOptions) -> Ticket:
-        """Accepts a request, or finds an earlier one with the same id or idempotency key; stamps `request` in place."""
+        """Accepts or finds a request; stamps `request` in place."""
         self.check_up(request.model, request.partition)
         if request.endpoint and (names := names_of(options.request_id, options.idempotency_key)):
             plan = await self._keep_target(context, request, plan, options, names)
@@ -155,7 +146,7 @@ class AsyncRequests:
         return await self._ticket(acceptance, accepted, options)
 
     async def repeated(self, context: Context, model: str, options: SubmitOptions) -> Ticket | None:
-        """Finds an earlier request with the same id or idempotency key, even if its model is gone."""
+        """Finds an earlier request with this id or idempotency key."""
         model = await self.model_of(model, context.tenant, options.request_id, options.idempotency_key)
         address = self._address(context, Lane(model, 0), options.request_id)
         self.check_up(address.model, address.partition)
@@ -169,7 +160,7 @@ class AsyncRequests:
         return None if record is None else Ticket(record, is_new=False)
 
     async def model_of(self, name: str, tenant: str, request_id: str, idempotency_key: str = "") -> str:
-        """Returns the model to which an endpoint sent an earlier request; otherwise the name itself."""
+        """Returns the model to which an endpoint sent an earlier request."""
         if name not in self.dispatcher.endpoints.by_name:
             return name
         kept = await self.kept.find(name, tenant, names_of(request_id, idempotency_key))
@@ -178,7 +169,7 @@ class AsyncRequests:
     async def _keep_target(
         self, context: Context, request: InferRequest, plan: OutputPlan, options: SubmitOptions, names: Sequence[str]
     ) -> OutputPlan:
-        """Directs a repeated request to its first target; returns the plan for it."""
+        """A repeated request goes to its first target."""
         served = self.of_model(request.model, request.version)
         settings, chosen = self.settings, Kept(request.model, served.version)
         record_s = self._timeout_s(served, options.timeout_s) + settings.result_ttl_s + settings.tombstone_ttl_s
@@ -186,23 +177,23 @@ class AsyncRequests:
             self.kept.keep, request.endpoint, context.tenant, names, chosen, record_s + _KEPT_LONGER_S
         )
         kept = await keep()
-        # A removed target still answers requests that it has accepted, but takes no new ones.
+        # A removed target takes no new requests.
         is_gone = kept != chosen and not self.dispatcher.endpoints.has(request.endpoint, *kept)
         if is_gone and await self.repeated(context, request.endpoint, options) is None:
             kept = await keep(kept)
         if kept == chosen:
             return plan
         request.model, request.version, request.generation = kept.model, kept.version, 0
-        request.moves = True  # the earlier choice may be rolled back, as a new one may
+        request.moves = True  # the earlier choice may be rolled back
         return bound(plan, self.of_model(*kept)) if plan.special is not None else plan
 
     async def record(self, context: Context, address: Address) -> RequestRecord:
-        """Returns the record of a request, or raises `RequestNotFound`."""
+        """Returns a request's record, or raises `RequestNotFound`."""
         self.check_up(address.model, address.partition)
         return own_record(context.tenant, address, await self.delivery.requests.record(address))
 
     async def wait(self, context: Context, address: Address, wait_s: float) -> RequestRecord:
-        """Returns the record at the request's end or after `wait_s`; at once if too many wait."""
+        """Returns the record at the end, or after `wait_s` or too many waiters."""
         record = await self.record(context, address)
         tenant = self.dispatcher.sharing(context)
         if record.state.is_terminal or wait_s <= 0 or self.waits.is_full(tenant):
@@ -212,11 +203,11 @@ class AsyncRequests:
         return own_record(context.tenant, address, await self.waits.ended(address, wait_s, check, tenant))
 
     def plan(self, record: RequestRecord) -> OutputPlan:
-        """Returns the form in which the outputs of a request travel."""
+        """Returns how the outputs travel."""
         return msgspec.msgpack.decode(record.plan, type=OutputPlan) if record.plan else OutputPlan()
 
     async def result(self, record: RequestRecord, room: Room | None = None) -> tuple[Response, OutputPlan]:
-        """Returns the response of an ended request, as a synchronous call would."""
+        """Returns an ended request's response."""
         plan = self.plan(record)
         if record.state is not RequestState.SUCCEEDED:
             if record.expires_at <= self.now_s():
@@ -224,7 +215,7 @@ class AsyncRequests:
             failure = told(Failure(record.code, record.message), record.client_id or record.address.id)
             return Response(request_id=record.address.id, failure=failure), plan
         blob = None
-        with contextlib.suppress(CorruptEntry):  # it was deleted in the payload store, before its time
+        with contextlib.suppress(CorruptEntry):  # deleted before its time
             blob = await self.delivery.requests.result(record.address, record.tenant, room)
         if blob is None:
             raise expired(record)
@@ -232,7 +223,7 @@ class AsyncRequests:
         return response, plan
 
     async def stored(self, record: RequestRecord, index: int = 0) -> AsyncIterator[Response]:
-        """Yields the stored responses of a decoupled model from an index; the final one is the result."""
+        """Yields a decoupled model's stored responses but the final one."""
         while index < record.responses:
             blobs = await self.delivery.requests.responses.read(record.address, index)
             if not blobs:
@@ -243,7 +234,7 @@ class AsyncRequests:
             index += len(blobs)
 
     async def cancel(self, context: Context, address: Address) -> RequestRecord:
-        """Cancels a request, or removes the result of an ended one; returns its record."""
+        """Cancels a request, or removes an ended one's result."""
         record = await self.record(context, address)
         if record.state.is_terminal:
             await self.delivery.requests.forget(address)
@@ -253,16 +244,16 @@ class AsyncRequests:
         if is_first:
             self.tally.failed(address.model, record.version, Cancelled.code)
             self.tally.ended(address.model, record.version, Cancelled.code)
-        else:  # it has ended meanwhile
+        else:
             await self.delivery.requests.forget(address)
         return await self.record(context, address)
 
     def check_up(self, model: str, partition: int = 0) -> None:
-        """Refuses at once while the queue is unreachable, with a time of retry."""
+        """Refuses at once while the queue is unreachable."""
         self.delivery.router.check_up(keys.slot(keys.confirm(model, partition)))
 
     def _timeout_s(self, served: Served, asked_s: float | None) -> float:
-        """Returns a request's timeout; the model's configuration precedes the settings."""
+        """The model's configuration precedes the settings."""
         own = served.spec.parameters
         longest_s = float(own.get(MAX_TIMEOUT, self.settings.max_timeout_s))
         if asked_s is None:
@@ -283,13 +274,13 @@ class AsyncRequests:
     async def _accept(
         self, context: Context, request: InferRequest, served: Served, acceptance: Acceptance
     ) -> Accepted:
-        """Admits and enqueues a request; if it is not admitted, finds an earlier acceptance."""
+        """If it is not admitted, finds an earlier acceptance."""
         try:
             timeout_s, tenant = acceptance.timeout_s, context.tenant
             route = self.dispatcher.admit(served, request.priority, timeout_s, request.timeout_s, tenant=tenant)
         except Overloaded as refusal:
             if not acceptance.idempotency_key and shown_id(acceptance.address) == acceptance.address.id:
-                raise  # its id is new
+                raise
             found = await self.delivery.requests.find(
                 acceptance.address,
                 acceptance.body_hash,
@@ -330,7 +321,6 @@ class AsyncRequests:
     async def _ending(
         self, address: Address, timeout_s: float, tenant: str
     ) -> AsyncIterator[tuple[RequestRecord | None, Response | None]]:
-        """Waits for a request's end; provides its record and last response during the block."""
         record = await self.waits.ended(address, timeout_s + _GRACE_S, lambda: None, tenant)
         memory = AnswerMemory(self.receiving, tenant or address)
         try:
@@ -343,7 +333,7 @@ class AsyncRequests:
     def _acceptance(
         self, context: Context, request: InferRequest, served: Served, plan: OutputPlan, options: SubmitOptions
     ) -> Acceptance:
-        """Returns the acceptance without lane, frame and payload; an idempotency key never outlives its record."""
+        """An idempotency key never outlives its record."""
         settings = self.settings
         kept_s = settings.result_ttl_s + settings.tombstone_ttl_s
         return Acceptance(
@@ -367,7 +357,7 @@ class AsyncRequests:
         )
 
     def _first_record(self, address: Address, acceptance: Acceptance) -> RequestRecord:
-        """Builds the record of a request accepted just now, which saves a read."""
+        """Saves a read."""
         now_s = self.now_s()
         return RequestRecord(
             address=address,

@@ -1,7 +1,6 @@
 """Allowed targets of webhooks: listed hosts, and private addresses only if a setting allows them.
 
-A target is checked when a request names it and again at each delivery, because names can change. The delivery connects
-to the checked address. Files of labeling tasks are fetched by the same rules.
+A target is checked when a request names it and again at each delivery, because names can change.
 """
 
 import asyncio
@@ -20,18 +19,17 @@ if TYPE_CHECKING:
     import httpx
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Returns the addresses of a host and port, or raises `OSError`."""
 
 MAX_URL_CHARACTERS = 2048
 
 _PORTS = {"https": 443, "http": 80}
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _RESOLVE_TIMEOUT_S = 5.0
-_resolver = ThreadPoolExecutor(4, "webhook-names")  # apart from other threads, because a look-up may hang
+_resolver = ThreadPoolExecutor(4, "webhook-names")  # a look-up may hang
 
 
 class Words(NamedTuple):
-    """The terms of error texts: a target, the start of a refusal, and the settings that would allow it."""
+    """Terms of error texts: target, refusal, and settings that would allow it."""
 
     name: str
     refused: str
@@ -43,7 +41,7 @@ OF_WEBHOOKS = Words("webhook", "webhooks may not go to", "QINFER_WEBHOOKS__ALLOW
 
 
 class Target(NamedTuple):
-    """A checked URL, and the IP address to connect to."""
+    """A checked URL, and its IP address."""
 
     url: "httpx.URL"
     host: str
@@ -107,7 +105,7 @@ class Targets:
 
 
 def is_public(address: str) -> bool:
-    """Returns whether an IP address, or the IPv4 address inside it, is public."""
+    """Returns whether an address, or its inner IPv4 one, is public."""
     ip = ipaddress.ip_address(address)
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
@@ -121,7 +119,7 @@ def is_public(address: str) -> bool:
 
 
 def _parsed(url: str, name: str) -> "httpx.URL":
-    """Parses a URL; error texts do not repeat it, because it may hold a secret."""
+    """Errors do not repeat the URL, which may hold a secret."""
     if len(url) > MAX_URL_CHARACTERS or not (url.isascii() and url.isprintable()):
         raise InvalidRequest(f"a {name} URL has at most {MAX_URL_CHARACTERS} printable ASCII characters")
     import httpx
@@ -140,7 +138,7 @@ def _parsed(url: str, name: str) -> "httpx.URL":
 
 
 def _parse(entry: str, words: Words) -> _Allowed:
-    """Parses an entry of the allow-list: `example.org`, `*.example.org`, `host:port`, `[::1]:port`."""
+    """`example.org`, `*.example.org`, `host:port`, `[::1]:port`."""
     host, port = entry.strip().lower(), "0"
     name, colon, digits = host.rpartition(":")
     if colon and digits.isdecimal() and (":" not in name or name.endswith("]")):

@@ -1,7 +1,7 @@
 """Waiters for changes of asynchronous requests: the long polls and event streams of one gateway.
 
-A hint on the reply stream wakes a waiter. Hints may be lost, and the start of execution gives none, so waiters also
-read every `REREAD_S` seconds.
+Hints on the reply stream may be lost, and the start of execution gives none, so waiters also read every `REREAD_S`
+seconds.
 """
 
 import asyncio
@@ -14,14 +14,13 @@ from qinfer.queue.requests import Requests
 from qinfer_api.shared_limit import SharedLimit
 
 REREAD_S = 1.0
-"""Seconds after which a waiter reads without a hint."""
 
 MAX_WAITS = 4096
-"""Waiters of a gateway, shared by tenants: each costs a read a second."""
+"""Waiters of a gateway: each costs a read a second."""
 
 
 class Waits:
-    """The waiters of a gateway, by request id; `ending` forbids new ones."""
+    """A gateway's waiters; `ending` forbids new ones."""
 
     def __init__(self, requests: Requests, reply_to: str) -> None:
         self._requests = requests
@@ -31,7 +30,7 @@ class Waits:
         self.ending = False
 
     def is_full(self, tenant: str) -> bool:
-        """Returns whether a tenant may have no more waiters; an empty tenant shares with no others."""
+        """Returns whether a tenant has too many waiters."""
         return self.ending or not self._places.has_room(MAX_WAITS, tenant)
 
     def wake(self, request_id: str) -> None:
@@ -49,7 +48,7 @@ class Waits:
     async def ended(
         self, address: Address, wait_s: float, check: Callable[[], None], tenant: str
     ) -> RequestRecord | None:
-        """Returns a request's record at its end or after `wait_s`; `None` if it is gone."""
+        """Returns the record at its end or after `wait_s`, if any."""
         ends_s = time.monotonic() + wait_s
         with self._waiting(address.id, tenant) as event:
             record = await self._requests.watch(address, self._reply_to)
@@ -65,7 +64,7 @@ class Waits:
     async def changes(
         self, address: Address, heartbeat_s: float, check: Callable[[], None], tenant: str
     ) -> AsyncIterator[RequestRecord | None]:
-        """Yields a request's record now, at each change and after new responses; `None` after a silent `heartbeat_s`.
+        """Yields a request's record at each change and new response; `None` after a silent `heartbeat_s`.
 
         It stops after the terminal state, when the request is gone, and when the gateway shuts down.
         """
@@ -89,7 +88,7 @@ class Waits:
 
     @contextlib.contextmanager
     def _waiting(self, request_id: str, tenant: str) -> Iterator[asyncio.Event]:
-        """Provides an event that is set on possible changes of a request."""
+        """Set on possible changes."""
         event = asyncio.Event()
         self._events.setdefault(request_id, set()).add(event)
         try:

@@ -5,9 +5,8 @@
     POST <the endpoint's webhook>           {"type": "canary.promote", "timestamp": …, "data": {the event}}
     webhook-id · webhook-timestamp · webhook-signature: v1,<base64 of HMAC-SHA256(secret, "id.timestamp.body")>
 
-A 2xx reply confirms delivery. After any other, redirects included, the webhook is repeated with the same `webhook-id`,
-up to `max_attempts`. The connection goes to the address that `Targets` has checked, and only the head of the reply is
-read.
+Unless a 2xx reply confirms it, a webhook is repeated with the same `webhook-id`, up to `max_attempts`. Connections go
+to the address that `Targets` has checked.
 """
 
 import asyncio
@@ -50,7 +49,7 @@ _JOB, _ENDPOINT = "job:", "endpoint:"
 
 
 class Message(NamedTuple):
-    """The URL of a webhook, and its body at an instant."""
+    """A webhook's URL, and its body at an instant."""
 
     url: str
     body_at: Callable[[float], bytes]
@@ -60,7 +59,7 @@ MessageOfJob = Callable[[str], Awaitable[Message | None]]
 
 
 class Webhooks:
-    """Delivers webhooks; one per gateway, a context manager that owns the HTTP client."""
+    """Delivers webhooks; owns its HTTP client."""
 
     def __init__(
         self, settings: WebhookSettings, delivery: Queue, targets: Targets, message_of_job: MessageOfJob
@@ -76,7 +75,7 @@ class Webhooks:
 
     @property
     def free(self) -> int:
-        """Number of webhooks that `deliver` can take now; 0 if they are off here."""
+        """Number of webhooks that `deliver` can take now."""
         return MAX_DELIVERIES - self._under_way if self._settings.allow else 0
 
     async def __aenter__(self) -> "Webhooks":
@@ -86,7 +85,7 @@ class Webhooks:
 
             self._http = httpx.AsyncClient(
                 timeout=self._settings.timeout_s,
-                trust_env=False,  # a proxy would resolve the name again
+                trust_env=False,  # a proxy would resolve again
                 follow_redirects=False,
                 limits=httpx.Limits(max_keepalive_connections=0),  # hosts at one address must not share connections
                 headers={"user-agent": f"qinfer/{qinfer.__version__}", "content-type": "application/json"},
@@ -101,7 +100,7 @@ class Webhooks:
             await self._http.aclose()
 
     async def deliver(self, item: DeliveryItem) -> None:
-        """Tries to deliver a webhook, and removes it after success or the last attempt."""
+        """Delivers a webhook once; removes it after success or the last attempt."""
         self._under_way += 1
         try:
             await self._deliver(item)
@@ -113,7 +112,7 @@ class Webhooks:
 
         message = await self._message(item)
         if message is None:
-            await self._done(item, delivered=False)  # the request is gone, was requeued, or continues
+            await self._done(item, delivered=False)  # gone, requeued, or continues
             return
         try:
             async with asyncio.timeout(self._settings.timeout_s):
@@ -123,7 +122,7 @@ class Webhooks:
         except (InvalidRequest, Unreachable) as error:
             problem = error.message
         except (httpx.HTTPError, OSError, TimeoutError) as error:
-            problem = type(error).__name__  # its text may contain the URL, and so a secret
+            problem = type(error).__name__  # its text may hold a secret
         except Exception as error:  # noqa: BLE001 - the boundary: no receiver may end the janitor, at each try again
             problem = type(error).__name__
             logger.error("webhook failed", extra={"request_id": _about(item).id, "reason": problem})
@@ -147,7 +146,7 @@ class Webhooks:
         return Message(record.webhook, partial(body_of, record)) if record is not None and is_due else None
 
     async def _post(self, target: Target, item: DeliveryItem, message: Message) -> int:
-        assert self._http is not None  # otherwise the target's check has failed
+        assert self._http is not None
         now_s = self._delivery.clock.now_s()
         body, own_id, timestamp = message.body_at(now_s), webhook_id(item), int(now_s)
         headers = {
@@ -162,7 +161,7 @@ class Webhooks:
             return reply.status_code
 
     async def _done(self, item: DeliveryItem, *, delivered: bool) -> None:
-        """Removes a webhook, and stores its outcome with its request or job."""
+        """Stores the outcome, too."""
         done = partial(self._delivery.deliveries.done, item.model, item.partition, self.kind, [item.id])
         if item.text.startswith(_ENDPOINT):
             await done()
@@ -174,7 +173,7 @@ class Webhooks:
 
 
 def read_secret(settings: WebhookSettings) -> bytes:
-    """Returns the secret's bytes: decoded from `whsec_<base64>`, or the text itself."""
+    """Decodes `whsec_<base64>`, or takes the text itself."""
     secret = settings.secret.get_secret_value()
     if settings.allow and not secret:
         raise SettingsError(f"{_SECRET} is not set; webhooks, which QINFER_WEBHOOKS__ALLOW allows, are signed with it")
@@ -193,7 +192,7 @@ def sign(secret: bytes, own_id: str, timestamp: int, body: bytes) -> str:
 
 
 def webhook_id(item: DeliveryItem) -> str:
-    """Returns an id by which receivers recognise repetitions, unique over all models."""
+    """Returns an id for recognising repetitions, unique over all models."""
     whole = f"{item.model}#{item.partition}:{item.id}"
     return f"msg_{hashlib.sha256(whole.encode()).hexdigest()[:32]}"
 
@@ -217,5 +216,5 @@ def message_of_canary(notes: bytes) -> Message:
 
 
 def envelope(event: str, at: str | None, tenant: str, data: object) -> bytes:
-    """Returns the body of a webhook; receivers shared by tenants tell them apart by `tenant`."""
+    """Returns a webhook's body; shared receivers look at `tenant`."""
     return msgspec.json.encode({"type": event, "timestamp": at, **({"tenant": tenant} if tenant else {}), "data": data})

@@ -1,7 +1,4 @@
-"""`/docs`: Swagger UI on `/openapi.json`, served from this package; its browser may load nothing from elsewhere.
-
-`scripts/swagger_ui.py` fetches and verifies the files; large ones are stored compressed.
-"""
+"""`/docs`: Swagger UI on `/openapi.json`, served from this package; `scripts/swagger_ui.py` fetches the files."""
 
 import asyncio
 import gzip
@@ -21,7 +18,7 @@ _KINDS = {
     "swagger-ui.css": "text/css; charset=utf-8",
 }
 _HEADERS = {
-    # Swagger UI's style sheet has images as `data:` URLs.
+    # Swagger UI's style sheet has `data:` images.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "referrer-policy": "no-referrer",
@@ -43,7 +40,6 @@ async def _page() -> HttpResponse:
 
 
 async def _part(request: Request) -> HttpResponse:
-    """Sends a file of the page; decompresses a large one if the client does not accept gzip."""
     name = request.url.path.rpartition("/")[2]
     if not name.startswith("swagger-ui"):
         return _response(await _read(name), _KINDS[name])

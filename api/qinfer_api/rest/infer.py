@@ -5,11 +5,8 @@
     generate_stream   `data: {…}` for each response; the first one decides the status, later failures come in the stream
     infer_stream      below `/v1`: infer's body in, each response as an event with exact tensors out
 
-In free-form JSON, keys that name inputs become tensors and others parameters, including the members of `parameters`; if
-the model has sequences, their keys work as on infer. The reply has each output under its name. Bodies are not
-compressed. Replies carry the load metrics that a request asks for (ORCA).
-
-Bodies bypass pydantic. Slow steps (decompression, a large body or reply) run in a thread.
+In free-form JSON, keys that name inputs become tensors and others parameters, including the members of `parameters`;
+the reply has each output under its name.
 """
 
 import asyncio
@@ -139,7 +136,7 @@ _GENERATE_STREAM = operation(
 
 
 def infer_routes(services: Services) -> APIRouter:
-    """Returns the routes of inference and of the generate extension."""
+    """Returns the inference routes."""
     router = APIRouter(tags=["inference"])
 
     @router.post("/v2/models/{model}/versions/{version}/infer", name="infer_version", **_INFER)
@@ -180,18 +177,17 @@ async def _infer(services: Services, target: Target, request: Request) -> HttpRe
     try:
         response = await unless_left(request.receive, sink.wait())
     finally:
-        services.dispatcher.cancel(pending)  # does nothing after an answer
+        services.dispatcher.cancel(pending)
     return await send_outputs(services, request, response, client_id, plan)
 
 
 async def _submit_infer(
     services: Services, target: Target, request: Request, sink: Sink
 ) -> tuple[Pending, str, OutputPlan]:
-    """Submits an infer request; returns it, its client's id, and the form of its outputs."""
     dispatcher = services.dispatcher
     try:
         context, asked_s = authorize(services, request), timeout_of(request)
-        served = dispatcher.resolve(target.model, target.version)  # before a large body is read in vain
+        served = dispatcher.resolve(target.model, target.version)
         async with received(services, request, services.settings.http.max_input_bytes) as content:
             decoded, plan = await decoded_infer(services, served, target, request, content)
         answers(request, decoded)
@@ -203,7 +199,7 @@ async def _submit_infer(
 
 
 class _InTurn:
-    """Holds the memory of ASGI replies, whose requests begin in their turn."""
+    """Holds the memory of ASGI replies."""
 
     def is_behind(self) -> bool:
         return False
@@ -225,7 +221,7 @@ _NOT_ONE = (
 
 
 class StreamSink:
-    """The sink of any number of responses, which a coroutine reads.
+    """Any number of responses, for one reader.
 
     The worker of a decoupled model sends a window of them, and waits until they are read.
     """
@@ -241,10 +237,7 @@ class StreamSink:
         self._responses.put_nowait(response)
 
     async def responses(self, pending: Pending) -> AsyncIterator[Response]:
-        """Yields the responses, without an empty final one.
-
-        A response counts as read when the next one is requested.
-        """
+        """Yields responses; each counts as read when the next is requested."""
         while True:
             response = await self._responses.get()
             if response.says_something:
@@ -256,7 +249,7 @@ class StreamSink:
 
 
 class _Events(StreamingResponse):
-    """An event stream that cancels its request when it ends; its first reply decides the status."""
+    """Cancels its request when it ends."""
 
     def __init__(
         self, events: AsyncIterator[bytes], first: list[Reply], dispatcher: Dispatcher, pending: Pending
@@ -296,7 +289,6 @@ async def _submit(services: Services, target: Target, request: Request, sink: St
 
 
 def _decode(services: Services, served: Served, target: Target, request: Request, content: Bytes) -> "_Asked":
-    """Decodes and checks a body, which may take long, and chooses its target."""
     decoded, strict = read_generate(content, target.model, target.version, served.spec, services.codec.bounds)
     strict = is_strict(request) or strict
     forward_headers(services, request, decoded)
@@ -311,7 +303,7 @@ async def _generate(services: Services, target: Target, request: Request) -> Htt
     try:
         responses = await unless_left(request.receive, _all(sink.responses(pending)))
     finally:
-        services.dispatcher.cancel(pending)  # does nothing after an answer
+        services.dispatcher.cancel(pending)
     failed = [response for response in responses if response.failure is not None]
     if failed or len(responses) == 1:
         reply = send(await _encoded((failed or responses)[0], asked))
@@ -341,13 +333,12 @@ async def _infer_stream(services: Services, target: Target, request: Request) ->
 
 
 _Event = Callable[[Response], Awaitable[Reply]]
-"""Encodes a response or its failure as an event."""
 
 
 async def _stream(
     services: Services, request: Request, sink: StreamSink, pending: Pending, event: _Event
 ) -> HttpResponse:
-    """Streams the responses of a request as server-sent events; the first one decides the status."""
+    """The first response decides the status."""
     responses = sink.responses(pending)
     try:
         replies = await unless_left(request.receive, _first(responses, event))
@@ -393,7 +384,7 @@ async def _first(responses: AsyncIterator[Response], event: _Event) -> list[Repl
 async def _events(
     first: list[Reply], responses: AsyncIterator[Response], event: _Event, check: Callable[[], None]
 ) -> AsyncIterator[bytes]:
-    """Yields the events of a stream, which ends with an error once `check` refuses the caller."""
+    """Ends with an error once `check` refuses the caller."""
     for reply in first:
         yield reply.body
     try:
@@ -472,7 +463,7 @@ def read_generate(text: Bytes, model: str, version: int, spec: ModelSpec, bounds
 
 
 def encode_generate(response: Response, client_id: str, *, strict: bool = False) -> bytes:
-    """Encodes a response with outputs; an output of one element becomes a scalar.
+    """Encodes a response; an output of one element becomes a scalar.
 
     For equal names, the server's members take precedence over the response's parameters, and these over outputs.
     """
@@ -498,8 +489,8 @@ def _checked(document: Any) -> dict[str, Any]:
 
 
 def _may_repeat(text: bytes, document: Mapping[str, Any]) -> bool:
-    """Returns whether a key may occur twice; a scan at memory speed per key settles nearly all requests."""
-    if b"\\" in text:  # keys may be spelled in several ways
+    """Settles nearly all requests by a fast scan per key."""
+    if b"\\" in text:  # spellings vary
         return True
     keys = (*document, *document.get(_NESTED, ()))
     return any(text.count(b'"%b"' % key.encode()) > 1 for key in keys)
@@ -521,7 +512,7 @@ def _tensor(expected: TensorSpec, value: Any, most: int, spec: ModelSpec) -> Ten
 
 
 def _shape(expected: TensorSpec, count: int, *, batched: bool) -> list[int]:
-    """Finds a shape of `count` elements: fixed dimensions divide it, the innermost variable one takes the rest."""
+    """Fixed dimensions divide `count`; the innermost variable one takes the rest."""
     shape = [-1, *expected.dims] if batched else list(expected.dims)
     for size in shape:
         if size != -1:

@@ -149,7 +149,7 @@ _TRACE_UPDATE = operation("", {**_TRACE, **errors(400, 401, 403, 500, 501, 503)}
 
 
 def settings_routes(services: Services) -> APIRouter:
-    """Returns the routes of the logging and trace extensions; reading needs the scope `infer`, changing `admin`."""
+    """Returns the routes of the logging and trace extensions."""
     router = APIRouter(tags=["server"])
     log, trace = services.reporting.log_settings, services.reporting.trace_settings
     log_read, log_change = (guarded(services, "logging", scope) for scope in (Scope.INFER, Scope.ADMIN))
@@ -363,7 +363,7 @@ _REGISTER_CUDA = operation("Register a CUDA shared memory region", {**_OK, **_RE
 
 
 def shared_memory_routes(services: Services) -> APIRouter:
-    """Returns the routes of both kinds of shared memory."""
+    """Returns the shared memory routes."""
     router = APIRouter(tags=["shared memory"], dependencies=guarded(services, "shared-memory", Scope.INFER))
     _add_system(router, services)
     _add_cuda(router, services)

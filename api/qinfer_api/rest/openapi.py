@@ -1,7 +1,6 @@
-"""The OpenAPI document, generated from routes and body types, and helpers to describe routes.
+"""The OpenAPI document, and helpers to describe routes.
 
-A body's schema comes from its type; the descriptions come from the type's docstring, with the sections `Attributes` and
-`Example` (JSON).
+A body's descriptions come from its type's docstring, with the sections `Attributes` and `Example` (JSON).
 """
 
 import copy
@@ -72,7 +71,7 @@ def answer(
     kind: str = "application/json",
     example: Any = None,
 ) -> Json:
-    """Returns a response with its description, body type, and header descriptions."""
+    """Describes a response."""
     found: Json = {"description": description}
     if schema is not None:
         found["content"] = {kind: {"schema": schema} | ({} if example is None else {"example": example})}
@@ -82,7 +81,7 @@ def answer(
 
 
 def errors(*statuses: int, **meanings: str) -> dict[int, Json]:
-    """Returns the responses of error statuses; `s404=…` replaces the meaning of one."""
+    """Returns error responses; `s404=…` replaces a meaning."""
     return {status: answer(meanings.get(f"s{status}", _MEANING[status]), ErrorBody) for status in statuses}
 
 
@@ -92,12 +91,12 @@ def body(schema: Any, *, required: bool = True) -> Json:
 
 
 def header(name: str, description: str, **schema: Any) -> Json:
-    """Returns an optional request header, by default a string."""
+    """Describes an optional header, by default a string."""
     return query(name, description, **{"type": "string"} | schema) | {"in": "header"}
 
 
 def followed(description: str, event: str) -> dict[int, Json]:
-    """Returns the responses of an event stream, including 204 for readers that saw the end."""
+    """Describes an event stream; 204 = the reader saw the end."""
     return {
         200: answer(description, {"type": "string"}, kind="text/event-stream", example=event),
         204: answer("`Last-Event-ID` was the end: do not reconnect."),
@@ -113,7 +112,7 @@ LAST_EVENT = header("Last-Event-ID", "The id of the last event received.")
 
 
 def document_of(app: FastAPI, routers: Sequence[APIRouter]) -> Callable[[], Json]:
-    """Returns a replacement of `app.openapi`, which generates the document once."""
+    """Returns a cached `app.openapi`."""
 
     def openapi() -> Json:
         if app.openapi_schema is None:
@@ -155,7 +154,7 @@ def _operation(route: APIRoute) -> Json:
 
 
 def _scope_of(route: APIRoute, statuses: Iterable[int]) -> Scope | None:
-    """Returns the scope that a route needs; `infer` if the route checks the key itself."""
+    """`infer` if the route checks the key itself."""
     for check in route.dependencies:
         if isinstance(check, Security) and check.scopes:
             return Scope(check.scopes[0])
@@ -175,7 +174,6 @@ def _components(paths: Json) -> Json:
 
 
 def _media(part: Any) -> Iterator[Json]:
-    """Yields the descriptions of bodies within a part of the document."""
     if isinstance(part, dict):
         if "schema" in part:
             yield part
@@ -185,7 +183,7 @@ def _media(part: Any) -> Iterator[Json]:
 
 
 def _describe(component: Json) -> None:
-    """Moves the sections of a docstring to the fields and the example of its schema."""
+    """Moves a docstring's sections to the schema."""
     about, *sections = _SECTION.split(inspect.cleandoc(component.get("description", "")))
     component["description"] = about
     for name, text in zip(sections[::2], sections[1::2], strict=True):

@@ -1,7 +1,4 @@
-"""Helpers of all routes: the use cases, the reading of bodies and headers, and replies.
-
-Slow steps (decompression, a large body or reply) run in a thread.
-"""
+"""Helpers of all routes; slow steps (decompression, a large body or reply) run in a thread."""
 
 import asyncio
 import math
@@ -69,7 +66,7 @@ from qinfer_api.rest.openapi import Json, errors, header
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """The use cases behind the routes; `forward` matches headers that become parameters."""
+    """The use cases behind the routes."""
 
     settings: Settings
     dispatcher: Dispatcher
@@ -89,7 +86,7 @@ def context_of(request: Request) -> Context:
 
 
 def peer_of(request: Request) -> str:
-    """Returns the client's address; empty if it is unknown."""
+    """Returns the client's address, or empty."""
     return "" if request.client is None else request.client.host
 
 
@@ -116,14 +113,14 @@ def forward_headers(services: Services, request: Request, decoded: InferRequest)
 def authorize(
     services: Services, request: Request, scope: Scope = Scope.INFER, context: Context | None = None
 ) -> Context:
-    """Returns the authorized caller, and records it for the request; `context` replaces the headers."""
+    """Authorizes a request's caller; `context` replaces the headers."""
     context = services.dispatcher.authorize(context or context_of(request), scope, peer_of(request))
     request.state.caller = context
     return context
 
 
 def recheck(services: Services, request: Request) -> None:
-    """Checks that the caller, authorized a while ago, is still allowed."""
+    """Checks that a caller is still allowed."""
     services.dispatcher.recheck(caller(request))
 
 
@@ -134,12 +131,12 @@ def caller(request: Request) -> Context:
 
 
 def answers(request: Request, asked: InferRequest | Address) -> None:
-    """Notes the request whose id the reply names; an infer request gets its id later."""
+    """Notes the request whose id the reply names."""
     setattr(request.state, IN_REPLY_TO, asked)
 
 
 def guarded(services: Services, group: str, scope: Scope | None = None) -> list[Any]:
-    """Returns the dependencies of a group's routes; without a `scope` the route checks the key itself."""
+    """Returns a group's dependencies; without a `scope` the route checks the key itself."""
 
     async def check_header(request: Request) -> None:
         services.restrictions.check(group, request.headers.get)
@@ -164,7 +161,7 @@ def send_json(body: object, status: int = 200) -> HttpResponse:
 
 
 def send(reply: Reply) -> HttpResponse:
-    """Returns the HTTP response of a reply, with exactly the headers of the fast path."""
+    """Returns a reply with exactly the fast path's headers."""
     response = HttpResponse(status_code=reply.status)
     response.body = reply.body
     name_values = (line.split(b": ", 1) for line in reply.head().splitlines())
@@ -175,12 +172,11 @@ def send(reply: Reply) -> HttpResponse:
 async def _on_qinfer_error(request: Request, error: Exception) -> HttpResponse:
     response = send(failure_reply(error, v1=request.url.path.startswith("/v1/")))
     if isinstance(error, QinferError) and "content-encoding" in request.headers and response.status_code == 501:
-        response.headers["accept-encoding"] = "gzip, deflate"  # tells which encodings would work (reference §1.11)
+        response.headers["accept-encoding"] = "gzip, deflate"  # reference §1.11
     return response
 
 
 async def _on_unknown_route(request: Request, error: Exception) -> HttpResponse:
-    """Answers an unknown path or method, in the protocol's words."""
     status = getattr(error, "status_code", 404)
     message = {404: "Not Found", 405: "Method Not Allowed"}.get(status, str(getattr(error, "detail", error)))
     response = send(error_reply(status, message))
@@ -193,7 +189,7 @@ async def _on_left(request: Request, error: Exception) -> HttpResponse:
 
 
 async def _on_defect(request: Request, error: Exception) -> HttpResponse:
-    """Answers any other exception; starlette logs it."""
+    """Starlette logs the exception."""
     return send(failure_reply(error))
 
 
@@ -212,8 +208,7 @@ Ts = TypeVarTuple("Ts")
 _Scalar = bool | int | float | str
 
 
-# The bodies of infer serve only as schemas: `qinfer.wire` reads and writes them, with exact numbers and Triton's
-# errors.
+# These bodies serve as schemas: `qinfer.wire` reads and writes them.
 
 
 class InferInput(msgspec.Struct, frozen=True):
@@ -306,13 +301,13 @@ OUTPUTS: Json = {
 INFER_ERRORS = errors(400, 401, 403, 404, 500, 501, 503)
 
 
-_MOST_OF_TEXT = 4  # most tensor bytes that a byte of JSON becomes: `0,` is an INT64
+_MOST_OF_TEXT = 4  # tensor bytes per byte of JSON: `0,` is an INT64
 _MAX_TURN_S = 30.0
 """Longest wait of a large body for memory."""
 
 
 async def read_body(services: Services, request: Request, max_bytes: int, decode: Callable[[Bytes], T]) -> T:
-    """Reads a body as `received` does, and decodes it, for JSON other than inference."""
+    """Reads and decodes a body, but inference's."""
     async with received(services, request, max_bytes, is_inference=False) as body:
         if len(body) <= MAX_FAST_BYTES:
             return decode(body)
@@ -326,7 +321,7 @@ async def read_body(services: Services, request: Request, max_bytes: int, decode
 async def received(
     services: Services, request: Request, max_bytes: int, *, is_inference: bool = True
 ) -> AsyncIterator[Bytes]:
-    """Reads and decompresses the body, up to `max_bytes`, and reserves its memory during the block.
+    """Reads and decompresses the body, reserving its memory.
 
     Triton has its own error for large bodies of inferences.
     """
@@ -365,7 +360,7 @@ async def received(
 async def read_json(
     services: Services, request: Request, kind: type[T], *, prefix: str = "", may_be_empty: bool = False
 ) -> T:
-    """Reads a JSON object with `decode_json`; if `may_be_empty`, no body is an empty object."""
+    """Reads a JSON object, perhaps from no body."""
     depth, most = services.settings.limits.max_json_depth, services.settings.http.max_input_bytes
 
     def decode(body: Bytes) -> T:
@@ -375,7 +370,7 @@ async def read_json(
 
 
 async def decoded_tensors(services: Services, json_bytes: int, nbytes: float, decode: Callable[[], T]) -> T:
-    """Decodes a body with tensors, in a thread if it is large; large JSON waits for its turn."""
+    """Decodes tensors, in a thread if large; large JSON waits for its turn."""
     if json_bytes <= LARGE_BYTES:
         return await off_loop(nbytes, decode)
     most = services.settings.http.max_input_bytes
@@ -386,7 +381,7 @@ async def decoded_tensors(services: Services, json_bytes: int, nbytes: float, de
 async def decoded_infer(
     services: Services, served: Served, target: Target, request: Request, body: Bytes
 ) -> tuple[InferRequest, OutputPlan]:
-    """Decodes and checks an infer request, adds the forwarded headers, and chooses its target."""
+    """Decodes an infer request and chooses its target."""
 
     def decode() -> tuple[InferRequest, OutputPlan]:
         length, tenant = request.headers.get(JSON_LENGTH_HEADER), caller(request).tenant
@@ -404,23 +399,23 @@ async def decoded_infer(
 
 
 def as_accepted(request: Request, plan: OutputPlan) -> OutputPlan:
-    """Returns the plan with strict JSON if the `Accept` header wants it."""
+    """Applies strict JSON if `Accept` wants it."""
     return strictly(plan) if is_strict(request) else plan
 
 
 def timeout_of(request: Request) -> float | None:
-    """Returns the requested timeout in seconds, if there is one."""
+    """Returns the requested timeout in seconds."""
     text = request.headers.get(TIMEOUT_HEADER)
     return None if text is None else read_seconds(TIMEOUT_HEADER, text)
 
 
 def is_strict(request: Request) -> bool:
-    """Returns whether the caller wants JSON without NaN and infinities."""
+    """Returns whether JSON excludes NaN and infinities."""
     return wants_strict(",".join(request.headers.getlist("accept")))
 
 
 def choose(services: Services, request: Request, decoded: InferRequest, served: Served) -> Served:
-    """Chooses the target of a request to an endpoint; returns where it is served."""
+    """Chooses where an endpoint's request is served."""
     services.dispatcher.choose(caller(request), decoded, request.headers.get)
     if not decoded.endpoint or (served.spec.name, served.version) == (decoded.model, decoded.version):
         return served
@@ -428,21 +423,21 @@ def choose(services: Services, request: Request, decoded: InferRequest, served: 
 
 
 def room_of_answer(services: Services, request: Request) -> Room:
-    """Returns a function that waits for memory for the reply, which is released after it is sent."""
+    """Returns a wait for the reply's memory."""
     borrowed = AnswerMemory(services.receiving, caller(request).tenant or request.client)
     request.scope["state"][BORROWER] = borrowed
     return borrowed.room
 
 
 async def off_loop(nbytes: float, work: Callable[[*Ts], T], *arguments: *Ts) -> T:
-    """Calls a function, in a thread if its data is large and takes milliseconds."""
+    """Calls a function, in a thread if slow."""
     return await asyncio.to_thread(work, *arguments) if nbytes > MAX_FAST_BYTES else work(*arguments)
 
 
 async def send_outputs(
     services: Services, request: Request, response: Response | Sequence[Response], client_id: str, plan: OutputPlan
 ) -> HttpResponse:
-    """Encodes a response in the requested form and compression; several responses become one list."""
+    """Encodes responses as requested; several become one list."""
     plan = as_accepted(request, plan)
     if isinstance(response, Response):
         reply = await off_loop(response.nbytes, services.codec.encode, response, client_id, plan)
@@ -456,7 +451,7 @@ async def send_outputs(
 
 
 class Event(NamedTuple):
-    """A server-sent event; each line of its data becomes a field."""
+    """Each line of data becomes a field."""
 
     name: str
     id: str
@@ -464,10 +459,10 @@ class Event(NamedTuple):
 
 
 def event_stream(events: AsyncIterator[Event | None], seen: str) -> HttpResponse:
-    """Returns a response with server-sent events after the one that the client has `seen`.
+    """Returns server-sent events after the one that the client has `seen`.
 
     `None` becomes a comment, which keeps the connection open. The stream ends if events become unavailable or the
-    caller's key is revoked; the client reconnects and gets the error.
+    caller's key is revoked.
     """
 
     async def lines() -> AsyncIterator[bytes]:
@@ -485,12 +480,12 @@ def event_stream(events: AsyncIterator[Event | None], seen: str) -> HttpResponse
 
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Awaits `work`; if the client leaves first, cancels it and raises `ClientDisconnect`."""
+    """Awaits `work`; cancels it and raises `ClientDisconnect` if the client leaves."""
 
     async def caught() -> T | QinferError:
         try:
             return await work
-        except QinferError as error:  # returned, because the group would wrap it
+        except QinferError as error:  # the group would wrap it
             return error
 
     async def watch(task: asyncio.Task[T | QinferError]) -> None:
@@ -511,13 +506,13 @@ async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     return outcome
 
 
-_ITEM = re.compile(r"""(?:[^,"]|"(?:[^"\\]|\\.)*(?:"|\\?$))+""")  # up to a comma outside quoted strings
+_ITEM = re.compile(r"""(?:[^,"]|"(?:[^"\\]|\\.)*(?:"|\\?$))+""")
 _PREFERENCE = re.compile(r"""\s*([!#$%&'*+.^_`|~0-9A-Za-z-]+)\s*(?:=\s*("(?:[^"\\]|\\.)*"|[^\s;,"]*)\s*)?(?:;.*)?""")
 _MAX_CHARACTERS = 1000
 
 
 class Preferences(NamedTuple):
-    """The preferences of a caller: `respond-async`, and the seconds to wait for the result (`None` = not given)."""
+    """`respond-async`, and the seconds to wait (`None` = not given)."""
 
     respond_async: bool = False
     wait_s: int | None = None
@@ -528,7 +523,7 @@ class Preferences(NamedTuple):
         return self.respond_async or self.wait_s is not None
 
     def applied(self, *, ended: bool) -> str:
-        """Returns the `Preference-Applied` of a reply; may be empty."""
+        """Returns `Preference-Applied`, or empty."""
         words = ["respond-async"] if self.respond_async and not ended else []
         if self.wait_s is not None:
             words.append(f"wait={self.wait_s}")
@@ -536,10 +531,7 @@ class Preferences(NamedTuple):
 
 
 def read_preferences(headers: Sequence[str]) -> Preferences:
-    """Parses the `Prefer` headers; the first of equal preferences counts (RFC 7240 §2).
-
-    Unknown and malformed preferences are ignored, as the RFC requires.
-    """
+    """Parses `Prefer`; the first of equal preferences counts, unknown ones are ignored (RFC 7240 §2)."""
     found: dict[str, str] = {}
     for item in _ITEM.findall(",".join(headers)[:_MAX_CHARACTERS]):
         preference = _PREFERENCE.fullmatch(item.rstrip())

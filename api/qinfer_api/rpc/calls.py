@@ -1,7 +1,4 @@
-"""Authorization, parsing and encoded replies of all calls.
-
-Large protobuf messages are parsed off the event loop; damaged ones are INVALID_ARGUMENT.
-"""
+"""Authorization, parsing and encoded replies of all calls; large messages are parsed off the event loop."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -27,7 +24,7 @@ Serve = Callable[[Bytes, Call], Awaitable[Bytes]]
 """Handles a method: from the encoded request to the encoded reply."""
 
 STRANGERS_BYTES = 64 * 1024
-"""The largest message of calls that need no key."""
+"""The largest message without a key."""
 
 SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
 
@@ -46,13 +43,13 @@ class Guard:
         self._max_message_bytes = rpc.max_message_bytes
 
     def admit(self, group: str, scope: Scope | None, head: Head, peer: str) -> Context:
-        """Authorizes a call by its head and returns its caller; `scope` `None` needs no key."""
+        """Authorizes a call by its head; `scope` `None` needs no key."""
         if self._dispatcher.draining:
             raise Abort("UNAVAILABLE", SHUTTING_DOWN)
         return self.admit_even_draining(group, scope, head, peer)
 
     def admit_even_draining(self, group: str, scope: Scope | None, head: Head, peer: str) -> Context:
-        """Authorizes a call that is also served during a shutdown."""
+        """Authorizes a call that is also served while draining."""
         try:
             if self._restrictions.covers(group):
                 self._restrictions.check(group, head.first)
@@ -73,18 +70,18 @@ class Guard:
     def method(
         self, start: Callable[[Call, Bytes], None], group: str, scope: Scope | None, *, takes_stream: bool = False
     ) -> Method:
-        """Makes a method whose calls `start` begins after `admit`."""
-        # Models that administrators load exceed any request; callers without a key send small messages.
+        """Makes a method that calls `start` after `admit`."""
+        # Loaded models exceed any request.
         most = MAX_MESSAGE_BYTES if scope is Scope.ADMIN else self._max_message_bytes
         if scope is None:
             most = min(most, STRANGERS_BYTES)
         return Method(partial(self.admit, group, scope), start, takes_stream, most)
 
     def unary(self, serve: Serve, group: str, scope: Scope | None = Scope.INFER) -> Method:
-        """Makes a unary method; exceptions of `serve` become the status."""
+        """Makes a unary method."""
 
         async def answer(call: Call, message: Bytes) -> None:
-            self._dispatcher.recheck(call.context)  # the key may have been revoked since the head came
+            self._dispatcher.recheck(call.context)  # may have been revoked meanwhile
             call.finish((await serve(message, call),))
 
         return self.method(lambda call, message: call.run(answer(call, message), has_deadline=True), group, scope)
@@ -97,10 +94,7 @@ class Guard:
         scope: Scope | None = Scope.INFER,
         is_change: Callable[[Any], bool] | None = None,
     ) -> Method:
-        """Makes a unary method with small messages.
-
-        Requests for which `is_change` is true need the scope `admin`.
-        """
+        """Makes a unary method with small messages; changes need the scope `admin`."""
         name = request.DESCRIPTOR.name.removesuffix("Request")
 
         async def serve(blob: Bytes, call: Call) -> Bytes:
@@ -120,7 +114,7 @@ class Guard:
 
 
 async def read(message: Any, blob: Bytes) -> Any:
-    """Parses a message, in a thread if it is large."""
+    """Parses a message, in a thread if large."""
     return parse(message, blob) if len(blob) <= LARGE_BYTES else await asyncio.to_thread(parse, message, blob)
 
 

@@ -126,8 +126,8 @@ _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch
 _BAD_BYTES = b"\0\r\n"
 _OF_CONNECTIONS = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
 _PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
-_MAX_REMEMBERED = 32  # clients have few sequences of names; more are not cached
-_REMEMBERED_BYTES = 64  # of a name; longer ones could fill the memory
+_MAX_REMEMBERED = 32
+_REMEMBERED_BYTES = 64
 
 
 @lru_cache(maxsize=1024)
@@ -139,14 +139,14 @@ def check_fields(fields: Sequence[Field]) -> None:
     """Checks each field by itself."""
     for name, value in fields:
         is_name = _is_name if len(name) <= _REMEMBERED_BYTES else _is_name.__wrapped__
-        # HTTP/2 forbids spaces at the ends, but gRPC clients send them and its servers accept them.
+        # HTTP/2 forbids outer spaces, but gRPC clients send them.
         is_value = len(value.translate(None, _BAD_BYTES).strip(b"\t")) == len(value)
         if not (is_value and is_name(name)) or (name == b"te" and value != b"trailers"):
             raise Malformed(f"the header field {name!r} may not be sent, or not with this value")
 
 
 def places(names: tuple[bytes, ...]) -> Mapping[str, int]:
-    """Returns the place of each name's first field; checks that pseudo-headers come first and once."""
+    """Returns each name's first place; pseudo-headers must come first and once."""
     found = _remembered_places(names) if len(names) <= _MAX_REMEMBERED else _places(names)
     if found is None:
         raise Malformed("a pseudo-header field is unknown, repeated or out of place")

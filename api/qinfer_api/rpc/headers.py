@@ -1,4 +1,4 @@
-"""Header fields of gRPC (doc/PROTOCOL-HTTP2.md): heads of calls, and their final statuses."""
+"""gRPC's header fields (doc/PROTOCOL-HTTP2.md)."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ HEAD = b"".join(
 )
 """The header block of a reply, without metadata."""
 
-# Clients accept 8 KiB of a header by default; an ASCII character takes up to 3 bytes there, others 12.
+# Clients accept 8 KiB of a header; an ASCII character takes up to 3 bytes, others 12.
 _MAX_ASCII, _MAX_OTHER = 2000, 500
 
 _NOWHERE: Mapping[str, int] = {}
@@ -38,7 +38,7 @@ Metadata = Sequence[tuple[str, str]]
 
 
 class Abort(Exception):
-    """Ends a call with a status; `again_s` 0 means an unknown time of retry."""
+    """Ends a call; `again_s` 0 = unknown."""
 
     def __init__(self, code: str, text: str, again_s: int = 0) -> None:
         super().__init__(text)
@@ -57,9 +57,8 @@ class Packing(NamedTuple):
 class Method(NamedTuple):
     """A method of a service.
 
-    `admit` decides by the head and the peer's address, and returns `Call.context` or raises. `start` gets the message,
-    or b"" for a stream. `is_awaited` is false if a shutdown does not wait for its calls. `compression` is the zlib
-    level of replies, 0 = uncompressed.
+    `admit` decides by the head and the peer's address. `start` gets the message, or b"" for a stream. `is_awaited` is
+    false if a shutdown does not wait for its calls. `compression` is the zlib level of replies, 0 = uncompressed.
     """
 
     admit: Callable[["Head", str], Any]
@@ -71,11 +70,7 @@ class Method(NamedTuple):
 
 
 class Head:
-    """The head of a call, shared by calls with equal headers.
-
-    Without a method, `refusal` is the header block that ends the call. `memo` caches what a method derives from the
-    metadata.
-    """
+    """The head of calls with equal headers; without a method, `refusal` is the block that ends the call."""
 
     __slots__ = ("_places", "_values", "encoding", "fields", "memo", "method", "packing", "refusal", "timeout_s")
 
@@ -89,7 +84,7 @@ class Head:
         self.method = method
         self.refusal = refusal
         self.fields: Sequence[hpack.Field] = ()
-        self._places = places  # name → place of its first value
+        self._places = places
         self._values = values
         self.timeout_s = math.inf
         self.encoding: Encoding | None = None
@@ -98,7 +93,7 @@ class Head:
 
     @property
     def metadata(self) -> Metadata:
-        """The headers that gRPC does not define, names in lower case, without binary ones."""
+        """Custom text headers, by lower-case name."""
         return [
             (name.decode(), value.decode("latin-1"))
             for name, value in self.fields
@@ -136,20 +131,20 @@ def read_encoding(text: bytes) -> Encoding | None:
 
 
 def choose_packing(accepted: str, level: int) -> Packing | None:
-    """Chooses the compression of replies from a client's accepted encodings."""
+    """Chooses the compression of replies."""
     known = {name.strip() for name in accepted.split(",")}
     encoding: Encoding | None = "gzip" if "gzip" in known else "deflate" if "deflate" in known else None
     return Packing(encoding, level) if level and encoding is not None else None
 
 
 def trailers_only(abort: Abort, status: int = 200, initial: bytes = b"") -> bytes:
-    """Returns the header block of a reply that is only a status."""
+    """Returns the header block of a mere status."""
     head = initial or hpack.status(status) + HEAD[1:]
     return head + status_fields(abort)
 
 
 def status_fields(abort: Abort) -> bytes:
-    """Returns the fields of a status, with the time of retry (gRFC A6)."""
+    """Returns a status with its time of retry (gRFC A6)."""
     text = quote(shortened(abort.text), safe=UNQUOTED)
     again = hpack.field(b"grpc-retry-pushback-ms", b"%d" % (abort.again_s * 1000)) if abort.again_s else b""
     status = hpack.field(b"grpc-status", b"%d" % _NUMBERS[abort.code])
@@ -157,6 +152,6 @@ def status_fields(abort: Abort) -> bytes:
 
 
 def shortened(text: str) -> str:
-    """Cuts the middle out of a text that is too long for a status."""
+    """Shortens a text for a status."""
     most = _MAX_ASCII if text.isascii() else _MAX_OTHER
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

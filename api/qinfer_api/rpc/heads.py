@@ -1,4 +1,4 @@
-"""Parses the heads of gRPC calls, and counts the calls in flight."""
+"""Parses heads of gRPC calls; counts calls in flight."""
 
 import asyncio
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from qinfer_api.turns import Turns
 
 
 class Server:
-    """Creates the calls of all connections; methods are keyed by path, as `/package.Service/Method`."""
+    """Creates all connections' calls; methods are keyed by path, as `/package.Service/Method`."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Server:
         self._ended = asyncio.Event()
 
     def read_head(self, fields: list[hpack.Field] | None) -> Head:
-        """Parses the head of a call; `None` stands for fields over the limit."""
+        """Parses a call's head; `None` = fields over the limit."""
         if fields is None:
             text = f"the metadata is larger than {self.limits.header_bytes} bytes"
             return Head(None, trailers_only(Abort("RESOURCE_EXHAUSTED", text), 431))
@@ -66,7 +66,6 @@ class Server:
         return head
 
     def _refusal(self, verb: bytes, content: bytes, fields: list[hpack.Field]) -> bytes:
-        """Returns the header block that refuses a request that is not gRPC, or that a stranger's page may have sent."""
         if not content.startswith(b"application/grpc"):
             return hpack.status(415)
         if verb != b"POST":

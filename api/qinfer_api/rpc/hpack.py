@@ -1,34 +1,28 @@
-"""HPACK (RFC 7541): a complete decoder, and a stateless encoder for replies.
-
-Replies use only the static table and literals, so a block is encoded once and sent many times.
-"""
+"""HPACK (RFC 7541): a complete decoder, and a stateless encoder, whose blocks are sent many times."""
 
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 MAX_TABLE_BYTES = 4096
-"""Size of a client's dynamic table (the default SETTINGS_HEADER_TABLE_SIZE)."""
+"""A client's dynamic table (the default SETTINGS_HEADER_TABLE_SIZE)."""
 
 EMPTY_TABLE = b"\x20"
-"""The update that sets the table of replies to 0 bytes, for a client that wants a smaller one."""
+"""Sets the table of replies to 0 bytes."""
 
 Field = tuple[bytes, bytes]
 
-_ENTRY_BYTES = 32  # overhead of an entry (section 4.1)
+_ENTRY_BYTES = 32  # section 4.1
 _MAX_INTEGER_BYTES = 5
-_MAX_RESIZES = 2  # of the table before the first field of a block (section 4.2)
+_MAX_RESIZES = 2  # before a block's first field (section 4.2)
 
 
 class HpackError(Exception):
-    """A header block that can't be decoded; its connection can't continue."""
+    """An undecodable header block; its connection can't continue."""
 
 
 class Decoder:
-    """Decodes the header blocks of one connection, in order.
-
-    `generation` changes with the dynamic table: equal blocks of one generation have equal fields.
-    """
+    """Decodes a connection's header blocks in order; equal blocks of one `generation` have equal fields."""
 
     def __init__(self, max_list_bytes: int) -> None:
         self._max_list_bytes = max_list_bytes
@@ -38,7 +32,7 @@ class Decoder:
         self.generation = 0
 
     def decode(self, block: bytes) -> tuple[list[Field] | None, list[Field]]:
-        """Decodes a block to all fields and those sent as literals, which no table holds yet.
+        """Returns all fields of a block, and those sent as literals.
 
         The first is `None` above `max_list_bytes`, counted as in section 4.1.
         """
@@ -101,12 +95,12 @@ class Decoder:
 
 
 def _size(fields: list[Field]) -> int:
-    """Returns the size of a header list (RFC 9113, section 6.5.2)."""
+    """RFC 9113, section 6.5.2."""
     return sum([len(name) + len(value) + _ENTRY_BYTES for name, value in fields])
 
 
 def _integer(block: bytes, position: int, byte: int, mask: int) -> tuple[int, int]:
-    """Parses an integer (section 5.1); returns it and the next position."""
+    """Section 5.1; returns the next position, too."""
     value = byte & mask
     return (value, position) if value < mask else _long_integer(block, position, mask)
 
@@ -124,7 +118,7 @@ def _long_integer(block: bytes, position: int, value: int) -> tuple[int, int]:
 
 
 def _text(block: bytes, position: int, unpack: Callable[[bytes], bytes]) -> tuple[bytes, int]:
-    """Parses a string (section 5.2); returns it and the next position."""
+    """Section 5.2; returns the next position, too."""
     byte = block[position]
     length, position = byte & 0x7F, position + 1
     if length == 0x7F:
@@ -137,7 +131,7 @@ def _text(block: bytes, position: int, unpack: Callable[[bytes], bytes]) -> tupl
 
 
 def field(name: bytes, value: bytes) -> bytes:
-    """Encodes a field as a literal without indexing (section 6.2.2)."""
+    """Encodes a literal without indexing (section 6.2.2)."""
     return b"".join((named(name), length(len(value)), value))
 
 
@@ -154,7 +148,7 @@ def status(code: int) -> bytes:
 
 @lru_cache(maxsize=256)
 def length(size: int) -> bytes:
-    """Encodes the length of a string without Huffman code."""
+    """Encodes a string's length, without Huffman code."""
     if size < 0x7F:
         return bytes((size,))
     size -= 0x7F
@@ -187,14 +181,13 @@ def _static() -> dict[int, Field]:
 
 _STATIC = _static()
 _FIRST_OWN = len(_STATIC) + 1
-"""The index of the dynamic table's newest entry."""
+"""The dynamic table's newest entry."""
 
 _STATUSES = {int(value): index for index, (name, value) in _STATIC.items() if name == b":status"}
 
 # -- Huffman codes (section 5.2, appendix B) ---------------------------------------------------------------------------
 
-# The length of each byte's code in bits, then of the end of string. The codes are canonical: they count up by length,
-# then by byte.
+# Bits of each byte's code, then of the end of string. Canonical codes count up by length, then by byte.
 _CODE_LENGTHS = """
     13 23 28 28 28 28 28 28 28 24 30 28 28 30 28 28 28 28 28 28 28 28 30 28 28 28 28 28 28 28 28 28 6 10 10 12 13 6 8
     11 10 10 8 11 8 6 6 6 5 5 5 6 6 6 6 6 6 6 7 8 15 6 12 10 13 6 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 8 7 8 13
@@ -208,11 +201,11 @@ _END = 256
 
 _Step = tuple[bytes, "_Node"]
 _Node = list["_Step | None"]
-"""A node of the code's tree: for each next byte, its output and the next node."""
+"""For each next byte, its output and the next node."""
 
 
 class _Huffman:
-    """Decodes strings byte by byte; computes steps of the tree when first needed."""
+    """Decodes byte by byte; computes steps when first needed."""
 
     def __init__(self) -> None:
         self._branches: list[list[int]] = [[0, 0]]  # by node and bit: a node, or ~symbol
@@ -226,7 +219,7 @@ class _Huffman:
         self._nodes: list[_Node] = [[None] * 256 for _ in self._branches]
         self._numbers = {id(node): number for number, node in enumerate(self._nodes)}
         number, self._ends = 0, {id(self._nodes[0])}
-        for _ in range(7):  # fewer than 8 ones pad a string
+        for _ in range(7):  # fewer than 8 ones pad
             number = self._branches[number][1]
             self._ends.add(id(self._nodes[number]))
 
@@ -248,7 +241,7 @@ class _Huffman:
             for byte in text:
                 piece, node = node[byte]
                 append(piece)
-        except TypeError:  # a step that is not computed yet
+        except TypeError:  # not computed yet
             self._walk(text)
             return self.decode(text)
         if id(node) not in self._ends:
@@ -275,7 +268,7 @@ class _Huffman:
 
 _unpack = _Huffman().decode
 _unpack_remembered = lru_cache(maxsize=1024)(_unpack)
-_REMEMBERED_BYTES = 64  # of a name; longer ones could fill the memory
+_REMEMBERED_BYTES = 64
 
 
 def _unpack_name(text: bytes) -> bytes:

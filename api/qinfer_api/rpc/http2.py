@@ -1,8 +1,8 @@
-"""The server side of an HTTP/2 connection (RFC 9113): reads frames and enforces their rules.
+"""The server side of an HTTP/2 connection (RFC 9113).
 
 A `Service` makes a `Stream` of each request. Nothing here waits. All input is bounded (`Limits`): frames that advance
 no request (PING, SETTINGS, RST_STREAM, empty DATA, …) use up an allowance that replies and time refill; without it the
-connection ends with ENHANCE_YOUR_CALM. Connections that send a lot are read in turns (`Turns`).
+connection ends with ENHANCE_YOUR_CALM.
 """
 
 import asyncio
@@ -20,21 +20,21 @@ from qinfer_api.turns import SLICE_BYTES, SMALL_BYTES, Turns
 
 logger = logging.getLogger(__name__)
 
-_CACHED_BLOCKS, _CACHED_BLOCK_BYTES = 256, 1024  # their product is the memory that a client can pin
+_CACHED_BLOCKS, _CACHED_BLOCK_BYTES = 256, 1024  # their product bounds a client's memory
 _REMEMBERED_STREAMS = 256
-_BYTES_PER_FRAME = 128  # of a header block that opens no stream; as many cost as much as a frame
-_STREAMS_PER_FRAME = 64  # whose windows change; as many cost as much as a frame
-_PROGRESS = 4  # idle frames earned by each ended stream and each DATA frame
+_BYTES_PER_FRAME = 128  # of header blocks without a stream, charged as one idle frame
+_STREAMS_PER_FRAME = 64  # changed windows, charged as one idle frame
+_PROGRESS = 4  # idle frames earned by a stream's end or a DATA frame
 _NOT_HTTP2 = (
     b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\n\r\n"
     b"this port speaks gRPC, over HTTP/2 only; HTTP/1.1 is spoken on the HTTP port\n"
 )
-_LAST_SECOND_S = 1.0  # grace for requests that are under way at a shutdown
+_LAST_SECOND_S = 1.0  # grace for requests at a shutdown
 _SIGN_OF_LIFE, _SHUTDOWN = b"liveness", b"shutdown"
 
 
 class Service(Protocol):
-    """Handles requests; one for all connections of a server."""
+    """Handles the requests of all connections."""
 
     limits: Limits
     turns: Turns
@@ -42,7 +42,7 @@ class Service(Protocol):
     is_closing: bool
 
     def read_head(self, fields: list[Field] | None) -> Any:
-        """Parses a request's header fields, `None` if too large; equal fields reuse the result.
+        """Parses a request's header fields, `None` if too large.
 
         Raises:
             Malformed: The fields are not those of a request.
@@ -60,15 +60,15 @@ class Connection(asyncio.Protocol):
         self.output = Output()
         self.peer = ""
         self._decoder = Decoder(service.limits.header_bytes)
-        self._heads: dict[bytes, Any] = {}  # by header block, while the decoder's table does not change
+        self._heads: dict[bytes, Any] = {}  # by header block, while the decoder's table lasts
         self._generation = 0
-        self._is_tainted = False  # the decoder's table may have forbidden fields
+        self._is_tainted = False  # may have forbidden fields
         self._rest = b""
         self._awaits_turn = False  # to read `_rest`
         self._has_preface = self._has_settings = False
-        self._block: tuple[int, int, bytearray] | None = None  # stream, flags and start of an unfinished block
+        self._block: tuple[int, int, bytearray] | None = None  # an unfinished block's stream, flags and start
         self._streams: dict[int, Stream] = {}
-        self._abandoned: deque[int] = deque(maxlen=_REMEMBERED_STREAMS)  # reset streams that the client may still use
+        self._abandoned: deque[int] = deque(maxlen=_REMEMBERED_STREAMS)
         self._last = 0
         self._last_taken = frames.LAST_STREAM
         self._window = service.limits.connection_window_bytes
@@ -76,18 +76,18 @@ class Connection(asyncio.Protocol):
         self._age_s = service.limits.age_s * random.uniform(0.9, 1.1)  # noqa: S311 - spreads reconnections
         self._made_s = self._busy_s = self._heard_s = 0.0
         self._pinged_s = self._goes_s = self._stuck_s = 0.0  # 0 = not the case
-        self._is_heard = False  # since the last check
+        self._is_heard = False
         self._takes_no_more = asyncio.Event()
 
     # -- asyncio's calls -----------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Waits for the preface, because settings sent earlier would hide the answer to HTTP/1.1."""
-        self.output.transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass of it
+        """Waits for the preface: earlier settings would hide the answer to HTTP/1.1."""
+        self.output.transport = cast(asyncio.Transport, transport)
         address = transport.get_extra_info("peername")
         self.peer = address[0] if isinstance(address, tuple) else ""
         self._made_s = self._busy_s = self._heard_s = asyncio.get_running_loop().time()
-        if self.service.is_closing:  # accepted while the port was closing
+        if self.service.is_closing:
             self.close()
         else:
             self.service.connections.add(self)
@@ -124,7 +124,6 @@ class Connection(asyncio.Protocol):
         return position
 
     def _go_on(self) -> None:
-        """Reads the data left by a turn or a pause, then resumes reading."""
         self._awaits_turn = False
         if not (self.output.is_paused or self.output.transport.is_closing()):
             self.data_received(b"")
@@ -145,7 +144,7 @@ class Connection(asyncio.Protocol):
             stream.cancelled()
 
     def pause_writing(self) -> None:
-        """Pauses reading while the client does not read its replies."""
+        """Pauses reading while replies are unread."""
         self.output.is_paused = True
         self._stuck_s = asyncio.get_running_loop().time()
         self.output.transport.pause_reading()
@@ -161,7 +160,7 @@ class Connection(asyncio.Protocol):
     # -- frames --------------------------------------------------------------------------------------------------------
 
     def _read_preface(self, data: bytes) -> int:
-        """Returns the position of the first frame; 0 while the preface is incomplete."""
+        """Returns the first frame's position; 0 before the whole preface."""
         if data.startswith(frames.PREFACE):
             self._has_preface = True
             self._send_settings()
@@ -183,7 +182,7 @@ class Connection(asyncio.Protocol):
         self.output.write_window(0, limits.connection_window_bytes - frames.FIRST_WINDOW_BYTES)
 
     def _read_frames(self, data: bytes, position: int, last: int) -> int:
-        """Reads whole frames that begin up to `last`; returns the position of the next."""
+        """Returns the next frame's position."""
         end, most = len(data), self.service.limits.frame_bytes
         while position <= last and self._has_preface:
             size, flags, number = frames.HEAD.unpack_from(data, position)
@@ -257,7 +256,7 @@ class Connection(asyncio.Protocol):
             raise ConnectionFault(frames.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
         number, first_flags, block = self._block
         block += payload
-        if len(block) > 4 * self.service.limits.header_bytes:  # a smaller one costs no more than its request
+        if len(block) > 4 * self.service.limits.header_bytes:
             raise ConnectionFault(frames.ENHANCE_YOUR_CALM, f"a header block of more than {len(block)} bytes")
         if flags & frames.END_HEADERS:
             self._block = None
@@ -266,7 +265,7 @@ class Connection(asyncio.Protocol):
             self._count_idle("CONTINUATION")
 
     def _read_block(self, number: int, block: bytes, *, is_ended: bool) -> None:
-        """Reads a whole header block, of a new request or of trailers."""
+        """Reads a new request's block, or trailers."""
         head = self._heads.get(block)
         if head is not None and number > self._last:
             self._last = number
@@ -299,7 +298,7 @@ class Connection(asyncio.Protocol):
 
     def _open(self, number: int, head: Any, *, is_ended: bool) -> None:
         if number > self._last_taken:
-            return  # GOAWAY told the client that it is not handled
+            return  # the client knows by GOAWAY
         if len(self._streams) >= self.service.limits.streams:
             self._count_idle("more streams than allowed")
             self._write_reset(number, frames.REFUSED_STREAM)
@@ -308,7 +307,6 @@ class Connection(asyncio.Protocol):
         stream.opened()
 
     def _read_trailers(self, number: int, cost: int, *, is_ended: bool) -> None:
-        """Reads the trailers of a request, which are ignored."""
         stream = self._streams.get(number)
         self._count_idle("trailers", cost)
         if stream is None:
@@ -377,7 +375,7 @@ class Connection(asyncio.Protocol):
             frames.check_setting(key, value)
             if key == frames.HEADER_TABLE_SIZE and value < MAX_TABLE_BYTES:
                 self.output.shrink_table()
-        settings = dict(frames.SETTING.iter_unpack(payload))  # applied once each: a frame may repeat it
+        settings = dict(frames.SETTING.iter_unpack(payload))  # a frame may repeat it
         self.output.max_frame = settings.get(frames.MAX_FRAME_SIZE, self.output.max_frame)
         if frames.INITIAL_WINDOW_SIZE in settings:
             self._count_idle("SETTINGS of windows", len(self._streams) // _STREAMS_PER_FRAME)
@@ -425,7 +423,7 @@ class Connection(asyncio.Protocol):
     def finished(self, stream: Stream) -> None:
         """Removes a stream whose reply is written."""
         if not stream.is_ended:
-            self._write_reset(stream.number, frames.NO_ERROR)  # the rest of the request is not needed
+            self._write_reset(stream.number, frames.NO_ERROR)
         self._drop(stream)
         if self._allowance < self.service.limits.idle_frames:
             self._allowance += _PROGRESS
@@ -458,7 +456,7 @@ class Connection(asyncio.Protocol):
     def shutdown(self) -> None:
         """Ends the connection after its requests (RFC 9113, section 6.8).
 
-        The first GOAWAY stops the client; the answer to the PING behind it shows that earlier requests have arrived.
+        The answer to the PING behind the first GOAWAY shows that earlier requests have arrived.
         """
         if not self._has_preface:
             self.close()
@@ -469,7 +467,7 @@ class Connection(asyncio.Protocol):
             self.output.write(frames.PING, 0, 0, _SHUTDOWN)
 
     async def shut(self) -> None:
-        """Calls `shutdown`, and returns when no more requests are accepted."""
+        """Shuts down; returns when no more requests are accepted."""
         self.shutdown()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_SECOND_S):
@@ -493,7 +491,7 @@ class Connection(asyncio.Protocol):
             self._fail(frames.NO_ERROR, "the server ends")
 
     def close(self) -> None:
-        """Closes once the output is written, or aborts after the time of a reply."""
+        """Closes once the output is written, or after a reply's time."""
         self.output.is_closed = True
         transport = self.output.transport
         transport.close()
@@ -514,7 +512,7 @@ class Connection(asyncio.Protocol):
         self._allowance = min(self._allowance + limits.idle_frames_per_s, limits.idle_frames)
         if self._streams:
             self._busy_s = now_s
-        if self._is_heard or self.output.is_paused:  # nothing is read during a pause
+        if self._is_heard or self.output.is_paused:
             self._is_heard, self._heard_s, self._pinged_s = False, now_s, 0.0
         for stream in list(self._streams.values()):
             stream.check(now_s)

@@ -1,8 +1,8 @@
 """ModelInfer and ModelStreamInfer (reference §2.2, §2.3).
 
 The requests of a stream run concurrently. Single responses are sent in the order of the requests, those of decoupled
-models as they come. A stream whose client does not read, or has too many requests in flight, is not read. Its requests
-in flight go on, but a decoupled model pauses when a window of its responses is unsent.
+models as they come. A stream whose client does not read, or has too many requests in flight, is not read; a decoupled
+model pauses when a window of its responses is unsent.
 """
 
 import asyncio
@@ -41,17 +41,14 @@ logger = logging.getLogger(__name__)
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 _NO_PLAN = OutputPlan()
 _UNREAD = "the responses were read too slowly while others waited for memory: read 64 KiB a second"
-_MOST_OF_CONTENTS = 8  # most tensor bytes that a byte of typed contents becomes
+_MOST_OF_CONTENTS = 8  # tensor bytes per byte of typed contents
 
 LEVELS = {"none": 0, "low": 1, "medium": 6, "high": 9}
 """The setting's levels as zlib levels."""
 
 
 class InferSink:
-    """State of a request until its last response.
-
-    `empty_final` asks for an empty message when a decoupled model ends without a last response.
-    """
+    """State of a request; `empty_final` asks for an empty message when a decoupled model ends."""
 
     frontend = "GRPC"
     no_stream = ""
@@ -78,7 +75,6 @@ class _Answer(InferSink):
         self.pending: Pending | None = None
 
     def wait(self, pending: Pending) -> None:
-        """Links the call with its pending request, which it cancels if it ends first."""
         if not self.call.is_closed:
             self.call.request_id = pending.request_id
             self.pending = pending
@@ -115,7 +111,7 @@ class _Answer(InferSink):
                 call.finish(self.infer.encode(response, self))
         except Exception as error:  # noqa: BLE001 - the boundary of a call: `fail` reports it
             call.fail(error)
-        self.plan = _NO_PLAN  # the plan may hold shared memory
+        self.plan = _NO_PLAN
 
     async def _finish(self, response: Response) -> None:
         try:
@@ -129,7 +125,7 @@ class _Answer(InferSink):
 
 
 class Infer:
-    """The infer calls: converts messages to queued requests, and responses to messages."""
+    """Converts infer messages to queued requests, and back."""
 
     def __init__(self, guard: Guard, services: Services) -> None:
         self._guard = guard
@@ -180,16 +176,16 @@ class Infer:
             stream.drain()
 
     def check_callers(self) -> None:
-        """Ends the streams of callers whose access has ended."""
+        """Ends the streams of refused callers."""
         for stream in tuple(self.streams):
             stream.check_caller()
 
     def is_slow(self, blob: Bytes) -> bool:
-        """Returns whether decoding takes milliseconds: the request is large, or uses shared memory."""
+        """Returns whether decoding is slow: a large request, or shared memory."""
         return len(blob) > LARGE_BYTES or self._reads_memory(blob)
 
     def submit(self, blob: Bytes, call: Call, sink: InferSink) -> Pending:
-        """Decodes and submits a request; `sink` gets its plan and its responses."""
+        """Decodes and submits a request for `sink`."""
         decoded = self._repetitions.decode(blob)
         if decoded is not None:
             try:
@@ -207,7 +203,7 @@ class Infer:
             raise self._refused(fields.model_name, fields.model_version, error, call) from None
 
     async def submit_slowly(self, blob: Bytes, call: Call, sink: InferSink) -> Pending:
-        """Does the same as `submit`, with decoding and checks in a thread."""
+        """Submits a request, decoded in a thread."""
         message = await asyncio.to_thread(parse_infer, blob)
         sink.client_id = message.fields.id
         try:
@@ -221,7 +217,6 @@ class Infer:
             raise self._refused(fields.model_name, fields.model_version, error, call) from None
 
     def _check_announced(self, message: Message) -> None:
-        """Checks the declared inputs with large typed contents, unless an endpoint's target is not chosen yet."""
         fields = message.fields
         version = parse_version(fields.model_version) if fields.model_version else 0
         spec = self.dispatcher.resolve(fields.model_name, version, is_taken=True).spec
@@ -231,13 +226,12 @@ class Infer:
                 check_announced(entry.name, entry.datatype, entry.shape, spec)
 
     def _turn(self, typed_bytes: int) -> contextlib.AbstractAsyncContextManager[None]:
-        """Waits until a request with large typed contents may be decoded."""
         if not typed_bytes:
             return contextlib.nullcontext()
         return self._receiving.decoding(min(_MOST_OF_CONTENTS * typed_bytes, self._max_typed_bytes))
 
     def encode(self, response: Response, sink: InferSink) -> list[Bytes]:
-        """Encodes a response with outputs as a ModelInferResponse, in pieces."""
+        """Encodes a response, in pieces."""
         regions = self._memory if sink.plan.held is None else regions_of(sink.plan, self._memory)
         return encode_infer(response, sink.client_id, sink.plan, regions)
 
@@ -275,11 +269,11 @@ class Infer:
         if plan.special is not None:
             plan = bound(plan, self.dispatcher.of_model(request.model, request.version))
         sink.plan, sink.empty_final = plan, decoded.empty_final
-        # `is_taken`: streams are closed while draining, so every admitted request is answered.
+        # Draining closes streams: every admitted request is answered.
         try:
             pending = self.dispatcher.submit(call.context, request, sink, call.time_remaining(), is_taken=True)
         except QinferError:
-            call.request_id = request.id  # the error's text names it
+            call.request_id = request.id
             raise
         hold(sink.plan)
         return pending
@@ -292,16 +286,16 @@ class Infer:
 
 
 MAX_IN_FLIGHT = 1000
-"""Unfinished requests of one stream at which it is not read."""
+"""Unfinished requests at which a stream is not read."""
 
 MAX_UNWRITTEN_BYTES = 64 * 2**20
-"""Unwritten output bytes of one stream at which it is not read."""
+"""Unwritten output bytes at which a stream is not read."""
 
-_STRICT = "triton_grpc_error"  # metadata; with "true" the first error ends the stream
+_STRICT = "triton_grpc_error"  # metadata: "true" = the first error ends the stream
 
 
 class _Slot(InferSink):
-    """A request of a stream, with a response that waits for its turn."""
+    """A request, and its responses until their turn."""
 
     rpc_method = "ModelStreamInfer"
     __slots__ = ("answer", "is_ordered", "pending", "stream")
@@ -353,20 +347,17 @@ class _Stream:
                 await self._reader
 
     def drain(self) -> None:
-        """Stops reading, unless the client has sent everything."""
         if self._reader is not None and not self._is_read:
             self._is_draining = True
             self._reader.cancel()
 
     def check_caller(self) -> None:
-        """Ends the call if its caller's key was revoked or has expired."""
         try:
             self._infer.dispatcher.recheck(self._call.context)
         except (Unauthorized, Forbidden) as error:
             self._call.fail(error)
 
     def deliver(self, slot: _Slot, response: Response) -> None:
-        """Queues a response to be written in its turn."""
         self._unwritten_bytes += response.nbytes
         if not response.final:
             self._leave_order(slot)
@@ -377,7 +368,7 @@ class _Stream:
         self._take_turns()
 
     def _leave_order(self, slot: _Slot) -> None:
-        """Takes a request out of the order, so that its responses are written as they come."""
+        """Its responses are written as they come."""
         if slot.is_ordered:
             slot.is_ordered = False
             self._order.remove(slot)
@@ -396,7 +387,6 @@ class _Stream:
 
     @property
     def _is_writing(self) -> bool:
-        """Whether earlier responses are still being written."""
         return self._writes or bool(self._ready)
 
     async def _read(self) -> None:
@@ -434,7 +424,7 @@ class _Stream:
         except asyncio.CancelledError:  # the gateway drains
             self._fail(slot, Overloaded(SHUTTING_DOWN))
             raise
-        except Exception as error:  # the boundary of a request: its stream continues
+        except Exception as error:  # the stream continues
             logger.exception("request failed")
             self._fail(slot, error)
 
@@ -472,7 +462,6 @@ class _Stream:
             await self._change.wait()
 
     def _lend(self, memory: Memory, size: int) -> None:
-        """Tracks the memory of a message until its client has read it."""
         call = self._call
         memory.become(size)
         begin = call.unsent_bytes + size
@@ -482,7 +471,7 @@ class _Stream:
         return self._call.packed(encode_streamed(self._infer.encode(response, slot), final=response.final))
 
     async def _message(self, slot: _Slot, response: Response) -> tuple[Sequence[Bytes], bool] | None:
-        """Returns the message for a response; `None` = an empty last one, which is not sent."""
+        """`None` = an empty last message, which is not sent."""
         failure = response.failure
         if failure is None:
             if response.final and not (response.says_something or slot.is_ordered or slot.empty_final):
@@ -493,7 +482,7 @@ class _Stream:
                 return self._packed(slot, response)
             except QinferError as error:
                 failure = Failure.of(error)
-            except Exception as error:  # the boundary of a request, as in `_submit`
+            except Exception as error:
                 logger.exception("answer failed")
                 failure = Failure.of(error)
         if self._is_strict:

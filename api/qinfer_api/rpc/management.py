@@ -74,7 +74,7 @@ def model_calls(guard: Guard, services: Services) -> dict[str, Method]:
 
 
 def _is_ready(endpoints: Endpoints, model: str, version: int) -> bool:
-    """Returns whether a known model is ready; unloaded models are known."""
+    """Unloaded models are known."""
     try:
         return is_model_ready(endpoints, model, version)
     except ModelNotReady:
@@ -100,10 +100,7 @@ _WATCH_EVERY_S = 1.0
 
 
 def health_calls(guard: Guard, services: Services) -> dict[str, Method]:
-    """Returns the methods of `grpc.health.v1.Health` by name.
-
-    SERVING means that the server is ready. A gateway that shuts down still serves them.
-    """
+    """Returns `grpc.health.v1.Health`, which is also served during a shutdown."""
     admit = partial(guard.admit_even_draining, _HEALTH, None)
     reply, statuses = health_pb2.HealthCheckResponse, health_pb2.HealthCheckResponse.ServingStatus
 
@@ -208,7 +205,7 @@ _LOG_KINDS = {
 
 
 def settings_calls(guard: Guard, trace: TraceSettings, log: LogSettings) -> dict[str, Method]:
-    """Returns the methods by name; calls without settings read them, others change them."""
+    """Returns the methods; calls without settings read them."""
 
     async def trace_setting(request: Any) -> Any:
         model = request.model_name
@@ -237,7 +234,6 @@ def _has_settings(request: Any) -> bool:
 
 
 def _trace_value(name: str, values: list[str]) -> object:
-    """Returns a setting as JSON has it; no value clears it."""
     if not values:
         return None
     if name == _LEVELS:
@@ -295,8 +291,6 @@ def shared_memory_calls(guard: Guard, memory: SharedMemory) -> dict[str, Method]
         return pb.CudaSharedMemoryUnregisterResponse()
 
     def of_caller(request: Any, use_case: Callable[[Any, SharedMemory], Awaitable[Any]]) -> Method:
-        """Makes a method on the regions of the caller's tenant."""
-
         async def serve(blob: Bytes, call: Call) -> Bytes:
             reply = await use_case(await read(request, blob), memory.of(call.context.tenant))
             return bytes(reply.SerializeToString())

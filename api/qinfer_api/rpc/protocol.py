@@ -1,7 +1,7 @@
 """gRPC over HTTP/2 (gRPC's doc/PROTOCOL-HTTP2.md): calls, messages, deadlines and statuses.
 
-A call is admitted or refused by its head, before its messages are read. A unary method gets the whole message and
-answers with `Call.finish` or `Call.fail`; a streaming method is a coroutine that reads and writes messages.
+A call is admitted or refused by its head. A unary method gets the whole message and answers with `Call.finish` or
+`Call.fail`; a streaming method is a coroutine.
 """
 
 import asyncio
@@ -44,21 +44,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LARGE_BYTES = 256 * 1024
-"""Larger messages take milliseconds, so threads decode and encode them."""
+"""Threads decode and encode larger messages."""
 
 MAX_MESSAGE_BYTES = 2**31 - 1
 """The largest message that protobuf reads."""
 
 MAX_UNSENT_BYTES = 256 * 1024
-"""Unsent reply bytes of a stream at which its method waits."""
+"""Unsent bytes at which a stream's method waits."""
 
-_PREFIX_BYTES = 5  # of a message: the compression flag and the length
+_PREFIX_BYTES = 5  # compression flag and length
 _OK = hpack.field(b"grpc-status", b"0")
 _HEAD_WITH_ID = HEAD + hpack.named(ID_HEADER)
 
 _TOO_LATE = "the message did not come in time"
 _MIN_BYTES_PER_S = 64 * 1024
-"""The slowest allowed transfer of a message or a reply."""
+"""Slowest allowed transfer."""
 
 
 class _Message(NamedTuple):
@@ -70,8 +70,7 @@ class _Message(NamedTuple):
 class Call(Stream):
     """One call, from its head to its status.
 
-    `context` is the result of the method's `admit`. `on_cancel` is called once if the client cancels, the deadline
-    passes or the connection is lost.
+    `on_cancel` is called once if the client cancels, the deadline passes or the connection is lost.
     """
 
     __slots__ = (
@@ -114,17 +113,17 @@ class Call(Stream):
         self.cache = self.target = ""
         self._refusal: Exception | None = None
         self._prefix = b""
-        self._body: bytearray | None = None  # of the incoming message, as received so far
-        self._size = 0  # of the incoming message
+        self._body: bytearray | None = None
+        self._size = 0
         self._is_compressed = False
-        self._is_reading = True  # a message is due, and the client has to send it in time
+        self._is_reading = True  # the client owes a message
         self._moved_s = 0.0
         self._messages: deque[_Message] = deque()
-        self._reservation: Reservation | None = None  # of the incoming message
+        self._reservation: Reservation | None = None
         self._answer_memory: Memory | None = None
         self._opened_memory: Reservation | None = None  # of the message decompressed last
         self._reserved_s = 0.0
-        self._unread: bytearray | None = None  # bytes received before their memory was granted
+        self._unread: bytearray | None = None  # received before memory was granted
         self._has_begun = False
         self._is_headed = False
         self._change: asyncio.Event | None = None
@@ -151,7 +150,7 @@ class Call(Stream):
                 self._ended()
         except Exception as error:  # noqa: BLE001 - the boundary of a call: `fail` reports it
             if head.method.takes_stream and not self.is_ended:
-                # A client about to write its first message, such as grpc.aio, would miss the status.
+                # A client that is about to write, such as grpc.aio, would miss the status.
                 self._refusal = error
             else:
                 self.fail(error)
@@ -200,7 +199,6 @@ class Call(Stream):
             self._arrived(message)
 
     def _read_prefix(self, view: memoryview) -> memoryview:
-        """Reads a message's prefix, and reserves memory for the rest."""
         missing = _PREFIX_BYTES - len(self._prefix)
         self._prefix += view[:missing]
         view = view[missing:]
@@ -230,7 +228,7 @@ class Call(Stream):
             self.fail(abort)
 
     def _make_room(self, arrived: int) -> None:
-        """Starts a message whose memory was granted, and opens the window for the rest."""
+        """Starts a message whose memory was granted."""
         self._size = int.from_bytes(self._prefix[1:])
         self._is_compressed = self._prefix[0] != 0
         self._prefix, self._body = b"", bytearray()
@@ -280,7 +278,7 @@ class Call(Stream):
         if self._change is not None:
             self._change.set()
         elif self.head.method is not None and self.head.method.takes_stream:
-            return  # its method has started but not read yet
+            return
         elif not self._messages:
             raise Abort("INTERNAL", "the call takes one message, and there is none")
         else:
@@ -299,7 +297,7 @@ class Call(Stream):
         self._begin(await self._opened(message))
 
     async def _opened(self, message: _Message) -> Bytes:
-        """Returns the content of a message, whose memory stays reserved until `taken`."""
+        """Memory stays reserved until `taken`."""
         assert self.head.method is not None
         self.taken()
         self._opened_memory = message.reservation
@@ -313,7 +311,7 @@ class Call(Stream):
 
     async def _decompressed(self, content: Bytes, encoding: Encoding, most: int) -> bytes:
         try:
-            if self._opened_memory is None:  # a message received at once may expand
+            if self._opened_memory is None:
                 room, within_s = self._room(len(content)), self.connection.service.limits.body_s
                 self._opened_memory = await self._server.receiving.granted(self._owner, room, within_s)
             plain = await asyncio.to_thread(decompress, content, encoding, most)
@@ -322,12 +320,12 @@ class Call(Stream):
             raise Abort("RESOURCE_EXHAUSTED", text) from None
         except Overloaded as error:
             raise Abort("RESOURCE_EXHAUSTED", error.message) from None
-        if self._opened_memory is not None:  # otherwise the call has ended
+        if self._opened_memory is not None:
             self._opened_memory.shrink(max(len(plain), 1))
         return plain
 
     def taken(self) -> None:
-        """Releases the memory of the message opened last, after it was decoded."""
+        """Releases the decoded message's memory."""
         memory, self._opened_memory = self._opened_memory, None
         if memory is not None:
             memory.release()
@@ -343,7 +341,7 @@ class Call(Stream):
             self.fail(error)
 
     def withdraw(self) -> None:
-        """Gives up waiting for memory, so that a call on a lost connection gets none."""
+        """Gives up waiting for memory, for a lost connection."""
         if self._reservation is not None and not self._reservation.is_granted:
             self._reservation.release()
 
@@ -359,7 +357,7 @@ class Call(Stream):
             on_cancel()
 
     def keep(self, memory: Memory) -> None:
-        """Holds the memory of the answer until it is sent or dropped."""
+        """Holds memory until the answer is gone."""
         if self.is_closed:
             memory.release()
         else:
@@ -387,7 +385,7 @@ class Call(Stream):
                 reservation.release()
 
     def check(self, now_s: float) -> None:
-        """Ends a call whose message, or whose client's reading of the reply, is overdue."""
+        """Ends an overdue call."""
         limits, one = self.connection.service.limits, self._reservation
         is_awaited = self._body is not None or bool(self._prefix) or (self._is_reading and self._change is None)
         if self._refusal is not None:
@@ -416,11 +414,11 @@ class Call(Stream):
     # -- the method's side ---------------------------------------------------------------------------------------------
 
     def time_remaining(self) -> float:
-        """Returns the seconds until the client gives up; infinite = never."""
+        """Seconds until the client gives up; may be infinite."""
         return self._until_s - asyncio.get_running_loop().time() if self._until_s < math.inf else math.inf
 
     def run(self, coroutine: Coroutine[Any, Any, None], *, has_deadline: bool = False) -> None:
-        """Runs a coroutine as part of the call; its exception becomes the status."""
+        """Runs a coroutine; its exception becomes the status."""
         self._task = asyncio.get_running_loop().create_task(coroutine)
         self._task.add_done_callback(self._ran)
         if has_deadline and self._until_s < math.inf and self._timer is None:
@@ -451,7 +449,7 @@ class Call(Stream):
         return await self._opened(self._messages.popleft())
 
     def packed(self, parts: Sequence[Bytes]) -> tuple[Sequence[Bytes], bool]:
-        """Compresses a message if the call's replies are compressed and it gets smaller; the flag tells which."""
+        """Compresses a message if that makes it smaller; tells whether."""
         packing = self.head.packing
         if packing is None:
             return parts, False
@@ -459,7 +457,7 @@ class Call(Stream):
         return ((content,), True) if len(content) < sum(map(len, parts)) else (parts, False)
 
     async def write(self, parts: Sequence[Bytes], *, is_compressed: bool = False) -> None:
-        """Writes a message of a stream; waits while the client does not read."""
+        """Writes a message; waits while the client does not read."""
         if not self._is_headed:
             self._is_headed = True
             self.send_headers(self._initial())
@@ -518,12 +516,12 @@ class Call(Stream):
     def _status(self, error: BaseException) -> Abort:
         if isinstance(error, Abort):
             return error
-        if not isinstance(error, QinferError):  # clients see no stack text
+        if not isinstance(error, QinferError):
             logger.error("call failed", exc_info=error)
         return self.status_of(Failure.of(error), error)
 
     def status_of(self, failure: Failure, error: BaseException | None = None) -> Abort:
-        """Returns the status of a failure: DEADLINE_EXCEEDED only for the client's own deadline."""
+        """Returns a failure's status; DEADLINE_EXCEEDED only for the client's own deadline."""
         if failure.code == "deadline_exceeded" and self.time_remaining() <= 0:
             return Abort("DEADLINE_EXCEEDED", failure.message)
         return Abort(grpc_status(failure.code), failure.message, retry_after_s(failure.code, error))

@@ -1,7 +1,6 @@
 """Server reflection (gRPC's doc/server-reflection.md), for clients such as grpcurl.
 
-v1 and v1alpha differ only by the package name, which is not on the wire, so one method serves both. The answers are the
-same on every server and do not depend on models.
+v1 and v1alpha differ only by the package name, which is not on the wire.
 """
 
 import asyncio
@@ -20,19 +19,16 @@ from qinfer_api.rpc.protocol import Call
 from qinfer_api.status import GRPC_CODES
 
 MAX_REQUEST_BYTES = 4096
-"""A request names one thing, and its reply repeats it."""
+"""Requests are small."""
 
 _METHOD = "ServerReflectionInfo"
 _NOT_FOUND, _INVALID_ARGUMENT = GRPC_CODES.index("NOT_FOUND"), GRPC_CODES.index("INVALID_ARGUMENT")
 _CACHED_FILES = 64
-_MAX_SHOWN = 200  # characters of an unknown name
+_MAX_SHOWN = 200
 
 
 def reflection_methods(guard: Guard, services: tuple[str, ...]) -> dict[str, Method]:
-    """Returns the reflection methods by path, for callers that may read the server's metadata.
-
-    `services` are the names of the other services.
-    """
+    """Returns the reflection methods by path; `services` are the names of other services."""
     own = [module.DESCRIPTOR.services_by_name["ServerReflection"].full_name for module in (pb, reflection_v1alpha_pb2)]
     reflection = _Reflection([*services, *own])
     method = guard.method(
@@ -42,7 +38,7 @@ def reflection_methods(guard: Guard, services: tuple[str, ...]) -> dict[str, Met
 
 
 class _Reflection:
-    """Answers from protobuf's default pool, which has the files of all loaded modules."""
+    """Answers from protobuf's default pool."""
 
     def __init__(self, services: list[str]) -> None:
         self._services = sorted(services)
@@ -60,7 +56,7 @@ class _Reflection:
         while (blob := await call.read()) is not None:
             reply = self._reply(parse(pb.ServerReflectionRequest, blob))
             await call.write((reply.SerializeToString(),))
-            await asyncio.sleep(0)  # thousands of requests may have come at once
+            await asyncio.sleep(0)  # thousands may have come at once
         call.end()
 
     def _reply(self, request: Any) -> Any:
@@ -82,7 +78,7 @@ class _Reflection:
     def _file_of_symbol(self, name: str) -> dict[str, Any]:
         try:
             return self._file(self._pool.FindFileContainingSymbol(name))
-        except KeyError:  # the pool does not search methods then
+        except KeyError:  # the pool does not search methods
             return self._file(self._pool.FindMethodByName(name).containing_service.file)
 
     def _file_of_extension(self, wanted: Any) -> dict[str, Any]:

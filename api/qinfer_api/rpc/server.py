@@ -1,7 +1,4 @@
-"""The gRPC server: Triton's 20 calls, health and reflection on one port, with the use cases of HTTP.
-
-The port is opened first, so that a wrong setting shows at the start.
-"""
+"""The gRPC server: Triton's 20 calls, health and reflection on one port."""
 
 import asyncio
 import contextlib
@@ -28,7 +25,7 @@ SERVICE: str = grpc_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceServic
 HEALTH_SERVICE: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 _CHECK_EVERY_S = 1.0
-_LAST_REPLIES_S = 1.0  # to write the last answers
+_LAST_REPLIES_S = 1.0
 
 
 def open_port(settings: Settings) -> "RpcServer":
@@ -65,7 +62,7 @@ def _tls(rpc: GrpcSettings) -> ssl.SSLContext | None:
 
 
 class RpcServer:
-    """Serves gRPC on an open port; `url` is `grpc://host:port` or `grpcs://host:port`."""
+    """Serves gRPC at `url`; opened first, so that a wrong setting shows at the start."""
 
     def __init__(self, listener: socket.socket, tls: ssl.SSLContext | None, settings: GrpcSettings) -> None:
         self._listener = listener
@@ -78,7 +75,7 @@ class RpcServer:
         self._checks: asyncio.Task[None] | None = None
 
     def use(self, services: Services) -> None:
-        """Sets the use cases; called once, before the start."""
+        """Sets the use cases, before the start."""
         guard = Guard(services)
         self._infer = Infer(guard, services)
         calls = {
@@ -112,7 +109,7 @@ class RpcServer:
         if self._server is None or tls is None:
             return
         self._server = await listen_anew(self._server, self._connect, tls)
-        if self._calls.is_closing:  # the server began to close meanwhile
+        if self._calls.is_closing:
             self._server.close()
 
     def _connect(self) -> Connection:
@@ -129,7 +126,7 @@ class RpcServer:
     async def turn_away(self) -> None:
         """Closes the port, and returns when no connection accepts calls.
 
-        Calls that are under way are still admitted, so that no client of several servers sees a failure.
+        Calls that are under way are still admitted.
         """
         self._calls.is_closing = True
         if self._server is not None:
@@ -137,9 +134,9 @@ class RpcServer:
         await asyncio.gather(*[connection.shut() for connection in tuple(self._calls.connections)])
 
     async def stop(self, within_s: float) -> None:
-        """Ends once every call is answered, or after `within_s` plus a second."""
+        """Ends once every call is answered, or a second after `within_s`."""
         self._infer.drain()
-        with contextlib.suppress(TimeoutError):  # a client that does not read its answers
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s + _LAST_REPLIES_S):
                 await self._calls.ended()
         await self.close()
@@ -149,7 +146,7 @@ class RpcServer:
         if self._checks is not None:
             self._checks.cancel()
         if self._server is not None:
-            self._server.close()  # before its socket, which asyncio's own loop looks up
+            self._server.close()  # before its socket, which asyncio looks up
             for connection in tuple(self._calls.connections):
                 connection.leave()
         self._listener.close()

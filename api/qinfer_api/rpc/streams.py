@@ -1,8 +1,4 @@
-"""The output of an HTTP/2 connection, under flow control (RFC 9113, 5.2).
-
-A reply that fits the windows is written at once. The rest waits in the queue of its stream until the client opens its
-windows or reads.
-"""
+"""The output of an HTTP/2 connection, under flow control (RFC 9113, 5.2)."""
 
 import asyncio
 from collections import deque
@@ -27,8 +23,8 @@ class Trailers(bytes):
 class Stream:
     """One request and its reply; subclasses interpret the bytes.
 
-    `is_ended`: the client has sent everything, or the rest is ignored. `is_closed`: the reply is complete, or the
-    stream was reset. The windows count bytes of DATA that the peer may still send.
+    `is_ended`: the client has sent everything. `is_closed`: the reply is complete or reset. The windows count DATA
+    bytes that the peer may still send.
     """
 
     __slots__ = ("connection", "is_closed", "is_ended", "number", "queue", "receive_window", "send_window")
@@ -45,13 +41,13 @@ class Stream:
     # -- called by the connection --------------------------------------------------------------------------------------
 
     def opened(self) -> None:
-        """Handles the head; the stream may be answered from now on."""
+        """Handles the head; replies may begin."""
 
     def data_received(self, data: bytes) -> None:
-        """Handles bytes of the body; `is_ended` is set before the last ones."""
+        """Handles a body's bytes; `is_ended` is set before the last."""
 
     def withdraw(self) -> None:
-        """Gives up waits on a lost connection, before any of its streams is cancelled."""
+        """Gives up waits on a lost connection."""
 
     def cancelled(self) -> None:
         """Handles a reset or a lost connection."""
@@ -69,11 +65,11 @@ class Stream:
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes of the reply that wait for the client's windows."""
+        """Reply bytes that wait for windows."""
         return sum([len(part) for part in self.queue])
 
     def send_headers(self, block: bytes, *, is_last: bool = False) -> None:
-        """Sends the head of the reply, or with `is_last` the whole reply."""
+        """Sends a reply's head, or all of it."""
         if not self.is_closed:
             self.connection.output.write_headers(self.number, block, is_last=is_last)
             if is_last:
@@ -116,10 +112,7 @@ class Stream:
 
 
 class Output:
-    """Writes the frames of a connection.
-
-    `progress` counts DATA frames since `Connection` last looked, except those that the windows cut small.
-    """
+    """Writes a connection's frames; `progress` counts DATA frames, except those that the windows cut small."""
 
     transport: asyncio.Transport
 
@@ -129,7 +122,7 @@ class Output:
         self.is_paused = self.is_closed = False
         self.block_prefix = b""
         self.progress = 0
-        self._waiting: dict[int, Stream] = {}  # by number: streams that wait for the connection, not for their window
+        self._waiting: dict[int, Stream] = {}  # those that wait for the connection's window
 
     def write(self, kind: int, flags: int, number: int, payload: Bytes = b"") -> None:
         """Writes a frame."""
@@ -144,7 +137,7 @@ class Output:
         self.write(frames.HEADERS, flags, number, block)
 
     def write_reply(self, stream: Stream, head: bytes, body: bytes, trailers: bytes) -> bool:
-        """Writes a whole reply if the windows allow it; returns whether it did."""
+        """Writes a whole reply, if the windows allow."""
         size, number = len(body), stream.number
         if size > stream.send_window or size > self.window or size > self.max_frame or self.is_paused:
             return False
@@ -167,7 +160,7 @@ class Output:
         return True
 
     def write_window(self, number: int, size: int) -> None:
-        """Lets the client send `size` more bytes, on one stream or (0) on all."""
+        """Grants the client `size` bytes, of one stream or (0) all."""
         self.write(frames.WINDOW_UPDATE, 0, number, frames.WORD.pack(size))
 
     def resize(self, streams: Iterable[Stream], size: int) -> None:
@@ -181,11 +174,11 @@ class Output:
                 self._waiting[stream.number] = stream
 
     def shrink_table(self) -> None:
-        """Confirms a smaller header table, which replies do not use (RFC 7541, section 4.2)."""
+        """Confirms a smaller header table (RFC 7541, section 4.2)."""
         self.block_prefix = EMPTY_TABLE
 
     def pump(self, stream: Stream) -> None:
-        """Writes as much of a stream's queue as the windows allow."""
+        """Writes what the windows allow."""
         queue = stream.queue
         while queue and not self.is_paused and not self.is_closed:
             part = queue[0]

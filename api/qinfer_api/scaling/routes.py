@@ -98,14 +98,14 @@ def backlog_routes(services: Services) -> APIRouter:
         services.requests.check_up(model)
         found = await services.reporting.work(model)
         if not found:
-            services.catalog.status(model)  # an unknown model is an error; one without a version has no work
+            services.catalog.status(model)
         return send_json(backlog_of(model, found, await services.reporting.sequences(model)))
 
     return router
 
 
 def backlog_of(model: str, found: Sequence[VersionWork], sequences: SequenceWork | None = None) -> Backlog:
-    """Returns a model's work as shown, with times in whole milliseconds."""
+    """Returns a model's work, in whole milliseconds."""
     return Backlog(
         model=model,
         requests=sum(one.requests for one in found),
@@ -141,5 +141,5 @@ def _lane(work: LaneWork) -> LaneBacklog:
 
 
 def _up(seconds: float) -> float:
-    """Rounds up, so that little work is not shown as 0."""
+    """Little work is not shown as 0."""
     return math.ceil(seconds * 1000) / 1000

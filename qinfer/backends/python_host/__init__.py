@@ -5,7 +5,5 @@
                               process.HostProcess ◀── channel.Channel ──▶ __main__ ── host.Host ── model.py
                                                         messages            utils = triton_python_backend_utils
 
-`channel` transports the `messages` and tensors. In the worker, `calls` runs other models for a model, and `streams`
-reads a decoupled one's responses. `model.py` imports `utils` as `triton_python_backend_utils`, made of `tensor`,
-`inference`, `responses` and `services`.
+`model.py` imports `utils` as `triton_python_backend_utils`.
 """

@@ -31,7 +31,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def _heed() -> None:
-    """Restores the signals in forked processes: `multiprocessing` ends its own by SIGTERM."""
+    """`multiprocessing` ends its processes by SIGTERM."""
     for signum in IGNORED:
         if signal.getsignal(signum) is _ignore:
             signal.signal(signum, signal.SIG_DFL)
@@ -40,11 +40,11 @@ def _heed() -> None:
 def main(descriptor: int, asks: int, metrics: int, parent: int) -> int:
     """Serves one model; returns the exit status."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:
         return 1
     faulthandler.enable()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited by processes that the model starts
-    for signum in IGNORED:  # process managers signal the whole group, but the draining worker decides
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for signum in IGNORED:  # the draining worker decides, not the group's signals
         signal.signal(signum, _ignore)
     os.register_at_fork(after_in_child=_heed)
     sys.modules["triton_python_backend_utils"] = utils

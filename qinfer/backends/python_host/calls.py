@@ -1,4 +1,4 @@
-"""The worker's side of a model's calls to other models: each has a thread, so several can run at once."""
+"""The worker's side of a model's calls: each has a thread."""
 
 import queue
 import threading
@@ -28,7 +28,7 @@ ENDED = "the batch that called has ended"
 
 
 class _OpenCall:
-    """A streaming call, and the numbers of its questions; `None` = no more."""
+    """An open call, and the numbers of its questions; `None` = no more."""
 
     def __init__(self) -> None:
         self.asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -37,7 +37,6 @@ class _OpenCall:
         self._cancel: Callable[[], None] | None = None
 
     def began(self, responses: Iterator[Response]) -> None:
-        """Sets the responses, and cancels them if the call is cancelled."""
         with self._lock:
             self._cancel = getattr(responses, "cancel", lambda: None)
         if self._is_cancelled:
@@ -157,7 +156,7 @@ def send(channel: Channel, message: Message, buffers: Sequence[Bytes] = ()) -> N
 
 
 def _failed(error: Exception, model: str = "") -> Answer:
-    if isinstance(error.__cause__, RequestError):  # made the calling model's own failure before
+    if isinstance(error.__cause__, RequestError):  # made the model's own failure before
         error = error.__cause__
     if model and type(error) is ModelNotFound:
         told = f"Failed for execute the inference request. Model '{model}' is not ready. {error.message}"

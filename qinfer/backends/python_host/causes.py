@@ -1,7 +1,6 @@
 """Causes of unanswered requests: exceptions that end a thread, a future or a task that used a sender.
 
-Python at most prints such an exception, and drops the sender with its frames. Here the request ends with that
-exception.
+Python at most prints such an exception, and drops the sender; here the request ends with it.
 """
 
 import asyncio
@@ -24,12 +23,12 @@ _here = threading.local()
 
 
 def of_this_thread() -> Cause | None:
-    """Returns the exception that ends this thread, if any."""
+    """Returns this thread's exception, if any."""
     return getattr(_here, "cause", None)
 
 
 def watch(noted: Callable[[BaseException, str], Cause]) -> None:
-    """Calls `noted` with exceptions of threads and futures, and the event to log."""
+    """Calls `noted` with exceptions of threads and futures, and the event."""
 
     def in_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is not None and args.exc_type is not SystemExit:
@@ -61,17 +60,16 @@ def watch_loop(loop: asyncio.AbstractEventLoop, noted: Callable[[BaseException, 
 _MOST = 1000
 
 _OTHERS = frozenset(("asyncio", "concurrent", "qinfer", "threading"))
-"""Packages whose frames are not searched."""
+"""Unsearched packages."""
 
 
 def held(error: BaseException) -> Iterator[object]:
-    """Yields the objects in an exception's frames, and their contents."""
+    """Yields the objects in an exception's frames."""
     seen: BaseException | None = error
     while seen is not None:
         trace: TracebackType | None = seen.__traceback__
         while trace is not None:
-            # Reading a frame's variables makes the frame refer to them: for frames that hold the exception, a cycle
-            # that would keep the sender alive.
+            # Reading a frame's variables makes the frame refer to them: for frames that hold the exception, a cycle.
             if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _OTHERS:
                 yield from _values(trace.tb_frame)
             trace = trace.tb_next

@@ -8,8 +8,7 @@
     └────────────────────────────────────────────────────────────────────────┘
 
 A segment is an anonymous file in memory (`memfd_create`), outside the limit of `/dev/shm`, that ends with its
-processes. The sender copies buffers into it; the receiver's arrays are views of it. When the last array is gone, the
-receiver's next message says so, and the sender reuses the segment.
+processes. When the last array of a segment is gone, the receiver's next message says so, and the sender reuses it.
 """
 
 import mmap
@@ -34,10 +33,10 @@ from qinfer.tensors import Bytes
 Buffer = npt.NDArray[np.uint8]
 
 INLINE_BYTES = 32 * 1024
-"""Smaller messages travel on the socket: one more copy, but no page to map."""
+"""Smaller messages travel on the socket: no page to map."""
 
 KEPT_BYTES = 256 * 1024 * 1024
-"""The most bytes of unused segments that are kept."""
+"""Of unused segments."""
 
 KEPT_COUNT = 4
 """The most unused segments that are kept."""
@@ -50,18 +49,17 @@ _SMALLEST_BYTES = 256 * 1024
 
 
 class UnreadError(EOFError):
-    """The other process ended before it had read all messages."""
+    """The other process ended before it read all messages."""
 
 
 class _Head(msgspec.Struct, array_like=True):
-    """The head of a message, before the buffers.
+    """The head of a message; `sizes` are bytes of its buffers.
 
     Attributes:
-        sizes: Bytes of each buffer.
         segment: The segment with the buffers; 0 = the socket.
-        capacity: Bytes of a new segment, whose descriptor comes with this message.
-        freed: The receiver's segments that may be used again.
-        dropped: The sender's segments that will not be used again.
+        capacity: Bytes of a new segment, whose descriptor comes along.
+        freed: The receiver's reusable segments.
+        dropped: The sender's abandoned segments.
     """
 
     body: Message
@@ -81,7 +79,7 @@ class _Segment:
         self.view: Buffer = np.empty(0, np.uint8)
 
     def create(self) -> int:
-        """Allocates it; returns its descriptor, which the caller closes."""
+        """The caller closes the descriptor."""
         descriptor = -1
         try:
             descriptor = os.memfd_create("qinfer", os.MFD_CLOEXEC)
@@ -95,7 +93,7 @@ class _Segment:
 
 
 class Channel:
-    """One end of a Unix stream socket. Any thread may send; one thread at a time may receive."""
+    """A Unix stream socket: any thread may send, one at a time may receive."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -115,7 +113,7 @@ class Channel:
         self._freed: deque[int] = deque()
 
     def send(self, message: Message, buffers: Sequence[Bytes] = ()) -> None:
-        """Sends a message, or raises `OSError`; a `MemoryError` means that nothing was sent."""
+        """Sends a message, or raises `OSError`; at a `MemoryError` nothing was sent."""
         sizes = tuple(map(len, buffers))
         with self._sending:
             head = _Head(message, sizes)
@@ -130,7 +128,7 @@ class Channel:
             self._send_segment(head, buffers)
 
     def receive(self) -> tuple[Message, list[Buffer]]:
-        """Waits for a message; returns it, and its buffers as writable arrays of bytes.
+        """Waits for a message and its buffers.
 
         Raises:
             UnreadError: The other process is gone, and has not read all messages.
@@ -141,7 +139,7 @@ class Channel:
             head_length, inline_length = _LENGTHS.unpack(prefix)
             try:
                 head = self._decoder.decode(self._receive_exactly(head_length))
-            except msgspec.MsgspecError:  # another program wrote to the socket
+            except msgspec.MsgspecError:  # from another program
                 raise EOFError from None
             if descriptor is not None:
                 self._seen[head.segment] = mmap.mmap(descriptor, head.capacity)
@@ -160,7 +158,7 @@ class Channel:
         return head.body, _split(whole, head.sizes, _ALIGNMENT)
 
     def has_message(self) -> bool:
-        """Returns whether `receive` would return or raise at once."""
+        """Returns whether `receive` returns at once."""
         return bool(self._poll.poll(0))
 
     def disown(self) -> None:
@@ -168,12 +166,12 @@ class Channel:
         self._leases.clear()
 
     def shutdown(self) -> None:
-        """Ends the connection; messages that have arrived stay readable."""
-        with suppress(OSError):  # the other end is gone
+        """Ends the connection; arrived messages stay readable."""
+        with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends the connection, and discards messages that have arrived."""
+        """Ends the connection; discards arrived messages."""
         self.shutdown()
         self._socket.close()
 
@@ -204,7 +202,6 @@ class Channel:
                 os.close(descriptor)
 
     def _segment(self, needed: int) -> tuple[_Segment, int | None]:
-        """Returns a free segment, or a new one with its descriptor."""
         with self._owning:
             for index, segment in enumerate(self._free):
                 if segment.capacity >= needed:
@@ -214,7 +211,7 @@ class Channel:
         return segment, segment.create()
 
     def _reuse(self, numbers: Sequence[int]) -> None:
-        """Takes back segments; keeps the largest, except huge ones."""
+        """Keeps the largest, except huge ones."""
         with self._owning:
             self._free.extend(self._used.pop(number) for number in numbers)
             self._free.sort(key=lambda segment: segment.capacity)
@@ -222,7 +219,7 @@ class Channel:
                 self._dropped.append(self._free.pop(-1 if kept > KEPT_BYTES else 0).number)
 
     def _lend(self, number: int, whole: Buffer) -> None:
-        """Marks a segment as freed once no array refers to it; numpy's views refer to their base array.
+        """Freed once no array refers to it; numpy's views refer to their base array.
 
         The sender learns of it with the next message, so a huge segment's memory is freed at once.
         """
@@ -284,7 +281,7 @@ def _split(whole: Buffer, sizes: Sequence[int], alignment: int) -> list[Buffer]:
 
 
 def raw(array: npt.NDArray[Any]) -> Bytes:
-    """Returns an array's bytes, copied only if it is not contiguous."""
+    """Returns an array's bytes, copied unless contiguous."""
     if not array.size:
         return b""
     return (array if array.flags.c_contiguous else np.ascontiguousarray(array)).data.cast("B")

@@ -25,7 +25,7 @@ _DELETED = (
 _NAME, _LABEL = re.compile("[a-zA-Z_:][a-zA-Z0-9_:]*"), re.compile("(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 _Labels = tuple[tuple[str, str], ...]
 
-# The garbage collector may end a family anywhere, also under this lock.
+# Families may end anywhere, also under this lock.
 _lock = threading.RLock()
 _families: "dict[str, _Family]" = {}
 _table: MetricTable | None = None
@@ -53,7 +53,7 @@ class MetricKind(enum.IntEnum):
 
 
 class _Series:
-    """The one value of equal labels, shared by `Metric` objects."""
+    """Equal labels' value, shared by `Metric` objects."""
 
     def __init__(self, family: "_Family", labels: _Labels, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
@@ -74,7 +74,7 @@ class _Series:
 
 
 class _Family:
-    """The shared part of all `MetricFamily` objects of one name."""
+    """The shared part of equal `MetricFamily` objects."""
 
     def __init__(self, name: str, text: str, kind: MetricKind) -> None:
         self.name, self.text, self.kind = name, text, kind
@@ -129,7 +129,7 @@ class Metric:
         return self._series
 
     def end(self) -> "_Series | None":
-        """Ends it; returns its value. Not part of Triton's interface."""
+        """Ends it; returns its value."""
         series, self._series = self._series, None
         return series
 

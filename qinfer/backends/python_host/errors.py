@@ -1,4 +1,4 @@
-"""Errors of a model, such as `pb_utils.TritonError`, and checks of its texts and parameters."""
+"""Errors of a model, and checks of its texts and parameters."""
 
 from collections.abc import Mapping
 
@@ -30,7 +30,7 @@ _RAISED: dict[int, type[QinferError]] = {
 }
 _CODES = {kind.code.value: code for code, kind in _RAISED.items()}
 MESSAGE_CHARACTERS = 4096
-"""The longest error text; an exception may quote a whole array."""
+"""An exception may quote a whole array."""
 
 
 class TritonModelException(Exception):
@@ -51,7 +51,7 @@ class TritonError:
             raise TypeError(f"the message of a TritonError is a str, got {type(message).__name__}")
         if not isinstance(code, int) or not 0 <= code < len(NAMES):
             raise TypeError(f"the code of a TritonError is one of TritonError.{', '.join(NAMES)}, got {code!r}")
-        self._message = message.encode(errors="replace").decode()  # half a surrogate pair has no UTF-8
+        self._message = message.encode(errors="replace").decode()  # half a surrogate pair
         self._code = int(code)
 
     def message(self) -> str:
@@ -82,23 +82,23 @@ def code_of(error: QinferError) -> int:
 
 
 def code_of_failure(failure: Failure) -> int:
-    """Returns Triton's code for the failure of a response."""
+    """Returns Triton's code for a failure."""
     return _CODES.get(failure.code, TritonError.UNAVAILABLE if failure.retryable else TritonError.INTERNAL)
 
 
 def text(value: object, what: str) -> str:
-    """Returns a string, or `bytes` as in Triton, as a `str` of whole characters."""
+    """Returns a string, or `bytes` as in Triton, as a `str`."""
     if type(value) is str and value.isascii():
         return value
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     if not isinstance(value, str):
         raise TypeError(f"{what} is a str, got {type(value).__name__}")
-    return value.encode(errors="replace").decode()  # half a surrogate pair, as in file names, has no UTF-8
+    return value.encode(errors="replace").decode()  # half a surrogate pair, as in file names
 
 
 def message_of(error: BaseException) -> str:
-    """Returns an exception's text for clients, with a remedy for missing variables."""
+    """Returns an exception's text for clients."""
     try:
         message = text(str(error), "a message")
         if isinstance(error, KeyError) and _is_of_environment(error):
@@ -119,7 +119,7 @@ def _is_of_environment(error: KeyError) -> bool:
 
 
 class GivenParameters(dict[str, Scalar]):
-    """Received parameters, which need no check and may be floats."""
+    """Received parameters: unchecked, perhaps floats."""
 
 
 def checked_parameters(parameters: Mapping[str, Scalar] | None) -> dict[str, Scalar]:

@@ -1,7 +1,4 @@
-"""Calls of processes that the model forks, such as those of a `multiprocessing.Pool`.
-
-Each fork makes a channel between the forked process and this one, where a thread sends its calls to the worker.
-"""
+"""Calls of forked processes, such as those of a `multiprocessing.Pool`: each fork makes a channel to this process."""
 
 import os
 import socket
@@ -17,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def serve_forks(host: "Host") -> None:
-    """Serves the calls of processes that this one forks."""
+    """Serves the calls of forked processes."""
     here = threading.local()
 
     def before() -> None:

@@ -1,4 +1,4 @@
-"""The program of a host process: it runs one `model.py` by the worker's commands, until the worker is gone."""
+"""The program of a host process: it runs one `model.py` until the worker is gone."""
 
 import asyncio
 import gc
@@ -64,17 +64,17 @@ from qinfer.tensors import DATATYPES, Bytes, to_numpy
 from qinfer.tensors import Tensor as WireTensor
 
 CALLS_AT_ONCE = 64
-"""The most concurrent calls to other models by `async_exec`."""
+"""Concurrent calls by `async_exec`."""
 
 _batch: ContextVar[int] = ContextVar("batch", default=0)
-"""The batch of a decoupled model's call; 0 if unknown, in a thread of the model."""
+"""The batch of a decoupled model's call; 0 = unknown."""
 
 _HERE = Path(__file__).parent
 _WITHIN_EXECUTE = "other models can be called within `execute` only"
 
 
 class Host:
-    """The host process, which also sends the model's requests to the worker."""
+    """The host process and its requests to the worker."""
 
     def __init__(self, channel: Channel, asks: socket.socket) -> None:
         self._channel = channel
@@ -86,7 +86,6 @@ class Host:
         self._name = ""
         self._directory = ""
         self._datatypes: Mapping[str, str] = {}
-        """Output → its wire datatype."""
         self._batch = 0
         self._is_executing = False
         self._is_loading = False
@@ -120,7 +119,7 @@ class Host:
             elif isinstance(message, Finalize):
                 self._finalize()
                 return
-            del message, buffers  # an idle host must not keep its last batch's memory
+            del message, buffers  # an idle host must free them
 
     def call(self, request: InferenceRequest) -> InferenceResponse:
         """Runs another model; blocks. The response may be an error."""
@@ -128,7 +127,7 @@ class Host:
         return response
 
     def open_call(self, request: InferenceRequest) -> int:
-        """Runs another model; returns the number of its first question."""
+        """Runs another model; returns the first question's number."""
         self._check_not_forked()
         self._prepare_later()
         return self._call(request, streams=True)
@@ -155,7 +154,7 @@ class Host:
         services.forked()
 
     def ask_more(self, call: int) -> int:
-        """Asks for a call's next response; returns the question's number."""
+        """Asks for the next response; returns the question's number."""
         self._check_serving()
         number = self._inbox.expect()
         self._channel.send(More(number, call))
@@ -166,13 +165,13 @@ class Host:
         self._channel.send(Close(call, is_dropped=False))
 
     def close_call(self, call: int) -> None:
-        """Ends a call; never waits, because the garbage collector may call it."""
+        """Ends a call; never waits, for the garbage collector."""
         self._inbox.forget(call)
         if self._later is not None:
             self._later.put(Close(call))
 
     def returned(self, question: int) -> tuple[InferenceResponse, bool]:
-        """Returns a response to a call, and whether it is the last one."""
+        """Returns a response, and whether it is the last."""
         message, buffers = self._inbox.answer(question)
         assert isinstance(message, Returned)
         answer = message.answer
@@ -182,7 +181,7 @@ class Host:
         return InferenceResponse(outputs, parameters=GivenParameters(answer.parameters)), message.is_last
 
     def manage(self, asked: Manage, contents: Sequence[bytes] = ()) -> bool:
-        """Loads or unloads a model, or returns whether one is ready; blocks."""
+        """Manages a model; blocks."""
         self._check_not_forked()
         if not (self._is_loading or self._is_executing or self._streams):
             raise TritonModelException(
@@ -229,7 +228,7 @@ class Host:
         self._channel.send(message, buffers)
 
     def await_taken(self, stream: Stream, taken_bytes: int) -> tuple[int, bool]:
-        """Waits for `taken_bytes`; returns the bytes, and whether the request is cancelled."""
+        """Waits for `taken_bytes`; returns them, and whether the request is cancelled."""
         number = self._inbox.expect()
         self._channel.send(AwaitTaken(number, stream.batch, stream.item, taken_bytes))
         message, _ = self._inbox.answer(number)
@@ -237,7 +236,7 @@ class Host:
         return message.taken_bytes, message.cancelled
 
     def end(self, stream: Stream, error: str | None, trace: str) -> None:
-        """Forgets a stream, with its `error` and `trace`; never waits, because the garbage collector may call it."""
+        """Forgets a stream; never waits, for the garbage collector."""
         self._streams.pop((stream.batch, stream.item), None)
         self._rescheduled.pop((stream.batch, stream.item), None)
         if self._later is None:
@@ -294,7 +293,7 @@ class Host:
                 threading.Thread(target=self._send_later, args=(self._later,), name="later", daemon=True).start()
 
     def _send_later(self, messages: "queue.SimpleQueue[Message | Callable[[], None]]") -> None:
-        with suppress(OSError):  # the worker is gone, and this process with it
+        with suppress(OSError):
             while True:
                 message = messages.get()
                 if callable(message):
@@ -350,7 +349,7 @@ class Host:
         return Completed(json.dumps(config.as_dict()))
 
     def _imported(self, directory: str, filename: str) -> Any:
-        """Imports the model as Triton does: as a module of a package with the version's name."""
+        """As in Triton: as a module of the version's package."""
         path = Path(directory)
         self._directory = directory
         utils.set_model_dir(directory)
@@ -375,7 +374,7 @@ class Host:
                     request.reply() if response is None and not again else None
                     for request, response, again in zip(requests, responses, rescheduled, strict=True)
                 ]
-                # A sender that the model has dropped is gone with its request.
+                # A dropped sender is gone with its request.
                 del requests
                 responses = [
                     response if reply is None else reply.response()
@@ -403,7 +402,7 @@ class Host:
                 returned = self._model.execute(requests)
             if inspect.iscoroutine(returned):
                 ended = self._in_background(returned, streams)
-                if self.is_iterative:  # only then the rescheduled requests are known
+                if self.is_iterative:  # known only then
                     ended.result()
             elif returned is not None:
                 raise TritonModelException(self._must_return_none)
@@ -455,7 +454,7 @@ class Host:
         return f"Python model '{self._name}' is using the decoupled mode and the execute function must return None."
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        """Returns the model's event loop, which outlives `execute`: tasks may answer later."""
+        """It outlives `execute`: tasks may answer later."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._loop.set_default_executor(ThreadPoolExecutor(CALLS_AT_ONCE, "call"))
@@ -464,16 +463,16 @@ class Host:
         return self._loop
 
     def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs the loop, even after a task has called `sys.exit`."""
+        """Even after a task has called `sys.exit`."""
         while True:
             try:
                 loop.run_forever()
             except BaseException as error:  # noqa: BLE001  as in `_guarded`
                 self._noted(error, "a task of the model raised")
-            gc.collect()  # task and exception refer to each other
+            gc.collect()  # task and exception are a cycle
 
     def _returned(self, requests: list[InferenceRequest]) -> list[InferenceResponse | None]:
-        """Executes a batch; checks the responses as Triton does."""
+        """Checks the responses as Triton does."""
         with self._turn:
             returned = self._model.execute(requests)
             if inspect.iscoroutine(returned):
@@ -534,7 +533,7 @@ class Host:
         self._channel.send(Loaded())
 
     def _noted(self, error: BaseException, event: str) -> Cause:
-        """Records an exception as the cause for the senders in its frames; see `causes`."""
+        """Records a cause for the senders in its frames."""
         found = {
             id(responses): responses
             for value in causes.held(error)
@@ -557,7 +556,7 @@ class Host:
         return self._shown(error)
 
     def _shown(self, error: BaseException) -> str:
-        """Returns an exception's type and text, without the path of the model."""
+        """Without the model's path."""
         text = message_of(error)
         if self._directory:
             text = text.replace(f"{self._directory}/", "")
@@ -565,7 +564,7 @@ class Host:
 
 
 async def _outcome(coroutine: Coroutine[Any, Any, object]) -> tuple[Any, BaseException | None]:
-    """Returns a coroutine's result or exception, because `sys.exit` would end asyncio's loop."""
+    """`sys.exit` would end asyncio's loop."""
     try:
         return await coroutine, None
     except BaseException as error:  # noqa: BLE001  as in `Host._guarded`
@@ -581,7 +580,7 @@ def _trace(error: BaseException) -> str:
 
 
 def _models(error: BaseException) -> types.TracebackType | None:
-    """Returns the traceback from the model's first frame on."""
+    """From the model's first frame on."""
     frame = error.__traceback__
     while frame is not None and Path(frame.tb_frame.f_code.co_filename).parent == _HERE:
         frame = frame.tb_next
@@ -591,7 +590,7 @@ def _models(error: BaseException) -> types.TracebackType | None:
 def _requests(
     message: Execute, buffers: Sequence[Buffer], outputs: Sequence[str], senders: Sequence[InferenceResponseSender] = ()
 ) -> list[InferenceRequest]:
-    """Cuts a batch into its requests, as views. As in Triton, a request without output names gets all."""
+    """Views; as in Triton, a request without output names gets all."""
     arrays = [_array(meta, data) for meta, data in zip(message.inputs, buffers, strict=True)]
     columns = [_parts(array, message, position) for position, array in enumerate(arrays)]
     requests = []

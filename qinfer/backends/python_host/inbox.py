@@ -1,4 +1,4 @@
-"""The inbox of a host process reads its channel for all threads: commands for the main thread, answers for callers."""
+"""The inbox of a host process reads its channel for all threads."""
 
 import threading
 from collections import deque
@@ -11,7 +11,7 @@ Received = tuple[Message, list[Buffer]]
 
 
 class Inbox:
-    """Reads a channel for several threads; one of the waiting threads reads for all."""
+    """One of the waiting threads reads for all."""
 
     def __init__(self, channel: Channel, unwanted: Callable[[Unwanted], None]) -> None:
         self._channel = channel
@@ -51,7 +51,7 @@ class Inbox:
                 self._step()
 
     def forget(self, number: int) -> None:
-        """Drops a question, without a lock: the garbage collector may call it."""
+        """Drops a question, without a lock, for the garbage collector."""
         self._answers.pop(number, None)
 
     def _step(self) -> None:

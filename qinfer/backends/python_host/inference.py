@@ -1,4 +1,4 @@
-"""Requests as a model sees them: those of `execute`, and its calls to other models."""
+"""Requests as a model sees them."""
 
 import asyncio
 import json
@@ -35,24 +35,21 @@ def connect(host: "Host") -> None:
 
 
 def connected() -> "Host":
-    """Returns the host; raises `TritonModelException` outside of a worker's model process."""
+    """Returns the host, or raises `TritonModelException`."""
     if _host is None:
         raise TritonModelException("only the process that a worker has started for the model can ask the worker")
     return _host
 
 
 class InferenceTrace:
-    """The trace of a request: W3C `traceparent`, with its `tracestate` after a blank.
-
-    `place`, the request's batch and position, is not part of Triton's interface.
-    """
+    """A request's trace: W3C `traceparent`, then `tracestate` after a blank; `place` is its batch and position."""
 
     def __init__(self, context: str = "", place: tuple[int, int] = (-1, -1)) -> None:
         self._context = context
         self.place = place
 
     def get_context(self) -> str | None:
-        """Returns the trace context as JSON, as in Triton's OpenTelemetry mode."""
+        """Returns the context as JSON, as Triton's OpenTelemetry mode."""
         if not self._context:
             return None
         parent, _, state = self._context.partition(" ")
@@ -60,7 +57,7 @@ class InferenceTrace:
 
 
 class PreferredMemory:
-    """Has no effect, because outputs are in host memory."""
+    """No effect: outputs are in host memory."""
 
     def __init__(self, preferred_memory_type: int, preferred_device_id: int = 0) -> None:
         self.preferred_memory_type = preferred_memory_type
@@ -168,7 +165,7 @@ class InferenceRequest:
         return self._request_id
 
     def correlation_id(self) -> int | str:
-        """Returns the id of its sequence; 0 = none."""
+        """Returns its sequence's id; 0 = none."""
         return self._correlation_id
 
     def requested_output_names(self) -> list[str]:
@@ -180,15 +177,15 @@ class InferenceRequest:
         return json.dumps(self._parameters)
 
     def parameters_dict(self) -> dict[str, Scalar]:
-        """Returns the custom parameters; not part of Triton's interface."""
+        """Returns the custom parameters; not Triton's."""
         return self._parameters
 
     def timeout(self) -> int:
-        """Returns the time limit of the answer, in microseconds."""
+        """Returns the answer's time limit, in microseconds."""
         return self._timeout_us
 
     def flags(self) -> int:
-        """Returns the sequence flags: the sum of START and END."""
+        """Returns START and END, summed."""
         return self._flags
 
     def set_flags(self, flags: int) -> None:
@@ -200,7 +197,7 @@ class InferenceRequest:
         return self._trace or InferenceTrace()
 
     def is_cancelled(self) -> bool:
-        """Returns whether the request is cancelled; asks the worker."""
+        """Asks the worker whether it is cancelled."""
         return self._place is not None and _host is not None and _host.is_cancelled(*self._place)
 
     def set_release_flags(self, flags: int) -> None:
@@ -215,7 +212,7 @@ class InferenceRequest:
         self._release_flags = int(flags)
 
     def is_rescheduled(self) -> bool:
-        """Returns whether it runs again; not part of Triton's interface."""
+        """Returns whether it runs again; not Triton's."""
         return self._release_flags == RESCHEDULE
 
     def get_response_sender(self) -> InferenceResponseSender:
@@ -229,11 +226,11 @@ class InferenceRequest:
             return self._sender
 
     def responses(self) -> "Reply | Stream | None":
-        """Returns the `Reply` or `Stream` of its sender, if any; not part of Triton's interface."""
+        """Returns its sender's `Reply` or `Stream`; not Triton's."""
         return None if self._sender is None else self._sender.responses()
 
     def reply(self) -> Reply:
-        """Returns the single reply; not part of Triton's interface."""
+        """Returns the single reply; not Triton's."""
         is_asked_for = self._sender is not None
         self.get_response_sender()
         assert self._reply is not None
@@ -261,10 +258,10 @@ class InferenceRequest:
 
 
 class ResponseIterator:
-    """The responses to a decoupled model's call, for `for` and `async for`; the last may be empty.
+    """The responses to a decoupled model's call; the last may be empty.
 
-    Each response is fetched on demand, so the called model is no faster than its caller. A failure is the last
-    response. Dropping the iterator cancels the call. As in Triton, it can be iterated again.
+    Each is fetched on demand, so the called model is no faster than its caller. A failure is the last response.
+    Dropping the iterator cancels the call. As in Triton, it can be iterated again.
     """
 
     def __init__(self, host: "Host", call: int) -> None:
@@ -306,7 +303,7 @@ class ResponseIterator:
             return self._kept[self._position - 1]
         if self._is_done:
             return None
-        # The call asks for its first response itself.
+        # The call asks for the first itself.
         question = self._question or self._host.ask_more(self._call)
         self._question = 0
         response, self._is_done = self._host.returned(question)

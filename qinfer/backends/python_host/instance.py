@@ -1,4 +1,4 @@
-"""Keeps the host process of one model instance alive: a dead one is restarted, with growing pauses."""
+"""Restarts an instance's dead host process, with growing pauses."""
 
 import atexit
 import logging
@@ -17,13 +17,13 @@ from qinfer.observe.model_metrics import ModelSeries
 logger = logging.getLogger("qinfer.backends.python")
 
 FREE_CRASHES = 8
-"""Deaths without a completed batch that cost no pause: finding one bad request takes several."""
+"""Deaths without a pause: finding one bad request takes several."""
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
 
 LONGEST_WAIT_S = 60.0
-"""The longest wait of a batch for a starting process."""
+"""A batch's longest wait for a start."""
 
 DOWN_AFTER = 3
 """Failed starts in a row after which batches don't wait."""
@@ -35,7 +35,7 @@ _live_lock = threading.Lock()
 class Instance:
     """A host process, and its successors.
 
-    `load` loads the model in a started process, or raises `ModelLoadFailed`. `reason` explains the lack of a process.
+    `load` loads the model, or raises `ModelLoadFailed`. `reason` explains a missing process.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class Instance:
         self._process = self._started()
         with _live_lock:
             _live.add(self)
-        if not self._process.is_alive:  # it died before `lost` could be called
+        if not self._process.is_alive:
             self.lost(self._process)
 
     def process(self) -> HostProcess | None:
-        """Returns the process, perhaps after its start; `None` on failure."""
+        """Returns the process, perhaps started; `None` on failure."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._process is not None or self._failures >= DOWN_AFTER or self._is_stopped, LONGEST_WAIT_S
@@ -79,7 +79,7 @@ class Instance:
         return () if use is None else (MemoryUse("CPU", 0, use.memory_bytes),)
 
     def metrics(self) -> Sequence[ModelSeries]:
-        """Returns the model's own metrics, if its process runs."""
+        """Returns a running model's own metrics."""
         process = self._process
         return () if process is None else process.metrics.read()
 
@@ -89,7 +89,7 @@ class Instance:
         self._busy_since_s = time.monotonic()
 
     def interrupt(self, limit_s: float) -> bool:
-        """Kills a process whose batch has run for `limit_s`; returns whether it did."""
+        """Kills a process whose batch has run for `limit_s`."""
         process = self._process
         if process is None or not self.is_busy or time.monotonic() - self._busy_since_s < limit_s:
             return False
@@ -101,7 +101,7 @@ class Instance:
         self._crashes = 0
 
     def lost(self, process: HostProcess) -> None:
-        """Replaces a process that is gone; repeated calls are harmless."""
+        """Replaces a lost process; idempotent."""
         process.sweep()
         with self._changed:
             if self._process is not process or self._is_stopped:
@@ -112,7 +112,7 @@ class Instance:
             threading.Thread(target=self._revive, name=f"revive-{self._model}", daemon=True).start()
 
     def stop(self, finalize_s: float | None = None) -> None:
-        """Finalises the model within `finalize_s` and ends its process."""
+        """Finalises the model within `finalize_s`, and ends."""
         with self._stopping:
             with self._changed:
                 self._is_stopped = True
@@ -134,7 +134,7 @@ class Instance:
                 process = self._started()
             except ModelLoadFailed as error:
                 self._failed(error.message)
-            except Exception as error:  # no memory for another process, no descriptors, …
+            except Exception as error:  # no memory, no descriptors, …
                 logger.exception("the model's process can't be started", extra={"model": self._model})
                 self._failed(f"its process can't be started: {type(error).__name__}")
             else:
@@ -160,7 +160,7 @@ class Instance:
         return process
 
     def _replaced(self, process: HostProcess) -> bool:
-        """Replaces a dead process; returns false if the new one died, too."""
+        """Returns false if the new one died, too."""
         with self._changed:
             if not self._is_stopped and process.is_alive:
                 self._process = process
@@ -190,17 +190,17 @@ class Instance:
 
 
 def _stop_all() -> None:
-    """Finalises every model at exit, before the kernel kills their processes."""
+    """Before the kernel kills their processes."""
     with _live_lock:
         instances = list(_live)
-    # A busy process had the drain's time to end its batch, and does not read `Finalize`.
+    # Busy processes had the drain's time, and don't read `Finalize`.
     threads = [threading.Thread(target=i.stop, args=(0.0 if i.is_busy else None,), daemon=True) for i in instances]
     started = []
     for thread in threads:
         try:
             thread.start()
             started.append(thread)
-        except RuntimeError:  # Python 3.12 starts no threads at exit
+        except RuntimeError:
             thread.run()
     for thread in started:
         thread.join(FINALIZE_S + TERMINATE_S)

@@ -1,4 +1,4 @@
-"""The worker's side of the Model Loading API: each request of a model has a thread, as calls have."""
+"""The worker's side of the Model Loading API: each request has a thread."""
 
 import logging
 import threading
@@ -14,14 +14,14 @@ logger = logging.getLogger("qinfer.backends.python")
 
 
 class Managing:
-    """Executes the requests of one instance's processes; refuses all without `models`."""
+    """Executes one instance's requests; refuses all without `models`."""
 
     def __init__(self, models: ManagesModels | None, model: str) -> None:
         self._models = models
         self._model = model
 
     def hear(self, channel: Channel, message: Manage, buffers: Sequence[Buffer]) -> None:
-        """Starts a request; the answer goes back by the channel."""
+        """Starts a request, which answers by the channel."""
         files = {name: bytes(buffer.data) for name, buffer in zip(message.files, buffers, strict=True)}
         threading.Thread(
             target=self._serve, args=(channel, message, files), name=f"manage-{self._model}", daemon=True
@@ -32,10 +32,10 @@ class Managing:
             answer = Managed(message.number, self._done(message, files))
         except QinferError as error:
             answer = Managed(message.number, error=error.message)
-        except Exception:  # the boundary: the model must get an answer
+        except Exception:  # the model must get an answer
             logger.exception("model management failed", extra={"model": self._model})
             answer = Managed(message.number, error="it failed; the worker's log says why")
-        with suppress(OSError):  # the process is gone
+        with suppress(OSError):
             channel.send(answer)
 
     def _done(self, message: Manage, files: dict[str, bytes]) -> bool:

@@ -1,4 +1,4 @@
-"""The messages between worker and host process, as msgpack; the tensors' bytes follow as buffers, in the same order."""
+"""The messages between worker and host process, as msgpack; tensors' bytes follow as buffers, in order."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -12,7 +12,7 @@ SEQUENCE_START, SEQUENCE_END = 1, 2
 
 
 class TensorMeta(msgspec.Struct, array_like=True, frozen=True):
-    """A tensor whose bytes are the buffer at the same position; a batch's BF16 inputs are float32."""
+    """A tensor of the buffer at its position; BF16 inputs are float32."""
 
     name: str
     datatype: str
@@ -20,7 +20,7 @@ class TensorMeta(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Load(msgspec.Struct, array_like=True, tag=True):
-    """To the host: import a version's model file, and call `initialize(args)`."""
+    """To the host: import a model file, and call `initialize(args)`."""
 
     directory: str
     filename: str
@@ -28,13 +28,13 @@ class Load(msgspec.Struct, array_like=True, tag=True):
 
 
 class Loaded(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: the model is initialised, or finalised; it may have a method `is_ready`."""
+    """To the worker: the model is initialised, or finalised."""
 
     has_is_ready: bool = False
 
 
 class Complete(msgspec.Struct, array_like=True, tag=True):
-    """To the host: import the model, and complete its configuration (JSON)."""
+    """To the host: import the model, complete its configuration (JSON)."""
 
     directory: str
     filename: str
@@ -48,14 +48,11 @@ class Completed(msgspec.Struct, array_like=True, tag=True):
 
 
 class EnvironmentReady(msgspec.Struct, array_like=True, tag=True):
-    """To the worker, first of all: the model's own environment is ready."""
+    """To the worker, first: the environment is ready."""
 
 
 class Failed(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: the command raised an exception; the traceback is in the log.
-
-    `message` is its type and text, `missing` the module that could not be imported, if any.
-    """
+    """To the worker: the command raised an exception of this type and text; `missing` could not be imported."""
 
     message: str
     missing: str = ""
@@ -65,10 +62,10 @@ class Asked(msgspec.Struct, array_like=True, frozen=True):
     """One request of a batch.
 
     Attributes:
-        outputs: The wanted outputs; empty = all.
-        timeout_us: The time limit of the answer, in microseconds.
+        outputs: The wanted ones; empty = all.
+        timeout_us: The answer's time limit, in microseconds.
         trace: W3C `traceparent`.
-        correlation_id: The id of its sequence; 0 = none.
+        correlation_id: Of its sequence; 0 = none.
         flags: `SEQUENCE_START`, `SEQUENCE_END`, both, or 0.
         goes_on: Batch and item of the first execution, whose stream continues; `None` = a new stream.
     """
@@ -88,9 +85,8 @@ class Execute(msgspec.Struct, array_like=True, tag=True):
     """To the host: execute a batch.
 
     Attributes:
-        number: Counts the batches of this process.
-        window_bytes: The most bytes of a request's responses on their way; 0 = unlimited.
-        shapes: Position of a ragged input → the shape of each request's tensor.
+        window_bytes: Of a request's responses on their way; 0 = unlimited.
+        shapes: Position of a ragged input → each request's shape.
     """
 
     number: int
@@ -102,12 +98,11 @@ class Execute(msgspec.Struct, array_like=True, tag=True):
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True):
-    """The response to one request of a batch.
+    """The response to one request, whose tensors are the next buffers.
 
     Attributes:
-        outputs: Its tensors; their bytes are the message's next buffers.
         code: Triton's number of the kind of error.
-        rescheduled: The request runs again with a later batch.
+        rescheduled: The request runs again.
     """
 
     outputs: list[TensorMeta]
@@ -118,13 +113,13 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Executed(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: `execute` has ended; a decoupled model's answers are `Sent`."""
+    """To the worker: `execute` has ended; a decoupled model sends `Sent`."""
 
     answers: list[Answer]
 
 
 class Sent(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: a response of a decoupled model, possibly after `Executed`."""
+    """To the worker: a decoupled model's response, perhaps after `Executed`."""
 
     batch: int
     item: int
@@ -133,7 +128,7 @@ class Sent(msgspec.Struct, array_like=True, tag=True):
 
 
 class AwaitTaken(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: reply `Taken` when `taken_bytes` of a request's responses are taken."""
+    """To the worker: reply `Taken` after `taken_bytes`."""
 
     number: int
     batch: int
@@ -150,7 +145,7 @@ class Taken(msgspec.Struct, array_like=True, tag=True):
 
 
 class Unwanted(msgspec.Struct, array_like=True, tag=True):
-    """To the host: a request's caller has left; sent after a further response."""
+    """To the host: a request's caller has left."""
 
     batch: int
     item: int
@@ -160,11 +155,9 @@ class Call(msgspec.Struct, array_like=True, tag=True):
     """To the worker: run another model.
 
     Attributes:
-        number: The call's number in `Returned`.
-        batch: The batch that makes it.
         version: 0 = the highest ready one.
-        timeout_us: The time limit; 0 = the batch's.
-        streams: There may be several responses; `More` asks for each but the first.
+        timeout_us: In microseconds; 0 = the batch's.
+        streams: `More` asks for each response but the first.
         made_for: The position of the request whose trace the call has; -1 = none.
     """
 
@@ -184,24 +177,21 @@ class Call(msgspec.Struct, array_like=True, tag=True):
 
 
 class More(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: return the next response to a streaming call."""
+    """To the worker: return a streaming call's next response."""
 
     number: int
     call: int
 
 
 class Close(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: no more responses to a streaming call are wanted.
-
-    Unless `is_dropped`, the responses that still come are taken.
-    """
+    """To the worker: end a streaming call; unless `is_dropped`, responses that still come are taken."""
 
     call: int
     is_dropped: bool = True
 
 
 class Returned(msgspec.Struct, array_like=True, tag=True):
-    """To the host: the outcome of a call, or a response to a streaming one."""
+    """To the host: a response to a call."""
 
     number: int
     answer: Answer
@@ -212,9 +202,9 @@ class Manage(msgspec.Struct, array_like=True, tag=True):
     """To the worker: load or unload a model, or return whether it is ready.
 
     Attributes:
-        version: The version that may be ready; 0 = any.
-        config: The configuration in JSON to load it with; empty = its own.
-        files: Names `<version>/<file>`; the message's buffers are their contents.
+        version: 0 = any.
+        config: JSON; empty = its own.
+        files: `<version>/<file>`; the buffers are their contents.
         unload_dependents: Also unload models that only this ensemble uses.
     """
 
@@ -228,7 +218,7 @@ class Manage(msgspec.Struct, array_like=True, tag=True):
 
 
 class Managed(msgspec.Struct, array_like=True, tag=True):
-    """To the host: the answer to `Manage`; no `error` means success."""
+    """To the host: the answer to `Manage`."""
 
     number: int
     is_ready: bool = False
@@ -236,7 +226,7 @@ class Managed(msgspec.Struct, array_like=True, tag=True):
 
 
 class IsCancelled(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: return whether a request's caller has left."""
+    """To the worker: has a request's caller left?"""
 
     number: int
     batch: int

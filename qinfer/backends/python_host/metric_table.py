@@ -1,4 +1,4 @@
-"""A model's metrics in memory that its process writes and the worker reads, without messages, threads or waits.
+"""A model's metrics in memory that its process writes and the worker reads at any time.
 
     ┌──────────┬──────┬────────────────┬──────────────────┬────────────────────────────┬─────────────────┐
     │ capacity │ live │ length of head │ number of values │ head: a series, as msgpack │ values: float64 │  …
@@ -27,14 +27,14 @@ _WORD = 8
 
 
 class Slot(NamedTuple):
-    """The position of a series, and of its values."""
+    """Positions of a series and its values."""
 
     place: int
     values_at: int
 
 
 class MetricTable:
-    """The table for the model's process, written under the lock of the metrics."""
+    """The table for the model's process, written under the metrics' lock."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -70,7 +70,7 @@ class MetricTable:
 
 
 class MetricMemory:
-    """The table's memory for the worker; the process inherits `descriptor`."""
+    """The table for the worker; the process inherits `descriptor`."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("qinfer-metrics", os.MFD_CLOEXEC)
@@ -80,7 +80,7 @@ class MetricMemory:
         self._series: list[ModelSeries] = []
 
     def read(self) -> list[ModelSeries]:
-        """Returns the series; none after the end of the process."""
+        """Returns the series of a living process."""
         with self._lock:
             if self._is_closed:
                 return []
@@ -103,11 +103,11 @@ def _series_of(data: bytes) -> list[ModelSeries]:
         capacity, live, head, count = _PREFIX.unpack_from(data, place)
         begin = place + _PREFIX.size
         if not capacity or begin + _aligned(head, _WORD) + _WORD * count > len(data):
-            break  # it is being written
+            break
         if live:
             try:
                 series = msgspec.msgpack.decode(data[begin : begin + head], type=ModelSeries)
-            except (msgspec.MsgspecError, UnicodeDecodeError):  # it is being written
+            except (msgspec.MsgspecError, UnicodeDecodeError):
                 break
             values = struct.unpack_from(f"<{count}d", data, begin + _aligned(head, _WORD))
             found.append(msgspec.structs.replace(series, values=values))

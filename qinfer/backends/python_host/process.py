@@ -1,4 +1,4 @@
-"""A host process from the worker's side: its start, its messages and output, its end."""
+"""A host process from the worker's side."""
 
 import logging
 import os
@@ -30,10 +30,10 @@ said = logging.getLogger(MODELS)
 """The models' own lines."""
 
 FINALIZE_S = 10.0
-"""The time limit of `finalize`, after which the process is terminated."""
+"""Limits `finalize`, before termination."""
 
 TERMINATE_S = 2.0
-"""The time for a terminated process to end before it is killed."""
+"""From termination to the kill."""
 
 _DEATH_S = 5.0
 _TAIL_LINES = 20
@@ -42,8 +42,7 @@ _TAIL_LINES = 20
 class _Spawner:
     """Starts processes from one thread that never ends.
 
-    The kernel ends a host process with the *thread* that started it (prctl(2), PR_SET_PDEATHSIG), and models are loaded
-    in short-lived threads.
+    The kernel ends a host process with the *thread* that started it (prctl(2), PR_SET_PDEATHSIG).
     """
 
     def __init__(self) -> None:
@@ -74,19 +73,15 @@ _spawner = _Spawner()
 
 
 class HostProcess:
-    """A host process.
+    """A host process, in its model's own environment; `None` = the worker's.
 
     Args:
-        model: The model's name, for the log.
-        version: Its version, for the log.
         ended: Called when the process is gone, from a thread of its own.
-        environment: The model's own archive or directory; `None` = the worker's environment. The process
-            reports its entry by `EnvironmentReady` or `Failed`.
 
     Attributes:
         asks: The socket for questions about readiness.
         metrics: The memory of the model's own metrics.
-        held: Returns the ids of its requests, for the log of its death.
+        held: Returns its requests' ids, for the log of its death.
     """
 
     def __init__(
@@ -112,7 +107,7 @@ class HostProcess:
         self.metrics = MetricMemory()
         with theirs, asked:
             descriptors = (theirs.fileno(), asked.fileno(), self.metrics.descriptor)
-            # -B: byte code beside the model's files would look like a change.
+            # -B: byte code beside the model would look like a change.
             command = [sys.executable, "-P", "-B", "-u", "-m", *_program(environment)]
             command += [*map(str, descriptors), str(os.getpid())]
             variables = model_variables()
@@ -173,7 +168,7 @@ class HostProcess:
         self.sweep()
 
     def interrupt(self) -> None:
-        """Kills the process without waiting; the caller logs the reason."""
+        """Kills the process without waiting."""
         self._is_expected_to_end = True
         self._signal(signal.SIGKILL)
 
@@ -191,9 +186,9 @@ class HostProcess:
         self.metrics.close()
 
     def _signal(self, number: signal.Signals) -> None:
-        """Signals the process's group, because the model may have started processes."""
+        """The model may have started processes."""
         with self._reaping:
-            if not self._has_ended.is_set():  # afterwards its number may be another's
+            if not self._has_ended.is_set():
                 self._signal_group(number)
 
     def _signal_group(self, number: signal.Signals) -> None:
@@ -201,7 +196,7 @@ class HostProcess:
             os.killpg(self.pid, number)
 
     def _await_end(self) -> None:
-        """Waits for the process and ends its children, which may keep its connection open."""
+        """Its children may keep the connection open."""
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with self._reaping:
             self._signal_group(signal.SIGKILL)
@@ -232,7 +227,6 @@ class HostProcess:
 
 
 def _program(environment: Path | None) -> list[str]:
-    """Returns the module of a process, and its arguments before the descriptors."""
     if environment is None:
         return ["qinfer.backends.python_host"]
     store = environments()
@@ -241,10 +235,10 @@ def _program(environment: Path | None) -> list[str]:
 
 
 def logged(record: str) -> tuple[int, str, dict[str, str]]:
-    """Reads a log record; other text is an INFO line."""
+    """Reads a log record; other text is INFO."""
     try:
         level, message, trace, ids = msgspec.json.decode(record, type=tuple[str, str, str, str])
-    except msgspec.MsgspecError:  # the model printed the mark itself
+    except msgspec.MsgspecError:  # the model printed the mark
         return logging.INFO, record, {}
     extra = {"request_id": ids, EXCEPTION: trace}
     return logging.getLevelNamesMapping().get(level, logging.INFO), message, {k: v for k, v in extra.items() if v}

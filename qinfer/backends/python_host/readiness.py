@@ -2,8 +2,7 @@
 
     worker: ReadinessProbe ── one byte a question ──▶ process: answer_readiness ── "+", or "-" and why not ──▶
 
-It is called between two executions: in Triton at each check, here once a second. Checks return the last answer.
-Requests execute in any case; they wait while it runs, for `ANSWER_S` at most, and once for a call that hangs.
+It is called between executions, once a second (in Triton at each check); requests wait for `ANSWER_S` at most.
 https://github.com/triton-inference-server/python_backend/pull/430
 """
 
@@ -27,7 +26,7 @@ _YES, _NO = b"+", b"-"
 
 
 class ReadinessProbe:
-    """Asks one process without waiting; a busy one answers after its batch."""
+    """Asks one process without waiting."""
 
     def __init__(self, asks: socket.socket, is_busy: Callable[[], bool], reason: str = "") -> None:
         self._asks = asks
@@ -41,14 +40,14 @@ class ReadinessProbe:
         """Waits for the first answer."""
         self.look()
         self._asks.settimeout(ANSWER_S)
-        with suppress(OSError):  # too late, or the process is gone
+        with suppress(OSError):  # too late
             self._asks.recv(1, socket.MSG_PEEK)
         self._asks.settimeout(None)
         self.look()
 
     def look(self) -> str:
-        """Reads and asks again; returns why the model is not ready, or ""."""
-        with self._lock, suppress(OSError):  # the process is gone, and another one will answer
+        """Asks again; returns why the model is not ready, or ""."""
+        with self._lock, suppress(OSError):
             now_s = time.monotonic()
             if self._waits:
                 self._take(now_s)

@@ -1,7 +1,6 @@
 """Responses of a model: `pb_utils.InferenceResponse`, returned by `execute` or sent by an `InferenceResponseSender`.
 
-Rules and texts are Triton's (src/response_sender.cc of its python_backend). Any thread may use a sender, also after
-`execute` has returned. It fills a `Reply`, or the `Stream` of a decoupled model, within the window of its request.
+Rules and texts are Triton's (src/response_sender.cc of its python_backend). Any thread may use a sender at any time.
 """
 
 import json
@@ -118,11 +117,11 @@ class InferenceResponseSender:
         self._responses.send(response, final=flags == FINAL)
 
     def is_cancelled(self) -> bool:
-        """Returns whether the caller has left; asks the worker."""
+        """Asks the worker whether the caller has left."""
         return self._responses.is_cancelled()
 
     def responses(self) -> "Reply | Stream":
-        """Returns the receiver of the responses; not part of Triton's interface."""
+        """Returns its `Reply` or `Stream`; not Triton's."""
         return self._responses
 
     def __del__(self) -> None:
@@ -130,10 +129,7 @@ class InferenceResponseSender:
 
 
 class Reply:
-    """The one response of a model that is not decoupled.
-
-    If none comes, `cause` or `missing` has the error's text.
-    """
+    """The only response; without one, `cause` or `missing` has the error's text."""
 
     def __init__(self, is_cancelled: Callable[[], bool] = bool, request_id: str = "") -> None:
         self.is_cancelled = is_cancelled
@@ -143,7 +139,7 @@ class Reply:
         self._sending = threading.Lock()
         self._response: InferenceResponse | None = None
         self._is_closed = False
-        # The garbage collector may call only this queue's `put`.
+        # The garbage collector may call only its `put`.
         self._settled: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def send(self, response: InferenceResponse | None, *, final: bool) -> None:
@@ -178,7 +174,7 @@ class Reply:
 
 
 class Stream:
-    """The responses to one request of a decoupled model.
+    """A decoupled model's responses to one request.
 
     `is_unwanted`: the worker has reported a cancellation. `cause` may explain a missing last response.
     """
@@ -195,12 +191,12 @@ class Stream:
         self._window_bytes = window_bytes
         self._sent_bytes = self._on_way_bytes = 0
         self._on_way: deque[tuple[int, int]] = deque()
-        """For each response on its way: the bytes sent up to its end, and its share of the window."""
+        """Per response: the bytes sent up to its end, and its share of the window."""
         self._sending = threading.Lock()
         """Held while a response waits: others follow it."""
 
     def send(self, response: InferenceResponse | None, *, final: bool) -> None:
-        """Sends a response, once the window has room for it."""
+        """Sends a response, once the window has room."""
         with self._sending:
             self._check_open()
             answer, buffers = Answer([], {}), list[Bytes]()
@@ -219,7 +215,7 @@ class Stream:
                 self.close()
 
     def is_cancelled(self) -> bool:
-        """Returns whether the caller has left; asks the worker."""
+        """Asks the worker whether the caller has left."""
         return self.is_unwanted or self._host.is_cancelled(self.batch, self.item)
 
     def abandon(self) -> None:
@@ -244,7 +240,7 @@ class Stream:
             raise TritonModelException(_CLOSED)
 
     def _take_room(self, size: int) -> None:
-        """Waits until a response fits into the window, or the request is cancelled."""
+        """Until a response fits, or the request is cancelled."""
         if not size:
             return
         excess_bytes = self._on_way_bytes + size + RESPONSE_OVERHEAD_BYTES - self._window_bytes
@@ -258,7 +254,7 @@ class Stream:
         self._on_way.append((self._sent_bytes, size + RESPONSE_OVERHEAD_BYTES))
 
     def _needed_bytes(self, excess_bytes: int) -> int:
-        """Returns the bytes to be taken in all to free `excess_bytes`."""
+        """To free `excess_bytes`."""
         for sent_bytes, used_bytes in self._on_way:
             excess_bytes -= used_bytes
             if excess_bytes <= 0:

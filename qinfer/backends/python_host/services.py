@@ -1,4 +1,4 @@
-"""`pb_utils.Logger`, and the log records of a model's process."""
+"""`pb_utils.Logger`, and log records of a model's process."""
 
 import enum
 import json
@@ -10,7 +10,7 @@ from contextlib import suppress
 from qinfer.backends.python_host.errors import text
 
 MARK = "\x1eqinfer:"
-"""The prefix of a stderr line that is a log record as JSON."""
+"""Begins a log record (JSON) on stderr."""
 
 LINE_BYTES = 16 * 1024
 """The worker reads longer lines in pieces."""
@@ -28,13 +28,13 @@ def forked() -> None:
 
 
 def emit(level: str, message: str, trace: str = "", requests: Sequence[str] = ()) -> None:
-    """Sends a log record, without the middle of a long one."""
+    """Sends a log record, shortened in the middle."""
     ids, kept = " ".join(requests[:_MOST_REQUESTS]), max(len(message), len(trace))
     line = _line(level, message, trace, ids)
     while len(line) > LINE_BYTES and kept:
         kept //= 2
         line = _line(level, _shortened(message, kept), _shortened(trace, kept), ids)
-    with _writing, suppress(OSError):  # the model's code may have closed its output
+    with _writing, suppress(OSError):  # the model may have closed its output
         os.write(2, line)
 
 

@@ -4,8 +4,7 @@
     _read ◀── Sent, Call, AwaitTaken ───   a thread for as long as the process lives
     _write ── Taken, Unwanted, … ──▶       a thread, because giving credit back must not wait for a socket
 
-A request's window is kept in the process, where a thread of the model waits; here only taken bytes are counted. The end
-of the process ends all open streams with an error.
+A request's window is kept in the process, where a thread of the model waits; here only taken bytes are counted.
 """
 
 import logging
@@ -50,7 +49,7 @@ from qinfer.tensors import Bytes, Tensor
 logger = logging.getLogger("qinfer.backends.python")
 
 OPEN_STREAMS = 512
-"""With this many open requests, an instance takes no batch."""
+"""With so many open requests, an instance takes no batch."""
 
 Outcome = Executed | Failed
 Place = tuple[int, int]
@@ -84,7 +83,7 @@ class _OpenBatch:
 
 
 class Streams:
-    """The open streams of one process, from which only this object receives."""
+    """One process's open streams, which alone receive from it."""
 
     def __init__(self, process: HostProcess, instance: Instance, managing: Managing, model: str) -> None:
         self.process = process
@@ -105,7 +104,7 @@ class Streams:
         threading.Thread(target=self._write, name=f"credit-{model}", daemon=True).start()
 
     def execute(self, message: Execute, buffers: Sequence[Bytes], ctx: Context) -> Outcome:
-        """Executes a batch; returns when its `execute` has returned. Responses may come afterwards.
+        """Executes a batch; responses may come after `execute` has returned.
 
         Waits while too many earlier requests are open.
 
@@ -165,7 +164,7 @@ class Streams:
                 self._close(*place)
 
     def _await_streams(self, batch: _OpenBatch) -> None:
-        """Waits for all responses; a warm-up's context takes none after `execute`."""
+        """A warm-up's context takes none after `execute`."""
         with self._changed:
             self._changed.wait_for(lambda: not batch.streams or batch.refusal is not None)
         if batch.refusal is not None:
@@ -177,7 +176,7 @@ class Streams:
             self._changed.wait_for(lambda: self._is_lost or not self._batches, timeout_s)
 
     def _held(self) -> list[str]:
-        """Returns the ids of the requests that are, or were at the death, unanswered."""
+        """Unanswered requests, now or at the death."""
         with self._changed:
             return self._lost if self._is_lost else self._open()
 
@@ -199,7 +198,7 @@ class Streams:
                 self._hear(message, buffers)
             except Exception:
                 logger.exception("a message of the model's process failed", extra={"model": self._model})
-            # Release its buffers, which are shared memory.
+            # They are shared memory.
             del message, buffers
         self._calls.end()
         self._messages.put(None)
@@ -282,7 +281,7 @@ class Streams:
             self._tell_taken(stream)
 
     def _on_taken(self, number: int, item: int, taken_bytes: int) -> None:
-        """Counts taken bytes, from any thread; 0 = the caller has left."""
+        """From any thread; 0 = the caller has left."""
         if not taken_bytes:
             self._unwant(number, item)
             return
@@ -308,7 +307,6 @@ class Streams:
             self._close(number, item)
 
     def _tell_end(self, stream: _Stream) -> None:
-        """Ends a thread's wait for room."""
         if stream.question is not None:
             self._messages.put(Taken(stream.question.number, stream.taken_bytes, cancelled=True))
 
@@ -319,7 +317,7 @@ class Streams:
         self._messages.put(Cancelled(message.number, cancelled))
 
     def _context(self, call: Call) -> Context | None:
-        """Returns the context of the calling batch; unknown batches are the latest."""
+        """Unknown batches are the latest."""
         with self._changed:
             latest = next(reversed(self._batches), 0)
             batch = self._batches.get(call.batch or latest)
@@ -365,5 +363,5 @@ def _answer(answer: Answer, buffers: Sequence[Buffer]) -> tuple[Tensor, ...] | Q
 
 
 def failed_text(model: str, failed: Failed) -> str:
-    """Returns the client's text of an `execute` that raised."""
+    """Returns a client's text of a raising `execute`."""
     return f"Failed to process the request(s) for model '{model}', message: {failed.message}"

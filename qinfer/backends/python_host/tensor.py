@@ -1,6 +1,5 @@
-"""`pb_utils.Tensor`: a name and a numpy array, with DLPack both ways.
+"""`pb_utils.Tensor`: a name and a numpy array, with DLPack both ways, in host memory. BF16 is float32 for the model.
 
-All tensors are in host memory. BF16, which numpy lacks, is float32 for the model.
 https://github.com/triton-inference-server/python_backend#interoperability-and-gpu-support
 """
 
@@ -75,8 +74,8 @@ class Tensor:
     def __dlpack__(self, **options: Any) -> Any:
         if self._array.dtype.kind in "OS":
             raise TritonModelException("DLPack does not have support for string tensors.")
-        del options  # streams and other versions of DLPack are not offered
-        # As in Triton, a capsule keeps the tensor, not only its array.
+        del options
+        # As in Triton, a capsule keeps the tensor.
         return np.asarray(_Held(self)).__dlpack__()
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -107,7 +106,7 @@ class Tensor:
             raise TritonModelException(f"tensor '{name}' can't be taken by DLPack: {error}") from None
 
     def to_wire(self, datatype: str | None) -> WireTensor:
-        """Returns the tensor for the worker, in the configuration's datatype."""
+        """Returns the tensor for the worker, in the given datatype."""
         narrow = "BF16" in (self._datatype, datatype) and self._array.dtype == np.float32
         return from_numpy(self._name, self._array, "BF16" if narrow else None)
 

@@ -1,4 +1,4 @@
-"""`triton_python_backend_utils`, as a `model.py` imports it: Triton's names, this package's implementations."""
+"""`triton_python_backend_utils`: Triton's names, this package's implementations."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -81,7 +81,7 @@ _REQUIRED = ("name", "data_type", "dims")
 
 
 def set_model_dir(directory: str) -> None:
-    """Sets the result of `get_model_dir`; not part of Triton's interface."""
+    """Sets the result of `get_model_dir`; not Triton's."""
     global _model_dir  # noqa: PLW0603  a module of functions has no other place
     _model_dir = directory
 
@@ -102,12 +102,12 @@ def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) 
 
 
 def get_input_config_by_name(model_config: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    """Returns the configuration of the input of that name, or `None`."""
+    """Returns the named input's configuration, if any."""
     return _named(model_config.get("input", ()), name)
 
 
 def get_output_config_by_name(model_config: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    """Returns the configuration of the output of that name, or `None`."""
+    """Returns the named output's configuration, if any."""
     return _named(model_config.get("output", ()), name)
 
 
@@ -117,17 +117,17 @@ def using_decoupled_model_transaction_policy(model_config: Mapping[str, Any]) ->
 
 
 def triton_string_to_numpy(triton_type_string: str) -> type:
-    """Returns the numpy type of a configured datatype, such as `TYPE_FP32`; BF16 is float32."""
+    """Returns a datatype's numpy type; BF16 is float32."""
     return TRITON_STRING_TO_NUMPY[triton_type_string]
 
 
 def triton_to_numpy_type(data_type: int) -> type | None:
-    """Returns the numpy type of a datatype's number, or `None`."""
+    """Returns a datatype number's numpy type, if any."""
     return _TYPES.get(data_type)
 
 
 def numpy_to_triton_type(data_type: Any) -> int | None:
-    """Returns the datatype's number of a numpy type, or `None`."""
+    """Returns a numpy type's datatype number, if any."""
     dtype = np.dtype(data_type)
     if dtype.kind in "OS":
         return NUMBERS["BYTES"]
@@ -152,7 +152,7 @@ def deserialize_bytes_tensor(encoded_tensor: bytes) -> npt.NDArray[Any]:
 
 
 class ModelConfig:
-    """The configuration that `auto_complete_config` completes; rules and texts are Triton's."""
+    """The configuration to complete; rules and texts are Triton's."""
 
     def __init__(self, model_config: str) -> None:
         self._model_config: dict[str, Any] = json.loads(model_config)
@@ -176,7 +176,7 @@ class ModelConfig:
         self._model_config["max_batch_size"] = max_batch_size
 
     def set_dynamic_batching(self) -> None:
-        """Sets `dynamic_batching`; raises a `ValueError` if another scheduler is set."""
+        """Sets `dynamic_batching`; raises `ValueError` for another scheduler."""
         for scheduler in ("sequence_batching", "ensemble_scheduling"):
             if scheduler in self._model_config:
                 raise ValueError(

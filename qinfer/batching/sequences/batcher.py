@@ -3,8 +3,7 @@
     adopt, admit ─▶ SequenceScheduler ─▶ assemble_steps ─▶ executor ─▶ outlet.executed
                           └─▶ outlet.broken, outlet.idle
 
-It keeps its sequences' states between steps and does no I/O: the outlet commits steps, and asks Redis whether a
-sequence has ended.
+It keeps its sequences' states and does no I/O: the outlet commits steps, and asks Redis whether a sequence has ended.
 """
 
 import asyncio
@@ -32,11 +31,11 @@ class StepOutlet(Protocol):
         ...
 
     def broken(self, step: PendingStep, error: QinferError) -> None:
-        """Ends a refused step's sequence, and answers its steps."""
+        """Ends a refused step's sequence; answers its steps."""
         ...
 
     def idle(self, sequences: Sequence[SequenceId]) -> None:
-        """Ends sequences that were idle by Redis' clock, too."""
+        """Ends sequences idle by Redis' clock, too."""
         ...
 
     def lost(self, sequences: Sequence[SequenceId], error: QinferError) -> None:
@@ -56,7 +55,7 @@ class _Kept:
 
 
 class SequenceBatcher(StepRunner[PendingStep]):
-    """Keeps and executes the sequences of one worker; times are the broker's."""
+    """Executes one worker's sequences; times are the broker's."""
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         return bool(self.executing or self.waiting)
 
     def adopt(self, sequence: SequenceId, committed: int, states: States | None) -> None:
-        """Takes over a sequence after `committed` steps; `None` = the initial states."""
+        """Takes over a sequence after `committed` steps; `None` = initial states."""
         self._kept[sequence] = _Kept(self._initial if states is None else states)
         if committed:
             self._scheduler.adopt(sequence, committed)
@@ -133,7 +132,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         self.pump()
 
     def cancel(self, sequence: SequenceId, number: int) -> bool:
-        """Breaks a sequence at a waiting step; returns whether it waits here."""
+        """Breaks a sequence at a waiting step, if here."""
         kept = self._kept.get(sequence)
         waiting = kept.waiting.items() if kept else ()
         listed = next((listed for step, listed in waiting if step.place.number == number), None)
@@ -144,7 +143,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         return True
 
     def fail(self, step: PendingStep, error: QinferError) -> None:
-        """Answers an unfinished step of a stopping worker; its sequence keeps its stored state, or ends."""
+        """Answers a stopping worker's step; its sequence keeps its stored state, or ends."""
         if not self._sequences.states:
             self._outlet.broken(step, SequenceLost(error.message))
             return
@@ -182,7 +181,6 @@ class SequenceBatcher(StepRunner[PendingStep]):
             if kept := self._kept.get(step.place.sequence):
                 kept.waiting.pop(step, None)
             if step.place.sequence in broken:
-                # The first refused step gives the reason for all.
                 broken.discard(step.place.sequence)
                 self._outlet.broken(step, error)
         if decision.idle:
@@ -205,7 +203,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         self._keep(execution)
         self._scheduler.ended(execution.steps, now_s)
         if isinstance(execution.error, SequenceLost) and not self._sequences.states:
-            # The end of their sequences answers these steps, too.
+            # Their sequences' end answers these, too.
             self._responder.observe(execution, begin_s)
             self._lose(execution.steps.instance, execution.error)
             return
@@ -224,7 +222,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
             item.state = states
             kept = self._kept.get(item.place.sequence)
             if kept is None or kept.waiting.pop(item, None) is None:
-                continue  # it was dropped meanwhile
+                continue
             kept.instance = execution.steps.instance
             if states:
                 kept.states = states
@@ -235,5 +233,5 @@ class SequenceBatcher(StepRunner[PendingStep]):
     def _lose(self, instance: int, error: QinferError) -> None:
         lost = [sequence for sequence, kept in self._kept.items() if kept.instance == instance]
         self._outlet.lost(lost, error)
-        for sequence in lost:  # their waiting steps must not run on a new memory
+        for sequence in lost:  # waiting steps must not run on a new memory
             self.drop(sequence)

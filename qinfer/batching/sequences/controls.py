@@ -1,4 +1,4 @@
-"""The inputs that the server adds to a batch of steps: controls and padding (reference §3.4)."""
+"""A batch's control inputs and padding (reference §3.4)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ def control_inputs(rows: Rows, controls: Sequence[ControlSpec], *, batched: bool
 
 
 def padded(inputs: Mapping[str, Array], rows: Rows) -> Mapping[str, Array]:
-    """Spreads steps' inputs over the rows of a batch; padding is zeros, or empty BYTES."""
+    """Spreads inputs over a batch's rows; padding is zeros, or empty BYTES."""
     taken = [position for position, step in enumerate(rows) if step is not None]
     if len(taken) == len(rows):
         return inputs

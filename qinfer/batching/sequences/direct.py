@@ -1,4 +1,4 @@
-"""The strategy `direct`: a sequence has one slot of one instance, which is one row of its batches (reference §3.4)."""
+"""The strategy `direct`: a sequence has one row of an instance's batches (reference §3.4)."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,9 @@ from qinfer.models.sequence_spec import DirectSpec
 
 
 def pick_direct(ready: Sequence[Ready[T]], now_s: float, spec: DirectSpec, latency: Latency) -> Pick[T]:
-    """Makes the batch of an idle instance: each step in the row of its slot, padding in the rows between.
+    """Makes an idle instance's batch: each step in its slot's row, padding between.
 
-    Steps with another key than the first wait for another batch. The first step decides, not the lowest slot, so that
-    no shape starves.
+    The first step decides about the key, not the lowest slot, so that no shape starves.
     """
     first = ready[0].step.item
     chosen = [
@@ -22,7 +21,7 @@ def pick_direct(ready: Sequence[Ready[T]], now_s: float, spec: DirectSpec, laten
     rows: list[Step[T] | None] = [None] * (max(entry.slot for entry in chosen) + 1)
     if len(ready) < spec.minimum_rows and not first.alone:
         items = [entry.step.item for entry in chosen]
-        # Waiting longer than this would miss the earliest deadline.
+        # The latest start for the earliest deadline.
         latest_s = min(item.deadline_s for item in items) - latency.estimate_s(len(rows))
         due_s = min(min(item.enqueued_s for item in items) + spec.max_queue_delay_s, latest_s)
         if due_s > now_s:

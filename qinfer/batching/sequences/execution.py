@@ -3,7 +3,7 @@
     steps, their states → assemble_steps → Batch → StepExecution → answers, and the states after them
                                                   or StreamedSteps → streams, where the model is decoupled
 
-A batch has a row for each step, and padding where the strategy `direct` leaves slots empty.
+The strategy `direct` pads rows of empty slots.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +25,11 @@ from qinfer.models.spec import ModelSpec
 from qinfer.tensors import Tensor, to_numpy
 
 States = tuple[Tensor, ...]
-"""The states of a sequence, in the order of `SequenceSpec.states`."""
+"""In the order of `SequenceSpec.states`."""
 
 
 def assemble_steps(batch: StepBatch[Any], states: Sequence[States], spec: ModelSpec) -> Batch:
-    """Builds the batch of some steps, with control inputs and states."""
+    """Builds a batch of steps, with controls and states."""
     assert spec.sequences is not None, "only a model with sequences has steps"
     steps = batch.steps
     requests = [step.item.request for step in steps]
@@ -51,7 +51,7 @@ def assemble_steps(batch: StepBatch[Any], states: Sequence[States], spec: ModelS
 
 
 class StreamedSteps(StreamedExecution, kw_only=True, eq=False):
-    """A batch of a decoupled iterative model: an item's stream continues in its next execution."""
+    """A decoupled iterative model's batch: streams continue in the next execution."""
 
     steps: StepBatch[Any]
     positions: list[int] = msgspec.field(default_factory=list)
@@ -90,7 +90,7 @@ class StreamedSteps(StreamedExecution, kw_only=True, eq=False):
         return self.positions[item] < 0 or super().cancelled(self.positions[item])
 
     def waits(self, item: int) -> bool:
-        """Returns whether the model waits for this item's caller."""
+        """Returns whether the model waits for this caller."""
         return self.positions[item] >= 0 and super().waits(self.positions[item])
 
     def reschedule(self, item: int, states: States = ()) -> None:
@@ -100,7 +100,7 @@ class StreamedSteps(StreamedExecution, kw_only=True, eq=False):
             self.again.add(self.positions[item])
 
     def run(self, backend: Backend) -> None:
-        """Executes the batch; an error ends all its streams."""
+        """Executes the batch; an error ends all streams."""
         super().run(backend)
         open_ = {at for at, stream in enumerate(self.streams) if not (stream.has_ended or stream.is_over)}
         self.again &= open_ if self.error is None else set()
@@ -110,7 +110,7 @@ class StreamedSteps(StreamedExecution, kw_only=True, eq=False):
         return [(self.table.open if step.start else self.table.resume)(step.item, self) for step in steps]
 
     def _ended_by(self, error: QinferError, stream: Stream) -> QinferError:
-        """Returns the error for each stream: no item starts again."""
+        """No item starts again."""
         del stream
         return InferenceFailed(error.message) if isinstance(error, SequenceLost) else error
 
@@ -158,7 +158,7 @@ class StepExecution(Execution, kw_only=True, eq=False):
         return position < 0 or super().cancelled(position)
 
     def run(self, backend: Backend) -> None:
-        """Executes the batch; if it raises, all its steps fail, as in Triton."""
+        """Executes the batch; if it raises, all steps fail, as in Triton."""
         super().run(backend)
         if self.error is not None:
             self.answers = [self.error if answer is None else answer for answer in self.answers]
@@ -170,7 +170,7 @@ class StepExecution(Execution, kw_only=True, eq=False):
         self.rows_again = len(self.again)
 
     def _kept(self, position: int, answer: Answer | None) -> Answer | None:
-        """Keeps an answer's states; returns its other outputs."""
+        """Returns an answer without its states."""
         if not isinstance(answer, tuple):
             return answer
         specs = self.sequences.states
@@ -185,17 +185,16 @@ class StepExecution(Execution, kw_only=True, eq=False):
 
 
 AnySteps = StepExecution | StreamedSteps
-"""A batch of steps of any kind of model."""
+"""Steps of any kind of model."""
 
 
 def positions_of(batch: StepBatch[Any]) -> list[int]:
-    """Returns each row's position among the steps; -1 for padding."""
+    """Returns each row's position; -1 for padding."""
     taken = count()
     return [-1 if step is None else next(taken) for step in batch.rows]
 
 
 def _state(spec: StateSpec, tensor: Tensor) -> Tensor:
-    """Turns a state output into the next step's input."""
     lead, dims = tensor.shape[: -len(spec.dims)], tensor.shape[-len(spec.dims) :]
     fits = (
         len(dims) == len(spec.dims)
@@ -207,7 +206,7 @@ def _state(spec: StateSpec, tensor: Tensor) -> Tensor:
             f"the model returned state '{tensor.name}' as {tensor.datatype}{list(tensor.shape)}; "
             f"its configuration says '{spec.output}' {spec.datatype}{list(spec.dims)}"
         )
-    # A copy, to free the array of the whole batch.
+    # A copy, to free the batch's array.
     return msgspec.structs.replace(tensor, name=spec.input, data=bytes(tensor.data))
 
 

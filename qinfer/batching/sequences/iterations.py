@@ -3,9 +3,9 @@
     admit ─▶ SequenceScheduler ─▶ assemble_steps ─▶ executor ─▶ outlet.answer
                   └──── executed again ◀──────────────┘
 
-Each request is a sequence of its own, but is queued and answered like a plain one. It joins one batch after another
-until the model answers it. Nothing is stored and no response has left between iterations, so another worker may start
-it over. A decoupled model sends responses while it iterates, in one stream.
+Each request is a sequence of its own, and joins one batch after another until the model answers it. Nothing is stored
+between iterations, so another worker may start it over. A decoupled model sends responses while it iterates, in one
+stream.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from qinfer.queue.entries import Lane
 from qinfer.queue.sequence_records import SequenceId
 
 _DECAY = 0.98
-"""The weight that a request keeps with each later one: about 50 count."""
+"""A request's weight after each later one: about 50 count."""
 
 
 class _Held:
@@ -46,7 +46,7 @@ class _Held:
 
 
 class Iterations(StepRunner[Pending]):
-    """The requests of one generation of an iterative model."""
+    """One generation's requests of an iterative model."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Iterations(StepRunner[Pending]):
         self._changed = changed
         self._held: dict[Pending, _Held] = {}
         self._weight = self._iterations = 0.0
-        # Ids that callers hardly use, the server never allots, and 32 bits hold.
+        # Callers hardly use these 32-bit ids, and the server never.
         self._numbers = chain.from_iterable(repeat(range(2**29, 2**30)))
 
     @property
@@ -89,7 +89,7 @@ class Iterations(StepRunner[Pending]):
         return max(rows - len(self._held), 0)
 
     def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns the requests per second of all instances; `at_best` returns the highest possible; 0 = unknown."""
+        """Returns requests per second, or the most possible; 0 = unknown."""
         if not self._iterations:
             return 0.0
         steps_rps, per_request = super().speed_rps(at_best=at_best), self._iterations / self._weight
@@ -109,7 +109,7 @@ class Iterations(StepRunner[Pending]):
         self.pump()
 
     def _identify(self, request: InferRequest) -> SequenceId:
-        """Returns a request's sequence; numbers the request if it names none, or one in use by another."""
+        """Numbers a request without an own free id."""
         flags, tenant = request.sequence, request.tenant
         taken = {of.correlation_id: of.tenant for held in self._held.values() if (of := held.step.sequence)}
         if flags is not None and flags.id and taken.get(flags.id, tenant) == tenant:
@@ -175,7 +175,7 @@ class Iterations(StepRunner[Pending]):
         for position, (step, states) in enumerate(zip(steps, execution.states, strict=True)):
             held = self._held.get(step.item)
             if held is None:
-                continue  # it was dropped meanwhile
+                continue
             held.iterations += 1
             if position in execution.again:
                 held.states = states
@@ -198,7 +198,7 @@ class Iterations(StepRunner[Pending]):
         self._iterations = self._iterations * _DECAY + held.iterations
 
     def _begin_anew(self, batch: StepBatch[Pending], failure: QinferError) -> None:
-        """Restarts an instance's other requests after a loss of memory; those with responses fail."""
+        """After a loss of memory; requests with responses fail."""
         for item, held in list(self._held.items()):
             if held.instance == batch.instance and held.step not in batch.steps:
                 if self.model.streams is not None and held.iterations:
@@ -217,7 +217,7 @@ def _mark(step: Step[Pending]) -> None:
 
 
 class IterativeBatcher:
-    """The `Batcher` of an iterative model for the worker; times are the broker's."""
+    """An iterative model's `Batcher`; times are the broker's."""
 
     def __init__(
         self, model: LoadedModel, clock: ServerClock, outlet: Outlet, latency: LatencyModel | None = None
@@ -274,7 +274,7 @@ class IterativeBatcher:
         return not self._idle.is_set()
 
     def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns the requests per second of all instances; 0 = unknown."""
+        """Returns requests per second; 0 = unknown."""
         return self._current.speed_rps(at_best=at_best)
 
     def replace(self, model: LoadedModel, latency: LatencyModel | None = None) -> list[Pending]:
@@ -319,7 +319,7 @@ class IterativeBatcher:
         self._current.fail(items, error)
 
     async def pause(self) -> None:
-        """Stops fetching, gives back items that have not begun, and waits for the others."""
+        """Gives back unbegun items, and waits for the others."""
         self.paused = True
         if waiting := self._current.take_waiting():
             self._outlet.give_back(waiting)

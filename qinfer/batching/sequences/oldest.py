@@ -1,4 +1,4 @@
-"""The strategy `oldest`: a dynamic batcher of each instance gets one step of each candidate (reference §3.4)."""
+"""The strategy `oldest`: one step of each candidate is batched (reference §3.4)."""
 
 from collections.abc import Sequence
 
@@ -18,10 +18,10 @@ def rules_of(spec: OldestSpec, max_rows: int) -> Rules:
 
 
 def pick_oldest(ready: Sequence[Ready[T]], now_s: float, rules: Rules, latency: Latency) -> Pick[T]:
-    """Makes the batch of an idle instance from the steps that are ready for longest.
+    """Makes an idle instance's batch of the steps that are ready for longest.
 
-    A step becomes ready when the one before it has ended, so a long sequence does not go first. An instance's batches
-    run one after another, which keeps the order of responses (`preserve_ordering`).
+    A step becomes ready when the one before it has ended. An instance's batches run one after another, which keeps the
+    order of responses (`preserve_ordering`).
     """
     decision = decide([entry.step.item for entry in ready], now_s, Slots(idle=1), rules, latency)
     return Pick([entry.step for entry in ready[: len(decision.run)]], decision.wake_at_s)

@@ -33,13 +33,13 @@ from qinfer.errors import QinferError
 from qinfer.observe.stats import StatsTally
 
 IDLE_SLACK_S = 0.1
-"""Redis counts the idle time from a step's commit."""
+"""Redis counts idle time from a step's commit."""
 
 P = TypeVar("P", bound=Pending)
 
 
 class StepRunner(ABC, Generic[P]):
-    """Runs the steps of a model with sequences; times are the broker's."""
+    """Runs a model's steps; times are the broker's."""
 
     def __init__(
         self, model: LoadedModel, clock: ServerClock, tally: StatsTally, latency: LatencyModel | None = None
@@ -62,13 +62,13 @@ class StepRunner(ABC, Generic[P]):
         self._timer: asyncio.TimerHandle | None = None
 
     def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns the steps per second of all instances; 0 = unknown."""
+        """Returns steps per second; 0 = unknown."""
         rows = self._sequences.max_rows
         full_s = (self._latency.best_s if at_best else self._latency.full_s)(rows)
         return self.model.executor.count * rows / full_s if full_s else 0.0
 
     def pump(self) -> None:
-        """Starts and breaks due steps; call it once for steps that came together."""
+        """Starts and breaks due steps; call it once for many."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -90,11 +90,11 @@ class StepRunner(ABC, Generic[P]):
 
     @abstractmethod
     def _begin(self, batch: StepBatch[P]) -> list[States]:
-        """Marks a batch as begun; returns its steps' states."""
+        """Returns its steps' states."""
 
     @abstractmethod
     def _refuse(self, items: Sequence[P], responses: Sequence[Response]) -> None:
-        """Answers steps that can't be assembled."""
+        """They can't be assembled."""
 
     @abstractmethod
     def _take(self, execution: AnySteps, now_s: float, begin_s: float) -> None:
@@ -118,7 +118,7 @@ class StepRunner(ABC, Generic[P]):
         expected_s = self._latency.estimate_s(len(items))
         self.executing += len(items)
         self.expected_ends[execution] = now_s + expected_s
-        # Iterations on the event loop would block everything else.
+        # Iterations on the event loop would block it.
         may_run_now = not self._sequences.iterative
         if may_run_now and self.model.executor.run_now(execution, expected_s, batch.instance):
             self._count(execution)

@@ -1,13 +1,11 @@
 """The sequences of one worker: which have a slot, which steps run, and when a sequence ends (reference §3.4).
 
-The scheduler decides about its worker's sequences; Redis decides the owner. It awaits nothing and reads no clock.
-
     admit  →  decide  →  batches to execute  →  ended  →  decide  → …
 
-A sequence waits in the backlog for a slot of an instance, and keeps it until it ends. Its steps execute one at a time,
-in the order of admission. It ends by END, by the START of the next sequence of its correlation ID, by `drop`, or when a
-step expires, is cancelled or dies; later steps are then refused. The next sequence of the ID waits in the backlog like
-any other. Sequences past their idle time are only reported, because another step may be on its way.
+Pure; Redis decides the owner. A sequence waits in the backlog for a slot of an instance, and keeps it until it ends.
+Its steps execute one at a time, in the order of admission. It ends by END, by the START of the next sequence of its
+correlation ID, by `drop`, or when a step expires, is cancelled or dies; later steps are then refused. Sequences past
+their idle time are only reported, because another step may be on its way.
 """
 
 from collections import Counter, deque
@@ -28,14 +26,14 @@ from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
 from qinfer.queue.sequence_records import SequenceId, ended_text, start_missing
 
 MOST_REMEMBERED = 10_000
-"""Broken sequences whose reason is remembered for later requests."""
+"""Broken sequences whose reason is remembered."""
 
 _SLACK = 64
-"""Obsolete entries that the heap of deadlines tolerates."""
+"""Obsolete entries in the heap of deadlines."""
 
 
 class Ending(StrEnum):
-    """The reasons, apart from END, for which a sequence ends."""
+    """Why, apart from END, a sequence ends."""
 
     RESTARTED = "restarted"
     EXPIRED = "expired"
@@ -44,7 +42,7 @@ class Ending(StrEnum):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The end of a sequence without END, at step `number`."""
+    """A sequence's end without END, at step `number`."""
 
     sequence: SequenceId
     ending: Ending
@@ -56,8 +54,7 @@ class Decision(msgspec.Struct, Generic[T], frozen=True):
 
     Attributes:
         batches: At most one for each idle instance.
-        refused: Steps that are not executed, each with its error.
-        ended: Sequences that have ended by anything but END.
+        ended: Sequences that ended without END.
         idle: Sequences past their idle time, reported again after as long.
         wake_at_s: When to decide again without an event; `NEVER_S` = never.
         left: Surplus instances whose last sequence has ended.
@@ -72,14 +69,13 @@ class Decision(msgspec.Struct, Generic[T], frozen=True):
 
 
 class _Queue(Generic[T]):
-    """The steps of one correlation ID: of the present sequence, then of the next ones.
+    """One correlation ID's steps: of the present sequence, then of the next ones.
 
     Attributes:
-        key: The sequence, or an iterated request.
         slot: Its (slot, instance); `None` = it is in the backlog.
-        begun: It has executed a step, so a START begins the next sequence.
-        accepts: Its last sequence is open: a step without START may follow.
-        steps: The number of the last admitted step.
+        begun: A START begins the next sequence.
+        accepts: A step without START may follow.
+        steps: The last admitted step.
     """
 
     def __init__(self, key: Hashable, sequence: SequenceId) -> None:
@@ -94,7 +90,7 @@ class _Queue(Generic[T]):
 
 
 class SequenceScheduler(Generic[T]):
-    """Decides when the steps of a worker's sequences execute, and on which instance."""
+    """Decides when and where a worker's steps execute."""
 
     def __init__(self, model: str, spec: SequenceSpec, instances: int) -> None:
         self._model = model
@@ -104,9 +100,9 @@ class SequenceScheduler(Generic[T]):
         self._queues: dict[Hashable, _Queue[T]] = {}
         self._backlog: dict[_Queue[T], None] = {}
         self._ready: list[dict[int, _Queue[T]]] = [{} for _ in range(instances)]
-        """Each instance's slots that can execute, in order."""
+        """Each instance's executable slots."""
         self._idle: dict[_Queue[T], float] = {}
-        """Idle sequences → since when; the oldest is first."""
+        """Idle sequences → since when; oldest first."""
         self._busy: set[int] = set()
         self._freed: list[tuple[int, int]] = []
         self._used = 0
@@ -264,7 +260,7 @@ class SequenceScheduler(Generic[T]):
 
     def _queue_of(self, step: Step[T]) -> _Queue[T]:
         if self._spec.iterative:
-            # Each request is a sequence of its own, which only the model ends.
+            # Only the model ends a request's own sequence.
             step.sequence = step.sequence or SequenceId("", next(self._numbers))
             step.start, step.end = True, False
             return self._open(step, step.sequence)
@@ -316,12 +312,12 @@ class SequenceScheduler(Generic[T]):
             self._close(queue)
 
     def _close(self, queue: _Queue[T]) -> None:
-        """Forgets a queue, unless its key has another one."""
+        """Keeps the key's newer queue."""
         if self._queues.get(queue.key) is queue:
             del self._queues[queue.key]
 
     def _fill(self, now_s: float) -> None:
-        """Gives free slots, the lowest first, to the backlog: batches get few rows."""
+        """The lowest first: batches get few rows."""
         while self._backlog and (self._freed or self._used < self._instances * self._spec.slots):
             queue = next(iter(self._backlog))
             del self._backlog[queue]
@@ -334,7 +330,7 @@ class SequenceScheduler(Generic[T]):
             self._settle(queue, now_s)
 
     def _pick(self, ready: dict[int, _Queue[T]], now_s: float, latency: Latency) -> Pick[T]:
-        # No batch is larger: thousands of candidates cost nothing more.
+        # Thousands of candidates cost nothing more.
         first = islice(ready.items(), self._spec.max_rows)
         steps = [Ready(slot, queue.waiting[0]) for slot, queue in first]
         if isinstance(self._spec.strategy, DirectSpec):
@@ -354,7 +350,7 @@ class SequenceScheduler(Generic[T]):
         return batch
 
     def _expire(self, now_s: float, floor_s: float) -> float:
-        """Breaks sequences with late steps; returns the next expiry."""
+        """Returns the next expiry."""
         while (step := self._deadlines.first(self._home)) and step.item.deadline_s <= now_s + floor_s:
             self._deadlines.pop()
             queue = self._home[step]
@@ -378,7 +374,7 @@ class SequenceScheduler(Generic[T]):
         return next(iter(self._idle.values()), NEVER_S) + self._spec.max_idle_s
 
     def _break(self, queue: _Queue[T], step: Step[T], ending: Ending, error: QinferError) -> None:
-        """Ends a sequence at a step: refuses the waiting steps from there on.
+        """Refuses the waiting steps from there on.
 
         If it expires in the backlog, earlier steps are refused too: Triton's timeout is the sequence's.
         """
@@ -419,7 +415,7 @@ _CAUSES = {
 
 
 class _Deadlines(Generic[T]):
-    """A heap of steps by deadline; obsolete entries are removed once they are the majority."""
+    """Obsolete entries are removed once they are the majority."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Step[T]]] = []
@@ -427,7 +423,7 @@ class _Deadlines(Generic[T]):
         self._numbers = count()
 
     def add(self, step: Step[T], here: Collection[Step[T]]) -> None:
-        """Adds a step; `here` are the steps that still wait or execute."""
+        """`here` still wait or execute."""
         if step in self._listed:
             return
         if len(self._heap) > 2 * len(here) + _SLACK:

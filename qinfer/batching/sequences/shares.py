@@ -1,7 +1,7 @@
 """Decides which tenant gives up a slot of a model's sequences, when all are taken; pure.
 
-Free slots go to the tenant with the fewest (`own.lua`). A tenant that is alone may take all of them for long, so a
-waiting tenant gets a slot of the one with the most, until neither has more than its share.
+Free slots go to the tenant with the fewest (`own.lua`). A waiting tenant gets a slot of the one with the most, until
+neither has more than its share.
 """
 
 from collections.abc import Collection
@@ -17,7 +17,7 @@ TURN_S = 10.0
 
 
 class SlotTurn(NamedTuple):
-    """A slot that `giver` gives up once a sequence has had it for `least_s`."""
+    """`giver` gives up a slot that a sequence has had for `least_s`."""
 
     giver: str
     taker: str
@@ -25,7 +25,7 @@ class SlotTurn(NamedTuple):
 
 
 def turns(shares: Collection[SlotShare], here: Collection[str]) -> list[SlotTurn]:
-    """Decides which of the tenants `here` give up slots: one per waiting tenant, the longest wait first."""
+    """Decides which tenants give up slots: one per waiting tenant, longest wait first."""
     held = {share.tenant: share.held for share in shares}
     weights = {share.tenant: share.weight for share in shares}
     found: list[SlotTurn] = []

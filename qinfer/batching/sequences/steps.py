@@ -1,4 +1,4 @@
-"""The records of sequences in a worker, for batchers, schedulers and strategies."""
+"""Records of sequences in a worker."""
 
 from collections.abc import Sequence
 from typing import Generic, TypeVar
@@ -17,10 +17,7 @@ class PendingStep(Pending, kw_only=True, eq=False, gc=False):
     """A step of a sequence that this worker owns.
 
     Attributes:
-        place: The sequence, its life, and the step's number.
         token: The owner's fencing token; a commit with an older one has no effect.
-        start: It is the first of its life.
-        end: It is the last of its life.
         state: The states after it, by input name; empty = unchanged.
         changes_failing: `state` holds although the step failed.
     """
@@ -34,11 +31,11 @@ class PendingStep(Pending, kw_only=True, eq=False, gc=False):
 
 
 class Step(msgspec.Struct, Generic[T], kw_only=True, eq=False):
-    """The part of a sequence's request that a scheduler reads.
+    """A step as a scheduler reads it.
 
     Attributes:
         sequence: `None` = the scheduler of an iterative model numbers it.
-        start: It is the first of its sequence, or an iterated request's first iteration.
+        start: It is its sequence's or iterated request's first.
         number: 1, 2, … within its sequence; set by the scheduler.
         told_id: The correlation id that the model sees; `None` = that in `sequence`.
     """
@@ -52,21 +49,21 @@ class Step(msgspec.Struct, Generic[T], kw_only=True, eq=False):
 
 
 class Ready(msgspec.Struct, Generic[T], frozen=True):
-    """The next step of a sequence without an executing one, and its slot in the instance."""
+    """An idle sequence's next step, and its slot."""
 
     slot: int
     step: Step[T]
 
 
 class Pick(msgspec.Struct, Generic[T], frozen=True):
-    """The next batch of an idle instance, `None` = padding; empty = none before `wake_at_s`."""
+    """An idle instance's next batch, `None` = padding; empty = none before `wake_at_s`."""
 
     rows: Sequence[Step[T] | None]
     wake_at_s: float = NEVER_S
 
 
 class StepBatch(msgspec.Struct, Generic[T], frozen=True, eq=False):
-    """Steps of different sequences that an instance executes together; `None` = padding (READY is false)."""
+    """Steps that execute together; `None` = padding (READY is false)."""
 
     instance: int
     rows: Sequence[Step[T] | None]

@@ -38,7 +38,7 @@ OLDEST_MSGSPEC = (0, 20)
 """The oldest msgspec for it, as in pyproject.toml."""
 
 PROBE_S = 120.0
-"""The time limit for activating an environment, and for starting its Python."""
+"""Limits activating an environment, and starting its Python."""
 
 _QINFER = Path(start.__file__).parents[3]
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -59,14 +59,13 @@ print(json.dumps([sys.version_info[:2], sysconfig.get_config_var("SOABI") or "",
 """Runs in any Python 3."""
 
 _SHELLS = ("PWD", "OLDPWD", "SHLVL", "_")
-"""Variables that the shell sets."""
+"""The shell's own variables."""
 
 _OTHERS = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONSTARTUP", "VIRTUAL_ENV", "CONDA_PREFIX", "PS1")
-"""Variables of the worker's environment."""
 
 
 class Interpreter(NamedTuple):
-    """The Python of an environment: its version, the ABI of extension modules, and the needed packages that it has."""
+    """An environment's Python: version, ABI of extensions, and needed packages."""
 
     version: tuple[int, int]
     abi: str
@@ -74,12 +73,12 @@ class Interpreter(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Becomes the model's process; returns an exit status only on failure."""
+    """Becomes the model's process; returns a status only on failure."""
     environment, directory, max_bytes, max_files, *descriptors, parent = arguments
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it died before the call
+    if os.getppid() != int(parent):
         return 1
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # as in the host process
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda *_: None)
     channel = Channel(socket.socket(fileno=int(descriptors[0])))
     variables = {name: value for name, value in os.environ.items() if name not in _OTHERS}
@@ -107,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
 def activated(root: Path, variables: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables after an environment's `bin/activate`."""
     found, script = dict(variables), root / "bin" / "activate"
-    if script.exists():  # as Triton does: scripts of conda's packages set variables
+    if script.exists():  # as Triton does: conda's scripts set variables
         command = ["bash", "-c", '. "$0" >&2 && exec env -0', str(script)]
         try:
             ran = _ran(command, variables, root)
@@ -120,14 +119,14 @@ def activated(root: Path, variables: Mapping[str, str]) -> dict[str, str]:
         pairs = [entry.partition("=") for entry in os.fsdecode(ran).split("\0") if entry]
         found = {name: value for name, _, value in pairs if name not in _SHELLS or name in variables}
         for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
-            if name in found:  # a venv records where it was made
+            if name in found:  # a venv records its place
                 found[name] = str(root)
     found["PATH"] = ":".join(filter(None, (str(root / "bin"), found.get("PATH", ""))))
     return found
 
 
 def probed(root: Path, variables: Mapping[str, str]) -> Interpreter:
-    """Returns the version and packages of an environment's Python."""
+    """Returns an environment's Python."""
     python = root / "bin" / "python"
     if not python.exists():
         raise ModelLoadFailed("its environment has no bin/python; pack a whole environment, from its root")

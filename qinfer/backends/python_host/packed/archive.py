@@ -1,7 +1,7 @@
 """Unpacks the archive of an environment within bounds, and without paths or links that lead outside.
 
-The filter `data` of `tarfile` is missing in early Pythons 3.11, and a later link can redirect a checked one. Here links
-are made last, when every link was found to lead inside.
+Early Pythons 3.11 lack `tarfile`'s filter `data`, and a later link can redirect a checked one; here links are made
+last, when every link was found to lead inside.
 """
 
 import gzip
@@ -20,25 +20,25 @@ from qinfer.errors import ModelLoadFailed
 _GZIP = b"\x1f\x8b"
 _PIECE_BYTES = 2**20
 _END_BYTES = 1024
-"""An archive ends with two blocks of zeros (POSIX.1-2017, pax, ustar interchange format)."""
+"""Two blocks of zeros (POSIX.1-2017, pax, ustar interchange format)."""
 
 _MAX_HOPS = 40
-"""The longest chain of links that Linux follows (path_resolution(7))."""
+"""Links that Linux follows (path_resolution(7))."""
 
 _MAX_LINK_BYTES = 4095
 _MEMORY_BYTES = 2**30
-"""Memory for headers, each of which `tarfile` reads whole."""
+"""For headers, which `tarfile` reads whole."""
 
 
 class ArchiveBounds(NamedTuple):
-    """The most bytes of an archive, decompressed, and the most members."""
+    """An archive's most decompressed bytes, and members."""
 
     max_bytes: int
     max_members: int
 
 
 class _Decompressed:
-    """The decompressed archive, up to its bound, and its last bytes."""
+    """The decompressed archive, and its last bytes."""
 
     def __init__(self, file: BinaryIO, max_bytes: int) -> None:
         self._file = file
@@ -58,10 +58,7 @@ class _Decompressed:
 
 
 def unpack(archive: BinaryIO, target: Path, bounds: ArchiveBounds) -> int:
-    """Unpacks an archive into an empty directory; returns the number of members.
-
-    An error leaves the members before it.
-    """
+    """Unpacks an archive; returns the number of members. An error leaves those before it."""
     is_packed = archive.read(len(_GZIP)) == _GZIP
     archive.seek(0)
     stream = _Decompressed(gzip.GzipFile(fileobj=archive) if is_packed else archive, bounds.max_bytes)  # type: ignore[arg-type]
@@ -88,8 +85,8 @@ def _unpack(stream: _Decompressed, target: Path, max_members: int) -> int:
                     "(QINFER_WORKER__MAX_ENVIRONMENT_FILES)"
                 )
             _write(tar, member, target, links)
-            tar.members = []  # it would keep them all
-    while stream.read(_PIECE_BYTES):  # gzip has a checksum at its end
+            tar.members = []
+    while stream.read(_PIECE_BYTES):  # a checksum ends it
         pass
     if not members or len(stream.last) < _END_BYTES or any(stream.last):
         raise EOFError("it was cut off")
@@ -142,7 +139,7 @@ def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, links: d
     with os.fdopen(descriptor, "wb") as file:
         shutil.copyfileobj(content, file, _PIECE_BYTES)
         file.flush()
-        os.utime(descriptor, (member.mtime, member.mtime))  # byte code is used only if its source has the recorded time
+        os.utime(descriptor, (member.mtime, member.mtime))  # byte code needs its source's time
 
 
 def _inside(name: str, member: str) -> tuple[str, ...]:
@@ -153,7 +150,7 @@ def _inside(name: str, member: str) -> tuple[str, ...]:
 
 
 def leads_out(parts: tuple[str, ...], links: Mapping[tuple[str, ...], str]) -> bool:
-    """Returns whether a path leads out of a tree, or in circles."""
+    """Returns whether a path leads out, or in circles."""
     todo, done, hops = list(reversed(parts)), list[str](), 0
     while todo:
         part = todo.pop()
@@ -191,5 +188,5 @@ def _bounded_memory() -> Iterator[None]:
 
 
 def _data_bytes() -> int:
-    """Returns this process's memory that `RLIMIT_DATA` counts (proc(5), `statm`)."""
+    """As `RLIMIT_DATA` counts (proc(5), `statm`)."""
     return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()

@@ -5,8 +5,8 @@
     <directory>/known/<hash of a stamp>         the hash of an archive with this stamp, which need not be read again
     <directory>/lent/<hash>/<package>           a link to a package of the worker's
 
-Processes and their children hold a shared lock on their environment's directory. One process at a time unpacks and
-removes; if it is killed, the next one removes the incomplete environment.
+Processes hold a shared lock on their environment. One at a time unpacks and removes; if it is killed, the next one
+removes the incomplete environment.
 """
 
 import ctypes
@@ -27,12 +27,12 @@ from qinfer.core.shared_folders import hold, is_held, remove_unused, used_at
 from qinfer.errors import ModelLoadFailed
 
 UNUSED_S = 86400.0
-"""An environment that is unused for this long is removed before the next is unpacked."""
+"""After so long, an unused environment is removed."""
 
 READY = "ready"
 _KNOWN, _LENT, _LOCK = "known", "lent", ".lock"
 _SETTLED_S = 2.0
-"""A coarse clock: the stamp of an archive that changed just now does not identify its content."""
+"""Clocks are coarse: a newer stamp does not identify an archive."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -55,7 +55,7 @@ class Environments:
             )
 
     def unpacked(self, archive: Path, variables: Mapping[str, str]) -> Path:
-        """Returns the environment of an archive, unpacked if necessary."""
+        """Returns an archive's environment, perhaps unpacked now."""
         try:
             with archive.open("rb") as file:
                 home = self._root / self._digest(file)
@@ -79,7 +79,7 @@ class Environments:
         return directory
 
     def _digest(self, file: BufferedReader) -> str:
-        """Returns the hash of an archive, by its stamp if known."""
+        """By its stamp if known."""
         stamp = _stamp(file)
         note = self._root / _KNOWN / hashlib.sha256(stamp.encode()).hexdigest()
         with suppress(FileNotFoundError):
@@ -94,7 +94,7 @@ class Environments:
         return digest
 
     def _make(self, home: Path, file: BufferedReader, variables: Mapping[str, str]) -> None:
-        """Unpacks an archive, under the lock; if the disk is full, removes unused environments first."""
+        """Under the lock; if the disk is full, removes unused ones first."""
         began_s = time.monotonic()
         for unused_s in (UNUSED_S, 0.0):
             self._sweep(unused_s)
@@ -165,7 +165,7 @@ def _stamp(file: BufferedReader) -> str:
 
 
 def _hold(home: Path) -> bool:
-    """Locks an environment for this process and its children; returns whether it is ready."""
+    """For this process and its children; returns whether it is ready."""
     descriptor = hold(home, READY)
     if descriptor is not None:
         os.set_inheritable(descriptor, True)
