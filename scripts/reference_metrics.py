@@ -148,12 +148,12 @@ def _rows(infos: Iterable[Info]) -> list[str]:
 def _reasons() -> list[str]:
     """Returns a row for each of Triton's reasons, with the codes that lead to it."""
     rows = []
-    for reason in triton_metrics.Reason:
+    for reason in triton_metrics.FailureReason:
         codes = [
             f"`{code}`" + ("" if of.worker is of.gateway else f" ({'worker' if of.worker is reason else 'gateway'})")
             for code, of in triton_metrics.REASONS.items()
             if reason in of
         ]
-        rest = ["all others"] if reason is triton_metrics.Reason.OTHER else []
+        rest = ["all others"] if reason is triton_metrics.FailureReason.OTHER else []
         rows.append(f"| {reason} | {', '.join([*codes, *rest])} |")
     return rows

@@ -13,8 +13,8 @@ from typing import Any
 from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import ErrorCode
 from qinfer.observe.logs import ACCESS
-from qinfer.submission.pending import Sink
-from qinfer_api.auth import Context
+from qinfer.submission.pending import ResponseSink
+from qinfer_api.auth import CallerContext
 from qinfer_api.status import http_status
 from qinfer_api.target_sink import TargetSink
 
@@ -31,15 +31,15 @@ class AccessLog:
     def __init__(self, share: float) -> None:
         self._share = share
 
-    def noted(self, sink: Sink, context: Context, request: InferRequest) -> "LoggedSink":
+    def noted(self, sink: ResponseSink, context: CallerContext, request: InferRequest) -> "LoggedSink":
         """Wraps a sink in one that logs the end."""
         return LoggedSink(self, sink, context, request)
 
-    def refused(self, context: Context, model: tuple[str, int], code: str) -> None:
+    def refused(self, context: CallerContext, model: tuple[str, int], code: str) -> None:
         """Logs a request that was not queued."""
         self._write(code, _who(context), {"model": model[0], "version": model[1]})
 
-    def accepted(self, context: Context, request: InferRequest, request_id: str) -> None:
+    def accepted(self, context: CallerContext, request: InferRequest, request_id: str) -> None:
         """Logs a stored request, but not its end."""
         about = {"request_id": request_id, "model": request.model, "version": request.version}
         self._write(ACCEPTED, _who(context), {**about, **_sent(request)})
@@ -67,7 +67,7 @@ class LoggedSink:
 
     __slots__ = ("_log", "about", "began_s", "frontend", "inner", "nbytes", "no_stream", "responses")
 
-    def __init__(self, log: AccessLog, inner: Sink, context: Context, request: InferRequest) -> None:
+    def __init__(self, log: AccessLog, inner: ResponseSink, context: CallerContext, request: InferRequest) -> None:
         self._log: AccessLog | None = log
         self.inner = inner
         self.no_stream = inner.no_stream
@@ -98,21 +98,21 @@ class LoggedSink:
         self.end(ErrorCode.CANCELLED)
 
 
-def inner_of(sink: Sink) -> Sink:
+def inner_of(sink: ResponseSink) -> ResponseSink:
     """Returns a request's own sink."""
     while isinstance(sink, LoggedSink | TargetSink):
         sink = sink.inner
     return sink
 
 
-def wrappers_of(sink: Sink) -> Iterator[LoggedSink | TargetSink]:
+def wrappers_of(sink: ResponseSink) -> Iterator[LoggedSink | TargetSink]:
     """Yields the wrappers of a request's own sink."""
     while isinstance(sink, LoggedSink | TargetSink):
         yield sink
         sink = sink.inner
 
 
-def _who(context: Context) -> dict[str, Any]:
+def _who(context: CallerContext) -> dict[str, Any]:
     principal = context.principal
     return {"tenant": context.tenant, "key": "" if principal is None else principal.key_id}
 

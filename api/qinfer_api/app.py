@@ -25,7 +25,7 @@ from qinfer.errors import BrokerUnavailable, Overloaded, QinferError
 from qinfer.jobs.examiner_pool import ExaminerPool
 from qinfer.jobs.pace import pace_of
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.shards import Pace
+from qinfer.jobs.shards import ShardPace
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.catalog import Catalog
 from qinfer.models.control import ModelControl
@@ -41,7 +41,7 @@ from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import reply_address
 from qinfer.queue.lanes import Queue
 from qinfer.queue.quotas import Quotas
-from qinfer.submission.pending import Pending
+from qinfer.submission.pending import PendingCall
 from qinfer.submission.response_cache import ResponseCache
 from qinfer.traffic.controller import CanaryController
 from qinfer.traffic.routing import EndpointWatch
@@ -90,7 +90,7 @@ from qinfer_api.rest.management import (
 from qinfer_api.rest.openapi import document_of
 from qinfer_api.rest.services import ERROR_HANDLERS, Services, guarded
 from qinfer_api.scaling.routes import backlog_routes
-from qinfer_api.shadows import Shadows
+from qinfer_api.shadows import OnlineShadows
 from qinfer_api.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class Gateway:
         self._reloading = self._reloading_of(settings, auth)
         self._quotas = None if auth is None else auth.lease(Quotas(delivery.router, self.name))
 
-    async def _lend(self, pending: Pending, nbytes: int) -> Reservation:
+    async def _lend(self, pending: PendingCall, nbytes: int) -> Reservation:
         """Without keys, each request counts as an owner."""
         owner = pending.quota.tenant if isinstance(pending.quota, Quota) else pending
         return await self.receiving.lent(owner, nbytes)
@@ -227,7 +227,9 @@ class Gateway:
             dispatcher.tenants = TenantTally(settings.metrics.tenants, self.name)
             dispatcher.tenants.in_flight = auth.in_flight
         of_endpoints = settings.endpoints, limits.max_in_flight
-        dispatcher.shadows = Shadows(dispatcher.submission, dispatcher.endpoints, dispatcher.targets, *of_endpoints)
+        dispatcher.shadows = OnlineShadows(
+            dispatcher.submission, dispatcher.endpoints, dispatcher.targets, *of_endpoints
+        )
         if (plan := settings.cache.plan) is not None:
             summaries = settings.metrics.summary_latencies
             cache = ResponseCache(plan, queue, tally.refusals, limits.max_in_flight, summaries=summaries)
@@ -295,7 +297,7 @@ class Gateway:
             pace=partial(self._pace, settings.bulk),
         )
 
-    async def _pace(self, settings: BulkSettings, model: str, version: int) -> Pace:
+    async def _pace(self, settings: BulkSettings, model: str, version: int) -> ShardPace:
         return pace_of(settings, await self._store.stats(model, version), self.catalog.capacity(model, version).workers)
 
     def _services(self, settings: Settings, fast: FastPath, restrictions: Restrictions) -> Services:

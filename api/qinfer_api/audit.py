@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from qinfer.errors import QinferError
 from qinfer.observe.logs import AUDIT
-from qinfer_api.auth import Context
+from qinfer_api.auth import CallerContext
 
 logger = logging.getLogger(AUDIT)
 
@@ -17,7 +17,7 @@ MOST_A_SECOND = 10
 
 
 @contextmanager
-def administrative(context: Context, act: str, where: str, peer: str) -> Iterator[None]:
+def administrative(context: CallerContext, act: str, where: str, peer: str) -> Iterator[None]:
     """Logs an administrative act at its end; `act` is the HTTP method or `gRPC`, `where` the path or method."""
     outcome = "done"
     try:

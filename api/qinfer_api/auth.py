@@ -33,7 +33,7 @@ class Principal(NamedTuple):
         return scope in self.scopes or Scope.ADMIN in self.scopes
 
 
-class Context(msgspec.Struct, frozen=True, gc=False):
+class CallerContext(msgspec.Struct, frozen=True, gc=False):
     """The caller of a request.
 
     `trace` is `traceparent`, a blank and `tracestate`. `authorize` sets `tenant`, `principal` and `scope`.
@@ -46,7 +46,7 @@ class Context(msgspec.Struct, frozen=True, gc=False):
     scope: Scope = Scope.INFER
 
 
-ANONYMOUS = Context()
+ANONYMOUS = CallerContext()
 
 
 class Auth:
@@ -92,7 +92,7 @@ class Auth:
         """Tenants that have or had a key: their files stay theirs."""
         return frozenset(self._tenants)
 
-    def authorize(self, context: Context, scope: Scope, peer: str = "") -> Context:
+    def authorize(self, context: CallerContext, scope: Scope, peer: str = "") -> CallerContext:
         """Authorizes a caller; returns its tenant and principal."""
         if not context.key:
             self.refused("missing", "", peer)
@@ -104,14 +104,14 @@ class Auth:
             self.refused("unknown", "", peer)
             raise Unauthorized("the API key is not known; ask for another")
         self._check(found, scope, peer)
-        return Context(found.tenant, context.trace, "", found, scope)
+        return CallerContext(found.tenant, context.trace, "", found, scope)
 
-    def identify(self, context: Context) -> Context:
+    def identify(self, context: CallerContext) -> CallerContext:
         """Finds a known key's owner, regardless of scopes."""
         found = self._find(context.key) if context.key else None
-        return context if found is None else Context(found.tenant, context.trace, "", found, context.scope)
+        return context if found is None else CallerContext(found.tenant, context.trace, "", found, context.scope)
 
-    def recheck(self, context: Context) -> None:
+    def recheck(self, context: CallerContext) -> None:
         """Checks a caller again, because connections outlast keys."""
         before = context.principal
         if before is None:
@@ -169,7 +169,7 @@ class Auth:
         """Returns how many of a tenant's background requests have room."""
         return self._quotas[tenant].spare(self._now_s()) if tenant in self._quotas else math.inf
 
-    def admit(self, context: Context) -> Context:
+    def admit(self, context: CallerContext) -> CallerContext:
         """Authorizes an infer request and charges quotas."""
         if context.principal is None:
             context = self.authorize(context, Scope.INFER)
@@ -199,11 +199,11 @@ def presented_key(authorization: str | None, api_key: str | None) -> str:
     return (api_key or "").strip()
 
 
-def caller_of(header: Callable[[str], str | None], every: Callable[[str], Sequence[str]]) -> Context:
+def caller_of(header: Callable[[str], str | None], every: Callable[[str], Sequence[str]]) -> CallerContext:
     """Returns the unchecked caller; `every` joins repeated headers."""
     parent = header("traceparent")
     trace = context_text(parent, ",".join(every("tracestate"))) if parent else ""
-    return Context(trace=trace, key=presented_key(header("authorization"), header("x-api-key")))
+    return CallerContext(trace=trace, key=presented_key(header("authorization"), header("x-api-key")))
 
 
 GROUPS = (

@@ -23,8 +23,8 @@ from qinfer.errors import (
     Unauthorized,
     UnsupportedFeature,
 )
-from qinfer.models.catalog import Catalog, Served
-from qinfer.models.routes import Route
+from qinfer.models.catalog import Catalog, ServedVersion
+from qinfer.models.routes import LaneRoute
 from qinfer.models.spec import ModelSpec
 from qinfer.observe.stats import GatewayTally
 from qinfer.observe.tenants import TenantTally
@@ -32,16 +32,16 @@ from qinfer.observe.tracing import Attributes
 from qinfer.queue.entries import RequestRecord
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequence_answers import is_callers
-from qinfer.submission.pending import Pending, Sink
+from qinfer.submission.pending import PendingCall, ResponseSink
 from qinfer.submission.submit import Submission, check
 from qinfer.traffic.choice import Header, no_header
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.tally import TargetTally, key_of, witness_of
 from qinfer_api.access_log import AccessLog, wrappers_of
-from qinfer_api.auth import ANONYMOUS, Auth, Context
+from qinfer_api.auth import ANONYMOUS, Auth, CallerContext
 from qinfer_api.ordering import OrderedSink, Ordering
 from qinfer_api.quotas import Quota
-from qinfer_api.shadows import Shadow, Shadows
+from qinfer_api.shadows import OnlineShadows, Shadow
 from qinfer_api.status import has_id, of_request, told
 from qinfer_api.target_sink import TargetSink
 
@@ -74,7 +74,7 @@ class Dispatcher:
         self.targets = TargetTally(self.endpoints, owner)
         self.access: AccessLog | None = None
         self.tenants: TenantTally | None = None
-        self.shadows: Shadows | None = None
+        self.shadows: OnlineShadows | None = None
         self.draining = False
 
     @property
@@ -87,27 +87,27 @@ class Dispatcher:
         """Whether several tenants have keys."""
         return self._auth is not None and len(self._auth.tenants) > 1
 
-    def sharing(self, context: Context) -> str:
+    def sharing(self, context: CallerContext) -> str:
         """Returns the tenant for a `SharedLimit`, or empty."""
         return context.tenant if self.has_tenants else ""
 
-    def authorize(self, context: Context, scope: Scope, peer: str = "") -> Context:
+    def authorize(self, context: CallerContext, scope: Scope, peer: str = "") -> CallerContext:
         """Authorizes the caller, if keys are required."""
         return context if self._auth is None else self._auth.authorize(context, scope, peer)
 
-    def recheck(self, context: Context) -> None:
+    def recheck(self, context: CallerContext) -> None:
         """Rechecks a caller, if keys are required."""
         if self._auth is not None:
             self._auth.recheck(context)
 
-    def charge(self, context: Context) -> None:
+    def charge(self, context: CallerContext) -> None:
         """Charges a request that is not submitted."""
         if self._auth is not None and context.principal is not None:
             self._auth.charge(context.principal)
 
     def admit(
-        self, served: Served, priority: int, timeout_s: float, asked_s: float = 0.0, *, tenant: str = ""
-    ) -> Route:
+        self, served: ServedVersion, priority: int, timeout_s: float, asked_s: float = 0.0, *, tenant: str = ""
+    ) -> LaneRoute:
         """Admits a request that the caller enqueues."""
         if self.draining:
             raise Overloaded("Server exiting")
@@ -115,7 +115,7 @@ class Dispatcher:
         self.submission.admit(served, route, timeout_s, asked_s, tenant=tenant)
         return route
 
-    def trace_of(self, context: Context, served: Served, name: Attributes) -> str:
+    def trace_of(self, context: CallerContext, served: ServedVersion, name: Attributes) -> str:
         """Returns a stored request's or job's `traceparent`."""
         return context.trace
 
@@ -124,7 +124,7 @@ class Dispatcher:
         """Traces a request that the block stores; for a new request, the block calls the yielded function."""
         yield lambda _: None
 
-    def resolve(self, model: str, version: int, *, is_taken: bool = False) -> Served:
+    def resolve(self, model: str, version: int, *, is_taken: bool = False) -> ServedVersion:
         """Returns where a version, or an endpoint's stable target, is or soon will be served.
 
         Version 0 is the highest ready one. `is_taken` accepts a promised request during a shutdown.
@@ -133,24 +133,24 @@ class Dispatcher:
             raise Overloaded("Server exiting")
         return self._catalog.asked(*self.endpoints.stable(model, version))
 
-    def choose(self, context: Context, request: InferRequest, header: Header = no_header) -> bool:
+    def choose(self, context: CallerContext, request: InferRequest, header: Header = no_header) -> bool:
         """Chooses an endpoint request's target; returns whether it names one."""
         return self.endpoints.choose(request, context.tenant, header)
 
-    def of_model(self, model: str, version: int) -> Served:
+    def of_model(self, model: str, version: int) -> ServedVersion:
         """Resolves like `resolve`, without endpoints."""
         return self._catalog.asked(model, version)
 
     def submit(
         self,
-        context: Context,
+        context: CallerContext,
         request: InferRequest,
-        sink: Sink,
+        sink: ResponseSink,
         within_s: float = math.inf,
         *,
         asked_s: float | None = None,
         is_taken: bool = False,
-    ) -> Pending:
+    ) -> PendingCall:
         """Submits a request; its responses or its failure go to the sink, on the event loop.
 
         The request is stamped in place. `within_s` is how long the caller waits, and only shortens the model's timeout;
@@ -204,7 +204,7 @@ class Dispatcher:
         if has_id(error):
             error.args = (of_request(request.client_id or request.id) + error.message,)
 
-    def check(self, request: InferRequest, served: Served) -> None:
+    def check(self, request: InferRequest, served: ServedVersion) -> None:
         """Checks a request as `submit` does."""
         try:
             check(request, served)
@@ -212,7 +212,7 @@ class Dispatcher:
             self._name(request, error)
             raise
 
-    def refuse(self, model: str, version: int, error: QinferError, context: Context = ANONYMOUS) -> QinferError:
+    def refuse(self, model: str, version: int, error: QinferError, context: CallerContext = ANONYMOUS) -> QinferError:
         """Counts an unqueued request, and returns its client's error.
 
         Authorization errors take precedence, then errors about the model.
@@ -221,7 +221,7 @@ class Dispatcher:
         self.note_refusal(model, version, told, context)
         return told
 
-    def note_refusal(self, model: str, version: int, error: QinferError, context: Context) -> None:
+    def note_refusal(self, model: str, version: int, error: QinferError, context: CallerContext) -> None:
         """Notes a refused request in log and counts."""
         if self.access is None and self.tenants is None:
             return
@@ -233,7 +233,7 @@ class Dispatcher:
         if self.tenants is not None and context.principal is not None:
             self.tenants.failed(context.tenant, named[0], error.code)
 
-    def note_accepted(self, context: Context, request: InferRequest, request_id: str) -> None:
+    def note_accepted(self, context: CallerContext, request: InferRequest, request_id: str) -> None:
         """Notes a stored request in log and counts."""
         if self.access is not None:
             self.access.accepted(context, request, request_id)
@@ -268,7 +268,7 @@ class Dispatcher:
             model, version = self.endpoints.stable(model, version)
         return self._catalog.named(model, version)
 
-    def cancel(self, pending: Pending) -> None:
+    def cancel(self, pending: PendingCall) -> None:
         """Cancels and dequeues a request whose caller left."""
         is_waiting = is_unanswered = self.submission.pending.cancel(pending)
         if isinstance(pending.sink, OrderedSink):
@@ -280,7 +280,7 @@ class Dispatcher:
             for sink in wrappers_of(pending.sink):
                 sink.left(pending.request_id, pending.version)
 
-    def _answered(self, pending: Pending, response: Response) -> None:
+    def _answered(self, pending: PendingCall, response: Response) -> None:
         if self.tenants is not None and response.final and isinstance(pending.quota, Quota):
             self._count_for(pending.quota.tenant, self.tenants, pending, response)
         if response.failure is not None:
@@ -294,13 +294,13 @@ class Dispatcher:
             self._tally.answered(pending.model, pending.version, self._clock.monotonic_s() - pending.started_s)
         pending.sink.deliver(response)
 
-    def _count_for(self, tenant: str, tally: TenantTally, pending: Pending, response: Response) -> None:
+    def _count_for(self, tenant: str, tally: TenantTally, pending: PendingCall, response: Response) -> None:
         if response.failure is not None:
             tally.failed(tenant, pending.model, response.failure.code)
         else:
             tally.answered(tenant, pending.model, self._clock.monotonic_s() - pending.started_s)
 
-    def _failed(self, pending: Pending, error: Exception) -> None:
+    def _failed(self, pending: PendingCall, error: Exception) -> None:
         failure = Failure.of(error)
         if pending.step is None or not is_callers(failure):  # counted when answered
             self._tally.ended(pending.model, pending.version, failure.code, pending.started_s)

@@ -11,9 +11,9 @@ from weakref import WeakValueDictionary
 
 from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import QueueFull
-from qinfer.models.catalog import Served
+from qinfer.models.catalog import ServedVersion
 from qinfer.queue.entries import FULL
-from qinfer.submission.pending import Counter, Inner, Pending, PendingRequests, Sink
+from qinfer.submission.pending import Counter, Inner, PendingCall, PendingRequests, ResponseSink
 from qinfer.submission.submit import Submission
 
 
@@ -26,8 +26,13 @@ class Ordering:
         self._orders: WeakValueDictionary[tuple[str, int], _Order] = WeakValueDictionary()
 
     def submit(
-        self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None = None
-    ) -> Pending:
+        self,
+        served: ServedVersion,
+        request: InferRequest,
+        sink: ResponseSink,
+        timeout_s: float,
+        quota: Counter | None = None,
+    ) -> PendingCall:
         """Submits a request, as `Submission.submit` does."""
         key = served.spec.name, served.version
         order = self._orders.get(key)
@@ -61,11 +66,11 @@ class OrderedSink(Inner):
 
     __slots__ = ("_came", "_has_left", "_inner", "_order", "_table", "pending")
 
-    def __init__(self, order: _Order, table: PendingRequests, inner: Sink) -> None:
+    def __init__(self, order: _Order, table: PendingRequests, inner: ResponseSink) -> None:
         self._order, self._table, self._inner = order, table, inner
-        self._came: list[tuple[Callable[[Pending, Any], None], Response | Exception]] = []
+        self._came: list[tuple[Callable[[PendingCall, Any], None], Response | Exception]] = []
         self._has_left = False
-        self.pending: Pending | None = None
+        self.pending: PendingCall | None = None
 
     @property
     def is_ready(self) -> bool:

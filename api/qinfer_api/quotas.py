@@ -12,7 +12,7 @@ from collections.abc import Callable
 from qinfer.core.api_keys import ApiKey
 from qinfer.core.retry import OutageLog
 from qinfer.errors import QinferError, QuotaExceeded
-from qinfer.queue.quotas import Leased, Limits, Quotas, Use
+from qinfer.queue.quotas import QuotaLease, QuotaLimits, Quotas, QuotaUse
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,9 @@ class Quota:
         self.weight = key.weight
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> QuotaLimits:
         """The limits over all gateways."""
-        return Limits(self._rate, self._burst, self._max_in_flight)
+        return QuotaLimits(self._rate, self._burst, self._max_in_flight)
 
     def charge(self, now_s: float) -> None:
         """Charges a request to the rate."""
@@ -96,24 +96,24 @@ class Quota:
                 f"tenant '{self.tenant}' has {most} requests in flight, as many as it may; wait for an answer first"
             )
 
-    def take_use(self) -> Use:
+    def take_use(self) -> QuotaUse:
         """Takes the use to report; `not_told` restores it."""
         self._demand *= _KEPT_DEMAND
-        use = Use(self._used, self._demand, self.in_flight)
+        use = QuotaUse(self._used, self._demand, self.in_flight)
         self._used = 0.0
         return use
 
-    def not_told(self, use: Use) -> None:
+    def not_told(self, use: QuotaUse) -> None:
         """Restores an unreported use; it may count twice."""
         self._used += use.used
 
-    def lease(self, leased: Leased, now_s: float) -> None:
+    def lease(self, leased: QuotaLease, now_s: float) -> None:
         """Applies a lease, less the use since."""
         self._tokens = leased.tokens - self._used
         self._level, self._part, self._places = leased.level, leased.part, leased.places
         self._filled_at_s, self._leased_until_s = now_s, now_s + LEASE_S
 
-    def leave(self, leased: Leased, now_s: float) -> None:
+    def leave(self, leased: QuotaLease, now_s: float) -> None:
         """Ends the lease; the level over all gateways judges next requests."""
         self._tokens, self._filled_at_s, self._leased_until_s = leased.level - self._used, now_s, -math.inf
 

@@ -84,7 +84,7 @@ class TraceValues(msgspec.Struct, frozen=True):
     trace_mode: Literal["triton"]
 
 
-class LogSettings:
+class SharedLogSettings:
     """The log settings; `start` holds for unset values."""
 
     def __init__(self, store: ControlStore, start: LogStart) -> None:
@@ -109,7 +109,7 @@ class LogSettings:
         return switches_of(of_group(await self._store.settings(), LOGGING), self.first)
 
 
-class TraceSettings:
+class SharedTraceSettings:
     """Trace settings of the server and of models."""
 
     def __init__(

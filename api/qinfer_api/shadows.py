@@ -18,8 +18,8 @@ import msgspec
 from qinfer.core.messages import InferRequest, Response
 from qinfer.core.settings_endpoints import EndpointSettings
 from qinfer.errors import DeadlineExceeded, ErrorCode, InvalidRequest, QinferError
-from qinfer.models.catalog import Served
-from qinfer.submission.pending import Inner, Pending
+from qinfer.models.catalog import ServedVersion
+from qinfer.submission.pending import Inner, PendingCall
 from qinfer.submission.shadows import submit_shadow
 from qinfer.submission.submit import Submission, tensor_bytes
 from qinfer.tensors import Tensor
@@ -36,7 +36,7 @@ MOST_TARGETS = 64
 _NOT_EXECUTED = frozenset({ErrorCode.DEADLINE_EXCEEDED.value, ErrorCode.CANCELLED.value})
 
 
-class Shadows:
+class OnlineShadows:
     """Draws, submits and counts shadows, leaving half of `max_in_flight` to callers; `waiting` have no answer yet."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Shadows:
             and len(self._submission.pending) < self._max_pending
         )
 
-    def submit(self, shadow: "Shadow", request: InferRequest) -> Pending:
+    def submit(self, shadow: "Shadow", request: InferRequest) -> PendingCall:
         """Submits a shadow of a submitted request."""
         copy = msgspec.structs.replace(
             request,
@@ -109,7 +109,7 @@ class Shadows:
         """Counts an answered shadow."""
         self.waiting -= 1
 
-    def cancel(self, pending: Pending) -> None:
+    def cancel(self, pending: PendingCall) -> None:
         """Cancels a shadow."""
         self.waiting -= 1
         self._submission.pending.cancel(pending)
@@ -166,11 +166,13 @@ class Shadow(Inner):
 
     __slots__ = ("_has_ended", "_other", "_pending", "_shadows", "_size", "_stable", "key", "name", "served", "witness")
 
-    def __init__(self, shadows: Shadows, key: Key, served: Served, size: int, witness: str | None = "") -> None:
+    def __init__(
+        self, shadows: OnlineShadows, key: Key, served: ServedVersion, size: int, witness: str | None = ""
+    ) -> None:
         self.key, self.served, self.name, self.witness = key, served, "", witness
         self._shadows = shadows
         self._size = size
-        self._pending: Pending | None = None
+        self._pending: PendingCall | None = None
         self._stable: Sequence[Tensor] | None = None
         self._other: Sequence[Tensor] | None = None
         self._has_ended = False

@@ -6,7 +6,7 @@
   object would kill this process (SIGBUS). `cuda_memory.py` has the regions on GPUs. Reads are copies, so that nothing
   changes under a request.
 - As in Triton, an unregistered region stays open until the last request that uses it has ended. An accepted request
-  uses it while its `Limited`, which its output plan holds, is referenced.
+  uses it while its `RequestRegions`, which its output plan holds, is referenced.
 """
 
 import os
@@ -108,7 +108,7 @@ class _SystemObject:
             done += os.pwrite(self._descriptor, data[done:], position + done)
 
 
-class _Opened:
+class _OpenRegion:
     """An open region with its object and users; if `is_leaving`, the last user closes it."""
 
     __slots__ = ("is_leaving", "memory", "region", "users")
@@ -126,7 +126,7 @@ class SharedMemory:
     def __init__(self, *, allowed: bool, tenants: "dict[str, SharedMemory] | None" = None) -> None:
         self.allowed = allowed
         self._tenants = {"": self} if tenants is None else tenants
-        self._regions: dict[str, _Opened] = {}
+        self._regions: dict[str, _OpenRegion] = {}
         self._lock = threading.RLock()  # requests may end wherever memory is freed
 
     def of(self, tenant: str) -> "SharedMemory":
@@ -158,7 +158,7 @@ class SharedMemory:
             except BaseException:
                 os.close(descriptor)
                 raise
-            self._regions[name] = _Opened(Region(name, key, offset, byte_size), _SystemObject(name, descriptor))
+            self._regions[name] = _OpenRegion(Region(name, key, offset, byte_size), _SystemObject(name, descriptor))
 
     def register_cuda(self, name: str, handle: bytes, device_id: int, byte_size: int) -> None:
         """Opens a region of GPU memory by the CUDA handle of another process."""
@@ -172,7 +172,7 @@ class SharedMemory:
             if byte_size <= 0:
                 raise InvalidRequest(f"failed to register shared memory region '{name}': invalid args")
             memory = CudaObject(found, name, handle, device_id, byte_size)
-            self._regions[name] = _Opened(CudaRegion(name, device_id, byte_size), memory)
+            self._regions[name] = _OpenRegion(CudaRegion(name, device_id, byte_size), memory)
 
     def check_cuda(self, name: str) -> None:
         """Checks that a region of GPU memory may be registered: shared memory is on, it has a name, a GPU exists."""
@@ -191,7 +191,7 @@ class SharedMemory:
                 if opened is not None and isinstance(opened.region, kind):
                     self._leave(each)
 
-    def hold(self, names: Iterable[str]) -> list[_Opened]:
+    def hold(self, names: Iterable[str]) -> list[_OpenRegion]:
         """Adds a user to each existing region, until `release`."""
         with self._lock:
             held = [self._regions[name] for name in names if name in self._regions]
@@ -199,7 +199,7 @@ class SharedMemory:
                 opened.users += 1
             return held
 
-    def release(self, held: Iterable[_Opened]) -> None:
+    def release(self, held: Iterable[_OpenRegion]) -> None:
         """Removes a user from each region."""
         with self._lock:
             for opened in held:
@@ -242,9 +242,9 @@ class SharedMemory:
         with self._part(name, offset, len(view)) as (memory, position):
             memory.write(position, view)
 
-    def limited(self, max_bytes: int) -> "Limited":
+    def limited(self, max_bytes: int) -> "RequestRegions":
         """Returns the regions for a request that may copy `max_bytes`."""
-        return Limited(self, max_bytes)
+        return RequestRegions(self, max_bytes)
 
     def close(self) -> None:
         """Closes the regions of all tenants."""
@@ -276,7 +276,7 @@ class SharedMemory:
         if opened is not None:
             opened.memory.close()
 
-    def _of_request(self, name: str) -> _Opened:
+    def _of_request(self, name: str) -> _OpenRegion:
         opened = self._regions.get(name)
         if opened is None:
             raise RegionNotFound(f"Unable to find shared memory region: '{name}'")
@@ -305,7 +305,7 @@ class SharedMemory:
             own.close()
 
 
-class Limited:
+class RequestRegions:
     """One request's regions; its inputs there are no larger than a body."""
 
     def __init__(self, memory: SharedMemory, max_bytes: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import ErrorCode
-from qinfer.submission.pending import Sink
+from qinfer.submission.pending import ResponseSink
 from qinfer.traffic.tally import TargetTally, key_of, witness_of
 from qinfer_api.shadows import Shadow
 
@@ -25,7 +25,7 @@ class TargetSink:
     def __init__(
         self,
         tally: TargetTally,
-        inner: Sink,
+        inner: ResponseSink,
         request: InferRequest,
         shadows: Sequence[Shadow] = (),
         given_s: float = math.inf,

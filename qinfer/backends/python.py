@@ -18,33 +18,33 @@ from qinfer.backends.base import Batch, Context, ManagesModels, item_shapes
 from qinfer.backends.python_host.calls import Calls, send, tensors
 from qinfer.backends.python_host.channel import Buffer, UnreadError, raw
 from qinfer.backends.python_host.errors import to_qinfer
-from qinfer.backends.python_host.instance import Instance
+from qinfer.backends.python_host.instance import HostInstance
 from qinfer.backends.python_host.managing import Managing
 from qinfer.backends.python_host.messages import (
     SEQUENCE_END,
     SEQUENCE_START,
-    Answer,
-    Asked,
-    Call,
-    Cancelled,
+    CancelledAnswer,
     Close,
+    CommandFailed,
     Complete,
-    Completed,
+    CompletedConfig,
     EnvironmentReady,
     Execute,
-    Executed,
-    Failed,
+    ExecutedAnswers,
+    HostAnswer,
+    HostCall,
+    HostRequest,
     IsCancelled,
-    Load,
-    Loaded,
+    LoadModel,
     Manage,
     Message,
+    ModelLoaded,
     More,
     TensorMeta,
 )
 from qinfer.backends.python_host.process import HostProcess
 from qinfer.backends.python_host.readiness import ReadinessProbe
-from qinfer.backends.python_host.streams import Streams, failed_text
+from qinfer.backends.python_host.streams import HostStreams, failed_text
 from qinfer.core.messages import InferRequest
 from qinfer.errors import InferenceFailed, ModelLoadFailed, ModelNotReady, SequenceLost
 from qinfer.models.config.message import ModelConfig, from_json, to_json
@@ -95,10 +95,10 @@ class PythonBackend:
         self._keeps_state = spec.sequences is not None
         self._memory: HostProcess | None = None
         self._longest_s = spec.max_timeout_s
-        self._streams: Streams | None = None
+        self._streams: HostStreams | None = None
         self._instance_name = _names.take(spec, device)
         self._numbers = count(1)
-        message = Load(
+        message = LoadModel(
             str(version_dir),
             spec.filename or "model.py",
             {
@@ -118,13 +118,13 @@ class PythonBackend:
         def load(process: HostProcess) -> None:
             with killed_after(spec.load_timeout_s or math.inf, process, too_long):
                 prepare(process, spec.name)
-                has_loaded = ask(process, message, Loaded, spec.name, managing)
+                has_loaded = ask(process, message, ModelLoaded, spec.name, managing)
             if has_loaded.has_is_ready:
                 probe = ReadinessProbe(process.asks, lambda: self._instance.is_busy, self.unready())
                 probe.first()
                 self._probe = probe
 
-        self._instance = Instance(spec.name, version_dir.name, load, environment)
+        self._instance = HostInstance(spec.name, version_dir.name, load, environment)
         limit_s = min(spec.warmup_timeout_s or math.inf, spec.execute_timeout_s or math.inf)
         self._interrupt = partial(self._instance.interrupt, limit_s)
         try:
@@ -150,9 +150,9 @@ class PythonBackend:
             return
         self._instance.well()
         outcome, data = executed
-        if isinstance(outcome, Failed):
+        if isinstance(outcome, CommandFailed):
             raise InferenceFailed(failed_text(self._model, outcome))
-        if not isinstance(outcome, Executed):
+        if not isinstance(outcome, ExecutedAnswers):
             raise InferenceFailed(f"the process of model '{self._model}' answered with {type(outcome).__name__}")
         if not self._is_decoupled:
             self._respond(ctx, outcome.answers, data)
@@ -227,16 +227,16 @@ class PythonBackend:
     def _leaves_state(self, outcome: Message) -> bool:
         return self._is_stateful or (
             self._keeps_state
-            and isinstance(outcome, Executed)
+            and isinstance(outcome, ExecutedAnswers)
             and any(answer.rescheduled for answer in outcome.answers)
         )
 
     def _lost_text(self, how: str) -> str:
         return f"the process of model '{self._model}' died ({how}) with the state in its memory"
 
-    def _streams_of(self, process: HostProcess) -> Streams:
+    def _streams_of(self, process: HostProcess) -> HostStreams:
         if self._streams is None or self._streams.process is not process:
-            self._streams = Streams(process, self._instance, self._managing, self._model)
+            self._streams = HostStreams(process, self._instance, self._managing, self._model)
         return self._streams
 
     def _outcome(
@@ -254,15 +254,15 @@ class PythonBackend:
             process.channel.send(batch, inputs)
             message, buffers = process.channel.receive()
             while True:
-                if isinstance(message, Call | More | Close):
+                if isinstance(message, HostCall | More | Close):
                     calls = calls or Calls(process.channel, self._model)
-                    is_current = isinstance(message, Call) and message.batch == number
+                    is_current = isinstance(message, HostCall) and message.batch == number
                     calls.hear(message, buffers, ctx if is_current else None)
                 elif isinstance(message, Manage):
                     self._managing.hear(process.channel, message, buffers)
                 elif isinstance(message, IsCancelled):
                     cancelled = message.batch != number or ctx.cancelled(message.item)
-                    send(process.channel, Cancelled(message.number, cancelled))
+                    send(process.channel, CancelledAnswer(message.number, cancelled))
                 else:
                     process.held = list
                     return message, buffers
@@ -275,7 +275,7 @@ class PythonBackend:
             if calls is not None:
                 calls.end()
 
-    def _respond(self, ctx: Context, answers: Sequence[Answer], data: Sequence[Buffer]) -> None:
+    def _respond(self, ctx: Context, answers: Sequence[HostAnswer], data: Sequence[Buffer]) -> None:
         position = 0
         for item, answer in enumerate(answers):
             if answer.rescheduled:
@@ -337,9 +337,9 @@ def ask(
         raise ModelLoadFailed(f"the process of model '{model}' died while it was loaded ({process.death()})") from None
     if isinstance(answer, expected):
         return answer
-    text = answer.message if isinstance(answer, Failed) else f"unexpected {type(answer).__name__}"
+    text = answer.message if isinstance(answer, CommandFailed) else f"unexpected {type(answer).__name__}"
     hint = ""
-    if isinstance(answer, Failed) and answer.missing:
+    if isinstance(answer, CommandFailed) and answer.missing:
         where = "the worker's environment" if process.environment is None else f"its environment ({ENVIRONMENT})"
         hint = f"; install what provides '{answer.missing}' in {where}"
     raise ModelLoadFailed(f"model '{model}' failed to load: {text}{hint}")
@@ -367,12 +367,12 @@ def killed_after(timeout_s: float, process: HostProcess, text: str) -> Iterator[
         timer.cancel()
 
 
-def _asked(request: InferRequest) -> Asked:
+def _asked(request: InferRequest) -> HostRequest:
     sequence = request.sequence
     flags = 0
     if sequence is not None:
         flags = SEQUENCE_START * sequence.start | SEQUENCE_END * sequence.end
-    return Asked(
+    return HostRequest(
         request.client_id,
         request.outputs,
         request.parameters,
@@ -423,7 +423,7 @@ def complete_config(config: ModelConfig, version_dir: Path, timeout_s: float = C
         ):
             prepare(process, model)
         with killed_after(timeout_s, process, too_long):
-            answer = ask(process, Complete(str(version_dir), filename, to_json(named)), Completed, model)
+            answer = ask(process, Complete(str(version_dir), filename, to_json(named)), CompletedConfig, model)
     finally:
         process.kill()
     completed = from_json(answer.config)

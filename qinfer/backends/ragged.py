@@ -25,10 +25,10 @@ _OWN_TENSORS = "python"
 def with_ragged_batches(backend: Backend, spec: ModelSpec) -> Backend:
     """Wraps a backend whose model has ragged or batch tensors."""
     has_any = spec.batch_inputs or spec.batch_outputs or any(i.ragged for i in spec.inputs)
-    return _Ragged(backend) if has_any and spec.backend != _OWN_TENSORS else backend
+    return _RaggedInput(backend) if has_any and spec.backend != _OWN_TENSORS else backend
 
 
-class _Ragged:
+class _RaggedInput:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.short_on_loop = backend.short_on_loop

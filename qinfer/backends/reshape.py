@@ -18,11 +18,11 @@ from qinfer.tensors import Tensor, element_count
 def reshaped(backend: Backend, spec: ModelSpec) -> Backend:
     """Wraps a backend whose model reshapes tensors."""
     if any(tensor.reshape is not None for tensor in (*spec.inputs, *spec.outputs)):
-        return _Reshaped(backend)
+        return _ReshapedTensor(backend)
     return backend
 
 
-class _Reshaped:
+class _ReshapedTensor:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.short_on_loop = backend.short_on_loop

@@ -56,7 +56,7 @@ _archives = threading.Lock()  # PyTorch compiles one model.pt2 at a time
 _SEPARATOR = "__"
 
 
-class Opened(NamedTuple):
+class OpenedModel(NamedTuple):
     """An open model file, of `kind` `torchscript`, `export` or `aoti`; `arguments` are those of `forward`, if known."""
 
     call: Callable[..., Any]
@@ -66,7 +66,7 @@ class Opened(NamedTuple):
     nbytes: int
 
 
-def open_model(path: Path, device: torch.device) -> Opened:
+def open_model(path: Path, device: torch.device) -> OpenedModel:
     """Opens a model file on a device; blocking."""
     if not zipfile.is_zipfile(path):
         raise ModelLoadFailed(
@@ -108,25 +108,27 @@ def refuse_pickle(archive: zipfile.ZipFile, names: dict[str, str]) -> None:
                 ) from error
 
 
-def _torchscript(path: Path, device: torch.device) -> Opened:
+def _torchscript(path: Path, device: torch.device) -> OpenedModel:
     with _deprecations, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the format stays readable
         module = torch.jit.load(str(path), map_location=device)  # type: ignore[no-untyped-call]  # it is not annotated
     module.eval()
     arguments = module.forward.schema.arguments[1:]
     takes_dict = len(arguments) == 1 and arguments[0].type.kind() == "DictType"
-    return Opened(module, tuple(a.name for a in arguments), takes_dict, "torchscript", _weights_bytes(module))
+    return OpenedModel(module, tuple(a.name for a in arguments), takes_dict, "torchscript", _weights_bytes(module))
 
 
-def _exported(path: Path, device: torch.device) -> Opened:
+def _exported(path: Path, device: torch.device) -> OpenedModel:
     program = torch.export.load(path)
     if device.type != "cpu":
         program = move_to_device_pass(program, device)
     module = program.module()
-    return Opened(module, tuple(inspect.signature(module.forward).parameters), False, "export", _weights_bytes(module))
+    return OpenedModel(
+        module, tuple(inspect.signature(module.forward).parameters), False, "export", _weights_bytes(module)
+    )
 
 
-def _aoti(path: Path, device: torch.device) -> Opened:
+def _aoti(path: Path, device: torch.device) -> OpenedModel:
     index = -1 if device.type == "cpu" else device.index or 0
     loaded = torch._inductor.aoti_load_package(str(path), device_index=index)  # the documented way
     compiled_for = loaded.get_metadata().get("AOTI_DEVICE_KEY", device.type)
@@ -135,7 +137,7 @@ def _aoti(path: Path, device: torch.device) -> Opened:
             f"'{path.name}' was compiled for {compiled_for}, but its instance group is on {device.type}; "
             "compile it for that, or set the group's kind"
         )
-    return Opened(loaded, (), False, "aoti", path.stat().st_size)  # with the weights
+    return OpenedModel(loaded, (), False, "aoti", path.stat().st_size)  # with the weights
 
 
 def _weights_bytes(module: torch.nn.Module) -> int:
@@ -207,7 +209,7 @@ class TorchBackend:
         if self._stream is not None:
             torch.cuda.empty_cache()
 
-    def _bind(self, spec: ModelSpec, opened: Opened) -> None:
+    def _bind(self, spec: ModelSpec, opened: OpenedModel) -> None:
         self._call = opened.call
         self._takes_dict = opened.takes_dict
         self._arguments = opened.arguments
@@ -226,7 +228,7 @@ class TorchBackend:
         positions = output_positions(spec.name, list(self._datatypes))
         self._outputs = [(o.name, p, _DTYPES[o.datatype]) for o, p in zip(outputs, positions, strict=True)]
 
-    def _compile(self, spec: ModelSpec, opened: Opened) -> None:
+    def _compile(self, spec: ModelSpec, opened: OpenedModel) -> None:
         mode = choice(spec, TORCH_COMPILE, _COMPILE, "")
         self._compiled = bool(mode)
         if not mode:

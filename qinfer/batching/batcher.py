@@ -20,10 +20,10 @@ from typing import Protocol
 from qinfer.backends.base import Batch
 from qinfer.batching import policy
 from qinfer.batching.assemble import KeyFunction, assemble, key_function, no_key, strings_of, takes_long
-from qinfer.batching.execution import Caller, Execution, Observer, Pending, Responder
+from qinfer.batching.execution import Execution, ModelCaller, Observer, Responder, WorkItem
 from qinfer.batching.nested import NestedRequests
-from qinfer.batching.policy import NEVER_S, LatencyModel, LentInstances, Rules, Slots
-from qinfer.batching.streams import StreamedExecution, Streams
+from qinfer.batching.policy import NEVER_S, FreeSlots, LatencyModel, LentInstances, Rules
+from qinfer.batching.streams import StreamedExecution, WorkerStreams
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Response
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, ExecutionOverdue, InferenceFailed, QinferError
@@ -33,7 +33,7 @@ from qinfer.queue.entries import DELAYED, Lane, undivided
 from qinfer.tensors import Tensor
 
 
-class Bisection(deque[list[Pending]]):
+class Bisection(deque[list[WorkItem]]):
     """The parts of batches that raised; they run unmerged, last cut first.
 
         [a b c d] raises ─▶ [a b] [c d] ─▶ [a b] raises ─▶ [a] [b] [c d] ─▶ …    c and d never meet a and b again
@@ -41,18 +41,18 @@ class Bisection(deque[list[Pending]]):
     So only an item that fails alone gets the model's error; one bad item of n costs about 2·log2(n) further executions.
     """
 
-    def cut(self, items: Sequence[Pending], *, alone: bool = False) -> None:
+    def cut(self, items: Sequence[WorkItem], *, alone: bool = False) -> None:
         """Puts a batch's halves, or each item, before all others."""
         size = 1 if alone else (len(items) + 1) // 2
         self.extendleft(reversed([list(items[i : i + size]) for i in range(0, len(items), size)]))
 
-    def take_all(self) -> list[Pending]:
+    def take_all(self) -> list[WorkItem]:
         """Removes and returns every item, in order."""
         items = [item for batch in self for item in batch]
         self.clear()
         return items
 
-    def take_late(self, horizon_s: float) -> list[Pending]:
+    def take_late(self, horizon_s: float) -> list[WorkItem]:
         """Removes and returns the items due by `horizon_s`."""
         late = [item for batch in self for item in batch if item.deadline_s <= horizon_s]
         if late:
@@ -63,7 +63,7 @@ class Bisection(deque[list[Pending]]):
         """Removes items whose lease is lost."""
         self._keep_where(lambda item: not item.lost)
 
-    def _keep_where(self, stays: Callable[[Pending], bool]) -> None:
+    def _keep_where(self, stays: Callable[[WorkItem], bool]) -> None:
         batches = [[item for item in batch if stays(item)] for batch in self]
         self.clear()
         self.extend(batch for batch in batches if batch)
@@ -126,25 +126,25 @@ class LoadedModel:
     version: int
     generation: int
     executor: Executor
-    caller: Caller | None = None
+    caller: ModelCaller | None = None
     observer: Observer | None = None
-    streams: Streams | None = None
+    streams: WorkerStreams | None = None
     initial_states: tuple[Tensor, ...] = ()
-    begun: Callable[[Sequence[Pending]], None] | None = None
+    begun: Callable[[Sequence[WorkItem]], None] | None = None
 
 
 class Outlet(Protocol):
     """Receives finished items; its calls don't block."""
 
-    def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
+    def answer(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
         """Publishes responses, then finishes the items' entries."""
         ...
 
-    def give_back(self, items: Sequence[Pending]) -> None:
+    def give_back(self, items: Sequence[WorkItem]) -> None:
         """Releases items that another worker shall execute."""
         ...
 
-    def delay(self, items: Sequence[Pending]) -> None:
+    def delay(self, items: Sequence[WorkItem]) -> None:
         """Moves items to their level's `.delayed` lane."""
         ...
 
@@ -161,7 +161,7 @@ class Batcher:
         self._clock = clock
         self._outlet = outlet
         self._loop = asyncio.get_running_loop()
-        self._pending: list[Pending] = []
+        self._pending: list[WorkItem] = []
         self._bisection = Bisection()
         self._nested = NestedRequests()
         self._lent = LentInstances()
@@ -189,10 +189,10 @@ class Batcher:
         self._done = partial(self._ended, self._responder)
         self._latency = latency or LatencyModel()
         self.expected_ends: dict[Execution, float] = {}
-        self._ahead: Sequence[Pending] = ()  # placed ahead, for `begun`
+        self._ahead: Sequence[WorkItem] = ()  # placed ahead, for `begun`
         self._pump()
 
-    def replace(self, model: LoadedModel, latency: LatencyModel | None = None) -> list[Pending]:
+    def replace(self, model: LoadedModel, latency: LatencyModel | None = None) -> list[WorkItem]:
         """Switches to another generation; the old instances end their batches and are unloaded.
 
         Returns the items that have not started: check them again, `classify` and admit them.
@@ -206,7 +206,7 @@ class Batcher:
         old.retire()
         return waiting
 
-    def classify(self, item: Pending) -> None:
+    def classify(self, item: WorkItem) -> None:
         """Sets key, level and queue deadline; a suspect has no deadline."""
         item.key = None if self._key_of is no_key else self._key_of(item.request)
         if self._rules.prefetch or (batching := self.model.spec.batching) is None:
@@ -217,7 +217,7 @@ class Batcher:
         item.queue_deadline_s = item.enqueued_s + timeout_s if timeout_s and not item.alone else NEVER_S
         item.delays = batching.policy(item.level).delay
 
-    def admit(self, items: Sequence[Pending]) -> None:
+    def admit(self, items: Sequence[WorkItem]) -> None:
         """Takes fetched items and starts batches; call it after an empty fetch, too.
 
         Items whose queue timeout delays them go to the `.delayed` lane.
@@ -268,14 +268,14 @@ class Batcher:
         full_s = (self._latency.best_s if at_best else self._latency.full_s)(max(round(rows), 1))
         return self.model.executor.count * rows / self._rows_per_item / full_s if full_s else 0.0
 
-    def lost(self, item: Pending) -> None:
+    def lost(self, item: WorkItem) -> None:
         """Forgets an item whose lease is lost."""
         item.lost = True
         if not self._has_lost:
             self._has_lost = True
             self._loop.call_soon(self._pump)
 
-    def fail(self, items: Sequence[Pending], error: QinferError) -> None:
+    def fail(self, items: Sequence[WorkItem], error: QinferError) -> None:
         """Answers items with an error, without executing them."""
         self._outlet.answer(items, self._responder.failures(items, error, self._clock.now_s(), self.tally))
 
@@ -308,7 +308,7 @@ class Batcher:
         return batches * (self._rules.max_rows if self._rules.merge else 1) - self._waiting_rows
 
     @property
-    def waiting(self) -> list[Pending]:
+    def waiting(self) -> list[WorkItem]:
         """The items that wait for an instance."""
         ahead = [item for execution in self.expected_ends if not execution.begin_ns for item in execution.items]
         return [*ahead, *self._nested.waiting, *self._pending]
@@ -356,10 +356,10 @@ class Batcher:
         self._look_until_s = min(self._look_until_s, min(self._asked_at_s, now_s) + LOOK_S)
         return now_s < self._look_until_s
 
-    def _slots(self) -> Slots:
+    def _slots(self) -> FreeSlots:
         idle = self._idle_count()
         may_be_ahead = self._rules.ahead and not self._lent.count and self._nested.depth == 1
-        return Slots(max(idle, 0), 1 if idle >= 0 and may_be_ahead else 0)
+        return FreeSlots(max(idle, 0), 1 if idle >= 0 and may_be_ahead else 0)
 
     def _pump(self, *, more: bool = False) -> None:
         """Starts and expires due items, then sets fetch gate and timer."""
@@ -375,7 +375,7 @@ class Batcher:
             if self._rules.levels and self._looks_first(now_s):
                 wake_at_s = self._look_until_s
                 break
-            slots = Slots(0) if self._bisection else self._slots()
+            slots = FreeSlots(0) if self._bisection else self._slots()
             decision = policy.decide(self._pending, now_s, slots, self._rules, self._latency)
             self._pending = list(decision.keep)
             if decision.expired:
@@ -440,7 +440,7 @@ class Batcher:
             self._give_back()
         return again_at_s
 
-    def _start(self, items: list[Pending], now_s: float, *, apart: bool = False) -> None:
+    def _start(self, items: list[WorkItem], now_s: float, *, apart: bool = False) -> None:
         begin_ns = time.perf_counter_ns()
         rows, requests = [item.rows for item in items], [item.request for item in items]
         is_late = self._has_strings and takes_long(requests)
@@ -479,7 +479,7 @@ class Batcher:
         else:
             self.model.executor.start(execution, self._done)
 
-    def _execution(self, items: list[Pending], batch: Batch, input_ns: int, *, apart: bool) -> Execution:
+    def _execution(self, items: list[WorkItem], batch: Batch, input_ns: int, *, apart: bool) -> Execution:
         model = self.model
         if model.streams is None:
             return Execution(items, batch, input_ns, model.caller, apart=apart)
@@ -501,7 +501,7 @@ class Batcher:
         while self._bisection and self._idle_count() > 0:
             self._start(self._bisection.popleft(), now_s, apart=True)
 
-    def _take_nested(self, items: Sequence[Pending]) -> list[Pending]:
+    def _take_nested(self, items: Sequence[WorkItem]) -> list[WorkItem]:
         depth = self._nested.depth
         others = self._nested.take(items)
         if self._nested.depth > depth:
@@ -526,7 +526,7 @@ class Batcher:
                 self.fail(refused, InferenceFailed(_ALL_WAIT.format(count, self.model.spec.name)))
 
     def _count(self, execution: Execution) -> None:
-        again: Sequence[Pending] = execution.unanswered if execution.error is not None else ()
+        again: Sequence[WorkItem] = execution.unanswered if execution.error is not None else ()
         if execution.gives_way:
             again = [item for item in execution.items if not item.lost]
         self.executing -= len(execution.items)
@@ -601,7 +601,7 @@ class Batcher:
         self._nested.waiting = [item for item in self._nested.waiting if not item.lost]
         self._bisection.drop_lost()
 
-    def _take_waiting(self) -> list[Pending]:
+    def _take_waiting(self) -> list[WorkItem]:
         items, self._pending = [*self._bisection.take_all(), *self._pending], []
         return items
 
@@ -614,7 +614,7 @@ class Batcher:
         if items:
             self._outlet.give_back(items)
 
-    def _delay(self, items: Sequence[Pending]) -> list[Pending]:
+    def _delay(self, items: Sequence[WorkItem]) -> list[WorkItem]:
         now_s = self._clock.now_s()
         over = [item for item in items if item.overstays(now_s)]
         if not over:

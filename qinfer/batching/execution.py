@@ -18,8 +18,8 @@ import msgspec
 from qinfer.backends.base import OTHER_ROWS, Backend, Batch, OneResponse
 from qinfer.batching.policy import Item
 from qinfer.core.call_chain import extended
-from qinfer.core.messages import Failure, Holder, InferRequest, Response, Scalar, Timing
-from qinfer.core.messages import Sequence as Flags
+from qinfer.core.messages import Failure, InferRequest, ResourceHolder, Response, Scalar, Timing
+from qinfer.core.messages import SequenceFlags as Flags
 from qinfer.errors import (
     Cancelled,
     DeliveryError,
@@ -30,7 +30,7 @@ from qinfer.errors import (
     RequestError,
 )
 from qinfer.models.spec import ModelSpec
-from qinfer.observe.logs import Fence
+from qinfer.observe.logs import ErrorLogger
 from qinfer.observe.stats import StatsTally
 from qinfer.queue.entries import Lease
 from qinfer.tensors import Tensor
@@ -50,7 +50,7 @@ TOLD = 16
 Answer = tuple[Tensor, ...] | QinferError
 
 
-class Pending(Item, kw_only=True, eq=False, gc=False):
+class WorkItem(Item, kw_only=True, eq=False, gc=False):
     """A held request; without its lease (`lost`), its result is discarded."""
 
     lease: Lease
@@ -62,7 +62,7 @@ class Pending(Item, kw_only=True, eq=False, gc=False):
         self.lost = True
 
 
-class Caller(Protocol):
+class ModelCaller(Protocol):
     """Calls other models, with `Context.call`'s errors."""
 
     def call(self, request: InferRequest, deadline_s: float) -> Response:
@@ -91,10 +91,10 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         gives_way: Its calls were refused to free the instance; it runs again.
     """
 
-    items: Sequence[Pending]
+    items: Sequence[WorkItem]
     batch: Batch
     input_ns: int
-    caller: Caller | None = None
+    caller: ModelCaller | None = None
     assemble: Callable[[], Batch] | None = None
     apart: bool = False
     answers: list[Answer | None] = []
@@ -102,7 +102,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
     earlier: list[tuple[int, Answer, Mapping[str, Scalar]]] = []
     error: QinferError | None = None
     rows_again: int = 0
-    holder: Holder | None = None
+    holder: ResourceHolder | None = None
     gives_way: bool = False
     begin_ns: int = 0
     respond_ns: int = 0
@@ -140,7 +140,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         """Runs another model; see `Context.stream`."""
         return self._call(request, lambda caller: caller.stream)
 
-    def _call(self, request: InferRequest, way: Callable[[Caller], Callable[[InferRequest, float], T]]) -> T:
+    def _call(self, request: InferRequest, way: Callable[[ModelCaller], Callable[[InferRequest, float], T]]) -> T:
         if self.caller is None:
             raise InferenceFailed("this model runs where it can't call other models")
         waited_for = [item for item in self.items if not item.lost]
@@ -163,11 +163,11 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
             self._refusals = (*self._refusals, error)
             raise
 
-    def _holder(self) -> Holder:
+    def _holder(self) -> ResourceHolder:
         request = self.items[0].request
         if self.holder is not None:
             return msgspec.structs.replace(self.holder, version=request.version)
-        return Holder("" if self.end_ns else self.batch_id, request.model, {}, request.version)
+        return ResourceHolder("" if self.end_ns else self.batch_id, request.model, {}, request.version)
 
     def run(self, backend: Backend) -> None:
         """Executes without raising; every item then has an answer or is `unanswered`."""
@@ -207,7 +207,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         return bool(self._batch_id) and self._batch_id in tokens
 
     @property
-    def unanswered(self) -> list[Pending]:
+    def unanswered(self) -> list[WorkItem]:
         """The items to run again after a raise."""
         return [item for item, answer in zip(self.items, self.answers, strict=True) if answer is None and not item.lost]
 
@@ -248,7 +248,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         return self.end_ns - (self.respond_ns or self.end_ns)
 
 
-def _origin(items: Sequence[Pending], call: InferRequest, default: InferRequest) -> tuple[InferRequest, Flags | None]:
+def _origin(items: Sequence[WorkItem], call: InferRequest, default: InferRequest) -> tuple[InferRequest, Flags | None]:
     """Returns the request that a call is made for, and its flags with the caller's sequence id.
 
     The model sees internal ids, because tenants' ids may be equal.
@@ -268,7 +268,7 @@ def new_batch_id() -> str:
     return f"{_PROCESS}-{next(_numbers)}"
 
 
-class Part(msgspec.Struct, frozen=True):
+class ResponsePart(msgspec.Struct, frozen=True):
     """A stream's `Response` without its answer."""
 
     index: int
@@ -278,7 +278,7 @@ class Part(msgspec.Struct, frozen=True):
     credit_to: str
 
 
-_FENCE = Fence(logging.getLogger(__name__), "observer failed; requests are still answered")
+_FENCE = ErrorLogger(logging.getLogger(__name__), "observer failed; requests are still answered")
 
 
 class Observer(Protocol):
@@ -288,7 +288,7 @@ class Observer(Protocol):
         """Records an ended execution; `begin_s` is on the items' clock."""
         ...
 
-    def refused(self, items: Sequence[Pending], error: QinferError, now_s: float) -> None:
+    def refused(self, items: Sequence[WorkItem], error: QinferError, now_s: float) -> None:
         """Records items that got an error without execution."""
         ...
 
@@ -318,12 +318,12 @@ class Responder:
 
     def responses(
         self, execution: Execution, begin_s: float, tally: StatsTally
-    ) -> tuple[list[Pending], list[Response]]:
+    ) -> tuple[list[WorkItem], list[Response]]:
         """Answers the items that are neither lost nor run again."""
         input_ns, infer_ns, output_ns = execution.input_ns, execution.infer_ns, execution.output_ns
         size, earlier = execution.batch.size, self._earlier(execution) if execution.earlier else None
         queue_ns: list[int] = []
-        items: list[Pending] = []
+        items: list[WorkItem] = []
         responses: list[Response] = []
         rows_done, failed_ns = execution.rows_again, 0
         for position, item in enumerate(execution.items):
@@ -362,7 +362,7 @@ class Responder:
             with _FENCE:
                 self._observer.executed(execution, begin_s)
 
-    def streamed(self, item: Pending, answer: Answer | Failure, part: Part) -> Response:
+    def streamed(self, item: WorkItem, answer: Answer | Failure, part: ResponsePart) -> Response:
         """Makes a stream's response, from any thread; a mismatch ends it."""
         outputs: tuple[Tensor, ...] = ()
         failure, final = None, part.final
@@ -389,7 +389,7 @@ class Responder:
             called=item.request.calls.ended if final and item.request.calls is not None else (),
         )
 
-    def count(self, item: Pending, response: Response, now_s: float, tally: StatsTally) -> None:
+    def count(self, item: WorkItem, response: Response, now_s: float, tally: StatsTally) -> None:
         """Counts a request whose stream ends."""
         timing = response.timing or Timing()
         spent_ns = timing.input_ns + timing.infer_ns
@@ -400,7 +400,9 @@ class Responder:
         tally.max_rows, tally.is_streamed = self._max_rows, True
         tally.executed(item.rows, [timing.queue_ns], timing.input_ns, timing.infer_ns, 0, now_s - spent_ns / 1e9)
 
-    def failures(self, items: Sequence[Pending], error: QinferError, now_s: float, tally: StatsTally) -> list[Response]:
+    def failures(
+        self, items: Sequence[WorkItem], error: QinferError, now_s: float, tally: StatsTally
+    ) -> list[Response]:
         """Answers items that were not executed."""
         failure = Failure.of(error)
         tally.failed(failure.code, len(items))
@@ -419,7 +421,7 @@ class Responder:
             for item in items
         ]
 
-    def _final(self, item: Pending, answer: Answer, index: int, timing: Timing) -> Response:
+    def _final(self, item: WorkItem, answer: Answer, index: int, timing: Timing) -> Response:
         outputs: tuple[Tensor, ...] = ()
         failure: Failure | None = None
         if not isinstance(answer, tuple):

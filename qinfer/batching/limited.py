@@ -10,9 +10,9 @@ from typing import Protocol, cast
 
 from qinfer.batching import policy
 from qinfer.batching.batcher import Batcher, Executor, LoadedModel
-from qinfer.batching.execution import Pending
-from qinfer.batching.policy import NEVER_S, LatencyModel, LentInstances, Slots
-from qinfer.core.messages import Holder
+from qinfer.batching.execution import WorkItem
+from qinfer.batching.policy import NEVER_S, FreeSlots, LatencyModel, LentInstances
+from qinfer.core.messages import ResourceHolder
 from qinfer.errors import InferenceFailed
 
 LOOK_S = 0.05
@@ -25,15 +25,15 @@ class PermittedExecutor(Executor, Protocol):
     permits: int
     permitted: Callable[[], None]
 
-    def want(self, count: int, callers: Sequence[Holder]) -> None:
+    def want(self, count: int, callers: Sequence[ResourceHolder]) -> None:
         """Waits for `count` permits, and returns surplus ones."""
         ...
 
-    def is_held(self, callers: Sequence[Holder]) -> bool:
+    def is_held(self, callers: Sequence[ResourceHolder]) -> bool:
         """Returns whether a caller holds resources."""
         ...
 
-    def refusal(self, callers: Sequence[Holder]) -> str:
+    def refusal(self, callers: Sequence[ResourceHolder]) -> str:
         """Returns why these callers' request can't be executed."""
         ...
 
@@ -50,7 +50,7 @@ class LimitedBatcher(Batcher):
         self._executor.permitted = self._permitted
         super()._adopt(model, latency)
 
-    def admit(self, items: Sequence[Pending]) -> None:
+    def admit(self, items: Sequence[WorkItem]) -> None:
         """Takes items; refuses those whose callers would wait for themselves."""
         self._permits_until_s = 0.0
         refused = [(item, self._executor.refusal(item.request.holders)) for item in items if item.request.holders]
@@ -87,10 +87,10 @@ class LimitedBatcher(Batcher):
         idle = super()._idle_count()
         return min(idle, self._executor.permits) if self._has_waiting or self._blocked.is_overdue else idle
 
-    def _slots(self) -> Slots:
+    def _slots(self) -> FreeSlots:
         """The place ahead opens the fetch gate."""
         idle = self._idle_count()
-        return Slots(max(idle, 0), int(self._is_gating and self._rules.ahead and self._has_room))
+        return FreeSlots(max(idle, 0), int(self._is_gating and self._rules.ahead and self._has_room))
 
     def _pump(self, *, more: bool = False) -> None:
         super()._pump(more=more)
@@ -110,11 +110,11 @@ class LimitedBatcher(Batcher):
     def _batches(self, now_s: float) -> int:
         if self._bisection:
             return len(self._bisection)
-        if not policy.decide(self._pending, now_s, Slots(1), self._rules, self._latency).run:
+        if not policy.decide(self._pending, now_s, FreeSlots(1), self._rules, self._latency).run:
             return 0
         return -(-self._waiting_rows // self._rules.max_rows) if self._rules.merge else len(self._pending)
 
-    def _callers(self) -> list[Holder]:
+    def _callers(self) -> list[ResourceHolder]:
         items = [*self._pending, *(item for batch in self._bisection for item in batch)]
         return list({holder.token: holder for item in items for holder in item.request.holders}.values())
 
@@ -133,7 +133,7 @@ class LimitedBatcher(Batcher):
             finally:
                 self._is_gating = False
         if self._pending and not self._bisection and not self._batches(now_s):
-            due_s = policy.decide(self._pending, now_s, Slots(1), self._rules, self._latency).wake_at_s
+            due_s = policy.decide(self._pending, now_s, FreeSlots(1), self._rules, self._latency).wake_at_s
             self._fetchable.set()
             self._fetch_wait_s = max(due_s - now_s, 0.001)
             return due_s

@@ -11,7 +11,7 @@ and runs again. Pure.
 
 from collections.abc import Collection, Sequence
 
-from qinfer.batching.execution import Execution, Pending
+from qinfer.batching.execution import Execution, WorkItem
 from qinfer.batching.policy import NEVER_S
 from qinfer.core.call_chain import level_of
 
@@ -21,9 +21,9 @@ class NestedRequests:
 
     def __init__(self) -> None:
         self.depth = 1
-        self.waiting: list[Pending] = []
+        self.waiting: list[WorkItem] = []
 
-    def take(self, items: Sequence[Pending]) -> list[Pending]:
+    def take(self, items: Sequence[WorkItem]) -> list[WorkItem]:
         """Takes the nested requests; returns the others."""
         others = [item for item in items if not level(item)]
         if len(others) < len(items):
@@ -37,7 +37,7 @@ class NestedRequests:
         """The earliest expiry of a waiting request."""
         return min([item.ends_s for item in self.waiting]) if self.waiting else NEVER_S
 
-    def late(self, now_s: float) -> list[Pending]:
+    def late(self, now_s: float) -> list[WorkItem]:
         """Removes and returns expired requests."""
         late = [item for item in self.waiting if item.ends_s <= now_s]
         self.waiting = [item for item in self.waiting if item.ends_s > now_s]
@@ -48,7 +48,7 @@ class NestedRequests:
         kept = max(min(self.depth, count) - 1 - of_level, 0)
         return count - kept - sum(level(one.items[0]) <= of_level for one in executions)
 
-    def next(self, executions: Collection[Execution], count: int) -> Pending | None:
+    def next(self, executions: Collection[Execution], count: int) -> WorkItem | None:
         """Removes and returns the next request."""
         for item in self.waiting:
             if self.room(level(item), executions, count) > 0:
@@ -63,14 +63,14 @@ class NestedRequests:
             return None
         return min(executions, key=lambda one: (level(one.items[0]), -one.begin_ns), default=None)
 
-    def waiting_for(self, execution: Execution) -> list[Pending]:
+    def waiting_for(self, execution: Execution) -> list[WorkItem]:
         """Removes and returns an execution's requests."""
         found = [item for item in self.waiting if execution.is_one_of({one.token for one in item.request.holders})]
         self.waiting = [item for item in self.waiting if item not in found]
         return found
 
 
-def level(item: Pending) -> int:
+def level(item: WorkItem) -> int:
     """Returns how many instances wait for a request."""
     request = item.request
     return level_of(request.holders, request.model, request.version) if request.holders else 0

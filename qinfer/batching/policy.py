@@ -255,14 +255,14 @@ class Rules:
         return not self.prefetch and rows < self.max_rows
 
 
-class Slots(msgspec.Struct, frozen=True):
+class FreeSlots(msgspec.Struct, frozen=True):
     """Idle instances, and a place ahead of busy ones."""
 
     idle: int
     ahead: int = 0
 
 
-class Decision(msgspec.Struct, Generic[T], frozen=True):
+class BatchDecision(msgspec.Struct, Generic[T], frozen=True):
     """A decision of the policy.
 
     Attributes:
@@ -276,7 +276,7 @@ class Decision(msgspec.Struct, Generic[T], frozen=True):
     wake_at_s: float
 
 
-def decide(pending: Sequence[T], now_s: float, slots: Slots, rules: Rules, latency: Latency) -> Decision[T]:
+def decide(pending: Sequence[T], now_s: float, slots: FreeSlots, rules: Rules, latency: Latency) -> BatchDecision[T]:
     """Decides about one batch; call it again with `keep` until `run` is empty.
 
     Takes O(len(pending)) for the last `keep` and a few more items.
@@ -288,16 +288,16 @@ def decide(pending: Sequence[T], now_s: float, slots: Slots, rules: Rules, laten
     else:
         expired, live = _queue(pending, now_s, horizon_s)
     if not live:
-        return Decision(expired, [], [], NEVER_S)
+        return BatchDecision(expired, [], [], NEVER_S)
     walk = _walk(live, rules)
     wake_at_s = _due_at_s(live, now_s, slots, rules, walk, latency)
     if wake_at_s > now_s:
-        return Decision(expired, [], live, wake_at_s)
+        return BatchDecision(expired, [], live, wake_at_s)
     delayed_too_long = rules.delay_s > 0 and now_s - _oldest_s(live, rules, walk) >= rules.delay_s
     count = walk.best if walk.best and not delayed_too_long else walk.items
     if count == len(live):
-        return Decision(expired, list(live), [], NEVER_S)
-    return Decision(expired, list(live[:count]), live[count:], NEVER_S)
+        return BatchDecision(expired, list(live), [], NEVER_S)
+    return BatchDecision(expired, list(live[:count]), live[count:], NEVER_S)
 
 
 def next_batch(pending: Sequence[T], rules: Rules) -> Sequence[T]:
@@ -371,7 +371,7 @@ def _walk(live: Sequence[T], rules: Rules) -> _Walk:
     return _Walk(count, rows, best, rows >= limit)
 
 
-def _due_at_s(live: Sequence[T], now_s: float, slots: Slots, rules: Rules, walk: _Walk, latency: Latency) -> float:
+def _due_at_s(live: Sequence[T], now_s: float, slots: FreeSlots, rules: Rules, walk: _Walk, latency: Latency) -> float:
     """Or when the queue changes (§3.3 step 5)."""
     timeout_s = NEVER_S if rules.prefetch else _next_timeout_s(live, now_s)
     if not slots.idle:

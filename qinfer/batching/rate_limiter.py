@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from qinfer.core.messages import Holder
+from qinfer.core.messages import ResourceHolder
 from qinfer.core.settings_rate_limit import Maximum
 from qinfer.models.spec import InstanceSpec
 
@@ -87,7 +87,7 @@ def _is_of(one: Maximum, resource: Resource) -> bool:
     return resource.device == GLOBAL or one.device is None or one.device == resource.device
 
 
-class Grant:
+class ResourceGrant:
     """Resources that an execution holds.
 
     Attributes:
@@ -105,7 +105,7 @@ class Grant:
         self.token = token
         self.model = model
         self.held = dict(held)
-        self.borrowed: dict[Resource, Grant] = {}
+        self.borrowed: dict[Resource, ResourceGrant] = {}
         self.lent: dict[Resource, int] = {}
         self.has_ended = self.is_elsewhere = False
 
@@ -114,18 +114,18 @@ class Grant:
         return self.held.get(resource, 0) - self.lent.get(resource, 0) >= count
 
     @property
-    def holder(self) -> Holder:
+    def holder(self) -> ResourceHolder:
         """The grant for calls, with global units only."""
         units = {resource.name: count for resource, count in self.held.items() if resource.device == GLOBAL}
-        return Holder(self.token, self.model, units)
+        return ResourceHolder(self.token, self.model, units)
 
 
-class Instance:
+class LimitedInstance:
     """A model instance; priority 2 executes half as often as priority 1."""
 
     __slots__ = ("callers", "executions", "grant", "granted", "model", "needs", "order", "priority")
 
-    def __init__(self, model: str, needs: Needs, priority: int, granted: Callable[["Instance"], None]) -> None:
+    def __init__(self, model: str, needs: Needs, priority: int, granted: Callable[["LimitedInstance"], None]) -> None:
         self.model = model
         self.needs = dict(needs)
         self.priority = max(priority, 1)
@@ -133,8 +133,8 @@ class Instance:
         self.executions = 0
         self.order = 0
         """0 = it does not wait."""
-        self.callers: tuple[Holder, ...] = ()
-        self.grant: Grant | None = None
+        self.callers: tuple[ResourceHolder, ...] = ()
+        self.grant: ResourceGrant | None = None
 
     @property
     def score(self) -> int:
@@ -153,9 +153,9 @@ class Ledger:
         self.maxima: dict[Resource, int] = {}
         self._given = given
         self._name = name
-        self._instances: list[Instance] = []
-        self._waiting: list[Instance] = []
-        self._grants: dict[str, Grant] = {}
+        self._instances: list[LimitedInstance] = []
+        self._waiting: list[LimitedInstance] = []
+        self._grants: dict[str, ResourceGrant] = {}
         self._used: dict[Resource, int] = {}
         self._numbers = itertools.count(1)
 
@@ -163,7 +163,7 @@ class Ledger:
         """Raises `ValueError`, with Triton's text, if instances could never execute."""
         check_maxima([*(instance.needs for instance in list(self._instances)), *map(needs_of, groups)], self._given)
 
-    def add(self, instances: Sequence[Instance]) -> None:
+    def add(self, instances: Sequence[LimitedInstance]) -> None:
         """Adds instances at the lowest present score: they have nothing to catch up."""
         first = min((instance.score for instance in self._instances), default=0)
         for instance in instances:
@@ -171,29 +171,29 @@ class Ledger:
         self._instances += instances
         self._count()
 
-    def remove(self, instances: Sequence[Instance]) -> None:
+    def remove(self, instances: Sequence[LimitedInstance]) -> None:
         """Removes instances that execute nothing."""
         for instance in instances:
             self.leave(instance)
             self._instances.remove(instance)
         self._count()
 
-    def wait(self, instance: Instance, callers: tuple[Holder, ...] = ()) -> None:
+    def wait(self, instance: LimitedInstance, callers: tuple[ResourceHolder, ...] = ()) -> None:
         """Adds an instance with work, and its callers."""
         instance.callers = tuple(one for one in callers if self._share(one).held)
         if not instance.order:
             instance.order = next(self._numbers)
             self._waiting.append(instance)
 
-    def leave(self, instance: Instance) -> None:
+    def leave(self, instance: LimitedInstance) -> None:
         """Removes an instance without work."""
         if instance.order:
             instance.order, instance.callers = 0, ()
             self._waiting.remove(instance)
 
-    def decide(self) -> list[Instance]:
+    def decide(self) -> list[LimitedInstance]:
         """Grants resources; returns the instances that may execute."""
-        granted: list[Instance] = []
+        granted: list[LimitedInstance] = []
         free = self._free()
         for instance, own, lenders in self._in_order(free):
             if own is not None and all(free[resource] >= count for resource, count in own.items()):
@@ -216,7 +216,7 @@ class Ledger:
                 found.setdefault(tuple((r.name, count) for r, count in sorted(units.items())), bool(instance.callers))
         return [(dict(units), is_callee) for units, is_callee in found.items()]
 
-    def ended(self, instance: Instance, *, has_executed: bool = True) -> None:
+    def ended(self, instance: LimitedInstance, *, has_executed: bool = True) -> None:
         """Takes back a grant, except lent units."""
         grant = instance.grant
         assert grant is not None, "nothing was granted"
@@ -231,7 +231,7 @@ class Ledger:
         """Returns unused global units here; negative = too few."""
         return self.pool.get(name, 0) - self._used.get(Resource(name, GLOBAL), 0)
 
-    def conflict(self, model: str, needs: Iterable[Needs], callers: Sequence[Holder]) -> str:
+    def conflict(self, model: str, needs: Iterable[Needs], callers: Sequence[ResourceHolder]) -> str:
         """Returns why a call that can't borrow its callers' units would wait for its caller.
 
         A device's units matter only if the model is in this worker.
@@ -248,11 +248,11 @@ class Ledger:
                     )
         return ""
 
-    def holds(self, callers: Sequence[Holder]) -> bool:
+    def holds(self, callers: Sequence[ResourceHolder]) -> bool:
         """Returns whether any of these callers holds resources."""
         return any(self._share(caller).held for caller in callers)
 
-    def refusal(self, model: str, needs: Iterable[Needs], callers: Sequence[Holder]) -> str:
+    def refusal(self, model: str, needs: Iterable[Needs], callers: Sequence[ResourceHolder]) -> str:
         """Returns why a call would wait for its caller."""
         shares = [self._share(caller) for caller in callers]
         for resource, count in itertools.chain.from_iterable(one.items() for one in needs):
@@ -272,7 +272,9 @@ class Ledger:
         units = {r: self.pool.get(r.name, 0) if r.device == GLOBAL else count for r, count in self.maxima.items()}
         return {resource: count - self._used.get(resource, 0) for resource, count in units.items()}
 
-    def _in_order(self, free: dict[Resource, int]) -> Iterator[tuple[Instance, Own, dict[Resource, Grant]]]:
+    def _in_order(
+        self, free: dict[Resource, int]
+    ) -> Iterator[tuple[LimitedInstance, Own, dict[Resource, ResourceGrant]]]:
         """Each reserves its needs, granted or not.
 
         Callees reserve nothing against one another, because the first may wait for the second's caller.
@@ -292,10 +294,10 @@ class Ledger:
                 yield instance, instance.needs, {}
                 _keep(free, instance.needs)
 
-    def _plan(self, instance: Instance) -> tuple[Own, dict[Resource, Grant]]:
+    def _plan(self, instance: LimitedInstance) -> tuple[Own, dict[Resource, ResourceGrant]]:
         shares = [self._share(caller) for caller in instance.callers]
         own: dict[Resource, int] = {}
-        lenders: dict[Resource, Grant] = {}
+        lenders: dict[Resource, ResourceGrant] = {}
         for resource, count in instance.needs.items():
             holding = [share for share in shares if share.held.get(resource)]
             lender = next((share for share in holding if share.has_free(resource, count)), None)
@@ -307,18 +309,20 @@ class Ledger:
                 own[resource] = count
         return own, lenders
 
-    def _share(self, caller: Holder) -> Grant:
+    def _share(self, caller: ResourceHolder) -> ResourceGrant:
         grant = self._grants.get(caller.token)
         if grant is not None:
             return grant
         is_mine = caller.token.startswith(f"{self._name}/")
         units = {} if is_mine else {Resource(name, GLOBAL): count for name, count in caller.units.items()}
-        grant = Grant(caller.token, caller.model, units)
+        grant = ResourceGrant(caller.token, caller.model, units)
         grant.is_elsewhere = True
         return grant
 
-    def _grant(self, instance: Instance, own: Mapping[Resource, int], lenders: Mapping[Resource, Grant]) -> None:
-        grant = Grant(f"{self._name}/{next(self._numbers)}", instance.model, instance.needs)
+    def _grant(
+        self, instance: LimitedInstance, own: Mapping[Resource, int], lenders: Mapping[Resource, ResourceGrant]
+    ) -> None:
+        grant = ResourceGrant(f"{self._name}/{next(self._numbers)}", instance.model, instance.needs)
         grant.borrowed = dict(lenders)
         for resource, count in own.items():
             self._used[resource] = self._used.get(resource, 0) + count
@@ -330,7 +334,7 @@ class Ledger:
         self.leave(instance)
         instance.grant = grant
 
-    def _give_up(self, grant: Grant, resource: Resource, count: int) -> None:
+    def _give_up(self, grant: ResourceGrant, resource: Resource, count: int) -> None:
         lender = grant.borrowed.get(resource)
         if lender is None:
             self._used[resource] -= count

@@ -5,7 +5,7 @@
           └────────────────── Streams.credit ◀── the gateway's credits ────────┘
 
 A stream is open from the beginning of its execution to its final response. It holds its lease until then, and the
-instance only until `execute` returns. Ensembles have no execution and are another `Source`.
+instance only until `execute` returns. Ensembles have no execution and are another `StreamSource`.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from typing import Protocol
 import msgspec
 
 from qinfer.backends.base import Backend
-from qinfer.batching.execution import SHARED, Answer, Execution, Part, Pending, Responder
+from qinfer.batching.execution import SHARED, Answer, Execution, Responder, ResponsePart, WorkItem
 from qinfer.core.messages import RESPONSE_OVERHEAD_BYTES, Credit, Failure, Response, Scalar, Timing
 from qinfer.errors import TIMED_OUT, Cancelled, DeadlineExceeded, InferenceFailed, OutputMismatch, QinferError
 from qinfer.observe.responses import end_of
 from qinfer.observe.stats import StatsTally
 
-Sent = tuple[Pending, Response]
+Sent = tuple[WorkItem, Response]
 """A response, and its item."""
 
 _GONE = "the caller has left"
@@ -89,7 +89,7 @@ class StreamOutlet(Protocol):
         ...
 
 
-class Source(Protocol):
+class StreamSource(Protocol):
     """The origin of a stream's responses."""
 
     @property
@@ -102,19 +102,19 @@ class Source(Protocol):
         """Whether the source polls for cancellation and ends its streams itself."""
         ...
 
-    def timing(self, item: Pending, now_s: float) -> Timing:
+    def timing(self, item: WorkItem, now_s: float) -> Timing:
         """Returns a response's times; from any thread."""
         ...
 
-    def count(self, stream: "Stream", response: Response) -> None:
+    def count(self, stream: "ItemStream", response: Response) -> None:
         """Counts a response, on the event loop."""
         ...
 
 
-class Stream:
+class ItemStream:
     """One item's responses, from any thread; the event loop controls them."""
 
-    def __init__(self, streams: "Streams", item: Pending, source: Source) -> None:
+    def __init__(self, streams: "WorkerStreams", item: WorkItem, source: StreamSource) -> None:
         self.item = item
         self.source = source
         self.closed = threading.Event()
@@ -271,14 +271,16 @@ class Stream:
     def _put(self, answer: Answer | Failure, *, final: bool, parameters: Mapping[str, Scalar]) -> None:
         """Under the lock, in order."""
         credit_to = self._streams.credit_to if self.item.request.reply_to and not final else ""
-        part = Part(self._count, final, parameters, self.source.timing(self.item, self._streams.now_s()), credit_to)
+        part = ResponsePart(
+            self._count, final, parameters, self.source.timing(self.item, self._streams.now_s()), credit_to
+        )
         response = self.source.responder.streamed(self.item, answer, part)
         self._count += 1
         self._has_ended = response.final
         self._streams.put(self, response)
 
 
-class Streams:
+class WorkerStreams:
     """A worker's open streams; any thread may call `open` and `put`.
 
     Args:
@@ -301,9 +303,9 @@ class Streams:
         self._outlet = outlet
         self._stall_s = stall_s
         self._loop = asyncio.get_running_loop()
-        self.unread: Callable[[list[Stream]], None] = lambda _: None
-        self._open: dict[tuple[str, int], Stream] = {}
-        self._ready: deque[tuple[Stream, Response]] = deque()
+        self.unread: Callable[[list[ItemStream]], None] = lambda _: None
+        self._open: dict[tuple[str, int], ItemStream] = {}
+        self._ready: deque[tuple[ItemStream, Response]] = deque()
         self._is_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._closed = asyncio.Event()
@@ -313,36 +315,36 @@ class Streams:
         while self._open:
             await self._closed.wait()
 
-    def open(self, item: Pending, source: Source) -> Stream:
+    def open(self, item: WorkItem, source: StreamSource) -> ItemStream:
         """Opens an item's stream; a lost item's stream is closed at once."""
-        stream = Stream(self, item, source)
+        stream = ItemStream(self, item, source)
         self._open[stream.key] = stream
         if item.lost:  # `lose` may have come before the stream was in the table
             with suppress(RuntimeError):  # as in `put`
                 self._loop.call_soon_threadsafe(self.lose, item)
         return stream
 
-    def resume(self, item: Pending, source: Source) -> Stream:
+    def resume(self, item: WorkItem, source: StreamSource) -> ItemStream:
         """Returns an item's stream, once its window has room."""
         stream = self._open.get((item.request.id, item.lease.deliveries))
         if stream is None or stream.item is not item:
-            stream = Stream(self, item, source)
+            stream = ItemStream(self, item, source)
             stream.lose()
             stream.closed.set()
         stream.source = source
         stream.await_room()
         return stream
 
-    def is_open(self, stream: Stream) -> bool:
+    def is_open(self, stream: ItemStream) -> bool:
         """Returns whether a stream is open."""
         return self._open.get(stream.key) is stream
 
-    def is_open_of(self, item: Pending) -> bool:
+    def is_open_of(self, item: WorkItem) -> bool:
         """Returns whether an item has an open stream."""
         stream = self._open.get((item.request.id, item.lease.deliveries))
         return stream is not None and stream.item is item
 
-    def put(self, stream: Stream, response: Response) -> None:
+    def put(self, stream: ItemStream, response: Response) -> None:
         """Sends a response with others of this tick."""
         self._ready.append((stream, response))
         if not self._is_due:
@@ -360,14 +362,14 @@ class Streams:
                 if credit.cancelled:
                     stream.ask_to_end()
 
-    def lose(self, item: Pending) -> None:
+    def lose(self, item: WorkItem) -> None:
         """Closes a lost item's stream."""
         if self.is_open_of(item):
             stream = self._open[item.request.id, item.lease.deliveries]
             stream.lose()
             self.close(stream)
 
-    def cancel(self, item: Pending, error: QinferError) -> None:
+    def cancel(self, item: WorkItem, error: QinferError) -> None:
         """Ends an item's stream with an error."""
         stream = self._open.get((item.request.id, item.lease.deliveries))
         if stream is not None:
@@ -379,13 +381,13 @@ class Streams:
             if stream.item.request.reply_to == reply_to:
                 stream.cancel(Cancelled(_GONE))
 
-    def stored(self, item: Pending, nbytes: int) -> None:
+    def stored(self, item: WorkItem, nbytes: int) -> None:
         """Makes room for bytes stored for the caller."""
         stream = self._open.get((item.request.id, item.lease.deliveries))
         if stream is not None:
             stream.stored(nbytes)
 
-    def close(self, stream: Stream) -> None:
+    def close(self, stream: ItemStream) -> None:
         """Removes a stream; drops its further responses."""
         if self._open.get(stream.key) is not stream:
             return
@@ -402,7 +404,7 @@ class Streams:
     def _look(self) -> None:
         self._timer = None
         time_s, now_s = time.monotonic(), self.now_s()
-        unread: list[Stream] = []
+        unread: list[ItemStream] = []
         for stream in list(self._open.values()):
             if stream.is_stalled(time_s - self._stall_s):
                 stream.cancel(Cancelled(_STALLED.format(self._stall_s)))
@@ -417,7 +419,7 @@ class Streams:
     def _deliver(self) -> None:
         self._is_due = False  # first: a later response schedules its own call
         sent: list[Sent] = []
-        ended: list[Stream] = []
+        ended: list[ItemStream] = []
         while self._ready:
             stream, response = self._ready.popleft()
             if stream.item.lost or not self.is_open(stream):
@@ -436,10 +438,10 @@ class Streams:
 class StreamedExecution(Execution, kw_only=True, eq=False):
     """A decoupled model's batch; its streams may outlive it."""
 
-    table: Streams
+    table: WorkerStreams
     responder: Responder
     tally: StatsTally
-    streams: list[Stream] = msgspec.field(default_factory=list)
+    streams: list[ItemStream] = msgspec.field(default_factory=list)
 
     @property
     def is_decoupled(self) -> bool:
@@ -496,15 +498,15 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
                 with suppress(OutputMismatch, Cancelled):
                     stream.send(told, final=True, wait=False)
 
-    def _open(self) -> list[Stream]:
+    def _open(self) -> list[ItemStream]:
         return [self.table.open(item, self) for item in self.items]
 
-    def _ended_by(self, error: QinferError, stream: Stream) -> QinferError | None:
+    def _ended_by(self, error: QinferError, stream: ItemStream) -> QinferError | None:
         ends = isinstance(error, SHARED) or len(self.items) == 1 or not stream.is_untouched
         return error if ends else None
 
     @property
-    def unanswered(self) -> list[Pending]:
+    def unanswered(self) -> list[WorkItem]:
         """The items without a response."""
         return [stream.item for stream in self.streams if stream.is_untouched and not stream.is_over]
 
@@ -516,13 +518,13 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
                     self.table.close(stream)
         self.table.watch()
 
-    def timing(self, item: Pending, now_s: float) -> Timing:
+    def timing(self, item: WorkItem, now_s: float) -> Timing:
         """Returns the times of a response."""
         infer_ns = time.perf_counter_ns() - self.begin_ns
         waited_ns = int((now_s - item.enqueued_s) * 1e9) - infer_ns - self.input_ns
         return Timing(max(waited_ns, 0), self.input_ns, infer_ns, 0, self.batch.size)
 
-    def count(self, stream: Stream, response: Response) -> None:
+    def count(self, stream: ItemStream, response: Response) -> None:
         """Counts a response, and at the end its item."""
         timing = response.timing or Timing()
         infer_ns, counted_ns, stream.counted_ns = timing.infer_ns, stream.counted_ns, timing.infer_ns

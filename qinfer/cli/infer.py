@@ -10,13 +10,13 @@ from qinfer.cli.console import DEFAULT_URL, JsonOption, ModelArgument, UrlOption
 
 if TYPE_CHECKING:
     from qinfer.cli.client import GatewayClient
-    from qinfer.cli.load import MakeConnection, Report, Target
+    from qinfer.cli.load import LoadReport, LoadTarget, MakeConnection
     from qinfer.client import InferResult
     from qinfer.core.messages import Scalar
     from qinfer.tensors import Tensor
 
 
-class Asked(TypedDict):
+class RepeatedCall(TypedDict):
     """The arguments of a call that a load test repeats."""
 
     model: str
@@ -141,7 +141,7 @@ def bench(
     with GatewayClient(url) as client:
         wanted = client.metadata(model, version).inputs
         tensors = read_inputs(inputs, wanted, model) if inputs else fill(wanted, random)
-        asked: Asked = {"model": model, "inputs": {t.name: t for t in tensors}, "version": version}
+        asked: RepeatedCall = {"model": model, "inputs": {t.name: t for t in tensors}, "version": version}
         _ask_once(client, asked, streaming=streaming, is_stateful=sequences > 0)
         encode = _encoder(url, asked, binary=binary, streaming=streaming)
         make = _connections(encode, per_sequence if sequences else 0, streaming=streaming)
@@ -156,7 +156,7 @@ def bench(
         raise typer.Exit(1)
 
 
-def _ask_once(client: "GatewayClient", asked: Asked, *, streaming: bool, is_stateful: bool) -> None:
+def _ask_once(client: "GatewayClient", asked: RepeatedCall, *, streaming: bool, is_stateful: bool) -> None:
     """Sends one request first, to fail early."""
     if streaming:
         for _ in client.infer_stream(**asked):
@@ -167,33 +167,35 @@ def _ask_once(client: "GatewayClient", asked: Asked, *, streaming: bool, is_stat
         client.infer(**asked)
 
 
-def _encoder(url: str, asked: Asked, *, binary: bool, streaming: bool) -> "Callable[[Mapping[str, Scalar]], Target]":
+def _encoder(
+    url: str, asked: RepeatedCall, *, binary: bool, streaming: bool
+) -> "Callable[[Mapping[str, Scalar]], LoadTarget]":
     from qinfer.cli.client import api_key
-    from qinfer.cli.load import Target
+    from qinfer.cli.load import LoadTarget
     from qinfer.client.model_flows import model_path
     from qinfer.wire.kserve_client import encode_request
 
     api, call = ("v1", "infer_stream") if streaming else ("v2", "infer")
     path = f"{model_path(asked['model'], asked['version'], api)}/{call}"
 
-    def encode(parameters: "Mapping[str, Scalar]") -> Target:
+    def encode(parameters: "Mapping[str, Scalar]") -> LoadTarget:
         body, json_length = encode_request(list(asked["inputs"].values()), parameters=parameters, binary=binary)
-        return Target.of(url, path, body, json_length if binary else None, api_key())
+        return LoadTarget.of(url, path, body, json_length if binary else None, api_key())
 
     return encode
 
 
 def _connections(
-    encode: "Callable[[Mapping[str, Scalar]], Target]", per_sequence: int, *, streaming: bool
+    encode: "Callable[[Mapping[str, Scalar]], LoadTarget]", per_sequence: int, *, streaming: bool
 ) -> "MakeConnection":
-    from qinfer.cli.load import Connection, SequenceConnection, StepRequests, StreamConnection
+    from qinfer.cli.load import LoadConnection, SequenceConnection, StepRequests, StreamConnection
 
     if per_sequence:
         return partial(SequenceConnection, StepRequests(lambda parameters: encode(parameters).request, per_sequence))
-    return partial(StreamConnection if streaming else Connection, encode({}).request)
+    return partial(StreamConnection if streaming else LoadConnection, encode({}).request)
 
 
-def _print_report(report: "Report", model: str) -> None:
+def _print_report(report: "LoadReport", model: str) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -35,7 +35,7 @@ _LAST_CHUNK = b"0\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class LoadTarget:
     """The gateway's address, and the request as bytes."""
 
     host: str
@@ -59,7 +59,7 @@ class Target:
 
 
 @dataclass(slots=True)
-class Report:
+class LoadReport:
     """The result of a load test.
 
     `errors` counts answers other than 200 and lost connections. `first_s` (streams) and `sequences_ended` are `None`
@@ -130,7 +130,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else 0.0
 
 
-def run_load(target: Target, concurrency: int, duration_s: float, make: "MakeConnection") -> Report:
+def run_load(target: LoadTarget, concurrency: int, duration_s: float, make: "MakeConnection") -> LoadReport:
     """Loads a target; SIGINT ends it early."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_load(target, concurrency, duration_s, make))
@@ -156,10 +156,10 @@ def mean_batch(before: tuple[float, float], after: tuple[float, float]) -> float
     return round((after[0] - before[0]) / executions, 2) if executions > 0 else None
 
 
-class Connection(asyncio.Protocol):
+class LoadConnection(asyncio.Protocol):
     """Sends the request, waits for its answer, sends it again; until `stopping` or an error."""
 
-    def __init__(self, request: bytes, report: Report, ended: Callable[["Connection"], None]) -> None:
+    def __init__(self, request: bytes, report: LoadReport, ended: Callable[["LoadConnection"], None]) -> None:
         self._request = request
         self._report = report
         self._ended = ended
@@ -231,10 +231,10 @@ class Connection(asyncio.Protocol):
             self._send()
 
 
-class StreamConnection(Connection):
+class StreamConnection(LoadConnection):
     """Measures streamed responses, which are server-sent events (`/v1/…/infer_stream`)."""
 
-    def __init__(self, request: bytes, report: Report, ended: Callable[[Connection], None]) -> None:
+    def __init__(self, request: bytes, report: LoadReport, ended: Callable[[LoadConnection], None]) -> None:
         super().__init__(request, report, ended)
         if report.first_s is None:
             report.first_s = []
@@ -284,10 +284,10 @@ class StepRequests:
         return next(self._ids)
 
 
-class SequenceConnection(Connection):
+class SequenceConnection(LoadConnection):
     """Sends sequences from START to END; `stop` ends the current one first."""
 
-    def __init__(self, steps: StepRequests, report: Report, ended: Callable[[Connection], None]) -> None:
+    def __init__(self, steps: StepRequests, report: LoadReport, ended: Callable[[LoadConnection], None]) -> None:
         super().__init__(b"", report, ended)
         report.sequences_ended = report.sequences_ended or 0
         self._steps = steps
@@ -328,17 +328,17 @@ class SequenceConnection(Connection):
             super()._go_on()
 
 
-MakeConnection = Callable[[Report, Callable[[Connection], None]], Connection]
+MakeConnection = Callable[[LoadReport, Callable[[LoadConnection], None]], LoadConnection]
 """Makes a connection with its report, and the function to call at its end."""
 
 
-async def _load(target: Target, concurrency: int, duration_s: float, make: MakeConnection) -> Report:
+async def _load(target: LoadTarget, concurrency: int, duration_s: float, make: MakeConnection) -> LoadReport:
     loop = asyncio.get_running_loop()
-    report = Report(concurrency=concurrency)
-    open_connections: set[Connection] = set()
+    report = LoadReport(concurrency=concurrency)
+    open_connections: set[LoadConnection] = set()
     over, all_closed = asyncio.Event(), asyncio.Event()
 
-    def ended(connection: Connection) -> None:
+    def ended(connection: LoadConnection) -> None:
         open_connections.discard(connection)
         if not open_connections:
             all_closed.set()

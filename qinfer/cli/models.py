@@ -90,13 +90,13 @@ def _wait(
     settings: "RedisSettings", synced: "list[SyncedModel]", timeout_s: float, failed: dict[str, str]
 ) -> dict[str, str]:
     from qinfer.cli.overview import run_wait
-    from qinfer.models.readiness import Progress
+    from qinfer.models.readiness import LoadProgress
 
     late = {}
     for model in run_wait(settings, synced, timeout_s):
-        if model.progress is Progress.WAITING:
+        if model.progress is LoadProgress.WAITING:
             late[model.model] = f"is not ready after {timeout_s:g} s: {model.reason}"
-        elif model.progress is Progress.FAILED:
+        elif model.progress is LoadProgress.FAILED:
             failed.setdefault(model.model, f"can't be loaded: {model.reason}")
     return late
 

@@ -17,7 +17,7 @@ from qinfer.core.settings import RedisSettings, RepositorySettings, load_setting
 from qinfer.errors import SettingsError
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.models.pins import Pin, why_lost
-from qinfer.models.readiness import ModelStatus, Progress, assess, outcome
+from qinfer.models.readiness import LoadProgress, ModelStatus, assess, outcome
 from qinfer.models.repository.open import Repositories, open_repositories
 from qinfer.models.sequence_work import read_sequences
 from qinfer.models.state import BULK, GATEWAY, State, WorkerRecord
@@ -218,7 +218,7 @@ class WaitedModel(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a model's load."""
 
     model: str
-    progress: Progress
+    progress: LoadProgress
     reason: str = ""
 
 
@@ -395,7 +395,7 @@ async def _wait(settings: RedisSettings, names: Sequence[str], timeout_s: float)
                 )
             ]
             left_s = ends_s - time.monotonic()
-            if left_s <= 0 or all(model.progress is not Progress.WAITING for model in found):
+            if left_s <= 0 or all(model.progress is not LoadProgress.WAITING for model in found):
                 return found
             # workers wake it
             await store.wait(min(LOOK_S, left_s))

@@ -31,7 +31,7 @@ def status(
     continue.
     """
     from qinfer.cli.overview import Overview, redis_settings, run_overview
-    from qinfer.cli.tables import Watch, overview_tables
+    from qinfer.cli.tables import OverviewWatch, overview_tables
 
     def read() -> Overview:
         return run_overview(redis_settings(redis, data_dir))
@@ -39,7 +39,7 @@ def status(
     if watch:
         # Wrong options end the command at once.
         redis_settings(redis, data_dir)
-        Watch(read, interval).run(as_json=as_json)
+        OverviewWatch(read, interval).run(as_json=as_json)
         return
     overview = read()
     show(overview, lambda: overview_tables(overview), as_json=as_json)

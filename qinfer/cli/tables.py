@@ -1,4 +1,4 @@
-"""Terminal views: models, lanes and workers as tables, and `Watch`, which refreshes one until Ctrl-C."""
+"""Terminal views: models, lanes and workers as tables, and `OverviewWatch`, which refreshes one until Ctrl-C."""
 
 import logging
 import sys
@@ -247,7 +247,7 @@ def _long(workers: Iterable[WorkerRow]) -> Iterator[Text]:
             yield Text(f"{worker.id}: {one.text}", style="red" if one.is_late else "")
 
 
-class Watch:
+class OverviewWatch:
     """Shows the overview repeatedly until Ctrl-C: in place on a terminal, else block after block."""
 
     def __init__(self, read: Callable[[], Overview], interval_s: float) -> None:

@@ -13,7 +13,7 @@ import httpx
 from qinfer.client import flows, job_flows
 from qinfer.client.budget import RETRY_SHARE
 from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
-from qinfer.client.flows import Ask, Keys, Submission
+from qinfer.client.flows import Ask, Keys, SubmitOptions
 from qinfer.client.hedging import HedgeAfter, HedgedTasks, Hedging
 from qinfer.client.job_flows import JobEstimate, JobFilters, JobOptions, JobStatus, Location, OnMissing, job_body
 from qinfer.client.jobs import AsyncJob
@@ -21,7 +21,7 @@ from qinfer.client.model_flows import Inputs
 from qinfer.client.models import AsyncModelCalls
 from qinfer.client.responses import Event, EventReader, Follower, object_of, result_of
 from qinfer.client.results import InferResult, RequestHandle, RequestStatus, handle_of
-from qinfer.client.sequences import AsyncSequence, Steps
+from qinfer.client.sequences import AsyncSequence, StepFlags
 from qinfer.client.steps import Flow, Outcome, Pause, Send, problem_of_connection
 from qinfer.client.streams import stream_in_tasks
 from qinfer.core.clock import Clock
@@ -174,7 +174,7 @@ class AsyncClient(AsyncModelCalls):
     ) -> RequestHandle:
         """Submits a request, to fetch its result later; see `Client.submit`."""
         ask = Ask(model, inputs, version, outputs, parameters, priority, id, headers=headers)
-        submission = Submission(idempotency_key, request_id, timeout_s, webhook)
+        submission = SubmitOptions(idempotency_key, request_id, timeout_s, webhook)
         return await self._run(flows.submit(self._policy, ask, submission))
 
     async def result(self, request: RequestHandle | str, *, wait_s: float = DEFAULT_TIMEOUT_S) -> InferResult:
@@ -230,7 +230,7 @@ class AsyncClient(AsyncModelCalls):
         self, model: str, *, correlation_id: int | str | None = None, version: int | None = None
     ) -> AsyncSequence:
         """Begins a sequence of requests to a stateful model; see `Client.sequence`."""
-        return AsyncSequence(self._run, Steps(self._policy, model, version, correlation_id))
+        return AsyncSequence(self._run, StepFlags(self._policy, model, version, correlation_id))
 
     async def submit_job(
         self,

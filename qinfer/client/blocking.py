@@ -14,7 +14,7 @@ import httpx
 from qinfer.client import flows, job_flows
 from qinfer.client.budget import RETRY_SHARE
 from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
-from qinfer.client.flows import Ask, Keys, Submission
+from qinfer.client.flows import Ask, Keys, SubmitOptions
 from qinfer.client.hedging import Attempt, HedgeAfter, HedgedThreads, Hedging
 from qinfer.client.job_flows import JobEstimate, JobFilters, JobOptions, JobStatus, Location, OnMissing, job_body
 from qinfer.client.jobs import Job
@@ -24,7 +24,7 @@ from qinfer.client.responses import Event as StreamEvent
 from qinfer.client.responses import EventReader, Follower, object_of, result_of
 from qinfer.client.results import InferResult, RequestHandle, RequestStatus, handle_of
 from qinfer.client.sequences import Sequence as ModelSequence
-from qinfer.client.sequences import Steps
+from qinfer.client.sequences import StepFlags
 from qinfer.client.steps import Flow, Outcome, Pause, Send, problem_of_connection
 from qinfer.client.streams import stream_in_threads
 from qinfer.core.clock import Clock
@@ -273,7 +273,7 @@ class Client(ModelCalls):
             QinferError: As `infer`.
         """
         ask = Ask(model, inputs, version, outputs, parameters, priority, id, headers=headers)
-        submission = Submission(idempotency_key, request_id, timeout_s, webhook)
+        submission = SubmitOptions(idempotency_key, request_id, timeout_s, webhook)
         return self._run(flows.submit(self._policy, ask, submission))
 
     def result(self, request: RequestHandle | str, *, wait_s: float = DEFAULT_TIMEOUT_S) -> InferResult:
@@ -393,7 +393,7 @@ class Client(ModelCalls):
         Raises:
             InvalidRequest: The id is neither a positive integer below 2**64 nor a text.
         """
-        return ModelSequence(self._run, Steps(self._policy, model, version, correlation_id))
+        return ModelSequence(self._run, StepFlags(self._policy, model, version, correlation_id))
 
     def submit_job(
         self,

@@ -11,7 +11,7 @@ import httpx
 from qinfer import errors
 from qinfer.client.budget import RetryBudget
 from qinfer.client.flows import checked_headers, header_value
-from qinfer.client.steps import Gateway, Gateways, Policy
+from qinfer.client.steps import Gateways, GatewayUrl, Policy
 from qinfer.core.clock import Clock, SystemClock
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -89,7 +89,7 @@ def options(
     return http, Policy(gateways, timeout_s, max_retries, clock or SystemClock(), resend, RetryBudget(retry_share), {})
 
 
-def _gateways(url: str | Sequence[str]) -> list[Gateway]:
+def _gateways(url: str | Sequence[str]) -> list[GatewayUrl]:
     try:
         urls = [url] if isinstance(url, str) else list(dict.fromkeys(url))
     except TypeError:
@@ -99,7 +99,7 @@ def _gateways(url: str | Sequence[str]) -> list[Gateway]:
     return [_gateway(one) for one in urls]
 
 
-def _gateway(url: str) -> Gateway:
+def _gateway(url: str) -> GatewayUrl:
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, ValueError, TypeError):
@@ -112,7 +112,7 @@ def _gateway(url: str) -> Gateway:
         raise errors.InvalidRequest(f"'{shown}' is not a gateway's URL; expected something like http://127.0.0.1:8000")
     # httpx's text of a URL hides the password.
     user = f"{parsed.userinfo.decode()}@" if parsed.userinfo else ""
-    return Gateway(shown.replace("://", f"://{user}", 1), shown)
+    return GatewayUrl(shown.replace("://", f"://{user}", 1), shown)
 
 
 def _tls(ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext:

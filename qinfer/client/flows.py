@@ -92,7 +92,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Submission:
+class SubmitOptions:
     """The arguments of `submit` besides those of `infer`; see `Client.submit`."""
 
     idempotency_key: str | None = None
@@ -177,7 +177,7 @@ def generate_stream(policy: Policy, ask: Ask) -> Flow[httpx.Response]:
     return (yield from call(policy, _generate_request(policy, ask, "generate_stream")._replace(streams=True)))
 
 
-def submit(policy: Policy, ask: Ask, submission: Submission) -> Flow[RequestHandle]:
+def submit(policy: Policy, ask: Ask, submission: SubmitOptions) -> Flow[RequestHandle]:
     """Submits a request, and returns its handle once the gateway has accepted it."""
     path = f"{model_path(ask.model, ask.version, 'v1')}/requests"
     headers = submission.headers()
@@ -234,7 +234,7 @@ def infer_or_resume(policy: Policy, ask: Ask, key: str | None) -> Flow[InferResu
     """Sends a request; with a key it is asynchronous, and its result may exist from an earlier submission."""
     if key is None:
         return (yield from infer(policy, ask))
-    handle = yield from submit(policy, ask, Submission(key))
+    handle = yield from submit(policy, ask, SubmitOptions(key))
     return (yield from result(policy, handle, math.inf))
 
 

@@ -42,7 +42,7 @@ _SAME_END_S = 0.001
 """Statuses have a resolution of milliseconds."""
 
 
-class _Part(msgspec.Struct):
+class _OutputPart(msgspec.Struct):
     name: str
     rows: int
 
@@ -53,7 +53,7 @@ class _Manifest(msgspec.Struct):
     output_format: str
     rows: int
     ok: int
-    parts: list[_Part]
+    parts: list[_OutputPart]
     job: str = ""
     schema: str = ""
     failed_rows: str = "inline"

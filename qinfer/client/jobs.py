@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from qinfer.client import job_flows
 from qinfer.client.job_flows import JobLogLine, JobStatus, OnStatus, completed
 from qinfer.client.job_progress import progress_observer
-from qinfer.client.steps import AsyncRun, Policy, Run
+from qinfer.client.steps import AsyncRun, FlowRunner, Policy
 
 if TYPE_CHECKING:
     import pandas
@@ -24,7 +24,7 @@ class Job:
         id: The job's id.
     """
 
-    def __init__(self, run: Run, policy: Policy, job_id: str) -> None:
+    def __init__(self, run: FlowRunner, policy: Policy, job_id: str) -> None:
         self._run, self._policy = run, policy
         self.id = job_id
 

@@ -20,7 +20,7 @@ from typing import Self
 from qinfer.client.flows import Ask, answer, infer_request
 from qinfer.client.model_flows import Inputs, with_datatypes
 from qinfer.client.results import InferResult
-from qinfer.client.steps import AsyncRun, Flow, Policy, Run, Send
+from qinfer.client.steps import AsyncRun, Flow, FlowRunner, Policy, Send
 from qinfer.core.messages import Scalar
 from qinfer.errors import (
     START_MISSING,
@@ -34,7 +34,7 @@ from qinfer.errors import (
 _OWN = frozenset({"sequence_id", "sequence_start", "sequence_end", "qinfer_step"})
 
 
-class Steps:
+class StepFlags:
     """The flags and numbers of a sequence's steps; pure, so that both clients share it."""
 
     def __init__(self, policy: Policy, model: str, version: int | None, correlation_id: int | str | None) -> None:
@@ -97,7 +97,7 @@ class Sequence:
     Its first step is sent with START. Without a step with `end=True`, the sequence ends after its model's idle time.
     """
 
-    def __init__(self, run: Run, steps: Steps) -> None:
+    def __init__(self, run: FlowRunner, steps: StepFlags) -> None:
         self._run, self._steps = run, steps
         self._lock = Lock()
 
@@ -149,7 +149,7 @@ class Sequence:
 class AsyncSequence:
     """A sequence of requests to a stateful model, for one event loop; made by `AsyncClient.sequence`."""
 
-    def __init__(self, run: AsyncRun, steps: Steps) -> None:
+    def __init__(self, run: AsyncRun, steps: StepFlags) -> None:
         self._run, self._steps = run, steps
         self._lock = asyncio.Lock()
 

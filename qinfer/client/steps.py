@@ -227,7 +227,7 @@ Flow = Generator[Send | Pause, Outcome, T]
 """A call that returns a `T`."""
 
 
-class Run(Protocol):
+class FlowRunner(Protocol):
     """Executes flows for `Client`."""
 
     def __call__(self, flow: Flow[T]) -> T:
@@ -243,7 +243,7 @@ class AsyncRun(Protocol):
         ...
 
 
-class Gateway(NamedTuple):
+class GatewayUrl(NamedTuple):
     """A gateway: its base URL, and the form for messages, without user and password."""
 
     base: str
@@ -253,7 +253,7 @@ class Gateway(NamedTuple):
 class Gateways:
     """The gateways of a client, preferred first; all calls use one until it can't be reached."""
 
-    def __init__(self, gateways: Sequence[Gateway]) -> None:
+    def __init__(self, gateways: Sequence[GatewayUrl]) -> None:
         self._all = tuple(gateways)
         self._index = 0
 
@@ -262,16 +262,16 @@ class Gateways:
         return len(self._all)
 
     @property
-    def current(self) -> Gateway:
+    def current(self) -> GatewayUrl:
         """The gateway in use."""
         return self._all[self._index]
 
-    def after(self, base: str) -> Gateway:
+    def after(self, base: str) -> GatewayUrl:
         """Returns the gateway after that of a URL; the same if it is the only one."""
         index = next((number for number, one in enumerate(self._all) if one.base == base), 0)
         return self._all[(index + 1) % len(self._all)]
 
-    def leave(self, gateway: Gateway) -> None:
+    def leave(self, gateway: GatewayUrl) -> None:
         """Moves to the next gateway, unless another call has done so."""
         if self.current is gateway:
             self._index = (self._index + 1) % len(self._all)
@@ -372,7 +372,7 @@ class _Attempts:
         """Returns the remaining seconds, never 0."""
         return max(0.001, self._ends_s - self._policy.clock.monotonic_s())
 
-    def pause_s(self, problem: Problem, gateway: Gateway) -> float:
+    def pause_s(self, problem: Problem, gateway: GatewayUrl) -> float:
         """Returns the pause before the next attempt (0 = another gateway can be asked at once), or raises the error."""
         error, most = problem.error, self._policy.max_retries
         if isinstance(error, Unreachable):

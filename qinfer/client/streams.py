@@ -102,7 +102,7 @@ def _answers_of_threads(
         raise broken
 
 
-class _Raised(NamedTuple):
+class _RaisedError(NamedTuple):
     """An unexpected error of a call."""
 
     error: BaseException
@@ -115,7 +115,7 @@ class _ThreadCalls(Generic[T, R]):
         self._call = call
         self._threads = 0
         self._todo: SimpleQueue[tuple[int, T] | None] = SimpleQueue()
-        self._done: SimpleQueue[tuple[int, R | QinferError | _Raised]] = SimpleQueue()
+        self._done: SimpleQueue[tuple[int, R | QinferError | _RaisedError]] = SimpleQueue()
         self.running = 0
         """Calls that were started and not taken."""
 
@@ -136,7 +136,7 @@ class _ThreadCalls(Generic[T, R]):
         """Waits until a call has ended; returns its index and answer, or raises its error."""
         index, outcome = self._done.get()
         self.running -= 1
-        if isinstance(outcome, _Raised):
+        if isinstance(outcome, _RaisedError):
             raise outcome.error
         return index, outcome
 
@@ -149,11 +149,11 @@ class _ThreadCalls(Generic[T, R]):
         while (job := self._todo.get()) is not None:
             index, item = job
             try:
-                outcome: R | QinferError | _Raised = self._call(index, item)
+                outcome: R | QinferError | _RaisedError = self._call(index, item)
             except QinferError as error:
                 outcome = error
             except BaseException as error:  # noqa: BLE001  # raised again by `take`
-                outcome = _Raised(error)
+                outcome = _RaisedError(error)
             self._done.put((index, outcome))
             # An idle thread must not keep its last tensors alive.
             del job, item, outcome

@@ -76,7 +76,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.expires_at is not None and self.expires_at <= now
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: tuple[ApiKey, ...] = ()
 
 
@@ -201,7 +201,7 @@ def _decoded(path: Path, content: bytes) -> tuple[ApiKey, ...]:
     if not content.strip():
         raise SettingsError(f"{path} is empty; `qinfer keys new` writes one with a key")
     try:
-        keys = msgspec.json.decode(content, type=_File).keys
+        keys = msgspec.json.decode(content, type=_KeyFile).keys
     except ValueError as error:  # a string that is no UTF-8
         problem = _LONG_WORD.sub(r"\1…", str(error))
         raise SettingsError(f"{path}: {problem}; `qinfer keys new` writes entries as they should be") from None
@@ -226,7 +226,7 @@ def _new_id(tenant: str) -> str:
 
 def _write(path: Path, keys: tuple[ApiKey, ...]) -> None:
     _check(path, keys)
-    _replace(path, msgspec.json.format(msgspec.json.encode(_File(keys)), indent=2) + b"\n")
+    _replace(path, msgspec.json.format(msgspec.json.encode(_KeyFile(keys)), indent=2) + b"\n")
 
 
 def _check(path: Path, keys: tuple[ApiKey, ...]) -> None:

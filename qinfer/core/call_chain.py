@@ -9,21 +9,21 @@ from collections.abc import Sequence
 
 import msgspec
 
-from qinfer.core.messages import Holder
+from qinfer.core.messages import ResourceHolder
 
 
-def extended(chains: Sequence[tuple[Holder, ...]], caller: Holder) -> tuple[Holder, ...]:
+def extended(chains: Sequence[tuple[ResourceHolder, ...]], caller: ResourceHolder) -> tuple[ResourceHolder, ...]:
     """Returns the holders of a batch's requests, then the caller."""
     found = chains[0] if len(chains) == 1 else _merged(chains)
     return (*found, msgspec.structs.replace(caller, depth=depth_of(found) + 1))
 
 
-def depth_of(holders: Sequence[Holder]) -> int:
+def depth_of(holders: Sequence[ResourceHolder]) -> int:
     """Counts the nested calls before a request."""
     return max((holder.depth for holder in holders), default=0)
 
 
-def names_of(holders: Sequence[Holder], callee: str) -> str:
+def names_of(holders: Sequence[ResourceHolder], callee: str) -> str:
     """Returns the longest chain: `A -> B -> A`."""
     names: dict[int, str] = {}
     for holder in holders:
@@ -31,12 +31,12 @@ def names_of(holders: Sequence[Holder], callee: str) -> str:
     return " -> ".join([*(names[depth] for depth in sorted(names)), callee])
 
 
-def level_of(holders: Sequence[Holder], model: str, version: int) -> int:
+def level_of(holders: Sequence[ResourceHolder], model: str, version: int) -> int:
     """Counts a version's instances that wait for a request."""
     return len({holder.token for holder in holders if (holder.model, holder.version) == (model, version)} - {""})
 
 
-def endless(holders: Sequence[Holder], model: str, version: int, instances: int) -> str:
+def endless(holders: Sequence[ResourceHolder], model: str, version: int, instances: int) -> str:
     """Returns why a call would wait for itself, if so."""
     waiting = level_of(holders, model, version)
     if not waiting or waiting < instances:
@@ -48,8 +48,8 @@ def endless(holders: Sequence[Holder], model: str, version: int, instances: int)
     )
 
 
-def _merged(chains: Sequence[tuple[Holder, ...]]) -> tuple[Holder, ...]:
-    found: dict[str, Holder] = {}
+def _merged(chains: Sequence[tuple[ResourceHolder, ...]]) -> tuple[ResourceHolder, ...]:
+    found: dict[str, ResourceHolder] = {}
     for chain in sorted(chains, key=depth_of, reverse=True):
         for holder in chain:
             found.setdefault(holder.token or f"{holder.model}/{holder.depth}", holder)

@@ -38,7 +38,7 @@ _SERVICES = (
 )  # fmt: skip
 
 
-class Role(NamedTuple):
+class ProgramRole(NamedTuple):
     """Sections and other settings of a program, without the `withheld` ones (`section.name`)."""
 
     settings: frozenset[str]
@@ -62,16 +62,16 @@ _OF_WORKERS = frozenset(
         "strict_settings",
     }
 )
-GATEWAY = Role(
+GATEWAY = ProgramRole(
     _OF_WORKERS
     | {"http", "cors", "grpc", "webhooks", "endpoints", "labeling", "auth", "autoscale", "trace"}
     | {"allow_client_shm", "server_id", "pass_env"}
 )
-WORKER = Role(_OF_WORKERS, withheld=frozenset({"bulk.broker_url"}))
-BULK_WORKER = Role(_OF_WORKERS)
+WORKER = ProgramRole(_OF_WORKERS, withheld=frozenset({"bulk.broker_url"}))
+BULK_WORKER = ProgramRole(_OF_WORKERS)
 
 
-def program_environment(role: Role, base: Mapping[str, str], passed: Iterable[str] = ()) -> dict[str, str]:
+def program_environment(role: ProgramRole, base: Mapping[str, str], passed: Iterable[str] = ()) -> dict[str, str]:
     """Returns a program's environment."""
     found = _matching(base, (*_SYSTEM, *_RUNTIMES, *_SERVICES, *passed))
     for name, value in base.items():
@@ -114,7 +114,7 @@ def _is_setting(name: str) -> bool:
     return name.upper().startswith(PREFIX)
 
 
-def _setting(role: Role, setting: str, value: str) -> str | None:
+def _setting(role: ProgramRole, setting: str, value: str) -> str | None:
     """The name is `redis__url`, or `redis` for a section."""
     section, _, name = setting.partition("__")
     if section not in role.settings or f"{section}.{name}" in role.withheld:

@@ -18,7 +18,7 @@ Scalar = bool | int | float | str
 """A custom request parameter's value (reference §1.6)."""
 
 
-class Sequence(msgspec.Struct, frozen=True, array_like=True):
+class SequenceFlags(msgspec.Struct, frozen=True, array_like=True):
     """The sequence flags of a request (reference §3.4).
 
     `step` is the caller's number of the request, 1, 2, …; 0 = none: a repeated request is another step.
@@ -34,14 +34,14 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
         """The caller's correlation ID."""
         return self.id
 
-    def told(self, told_id: int | str) -> "Sequence":
+    def told(self, told_id: int | str) -> "SequenceFlags":
         """Returns the flags with the model's id in place of the caller's."""
         if told_id == self.id:
             return self
         return ToldSequence(told_id, self.start, self.end, self.step, given_id=self.callers_id)
 
 
-class ToldSequence(Sequence, frozen=True, array_like=True):
+class ToldSequence(SequenceFlags, frozen=True, array_like=True):
     """The flags with the model's id in place of `given_id`, the caller's; local to a process."""
 
     given_id: int | str = 0
@@ -52,7 +52,7 @@ class ToldSequence(Sequence, frozen=True, array_like=True):
         return self.given_id
 
 
-class Holder(msgspec.Struct, frozen=True, array_like=True):
+class ResourceHolder(msgspec.Struct, frozen=True, array_like=True):
     """An execution that waits for a call of another model.
 
     Attributes:
@@ -89,7 +89,7 @@ class CalledTensor(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
-class Called(msgspec.Struct, frozen=True, array_like=True):
+class CallRecord(msgspec.Struct, frozen=True, array_like=True):
     """A call by a traced request's model, or a step of its ensemble.
 
     `begin_s` and `end_s`, its last response, are in the broker's time.
@@ -102,7 +102,7 @@ class Called(msgspec.Struct, frozen=True, array_like=True):
     end_s: float
     timing: Timing | None = None
     tensors: tuple[CalledTensor, ...] = ()
-    calls: tuple["Called", ...] = ()
+    calls: tuple["CallRecord", ...] = ()
 
     @property
     def weight(self) -> int:
@@ -115,9 +115,9 @@ class CallTraces(msgspec.Struct, kw_only=True):
     """Traces of requests made for a traced one."""
 
     has_tensors: bool
-    ended: tuple[Called, ...] = ()
+    ended: tuple[CallRecord, ...] = ()
 
-    def add(self, called: Called) -> None:
+    def add(self, called: CallRecord) -> None:
         """Adds a trace if there is room."""
         if sum([call.weight for call in self.ended]) + called.weight <= MOST_CALL_BYTES:
             self.ended = (*self.ended, called)
@@ -170,10 +170,10 @@ class InferRequest(msgspec.Struct, kw_only=True):
     partition: int = 0
     generation: int = 0
     attempt: int = 0
-    sequence: Sequence | None = None
+    sequence: SequenceFlags | None = None
     queue_timeout_s: float = 0.0
     payload: bool = False
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[ResourceHolder, ...] = ()
     inputs_digest: bytes = b""
     step_key: str = ""
     endpoint: str = ""
@@ -230,7 +230,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     parameters: Mapping[str, Scalar] = msgspec.field(default_factory=dict)
     credit_to: str = ""
     cache: Literal["", "hit", "miss"] = ""
-    called: tuple[Called, ...] = ()
+    called: tuple[CallRecord, ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -20,7 +20,7 @@ from qinfer.core.settings_metrics import MetricsSettings
 from qinfer.core.settings_rate_limit import RateLimitSettings
 from qinfer.core.settings_section import Section
 from qinfer.core.settings_trace import TraceSettings
-from qinfer.core.store_urls import Grant, do_meet, folders_of, normalised
+from qinfer.core.store_urls import UrlGrant, do_meet, folders_of, normalised
 from qinfer.errors import SettingsError
 
 _OF_COMMANDS = ("QINFER_API_KEY", "QINFER_URL")
@@ -261,18 +261,18 @@ class StoreSettings(Section):
         "allowed. Gateways, workers and bulk workers need the same.",
     )
 
-    def grant_of(self, tenant: str, *, is_shared: bool = False) -> Grant:
+    def grant_of(self, tenant: str, *, is_shared: bool = False) -> UrlGrant:
         """Returns a tenant's URL prefixes; `is_shared` = other tenants have keys.
 
         A worker does not know that: the gateway's grant is narrowed to the worker's.
         """
-        every = Grant(self.allow, self.allow)
+        every = UrlGrant(self.allow, self.allow)
         if (own := self.tenants.get(tenant)) is not None:
-            return Grant(own.read, own.write, tenant).narrowed(every)
+            return UrlGrant(own.read, own.write, tenant).narrowed(every)
         if not is_shared:
             return every
         folders = folders_of(tenant, self.allow)
-        return Grant(folders, folders, tenant)
+        return UrlGrant(folders, folders, tenant)
 
 
 class BulkSettings(Section):

@@ -32,7 +32,7 @@ _LONGEST = 2048
 _SHOWN = 120
 
 
-class Grant(msgspec.Struct, frozen=True):
+class UrlGrant(msgspec.Struct, frozen=True):
     """The URL prefixes that a tenant may read or write, in their one spelling."""
 
     read: tuple[str, ...] = ()

@@ -28,11 +28,11 @@ from typing import BinaryIO
 import msgspec
 
 from qinfer.core.processes import LENGTH, packed, protect_process
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import QinferError, UnsupportedFeature
 from qinfer.jobs.job import JobSpec
-from qinfer.jobs.plan import ExpectedParts, PartInfo, Shard, Unplanned, encode_plan
-from qinfer.jobs.shards import Pace
+from qinfer.jobs.plan import ExpectedParts, PartInfo, Shard, UnplannedJob, encode_plan
+from qinfer.jobs.shards import ShardPace
 from qinfer.models.spec import ModelSpec
 
 NO_MEMORY = 3
@@ -43,7 +43,7 @@ NOTE_BYTES = 4096
 """The space for one URL in the notes."""
 
 
-class Hello(msgspec.Struct, array_like=True):
+class ExaminerHello(msgspec.Struct, array_like=True):
     """Settings for all requests; the environment has the credentials of stores.
 
     Drivers of the stores in `allow` are loaded at once; `notes` is a descriptor.
@@ -60,22 +60,22 @@ class CheckJob(msgspec.Struct, array_like=True, tag=True):
 
     spec: JobSpec
     model: ModelSpec
-    grant: Grant
+    grant: UrlGrant
 
 
 class PlanJob(msgspec.Struct, array_like=True, tag=True):
     """Runs `qinfer.jobs.planning.make_plan`; the result is the plan's JSON."""
 
-    job: Unplanned
-    pace: Pace
+    job: UnplannedJob
+    pace: ShardPace
     threads: int
 
 
 class EstimateJob(msgspec.Struct, array_like=True, tag=True):
     """Runs `qinfer.jobs.planning.estimate`; the result is an `Estimate`."""
 
-    job: Unplanned
-    pace: Pace
+    job: UnplannedJob
+    pace: ShardPace
     threads: int
 
 
@@ -96,15 +96,15 @@ class SetAside(msgspec.Struct, array_like=True, tag=True):
 Work = CheckJob | PlanJob | EstimateJob | ReadParts | SetAside
 
 
-class Request(msgspec.Struct, array_like=True):
+class ExaminerRequest(msgspec.Struct, array_like=True):
     """Work; after `limit_s` the kernel kills the examiner, even if parent and Python fail."""
 
     work: Work
     limit_s: int
 
 
-class Answer(msgspec.Struct, array_like=True):
-    """A reply: one to `Hello`, two to a `Request`, at its receipt and with its result.
+class ExaminerReply(msgspec.Struct, array_like=True):
+    """A reply: one to `ExaminerHello`, two to a `ExaminerRequest`, at its receipt and with its result.
 
     `error` is a class name, or `DEFECT`, whose `message` is a traceback.
     """
@@ -114,7 +114,7 @@ class Answer(msgspec.Struct, array_like=True):
     result: bytes = b""
 
 
-class _Notes:
+class _ReadingNotes:
     """URLs that this process is reading, in a file that outlives it."""
 
     def __init__(self, descriptor: int) -> None:
@@ -169,8 +169,8 @@ def parts_found(result: bytes) -> list[PartInfo | str]:
     return found
 
 
-_Do = Callable[[Work, _Notes], bytes]
-_decoder = msgspec.msgpack.Decoder(Request)
+_Do = Callable[[Work, _ReadingNotes], bytes]
+_decoder = msgspec.msgpack.Decoder(ExaminerRequest)
 _parts = msgspec.msgpack.Decoder(list[PartInfo | str])
 
 
@@ -186,10 +186,10 @@ def main() -> int:
     logging.getLogger().addHandler(logging.NullHandler())
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(sys.stdin.buffer, messages), daemon=True).start()
-    hello = msgspec.msgpack.decode(messages.get(), type=Hello)
+    hello = msgspec.msgpack.decode(messages.get(), type=ExaminerHello)
     _limit(hello.max_bytes)
-    do, notes = _loaded(hello.allow, hello.footer_bytes), _Notes(hello.notes)
-    has_come = packed(Answer())
+    do, notes = _loaded(hello.allow, hello.footer_bytes), _ReadingNotes(hello.notes)
+    has_come = packed(ExaminerReply())
     _write(outbox, has_come)
     while True:
         message = messages.get()
@@ -251,7 +251,7 @@ def _loaded(allow: Sequence[str], footer_bytes: int) -> _Do:
         with suppress(ImportError, ValueError):  # the first job with such a store gets the error
             fsspec.get_filesystem_class(scheme)
 
-    def do(work: Work, notes: _Notes) -> bytes:
+    def do(work: Work, notes: _ReadingNotes) -> bytes:
         if isinstance(work, CheckJob):
             examine(work.spec, work.model, work.grant, footer_bytes)
             return b""
@@ -274,17 +274,17 @@ def _loaded(allow: Sequence[str], footer_bytes: int) -> _Do:
     return do
 
 
-def _answered(do: _Do, message: bytes, notes: _Notes) -> Answer:
+def _answered(do: _Do, message: bytes, notes: _ReadingNotes) -> ExaminerReply:
     try:
         request = _decoder.decode(message)
         signal.alarm(request.limit_s)
-        return Answer(result=do(request.work, notes))
+        return ExaminerReply(result=do(request.work, notes))
     except QinferError as error:
-        return Answer(type(error).__name__, error.message)
+        return ExaminerReply(type(error).__name__, error.message)
     except MemoryError:
         os._exit(NO_MEMORY)  # half-made objects would burden the next request
     except Exception:  # noqa: BLE001  the parent logs it
-        return Answer(DEFECT, traceback.format_exc())
+        return ExaminerReply(DEFECT, traceback.format_exc())
 
 
 if __name__ == "__main__":

@@ -24,26 +24,26 @@ from qinfer import errors
 from qinfer.core.environments import without_settings
 from qinfer.core.processes import packed, received, signal_name
 from qinfer.core.settings import Settings
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InvalidRequest, Overloaded, QinferError
 from qinfer.jobs.examiner import (
     DEFECT,
     NO_MEMORY,
-    Answer,
     CheckJob,
     EstimateJob,
-    Hello,
+    ExaminerHello,
+    ExaminerReply,
+    ExaminerRequest,
     PlanJob,
     ReadParts,
-    Request,
     SetAside,
     Work,
     notes_of,
     parts_found,
 )
 from qinfer.jobs.job import JobSpec
-from qinfer.jobs.plan import Estimate, ExpectedParts, PartInfo, Unplanned
-from qinfer.jobs.shards import Pace
+from qinfer.jobs.plan import Estimate, ExpectedParts, PartInfo, UnplannedJob
+from qinfer.jobs.shards import ShardPace
 from qinfer.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -120,8 +120,8 @@ class ExaminerPool:
         # all processes, including a starting one and those that are ending
         self._count = 0
         self._is_starting = False
-        self._idle: list[_Child] = []
-        self._line: deque[asyncio.Future[_Child]] = deque()
+        self._idle: list[_ExaminerChild] = []
+        self._line: deque[asyncio.Future[_ExaminerChild]] = deque()
         self._tasks = asyncio.TaskGroup()
         self._is_over = False
 
@@ -138,11 +138,11 @@ class ExaminerPool:
                 self._is_over = True
                 self._turn_away("Server exiting")
 
-    async def check(self, spec: JobSpec, model: ModelSpec, grant: Grant) -> None:
+    async def check(self, spec: JobSpec, model: ModelSpec, grant: UrlGrant) -> None:
         """Checks whether a job can run; cancellation kills the process."""
         await self._ask_gateway(CheckJob(spec, model, grant), spec)
 
-    async def estimate(self, job: Unplanned, pace: Pace) -> Estimate:
+    async def estimate(self, job: UnplannedJob, pace: ShardPace) -> Estimate:
         """Checks a job and returns its size."""
         return _estimates.decode(await self._ask_gateway(EstimateJob(job, pace, ESTIMATE_THREADS), job.spec))
 
@@ -156,7 +156,7 @@ class ExaminerPool:
                 "is a file damaged?"
             ) from None
 
-    async def plan(self, job: Unplanned, pace: Pace, threads: int) -> bytes:
+    async def plan(self, job: UnplannedJob, pace: ShardPace, threads: int) -> bytes:
         """Plans a job and returns the plan's JSON; `ExaminerDied` if the process died."""
         return await self._ask(PlanJob(job, pace, threads), self._plan_s)
 
@@ -173,12 +173,12 @@ class ExaminerPool:
             await self._ask(SetAside(some, threads), self._plan_s)
 
     async def _ask(self, work: Work, limit_s: int) -> bytes:
-        request, answer = packed(Request(work, limit_s)), None
+        request, answer = packed(ExaminerRequest(work, limit_s)), None
         while answer is None:
             child = await self._next()
             try:
                 answer = await child.ask(request)
-            except _Ended as ended:
+            except _ExaminerEnded as ended:
                 if self._is_over:
                     raise Overloaded("Server exiting") from None
                 raise ExaminerDied(ended.how, child.files) from None
@@ -189,13 +189,13 @@ class ExaminerPool:
         _raise(answer)
         return answer.result
 
-    async def _next(self) -> "_Child":
+    async def _next(self) -> "_ExaminerChild":
         if self._is_over:
             raise Overloaded("Server exiting")
         if self._idle:
             return self._idle.pop()
         self._prepare()
-        place: asyncio.Future[_Child] = asyncio.get_running_loop().create_future()
+        place: asyncio.Future[_ExaminerChild] = asyncio.get_running_loop().create_future()
         self._line.append(place)
         try:
             return await place
@@ -204,7 +204,7 @@ class ExaminerPool:
                 self._free(place.result())
             raise
 
-    def _free(self, child: "_Child") -> None:
+    def _free(self, child: "_ExaminerChild") -> None:
         if child.has_ended:
             return
         while self._line:
@@ -234,7 +234,7 @@ class ExaminerPool:
         """Runs a process, which counts until it has ended."""
         child, reason = None, ""
         try:
-            child = await _Child.start(self._command, self._inherited | _ENVIRONMENT, self._bound)
+            child = await _ExaminerChild.start(self._command, self._inherited | _ENVIRONMENT, self._bound)
             await child.greet(self._allow, self._max_bytes, self._footer_bytes)
             self._is_starting = False
             self._free(child)
@@ -243,7 +243,7 @@ class ExaminerPool:
             await child.wait()
         except OSError as error:
             reason = str(error.strerror)
-        except _Ended as ended:
+        except _ExaminerEnded as ended:
             reason = ended.how
         finally:
             if child is not None:
@@ -267,20 +267,20 @@ def _pieces(parts: ExpectedParts) -> Iterator[ExpectedParts]:
         yield msgspec.structs.replace(parts, shards=parts.shards[begin : begin + _PARTS_AT_ONCE])
 
 
-def _raise(answer: Answer) -> None:
+def _raise(answer: ExaminerReply) -> None:
     if answer.error == DEFECT:
         raise RuntimeError(f"a defect in the process that parses files\n{answer.message}")
     if answer.error:
         raise _CLASSES.get(answer.error, QinferError)(answer.message)
 
 
-class _Ended(Exception):
+class _ExaminerEnded(Exception):
     def __init__(self, how: str) -> None:
         super().__init__(how)
         self.how = how
 
 
-class _Child:
+class _ExaminerChild:
     """An examiner, seen from its parent; `output` is the end of its stderr."""
 
     def __init__(
@@ -347,17 +347,17 @@ class _Child:
     async def greet(self, allow: tuple[str, ...], max_bytes: int, footer_bytes: int) -> None:
         try:
             async with asyncio.timeout(_START_S):
-                await self._say(packed(Hello(allow, max_bytes, self._notes.fileno(), footer_bytes)))
+                await self._say(packed(ExaminerHello(allow, max_bytes, self._notes.fileno(), footer_bytes)))
                 await self._answer()
         except TimeoutError:
-            raise _Ended(f"it is not ready after {_START_S:g} s") from None
+            raise _ExaminerEnded(f"it is not ready after {_START_S:g} s") from None
 
-    async def ask(self, request: bytes) -> Answer | None:
+    async def ask(self, request: bytes) -> ExaminerReply | None:
         """Sends an encoded request; `None` = the process had ended before it took the request."""
         try:
             await self._say(request)
             await self._answer()
-        except _Ended:
+        except _ExaminerEnded:
             return None
         return await self._answer(_MAX_RESULT_BYTES)
 
@@ -383,13 +383,13 @@ class _Child:
             self._writer.write(message)
             await self._writer.drain()
 
-    async def _answer(self, max_bytes: int = _MAX_ANSWER_BYTES) -> Answer:
+    async def _answer(self, max_bytes: int = _MAX_ANSWER_BYTES) -> ExaminerReply:
         try:
-            return msgspec.msgpack.decode(await received(self._reader, max_bytes), type=Answer)
+            return msgspec.msgpack.decode(await received(self._reader, max_bytes), type=ExaminerReply)
         except (asyncio.IncompleteReadError, ConnectionError, ValueError, msgspec.MsgspecError):
             self.kill()
             await self.wait()
-            raise _Ended(self.how) from None
+            raise _ExaminerEnded(self.how) from None
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Keeps the end of stderr, where C++ explains an abort, and waits for the end of the process.

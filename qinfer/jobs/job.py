@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeVar, get_args
 import msgspec
 from msgspec import Meta
 
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InvalidRequest
 
 InputFormat = Literal["", "parquet", "arrow", "csv", "jsonl"]
@@ -356,7 +356,7 @@ def encode_spec(spec: JobSpec) -> bytes:
     return msgspec.json.encode(spec)
 
 
-def with_checked_urls(spec: JobSpec, grant: Grant) -> JobSpec:
+def with_checked_urls(spec: JobSpec, grant: UrlGrant) -> JobSpec:
     """Returns the job with normalized, granted URLs."""
     inputs = tuple(map(grant.check_read, spec.inputs))
     output = msgspec.structs.replace(spec.output, url=grant.check_write(spec.output.url))

@@ -12,7 +12,7 @@ import msgspec
 
 from qinfer.errors import CorruptEntry
 from qinfer.jobs.job import FailedRows
-from qinfer.jobs.plan import BadFile, PartInfo, Plan, Source, read_stored
+from qinfer.jobs.plan import BadFile, JobPlan, PartInfo, SourceFile, read_stored
 
 MANIFEST_NAME = "_manifest.json"
 SUCCESS_NAME = "_SUCCESS"
@@ -62,7 +62,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     errors: int
     schema: str
     parts: tuple[Part, ...]
-    sources: tuple[Source, ...]
+    sources: tuple[SourceFile, ...]
     skipped: tuple[BadFile, ...] = ()
     created_at: float
     failed_rows: FailedRows = "inline"
@@ -84,7 +84,7 @@ _manifests = msgspec.json.Decoder(Manifest)
 _successes = msgspec.json.Decoder(Success)
 
 
-def make_manifest(plan: Plan, parts: Sequence[PartInfo], created_at: float) -> Manifest:
+def make_manifest(plan: JobPlan, parts: Sequence[PartInfo], created_at: float) -> Manifest:
     """Makes the manifest of a job from its validated parts, in the order of the shards."""
     folder = plan.spec.output.url.rstrip("/")
     names = [info.url.removeprefix(f"{folder}/") for info in parts]

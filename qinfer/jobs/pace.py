@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from qinfer.core.settings import BulkSettings
-from qinfer.jobs.shards import Pace
+from qinfer.jobs.shards import ShardPace
 from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, batches
 
 _ENOUGH_NS = 3 * 10**9
@@ -12,9 +12,9 @@ _ENOUGH = 3
 """A batch size counts after this many executions; the first ones of a runtime are slow."""
 
 
-def pace_of(settings: BulkSettings, stats: Mapping[str, int], workers: int) -> Pace:
+def pace_of(settings: BulkSettings, stats: Mapping[str, int], workers: int) -> ShardPace:
     """Returns the speed by a model version's statistics, and the bounds of its shards."""
-    return Pace(
+    return ShardPace(
         rows_per_s=rows_per_s(stats),
         shard_s=settings.shard_s,
         default_rows=settings.default_rows_per_shard,

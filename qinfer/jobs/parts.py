@@ -68,7 +68,7 @@ class PartMetadata(msgspec.Struct, frozen=True):
     errors: int = -1
 
 
-class _File(msgspec.Struct, frozen=True):
+class _FileDigest(msgspec.Struct, frozen=True):
     size_bytes: int
     sha256: str
 
@@ -78,8 +78,8 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True):
 
     metadata: PartMetadata
     schema: str
-    part: _File
-    failed: _File | None = None
+    part: _FileDigest
+    failed: _FileDigest | None = None
 
 
 _records = msgspec.json.Decoder(_Record)
@@ -91,7 +91,7 @@ def part_metadata(job_id: str, shard: Shard, model_hash: str) -> PartMetadata:
     return PartMetadata(job_id, shard.index, shard.rows, tuple(etag for _, etag in etags), model_hash)
 
 
-class Split(NamedTuple):
+class PartColumns(NamedTuple):
     """Column names of a part, and of the file of its failed rows."""
 
     good: Sequence[str]
@@ -105,7 +105,7 @@ class PartWriter:
     """
 
     def __init__(
-        self, path: Path, schema: pa.Schema, output: Output, metadata: PartMetadata, split: Split | None = None
+        self, path: Path, schema: pa.Schema, output: Output, metadata: PartMetadata, split: PartColumns | None = None
     ) -> None:
         self.rows = 0
         self.errors = 0
@@ -257,9 +257,9 @@ class _BufferedFile:
         self._flush()
         self._file.close(errors)
 
-    def written(self) -> "_File":
+    def written(self) -> "_FileDigest":
         with self.path.open("rb") as file:
-            return _File(self.path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+            return _FileDigest(self.path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
     def _join(self) -> None:
         if self._small:
@@ -442,7 +442,7 @@ def _record_of(store: Store, stat: Stat, folder: str) -> _Record:
     return fitting[0]
 
 
-def _failed_name(name: str, failed: _File) -> str:
+def _failed_name(name: str, failed: _FileDigest) -> str:
     folder, slash, file = name.rpartition("/")
     stem, _, extension = file.partition(".")
     return f"{FAILED}/{folder}{slash}{stem}-{failed.sha256[:_HASH_CHARACTERS]}.{extension}"

@@ -5,10 +5,10 @@ from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import CorruptEntry
 from qinfer.jobs.job import JobSpec
-from qinfer.models.pins import Executed
+from qinfer.models.pins import ExecutedVersion
 from qinfer.models.spec import ModelSpec
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
     ranges: tuple[Range, ...]
 
 
-class Source(msgspec.Struct, frozen=True, array_like=True):
+class SourceFile(msgspec.Struct, frozen=True, array_like=True):
     """An input file; `etag` is the store's id of its content."""
 
     url: str
@@ -103,7 +103,7 @@ class ShardTicket(msgspec.Struct, frozen=True, array_like=True):
     shard: Shard
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that determines the shards of a job; written once, and never changed.
 
     Attributes:
@@ -118,33 +118,33 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     spec: JobSpec
     model_hash: str
     schema: str
-    sources: tuple[Source, ...]
+    sources: tuple[SourceFile, ...]
     shards: tuple[Shard, ...]
     rows: int
     skipped: tuple[BadFile, ...] = ()
     created_at: float = 0.0
     not_copied: tuple[str, ...] = ()
-    executes: tuple[Executed, ...] = ()
+    executes: tuple[ExecutedVersion, ...] = ()
 
 
 class InputFile(NamedTuple):
     """An input file with the rows of its row groups, or the cut points of its text."""
 
-    source: Source
+    source: SourceFile
     groups: tuple[int, ...] | None
     cuts: tuple[Cut, ...] = ()
 
 
-class Unplanned(NamedTuple):
+class UnplannedJob(NamedTuple):
     """A job without a plan; `spec` has passed `planning.examine` and names a model version."""
 
     job_id: str
     spec: JobSpec
     model: ModelSpec
     model_hash: str
-    grant: Grant
+    grant: UrlGrant
     created_at: float = 0.0
-    executes: tuple[Executed, ...] = ()
+    executes: tuple[ExecutedVersion, ...] = ()
 
 
 class Estimate(msgspec.Struct, frozen=True, array_like=True):
@@ -162,7 +162,7 @@ class ExpectedParts(msgspec.Struct, frozen=True, array_like=True):
     model_hash: str
     output_url: str
     shards: tuple[Shard, ...]
-    grant: Grant
+    grant: UrlGrant
     is_split: bool = False
 
     def url_of(self, shard: Shard) -> str:
@@ -240,12 +240,12 @@ class _PlanJson(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     spec: JobSpec
     schema: str
-    sources: tuple[Source, ...]
+    sources: tuple[SourceFile, ...]
     shards: tuple[_Shard, ...]
     skipped: tuple[BadFile, ...] = ()
     created_at: float = 0.0
     not_copied: tuple[str, ...] = ()
-    executes: tuple[Executed, ...] = ()
+    executes: tuple[ExecutedVersion, ...] = ()
 
 
 class _NamedShard(msgspec.Struct, frozen=True, array_like=True):
@@ -269,7 +269,7 @@ _plans = msgspec.json.Decoder(_PlanJson)
 _plan_names = msgspec.json.Decoder(PlanNames)
 
 
-def encode_plan(plan: Plan) -> bytes:
+def encode_plan(plan: JobPlan) -> bytes:
     """Returns a plan as JSON; equal plans give equal bytes."""
     numbers = {source.url: number for number, source in enumerate(plan.sources)}
     shards = tuple(
@@ -285,15 +285,15 @@ def encode_plan(plan: Plan) -> bytes:
     return msgspec.json.encode(_PlanJson(**msgspec.structs.asdict(plan) | {"shards": shards}))
 
 
-def decode_plan(data: bytes) -> Plan:
+def decode_plan(data: bytes) -> JobPlan:
     """Decodes a plan."""
     wire = read_stored(_plans, data, "the job's plan")
     try:
         shards = tuple(_shard(index, shard, wire.sources) for index, shard in enumerate(wire.shards))
     except IndexError as error:
         raise CorruptEntry(f"the job's plan can't be read: {error}") from None
-    fields = {name: getattr(wire, name) for name in Plan.__struct_fields__}
-    return Plan(**fields | {"shards": shards})
+    fields = {name: getattr(wire, name) for name in JobPlan.__struct_fields__}
+    return JobPlan(**fields | {"shards": shards})
 
 
 def decode_plan_names(data: bytes) -> PlanNames:
@@ -322,11 +322,11 @@ class PlanHead(msgspec.Struct, frozen=True, kw_only=True):
     model_hash: str
     schema: str
     skipped: SkippedFiles = SkippedFiles()
-    executes: tuple[Executed, ...] = ()
+    executes: tuple[ExecutedVersion, ...] = ()
     csv_escape: str = ""
 
 
-def encode_plan_head(plan: Plan) -> bytes:
+def encode_plan_head(plan: JobPlan) -> bytes:
     """Returns the head of a plan as JSON."""
     skipped = SkippedFiles(len(plan.skipped), plan.skipped[:SHOWN_FILES])
     head = PlanHead(
@@ -347,7 +347,7 @@ def decode_plan_head(data: bytes) -> PlanHead:
 _heads = msgspec.json.Decoder(PlanHead)
 
 
-def _shard(index: int, shard: _Shard, sources: Sequence[Source]) -> Shard:
+def _shard(index: int, shard: _Shard, sources: Sequence[SourceFile]) -> Shard:
     ranges = tuple(
         Range(s.url, s.etag, p.row_group, p.first_row, p.rows, p.first_in_group, p.begin, s.size_bytes)
         for p, s in ((piece, sources[piece.source]) for piece in shard.ranges)

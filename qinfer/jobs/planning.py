@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 import pyarrow as pa
 
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InvalidRequest, StoreDenied
 from qinfer.jobs.check import check, copied_columns
 from qinfer.jobs.columns.fields import Fields, replaced
@@ -22,7 +22,17 @@ from qinfer.jobs.columns.inputs import InputColumns
 from qinfer.jobs.columns.schemas import are_rounded, common_field, encode_schema, filled
 from qinfer.jobs.columns.texts import is_declared
 from qinfer.jobs.job import JobSpec, shown, with_checked_urls
-from qinfer.jobs.plan import PLAN_NAME, SHOWN_FILES, BadFile, Estimate, InputFile, Plan, Source, Unplanned, url_of
+from qinfer.jobs.plan import (
+    PLAN_NAME,
+    SHOWN_FILES,
+    BadFile,
+    Estimate,
+    InputFile,
+    JobPlan,
+    SourceFile,
+    UnplannedJob,
+    url_of,
+)
 from qinfer.jobs.rows.arrow_footer import FOOTER_BYTES
 from qinfer.jobs.rows.csv_quotes import guessed_escape
 from qinfer.jobs.rows.json_fields import MAX_FIELDS, Path, without
@@ -31,7 +41,7 @@ from qinfer.jobs.rows.partitions import Partitions
 from qinfer.jobs.rows.source import FileFormat, Footer, SourceBroken, find_files, format_of, is_text, read_footer
 from qinfer.jobs.rows.text_streams import BLOCK_BYTES, InputForm, PieceKeeper, open_stream
 from qinfer.jobs.rows.text_types import TextTypes, joined, text_types, without_null
-from qinfer.jobs.shards import Pace, plan_shards, shard_sizes
+from qinfer.jobs.shards import ShardPace, plan_shards, shard_sizes
 from qinfer.models.spec import ModelSpec
 from qinfer.storage.errors import patiently
 from qinfer.storage.local import local_path
@@ -55,7 +65,7 @@ _AHEAD = 4
 _MOST_SCHEMAS = 64
 
 
-class Examined(NamedTuple):
+class ExaminedJob(NamedTuple):
     """A job that passed the checks, with normalized URLs.
 
     `files` may be incomplete; `schema` is empty if only planning can find it.
@@ -67,7 +77,7 @@ class Examined(NamedTuple):
     schema: pa.Schema
 
 
-def examine(spec: JobSpec, model: ModelSpec, grant: Grant, footer_bytes: int = FOOTER_BYTES) -> Examined:
+def examine(spec: JobSpec, model: ModelSpec, grant: UrlGrant, footer_bytes: int = FOOTER_BYTES) -> ExaminedJob:
     """Checks that a job can run; blocks while the stores list the inputs."""
     spec = with_checked_urls(spec, grant)
     writable(grant).check(spec.output.url)
@@ -89,7 +99,7 @@ def examine(spec: JobSpec, model: ModelSpec, grant: Grant, footer_bytes: int = F
         except InvalidRequest as error:
             of_file = f" (columns of '{file.url}')" if len(files) > 1 else ""
             raise InvalidRequest(error.message + of_file + _csv_hint([file], format_, spec)) from None
-    return Examined(spec, tuple(files), format_, schema)
+    return ExaminedJob(spec, tuple(files), format_, schema)
 
 
 def _with_escape(spec: JobSpec, files: Sequence[Stat]) -> JobSpec:
@@ -127,7 +137,7 @@ def _csv_hint(files: Sequence[Stat], format_: FileFormat, spec: JobSpec) -> str:
     return "".join(f"; {hint}" for hint in hints)
 
 
-def estimate(job: Unplanned, pace: Pace, threads: int, footer_bytes: int = FOOTER_BYTES) -> Estimate:
+def estimate(job: UnplannedJob, pace: ShardPace, threads: int, footer_bytes: int = FOOTER_BYTES) -> Estimate:
     """Checks a job and returns its size; blocks until every footer is read."""
     spec = examine(job.spec, job.model, job.grant, footer_bytes).spec
     plan = make_plan(job._replace(spec=spec), pace, threads=threads, footer_bytes=footer_bytes)
@@ -200,13 +210,13 @@ def first_schema(
 
 
 def make_plan(
-    job: Unplanned,
-    pace: Pace,
+    job: UnplannedJob,
+    pace: ShardPace,
     *,
     threads: int = 16,
     reading: Reading = lambda _: nullcontext(),
     footer_bytes: int = FOOTER_BYTES,
-) -> Plan:
+) -> JobPlan:
     """Plans a job; blocks until every footer is read, `threads` at once."""
     spec, check_read = job.spec, readable(job.grant).check
     files = find_files(spec.inputs, check_read, looks_above=False)
@@ -237,7 +247,7 @@ def make_plan(
     schema = columns.schema()
     if partitions.schema.names:
         partitions.check_read({*InputColumns(spec, job.model, schema).columns, *copied_columns(spec, schema)})
-    return Plan(
+    return JobPlan(
         job_id=job.job_id,
         spec=spec,
         model_hash=job.model_hash,
@@ -252,7 +262,7 @@ def make_plan(
     )
 
 
-def _read_and_kept(file: Stat, format_: FileFormat, types: TextTypes, job: Unplanned, footer_bytes: int) -> Footer:
+def _read_and_kept(file: Stat, format_: FileFormat, types: TextTypes, job: UnplannedJob, footer_bytes: int) -> Footer:
     if not (is_text(format_) and types.form.is_decoded(file.url, format_)):
         return read_footer(file, format_, types, footer_bytes=footer_bytes)
     keeper = PieceKeeper(writable(job.grant), types.form.kept_url, file.url, file.etag)
@@ -273,7 +283,7 @@ def _sorted_out(
         else:
             columns.add(len(planned), file, footer)
             planned.append(
-                InputFile(Source(file.url, file.etag, file.size_bytes, footer.rows), footer.groups, footer.cuts)
+                InputFile(SourceFile(file.url, file.etag, file.size_bytes, footer.rows), footer.groups, footer.cuts)
             )
             rows += footer.rows
         if (spec.bad_files == "fail" and len(bad) == SHOWN_FILES) or (spec.limit and rows >= spec.limit):

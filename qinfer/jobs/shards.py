@@ -25,7 +25,7 @@ MAX_SHARD_RANGES = 1024
 FolderOf = Callable[[str], str]
 
 
-class Pace(NamedTuple):
+class ShardPace(NamedTuple):
     """Speed of one worker (0 = unknown), and bounds that determine the size of shards."""
 
     rows_per_s: float
@@ -35,7 +35,7 @@ class Pace(NamedTuple):
     workers: int = 1
 
 
-class Sizes(NamedTuple):
+class ShardSizes(NamedTuple):
     """The number of rows of shards.
 
     While the model's speed is unknown, the first shards are small and later ones grow: every worker soon has a shard,
@@ -77,27 +77,27 @@ _LAST_SHARDS_A_WORKER = 16  # while the speed is unknown: workers' shares differ
 _MOST_WORKERS = 1000
 
 
-def shard_sizes(rows_per_part: int, rows: int, pace: Pace) -> Sizes:
+def shard_sizes(rows_per_part: int, rows: int, pace: ShardPace) -> ShardSizes:
     """Returns the sizes of a job's shards; `rows_per_part` 0 = the server decides."""
     if rows_per_part:
-        return Sizes(rows_per_part, rows_per_part)
+        return ShardSizes(rows_per_part, rows_per_part)
     workers, possible = min(max(1, pace.workers), _MOST_WORKERS), _least_rows_a_shard(rows)
     if pace.rows_per_s > 0:
         fair = -(-rows // (workers * _SHARDS_A_WORKER))
         target = min(int(pace.rows_per_s * pace.shard_s), max(fair, int(pace.rows_per_s * _LEAST_S)), pace.max_rows)
         target = max(1, target, possible)
-        return Sizes(target, max(target, min(_WHOLE_OF_TARGET * target, pace.max_rows)))
+        return ShardSizes(target, max(target, min(_WHOLE_OF_TARGET * target, pace.max_rows)))
     target = max(1, min(pace.default_rows, pace.max_rows), possible)
     whole = max(target, min(_WHOLE_OF_DEFAULT * target, pace.max_rows, rows // (2 * workers)))
     least = max(_FIRST_ROWS, possible, -(-rows // (workers * _LAST_SHARDS_A_WORKER)))
     # A row may take seconds, so every worker gets a shard, however small.
     first = max(1, min(_FIRST_ROWS, rows // workers))
-    return Sizes(target, whole, max(first, possible), least, workers)
+    return ShardSizes(target, whole, max(first, possible), least, workers)
 
 
 def plan_shards(
     files: Sequence[InputFile],
-    sizes: Sizes,
+    sizes: ShardSizes,
     extension: str,
     *,
     example: int = 0,
@@ -145,7 +145,7 @@ def _first_rows(files: Iterable[InputFile], limit: int) -> Iterator[InputFile]:
 class _Packing:
     """Walks the row groups in order; cuts large ones and joins small ones."""
 
-    def __init__(self, sizes: Sizes, left: int, folder_of: FolderOf) -> None:
+    def __init__(self, sizes: ShardSizes, left: int, folder_of: FolderOf) -> None:
         self._sizes = sizes
         self._folder_of = folder_of
         self._folder = ""
@@ -206,7 +206,7 @@ def _least_rows_a_shard(rows: int) -> int:
     return -(-2 * rows // MAX_SHARDS)
 
 
-def _too_many(files: Iterable[InputFile], sizes: Sizes) -> str:
+def _too_many(files: Iterable[InputFile], sizes: ShardSizes) -> str:
     least = _least_rows_a_shard(sum(file.source.rows for file in files))
     if sizes.rows >= least:
         return f"the inputs are more than {MAX_SHARDS} shards; merge their small row groups, or make several jobs"

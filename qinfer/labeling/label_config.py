@@ -46,7 +46,7 @@ def parse_label_config(xml: str) -> LabelConfig:
         raise InvalidRequest(f"the label config has {len(xml)} characters; at most {MAX_CHARACTERS} are read")
     if not xml.strip():
         return LabelConfig({}, {})
-    reader = _Reader()
+    reader = _LabelConfigParser()
     parser = expat.ParserCreate("utf-8")
     parser.StartElementHandler = reader.start
     parser.EndElementHandler = reader.end
@@ -63,7 +63,7 @@ def _refuse_dtd(*_: object) -> None:
     raise InvalidRequest("the label config has a DTD or entities, which are not read; remove <!DOCTYPE …>")
 
 
-class _Reader:
+class _LabelConfigParser:
     def __init__(self) -> None:
         self._open: list[str] = []  # for each open element, the control that its labels belong to, or empty
         self._elements = 0

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from qinfer.queue import keys
-from qinfer.queue.deliveries import Kind
+from qinfer.queue.deliveries import DeliveryKind
 from qinfer.queue.lanes import Queue
 from qinfer.queue.router import Call, load_script, run_script
 
@@ -55,7 +55,7 @@ class LabelState(StrEnum):
 _STATES = tuple(LabelState)
 
 
-class Placed(IntEnum):
+class PutOutcome(IntEnum):
     """`refused`: too many tasks wait."""
 
     KNOWN = 0
@@ -100,16 +100,16 @@ class LabelTasks:
         self._durability = queue.durability
         self._deliveries = queue.deliveries
 
-    async def put(self, board: Board, tasks: Sequence[LabelTask], *, ttl_s: float, limit: int) -> list[Placed]:
+    async def put(self, board: Board, tasks: Sequence[LabelTask], *, ttl_s: float, limit: int) -> list[PutOutcome]:
         """Stores waiting tasks in order, replacing entries about other requests, until `limit` of the board wait.
 
         A task that replaces a waiting one needs no room.
         """
-        return [Placed(each) for each in await self._step("put", board, tasks, ttl_s, limit=limit)]
+        return [PutOutcome(each) for each in await self._step("put", board, tasks, ttl_s, limit=limit)]
 
     async def claim(self, board: Board, count: int, *, lease_s: float) -> list[LabelTask]:
         """Claims up to `count` waiting tasks, oldest first."""
-        kind = Kind(_kind_name(board), lease_s, lease_s)
+        kind = DeliveryKind(_kind_name(board), lease_s, lease_s)
         items = await self._deliveries.take(board.model, 0, kind, count)
         tasks = await self.get(board, [int(item.text) for item in items], with_data=True)
         gone = [item.id for item, task in zip(items, tasks, strict=True) if task is None]

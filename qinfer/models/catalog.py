@@ -14,7 +14,7 @@ from qinfer.core.settings import LimitSettings
 from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, QinferError
 from qinfer.models.config.config import from_json, to_json, to_spec
 from qinfer.models.dependents import kind_of_ensemble, labels_of
-from qinfer.models.installation import Guard, Snapshot
+from qinfer.models.installation import InstallationGuard, InstallationState
 from qinfer.models.readiness import (
     PENDING_REASON,
     Capacity,
@@ -46,7 +46,7 @@ _AFTER_START_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedVersion:
     """A model version that accepts requests.
 
     Attributes:
@@ -63,9 +63,9 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _View:
-    served: Mapping[tuple[str, int], Served] = field(default_factory=dict)
-    accepting: Mapping[tuple[str, int], Served] = field(default_factory=dict)
+class _CatalogView:
+    served: Mapping[tuple[str, int], ServedVersion] = field(default_factory=dict)
+    accepting: Mapping[tuple[str, int], ServedVersion] = field(default_factory=dict)
     capacities: Mapping[tuple[str, int], Capacity] = field(default_factory=dict)
     known: tuple[str, ...] = ()
     statuses: Mapping[str, ModelStatus] = field(default_factory=dict)
@@ -82,17 +82,17 @@ class Catalog:
     def __init__(self, store: ControlStore, limits: LimitSettings, queue: Queue | None = None) -> None:
         self._store = store
         self._limits = limits
-        self._guard = Guard(store, queue)
+        self._guard = InstallationGuard(store, queue)
         self.missed: Callable[[float], None] = lambda _: None
         self._is_whole = True
         self._beaten_by_s = 0.0
-        self._view = _View()
+        self._view = _CatalogView()
         self._refreshed = False
         self._started = False
         self._refreshing = asyncio.Lock()
         self._specs: dict[str, tuple[StoredModel, ModelSpec]] = {}
         self._unusable: dict[str, StoredModel] = {}
-        self._changes = Changes()
+        self._changes = ChangeLog()
         self._seen_versions: dict[str, set[int]] = {}
         """Model → all versions ever seen."""
 
@@ -113,7 +113,7 @@ class Catalog:
                 name: self._seen_versions.get(name, set()).union(statuses[name].versions if name in statuses else ())
                 for name in (*stored, *statuses)
             }
-            self._view = _View(
+            self._view = _CatalogView(
                 served=served,
                 accepting=accepting,
                 capacities=capacities,
@@ -125,7 +125,7 @@ class Catalog:
             self._refreshed = True
             self._started = self._started or have_begun(statuses.values())
 
-    async def _read(self, workers: Sequence[WorkerRecord]) -> Snapshot | None:
+    async def _read(self, workers: Sequence[WorkerRecord]) -> InstallationState | None:
         now = await self._guard.read()
         if now is None:
             self._is_whole, self._beaten_by_s = False, time.monotonic() + _BEAT_S
@@ -148,7 +148,7 @@ class Catalog:
             else:
                 outage.over()
 
-    def resolve(self, model: str, version: int) -> Served:
+    def resolve(self, model: str, version: int) -> ServedVersion:
         """Returns a READY version, 0 = the highest; or raises `ModelNotFound` or `ModelNotReady` (reference §1.3)."""
         served = self._view.served.get((model, version))
         if served is None:
@@ -161,12 +161,12 @@ class Catalog:
         state = self._view.statuses[model].versions.get(served.version)
         return state is None or not state.unready
 
-    def find(self, model: str, version: int) -> Served | None:
+    def find(self, model: str, version: int) -> ServedVersion | None:
         """Returns `None` where `resolve` raises."""
         return self._view.served.get((model, version))
 
-    def asked(self, model: str, version: int) -> Served:
-        """Returns a version as `resolve`, or one that loads within `Served.wait_s`."""
+    def asked(self, model: str, version: int) -> ServedVersion:
+        """Returns a version as `resolve`, or one that loads within `ServedVersion.wait_s`."""
         view = self._view
         served = view.served.get((model, version))
         if served is None:
@@ -175,7 +175,7 @@ class Catalog:
                 raise self._reason(model, version)
         return served
 
-    def accepting(self, model: str, version: int) -> Served:
+    def accepting(self, model: str, version: int) -> ServedVersion:
         """Returns the version for an asynchronous request; 0 = the highest READY one, else the highest loadable one."""
         view = self._view
         served = view.served.get((model, version)) or view.accepting.get((model, version))
@@ -291,9 +291,9 @@ class Catalog:
         statuses: Mapping[str, ModelStatus],
         stored: Mapping[str, StoredModel],
         waits_s: Mapping[tuple[str, int], float],
-    ) -> tuple[dict[tuple[str, int], Served], dict[tuple[str, int], Served]]:
-        served: dict[tuple[str, int], Served] = {}
-        accepting: dict[tuple[str, int], Served] = {}
+    ) -> tuple[dict[tuple[str, int], ServedVersion], dict[tuple[str, int], ServedVersion]]:
+        served: dict[tuple[str, int], ServedVersion] = {}
+        accepting: dict[tuple[str, int], ServedVersion] = {}
         specs: dict[str, tuple[StoredModel, ModelSpec]] = {}
         for model, status in statuses.items():
             spec = self._spec(stored.get(model), stored)
@@ -318,8 +318,8 @@ class Catalog:
         self._specs = specs
         return served, accepting
 
-    def _still_served(self, status: ModelStatus) -> dict[tuple[str, int], Served]:
-        kept: dict[tuple[str, int], Served] = {}
+    def _still_served(self, status: ModelStatus) -> dict[tuple[str, int], ServedVersion]:
+        kept: dict[tuple[str, int], ServedVersion] = {}
         for version in status.ready_versions:
             last = self._view.served.get((status.model, version))
             if last is not None and last.generation == status.versions[version].generation:
@@ -398,20 +398,20 @@ class Catalog:
         return ModelNotReady(f"{who} version {version} is not at ready state")
 
 
-def _served(spec: ModelSpec, version: int, generation: int, wait_s: float = 0.0) -> Served:
+def _served(spec: ModelSpec, version: int, generation: int, wait_s: float = 0.0) -> ServedVersion:
     routes = Routes(spec, version)
     lane = routes.default.lane
-    return Served(spec=spec, version=version, generation=generation, lane=lane, routes=routes, wait_s=wait_s)
+    return ServedVersion(spec=spec, version=version, generation=generation, lane=lane, routes=routes, wait_s=wait_s)
 
 
-def _offer(to: dict[tuple[str, int], Served], version: Served, status: ModelStatus) -> None:
+def _offer(to: dict[tuple[str, int], ServedVersion], version: ServedVersion, status: ModelStatus) -> None:
     """The last version that is not `pinned` answers requests without a version."""
     to[status.model, version.version] = version
     if not status.versions[version.version].pinned:
         to[status.model, 0] = version
 
 
-class Changes:
+class ChangeLog:
     """Logs state changes; a repeated failure for the same reason only every `_REMIND_S`."""
 
     def __init__(self) -> None:

@@ -24,10 +24,10 @@ from qinfer.errors import (
 )
 from qinfer.models.dependents import in_order, missing_uses, renew_users, unneeded, wanted_for_another
 from qinfer.models.installation import refuse_lost
-from qinfer.models.readiness import ModelStatus, Progress, assess, outcome
+from qinfer.models.readiness import LoadProgress, ModelStatus, assess, outcome
 from qinfer.models.repository.open import Repositories
 from qinfer.models.repository.reader import is_model_name
-from qinfer.models.state import Desired, State, StoredModel, WorkerRecord
+from qinfer.models.state import DesiredState, State, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import has_same_content, write_model
 from qinfer.queue.lanes import Queue
@@ -255,10 +255,10 @@ class ModelControl:
             raise _not_polled(model, found.error)
         return msgspec.structs.replace(found, override=config)
 
-    async def _is_due(self, wish: Desired | None, before: StoredModel | None) -> bool:
+    async def _is_due(self, wish: DesiredState | None, before: StoredModel | None) -> bool:
         if wish is None or not wish.load or before is None:
             return True
-        return outcome(before, await self._store.workers()).progress is Progress.FAILED
+        return outcome(before, await self._store.workers()).progress is LoadProgress.FAILED
 
     async def _until_ready(self, target: StoredModel) -> None:
         model, reason = target.model, ""
@@ -267,9 +267,9 @@ class ModelControl:
                 while True:
                     target = await self._present(target)
                     progress, reason = outcome(target, await self._store.workers())
-                    if progress is Progress.READY:
+                    if progress is LoadProgress.READY:
                         return
-                    if progress is Progress.FAILED:
+                    if progress is LoadProgress.FAILED:
                         raise VersionsFailed(f"load failed for model '{model}': {reason}")
                     await self._store.wait(_LOOK_S)
         except TimeoutError:
@@ -296,7 +296,7 @@ class ModelControl:
             raise _Superseded(f"failed to load '{target.model}', another load of it came in between")
         return current
 
-    async def _revert(self, failed: StoredModel, wish: Desired | None, before: StoredModel | None) -> None:
+    async def _revert(self, failed: StoredModel, wish: DesiredState | None, before: StoredModel | None) -> None:
         """A new generation, for workers that join later."""
         if before is None or before.error or wish is None or not wish.load:
             return
@@ -308,7 +308,7 @@ class ModelControl:
         restored = msgspec.structs.replace(before, generation=current.generation + 1)
         if not await self._store.put_model(restored):
             return
-        await self._store.set_desired(Desired(restored.model, restored.generation, dependent=wish.dependent))
+        await self._store.set_desired(DesiredState(restored.model, restored.generation, dependent=wish.dependent))
         await renew_users([restored.model], self._store)
         await self._store.wake()
         logger.warning("load reverted", extra={"model": restored.model, "generation": restored.generation})

@@ -26,7 +26,7 @@ def concerns(models: Collection[str], hosted: Collection[str]) -> bool:
     return bool(hosted) and (ALL in models or any(model in hosted for model in models))
 
 
-class Asked(NamedTuple):
+class CountQuestions(NamedTuple):
     """The id of the newest question, and all models in question."""
 
     id: str
@@ -52,11 +52,11 @@ class CountPushes:
         with translated():
             return _text(await self._client.xadd(keys.counts_asked(), fields, maxlen=_KEPT, approximate=False))
 
-    async def asked(self, last: str) -> Asked:
+    async def asked(self, last: str) -> CountQuestions:
         """Waits a while for questions after the id `last`; `0-0` = all."""
         found = await self._read(keys.counts_asked(), last, _MAX_BLOCK_S)
         names = (name for _, fields in found for name in _names(fields.get(b"models", b"")))
-        return Asked(found[-1][0] if found else last, frozenset(names))
+        return CountQuestions(found[-1][0] if found else last, frozenset(names))
 
     async def answer(self, worker: str, question: str, underway: Underway) -> None:
         """Reports pushed counts and requests under way."""

@@ -11,16 +11,16 @@ from qinfer.models.config.ensembles import to_steps
 from qinfer.models.config.message import ModelConfig, from_json
 from qinfer.models.config.sequences import to_sequence_spec
 from qinfer.models.sequence_spec import SequenceSpec, of_ensemble
-from qinfer.models.state import Desired, StoredModel, Use
+from qinfer.models.state import DesiredState, ModelUse, StoredModel
 from qinfer.models.store import ControlStore
 
 _ATTEMPTS = 10
 
 
-def uses_of(config: ModelConfig) -> tuple[Use, ...]:
+def uses_of(config: ModelConfig) -> tuple[ModelUse, ...]:
     """Returns the models that an ensemble uses."""
     steps = config.ensemble_scheduling.step
-    return tuple(dict.fromkeys(Use(step.model_name, max(step.model_version, 0)) for step in steps))
+    return tuple(dict.fromkeys(ModelUse(step.model_name, max(step.model_version, 0)) for step in steps))
 
 
 def in_order(models: Iterable[StoredModel]) -> list[StoredModel]:
@@ -52,12 +52,12 @@ def users_of(names: Collection[str], stored: Mapping[str, StoredModel]) -> list[
     return found[len(names) :]
 
 
-def wanted_for_another(model: str, wish: Desired | None) -> Desired:
+def wanted_for_another(model: str, wish: DesiredState | None) -> DesiredState:
     """Returns the wish for an ensemble's unloaded model."""
-    return msgspec.structs.replace(wish or Desired(model, 0), load=False, dependent=True)
+    return msgspec.structs.replace(wish or DesiredState(model, 0), load=False, dependent=True)
 
 
-def unneeded(model: str, desired: Mapping[str, Desired], stored: Mapping[str, StoredModel]) -> list[str]:
+def unneeded(model: str, desired: Mapping[str, DesiredState], stored: Mapping[str, StoredModel]) -> list[str]:
     """Returns the models that only this ensemble needed."""
     left = {name for name, wish in desired.items() if wish.load} - {model}
     found, gone = [], [model]
@@ -108,14 +108,14 @@ def labels_of(model: StoredModel, stored: Mapping[str, StoredModel]) -> dict[str
     return labels[model.model]
 
 
-class Kind(NamedTuple):
+class ModelKind(NamedTuple):
     """The properties that ensembles inherit from their steps."""
 
     decoupled: bool
     sequences: SequenceSpec | None
 
 
-def kind_of_ensemble(ensemble: StoredModel, stored: Mapping[str, StoredModel]) -> Kind:
+def kind_of_ensemble(ensemble: StoredModel, stored: Mapping[str, StoredModel]) -> ModelKind:
     """Returns the properties inherited from steps."""
     names = [use.model for use in ensemble.uses]
     for name in names:
@@ -123,13 +123,13 @@ def kind_of_ensemble(ensemble: StoredModel, stored: Mapping[str, StoredModel]) -
     used = [stored[name] for name in names if name in stored]
     kinds = [_kind(one.config) for one in used if one.config and not (one.uses or one.error)]
     sequences = of_ensemble([kind.sequences for kind in kinds if kind.sequences is not None])
-    return Kind(any(kind.decoupled for kind in kinds), sequences)
+    return ModelKind(any(kind.decoupled for kind in kinds), sequences)
 
 
 @lru_cache(maxsize=1024)
-def _kind(text: str) -> Kind:
+def _kind(text: str) -> ModelKind:
     config = from_json(text)
-    return Kind(config.model_transaction_policy.decoupled, to_sequence_spec(config))
+    return ModelKind(config.model_transaction_policy.decoupled, to_sequence_spec(config))
 
 
 def missing_uses(models: Sequence[StoredModel], known: Collection[str]) -> list[str]:

@@ -33,7 +33,7 @@ _MAX_WAYS = 64
 T = TypeVar("T")
 
 
-class Resolved(NamedTuple):
+class ResolvedModel(NamedTuple):
     """The model version that a step runs."""
 
     spec: ModelSpec
@@ -47,7 +47,7 @@ class PlanStep:
     Attributes:
         inputs: (input of the model, tensor of the plan).
         outputs: Output of the model → tensor of the plan.
-        within: Positions in `Plan.nested` of the ensembles around it, outermost first.
+        within: Positions in `EnsemblePlan.nested` of the ensembles around it, outermost first.
         stage: The number of decoupled steps before it.
         wanted: Outputs that the plan uses; empty = all.
     """
@@ -68,14 +68,14 @@ class PlanStep:
         object.__setattr__(self, "wanted", () if is_all else tuple(self.outputs))
 
 
-class Nested(NamedTuple):
+class NestedEnsemble(NamedTuple):
     """An ensemble that is a step."""
 
     ensemble: str
     version: int
 
 
-class _Way(NamedTuple):
+class _OutputPath(NamedTuple):
     """The steps of one stage that some outputs need.
 
     Attributes:
@@ -89,7 +89,7 @@ class _Way(NamedTuple):
     wanted: tuple[tuple[str, str], ...]
 
 
-class Plan:
+class EnsemblePlan:
     """The steps of an ensemble version; made by `plan`.
 
     Attributes:
@@ -99,7 +99,7 @@ class Plan:
         last_stage: The number of decoupled steps in a row.
     """
 
-    def __init__(self, spec: ModelSpec, planner: "_Planner", views: Mapping[str, "_View"]) -> None:
+    def __init__(self, spec: ModelSpec, planner: "_Planner", views: Mapping[str, "_TensorView"]) -> None:
         self.last_stage = max([len(planner.origins[views[tensor.name].tensor]) for tensor in spec.outputs], default=0)
         self.steps = tuple(planner.steps)
         sequences = of_ensemble([step.model.sequences for step in self.steps if step.model.sequences is not None])
@@ -110,7 +110,7 @@ class Plan:
         self.reshapes = _reshapes({tensor.name: views[tensor.name] for tensor in spec.outputs})
         self._outputs = {tensor.name: views[tensor.name].tensor for tensor in spec.outputs}
         self._writer = {tensor: number for number, step in enumerate(self.steps) for tensor in step.outputs.values()}
-        self._ways: dict[tuple[str, ...], tuple[_Way, ...]] = {}
+        self._ways: dict[tuple[str, ...], tuple[_OutputPath, ...]] = {}
 
     @property
     def versions(self) -> frozenset[tuple[str, int]]:
@@ -131,7 +131,7 @@ class Plan:
             ways = self._ways[outputs] = self._find_ways(outputs)
         return Flow(self, ways[stage])
 
-    def _find_ways(self, outputs: tuple[str, ...]) -> tuple[_Way, ...]:
+    def _find_ways(self, outputs: tuple[str, ...]) -> tuple[_OutputPath, ...]:
         wanted = tuple((name, self._outputs[name]) for name in outputs or self._outputs)
         steps, left = set[int](), [tensor for _, tensor in wanted]
         while left:
@@ -145,14 +145,14 @@ class Plan:
         *earlier, last = in_stages
         return (*(self._way(of_stage, ()) for of_stage in earlier), self._way(last, wanted))
 
-    def _way(self, steps: Collection[int], wanted: tuple[tuple[str, str], ...]) -> _Way:
+    def _way(self, steps: Collection[int], wanted: tuple[tuple[str, str], ...]) -> _OutputPath:
         readers: dict[str, list[int]] = {}
         for number in sorted(steps):
             for tensor in sorted({tensor for _, tensor in self.steps[number].inputs}):
                 readers.setdefault(tensor, []).append(number)
         counts = Counter({tensor: len(numbers) for tensor, numbers in readers.items()})
         counts.update(tensor for _, tensor in wanted)
-        return _Way(
+        return _OutputPath(
             {number: len({tensor for _, tensor in self.steps[number].inputs}) for number in steps},
             {tensor: tuple(numbers) for tensor, numbers in readers.items()},
             counts,
@@ -165,7 +165,7 @@ class Flow(Generic[T]):
 
     __slots__ = ("_lacks", "_plan", "_readers", "_tensors", "_way", "running")
 
-    def __init__(self, plan: Plan, way: _Way) -> None:
+    def __init__(self, plan: EnsemblePlan, way: _OutputPath) -> None:
         self._plan = plan
         self._way = way
         self._lacks = dict(way.lacks)
@@ -230,36 +230,36 @@ class Flow(Generic[T]):
         return ready
 
 
-def plan(spec: ModelSpec, resolve: Callable[[EnsembleStep], Resolved]) -> Plan:
+def plan(spec: ModelSpec, resolve: Callable[[EnsembleStep], ResolvedModel]) -> EnsemblePlan:
     """Checks and plans an ensemble, or raises `ModelLoadFailed`."""
     planner = _Planner(resolve)
     views = planner.add(spec, {}, (spec.name,), ())
-    made = Plan(spec, planner, views)
+    made = EnsemblePlan(spec, planner, views)
     check_settings(made.spec, made.stateful)
     return made
 
 
-class _View(NamedTuple):
+class _TensorView(NamedTuple):
     tensor: str
     reshapes: tuple[Reshape, ...] = ()
 
-    def behind(self, reshape: Reshape) -> "_View":
-        return _View(self.tensor, (*self.reshapes, reshape))
+    def behind(self, reshape: Reshape) -> "_TensorView":
+        return _TensorView(self.tensor, (*self.reshapes, reshape))
 
 
 class _Planner:
     """`origins`: tensor → the positions of the decoupled steps that it comes from, in order."""
 
-    def __init__(self, resolve: Callable[[EnsembleStep], Resolved]) -> None:
+    def __init__(self, resolve: Callable[[EnsembleStep], ResolvedModel]) -> None:
         self.origins: dict[str, tuple[int, ...]] = {}
         self.steps: list[PlanStep] = []
-        self.nested: list[Nested] = []
+        self.nested: list[NestedEnsemble] = []
         self.absent: list[str] = []
         self._resolve = resolve
 
     def add(
-        self, spec: ModelSpec, views: dict[str, _View], path: tuple[str, ...], within: tuple[int, ...]
-    ) -> Mapping[str, _View]:
+        self, spec: ModelSpec, views: dict[str, _TensorView], path: tuple[str, ...], within: tuple[int, ...]
+    ) -> Mapping[str, _TensorView]:
         """Adds the steps of an ensemble; returns views of its tensors.
 
         `path` has the ensembles around it, outermost first, and itself; `within` their positions in `nested`, without
@@ -289,7 +289,7 @@ class _Planner:
                 outputs = {name: _view(views, tensor, prefix).tensor for name, tensor in step.outputs.items()}
                 self._add_step(one, mapped, outputs, within, origin)
                 continue
-            self.nested.append(Nested(one.spec.name, one.version))
+            self.nested.append(NestedEnsemble(one.spec.name, one.version))
             inner = self.add(one.spec, mapped, (*path, one.spec.name), (*within, len(self.nested) - 1))
             views.update((tensor, inner[output]) for output, tensor in step.outputs.items())
         origin_of(spec.name, spec.name, [self.origins[views[output.name].tensor] for output in spec.outputs])
@@ -298,8 +298,8 @@ class _Planner:
 
     def _add_step(
         self,
-        one: Resolved,
-        inputs: Mapping[str, _View],
+        one: ResolvedModel,
+        inputs: Mapping[str, _TensorView],
         outputs: Mapping[str, str],
         within: tuple[int, ...],
         origin: tuple[int, ...],
@@ -325,7 +325,7 @@ class _Planner:
         )
 
 
-def _in_order(spec: ModelSpec, resolved: Sequence[Resolved]) -> Iterator[tuple[EnsembleStep, Resolved]]:
+def _in_order(spec: ModelSpec, resolved: Sequence[ResolvedModel]) -> Iterator[tuple[EnsembleStep, ResolvedModel]]:
     order = runnable([tensor.name for tensor in spec.inputs], spec.steps)
     if len(order) < len(resolved):
         raise ModelLoadFailed(f"the steps of ensemble '{spec.name}' wait for one another")
@@ -333,9 +333,9 @@ def _in_order(spec: ModelSpec, resolved: Sequence[Resolved]) -> Iterator[tuple[E
         yield spec.steps[number], resolved[number]
 
 
-def _view(views: dict[str, _View], tensor: str, prefix: str) -> _View:
-    return views.setdefault(tensor, _View(prefix + tensor))
+def _view(views: dict[str, _TensorView], tensor: str, prefix: str) -> _TensorView:
+    return views.setdefault(tensor, _TensorView(prefix + tensor))
 
 
-def _reshapes(views: Mapping[str, _View]) -> Mapping[str, tuple[Reshape, ...]]:
+def _reshapes(views: Mapping[str, _TensorView]) -> Mapping[str, tuple[Reshape, ...]]:
     return {name: view.reshapes for name, view in views.items() if view.reshapes}

@@ -16,7 +16,7 @@ import msgspec
 
 from qinfer.core.messages import IdFactory
 from qinfer.errors import BrokerUnavailable
-from qinfer.models.state import Desired, StoredModel
+from qinfer.models.state import DesiredState, StoredModel
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import ensure_lanes
 from qinfer.queue.lanes import Queue
@@ -28,11 +28,11 @@ _CLAIM_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class InstallationState:
     """The state that only Redis keeps; `installation` is the id of the data."""
 
     installation: str = ""
-    desired: Mapping[str, Desired] = field(default_factory=dict)
+    desired: Mapping[str, DesiredState] = field(default_factory=dict)
     stored: Mapping[str, StoredModel] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
 
@@ -47,7 +47,7 @@ class Loss:
     settings: tuple[str, ...]
 
 
-def loss(before: Snapshot, now: Snapshot) -> Loss | None:
+def loss(before: InstallationState, now: InstallationState) -> Loss | None:
     """Returns what Redis lost since `before`; a lost setting alone, as after a failover, does not count."""
     if not before.installation or is_claimed(before.installation):
         return None
@@ -71,7 +71,7 @@ def is_claimed(installation: str) -> bool:
     return installation.startswith(_CLAIM)
 
 
-def is_gone(before: Snapshot, now: Snapshot) -> bool:
+def is_gone(before: InstallationState, now: InstallationState) -> bool:
     """Tells whether the desired state is lost."""
     if not before.installation:
         return False
@@ -87,11 +87,11 @@ async def refuse_lost(store: ControlStore) -> None:
         raise BrokerUnavailable("Redis has lost its data, and models are being restored; try again")
 
 
-async def read_snapshot(store: ControlStore) -> Snapshot:
+async def read_snapshot(store: ControlStore) -> InstallationState:
     """Returns the present snapshot."""
     installation = await store.installation()  # first: data is restored before its claim ends
     desired = await store.desired()
-    return Snapshot(
+    return InstallationState(
         installation=installation,
         desired=desired,
         stored=await store.models(sorted(desired)),
@@ -99,17 +99,17 @@ async def read_snapshot(store: ControlStore) -> Snapshot:
     )
 
 
-class Guard:
+class InstallationGuard:
     """Reads the state in Redis; with a queue, restores lost parts."""
 
     def __init__(self, store: ControlStore, queue: Queue | None = None) -> None:
         self._store = store
         self._queue = queue
         self._new_id = IdFactory().ulid
-        self._whole = Snapshot()
+        self._whole = InstallationState()
         self._is_told = False
 
-    async def read(self) -> Snapshot | None:
+    async def read(self) -> InstallationState | None:
         """Reads the state; begins to restore lost parts and returns `None`."""
         now = await read_snapshot(self._store)
         if self._queue is None:
@@ -124,7 +124,7 @@ class Guard:
         self._whole, self._is_told = now, False
         return now
 
-    async def _check(self, now: Snapshot, queue: Queue) -> bool:
+    async def _check(self, now: InstallationState, queue: Queue) -> bool:
         before = self._whole
         if is_claimed(now.installation):
             return not before.installation
@@ -160,7 +160,7 @@ class Guard:
             },
         )
 
-    async def _restore(self, now: Snapshot, found: Loss, queue: Queue) -> None:
+    async def _restore(self, now: InstallationState, found: Loss, queue: Queue) -> None:
         before, installation = self._whole, now.installation or self._new_id()
         claim = _CLAIM + self._new_id()
         if await self._store.exchange_installation(now.installation, claim, _CLAIM_S) != claim:
@@ -174,7 +174,7 @@ class Guard:
             logger.warning("the known part of Redis' data is restored", extra={"installation": installation})
         await self._store.wake()
 
-    async def _restore_model(self, wish: Desired, queue: Queue) -> None:
+    async def _restore_model(self, wish: DesiredState, queue: Queue) -> None:
         """A value written meanwhile stays."""
         known, generation = self._whole.stored.get(wish.model), wish.generation
         if known is not None and not await self._store.has_model(wish.model):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
 
 EXECUTED = "sha256:"
 """The prefix of an executed hash."""
@@ -36,7 +36,7 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.reason}/{self.holder}/{self.model}/{self.version}"
 
 
-class Executed(msgspec.Struct, frozen=True, array_like=True):
+class ExecutedVersion(msgspec.Struct, frozen=True, array_like=True):
     """A model version and the hash of its content; `asked` is the version in a step's configuration."""
 
     model: str
@@ -59,7 +59,7 @@ def executed_hash(workers: Iterable[WorkerRecord], model: str, version: int) -> 
     return hashes.pop() if len(hashes) == 1 else ""
 
 
-def executed(workers: Sequence[WorkerRecord], model: str, version: int) -> tuple[Executed, ...]:
+def executed(workers: Sequence[WorkerRecord], model: str, version: int) -> tuple[ExecutedVersion, ...]:
     """Returns the content of a version and its steps; empty as for `executed_hash`."""
     own = executed_hash(workers, model, version)
     states = [state for worker in workers if (state := worker.state_of(model, version)) is not None]
@@ -68,15 +68,15 @@ def executed(workers: Sequence[WorkerRecord], model: str, version: int) -> tuple
     steps = {state.steps for state in states if state.generation == newest}
     if not own or len(steps) != 1:
         return ()
-    found = [Executed(model, version, own)]
+    found = [ExecutedVersion(model, version, own)]
     found += [
-        Executed(step.model, step.version, executed_hash(workers, step.model, step.version), step.asked)
+        ExecutedVersion(step.model, step.version, executed_hash(workers, step.model, step.version), step.asked)
         for step in steps.pop()
     ]
     return tuple(found) if all(one.content_hash for one in found) else ()
 
 
-def joint_hash(executes: Sequence[Executed]) -> str:
+def joint_hash(executes: Sequence[ExecutedVersion]) -> str:
     """Returns one hash of a version and its steps."""
     if len(executes) == 1:
         return executes[0].content_hash
@@ -93,7 +93,7 @@ def kept_by_pins(pins: Iterable[Pin], stored: StoredModel) -> Mapping[int, froze
     return kept
 
 
-def why_lost(pin: Pin, workers: Iterable[WorkerRecord], wish: Desired | None = None) -> str:
+def why_lost(pin: Pin, workers: Iterable[WorkerRecord], wish: DesiredState | None = None) -> str:
     """Returns why no worker can keep a version; empty = one may."""
     if wish is not None and not wish.load:
         return f"version {pin.version} of model '{pin.model}' can't be kept: the model was unloaded"

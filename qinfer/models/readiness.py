@@ -14,7 +14,7 @@ from enum import Enum
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from qinfer.models.state import Desired, State, StoredModel, Use, VersionState, WorkerRecord
+from qinfer.models.state import DesiredState, ModelUse, State, StoredModel, VersionState, WorkerRecord
 
 
 def is_placed(model: str, globs: Sequence[str]) -> bool:
@@ -25,7 +25,7 @@ def is_placed(model: str, globs: Sequence[str]) -> bool:
 PENDING_REASON = "its configuration is being completed by a worker"
 
 
-class Progress(Enum):
+class LoadProgress(Enum):
     """The progress of a load."""
 
     READY = "ready"
@@ -33,38 +33,40 @@ class Progress(Enum):
     WAITING = "waiting"
 
 
-class Outcome(NamedTuple):
+class LoadOutcome(NamedTuple):
     """The progress of a load, and its reason."""
 
-    progress: Progress
+    progress: LoadProgress
     reason: str = ""
 
 
-def outcome(stored: StoredModel, workers: Iterable[WorkerRecord]) -> Outcome:
+def outcome(stored: StoredModel, workers: Iterable[WorkerRecord]) -> LoadOutcome:
     """Returns the progress of loading a configuration."""
     if stored.error:
-        return Outcome(Progress.FAILED, stored.error)
+        return LoadOutcome(LoadProgress.FAILED, stored.error)
     assigned = [worker for worker in workers if is_placed(stored.model, worker.places)]
     if not assigned:
         if stored.min_workers == 0 and not stored.pending:
-            return Outcome(Progress.READY)
-        return Outcome(Progress.WAITING, "no live worker places it")
+            return LoadOutcome(LoadProgress.READY)
+        return LoadOutcome(LoadProgress.WAITING, "no live worker places it")
     parts = [_version(stored, version, assigned) for version in stored.versions]
-    for progress in (Progress.FAILED, Progress.WAITING):
+    for progress in (LoadProgress.FAILED, LoadProgress.WAITING):
         found = [part.reason for part in parts if part.progress is progress]
         if found:
-            return Outcome(progress, "".join(found) if progress is Progress.FAILED else found[0])
-    return Outcome(Progress.READY)
+            return LoadOutcome(progress, "".join(found) if progress is LoadProgress.FAILED else found[0])
+    return LoadOutcome(LoadProgress.READY)
 
 
-def _version(stored: StoredModel, version: int, assigned: Sequence[WorkerRecord]) -> Outcome:
+def _version(stored: StoredModel, version: int, assigned: Sequence[WorkerRecord]) -> LoadOutcome:
     states = [worker.state_of(stored.model, version) for worker in assigned]
     if not stored.pending and any(state is not None and _is_ready(state, stored.generation) for state in states):
-        return Outcome(Progress.READY)
+        return LoadOutcome(LoadProgress.READY)
     failures = [state.reason for state in states if state is not None and _has_failed(state, stored.generation)]
     if len(failures) == len(assigned):
-        return Outcome(Progress.FAILED, f"version {version} is at UNAVAILABLE state: Internal: {failures[0]};")
-    return Outcome(Progress.WAITING, PENDING_REASON if stored.pending else f"version {version} is still being loaded")
+        return LoadOutcome(LoadProgress.FAILED, f"version {version} is at UNAVAILABLE state: Internal: {failures[0]};")
+    return LoadOutcome(
+        LoadProgress.WAITING, PENDING_REASON if stored.pending else f"version {version} is still being loaded"
+    )
 
 
 def _is_ready(state: VersionState, generation: int) -> bool:
@@ -128,7 +130,7 @@ class Capacity(NamedTuple):
 
 
 def assess(
-    desired: Mapping[str, Desired], stored: Mapping[str, StoredModel], workers: Iterable[WorkerRecord]
+    desired: Mapping[str, DesiredState], stored: Mapping[str, StoredModel], workers: Iterable[WorkerRecord]
 ) -> dict[str, ModelStatus]:
     """Returns the status of desired models, by name."""
     records = list(workers)
@@ -160,7 +162,7 @@ def have_begun(statuses: Iterable[ModelStatus]) -> bool:
     return any(model.ready_versions for model in models) or not any(model.loadable_versions for model in models)
 
 
-def lacking(ensemble: str, use: Use, statuses: Mapping[str, ModelStatus]) -> str:
+def lacking(ensemble: str, use: ModelUse, statuses: Mapping[str, ModelStatus]) -> str:
     """Returns, in Triton's words, why an ensemble can't use a model."""
     status = statuses.get(use.model)
     who = f"ensemble '{ensemble}' depends on '{use.model}'"
@@ -185,7 +187,7 @@ def _lower(model: StoredModel, statuses: dict[str, ModelStatus]) -> bool:
     return True
 
 
-def _status(wish: Desired, stored: StoredModel | None, workers: list[WorkerRecord]) -> ModelStatus:
+def _status(wish: DesiredState, stored: StoredModel | None, workers: list[WorkerRecord]) -> ModelStatus:
     if stored is None:
         return ModelStatus(model=wish.model, generation=wish.generation, error="its configuration is not stored")
     # The configuration is written first.

@@ -13,7 +13,7 @@ NAMES = tuple(f"p{number}{suffix}" for number in range(1, MAX_LANES + 1) for suf
 _NO_POLICY = QueuePolicy()
 
 
-class Route(NamedTuple):
+class LaneRoute(NamedTuple):
     """The route of one level; entries of the lanes `ahead` are read first."""
 
     lane: Lane
@@ -36,17 +36,17 @@ class Routes:
         self.are_plain = spec.batching is None or spec.batching.is_plain
         self.default = self._of_level(0 if spec.batching is None else spec.batching.default_priority)
 
-    def of(self, priority: int) -> Route:
+    def of(self, priority: int) -> LaneRoute:
         """Returns the route of a priority."""
         batching = self._batching
         if batching is None or not batching.priority_levels:
             return self.default
         return self._of_level(batching.level(priority))
 
-    def _of_level(self, level: int) -> Route:
+    def _of_level(self, level: int) -> LaneRoute:
         batching = self._batching
         ahead = self._ahead[lane_name(0 if batching is None else batching.priority_levels, level)]
-        return Route(ahead[-1], _NO_POLICY if batching is None else batching.policy(level), ahead)
+        return LaneRoute(ahead[-1], _NO_POLICY if batching is None else batching.policy(level), ahead)
 
 
 def lane_name(levels: int, level: int) -> str:

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-from qinfer.core.messages import InferRequest, Sequence
+from qinfer.core.messages import InferRequest, SequenceFlags
 from qinfer.errors import InvalidRequest, InvalidStep, ModelLoadFailed
 from qinfer.tensors import Tensor, datatype, element_count, pack_bytes
 
@@ -154,7 +154,7 @@ def of_ensemble(steps: abc.Sequence[SequenceSpec]) -> SequenceSpec | None:
     )
 
 
-def check_sequence(request: InferRequest, rows: int, spec: SequenceSpec) -> Sequence | None:
+def check_sequence(request: InferRequest, rows: int, spec: SequenceSpec) -> SequenceFlags | None:
     """Returns a request's sequence flags, or raises `InvalidStep` or `InvalidRequest`."""
     if rows != 1:
         raise InvalidStep(

@@ -13,7 +13,7 @@ GATEWAY, BULK, BEAT, BRIDGE = "gateway", "bulk", "beat", "bridge"
 CALLERS = (GATEWAY, BULK, BRIDGE)
 
 
-class Desired(msgspec.Struct, frozen=True):
+class DesiredState(msgspec.Struct, frozen=True):
     """The desired state of one model; `dependent` = loaded only because an ensemble uses it.
 
     `generation` grows with each change of its configuration or files.
@@ -25,7 +25,7 @@ class Desired(msgspec.Struct, frozen=True):
     dependent: bool = False
 
 
-class Use(msgspec.Struct, frozen=True, array_like=True):
+class ModelUse(msgspec.Struct, frozen=True, array_like=True):
     """A model that an ensemble uses; version 0 = the highest that is READY."""
 
     model: str
@@ -57,7 +57,7 @@ class StoredModel(msgspec.Struct, frozen=True):
     labels: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
     location: str = ""
     pending: str = ""
-    uses: tuple[Use, ...] = ()
+    uses: tuple[ModelUse, ...] = ()
     override: str = ""
     files_of: str = ""
 

@@ -18,7 +18,7 @@ from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.pins import Pin
-from qinfer.models.state import Desired, ScalerRecord, Speed, StoredModel, WorkerRecord
+from qinfer.models.state import DesiredState, ScalerRecord, Speed, StoredModel, WorkerRecord
 from qinfer.observe.stats import LATEST
 from qinfer.queue import keys
 from qinfer.queue.connection import mapped
@@ -53,7 +53,7 @@ class ControlStore:
     def __init__(self, client: Any) -> None:  # Any: the two clients share no typed interface
         self.client = client
         self._records = StoredRecords()
-        self._desired: dict[str, Desired] = {}
+        self._desired: dict[str, DesiredState] = {}
         self._last_wakes: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
 
     async def installation(self) -> str:
@@ -77,16 +77,16 @@ class ControlStore:
         with translated():
             return {_text(name) for name in await self.client.hgetall(keys.desired())}
 
-    async def desired(self) -> dict[str, Desired]:
+    async def desired(self) -> dict[str, DesiredState]:
         """Returns all wishes; damaged records keep their last."""
         with translated():
             values = await self.client.hgetall(keys.desired())
         read = {_text(model): value for model, value in values.items()}
         known = {model: desired for model, desired in self._desired.items() if model in read}
-        self._desired = known | self._records.all(read, Desired)
+        self._desired = known | self._records.all(read, DesiredState)
         return dict(self._desired)
 
-    async def set_desired(self, desired: Desired) -> None:
+    async def set_desired(self, desired: DesiredState) -> None:
         """Writes a desired state, unless a newer generation is stored."""
         with translated():
             await self.client.eval(

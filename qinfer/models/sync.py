@@ -16,7 +16,7 @@ from qinfer.core.settings import RepositorySettings
 from qinfer.errors import ModelNotFound, SettingsError
 from qinfer.models.dependents import in_order, missing_uses, renew_users, wanted_for_another
 from qinfer.models.repository.open import NOT_UNIQUE, Repositories
-from qinfer.models.state import Desired, StoredModel, WorkerRecord
+from qinfer.models.state import DesiredState, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import write_model
 from qinfer.queue.lanes import Queue
@@ -153,7 +153,7 @@ def _read(repository: Repositories, name: str) -> StoredModel:
 
 async def _sync_model(
     model: StoredModel,
-    wish: Desired | None,
+    wish: DesiredState | None,
     workers: Iterable[WorkerRecord],
     store: ControlStore,
     delivery: Queue,
@@ -179,7 +179,7 @@ async def _sync_model(
     )
 
 
-async def _unload(kept: StoredModel, wish: Desired, reason: str, store: ControlStore) -> SyncedModel:
+async def _unload(kept: StoredModel, wish: DesiredState, reason: str, store: ControlStore) -> SyncedModel:
     failed = msgspec.structs.replace(kept, generation=kept.generation + 1, error=reason)
     await store.put_model(failed)
     await store.set_desired(msgspec.structs.replace(wish, load=False))

@@ -17,7 +17,7 @@ from qinfer.errors import QinferError
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.readiness import assess
 from qinfer.models.routes import NAMES, lanes_of
-from qinfer.models.state import Desired, Speed, StoredModel, WorkerRecord
+from qinfer.models.state import DesiredState, Speed, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe import stats
 from qinfer.queue.entries import BULK_LANES, Lane, LaneSize, bulk_lanes
@@ -77,7 +77,7 @@ class OpenRows(msgspec.Struct, frozen=True, kw_only=True):
     rows_per_s: float = 0.0
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class WorkInputs(msgspec.Struct, frozen=True, kw_only=True):
     """The data of a version for `work_of`.
 
     Attributes:
@@ -120,7 +120,7 @@ async def read_work(
     return tuple(
         work_of(
             *key,
-            Seen(
+            WorkInputs(
                 lanes=(
                     *((lane, size_of[lane]) for lane in earlier.get(key, ()) if size_of[lane].entries),
                     *((lane, size_of[lane]) for lane in lanes[key]),
@@ -136,7 +136,7 @@ async def read_work(
     )
 
 
-def work_of(model: str, version: int, seen: Seen, workers: Iterable[WorkerRecord] = ()) -> VersionWork:
+def work_of(model: str, version: int, seen: WorkInputs, workers: Iterable[WorkerRecord] = ()) -> VersionWork:
     """Returns the work of one version."""
     ready = [worker for worker in workers if worker.is_ready(model, version)]
     online = [size for lane, size in seen.lanes if lane.name not in BULK_LANES]
@@ -162,7 +162,7 @@ def work_of(model: str, version: int, seen: Seen, workers: Iterable[WorkerRecord
 
 
 def _versions(
-    desired: Mapping[str, Desired], stored: Mapping[str, StoredModel], workers: Sequence[WorkerRecord]
+    desired: Mapping[str, DesiredState], stored: Mapping[str, StoredModel], workers: Sequence[WorkerRecord]
 ) -> list[tuple[str, int]]:
     statuses = assess(desired, stored, workers)
     return [
@@ -210,7 +210,7 @@ def _rows_per_request(counts: Mapping[str, int]) -> float:
     return max(rows / requests, 1.0) if requests else 1.0
 
 
-def _rows_per_s(ready: Sequence[WorkerRecord], model: str, version: int, seen: Seen) -> float:
+def _rows_per_s(ready: Sequence[WorkerRecord], model: str, version: int, seen: WorkInputs) -> float:
     measured = [rps for worker in ready if (rps := worker.speeds.get(model, {}).get(version, 0.0))]
     stored_rps = seen.speed.rps if seen.speed is not None else 0.0
     rps = sum(measured) / len(measured) if measured else stored_rps

@@ -16,7 +16,7 @@ from qinfer.errors import ModelLoadFailed, QinferError
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.config.to_spec import MIN_WORKERS
 from qinfer.models.routes import lanes_of
-from qinfer.models.state import Desired, StoredModel
+from qinfer.models.state import DesiredState, StoredModel
 from qinfer.models.store import ControlStore
 from qinfer.queue.entries import bulk_lanes
 from qinfer.queue.lanes import Queue
@@ -24,7 +24,7 @@ from qinfer.queue.lanes import Queue
 _ATTEMPTS = 10
 
 
-class Written(NamedTuple):
+class WrittenModel(NamedTuple):
     """The stored model, and whether it was written now."""
 
     stored: StoredModel
@@ -33,21 +33,21 @@ class Written(NamedTuple):
 
 async def write_model(
     model: StoredModel,
-    wish: Desired | None,
+    wish: DesiredState | None,
     store: ControlStore,
     delivery: Queue,
     *,
     anew: bool = False,
     min_workers: int = 1,
-) -> Written:
+) -> WrittenModel:
     """Stores a changed model and its wish, or any `anew`."""
     new = await _as_stored(model, store, min_workers)
     await ensure_lanes(new, delivery)
     written = await _store(new, wish, store, int(delivery.clock.now_s() * 1000), anew=anew)
     if wish is None or wish.generation < written.stored.generation or not wish.load:
         is_dependent = wish is not None and wish.dependent
-        await store.set_desired(Desired(model.model, written.stored.generation, dependent=is_dependent))
-        return Written(written.stored, changed=True)
+        await store.set_desired(DesiredState(model.model, written.stored.generation, dependent=is_dependent))
+        return WrittenModel(written.stored, changed=True)
     return written
 
 
@@ -70,7 +70,9 @@ async def _as_stored(model: StoredModel, store: ControlStore, min_workers: int) 
     return stored if completion is None else completed(stored, completion)
 
 
-async def _store(new: StoredModel, wish: Desired | None, store: ControlStore, now_ms: int, *, anew: bool) -> Written:
+async def _store(
+    new: StoredModel, wish: DesiredState | None, store: ControlStore, now_ms: int, *, anew: bool
+) -> WrittenModel:
     """Of two writers, the slower finds its generation taken, and looks again.
 
     A generation is at least the milliseconds since the epoch: a removed model that returns must not get one that a
@@ -81,9 +83,9 @@ async def _store(new: StoredModel, wish: Desired | None, store: ControlStore, no
         previous = max(current.generation if current else 0, wish.generation if wish else 0)
         stored = msgspec.structs.replace(new, generation=max(previous + 1, now_ms))
         if current is not None and not anew and has_same_content(current, stored):
-            return Written(current, changed=False)
+            return WrittenModel(current, changed=False)
         if await store.put_model(stored):
-            return Written(stored, changed=True)
+            return WrittenModel(stored, changed=True)
     raise QinferError(f"model '{new.model}' is changed by others all the time; try again")
 
 

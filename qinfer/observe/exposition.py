@@ -18,7 +18,7 @@ OPENMETRICS_TYPE = f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
 _TRITONS = "nv_"
 
 
-class Sample(NamedTuple):
+class SampleLine(NamedTuple):
     """One line; only OpenMetrics shows the exemplar."""
 
     suffix: str
@@ -32,17 +32,17 @@ class Family:
 
     def __init__(self, info: Info) -> None:
         self.info = info
-        self.samples: list[Sample] = []
+        self.samples: list[SampleLine] = []
 
     def add(self, value: float, **labels: str) -> None:
         """Adds a line with all labels."""
-        self.samples.append(Sample("", self._ordered(labels), value))
+        self.samples.append(SampleLine("", self._ordered(labels), value))
 
     def add_histogram(self, buckets: Iterable[tuple[float, int]], total: float, **labels: str) -> None:
         """Adds a histogram from cumulative counts by ascending bounds."""
         ordered, pairs = self._ordered(labels), list(buckets)
-        self.samples += [Sample("_count", ordered, pairs[-1][1]), Sample("_sum", ordered, total)]
-        self.samples += [Sample("_bucket", (*ordered, ("le", self._bound(bound))), count) for bound, count in pairs]
+        self.samples += [SampleLine("_count", ordered, pairs[-1][1]), SampleLine("_sum", ordered, total)]
+        self.samples += [SampleLine("_bucket", (*ordered, ("le", self._bound(bound))), count) for bound, count in pairs]
 
     def number(self, value: float) -> str:
         """Returns a value in Prometheus' text format."""
@@ -57,8 +57,8 @@ class Family:
     def add_summary(self, quantiles: Mapping[float, float], count: int, total: float, **labels: str) -> None:
         """Adds the lines of a summary."""
         ordered = self._ordered(labels)
-        self.samples += [Sample("_count", ordered, count), Sample("_sum", ordered, total)]
-        self.samples += [Sample("", (*ordered, ("quantile", f"{q:g}")), value) for q, value in quantiles.items()]
+        self.samples += [SampleLine("_count", ordered, count), SampleLine("_sum", ordered, total)]
+        self.samples += [SampleLine("", (*ordered, ("quantile", f"{q:g}")), value) for q, value in quantiles.items()]
 
     def _ordered(self, labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
         assert len(labels) == len(self.info.labels), (self.info.name, labels)

@@ -217,7 +217,7 @@ EVERY_S = 60.0
 """Between two lines of a fence."""
 
 
-class Fence:
+class ErrorLogger:
     """A context for observers, which logs an `Exception` and continues after the `with`; each module has one.
 
     The first error is logged as `event`, then at most one each `EVERY_S`, with their number.

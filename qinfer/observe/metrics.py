@@ -1,4 +1,4 @@
-"""The content of `/metrics`: counts of a gateway (`stats.GatewayTally`) and of the shared store (`Snapshot`)."""
+"""The content of `/metrics`: counts of a gateway (`stats.GatewayTally`) and of the shared store (`MetricsSnapshot`)."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from qinfer.observe.exposition import CONTENT_TYPE, Family, by_model, family, la
 from qinfer.observe.host import GpuUse, HostUse, ProcessUse
 from qinfer.observe.stats import GatewayTally, Objective
 
-__all__ = ["CONTENT_TYPE", "Snapshot", "WorkerLoad", "scopes_of", "shown_metrics"]
+__all__ = ["CONTENT_TYPE", "MetricsSnapshot", "WorkerLoad", "scopes_of", "shown_metrics"]
 
 _NOT_ADMITTED = (ErrorCode.QUEUE_FULL, ErrorCode.DEADLINE_INFEASIBLE, ErrorCode.QUOTA_EXCEEDED)
 _EXPIRED = (f"{stats.FAILURES}{ErrorCode.DEADLINE_EXCEEDED}", f"{stats.REFUSALS}{ErrorCode.DEADLINE_EXCEEDED}")
@@ -57,7 +57,7 @@ def _of_gateway(tally: GatewayTally) -> Iterator[Family]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class MetricsSnapshot:
     """The data of the shared store at a scrape; mappings without a stated key are by (model, version).
 
     Attributes:
@@ -144,7 +144,7 @@ class Snapshot:
         yield from self._counted()
         yield from self._of_labeling()
 
-    def of_triton(self, wanted: triton_metrics.Wanted = triton_metrics.USUAL) -> Iterator[Family]:
+    def of_triton(self, wanted: triton_metrics.MetricsChoice = triton_metrics.USUAL) -> Iterator[Family]:
         """Yields the installation's metrics with Triton's names."""
         waiting: dict[_Key, int] = {}
         for (model, version, _), depth in self.depth.items():
@@ -205,9 +205,9 @@ def scopes_of(text: str) -> frozenset[MetricScope]:
 
 def shown_metrics(
     tally: GatewayTally,
-    snapshot: Snapshot,
+    snapshot: MetricsSnapshot,
     scopes: Iterable[MetricScope] = tuple(MetricScope),
-    wanted: triton_metrics.Wanted = triton_metrics.USUAL,
+    wanted: triton_metrics.MetricsChoice = triton_metrics.USUAL,
     *,
     more: Iterable[Family] = (),
 ) -> list[Family]:

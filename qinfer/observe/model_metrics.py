@@ -11,7 +11,7 @@ import msgspec
 
 from qinfer.observe import catalogue
 from qinfer.observe.catalogue import Info, MetricScope
-from qinfer.observe.exposition import Family, Sample
+from qinfer.observe.exposition import Family, SampleLine
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
@@ -46,15 +46,15 @@ class ModelFamily(Family):
     def show(self, one: ModelSeries) -> None:
         """Adds the lines of a series."""
         if one.kind != HISTOGRAM:
-            self.samples.append(Sample("", one.labels, one.values[0]))
+            self.samples.append(SampleLine("", one.labels, one.values[0]))
             return
         *counts, total = one.values
-        self.samples += [Sample("_count", one.labels, sum(counts)), Sample("_sum", one.labels, total)]
+        self.samples += [SampleLine("_count", one.labels, sum(counts)), SampleLine("_sum", one.labels, total)]
         below = 0.0
         for bound, count in zip((*one.bounds, math.inf), counts, strict=True):
             below += count
             shown = "+Inf" if math.isinf(bound) else self.number(bound)
-            self.samples.append(Sample("_bucket", (*one.labels, ("le", shown)), below))
+            self.samples.append(SampleLine("_bucket", (*one.labels, ("le", shown)), below))
 
 
 def merged(series: Iterable[ModelSeries]) -> list[ModelSeries]:

@@ -11,13 +11,13 @@ from typing import NamedTuple
 from qinfer.errors import ErrorCode
 from qinfer.observe import catalogue, latencies, stats
 from qinfer.observe.catalogue import Info
-from qinfer.observe.exposition import Family, Sample, by_model, family, labels_of
+from qinfer.observe.exposition import Family, SampleLine, by_model, family, labels_of
 from qinfer.observe.host import GpuUse, HostUse
 
 Key = tuple[str, int]
 
 
-class Reason(StrEnum):
+class FailureReason(StrEnum):
     """Triton's reasons of failures."""
 
     REJECTED = "REJECTED"
@@ -29,15 +29,15 @@ class Reason(StrEnum):
 class _Reasons(NamedTuple):
     """The reason of an error code, by the counting process."""
 
-    worker: Reason
-    gateway: Reason
+    worker: FailureReason
+    gateway: FailureReason
 
 
-_REJECTED = _Reasons(Reason.REJECTED, Reason.REJECTED)
-_CANCELED = _Reasons(Reason.CANCELED, Reason.CANCELED)
-_BACKEND = _Reasons(Reason.BACKEND, Reason.BACKEND)
-_OF_MODEL = _Reasons(Reason.BACKEND, Reason.OTHER)  # codes that a model may use for its own errors
-_OTHER = _Reasons(Reason.OTHER, Reason.OTHER)
+_REJECTED = _Reasons(FailureReason.REJECTED, FailureReason.REJECTED)
+_CANCELED = _Reasons(FailureReason.CANCELED, FailureReason.CANCELED)
+_BACKEND = _Reasons(FailureReason.BACKEND, FailureReason.BACKEND)
+_OF_MODEL = _Reasons(FailureReason.BACKEND, FailureReason.OTHER)  # codes that a model may use for its own errors
+_OTHER = _Reasons(FailureReason.OTHER, FailureReason.OTHER)
 
 REASONS: Mapping[str, _Reasons] = {
     ErrorCode.QUEUE_FULL: _REJECTED,
@@ -58,7 +58,7 @@ REASONS: Mapping[str, _Reasons] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class MetricsChoice:
     """The choice of metrics by Triton's `--metrics-config`, and the models' configurations.
 
     Attributes:
@@ -75,7 +75,7 @@ class Wanted:
     tags: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
-USUAL = Wanted()
+USUAL = MetricsChoice()
 """Triton's defaults."""
 
 
@@ -125,7 +125,7 @@ def families(
     statistics: Mapping[Key, Mapping[str, int]],
     pending: Mapping[Key, int],
     load_s: Mapping[Key, float],
-    wanted: Wanted = USUAL,
+    wanted: MetricsChoice = USUAL,
 ) -> Iterator[Family]:
     """Yields Triton's metrics of models."""
     for shown in _families(statistics, pending, load_s, wanted):
@@ -134,7 +134,7 @@ def families(
         yield shown
 
 
-def _tagged(sample: Sample, tags: Mapping[str, Mapping[str, str]]) -> Sample:
+def _tagged(sample: SampleLine, tags: Mapping[str, Mapping[str, str]]) -> SampleLine:
     own = tags.get(dict(sample.labels)["model"], {})
     return sample._replace(labels=(*((f"_{name}", own[name]) for name in sorted(own)), *sample.labels))
 
@@ -143,7 +143,7 @@ def _families(
     statistics: Mapping[Key, Mapping[str, int]],
     pending: Mapping[Key, int],
     load_s: Mapping[Key, float],
-    wanted: Wanted,
+    wanted: MetricsChoice,
 ) -> Iterator[Family]:
     yield by_model(catalogue.NV_SUCCESS, {key: of.get(stats.SUCCESS_COUNT, 0) for key, of in statistics.items()})
     failed = Family(catalogue.NV_FAILURE)
@@ -194,9 +194,9 @@ def of_host(use: HostUse) -> Iterator[Family]:
     yield family(catalogue.NV_CPU_MEMORY_USED, [(use.memory_used_bytes, {})])
 
 
-def failures(fields: Mapping[str, int]) -> dict[Reason, int]:
+def failures(fields: Mapping[str, int]) -> dict[FailureReason, int]:
     """Returns the failed requests by reason."""
-    counts = dict.fromkeys(Reason, 0)
+    counts = dict.fromkeys(FailureReason, 0)
     for name, count in fields.items():
         if name.startswith(stats.FAILURES):
             counts[REASONS.get(name.removeprefix(stats.FAILURES), _OTHER).worker] += count
@@ -205,7 +205,7 @@ def failures(fields: Mapping[str, int]) -> dict[Reason, int]:
     return counts
 
 
-def _of_cache(statistics: Mapping[Key, Mapping[str, int]], wanted: Wanted) -> Iterator[Family]:
+def _of_cache(statistics: Mapping[Key, Mapping[str, int]], wanted: MetricsChoice) -> Iterator[Family]:
     """Only of models that use or have used the cache."""
     counts = {stats.CACHE_HIT_COUNT, stats.CACHE_MISS_COUNT}
     of_cached = {key: of for key, of in statistics.items() if key[0] in wanted.cached or counts & set(of)}
@@ -219,7 +219,7 @@ def _of_cache(statistics: Mapping[Key, Mapping[str, int]], wanted: Wanted) -> It
         yield _summary(use.latency, of_cached, wanted)
 
 
-def _summary(latency: _Latency, statistics: Mapping[Key, Mapping[str, int]], wanted: Wanted) -> Family:
+def _summary(latency: _Latency, statistics: Mapping[Key, Mapping[str, int]], wanted: MetricsChoice) -> Family:
     summary = Family(latency.summary)
     count_of = _COUNTED.get(latency.which, _executed)
     for key, fields in statistics.items():

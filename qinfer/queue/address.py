@@ -25,7 +25,7 @@ _FILES = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
 _TLS = _FILES | {"ssl_check_hostname", "ssl_cert_reqs"}
 
 
-class Address(msgspec.Struct, frozen=True):
+class NodeAddress(msgspec.Struct, frozen=True):
     """One node: TCP, or a unix socket if `path` is set."""
 
     host: str = "127.0.0.1"
@@ -46,7 +46,7 @@ class Address(msgspec.Struct, frozen=True):
         """The public name: without the path."""
         return "socket" if self.path else f"{self.host}:{self.port}"
 
-    def at(self, host: str, port: int) -> "Address":
+    def at(self, host: str, port: int) -> "NodeAddress":
         """Returns another node of the cluster."""
         return msgspec.structs.replace(self, host=host, port=port)
 
@@ -59,7 +59,7 @@ class Sentinels(msgspec.Struct, frozen=True):
 
     places: tuple[tuple[str, int], ...]
     service: str
-    node: Address
+    node: NodeAddress
     options: dict[str, Any]
 
     def __repr__(self) -> str:
@@ -73,13 +73,13 @@ class Sentinels(msgspec.Struct, frozen=True):
         return self.service
 
 
-def parse_place(url: str) -> Address | Sentinels:
+def parse_place(url: str) -> NodeAddress | Sentinels:
     """Reads a URL of a node or Sentinels."""
     parts = _split(url)
     return _sentinels(parts) if parts.scheme.endswith(_SENTINEL) else parse(url)
 
 
-def parse(url: str) -> Address:
+def parse(url: str) -> NodeAddress:
     """Reads a Redis URL; raises `SettingsError`."""
     return _address(_fields(url))
 
@@ -130,8 +130,8 @@ def _fields(url: str) -> dict[str, Any]:
     return fields
 
 
-def _address(fields: dict[str, Any]) -> Address:
-    return Address(
+def _address(fields: dict[str, Any]) -> NodeAddress:
+    return NodeAddress(
         host=fields.get("host", "127.0.0.1"),
         port=fields.get("port", 6379),
         path=fields.get("path", ""),

@@ -22,7 +22,7 @@ from qinfer.core.retry import Backoff
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, DeliveryError, QinferError, QueueFull, SettingsError
 from qinfer.queue import MINIMUM_VERSION
-from qinfer.queue.address import Address, Sentinels
+from qinfer.queue.address import NodeAddress, Sentinels
 from qinfer.tensors import Bytes
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ _REFUSALS: dict[str, Callable[[], QinferError]] = {
 _IN_SCRIPT = re.compile(r"user_script: ?\d+: -?([A-Z]+) ")
 
 
-class Refused(DeliveryError):
+class CommandRefused(DeliveryError):
     """An error reply about the command, not the server's state; `kind` is its first word."""
 
     def __init__(self, kind: str, text: str) -> None:
@@ -120,13 +120,13 @@ def mapped(error: Exception) -> QinferError:
         return make()
     if "max number of clients" in text:
         return BrokerUnavailable("the queue takes no more connections (maxclients); try again")
-    return Refused(kind, text)
+    return CommandRefused(kind, text)
 
 
-async def open_connection(address: Address, settings: RedisSettings, timeout_s: float) -> "Connection":
+async def open_connection(address: NodeAddress, settings: RedisSettings, timeout_s: float) -> "RedisConnection":
     """Connects without a greeting."""
     loop = asyncio.get_running_loop()
-    connection = Connection(settings, timeout_s)
+    connection = RedisConnection(settings, timeout_s)
     if address.path:
         await loop.create_unix_connection(lambda: connection, address.path)
     else:
@@ -150,7 +150,7 @@ def _keep_alive(sock: socket.socket | None) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-class Connection(asyncio.Protocol):
+class RedisConnection(asyncio.Protocol):
     """A queue of callbacks beside a socket.
 
     It is broken after `timeout_s` without any reply, not when a server is slow but steady.
@@ -317,7 +317,7 @@ class Link:
 
     def __init__(
         self,
-        resolve: Callable[[], Awaitable[Address]],
+        resolve: Callable[[], Awaitable[NodeAddress]],
         settings: RedisSettings,
         *,
         name: str,
@@ -330,7 +330,7 @@ class Link:
         self._name = name
         self._timeout_s = settings.command_timeout_s + block_s
         self._on_trouble = on_trouble
-        self._connection: Connection | None = None
+        self._connection: RedisConnection | None = None
         self._told: tuple[str, str] | None = None
         self._up = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
@@ -352,20 +352,20 @@ class Link:
             self._keeper = asyncio.create_task(self._keep(), name=f"redis link {self._name}")
 
     def send(self, packed: bytes, reply: Reply) -> None:
-        """Sends a command as `Connection.send` does."""
+        """Sends a command as `RedisConnection.send` does."""
         connection = self._connection
         if connection is None:
             raise BrokerUnavailable(DOWN)
         connection.send(packed, reply)
 
     async def call(self, *command: Any, late: Reply | None = None) -> Any:
-        """Sends a command as `Connection.call` does, once the link is up."""
+        """Sends a command as `RedisConnection.call` does, once the link is up."""
         connection = self._connection
         if connection is None or connection.lost.is_set():
             connection = await self._wait_up()
         return await connection.call(*command, late=late)
 
-    async def connected(self) -> Connection:
+    async def connected(self) -> RedisConnection:
         """Waits for the connection, for commands that must share it."""
         connection = self._connection
         return connection if connection is not None and not connection.lost.is_set() else await self._wait_up()
@@ -421,7 +421,7 @@ class Link:
             self._told = (event, reason)
             logger.warning(event, extra={"link": self._name, "reason": reason} if reason else {"link": self._name})
 
-    def _take(self, connection: Connection) -> None:
+    def _take(self, connection: RedisConnection) -> None:
         if self._told is not None:
             logger.info("redis connection restored", extra={"link": self._name})
         self._connection = connection
@@ -431,7 +431,7 @@ class Link:
         self._connection = None
         self._up.clear()
 
-    async def _wait_up(self) -> Connection:
+    async def _wait_up(self) -> RedisConnection:
         self._drop()
         try:
             async with asyncio.timeout(self._settings.command_timeout_s):
@@ -442,7 +442,7 @@ class Link:
             raise BrokerUnavailable(DOWN)
         return self._connection
 
-    async def _dial(self, deadline_s: float | None) -> Connection:
+    async def _dial(self, deadline_s: float | None) -> RedisConnection:
         backoff = Backoff(*_BACKOFF_S, jitter=0.5)
         loop = asyncio.get_running_loop()
         while True:
@@ -460,7 +460,7 @@ class Link:
                 self._on_trouble()
             await asyncio.sleep(pause_s)
 
-    async def _connect(self, address: Address) -> Connection:
+    async def _connect(self, address: NodeAddress) -> RedisConnection:
         connection = await open_connection(address, self._settings, self._timeout_s)
         try:
             await self._greet(connection, address)
@@ -469,11 +469,11 @@ class Link:
             raise
         return connection
 
-    async def _greet(self, connection: Connection, address: Address) -> None:
+    async def _greet(self, connection: RedisConnection, address: NodeAddress) -> None:
         credentials = (b"AUTH", address.username or "default", address.password) if address.password else ()
         try:
             hello = await connection.call(b"HELLO", b"2", *credentials, b"SETNAME", self._name)
-        except Refused as error:
+        except CommandRefused as error:
             if "unknown command" in error.message.lower():
                 raise SettingsError("Redis older than 6.2 can't be used: upgrade it to 6.2 or newer") from None
             raise
@@ -497,10 +497,10 @@ class Link:
         self.client_id = about[b"id"]
 
 
-async def _check_role(connection: Connection) -> None:
+async def _check_role(connection: RedisConnection) -> None:
     try:
         role, *_ = await connection.call(b"ROLE")
-    except (Refused, SettingsError):  # managed services may forbid it; the first write reveals a replica
+    except (CommandRefused, SettingsError):  # managed services may forbid it; the first write reveals a replica
         return
     if role != b"master":
         raise BrokerUnavailable("it is a replica, which takes no writes")
@@ -533,7 +533,7 @@ class SentinelResolver:
         self._timeout_s = settings.connect_timeout_s / (2 * len(sentinels.places))
         self._first = 0
 
-    async def resolve(self) -> Address:
+    async def resolve(self) -> NodeAddress:
         """Returns the primary's address."""
         places = self._sentinels.places
         self._first += 1
@@ -556,13 +556,13 @@ class SentinelResolver:
         raise problem
 
     async def _ask(self, host: str, port: int) -> tuple[str, int] | None:
-        place = Address(host=host, port=port, tls=self._sentinels.node.tls)
+        place = NodeAddress(host=host, port=port, tls=self._sentinels.node.tls)
         connection = await open_connection(place, self._settings, self._timeout_s)
         try:
             if password := self._settings.sentinel_password.get_secret_value():
                 await connection.call(b"AUTH", password)
             found = await connection.call(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._sentinels.service)
-        except Refused as error:
+        except CommandRefused as error:
             if "AUTH" in error.message:
                 raise SettingsError("QINFER_REDIS__SENTINEL_PASSWORD: the Sentinels use none; unset it") from None
             raise SettingsError("QINFER_REDIS__URL: the server there is not a Sentinel; check the ports") from None

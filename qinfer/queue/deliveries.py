@@ -26,7 +26,7 @@ _TAKE = load_script("deliveries/take", "now_ms", "deliveries")
 _DONE = load_script("deliveries/done", "now_ms", "deliveries")
 
 
-class Kind(msgspec.Struct, frozen=True):
+class DeliveryKind(msgspec.Struct, frozen=True):
     """A kind of delivery.
 
     A taken item rests for `pause_s`, at least the time of one delivery, doubling up to `longest_pause_s`.
@@ -40,13 +40,13 @@ class Kind(msgspec.Struct, frozen=True):
 WEBHOOKS = "webhooks"
 """`request:<id>`, `job:<id>` or `endpoint:<name>`; settings have the pauses."""
 
-JOBS = Kind("jobs", 2.0, 60.0)
+JOBS = DeliveryKind("jobs", 2.0, 60.0)
 """Bulk jobs to be planned, settled or stopped."""
 
 
-def outbox(name: str, pause_s: float) -> Kind:
+def outbox(name: str, pause_s: float) -> DeliveryKind:
     """Returns the kind of an outbox's ended requests."""
-    return Kind(f"outbox:{name}", pause_s, pause_s)
+    return DeliveryKind(f"outbox:{name}", pause_s, pause_s)
 
 
 class DeliveryItem(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class Deliveries:
     def __init__(self, router: Router) -> None:
         self._router = router
 
-    async def take(self, model: str, partition: int, kind: Kind, count: int) -> list[DeliveryItem]:
+    async def take(self, model: str, partition: int, kind: DeliveryKind, count: int) -> list[DeliveryItem]:
         """Takes up to `count` due items, which others do not get for a while."""
         name = keys.deliveries(model, partition, kind.name).encode()
         times = (int(kind.pause_s * 1000), int(kind.longest_pause_s * 1000))
@@ -79,7 +79,7 @@ class Deliveries:
         self,
         model: str,
         partition: int,
-        kind: Kind,
+        kind: DeliveryKind,
         ids: Sequence[str],
         *,
         note: tuple[bytes, str, str] | None = None,

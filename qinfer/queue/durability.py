@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.queue import keys
-from qinfer.queue.connection import Connection, Link, Refused, pack
+from qinfer.queue.connection import CommandRefused, Link, RedisConnection, pack
 from qinfer.queue.router import BlockingLink, Call, Router
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Durability:
         self._settings = settings
         self._router = router
         self._waits = _waits(settings, needs_sync=settings.durability == "always")
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, _NodeWrites] = {}
 
     async def check(self) -> None:
         """Checks every node, and decides which waits writes need; call it first."""
@@ -59,7 +59,7 @@ class Durability:
         if line is None:
             block_s = len(self._waits) * self._settings.command_timeout_s
             link = self._router.blocking(slot, "qinfer-accept", block_s)
-            line = self._lines[place] = _Line(link, keys.confirm(model, partition), self._waits)
+            line = self._lines[place] = _NodeWrites(link, keys.confirm(model, partition), self._waits)
         return await line.write(operation)
 
 
@@ -115,7 +115,7 @@ def _warn_of_loss(appendonly: str | None, appendfsync: str | None) -> None:
 async def _config(link: Link, name: bytes) -> str | None:
     try:
         reply = await link.call(b"CONFIG", b"GET", name)
-    except (Refused, SettingsError):  # unknown if renamed, NOPERM if forbidden
+    except (CommandRefused, SettingsError):  # unknown if renamed, NOPERM if forbidden
         return None
     return reply[1].decode() if reply else None
 
@@ -123,7 +123,7 @@ async def _config(link: Link, name: bytes) -> str | None:
 async def _knows_waitaof(link: Link) -> bool:
     try:
         await link.call(b"WAITAOF", 1, 0, 1)  # replies at once on a connection that wrote nothing
-    except Refused as error:
+    except CommandRefused as error:
         if "appendonly is disabled" in error.message:
             raise SettingsError(f"QINFER_REDIS__DURABILITY=always: {error.message}; {_REMEDY}") from None
         return False
@@ -154,7 +154,7 @@ def _waits(settings: RedisSettings, *, needs_sync: bool) -> list[_Wait]:
     return waits
 
 
-class _Line:
+class _NodeWrites:
     """The confirmed writes to one node, over a connection of their own.
 
     The `marker` is written before the waits: a repeated accept writes nothing, though its first attempt may not be
@@ -179,7 +179,7 @@ class _Line:
 class _Rounds:
     """A round confirms what was written before it was sent."""
 
-    def __init__(self, connection: Connection, mark: bytes, waits: Sequence[_Wait]) -> None:
+    def __init__(self, connection: RedisConnection, mark: bytes, waits: Sequence[_Wait]) -> None:
         self.connection = connection
         self._mark = mark
         self._waits = waits

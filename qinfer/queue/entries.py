@@ -197,7 +197,7 @@ class RequestState(StrEnum):
         return self not in (RequestState.QUEUED, RequestState.RUNNING)
 
 
-class Address(msgspec.Struct, frozen=True):
+class EntryAddress(msgspec.Struct, frozen=True):
     """The address of a request's keys."""
 
     model: str
@@ -221,7 +221,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
         share: The tenant whose stored results may take all free memory; empty = no limit.
     """
 
-    address: Address
+    address: EntryAddress
     lane: Lane
     frame: Bytes
     timeout_s: float
@@ -245,7 +245,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
     share: str = ""
 
 
-class Accepted(msgspec.Struct, frozen=True):
+class AcceptOutcome(msgspec.Struct, frozen=True):
     """The outcome of an `accept`; another `body_hash` than the request's is a conflict."""
 
     id: str
@@ -253,7 +253,7 @@ class Accepted(msgspec.Struct, frozen=True):
     body_hash: str = ""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class RequestOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a request.
 
     `blob` is its encoded final response; `attempt` is 0 if it was not executed.
@@ -269,8 +269,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
     """A request to be settled; its record knows a missing `entry`."""
 
-    address: Address
-    outcome: Outcome
+    address: EntryAddress
+    outcome: RequestOutcome
     entry: Entry | None = None
     tenant: str = ""
 
@@ -281,7 +281,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     `expires_at` is the end of the result; `responses` and `stored_bytes` count those before the final one.
     """
 
-    address: Address
+    address: EntryAddress
     state: RequestState
     version: int
     tenant: str = ""

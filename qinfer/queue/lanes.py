@@ -37,7 +37,7 @@ from qinfer.core.clock import Clock, ServerClock, SystemClock
 from qinfer.core.settings import LimitSettings, RedisSettings
 from qinfer.errors import BrokerUnavailable, QinferError, QueueFull, QuotaExceeded
 from qinfer.queue import keys
-from qinfer.queue.connection import Argument, Refused, pack, packable
+from qinfer.queue.connection import Argument, CommandRefused, pack, packable
 from qinfer.queue.dead_letters import MAX_AGE_S, MAX_BYTES, DeadLetters, head_of
 from qinfer.queue.deliveries import Deliveries
 from qinfer.queue.doorbell import Doorbell
@@ -415,7 +415,7 @@ class Queue:
     async def _in_flight(self, lane: Lane) -> int:
         try:
             pending = await self.router.call(keys.lane_slot(lane), b"XPENDING", keys.lane(lane), keys.GROUP)
-        except Refused as error:
+        except CommandRefused as error:
             if error.kind != "NOGROUP":
                 raise
             return 0
@@ -460,7 +460,7 @@ class Queue:
         ids = [entry.entry_id for entry in entries]
         try:
             return await run_script(call, script, names, keys.GROUP, *arguments, *ids)
-        except Refused as error:
+        except CommandRefused as error:
             if error.kind != "NOGROUP":
                 raise
             return None
@@ -469,7 +469,7 @@ class Queue:
         create = (b"XGROUP", b"CREATE", keys.lane(lane), keys.GROUP, b"0", b"MKSTREAM")
         try:
             await self.router.call(keys.lane_slot(lane), *create)
-        except Refused as error:
+        except CommandRefused as error:
             if error.kind != "BUSYGROUP":
                 raise
 

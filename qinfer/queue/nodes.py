@@ -13,7 +13,7 @@ from qinfer.errors import QinferError, SettingsError
 from qinfer.observe import catalogue
 from qinfer.observe.catalogue import Info
 from qinfer.observe.exposition import Family, family
-from qinfer.queue.connection import Link, Refused, open_connection
+from qinfer.queue.connection import CommandRefused, Link, open_connection
 from qinfer.queue.router import Router
 
 KEPT_S = 5.0
@@ -23,7 +23,7 @@ Fields = Mapping[str, Any]
 """INFO, as text or as redis-py reads it."""
 
 
-class Node(NamedTuple):
+class RedisNode(NamedTuple):
     """A node that owns keys.
 
     `label` is host and port, `socket`, or the Sentinels' service. `info` is empty if forbidden, `None` without a reply.
@@ -52,10 +52,10 @@ class Nodes:
         self._router = router
         self._settings = settings
         self._reading = asyncio.Lock()
-        self._read: Sequence[Node] = ()
+        self._read: Sequence[RedisNode] = ()
         self._read_at = float("-inf")
 
-    async def read(self) -> Sequence[Node]:
+    async def read(self) -> Sequence[RedisNode]:
         """Returns the nodes, at most `KEPT_S` old; never fails."""
         async with self._reading:
             if time.monotonic() - self._read_at >= KEPT_S:
@@ -63,16 +63,16 @@ class Nodes:
                 self._read_at = time.monotonic()
             return self._read
 
-    async def _ask(self, label: str, link: Link) -> Node:
+    async def _ask(self, label: str, link: Link) -> RedisNode:
         info: Fields | None
         try:
             async with asyncio.timeout(_ANSWERS_WITHIN_S):
                 info = parse_info(await (link.call(b"INFO") if link.is_up else self._ask_anew(link)))
-        except (Refused, SettingsError):  # renamed, or forbidden; without a link the password is wrong
+        except (CommandRefused, SettingsError):  # renamed, or forbidden; without a link the password is wrong
             info = {} if link.is_up else None
         except (QinferError, OSError):  # TimeoutError is an OSError
             info = None
-        return Node(label, info)
+        return RedisNode(label, info)
 
     async def _ask_anew(self, link: Link) -> bytes:
         """A node that loads its data answers INFO, but `Link` refuses it."""
@@ -120,7 +120,7 @@ def replicas_of(info: Fields) -> list[Replica]:
     return found
 
 
-def families(nodes: Iterable[Node]) -> Iterator[Family]:
+def families(nodes: Iterable[RedisNode]) -> Iterator[Family]:
     """Yields the metrics of nodes."""
     nodes = list(nodes)
     yield family(catalogue.REDIS_UP, ((int(node.info is not None), {"node": node.label}) for node in nodes))

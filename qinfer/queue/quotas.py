@@ -18,7 +18,7 @@ from qinfer.queue.router import Router, load_script, ttl_ms
 _EXCHANGE = load_script("quotas/exchange", "now_ms")
 
 
-class Limits(NamedTuple):
+class QuotaLimits(NamedTuple):
     """The quota of a tenant: tokens per second (0 = unlimited), most tokens, and requests in flight."""
 
     rate: float
@@ -26,7 +26,7 @@ class Limits(NamedTuple):
     places: int
 
 
-class Use(NamedTuple):
+class QuotaUse(NamedTuple):
     """One gateway's use: tokens used and requested since the last exchange, and requests."""
 
     used: float = 0.0
@@ -34,7 +34,7 @@ class Use(NamedTuple):
     in_flight: int = 0
 
 
-class Leased(NamedTuple):
+class QuotaLease(NamedTuple):
     """A gateway's part of a quota; `level` counts all gateways' tokens, negative = a debt."""
 
     tokens: float
@@ -50,9 +50,9 @@ class Quotas:
         self._router = router
         self._gateway = gateway
 
-    async def exchange(self, tenant: str, limits: Limits, use: Use, lease_s: float) -> Leased:
+    async def exchange(self, tenant: str, limits: QuotaLimits, use: QuotaUse, lease_s: float) -> QuotaLease:
         """Reports use, and renews the lease for `lease_s` seconds; 0 gives everything back."""
         key = keys.quota(tenant).encode()
         words = (*limits, *use, ttl_ms(lease_s) if lease_s else 0)
         tokens, level, part, places = await self._router.run(keys.slot(key), _EXCHANGE, [key], self._gateway, *words)
-        return Leased(float(tokens), float(level), float(part), places)
+        return QuotaLease(float(tokens), float(level), float(part), places)

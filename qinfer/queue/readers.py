@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from qinfer.core.retry import OutageLog
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.queue import keys
-from qinfer.queue.connection import Refused, pack
+from qinfer.queue.connection import CommandRefused, pack
 from qinfer.queue.doorbell import Doorbell, place_of
 from qinfer.queue.entries import Entry, Lane, Lease, reply_address, share_of
 from qinfer.queue.router import BlockingLink, Router, load_script, run_script
@@ -98,7 +98,7 @@ class LaneReader:
             self._stir()
         try:
             leases = await self._fetch(lanes, consumer, count, wait_s)
-        except Refused as error:
+        except CommandRefused as error:
             self._distrust()
             if error.kind not in {"NOGROUP", "UNBLOCKED"}:  # a lane was deleted (FLUSHALL); the latter while blocked
                 raise

@@ -29,17 +29,17 @@ import msgspec
 from qinfer.core.messages import Failure, Response
 from qinfer.errors import BrokerUnavailable, CorruptEntry, InvalidRequest, QinferError, QueueFull, QuotaExceeded
 from qinfer.queue import keys
-from qinfer.queue.connection import Argument, Refused, pack, packable
-from qinfer.queue.deliveries import WEBHOOKS, Kind
+from qinfer.queue.connection import Argument, CommandRefused, pack, packable
+from qinfer.queue.deliveries import WEBHOOKS, DeliveryKind
 from qinfer.queue.durability import Durability
 from qinfer.queue.entries import (
     FULL,
     MARGIN_S,
     MAX_WATCHERS,
     Acceptance,
-    Accepted,
-    Address,
+    AcceptOutcome,
     Ending,
+    EntryAddress,
     Lane,
     RequestRecord,
     RequestState,
@@ -47,7 +47,7 @@ from qinfer.queue.entries import (
     check_outbox,
     delayed_name,
 )
-from qinfer.queue.router import Call, Router, Words, load_script, run_each, run_script, ttl_ms
+from qinfer.queue.router import Call, Router, ScriptArguments, load_script, run_each, run_script, ttl_ms
 from qinfer.queue.shares import Places
 from qinfer.queue.stored_responses import TOO_MUCH_STORED, StoredResponses
 from qinfer.queue.submitter import PLACING
@@ -88,7 +88,7 @@ _DUE = load_script("requests/due", "now_ms")
 _ENDINGS = load_script("requests/endings", "now_ms", "deliveries")
 
 
-class _Accepted(msgspec.Struct, array_like=True, frozen=True):
+class _AcceptedFields(msgspec.Struct, array_like=True, frozen=True):
     """Fields that no script reads."""
 
     tenant: str
@@ -104,7 +104,7 @@ class _Failure(msgspec.Struct, array_like=True, frozen=True):
 
 _LAST_MS = 253402300799999
 """The end of the year 9999."""
-_ACCEPTED = Record(_Accepted, "the record of a request")
+_ACCEPTED = Record(_AcceptedFields, "the record of a request")
 _FAILURE = Record(_Failure, "the failure of a request")
 _NO_FAILURE = _Failure("", "")
 
@@ -119,7 +119,7 @@ class Requests:
         self._durability = durability
         self._places = places
 
-    async def accept(self, acceptance: Acceptance) -> Accepted:
+    async def accept(self, acceptance: Acceptance) -> AcceptOutcome:
         """Stores and enqueues a request atomically, as durably as the settings ask.
 
         After `BrokerUnavailable` it may have been accepted: repeat it with the same id.
@@ -136,7 +136,7 @@ class Requests:
             raise accepted
         return accepted
 
-    async def accept_all(self, acceptances: Sequence[Acceptance]) -> list[Accepted | QinferError]:
+    async def accept_all(self, acceptances: Sequence[Acceptance]) -> list[AcceptOutcome | QinferError]:
         """Accepts many at less cost; returns the outcome or error of each."""
         sizes = [
             AT_ONCE_BYTES + 1 if self._values.is_apart(len(each.payload)) else len(each.frame) + len(each.payload)
@@ -144,7 +144,7 @@ class Requests:
         ]
         parts = _parts_of([acceptance.address for acceptance in acceptances], sizes)
         answers = await asyncio.gather(*(self._accept_part([acceptances[i] for i in part]) for part in parts))
-        found: list[Accepted | QinferError | None] = [None] * len(acceptances)
+        found: list[AcceptOutcome | QinferError | None] = [None] * len(acceptances)
         for part, answer in zip(parts, answers, strict=True):
             for number, accepted in zip(part, answer, strict=True):
                 found[number] = accepted
@@ -152,13 +152,13 @@ class Requests:
 
     async def find(
         self,
-        address: Address,
+        address: EntryAddress,
         body_hash: str,
         *,
         tenant: str = "",
         idempotency_key: str = "",
         notes: bytes | None = None,
-    ) -> Accepted | None:
+    ) -> AcceptOutcome | None:
         """Looks up a request by idempotency key or id as `accept` does, and makes it durable.
 
         If `body_hash` is the request's own, its end is published again, with these `notes`.
@@ -167,9 +167,11 @@ class Requests:
         if idempotency_key:
             names.append(keys.idempotency(address.model, address.partition, tenant, idempotency_key).encode())
 
-        async def look(call: Call) -> Accepted | None:
+        async def look(call: Call) -> AcceptOutcome | None:
             found = await run_script(call, _FIND, names, address.id, body_hash, *(() if notes is None else (notes,)))
-            return None if found is None else Accepted(found[0].decode(), is_new=False, body_hash=found[1].decode())
+            return (
+                None if found is None else AcceptOutcome(found[0].decode(), is_new=False, body_hash=found[1].decode())
+            )
 
         return await self._durability.write(address.model, address.partition, look)
 
@@ -188,9 +190,9 @@ class Requests:
             *(self._settle([settlements[i] for i in part], [results[i] for i in part]) for part in parts),
             return_exceptions=True,
         )
-        if len(parts) < len(settlements) and any(isinstance(answers, Refused) for answers in ended):
+        if len(parts) < len(settlements) and any(isinstance(answers, CommandRefused) for answers in ended):
             return await self._settle_apart(settlements)  # an unwritable result must not stop the others
-        waiters: dict[str, list[Address]] = {}
+        waiters: dict[str, list[EntryAddress]] = {}
         firsts = [False] * len(settlements)
         for part, answers in zip(parts, ended, strict=True):
             for number, waiting in zip(part, answers if not isinstance(answers, BaseException) else (), strict=False):
@@ -208,33 +210,33 @@ class Requests:
         """Tells whether the end is a single write, without staging."""
         return not self._values.is_apart(len(settlement.outcome.blob))
 
-    async def record(self, address: Address) -> RequestRecord | None:
+    async def record(self, address: EntryAddress) -> RequestRecord | None:
         """Returns a request's record, unless it expired."""
         return await self._record(address)
 
-    async def result(self, address: Address, tenant: str = "", room: Room | None = None) -> bytes | None:
+    async def result(self, address: EntryAddress, tenant: str = "", room: Room | None = None) -> bytes | None:
         """Returns an ended request's `Outcome.blob`, awaiting `room` before a large one."""
         name = keys.result(address.model, address.partition, address.id)
         return await self._values.get(keys.slot(name), name, tenant, room)
 
-    async def forget(self, address: Address) -> None:
+    async def forget(self, address: EntryAddress) -> None:
         """Removes a request's result, unless its end goes to an outbox; the record stays."""
         names = [_record_key(address), _result_name(address).encode()]
         names.append(keys.responses(address.model, address.partition, address.id).encode())
         prefix = keys.prefix(address.model, address.partition)
         self._values.forget(await self._router.run(keys.slot(names[0]), _FORGET, names, prefix, address.id))
 
-    async def watch(self, address: Address, reply_to: str) -> RequestRecord | None:
+    async def watch(self, address: EntryAddress, reply_to: str) -> RequestRecord | None:
         """Returns the record; `reply_to` gets a hint at the end, which may be lost."""
         return await self._record(address, reply_to)
 
-    async def due(self, model: str, partition: int, count: int) -> list[Address]:
+    async def due(self, model: str, partition: int, count: int) -> list[EntryAddress]:
         """Returns up to `count` unfinished requests past their deadline, oldest first."""
         key = keys.due(model, partition).encode()
         found = await self._router.run(keys.slot(key), _DUE, [key], count)
-        return [Address(model, partition, request_id.decode()) for request_id in found]
+        return [EntryAddress(model, partition, request_id.decode()) for request_id in found]
 
-    async def endings(self, model: str, partition: int, kind: Kind, count: int) -> list[Ending]:
+    async def endings(self, model: str, partition: int, kind: DeliveryKind, count: int) -> list[Ending]:
         """Takes up to `count` ended requests with their results from an outbox, to be `done`.
 
         Large results make it return fewer: repeat it until the list is empty.
@@ -248,7 +250,7 @@ class Requests:
         whole = dict(zip(apart, fetched, strict=True))
         return [whole.get(number, ending) for number, (ending, _) in enumerate(found)]
 
-    async def _record(self, address: Address, watcher: str = "") -> RequestRecord | None:
+    async def _record(self, address: EntryAddress, watcher: str = "") -> RequestRecord | None:
         responses = keys.responses(address.model, address.partition, address.id).encode()
         names = (_record_key(address), _result_name(address).encode(), responses)
         prefix = keys.prefix(address.model, address.partition)
@@ -260,7 +262,7 @@ class Requests:
         record = _record_of(address, values, has_result=bool(has_result), is_held=bool(is_held), deliveries=deliveries)
         return msgspec.structs.replace(record, responses=stored) if stored else record
 
-    async def _accept_part(self, acceptances: Sequence[Acceptance]) -> Sequence[Accepted | QinferError]:
+    async def _accept_part(self, acceptances: Sequence[Acceptance]) -> Sequence[AcceptOutcome | QinferError]:
         first = acceptances[0].address
         try:
             if len(acceptances) == 1:
@@ -270,7 +272,7 @@ class Requests:
             requests = [self._words(each, given(_payload_name(each.address), each.payload)) for each in acceptances]
             write = partial(_accept, requests=requests)
             replies = await self._durability.write(first.model, first.partition, write)
-        except (InvalidRequest, Refused) as error:  # caused by one of them
+        except (InvalidRequest, CommandRefused) as error:  # caused by one of them
             if len(acceptances) == 1:
                 return [error]
             return [answer for each in acceptances for answer in await self._accept_part([each])]
@@ -278,10 +280,10 @@ class Requests:
             return [error] * len(acceptances)
         return [self._accepted(reply) for reply in replies]
 
-    def _words(self, acceptance: Acceptance, payload: StagedValue) -> Words:
+    def _words(self, acceptance: Acceptance, payload: StagedValue) -> ScriptArguments:
         return _acceptance(acceptance, payload, self._places.weigh(acceptance.tenant))
 
-    def _accepted(self, reply: Sequence[Any]) -> Accepted | QinferError:
+    def _accepted(self, reply: Sequence[Any]) -> AcceptOutcome | QinferError:
         what, request_id, body_hash, objects = reply
         self._values.forget(objects)
         if what == b"full":
@@ -290,11 +292,11 @@ class Requests:
             return QuotaExceeded(TOO_MUCH_STORED, _STORED_AGAIN_S)
         if what == b"gone":
             return BrokerUnavailable(_NOT_IN_TIME)
-        return Accepted(request_id.decode(), is_new=what == b"new", body_hash=body_hash.decode())
+        return AcceptOutcome(request_id.decode(), is_new=what == b"new", body_hash=body_hash.decode())
 
     async def _with_result(self, model: str, partition: int, ending: Ending) -> Ending:
         try:
-            blob = await self.result(Address(model, partition, ending.request_id))
+            blob = await self.result(EntryAddress(model, partition, ending.request_id))
         except CorruptEntry as error:
             extra = {"request_id": ending.request_id, "error": error.message}
             logger.warning("a result is gone before its expiry", extra=extra)
@@ -356,7 +358,7 @@ class Requests:
             firsts += answers
         return firsts
 
-    def _tell(self, reply_to: str, addresses: Sequence[Address]) -> None:
+    def _tell(self, reply_to: str, addresses: Sequence[EntryAddress]) -> None:
         """A lost hint costs its reader only time."""
         key = keys.reply(reply_to).encode()
         packed = pack((b"XADD", key, b"NOMKSTREAM", b"*", b"r", hint(addresses)))
@@ -373,16 +375,16 @@ def _without_result(settlement: Settlement) -> Settlement:
     return msgspec.structs.replace(settlement, outcome=msgspec.structs.replace(outcome, **failed))
 
 
-def hint(addresses: Sequence[Address]) -> bytes:
+def hint(addresses: Sequence[EntryAddress]) -> bytes:
     """Returns the notice for watchers."""
     return encode_responses([Response(request_id=address.id) for address in addresses])
 
 
-async def _accept(call: Call, requests: Sequence[Words]) -> Sequence[Any]:
+async def _accept(call: Call, requests: Sequence[ScriptArguments]) -> Sequence[Any]:
     return await run_each(call, _ACCEPT, requests)  # type: ignore[no-any-return]  # a list
 
 
-def _parts_of(addresses: Sequence[Address], sizes: Sequence[int]) -> list[list[int]]:
+def _parts_of(addresses: Sequence[EntryAddress], sizes: Sequence[int]) -> list[list[int]]:
     parts: list[list[int]] = []
     open_parts: dict[tuple[str, int], tuple[list[int], int]] = {}
     for number, (address, size) in enumerate(zip(addresses, sizes, strict=True)):
@@ -396,20 +398,25 @@ def _parts_of(addresses: Sequence[Address], sizes: Sequence[int]) -> list[list[i
     return parts
 
 
-def _record_key(address: Address) -> bytes:
+def _record_key(address: EntryAddress) -> bytes:
     return keys.request(address.model, address.partition, address.id).encode()
 
 
-def _payload_name(address: Address) -> str:
+def _payload_name(address: EntryAddress) -> str:
     return keys.payload(address.model, address.partition, address.id)
 
 
-def _result_name(address: Address) -> str:
+def _result_name(address: EntryAddress) -> str:
     return keys.result(address.model, address.partition, address.id)
 
 
 def _record_of(
-    address: Address, values: Sequence[bytes | None], *, has_result: bool, is_held: bool = False, deliveries: int = 0
+    address: EntryAddress,
+    values: Sequence[bytes | None],
+    *,
+    has_result: bool,
+    is_held: bool = False,
+    deliveries: int = 0,
 ) -> RequestRecord:
     """`deliveries` are the attempts of an unfinished request."""
     state, version, attempts, webhook, webhook_state, accepted, failure = (value or b"" for value in values[:7])
@@ -451,7 +458,7 @@ def _instant_s(value: bytes | None) -> float:
 
 def _ending(model: str, partition: int, reply: Sequence[Any]) -> tuple[Ending, bool]:
     item_id, attempts, request_id, notes, values, place, inline = reply
-    address = Address(model, partition, request_id.decode())
+    address = EntryAddress(model, partition, request_id.decode())
     blob = inline if place == b"given" else None
     record = None if values[0] is None else _record_of(address, values, has_result=blob is not None)
     ending = Ending(
@@ -460,7 +467,7 @@ def _ending(model: str, partition: int, reply: Sequence[Any]) -> tuple[Ending, b
     return ending, place == b"apart"
 
 
-def _acceptance(acceptance: Acceptance, payload: StagedValue, weight: int) -> Words:
+def _acceptance(acceptance: Acceptance, payload: StagedValue, weight: int) -> ScriptArguments:
     address = acceptance.address
     model, partition = address.model, address.partition
     names = (
@@ -479,14 +486,16 @@ def _acceptance(acceptance: Acceptance, payload: StagedValue, weight: int) -> Wo
         *map(ttl_ms, times),
         ttl_ms(acceptance.idempotency_ttl_s) if acceptance.idempotency_key else 0,
         *(acceptance.body_hash, acceptance.lane.version, acceptance.lane.name),
-        _ACCEPTED.encode(_Accepted(acceptance.tenant, acceptance.client_id, acceptance.plan, acceptance.decoupled)),
+        _ACCEPTED.encode(
+            _AcceptedFields(acceptance.tenant, acceptance.client_id, acceptance.plan, acceptance.decoupled)
+        ),
         *(acceptance.webhook, acceptance.outbox, acceptance.notes, acceptance.watcher),
         *(acceptance.tenant, weight, acceptance.endpoint, acceptance.share),
     ]
-    return Words(names, arguments)
+    return ScriptArguments(names, arguments)
 
 
-def _settlement(settlement: Settlement, result: StagedValue) -> Words:
+def _settlement(settlement: Settlement, result: StagedValue) -> ScriptArguments:
     address, entry, outcome = settlement.address, settlement.entry, settlement.outcome
     model, partition = address.model, address.partition
     names = (
@@ -503,7 +512,7 @@ def _settlement(settlement: Settlement, result: StagedValue) -> Words:
     failure = _FAILURE.encode(_Failure(outcome.code, outcome.message)) if outcome.code or outcome.message else b""
     value = (result.place, packable(result.data))
     ended = (outcome.attempt, outcome.state, failure)
-    return Words(names, (keys.prefix(model, partition), keys.GROUP, address.id, *where, *value, *ended))
+    return ScriptArguments(names, (keys.prefix(model, partition), keys.GROUP, address.id, *where, *value, *ended))
 
 
 @lru_cache(maxsize=1024)

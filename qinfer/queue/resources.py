@@ -31,7 +31,7 @@ Units = Mapping[str, int]
 """By resource, each at least 1."""
 
 
-class Exchanged(NamedTuple):
+class ExchangeOutcome(NamedTuple):
     """`retry_s` is the time until another worker's lease ends."""
 
     has_got: bool
@@ -47,7 +47,7 @@ class Wish(NamedTuple):
     is_callee: bool = False
 
 
-class News(NamedTuple):
+class ResourceEvents(NamedTuple):
     """Events up to `last`: whether units or places in line were freed, and newly wanted resources."""
 
     last: str
@@ -82,7 +82,7 @@ class Resources:
 
     async def exchange(
         self, maxima: Units, back: Units, wish: Wish | None = None, given_up: Sequence[Wish] = ()
-    ) -> Exchanged:
+    ) -> ExchangeOutcome:
         """Gives units `back`, takes those of a wish or waits for them."""
         line = "" if wish is None else self._in_line(wish)
         withdrawn = msgspec.json.encode([self._in_line(one).decode() for one in given_up])
@@ -93,9 +93,9 @@ class Resources:
         retry_s = int(retry_ms) / 1000
         units = msgspec.json.decode(held, type=dict[str, int])
         names = frozenset(name.decode() for name in wanted)
-        return Exchanged(bool(has_got), units, names, retry_s if retry_s >= 0 else float("inf"))
+        return ExchangeOutcome(bool(has_got), units, names, retry_s if retry_s >= 0 else float("inf"))
 
-    async def wait(self, after: str) -> News | None:
+    async def wait(self, after: str) -> ResourceEvents | None:
         """Waits half a second for news behind `after`, at first `0`."""
         if self._link is None:
             self._link = self._router.blocking(self._slot, "qinfer-resources", _BLOCK_S)
@@ -107,7 +107,7 @@ class Resources:
         told = [(fields[0], fields[1]) for _, fields in entries]
         wishes = [msgspec.json.decode(text) for kind, text in told if kind == b"wanted"]
         wanted = frozenset(name for owner, units in wishes if owner != self.owner for name in units)
-        return News(entries[-1][0].decode(), any(kind == b"freed" for kind, _ in told), wanted)
+        return ResourceEvents(entries[-1][0].decode(), any(kind == b"freed" for kind, _ in told), wanted)
 
     async def leave(self) -> None:
         """Ends the lease."""

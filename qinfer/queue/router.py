@@ -28,8 +28,8 @@ import msgspec
 
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
-from qinfer.queue.address import Address, Sentinels, parse_place
-from qinfer.queue.connection import DOWN, Argument, Connection, Link, Refused, Reply, SentinelResolver, pack
+from qinfer.queue.address import NodeAddress, Sentinels, parse_place
+from qinfer.queue.connection import DOWN, Argument, CommandRefused, Link, RedisConnection, Reply, SentinelResolver, pack
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ class Router:
         for _ in range(_MAX_REDIRECTS):
             try:
                 return await link.call(*command)
-            except Refused as error:
+            except CommandRefused as error:
                 target = self._target(error)
                 if target is None:
                     raise
@@ -114,7 +114,7 @@ class Router:
     def blocking(self, slot: int, name: str, block_s: float) -> "BlockingLink":
         """Opens a connection for reads that block up to `block_s` seconds."""
 
-        async def resolve() -> Address:
+        async def resolve() -> NodeAddress:
             return await self._table[slot].resolve()
 
         link = Link(resolve, self._settings, name=name, block_s=block_s, on_trouble=self._in_doubt.set)
@@ -139,12 +139,12 @@ class Router:
         for link in [*self._blocking, *self._links.values()]:
             await link.close()
 
-    def _link(self, place: Address | Sentinels) -> Link:
+    def _link(self, place: NodeAddress | Sentinels) -> Link:
         link = self._links.get(place.label)
         if link is None:
 
-            async def fixed() -> Address:
-                assert isinstance(place, Address)
+            async def fixed() -> NodeAddress:
+                assert isinstance(place, NodeAddress)
                 return place
 
             resolve = SentinelResolver(place, self._settings).resolve if isinstance(place, Sentinels) else fixed
@@ -156,7 +156,7 @@ class Router:
         self.troubles += 1
         self._in_doubt.set()
 
-    def _target(self, error: Refused) -> tuple[Link, bool] | None:
+    def _target(self, error: CommandRefused) -> tuple[Link, bool] | None:
         """Reads MOVED and ASK: link, and whether ASKING goes first."""
         if error.kind not in {"MOVED", "ASK"}:
             return None
@@ -173,7 +173,7 @@ class Router:
         """The callback sees neither MOVED nor ASK."""
 
         def follow(answer: Any) -> None:
-            target = self._target(answer) if type(answer) is Refused and left else None
+            target = self._target(answer) if type(answer) is CommandRefused and left else None
             if target is None:
                 reply(answer)
                 return
@@ -223,7 +223,7 @@ class BlockingLink:
     def __init__(
         self,
         link: Link,
-        target: Callable[[Refused], tuple[Link, bool] | None],
+        target: Callable[[CommandRefused], tuple[Link, bool] | None],
         beside: Callable[[bytes, Reply], None],
         on_close: Callable[[], None],
     ) -> None:
@@ -259,17 +259,19 @@ class BlockingLink:
         for _ in range(_MAX_REDIRECTS):
             try:
                 return await self._link.call(*command, late=late)
-            except Refused as error:
+            except CommandRefused as error:
                 self._move(error)
         raise BrokerUnavailable(_CHANGING)
 
-    async def run(self, operation: Callable[[Callable[..., Awaitable[Any]]], Awaitable[T]]) -> tuple[Connection, T]:
+    async def run(
+        self, operation: Callable[[Callable[..., Awaitable[Any]]], Awaitable[T]]
+    ) -> tuple[RedisConnection, T]:
         """Runs `operation` with one connection's `call`, again if the slot moved; returns connection and result."""
         for _ in range(_MAX_REDIRECTS):
             connection = await self._link.connected()
             try:
                 return connection, await operation(connection.call)
-            except Refused as error:
+            except CommandRefused as error:
                 self._move(error)
         raise BrokerUnavailable(_CHANGING)
 
@@ -278,7 +280,7 @@ class BlockingLink:
         self._on_close()
         await self._link.close()
 
-    def _move(self, error: Refused) -> None:
+    def _move(self, error: CommandRefused) -> None:
         target = self._target(error)
         if target is None:
             raise error
@@ -314,7 +316,7 @@ async def run_script(call: Call, script: Script, keys: Sequence[bytes], *argumen
     """Runs a script on KEYS of one cluster slot."""
     try:
         return await call(b"EVALSHA", script.sha, len(keys), *keys, *arguments)
-    except Refused as error:
+    except CommandRefused as error:
         if error.kind != "NOSCRIPT":
             raise
     return await call(b"EVAL", script.text, len(keys), *keys, *arguments)
@@ -325,14 +327,14 @@ def ttl_ms(seconds: float) -> int:
     return max(1, int(seconds * 1000))
 
 
-class Words(NamedTuple):
+class ScriptArguments(NamedTuple):
     """KEYS and ARGV of a script."""
 
     keys: Sequence[bytes]
     arguments: Sequence[Argument]
 
 
-async def run_each(call: Call, script: Script, requests: Sequence[Words]) -> Any:
+async def run_each(call: Call, script: Script, requests: Sequence[ScriptArguments]) -> Any:
     """Runs a script of `each.lua` for requests of one slot with equally many keys; returns their replies."""
     keys: list[bytes] = []
     arguments: list[Argument] = [len(requests), len(requests[0].keys)]

@@ -11,7 +11,7 @@ from qinfer.errors import BACKLOG_TIMED_OUT, LEFT, Cancelled, CorruptEntry, Quot
 from qinfer.queue.dead_letters import head_of
 from qinfer.queue.entries import CHUNK_BYTES, STORED_TTL_S
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_records import NOT_KEPT, Place, Unanswered
+from qinfer.queue.sequence_records import NOT_KEPT, StepPlace, UnansweredStep
 from qinfer.queue.sequences import Sequences
 from qinfer.wire.frame import decode_responses, encode_responses
 
@@ -32,7 +32,7 @@ async def answer_rest(queue: Queue, sequences: Sequences) -> list[tuple[InferReq
     return failed
 
 
-async def answer_step(queue: Queue, sequences: Sequences, step: Unanswered) -> InferRequest | None:
+async def answer_step(queue: Queue, sequences: Sequences, step: UnansweredStep) -> InferRequest | None:
     """Answers a step and removes it; returns its request, if readable."""
     request = head_of(step.frame)
     if request is not None and request.reply_to:
@@ -42,7 +42,7 @@ async def answer_step(queue: Queue, sequences: Sequences, step: Unanswered) -> I
     return request
 
 
-async def stored_response(sequences: Sequences, place: Place, request_id: str) -> Response:
+async def stored_response(sequences: Sequences, place: StepPlace, request_id: str) -> Response:
     """Returns a repeated step's response; `SequenceEnded` if it is no longer kept."""
     blob = await sequences.response(place)
     if blob is None:
@@ -53,7 +53,7 @@ async def stored_response(sequences: Sequences, place: Place, request_id: str) -
     return msgspec.structs.replace(responses[0], request_id=request_id)
 
 
-async def _response(sequences: Sequences, place: Place, request: InferRequest, failure: Failure | None) -> Response:
+async def _response(sequences: Sequences, place: StepPlace, request: InferRequest, failure: Failure | None) -> Response:
     if failure is None:
         try:
             return await stored_response(sequences, place, request.id)
@@ -62,7 +62,7 @@ async def _response(sequences: Sequences, place: Place, request: InferRequest, f
     return Response(request_id=request.id, model=request.model, version=request.version, failure=failure)
 
 
-async def _publish(queue: Queue, step: Unanswered, reply_to: str, response: Response) -> None:
+async def _publish(queue: Queue, step: UnansweredStep, reply_to: str, response: Response) -> None:
     blob = encode_responses([response])
     if response.nbytes > CHUNK_BYTES:
         tenant = step.place.sequence.tenant

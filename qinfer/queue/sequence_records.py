@@ -58,7 +58,7 @@ def read_tenant(spelled: str) -> str:
     return spelled.replace("%3A", ":").replace("%25", "%")
 
 
-class Pin(msgspec.Struct, frozen=True, kw_only=True):
+class SequencePin(msgspec.Struct, frozen=True, kw_only=True):
     """The model that a life keeps; an `explicit` state is in the worker's memory."""
 
     version: int
@@ -67,7 +67,7 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float = 1.0
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request of a sequence.
 
     Attributes:
@@ -79,7 +79,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     frame: Bytes
     timeout_s: float
-    start: Pin | None = None
+    start: SequencePin | None = None
     end: bool = False
     number: int = 0
     digest: str = ""
@@ -87,7 +87,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     weight: int = 0
 
 
-class Place(msgspec.Struct, frozen=True):
+class StepPlace(msgspec.Struct, frozen=True):
     """A step of a life, both counted from 1."""
 
     sequence: SequenceId
@@ -95,20 +95,20 @@ class Place(msgspec.Struct, frozen=True):
     number: int
 
 
-class Limits(NamedTuple):
+class SubmitLimits(NamedTuple):
     """Waiting steps per sequence, and open sequences of the partition; 0 = unlimited."""
 
     steps: int = 0
     open: int = 0
 
 
-NO_LIMITS = Limits()
+NO_LIMITS = SubmitLimits()
 
 
-class Submitted(msgspec.Struct, frozen=True):
+class SubmittedStep(msgspec.Struct, frozen=True):
     """A step's place; without `entry` its response is already stored."""
 
-    place: Place
+    place: StepPlace
     entry: Entry | None
 
 
@@ -122,7 +122,7 @@ class Renaming(NamedTuple):
 UNCHANGED = Renaming()
 
 
-class Owned(msgspec.Struct, frozen=True, kw_only=True):
+class OwnedLife(msgspec.Struct, frozen=True, kw_only=True):
     """A life that a worker now owns; it has a `state` if steps are committed."""
 
     sequence: SequenceId
@@ -147,42 +147,42 @@ class SlotShare(NamedTuple):
     waited_s: float
 
 
-class Taken(msgspec.Struct, frozen=True):
+class DeliveredStep(msgspec.Struct, frozen=True):
     """A step for the owner; without `lease` the life has ended, or only the caller has left."""
 
-    place: Place
+    place: StepPlace
     token: int
     lease: Lease | None
     is_cancelled: bool = False
 
 
-class News(msgspec.Struct, frozen=True):
+class DeliveredSteps(msgspec.Struct, frozen=True):
     """The outcome of `take`; pass `ticket` to the next call."""
 
     ticket: str
-    taken: Items[Taken]
+    taken: Items[DeliveredStep]
 
 
-class Committed(msgspec.Struct, frozen=True, kw_only=True):
+class CommittedStep(msgspec.Struct, frozen=True, kw_only=True):
     """An executed step; `state` is `None` if it is unchanged, or in the model's memory."""
 
-    place: Place
+    place: StepPlace
     token: int
     response: Bytes
     state: Bytes | None = None
     idle_s: float = 0.0
 
 
-class Unanswered(msgspec.Struct, frozen=True):
+class UnansweredStep(msgspec.Struct, frozen=True):
     """A step of an ended life: publish the failure, or its stored response, then `finish` it."""
 
-    place: Place
+    place: StepPlace
     entry: Entry
     frame: bytes
     failure: Failure | None
 
 
-class Sizes(NamedTuple):
+class SequenceCounts(NamedTuple):
     """Open and waiting sequences, and all handed over and lost so far."""
 
     open: int

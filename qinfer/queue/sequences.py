@@ -54,24 +54,24 @@ from qinfer.queue.doorbell import Doorbell, place_of
 from qinfer.queue.durability import Durability
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.queue.readers import MAX_BLOCK_S, TicketReader
-from qinfer.queue.router import Router, Script, Words, load_script, run_each, ttl_ms
+from qinfer.queue.router import Router, Script, ScriptArguments, load_script, run_each, ttl_ms
 from qinfer.queue.sequence_records import (
     MAX_STATE_BYTES,
     NO_LIMITS,
     NOT_KEPT,
-    Committed,
-    Limits,
-    News,
-    Owned,
-    Place,
+    CommittedStep,
+    DeliveredStep,
+    DeliveredSteps,
+    OwnedLife,
     Renaming,
+    SequenceCounts,
     SequenceId,
-    Sizes,
     SlotShare,
-    Step,
-    Submitted,
-    Taken,
-    Unanswered,
+    StepPlace,
+    StepRequest,
+    SubmitLimits,
+    SubmittedStep,
+    UnansweredStep,
     ended_text,
     read_tenant,
     spell_tenant,
@@ -137,7 +137,7 @@ class Sequences:
         self._orphans = keys.sequence_owned(model, partition, "").encode()
         self._locks: WeakValueDictionary[SequenceId, asyncio.Lock] = WeakValueDictionary()
 
-    async def submit(self, sequence: SequenceId, step: Step, limits: Limits = NO_LIMITS) -> Submitted:
+    async def submit(self, sequence: SequenceId, step: StepRequest, limits: SubmitLimits = NO_LIMITS) -> SubmittedStep:
         """Appends a step, in the order of calls; a `BrokerUnavailable` leaves it unknown whether it did."""
         lock = self._locks.setdefault(sequence, asyncio.Lock())
         async with lock:
@@ -156,8 +156,8 @@ class Sequences:
         return sequence not in self._locks
 
     async def submit_together(
-        self, steps: Items[tuple[SequenceId, Step]], limits: Limits = NO_LIMITS
-    ) -> list[Submitted | QinferError]:
+        self, steps: Items[tuple[SequenceId, StepRequest]], limits: SubmitLimits = NO_LIMITS
+    ) -> list[SubmittedStep | QinferError]:
         """Appends steps without payloads of free sequences, in order; returns for each its place or error.
 
         A sequence is free again once its last step is appended.
@@ -165,7 +165,7 @@ class Sequences:
         call = partial(self._router.call, self._slot)
         words = [self._submit_words(sequence, step, limits) for sequence, step in steps]
         last = {sequence: position for position, (sequence, _) in enumerate(steps)}
-        outcomes: list[Submitted | QinferError] = []
+        outcomes: list[SubmittedStep | QinferError] = []
         held: dict[SequenceId, asyncio.Lock] = {}
         try:
             for sequence in last:
@@ -205,7 +205,7 @@ class Sequences:
 
     async def own(
         self, worker_id: str, version: int, count: int, *, told_bits: int | None = None
-    ) -> list[Owned] | None:
+    ) -> list[OwnedLife] | None:
         """Gives a worker up to `count` waiting sequences, tenants with the fewest by weight first.
 
         Returns `None` if its lease has ended. `told_bits` is the `bits` of `tell`.
@@ -239,16 +239,16 @@ class Sequences:
 
     async def take(
         self, worker_id: str, version: int, after: str = "", count: int = 100, max_bytes: int = 2**20
-    ) -> News | None:
+    ) -> DeliveredSteps | None:
         """Returns new steps of a worker's sequences in order, and ended lives; `None` if its lease has ended.
 
-        `after` is the previous `News.ticket`. After a reconnect a step may come again.
+        `after` is the previous `DeliveredSteps.ticket`. After a reconnect a step may come again.
         """
         names = [self._own_lane(version, worker_id)]
         is_alive, ticket, told = await self._run(_TAKE, names, worker_id, after, count, max_bytes)
         if not is_alive:
             return None
-        return News(ticket.decode(), [self._taken(worker_id, each) for each in told])
+        return DeliveredSteps(ticket.decode(), [self._taken(worker_id, each) for each in told])
 
     def reader(self, worker_id: str, version: int, bell: Doorbell) -> TicketReader:
         """Returns a reader that waits for `take` or `own`; close it."""
@@ -256,7 +256,7 @@ class Sequences:
         place = place_of(Lane(self._model, version, _WAITING[0], self._partition))
         return TicketReader(link, bell, self._own_lane(version, worker_id), self._waiting(version), place)
 
-    async def commit(self, steps: Items[Committed]) -> list[bool]:
+    async def commit(self, steps: Items[CommittedStep]) -> list[bool]:
         """Commits steps of different sequences, as durably as the settings ask.
 
         False for a sequence of another worker. After `BrokerUnavailable` some may be committed: repeat it.
@@ -283,11 +283,11 @@ class Sequences:
         name = keys.sequence_state(self._model, self._partition, sequence.name)
         return await self._value(sequence, b"state", name)
 
-    async def response(self, place: Place) -> bytes | None:
+    async def response(self, place: StepPlace) -> bytes | None:
         """Returns the stored response to a committed step, if it is kept."""
         return await self._value(place.sequence, b"answer:%d.%d" % (place.life, place.number), self._answer(place))
 
-    async def finish(self, answered: Iterable[tuple[Place, Entry]]) -> None:
+    async def finish(self, answered: Iterable[tuple[StepPlace, Entry]]) -> None:
         """Removes steps whose response was published; may be repeated."""
         words = [self._finish_words(place, entry) for place, entry in answered]
         call = partial(self._router.call, self._slot)
@@ -295,7 +295,7 @@ class Sequences:
             for gone in await run_each(call, _FINISH, words[start : start + AT_ONCE]):
                 self._values.forget(gone)
 
-    async def fail(self, place: Place, failure: Failure, token: int | None = None) -> bool:
+    async def fail(self, place: StepPlace, failure: Failure, token: int | None = None) -> bool:
         """Ends a life with the failure of a step; returns whether it ends.
 
         A life that has not begun ends when it begins. A worker that owns the life of a cancelled step is notified
@@ -304,7 +304,7 @@ class Sequences:
         """
         return await self._fail(place, failure.code, failure.message, "" if token is None else token)
 
-    async def end_idle(self, place: Place, token: int) -> bool:
+    async def end_idle(self, place: StepPlace, token: int) -> bool:
         """Ends a life that is idle for too long by Redis' clock."""
         return await self._fail(place, "", "", token)
 
@@ -327,22 +327,22 @@ class Sequences:
         """Ends expired ones of `count` sequences without an owner; returns how many."""
         return await self._counted(_SWEEP, [self._open], count)
 
-    async def unanswered(self, count: int = AT_ONCE, max_bytes: int = 2**20) -> list[Unanswered]:
+    async def unanswered(self, count: int = AT_ONCE, max_bytes: int = 2**20) -> list[UnansweredStep]:
         """Returns steps of ended lives to be answered and finished; unfinished ones come again after 10 s."""
         name = keys.sequence_endings(self._model, self._partition).encode()
         return [self._left(each) for each in await self._run(_UNANSWERED, [name], count, max_bytes)]
 
-    async def sizes(self, versions: Items[int]) -> Sizes:
+    async def sizes(self, versions: Items[int]) -> SequenceCounts:
         """Counts the sequences, and those of these versions without an owner."""
         counts = keys.sequence_counts(self._model, self._partition).encode()
         lanes = [lane for version in versions for lane in self._waiting(version)]
-        return Sizes(*await self._router.run(self._slot, _SIZES, [self._open, counts, *lanes]))
+        return SequenceCounts(*await self._router.run(self._slot, _SIZES, [self._open, counts, *lanes]))
 
     async def backlog(self, version: int) -> int:
         """Counts the steps of a version's sequences without an owner."""
         return int(await self._run(_BACKLOG, [self._open, *self._waiting(version)]))
 
-    async def _submit(self, sequence: SequenceId, step: Step, limits: Limits) -> Items[Any]:
+    async def _submit(self, sequence: SequenceId, step: StepRequest, limits: SubmitLimits) -> Items[Any]:
         payload = step.payload
         key = keys.payload(self._model, self._partition, payload.request_id) if payload else ""
         if payload is not None:
@@ -359,7 +359,7 @@ class Sequences:
         kept = await self._router.call(self._slot, b"HGET", self._record(sequence), field)
         return kept if isinstance(kept, bytes) else await self._values.get(self._slot, name, sequence.tenant)
 
-    def _submit_words(self, sequence: SequenceId, step: Step, limits: Limits) -> Words:
+    def _submit_words(self, sequence: SequenceId, step: StepRequest, limits: SubmitLimits) -> ScriptArguments:
         pin = step.start
         about = ""
         if pin is not None:
@@ -369,18 +369,18 @@ class Sequences:
         numbers = (ttl_ms(step.timeout_s), limits.steps, limits.open, step.weight)
         payload_id = step.payload.request_id if step.payload else ""
         of = (sequence.name, flags, step.number, step.digest, packable(step.frame), payload_id)
-        return Words((self._record(sequence),), (*self._begin, *of, *numbers, about))
+        return ScriptArguments((self._record(sequence),), (*self._begin, *of, *numbers, about))
 
-    def _outcome(self, sequence: SequenceId, step: Step, reply: Items[Any]) -> Submitted | QinferError:
+    def _outcome(self, sequence: SequenceId, step: StepRequest, reply: Items[Any]) -> SubmittedStep | QinferError:
         what = reply[0]
         if what not in (b"new", b"stored"):
             return self._refusal(sequence, step, what, reply[1:])
-        place = Place(sequence, reply[1], reply[2])
+        place = StepPlace(sequence, reply[1], reply[2])
         payload_id = step.payload.request_id if step.payload else ""
         is_new = what == b"new"
-        return Submitted(place, Entry(self._steps(sequence), reply[3].decode(), "", payload_id) if is_new else None)
+        return SubmittedStep(place, Entry(self._steps(sequence), reply[3].decode(), "", payload_id) if is_new else None)
 
-    def _refusal(self, sequence: SequenceId, step: Step, what: bytes, about: Items[Any]) -> QinferError:
+    def _refusal(self, sequence: SequenceId, step: StepRequest, what: bytes, about: Items[Any]) -> QinferError:
         """The first text is Triton's (reference §3.4)."""
         of = f"sequence {sequence.correlation_id} to model '{self._model}'"
         if what == b"full":
@@ -399,7 +399,7 @@ class Sequences:
         names = self.lease_keys(worker_id, versions)
         return bool(await self._router.run(self._slot, RENEW_OWNER, names, worker_id, ttl_ms(lease_s), int(is_new)))
 
-    async def _fail(self, place: Place, code: str, text: str, token: int | str) -> bool:
+    async def _fail(self, place: StepPlace, code: str, text: str, token: int | str) -> bool:
         about = (place.sequence.name, token, place.life, place.number, code, text)
         return bool(await self._counted(_FAIL, [self._record(place.sequence)], *about))
 
@@ -411,34 +411,34 @@ class Sequences:
     def _run(self, script: Script, names: Items[bytes], *arguments: Any) -> Awaitable[Any]:
         return self._router.run(self._slot, script, names, *self._begin, *arguments)
 
-    async def _stage(self, step: Committed) -> Items[Any]:
+    async def _stage(self, step: CommittedStep) -> Items[Any]:
         sequence = step.place.sequence
         name = keys.sequence_state(self._model, self._partition, sequence.name)
         state = await self._values.stage(name, step.state or b"", step.idle_s + _KEPT_S, sequence.tenant)
         response = await self._values.stage(self._answer(step.place), step.response, _KEPT_S, sequence.tenant)
         return [*_words(state), *_words(response)]
 
-    def _commit_words(self, step: Committed, values: Items[Any]) -> Words:
+    def _commit_words(self, step: CommittedStep, values: Items[Any]) -> ScriptArguments:
         place = step.place
         about = (place.sequence.name, step.token, place.life, place.number)
-        return Words((self._record(place.sequence),), (*self._begin, *about, *values))
+        return ScriptArguments((self._record(place.sequence),), (*self._begin, *about, *values))
 
-    def _finish_words(self, place: Place, entry: Entry) -> Words:
+    def _finish_words(self, place: StepPlace, entry: Entry) -> ScriptArguments:
         payload = keys.payload(self._model, self._partition, entry.payload_id) if entry.payload_id else ""
         about = (place.sequence.name, place.life, place.number, entry.entry_id, payload)
-        return Words((self._record(place.sequence),), (*self._begin, *about))
+        return ScriptArguments((self._record(place.sequence),), (*self._begin, *about))
 
-    def _taken(self, worker_id: str, told: Items[Any]) -> Taken:
+    def _taken(self, worker_id: str, told: Items[Any]) -> DeliveredStep:
         name, life, number, token, entry_id, fields, deliveries = told
-        place = Place(SequenceId.of(name.decode(errors="replace")), life, number)
+        place = StepPlace(SequenceId.of(name.decode(errors="replace")), life, number)
         if not fields:
-            return Taken(place, token, None, is_cancelled=number > 0)
+            return DeliveredStep(place, token, None, is_cancelled=number > 0)
         entry, frame = self._read(place.sequence, entry_id, fields)
-        return Taken(place, token, Lease(entry, worker_id, frame, deliveries, suspect=deliveries > 1))
+        return DeliveredStep(place, token, Lease(entry, worker_id, frame, deliveries, suspect=deliveries > 1))
 
-    def _left(self, told: Items[Any]) -> Unanswered:
+    def _left(self, told: Items[Any]) -> UnansweredStep:
         name, life, number, entry_id, fields, is_stored, code, text, failed = told
-        place = Place(SequenceId.of(name.decode(errors="replace")), life, number)
+        place = StepPlace(SequenceId.of(name.decode(errors="replace")), life, number)
         entry, frame = self._read(place.sequence, entry_id, fields)
         failure = None
         if not is_stored and not code:
@@ -451,7 +451,7 @@ class Sequences:
             ended = self._ended(place.sequence, code, text, failed)
             # In Triton, cancelling one step cancels all waiting steps.
             failure = Failure.of(Cancelled(ended.message) if code == Cancelled.code.encode() else ended)
-        return Unanswered(place, entry, frame, failure)
+        return UnansweredStep(place, entry, frame, failure)
 
     def _read(self, sequence: SequenceId, entry_id: bytes, fields: Items[bytes]) -> tuple[Entry, bytes]:
         of = dict(zip(fields[::2], fields[1::2], strict=True))
@@ -469,7 +469,7 @@ class Sequences:
     def _record(self, sequence: SequenceId) -> bytes:
         return self._records + sequence.name.encode()
 
-    def _answer(self, place: Place) -> str:
+    def _answer(self, place: StepPlace) -> str:
         step = f"{place.life}.{place.number}"
         return keys.sequence_answer(self._model, self._partition, place.sequence.name, step)
 
@@ -490,13 +490,13 @@ def _words(value: StagedValue) -> Items[Any]:
     return (value.place, value.staged if value.place == b"staged" else packable(value.data))
 
 
-def _given(step: Committed) -> Items[Any]:
+def _given(step: CommittedStep) -> Items[Any]:
     return (b"given" if step.state else b"none", packable(step.state or b""), b"given", packable(step.response))
 
 
-def _owned(found: Items[Any]) -> Owned:
+def _owned(found: Items[Any]) -> OwnedLife:
     name, life, token, committed, generation, kind, idle_ms, is_other, number = found
-    return Owned(
+    return OwnedLife(
         sequence=SequenceId.of(name.decode(errors="replace")),
         life=life,
         token=token,

@@ -17,7 +17,7 @@ from functools import partial
 from qinfer.errors import PayloadTooLarge, StreamBroken
 from qinfer.queue import keys
 from qinfer.queue.connection import Argument, packable
-from qinfer.queue.entries import Address, Lease
+from qinfer.queue.entries import EntryAddress, Lease
 from qinfer.queue.router import Call, Router, load_script, run_script
 from qinfer.queue.values import LARGE_BYTES, Values
 from qinfer.tensors import Bytes
@@ -34,7 +34,7 @@ _RESPONSES = load_script("requests/responses")
 class StoredResponses:
     """The stored responses; `tell` sends hints of new ones to reply addresses."""
 
-    def __init__(self, router: Router, values: Values, tell: Callable[[str, Sequence[Address]], None]) -> None:
+    def __init__(self, router: Router, values: Values, tell: Callable[[str, Sequence[EntryAddress]], None]) -> None:
         self._router = router
         self._values = values
         self._tell = tell
@@ -49,7 +49,7 @@ class StoredResponses:
         lost, and `PayloadTooLarge` over a limit, without storing any.
         """
         entry = lease.entry
-        address = Address(entry.lane.model, entry.lane.partition, request_id)
+        address = EntryAddress(entry.lane.model, entry.lane.partition, request_id)
         arguments: list[Argument] = [
             *(keys.prefix(address.model, address.partition), keys.GROUP, lease.consumer, lease.deliveries),
             *(keys.lane(entry.lane), entry.entry_id, int(resumes), max_bytes, index),
@@ -72,7 +72,7 @@ class StoredResponses:
             self._tell(reply_to, [address])
         return bool(what == b"stored")
 
-    async def read(self, address: Address, index: int) -> list[bytes]:
+    async def read(self, address: EntryAddress, index: int) -> list[bytes]:
         """Returns responses from `index` on, at least one if there is any, and about 1 MiB."""
         name = _responses(address)
         found = await run_script(self._call(address, 0), _RESPONSES, [name], index, LARGE_BYTES)
@@ -81,16 +81,16 @@ class StoredResponses:
             return [response]
         return list(found)
 
-    def _call(self, address: Address, nbytes: int) -> Call:
+    def _call(self, address: EntryAddress, nbytes: int) -> Call:
         slot = keys.slot(_responses(address))
         if nbytes <= LARGE_BYTES:
             return partial(self._router.call, slot)
         return partial(self._values.call_large, slot, nbytes=nbytes)
 
 
-def _record(address: Address) -> bytes:
+def _record(address: EntryAddress) -> bytes:
     return keys.request(address.model, address.partition, address.id).encode()
 
 
-def _responses(address: Address) -> bytes:
+def _responses(address: EntryAddress) -> bytes:
     return keys.responses(address.model, address.partition, address.id).encode()

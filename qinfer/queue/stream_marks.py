@@ -11,7 +11,7 @@ from typing import Any
 
 from qinfer.errors import BrokerUnavailable
 from qinfer.queue import keys
-from qinfer.queue.connection import Argument, Refused, pack
+from qinfer.queue.connection import Argument, CommandRefused, pack
 from qinfer.queue.entries import Entry, Lane, Lease, by_lane, grouped, owner_of
 from qinfer.queue.router import Router, load_script, ttl_ms
 
@@ -39,7 +39,7 @@ class StreamMarks:
         words: tuple[Argument, ...] = (1, keys.lane(lane), keys.GROUP, consumer, *ids)
 
         def answered(reply: Any) -> None:
-            if type(reply) is Refused and reply.kind == "NOSCRIPT":
+            if type(reply) is CommandRefused and reply.kind == "NOSCRIPT":
                 self._send(slot, (b"EVAL", _BEGIN.text, *words), lambda _: None)
 
         self._send(slot, (b"EVALSHA", _BEGIN.sha, *words), answered)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from qinfer.errors import BrokerUnavailable, QinferError, QueueFull
 from qinfer.queue import keys
-from qinfer.queue.connection import Argument, Refused, Reply, pack, packable
+from qinfer.queue.connection import Argument, CommandRefused, Reply, pack, packable
 from qinfer.queue.entries import FULL, Entry, Lane, Payload, delayed_name, share_of
 from qinfer.queue.router import Router, load_script
 from qinfer.queue.shares import Places, adding, adding_to_share
@@ -153,7 +153,7 @@ class Submitter:
 
     def _unless_unknown(self, slot: int, words: Sequence[Argument], appended: Reply, reply: Any) -> None:
         """Sends the script's text if Redis does not know it."""
-        if type(reply) is not Refused or reply.kind != "NOSCRIPT":
+        if type(reply) is not CommandRefused or reply.kind != "NOSCRIPT":
             appended(reply)
             return
         try:

@@ -71,7 +71,7 @@ class ScalingPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
+class QueueObservation:
     """The queue and its workers at one instant.
 
     Attributes:
@@ -97,7 +97,7 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class ScalingDecision:
     """`wanted` is what the present work alone needs."""
 
     target: int
@@ -136,7 +136,7 @@ class ScalingState:
         return replace(self, since_s=now_s, active_at_s=now_s, short_since_s=None, needs=())
 
 
-def decide(policy: ScalingPolicy, state: ScalingState, seen: Observation) -> tuple[Decision, ScalingState]:
+def decide(policy: ScalingPolicy, state: ScalingState, seen: QueueObservation) -> tuple[ScalingDecision, ScalingState]:
     """Decides how many workers there should be; returns the new state, too."""
     wanted = wanted_workers(policy, seen)
     busy = min(math.ceil(seen.used / BUSY_SHARE), state.target)
@@ -163,18 +163,18 @@ def adopt(policy: ScalingPolicy, state: ScalingState, now_s: float, target: int)
     return state
 
 
-def wanted_workers(policy: ScalingPolicy, seen: Observation) -> int:
+def wanted_workers(policy: ScalingPolicy, seen: QueueObservation) -> int:
     """Returns the need of the present work, within the limits."""
     by_work = math.ceil(min(seen.work_s / policy.target_s, policy.max_workers))
     least = max(_floor(policy, seen), seen.sequence_workers, int(seen.entries > 0))
     return min(max(by_work, least), policy.max_workers)
 
 
-def _floor(policy: ScalingPolicy, seen: Observation) -> int:
+def _floor(policy: ScalingPolicy, seen: QueueObservation) -> int:
     return min(max(policy.min_workers, seen.floor), policy.max_workers)
 
 
-def _noted(policy: ScalingPolicy, state: ScalingState, seen: Observation, need: int) -> ScalingState:
+def _noted(policy: ScalingPolicy, state: ScalingState, seen: QueueObservation, need: int) -> ScalingState:
     oldest_s = seen.now_s - policy.down_after_s * state.patience
     needs = tuple(one for one in state.needs if one[1] > need and one[0] > oldest_s)
     is_active = seen.entries > 0 or seen.sequence_workers > 0 or seen.executed
@@ -185,7 +185,9 @@ def _noted(policy: ScalingPolicy, state: ScalingState, seen: Observation, need: 
     )
 
 
-def _up(policy: ScalingPolicy, state: ScalingState, seen: Observation, wanted: int) -> tuple[Decision, ScalingState]:
+def _up(
+    policy: ScalingPolicy, state: ScalingState, seen: QueueObservation, wanted: int
+) -> tuple[ScalingDecision, ScalingState]:
     short_since_s = seen.now_s if state.short_since_s is None else state.short_since_s
     state = replace(state, short_since_s=short_since_s)
     floor = _floor(policy, seen)
@@ -193,11 +195,11 @@ def _up(policy: ScalingPolicy, state: ScalingState, seen: Observation, wanted: i
     target = wanted if is_time else max(state.target, floor, min(wanted, 1))
     if target == state.target:
         reason = f"{wanted} are wanted for {seen.now_s - short_since_s:.0f} s of {policy.up_after_s:g} s"
-        return Decision(target=target, wanted=wanted, reason=reason), state
+        return ScalingDecision(target=target, wanted=wanted, reason=reason), state
     why = _why_so_many(policy, seen, wanted)
     patience = _patience(policy, state, seen.now_s)
     grown = replace(state, target=target, grown_at_s=seen.now_s, short_since_s=None, patience=patience)
-    return Decision(target=target, wanted=wanted, reason=why), grown
+    return ScalingDecision(target=target, wanted=wanted, reason=why), grown
 
 
 def _patience(policy: ScalingPolicy, state: ScalingState, now_s: float) -> int:
@@ -206,7 +208,7 @@ def _patience(policy: ScalingPolicy, state: ScalingState, now_s: float) -> int:
     return min(state.patience * 2, MAX_PATIENCE) if was_hasty else 1
 
 
-def _why_so_many(policy: ScalingPolicy, seen: Observation, wanted: int) -> str:
+def _why_so_many(policy: ScalingPolicy, seen: QueueObservation, wanted: int) -> str:
     if wanted <= seen.sequence_workers and seen.work_s <= policy.target_s * (wanted - 1):
         return _why_for_sequences(policy, seen)
     if wanted == seen.floor and seen.work_s <= policy.target_s * (wanted - 1):
@@ -220,18 +222,18 @@ def _why_so_many(policy: ScalingPolicy, seen: Observation, wanted: int) -> str:
     return what
 
 
-def _why_for_sequences(policy: ScalingPolicy, seen: Observation) -> str:
+def _why_for_sequences(policy: ScalingPolicy, seen: QueueObservation) -> str:
     what = f"open sequences need the slots of {seen.sequence_workers}"
     if seen.sequence_workers > policy.max_workers:
         return f"{what}, the maximum is {policy.max_workers}"
     return what
 
 
-def _down(policy: ScalingPolicy, state: ScalingState, seen: Observation, wanted: int) -> Decision:
+def _down(policy: ScalingPolicy, state: ScalingState, seen: QueueObservation, wanted: int) -> ScalingDecision:
     floor, target, now_s = _floor(policy, seen), state.target, seen.now_s
 
-    def stay(reason: str) -> Decision:
-        return Decision(target=target, wanted=wanted, reason=reason)
+    def stay(reason: str) -> ScalingDecision:
+        return ScalingDecision(target=target, wanted=wanted, reason=reason)
 
     if wanted >= target or target <= floor:
         return stay("enough")
@@ -240,11 +242,11 @@ def _down(policy: ScalingPolicy, state: ScalingState, seen: Observation, wanted:
     if now_s - state.grown_at_s < cooldown_s:
         return stay(f"{now_s - state.grown_at_s:.0f} s of {cooldown_s:.0f} s after the last step up")
     if idle_s >= policy.idle_s and wanted <= floor:
-        return Decision(target=floor, wanted=wanted, reason=f"nothing to do for {idle_s:.0f} s")
+        return ScalingDecision(target=floor, wanted=wanted, reason=f"nothing to do for {idle_s:.0f} s")
     lower = max(*(need for _, need in state.needs), floor, 1)
     after_s, watched_s = policy.down_after_s * state.patience, now_s - state.since_s
     if lower < target and watched_s >= after_s and not seen.starting:
-        return Decision(target=lower, wanted=wanted, reason=f"{lower} sufficed for {after_s:g} s")
+        return ScalingDecision(target=lower, wanted=wanted, reason=f"{lower} sufficed for {after_s:g} s")
     return stay("enough" if lower >= target else f"{lower} may suffice, after {after_s:g} s of lower demand")
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from qinfer.errors import SettingsError
 from qinfer.models.work import VersionWork
-from qinfer.scaling.policy import Decision, Observation, Version
+from qinfer.scaling.policy import QueueObservation, ScalingDecision, Version
 
 LAG_S = 15.0
 """After this, rows that left the queue count as cancelled or failed."""
@@ -65,8 +65,8 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def of(
         cls,
         at_s: float,
-        seen: Observation,
-        decision: Decision,
+        seen: QueueObservation,
+        decision: ScalingDecision,
         *,
         before: int,
         draining: int,
@@ -79,10 +79,10 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return cls(at_s=round(at_s, 3), **given, before=before, draining=draining, versions=versions)
 
     @property
-    def seen(self) -> Observation:
+    def seen(self) -> QueueObservation:
         """The observation."""
-        own = {one.name: getattr(self, one.name) for one in fields(Observation) if one.name != "now_s"}
-        return Observation(now_s=self.at_s, **own)
+        own = {one.name: getattr(self, one.name) for one in fields(QueueObservation) if one.name != "now_s"}
+        return QueueObservation(now_s=self.at_s, **own)
 
 
 _DECODER = msgspec.json.Decoder(Moment)
@@ -134,8 +134,8 @@ class RecordFile:
 
     def add(
         self,
-        seen: Observation,
-        decision: Decision,
+        seen: QueueObservation,
+        decision: ScalingDecision,
         *,
         before: int,
         draining: int,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from qinfer.models.state import ScalerRecord
-from qinfer.scaling.policy import Decision, Observation, ScalingPolicy, ScalingState, adopt, decide
+from qinfer.scaling.policy import QueueObservation, ScalingDecision, ScalingPolicy, ScalingState, adopt, decide
 
 RECORD_TTL_S = 15.0
 """After this, others take an autoscaler's share."""
@@ -57,7 +57,7 @@ def apportion(total: int, peers: Iterable[ScalerRecord]) -> dict[str, int]:
 class SharedDecision:
     """The total, the own share, and the total before."""
 
-    total: Decision
+    total: ScalingDecision
     share: int
     before: int
     state: ScalingState
@@ -66,7 +66,7 @@ class SharedDecision:
 def decide_share(
     policy: ScalingPolicy,
     state: ScalingState,
-    seen: Observation,
+    seen: QueueObservation,
     own: ScalerRecord,
     others: Sequence[ScalerRecord],
     *,

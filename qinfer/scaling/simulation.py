@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from qinfer.scaling.policy import Observation, ScalingPolicy, ScalingState, Throughput, decide
+from qinfer.scaling.policy import QueueObservation, ScalingPolicy, ScalingState, Throughput, decide
 from qinfer.scaling.record import Traffic
 
 _KEY = ("m", 1)
@@ -40,7 +40,7 @@ class WorkerProfile:
 
 
 @dataclass
-class Outcome:
+class SimulationOutcome:
     """The outcome of a trace.
 
     Attributes:
@@ -98,7 +98,7 @@ class Outcome:
         return sum(one * other < 0 for one, other in pairwise(steps))
 
 
-class _Waiting:
+class _WaitingRows:
     def __init__(self) -> None:
         self._groups: deque[tuple[int, int]] = deque()
         self.count = 0
@@ -108,7 +108,7 @@ class _Waiting:
             self._groups.append((now, count))
             self.count += count
 
-    def take(self, now: int, count: int, outcome: Outcome) -> None:
+    def take(self, now: int, count: int, outcome: SimulationOutcome) -> None:
         self.count -= count
         while count:
             arrived, there = self._groups.popleft()
@@ -118,19 +118,19 @@ class _Waiting:
             if there > taken:
                 self._groups.appendleft((arrived, there - taken))
 
-    def end(self, now: int, outcome: Outcome) -> None:
+    def end(self, now: int, outcome: SimulationOutcome) -> None:
         outcome.left = self.count
         self.take(now, self.count, outcome)
 
 
-def simulate(policy: ScalingPolicy, arrivals: Sequence[int], profile: WorkerProfile | None = None) -> Outcome:
+def simulate(policy: ScalingPolicy, arrivals: Sequence[int], profile: WorkerProfile | None = None) -> SimulationOutcome:
     """Runs a policy on arriving rows per second."""
     profile = profile or WorkerProfile()
     state = ScalingState.begin(0.0, policy.min_workers)
-    throughput, outcome = Throughput(), Outcome(ideal_s=sum(arrivals) / profile.rows_per_s)
+    throughput, outcome = Throughput(), SimulationOutcome(ideal_s=sum(arrivals) / profile.rows_per_s)
     ready_at: list[float] = [profile.load_s] * policy.min_workers
     leaving: list[float] = []
-    waiting = _Waiting()
+    waiting = _WaitingRows()
     served_rows, credit = 0, 0.0
     speed = profile.rows_per_s * profile.speed_error
     for now, count in enumerate(arrivals):
@@ -145,7 +145,7 @@ def simulate(policy: ScalingPolicy, arrivals: Sequence[int], profile: WorkerProf
         outcome.worker_s += len(ready_at) + len(leaving)
         there = waiting.count + min(live, served)
         used = throughput.observe(now, {_KEY: served_rows}, {_KEY: speed}, live, there / speed)
-        seen = Observation(
+        seen = QueueObservation(
             now_s=now,
             work_s=there / speed,
             entries=there,
@@ -168,15 +168,15 @@ def simulate(policy: ScalingPolicy, arrivals: Sequence[int], profile: WorkerProf
     return outcome
 
 
-def as_recorded(traffic: Traffic) -> Outcome:
+def as_recorded(traffic: Traffic) -> SimulationOutcome:
     """Returns a record's outcome."""
-    outcome = Outcome(
+    outcome = SimulationOutcome(
         ideal_s=sum(traffic.arrivals) / traffic.rows_per_s,
         worker_s=float(sum(traffic.workers)),
         most=max(traffic.targets),
         targets=list(traffic.targets),
     )
-    waiting = _Waiting()
+    waiting = _WaitingRows()
     for now, (count, served) in enumerate(zip(traffic.arrivals, traffic.served, strict=True)):
         waiting.add(now, count)
         waiting.take(now, min(served, waiting.count), outcome)

@@ -43,7 +43,7 @@ ANSWER_TIMEOUT_S = 60
 """Bounds drivers that look for credentials, or retry, for minutes."""
 
 
-class Answer(NamedTuple):
+class StoreAnswer(NamedTuple):
     """The HTTP status (0 = none), and the store's code, such as `SlowDown`."""
 
     status: int = 0
@@ -87,20 +87,20 @@ def patiently(work: Callable[[], T]) -> T:
     return work()
 
 
-def answer_of(error: BaseException | None) -> Answer:
+def answer_of(error: BaseException | None) -> StoreAnswer:
     """Finds the store's answer in an error or its causes."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):  # botocore's
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            return Answer(int(status or 0), str(response.get("Error", {}).get("Code", "")))
+            return StoreAnswer(int(status or 0), str(response.get("Error", {}).get("Code", "")))
         for name in ("status_code", "code", "status"):  # azure's, gcsfs', aiohttp's
             status = getattr(error, name, None)
             if isinstance(status, int) or (isinstance(status, str) and status.isdecimal()):
                 code = getattr(error, "error_code", "") or ""
-                return Answer(int(status), str(getattr(code, "value", code)))
+                return StoreAnswer(int(status), str(getattr(code, "value", code)))
         error = error.__cause__
-    return Answer()
+    return StoreAnswer()
 
 
 def not_empty(size_bytes: int, url: str) -> None:
@@ -131,7 +131,7 @@ def _named(error: Exception, url: str) -> StoreError:
     return StoreUnavailable(f"the store of '{shown}' can't be reached, or fails, now ({what}); try again")
 
 
-def _is_denied(error: Exception, answer: Answer) -> bool:
+def _is_denied(error: Exception, answer: StoreAnswer) -> bool:
     return (
         isinstance(error, PermissionError)
         or answer.status in (401, 403)
@@ -140,7 +140,7 @@ def _is_denied(error: Exception, answer: Answer) -> bool:
     )
 
 
-def _is_wrong(error: Exception, answer: Answer) -> bool:
+def _is_wrong(error: Exception, answer: StoreAnswer) -> bool:
     if answer.status:
         return 400 <= answer.status < 500 and answer.status not in _LATER
     if type(error).__name__ in _WRONG_NAMES or isinstance(error, _WRONG):

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, cast
 from qinfer.core.retry import Backoff
 from qinfer.errors import StoreChanged, StoreUnavailable
 from qinfer.storage.errors import answer_of, fail, mapped, not_empty, store_error
-from qinfer.storage.store import BROKEN, Child, Outcome, Stat, Store
+from qinfer.storage.store import BROKEN, Child, CommitOutcome, Stat, Store
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class FsspecStore(Store):
         timed = listing_timeout_s is not None and files.async_impl
         self._listing_options = {"timeout": listing_timeout_s} if timed else {}
 
-    def commit_if_absent(self, local: Path, url: str) -> Outcome:
+    def commit_if_absent(self, local: Path, url: str) -> CommitOutcome:
         """Implements `Store.commit_if_absent`."""
         size_bytes = local.stat().st_size
         not_empty(size_bytes, url)
@@ -63,10 +63,10 @@ class FsspecStore(Store):
 
         with mapped(url):
             if size_bytes > self.chunk_bytes and self.stat(url) is not None:  # before it is sent in vain
-                return Outcome.EXISTS
+                return CommitOutcome.EXISTS
             return self._create(put, lambda: local.open("rb"), url)
 
-    def put_if_absent(self, data: bytes, url: str) -> Outcome:
+    def put_if_absent(self, data: bytes, url: str) -> CommitOutcome:
         """Implements `Store.put_if_absent`."""
         not_empty(len(data), url)
 
@@ -126,7 +126,7 @@ class FsspecStore(Store):
             file = self._files.open(self._path(url), "rb", **options)
             if file.details.get("type") == "directory":
                 raise FileNotFoundError
-            return cast(BinaryIO, _Reader(file, url))
+            return cast(BinaryIO, _CheckedFile(file, url))
 
     def stat(self, url: str) -> Stat | None:
         """Implements `Store.stat`."""
@@ -201,14 +201,14 @@ class FsspecStore(Store):
     def _path(self, url: str) -> str:
         return str(self._files._strip_protocol(url))
 
-    def _create(self, put: Callable[[str], None], source: Callable[[], BinaryIO], url: str) -> Outcome:
+    def _create(self, put: Callable[[str], None], source: Callable[[], BinaryIO], url: str) -> CommitOutcome:
         """`put` takes the driver's mode, `create` or `overwrite`."""
         del source, url
         try:
             put("create")
         except FileExistsError:
-            return Outcome.EXISTS
-        return Outcome.CREATED
+            return CommitOutcome.EXISTS
+        return CommitOutcome.CREATED
 
 
 class S3Store(FsspecStore):
@@ -310,7 +310,7 @@ class S3Store(FsspecStore):
     def _upload_options(self, size_bytes: int) -> dict[str, int]:
         return {"chunksize": max(self.chunk_bytes, -(-size_bytes // _MOST_CHUNKS)), "max_concurrency": UPLOADS}
 
-    def _create(self, put: Callable[[str], None], source: Callable[[], BinaryIO], url: str) -> Outcome:
+    def _create(self, put: Callable[[str], None], source: Callable[[], BinaryIO], url: str) -> CommitOutcome:
         bucket = url.split("/", 3)[2]
         backoff = Backoff(1.5 * _CONFLICT_S, math.inf, jitter=0.7)
         for _ in range(_CONFLICTS):
@@ -319,7 +319,7 @@ class S3Store(FsspecStore):
             try:
                 put("create")
             except FileExistsError:
-                return Outcome.EXISTS
+                return CommitOutcome.EXISTS
             except OSError as error:
                 outcome = self._after(error, bucket, url)
                 if outcome is not None:
@@ -327,20 +327,20 @@ class S3Store(FsspecStore):
                 if bucket not in self._unconditional:
                     time.sleep(backoff.next_s())
             else:
-                return Outcome.CREATED
+                return CommitOutcome.CREATED
         raise StoreUnavailable(f"other processes keep writing '{url}'; try again")
 
-    def _after(self, error: OSError, bucket: str, url: str) -> Outcome | None:
+    def _after(self, error: OSError, bucket: str, url: str) -> CommitOutcome | None:
         answer = answer_of(error)
         if answer.status == 412:
-            return Outcome.EXISTS
+            return CommitOutcome.EXISTS
         if answer.status == 409:
             return None
         if answer.status == 501:
             self._says_501(bucket)
             return None
         if answer.code == "NoSuchUpload" and self.stat(url) is not None:  # the first answer was lost
-            return Outcome.EXISTS
+            return CommitOutcome.EXISTS
         raise store_error(error, url) from None
 
     def _says_501(self, bucket: str) -> None:
@@ -353,16 +353,16 @@ class S3Store(FsspecStore):
             extra={"bucket": bucket},
         )
 
-    def _verified(self, put: Callable[[str], None], source: Callable[[], BinaryIO], url: str) -> Outcome:
+    def _verified(self, put: Callable[[str], None], source: Callable[[], BinaryIO], url: str) -> CommitOutcome:
         """Checks before, compares afterwards."""
         if self.stat(url) is not None:
-            return Outcome.EXISTS
+            return CommitOutcome.EXISTS
         put("overwrite")
         with suppress(StoreChanged), source() as mine, self.open(url, sequential=True) as there:
             while (expected := mine.read(self.chunk_bytes)) == there.read(self.chunk_bytes):
                 if not expected:
-                    return Outcome.CREATED
-        return Outcome.EXISTS  # another writer's
+                    return CommitOutcome.CREATED
+        return CommitOutcome.EXISTS  # another writer's
 
 
 class GcsStore(FsspecStore):
@@ -390,22 +390,22 @@ class MemoryStore(FsspecStore):
 
     _lock = threading.Lock()
 
-    def _create(self, put: Callable[[str], None], source: Callable[[], BinaryIO], url: str) -> Outcome:
+    def _create(self, put: Callable[[str], None], source: Callable[[], BinaryIO], url: str) -> CommitOutcome:
         with self._lock:
             if self._files.exists(self._path(url)):
-                return Outcome.EXISTS
+                return CommitOutcome.EXISTS
             with source() as file:
                 self._files.pipe_file(self._path(url), file.read())
-        return Outcome.CREATED
+        return CommitOutcome.CREATED
 
     def open(self, url: str, *, sequential: bool = False) -> BinaryIO:
         """Implements `Store.open`; the driver's file has one position for all readers."""
         del sequential
         with mapped(url):
-            return cast(BinaryIO, _Reader(io.BytesIO(self._files.cat_file(self._path(url))), url))
+            return cast(BinaryIO, _CheckedFile(io.BytesIO(self._files.cat_file(self._path(url))), url))
 
 
-class _Reader(io.RawIOBase):
+class _CheckedFile(io.RawIOBase):
     """Errors are `StoreError`s."""
 
     def __init__(self, file: Any, url: str) -> None:

@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from qinfer.errors import StoreError
 from qinfer.storage.errors import mapped, not_empty
-from qinfer.storage.store import BROKEN, Child, Outcome, Stat, Store
+from qinfer.storage.store import BROKEN, Child, CommitOutcome, Stat, Store
 
 LEFTOVER_S = 24 * 3600.0
 """Older temporary files have no owner."""
@@ -44,7 +44,7 @@ class LocalStore(Store):
         self._swept: set[Path] = set()
         self._lock = threading.Lock()
 
-    def commit_if_absent(self, local: Path, url: str) -> Outcome:
+    def commit_if_absent(self, local: Path, url: str) -> CommitOutcome:
         """Implements `Store.commit_if_absent`; the result may be a second name of `local`."""
         not_empty(local.stat().st_size, url)
         with mapped(url), local.open("rb") as source:
@@ -62,7 +62,7 @@ class LocalStore(Store):
                     raise
             return self._create(source, final)
 
-    def put_if_absent(self, data: bytes, url: str) -> Outcome:
+    def put_if_absent(self, data: bytes, url: str) -> CommitOutcome:
         """Implements `Store.put_if_absent`."""
         not_empty(len(data), url)
         with mapped(url):
@@ -171,7 +171,7 @@ class LocalStore(Store):
         with mapped(url), suppress(FileNotFoundError):
             shutil.rmtree(_path(url))
 
-    def _create(self, source: BinaryIO, final: Path) -> Outcome:
+    def _create(self, source: BinaryIO, final: Path) -> CommitOutcome:
         temporary = final.parent / f".qinfer-{secrets.token_hex(8)}.tmp"
         try:
             with temporary.open("xb") as file:
@@ -223,19 +223,19 @@ def _content(path: Path) -> tuple[int, int, int]:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _link(source: Path, final: Path) -> Outcome:
+def _link(source: Path, final: Path) -> CommitOutcome:
     try:
         os.link(source, final)
     except FileExistsError:
         return _exists(final)
     _sync_directory(final.parent)
-    return Outcome.CREATED
+    return CommitOutcome.CREATED
 
 
-def _exists(final: Path) -> Outcome:
+def _exists(final: Path) -> CommitOutcome:
     """Syncs: the file's writer may have died before its name was on disk."""
     _sync_directory(final.parent)
-    return Outcome.EXISTS
+    return CommitOutcome.EXISTS
 
 
 def _reserved(folder: Path, name: str) -> Path:

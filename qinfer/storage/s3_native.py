@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _AWS = (".amazonaws.com", ".amazonaws.com.cn")
 
 
-class _Way(NamedTuple):
+class _S3Connection(NamedTuple):
     """Without an `endpoint` AWS' for the region, with virtual-hosted buckets."""
 
     session: Any
@@ -30,7 +30,7 @@ class _Way(NamedTuple):
 
 
 _lock = threading.Lock()
-_ways: "WeakKeyDictionary[Store, _Way | None]" = WeakKeyDictionary()
+_ways: "WeakKeyDictionary[Store, _S3Connection | None]" = WeakKeyDictionary()
 
 
 def open_native(store: Store, url: str) -> pa.NativeFile | None:
@@ -46,7 +46,7 @@ def open_native(store: Store, url: str) -> pa.NativeFile | None:
         return None
 
 
-def _find_way() -> _Way | None:
+def _find_way() -> _S3Connection | None:
     import fsspec.config
     from botocore.config import Config  # type: ignore[import-untyped]  # it has no types
     from botocore.session import Session  # type: ignore[import-untyped]  # it has no types
@@ -61,10 +61,10 @@ def _find_way() -> _Way | None:
     style = (meta.config.s3 or {}).get("addressing_style")  # botocore's default
     is_aws = (urlsplit(meta.endpoint_url).hostname or "").endswith(_AWS)
     endpoint = "" if is_aws and style != "path" else meta.endpoint_url
-    return _Way(session, meta.region_name, endpoint, style == "virtual")
+    return _S3Connection(session, meta.region_name, endpoint, style == "virtual")
 
 
-def _files(way: _Way) -> Any:
+def _files(way: _S3Connection) -> Any:
     from pyarrow.fs import S3FileSystem
 
     credentials = way.session.get_credentials().get_frozen_credentials()  # before they expire

@@ -16,7 +16,7 @@ BROKEN = "_broken"
 """The folder beside an object for `set_aside`."""
 
 
-class Outcome(Enum):
+class CommitOutcome(Enum):
     """The outcome of a commit."""
 
     CREATED = "created"
@@ -61,7 +61,7 @@ class Store(ABC):
     # --- creating: atomic, and once per name among concurrent writers ---
 
     @abstractmethod
-    def commit_if_absent(self, local: Path, url: str) -> Outcome:
+    def commit_if_absent(self, local: Path, url: str) -> CommitOutcome:
         """Makes a local file the object at a URL, unless one exists; a killed process leaves nothing there.
 
         After `EXISTS` look at the object: it may be an own earlier try whose answer was lost. Without conditional
@@ -70,7 +70,7 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def put_if_absent(self, data: bytes, url: str) -> Outcome:
+    def put_if_absent(self, data: bytes, url: str) -> CommitOutcome:
         """Does the same with bytes."""
 
     # --- writing: for names with a single writer ---

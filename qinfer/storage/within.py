@@ -4,18 +4,18 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from qinfer.core.store_urls import Grant, is_below, not_allowed
+from qinfer.core.store_urls import UrlGrant, is_below, not_allowed
 from qinfer.storage.local import local_path
 from qinfer.storage.open import store_for
 from qinfer.storage.store import Store
 
 
-def readable(grant: Grant, opener: Callable[[str], Store] = store_for) -> "Within":
+def readable(grant: UrlGrant, opener: Callable[[str], Store] = store_for) -> "Within":
     """Returns the stores that a tenant may read."""
     return Within(grant.read, "read", grant.tenant, opener)
 
 
-def writable(grant: Grant, opener: Callable[[str], Store] = store_for) -> "Within":
+def writable(grant: UrlGrant, opener: Callable[[str], Store] = store_for) -> "Within":
     """Returns the stores for a tenant's outputs, also to read these back."""
     return Within(grant.write, "write", grant.tenant, opener)
 

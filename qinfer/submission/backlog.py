@@ -11,14 +11,14 @@ import math
 from collections.abc import Sequence
 
 from qinfer.errors import BrokerUnavailable, DeadlineInfeasible, Overloaded, QueueFull
-from qinfer.models.catalog import Catalog, Served
+from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.readiness import Capacity
-from qinfer.models.routes import Route
+from qinfer.models.routes import LaneRoute
 from qinfer.models.spec import ModelSpec, QueuePolicy
 from qinfer.queue.entries import FULL, Lane, Share, undivided
 from qinfer.queue.lanes import Queue
 from qinfer.queue.shares import is_placed
-from qinfer.submission.pending import Load
+from qinfer.submission.pending import LaneLoad
 
 POLL_S = 0.1
 
@@ -34,7 +34,7 @@ MAX_RETRY_AFTER_S = 300.0
 class _Group:
     """Lanes of one version, polled together."""
 
-    def __init__(self, served: Served, loads: Sequence[Load]) -> None:
+    def __init__(self, served: ServedVersion, loads: Sequence[LaneLoad]) -> None:
         self.served = served
         self.loads = loads
         self.lanes = [load.lane for load in loads]
@@ -44,17 +44,17 @@ class _Group:
         self.asked_s: float | None = None
 
 
-class Backlog:
+class LaneBacklog:
     """The loads of the lanes in use."""
 
     def __init__(self, queue: Queue, catalog: Catalog) -> None:
         self._queue = queue
         self._catalog = catalog
-        self._loads: dict[Lane, tuple[Load, _Group]] = {}
+        self._loads: dict[Lane, tuple[LaneLoad, _Group]] = {}
         self._groups: dict[tuple[str, int], _Group] = {}
         self._wanted = asyncio.Event()
 
-    def load(self, served: Served, lane: Lane) -> Load:
+    def load(self, served: ServedVersion, lane: Lane) -> LaneLoad:
         """Returns the load of a lane, polled from now on."""
         found = self._loads.get(lane)
         if found is None:
@@ -64,7 +64,7 @@ class Backlog:
         return load
 
     def judge(
-        self, served: Served, route: Route, timeout_s: float, asked_s: float = 0.0, *, tenant: str = ""
+        self, served: ServedVersion, route: LaneRoute, timeout_s: float, asked_s: float = 0.0, *, tenant: str = ""
     ) -> Overloaded | None:
         """Judges a request that is useful for `timeout_s` and asks for a queue timeout of `asked_s`."""
         limit = served.spec.lane_capacity
@@ -78,10 +78,10 @@ class Backlog:
         at_once = capacity.workers * _batch_size(served.spec)
         return judge(waiting=waiting, ahead=ahead, at_once=at_once, limit=limit, capacity=capacity, timeout_s=worth_s)
 
-    def known(self, lane: Lane) -> Load:
+    def known(self, lane: Lane) -> LaneLoad:
         """Returns the load of a polled lane, else one that counts nowhere."""
         found = self._loads.get(lane)
-        return Load(lane, 0) if found is None else found[0]
+        return LaneLoad(lane, 0) if found is None else found[0]
 
     async def run(self) -> None:
         """Polls until cancelled."""
@@ -129,26 +129,26 @@ class Backlog:
             _note(load, of_lane[lane], mine + nobodys, unplaced.get(lane, 0))
             load.most = most
 
-    def _begin(self, served: Served, lane: Lane) -> tuple[Load, _Group]:
+    def _begin(self, served: ServedVersion, lane: Lane) -> tuple[LaneLoad, _Group]:
         key, most = (served.spec.name, served.version), self._most(served)
         known = self._groups.get(key)  # a new generation may have other lanes
         lanes = dict.fromkeys((*self._catalog.lanes(*key), lane, *(known.lanes if known else ())))
-        loads = [self._loads[one][0] if one in self._loads else Load(one, most) for one in lanes]
+        loads = [self._loads[one][0] if one in self._loads else LaneLoad(one, most) for one in lanes]
         group = self._groups[key] = _Group(served, loads)
         for load in loads:
             self._loads[load.lane] = load, group
         self._wanted.set()
         return self._loads[lane]
 
-    def _most(self, served: Served) -> int:
+    def _most(self, served: ServedVersion) -> int:
         spec = served.spec
         return most_waiting(spec.lane_capacity, self._capacity(served), spec.default_timeout_s)
 
-    def _unfinished(self, served: Served) -> int:
+    def _unfinished(self, served: ServedVersion) -> int:
         """Two batches per instance, answered and not yet removed."""
         return 2 * self._capacity(served).workers * _batch_size(served.spec)
 
-    def _at_best(self, served: Served, route: Route, wait_s: float) -> Capacity:
+    def _at_best(self, served: ServedVersion, route: LaneRoute, wait_s: float) -> Capacity:
         capacity = self._capacity(served)
         group = self._loads[route.ahead[-1]][1] if route.ahead[-1] in self._loads else None
         if group is None or not capacity.rps:
@@ -160,11 +160,11 @@ class Backlog:
         higher = [load for load in group.loads if undivided(load.lane.name) in above]
         return capacity.behind(sum(load.overtaking.least_part(wait_s, capacity.rps) for load in higher))
 
-    def _capacity(self, served: Served) -> Capacity:
+    def _capacity(self, served: ServedVersion) -> Capacity:
         return self._catalog.capacity(served.spec.name, served.version)
 
 
-def _note(load: Load, shares: Sequence[Share], known: int, unplaced: int) -> None:
+def _note(load: LaneLoad, shares: Sequence[Share], known: int, unplaced: int) -> None:
     """`known` are this process's entries, and `unplaced` its entries in an unknown share."""
     total = sum(share.entries for share in shares)
     share = next((each for each in shares if each.lane == load.lane), None) or Share(load.lane, 0)

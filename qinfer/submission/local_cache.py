@@ -15,7 +15,7 @@ _ENTRY_BYTES, _PART_BYTES = 512, 256
 """Python's overhead of an entry, and of a tensor or parameter in it."""
 
 
-class _Kept(NamedTuple):
+class _CachedResponse(NamedTuple):
     response: Response
     size: int
 
@@ -25,7 +25,7 @@ class LocalCache:
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
-        self._entries: OrderedDict[bytes, _Kept] = OrderedDict()
+        self._entries: OrderedDict[bytes, _CachedResponse] = OrderedDict()
         self.used_bytes = 0
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class LocalCache:
             return
         old = self._entries.pop(key, None)
         self.used_bytes += size - (old.size if old is not None else 0)
-        self._entries[key] = _Kept(_apart(response), size)
+        self._entries[key] = _CachedResponse(_apart(response), size)
         while self.used_bytes > self._size_bytes:
             _, gone = self._entries.popitem(last=False)
             self.used_bytes -= gone.size

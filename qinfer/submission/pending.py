@@ -31,10 +31,10 @@ from qinfer.errors import (
 from qinfer.queue.entries import Entry, Lane, by_lane
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequence_answers import answer_rest
-from qinfer.queue.sequence_records import NOBODYS, Place
+from qinfer.queue.sequence_records import NOBODYS, StepPlace
 from qinfer.queue.sequences import Sequences
 from qinfer.submission.overtaking import Overtaking
-from qinfer.submission.streams import Credits, StreamReader, Verdict
+from qinfer.submission.streams import Credits, ResponseFate, StreamReader
 from qinfer.wire.frame import decode_responses
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ _MOST_LEFT = 4096
 _Outputs = tuple[Lane, str, str]  # lane, id, tenant
 
 
-class Sink(Protocol):
+class ResponseSink(Protocol):
     """The receiver of a request's responses: a future, an HTTP connection, a gRPC stream.
 
     `no_stream` says why it can't take several responses; empty = it can.
@@ -84,7 +84,7 @@ class Counter(Protocol):
     tenant: str
 
 
-class Load(msgspec.Struct, eq=False):
+class LaneLoad(msgspec.Struct, eq=False):
     """The load of a lane, or of a tenant's share of it; others' parts are of the last look.
 
     Attributes:
@@ -130,14 +130,14 @@ class OfStep(msgspec.Struct, eq=False):
 
     sequences: Sequences
     is_numbered: bool
-    place: Place | None = None
+    place: StepPlace | None = None
     failure: Failure | None = None
 
 
-class Shared(Protocol):
+class SharedExecution(Protocol):
     """An execution that several requests wait for."""
 
-    def left(self, caller: "Pending") -> None:
+    def left(self, caller: "PendingCall") -> None:
         """Removes a request that no longer waits."""
         ...
 
@@ -158,7 +158,7 @@ class Memory(Protocol):
         ...
 
 
-class Holder(Protocol):
+class MemoryHolder(Protocol):
     """Keeps an answer's memory until it is sent."""
 
     def is_behind(self) -> bool:
@@ -166,7 +166,7 @@ class Holder(Protocol):
         ...
 
 
-class Pending(msgspec.Struct, eq=False):
+class PendingCall(msgspec.Struct, eq=False):
     """A submitted request without a complete answer.
 
     Attributes:
@@ -186,13 +186,13 @@ class Pending(msgspec.Struct, eq=False):
     client_id: str
     model: str
     version: int
-    sink: Sink
+    sink: ResponseSink
     started_s: float
     entry: Entry | None = None
     abandoned: bool = False
     attempt: int = 0
     bucket: int = 0
-    load: Load | None = None
+    load: LaneLoad | None = None
     quota: Counter | None = None
     deadline_s: float = 0.0
     untaken: Callable[[], QinferError | None] | None = None
@@ -200,9 +200,9 @@ class Pending(msgspec.Struct, eq=False):
     is_fetched: bool = False
     stream: StreamReader | None = None
     step: OfStep | None = None
-    shared: Shared | None = None
+    shared: SharedExecution | None = None
     memory: Memory | None = None
-    holder: Holder | None = None
+    holder: MemoryHolder | None = None
     turn: asyncio.Event | None = None
 
     def forget_memory(self) -> None:
@@ -237,8 +237,8 @@ class PendingRequests:
         queue: Queue,
         clock: Clock,
         call_later: Callable[[float, Callable[[], None]], Timer],
-        answered: Callable[[Pending, Response], None],
-        failed: Callable[[Pending, Exception], None],
+        answered: Callable[[PendingCall, Response], None],
+        failed: Callable[[PendingCall, Exception], None],
         window_bytes: int = 2**20,
     ) -> None:
         self._queue = queue
@@ -247,10 +247,10 @@ class PendingRequests:
         self._answered = answered
         self._failed = failed
         self.unclaimed: Callable[[str], None] = lambda _: None
-        self.load_of: Callable[[Lane], Load] = lambda lane: Load(lane, 0)
-        self.lend: Callable[[Pending, int], Awaitable[Memory]] | None = None
-        self._pending: dict[str, Pending] = {}
-        self._buckets: dict[int, dict[str, Pending]] = {}
+        self.load_of: Callable[[Lane], LaneLoad] = lambda lane: LaneLoad(lane, 0)
+        self.lend: Callable[[PendingCall, int], Awaitable[Memory]] | None = None
+        self._pending: dict[str, PendingCall] = {}
+        self._buckets: dict[int, dict[str, PendingCall]] = {}
         self._timer: Timer | None = None
         self._timer_bucket = 0
         self._abandoned: list[Entry] = []
@@ -259,22 +259,22 @@ class PendingRequests:
         self._unread: list[_Outputs] = []
         self._broken: list[OfStep] = []
         self._ending = asyncio.Lock()
-        self._late: list[Pending] = []
-        self._stored: list[Pending] = []
+        self._late: list[PendingCall] = []
+        self._stored: list[PendingCall] = []
         self._work = asyncio.Event()
         self._credits = Credits(queue, window_bytes, self._pending.__contains__)
 
     def __len__(self) -> int:
         return len(self._pending)
 
-    def __contains__(self, pending: Pending) -> bool:
+    def __contains__(self, pending: PendingCall) -> bool:
         return pending.request_id in self._pending
 
     def has_any_of(self, model: str, version: int) -> bool:
         """Tells whether a model version has pending requests; scans all."""
         return any(each.model == model and each.version == version for each in self._pending.values())
 
-    def add(self, pending: Pending, deadline_s: float) -> None:
+    def add(self, pending: PendingCall, deadline_s: float) -> None:
         """Adds and counts a request; a stream's deadline is that of its first response."""
         if pending.load is not None:
             pending.load.own += 1
@@ -289,25 +289,25 @@ class PendingRequests:
                 self._set_timer(number)
         bucket[pending.request_id] = pending
 
-    def count(self, pending: Pending, load: Load) -> None:
+    def count(self, pending: PendingCall, load: LaneLoad) -> None:
         """Counts a pending request in the lane that it has entered."""
         pending.load = load
         load.own += 1
 
-    def open_stream(self, pending: Pending, *, resumes: bool, pause_s: float, timeout_s: float) -> None:
+    def open_stream(self, pending: PendingCall, *, resumes: bool, pause_s: float, timeout_s: float) -> None:
         """Lets a request have many responses, `pause_s` apart at most, `timeout_s` for all; call before `add`."""
         ends_s = pending.started_s + timeout_s
         now_s, owe = self._clock.monotonic_s, self._credits.owe
         pending.stream = StreamReader(pending.request_id, resumes, pause_s, ends_s, now_s, owe)
 
-    def remove(self, pending: Pending) -> bool:
+    def remove(self, pending: PendingCall) -> bool:
         """Removes a request; returns whether it was pending."""
         if self._pending.pop(pending.request_id, None) is None:
             return False
         self._forget(pending)
         return True
 
-    def submitted(self, pending: Pending, outcome: Entry | QinferError) -> None:
+    def submitted(self, pending: PendingCall, outcome: Entry | QinferError) -> None:
         """Records a request's place in the queue, or fails it."""
         if isinstance(outcome, QinferError):
             if self.remove(pending):
@@ -331,7 +331,7 @@ class PendingRequests:
         for response in responses:
             self.deliver(response)
 
-    def take(self, response: Response) -> Pending | None:
+    def take(self, response: Response) -> PendingCall | None:
         """Returns a response's request, removed with the last response unless outputs are yet to be fetched.
 
         `None` for an unknown id, another attempt than the followed one, and a stream's response out of order.
@@ -351,7 +351,7 @@ class PendingRequests:
             self._forget(pending)
         return pending
 
-    def cancel(self, pending: Pending) -> bool:
+    def cancel(self, pending: PendingCall) -> bool:
         """Abandons a request; returns whether it was pending."""
         if not self.remove(pending):
             return False
@@ -370,7 +370,7 @@ class PendingRequests:
             logger.warning("the reply stream was gone", extra={"failed": len(self._pending)})
         self.fail_all(BrokerUnavailable(_LOST))
 
-    def clear(self) -> list[Pending]:
+    def clear(self) -> list[PendingCall]:
         """Removes and returns all requests, and cancels the timer."""
         everyone = list(self._pending.values())
         self._pending.clear()
@@ -428,18 +428,18 @@ class PendingRequests:
                     logger.warning("a sequence goes on until its step expires", extra={"error": error.message})
                 del self._broken[0]
 
-    def _follows(self, pending: Pending, stream: StreamReader, response: Response) -> bool:
+    def _follows(self, pending: PendingCall, stream: StreamReader, response: Response) -> bool:
         verdict = stream.judge(response)
-        if verdict is Verdict.BREAK and self.cancel(pending):
+        if verdict is ResponseFate.BREAK and self.cancel(pending):
             self.fail(pending, stream.broken())
-        return verdict is Verdict.DELIVER
+        return verdict is ResponseFate.DELIVER
 
-    def _recount(self, pending: Pending, before: Load, load: Load) -> None:
+    def _recount(self, pending: PendingCall, before: LaneLoad, load: LaneLoad) -> None:
         if pending in self:
             before.own -= 1
             self.count(pending, load)
 
-    def _forget(self, pending: Pending) -> None:
+    def _forget(self, pending: PendingCall) -> None:
         if pending.turn is not None:
             pending.turn.set()
         bucket = self._buckets[pending.bucket]
@@ -465,7 +465,7 @@ class PendingRequests:
         if self._buckets and (self._timer is None or self._timer_bucket > min(self._buckets)):
             self._set_timer(min(self._buckets))
 
-    def _expired(self, pending: Pending) -> None:
+    def _expired(self, pending: PendingCall) -> None:
         if not pending.deadline_s:
             if pending.stream is not None and pending.stream.until_s > self._clock.monotonic_s():
                 self.add(pending, pending.stream.until_s)
@@ -499,7 +499,7 @@ class PendingRequests:
             return
         self.answer(pending, response)
 
-    def answer(self, pending: Pending, response: Response) -> None:
+    def answer(self, pending: PendingCall, response: Response) -> None:
         """Passes on the response of a request, which has left the table if it is final."""
         if response.version != pending.version and response.version:
             pending.version = response.version  # it was moved while it waited
@@ -515,14 +515,14 @@ class PendingRequests:
             logger.exception("answer failed", extra=extra)
             self.fail(pending, error)
 
-    def fail(self, pending: Pending, error: Exception) -> None:
+    def fail(self, pending: PendingCall, error: Exception) -> None:
         """Passes on the error of a removed request."""
         if isinstance(pending.sink, Inner):
             pending.sink.fail(error)
         else:
             self._failed(pending, error)
 
-    def _abandon(self, pending: Pending, error: QinferError | None) -> None:
+    def _abandon(self, pending: PendingCall, error: QinferError | None) -> None:
         pending.abandoned = True
         self._remember(pending)
         step = pending.step
@@ -538,14 +538,14 @@ class PendingRequests:
             self._abandoned.append(pending.entry)
             self._work.set()
 
-    def _remember(self, pending: Pending) -> None:
+    def _remember(self, pending: PendingCall) -> None:
         if pending.load is None:
             return
         if len(self._left) >= _MOST_LEFT:
             del self._left[next(iter(self._left))]
         self._left[pending.request_id] = _outputs_of(pending)
 
-    def _withdraw_soon(self, pending: Pending) -> None:
+    def _withdraw_soon(self, pending: PendingCall) -> None:
         self._late.append(pending)
         self._work.set()
 
@@ -566,7 +566,7 @@ class PendingRequests:
                 if is_removed and self.remove(pending := late[entry]):
                     self.fail(pending, pending.late or DeadlineExceeded(TIMED_OUT))
 
-    async def _withdraw_step(self, pending: Pending) -> None:
+    async def _withdraw_step(self, pending: PendingCall) -> None:
         step, error = pending.step, pending.late or DeadlineExceeded(TIMED_OUT)
         if pending not in self or step is None or step.place is None:
             return
@@ -578,7 +578,7 @@ class PendingRequests:
         except QinferError as problem:
             logger.warning("a late step stays in its sequence", extra={"error": problem.message})
 
-    async def _fetch(self, pending: Pending) -> None:
+    async def _fetch(self, pending: PendingCall) -> None:
         try:
             blob = await self._stored_outputs(pending)
             if blob is None:
@@ -599,7 +599,7 @@ class PendingRequests:
         if not is_awaited or pending.holder is None:
             pending.forget_memory()
 
-    async def _borrow(self, pending: Pending, nbytes: int) -> None:
+    async def _borrow(self, pending: PendingCall, nbytes: int) -> None:
         """Raises `Cancelled` if the request ends while it waits."""
         if self.lend is None or pending.memory is not None:
             return
@@ -615,7 +615,7 @@ class PendingRequests:
         with suppress(DeliveryError):
             await self._queue.drop_result(lane, request_id, tenant)
 
-    async def _stored_outputs(self, pending: Pending) -> bytes | None:
+    async def _stored_outputs(self, pending: PendingCall) -> bytes | None:
         lane, request_id, tenant = _outputs_of(pending)
         backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
@@ -628,17 +628,17 @@ class PendingRequests:
                 logger.info("outputs are read again", extra={"request_id": pending.request_id, "reason": error.message})
 
 
-def _is_behind(pending: Pending) -> bool:
+def _is_behind(pending: PendingCall) -> bool:
     sink, holder = pending.sink, pending.holder
     return (holder is not None and holder.is_behind()) or (isinstance(sink, Inner) and sink.is_behind())
 
 
-def _outputs_of(pending: Pending) -> _Outputs:
+def _outputs_of(pending: PendingCall) -> _Outputs:
     assert pending.load is not None
     return pending.load.lane, pending.request_id, pending.quota.tenant if pending.quota is not None else ""
 
 
-def _uncount(pending: Pending) -> None:
+def _uncount(pending: PendingCall) -> None:
     if pending.load is not None:
         pending.load.own -= 1
         pending.load.left += 1

@@ -19,8 +19,8 @@ from qinfer.core.clock import SystemClock
 from qinfer.core.messages import InferRequest, Response
 from qinfer.core.settings_cache import CachePlan
 from qinfer.errors import QinferError, QueueFull
-from qinfer.models.catalog import Served
-from qinfer.models.routes import Route
+from qinfer.models.catalog import ServedVersion
+from qinfer.models.routes import LaneRoute
 from qinfer.models.validate import are_declared
 from qinfer.observe import stats
 from qinfer.observe.latencies import CACHE_HIT, CACHE_MISS, QUEUE, REQUEST, field_of
@@ -30,7 +30,7 @@ from qinfer.queue.entries import FULL, Lane
 from qinfer.queue.lanes import Queue
 from qinfer.submission.cache_key import response_key
 from qinfer.submission.local_cache import LocalCache
-from qinfer.submission.pending import Counter, Inner, Pending, PendingRequests, Sink
+from qinfer.submission.pending import Counter, Inner, PendingCall, PendingRequests, ResponseSink
 from qinfer.wire.frame import decode_responses, encode_responses
 
 logger = logging.getLogger(__name__)
@@ -46,19 +46,21 @@ class Executes(Protocol):
 
     pending: PendingRequests
 
-    def submit(self, served: Served, request: InferRequest, sink: Sink, timeout_s: float) -> Pending:
+    def submit(self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float) -> PendingCall:
         """Puts a request into the queue."""
         ...
 
-    def admit(self, served: Served, route: Route, timeout_s: float, asked_s: float, *, tenant: str = "") -> None:
+    def admit(
+        self, served: ServedVersion, route: LaneRoute, timeout_s: float, asked_s: float, *, tenant: str = ""
+    ) -> None:
         """Refuses a request that may not wait."""
         ...
 
-    def prepare(self, request: InferRequest, served: Served) -> None:
+    def prepare(self, request: InferRequest, served: ServedVersion) -> None:
         """Checks a request, and refuses it if too many are in flight."""
         ...
 
-    def new_id(self, served: Served) -> str:
+    def new_id(self, served: ServedVersion) -> str:
         """Returns a request id."""
         ...
 
@@ -71,16 +73,16 @@ class Flight(Inner):
     )  # fmt: skip
 
     def __init__(
-        self, cache: "ResponseCache", place: _Place, served: Served, request: InferRequest, first: Pending
+        self, cache: "ResponseCache", place: _Place, served: ServedVersion, request: InferRequest, first: PendingCall
     ) -> None:
         self._cache = cache
         self.place = place
         self.served = served
         self.request = request
         self.first = first
-        self.callers: dict[Pending, None] = {first: None}
+        self.callers: dict[PendingCall, None] = {first: None}
         self.ends_s = 0.0
-        self.pending: Pending | None = None
+        self.pending: PendingCall | None = None
         self.is_whole = True
         self.looked_ns = 0
 
@@ -92,7 +94,7 @@ class Flight(Inner):
         """Fails its callers."""
         self._cache.crashed(self, error)
 
-    def left(self, caller: Pending) -> None:
+    def left(self, caller: PendingCall) -> None:
         """Removes a caller; the last one ends the execution."""
         self.callers.pop(caller, None)
         if not self.callers:
@@ -142,8 +144,8 @@ class ResponseCache:
         self._submission, self._table = submission, submission.pending
 
     def submit(
-        self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
-    ) -> Pending | None:
+        self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None
+    ) -> PendingCall | None:
         """Answers a request or lets it wait; `None` if it can't be cached."""
         started_s = self._now_s()
         key = response_key(request, served)
@@ -151,7 +153,7 @@ class ResponseCache:
             return None
         spec = served.spec
         request_id, version = self._submission.new_id(served), served.version
-        pending = Pending(request_id, request.client_id, spec.name, version, sink, started_s, quota=quota)
+        pending = PendingCall(request_id, request.client_id, spec.name, version, sink, started_s, quota=quota)
         request.id, request.version = request_id, version
         found = None if self._local is None else self._local.find(key)
         if found is not None:
@@ -226,7 +228,7 @@ class ResponseCache:
             self._table.cancel(pending)
 
     def _take_off(
-        self, place: _Place, served: Served, request: InferRequest, pending: Pending, timeout_s: float
+        self, place: _Place, served: ServedVersion, request: InferRequest, pending: PendingCall, timeout_s: float
     ) -> None:
         """It may take twice the model's default timeout, for later callers."""
         spec, submission = served.spec, self._submission
@@ -258,7 +260,7 @@ class ResponseCache:
         if flight.callers:  # it has not failed already
             flight.pending = pending
 
-    def _forget(self, flight: Flight) -> tuple[Pending, ...]:
+    def _forget(self, flight: Flight) -> tuple[PendingCall, ...]:
         if self._flights.get(flight.place) is flight:
             del self._flights[flight.place]
         callers = tuple(flight.callers)
@@ -311,7 +313,7 @@ class ResponseCache:
                 self._count_hit(caller)
                 self._table.answer(caller, _of(caller, found, "hit"))
 
-    def _count_hit(self, caller: Pending) -> None:
+    def _count_hit(self, caller: PendingCall) -> None:
         """It also counts as a success, as in Triton."""
         add, model, version, ns = self._counts.add, caller.model, caller.version, _ns(self._now_s() - caller.started_s)
         add(model, version, stats.CACHE_HIT_COUNT)
@@ -328,7 +330,7 @@ class ResponseCache:
         self._counts.add(first.model, first.version, stats.CACHE_MISS_COUNT)
         self._counts.add(first.model, first.version, stats.CACHE_MISS_NS, flight.looked_ns)
 
-    def _count_joined(self, caller: Pending, response: Response) -> None:
+    def _count_joined(self, caller: PendingCall, response: Response) -> None:
         """The worker does not count it."""
         if response.failure is None:
             self._count_hit(caller)
@@ -336,7 +338,7 @@ class ResponseCache:
             self._counts.add(caller.model, caller.version, stats.FAILURES + response.failure.code)
 
 
-def _of(caller: Pending, response: Response, cache: str) -> Response:
+def _of(caller: PendingCall, response: Response, cache: str) -> Response:
     return msgspec.structs.replace(response, request_id=caller.request_id, cache=cache)
 
 

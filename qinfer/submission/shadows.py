@@ -8,17 +8,17 @@ from collections.abc import Callable
 
 from qinfer.core.messages import InferRequest
 from qinfer.errors import QinferError, UnsupportedFeature
-from qinfer.models.catalog import Served
+from qinfer.models.catalog import ServedVersion
 from qinfer.models.validate import validate
 from qinfer.queue.entries import shadow_lane
-from qinfer.submission.pending import Inner, Pending
+from qinfer.submission.pending import Inner, PendingCall
 from qinfer.submission.submit import Submission
 from qinfer.traffic.endpoints import why_no_shadow
 
 
 def submit_shadow(
-    submission: Submission, served: Served, request: InferRequest, sink: Inner, monotonic_s: Callable[[], float]
-) -> Pending:
+    submission: Submission, served: ServedVersion, request: InferRequest, sink: Inner, monotonic_s: Callable[[], float]
+) -> PendingCall:
     """Puts a copy of a request into a shadow lane."""
     spec = served.spec
     if reason := why_no_shadow(spec):
@@ -28,7 +28,7 @@ def submit_shadow(
     request.id, request.version, request.partition = submission.new_id(served), served.version, lane.partition
     request.generation, request.timeout_s, request.queue_timeout_s = served.generation, spec.default_timeout_s, 0.0
     now_s = monotonic_s()
-    pending = Pending(request.id, request.client_id, spec.name, served.version, sink, now_s)
+    pending = PendingCall(request.id, request.client_id, spec.name, served.version, sink, now_s)
     submission.pending.add(pending, now_s + spec.default_timeout_s)
     try:
         submission.enqueue(pending, request, lane)

@@ -13,9 +13,9 @@ import msgspec
 
 from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import InferenceFailed, InvalidRequest, OutputMismatch, QinferError
-from qinfer.models.catalog import Served
+from qinfer.models.catalog import ServedVersion
 from qinfer.models.spec import MAX_PARTS, ModelSpec
-from qinfer.submission.pending import Inner, Pending, PendingRequests, Sink
+from qinfer.submission.pending import Inner, PendingCall, PendingRequests, ResponseSink
 from qinfer.tensors import Tensor, element_count, iter_bytes
 
 
@@ -24,12 +24,12 @@ class Submits(Protocol):
 
     pending: PendingRequests
 
-    def submit(self, served: Served, request: InferRequest, sink: Sink, timeout_s: float) -> Pending:
+    def submit(self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float) -> PendingCall:
         """Submits a part."""
         ...
 
 
-class Part(Inner):
+class PartSink(Inner):
     """The sink of one part."""
 
     __slots__ = ("_place", "_whole")
@@ -50,14 +50,14 @@ class Part(Inner):
 class Whole:
     """A request that is executed in parts."""
 
-    def __init__(self, table: PendingRequests, pending: Pending, count: int) -> None:
+    def __init__(self, table: PendingRequests, pending: PendingCall, count: int) -> None:
         self._table, self._pending = table, pending
         self._responses: list[Response | None] = [None] * count
-        self._parts: list[Pending] = []
+        self._parts: list[PendingCall] = []
         self._missing = count
         self._is_over = False
 
-    def started(self, part: Pending) -> None:
+    def started(self, part: PendingCall) -> None:
         """Records a submitted part."""
         self._parts.append(part)
         if self._is_over:  # an earlier part has failed, or this one was answered at once
@@ -88,7 +88,7 @@ class Whole:
         if self._table.remove(self._pending):
             self._table.fail(self._pending, error)
 
-    def left(self, caller: Pending) -> None:
+    def left(self, caller: PendingCall) -> None:
         """Cancels every part."""
         del caller
         self._end()
@@ -106,7 +106,7 @@ class Whole:
 
 
 def submit_parts(
-    submission: Submits, served: Served, request: InferRequest, pending: Pending, timeout_s: float
+    submission: Submits, served: ServedVersion, request: InferRequest, pending: PendingCall, timeout_s: float
 ) -> None:
     """Submits the parts of a checked request; a refusal cancels the others."""
     table, parts = submission.pending, parts_of(request, served.spec.max_batch_size)
@@ -114,7 +114,7 @@ def submit_parts(
     table.add(pending, pending.started_s + timeout_s)
     try:
         for place, part in enumerate(parts):
-            whole.started(submission.submit(served, part, Part(whole, place), timeout_s))
+            whole.started(submission.submit(served, part, PartSink(whole, place), timeout_s))
     except QinferError:
         whole.left(pending)
         table.remove(pending)

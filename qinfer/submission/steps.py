@@ -15,34 +15,34 @@ import msgspec
 from qinfer.core.messages import InferRequest
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import QinferError
-from qinfer.models.catalog import Served
+from qinfer.models.catalog import ServedVersion
 from qinfer.queue.entries import Payload
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequence_answers import stored_response
-from qinfer.queue.sequence_records import Limits, Pin, SequenceId, Step, Submitted
+from qinfer.queue.sequence_records import SequenceId, SequencePin, StepRequest, SubmitLimits, SubmittedStep
 from qinfer.queue.sequences import Sequences
-from qinfer.submission.pending import OfStep, Pending, PendingRequests
+from qinfer.submission.pending import OfStep, PendingCall, PendingRequests
 
 _PARTITION = 0  # until models are spread
 
 
-class Steps:
+class SequenceSteps:
     """Submits the steps of sequences."""
 
     def __init__(self, queue: Queue, limits: LimitSettings, pending: PendingRequests) -> None:
         self._queue = queue
-        self._limits = Limits(steps=limits.max_sequence_steps, open=limits.max_sequences)
+        self._limits = SubmitLimits(steps=limits.max_sequence_steps, open=limits.max_sequences)
         self._pending = pending
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_WaitingStep] = []
         self._work = asyncio.Event()
 
     def submit(
-        self, pending: Pending, request: InferRequest, served: Served, frame: bytes, payload: Payload | None
+        self, pending: PendingCall, request: InferRequest, served: ServedVersion, frame: bytes, payload: Payload | None
     ) -> None:
         """Submits a checked step; its outcome goes to the pending requests."""
         flags = request.sequence
         assert flags is not None, "a request to a stateful model names its sequence"
-        step = Step(
+        step = StepRequest(
             frame=frame,
             timeout_s=request.timeout_s,
             start=_pin(served) if flags.start else None,
@@ -55,7 +55,7 @@ class Steps:
         sequences = self._queue.sequences(served.spec.name, _PARTITION)
         sequences.check_up()
         pending.step = OfStep(sequences, is_numbered=flags.step > 0)
-        self._waiting.append(_Waiting(pending, sequences, SequenceId(request.tenant, flags.id), step))
+        self._waiting.append(_WaitingStep(pending, sequences, SequenceId(request.tenant, flags.id), step))
         self._work.set()
 
     async def run(self) -> None:
@@ -65,8 +65,8 @@ class Steps:
                 await self._work.wait()
                 self._work.clear()
                 waiting, self._waiting = self._waiting, []
-                together: dict[Sequences, list[_Waiting]] = {}
-                alone: list[_Waiting] = []
+                together: dict[Sequences, list[_WaitingStep]] = {}
+                alone: list[_WaitingStep] = []
                 behind: set[SequenceId] = set()
                 for each in waiting:
                     if each.step.payload is None and each.sequence not in behind and each.of.is_free(each.sequence):
@@ -80,15 +80,15 @@ class Steps:
                 for each in alone:
                     group.create_task(self._submit(each), name="step of a sequence")
 
-    async def _submit(self, each: "_Waiting") -> None:
+    async def _submit(self, each: "_WaitingStep") -> None:
         try:
-            outcome: Submitted | QinferError = await each.of.submit(each.sequence, each.step, self._limits)
+            outcome: SubmittedStep | QinferError = await each.of.submit(each.sequence, each.step, self._limits)
         except QinferError as error:
             outcome = error
         await self._settle(each.pending, outcome)
 
-    async def _submit_together(self, sequences: Sequences, steps: "list[_Waiting]") -> None:
-        outcomes: list[Submitted | QinferError]
+    async def _submit_together(self, sequences: Sequences, steps: "list[_WaitingStep]") -> None:
+        outcomes: list[SubmittedStep | QinferError]
         try:
             outcomes = await sequences.submit_together([(each.sequence, each.step) for each in steps], self._limits)
         except QinferError as error:
@@ -96,7 +96,7 @@ class Steps:
         for each, outcome in zip(steps, outcomes, strict=True):
             await self._settle(each.pending, outcome)
 
-    async def _settle(self, pending: Pending, outcome: Submitted | QinferError) -> None:
+    async def _settle(self, pending: PendingCall, outcome: SubmittedStep | QinferError) -> None:
         of_step = pending.step
         assert of_step is not None, "it is a step"
         if isinstance(outcome, QinferError):
@@ -111,22 +111,22 @@ class Steps:
         except QinferError as error:
             self._pending.submitted(pending, error)
 
-    async def _deliver_stored(self, pending: Pending, of_step: OfStep) -> None:
+    async def _deliver_stored(self, pending: PendingCall, of_step: OfStep) -> None:
         assert of_step.place is not None, "it has one"
         self._pending.deliver(await stored_response(of_step.sequences, of_step.place, pending.request_id))
 
 
-class _Waiting(NamedTuple):
-    pending: Pending
+class _WaitingStep(NamedTuple):
+    pending: PendingCall
     of: Sequences
     sequence: SequenceId
-    step: Step
+    step: StepRequest
 
 
-def _pin(served: Served) -> Pin:
+def _pin(served: ServedVersion) -> SequencePin:
     sequences = served.spec.sequences
     assert sequences is not None, "only stateful models have sequences"
-    return Pin(
+    return SequencePin(
         version=served.version,
         generation=served.generation,
         is_explicit=sequences.is_explicit,

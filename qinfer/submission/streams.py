@@ -22,7 +22,7 @@ _SELDOM_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
-class Verdict(Enum):
+class ResponseFate(Enum):
     """Deliver a response, drop it, or break the stream."""
 
     DELIVER = auto()
@@ -68,30 +68,30 @@ class StreamReader(msgspec.Struct, eq=False):
     is_cancelled: bool = False
     is_urgent: bool = False
 
-    def judge(self, response: Response) -> Verdict:
+    def judge(self, response: Response) -> ResponseFate:
         """Decides about a response."""
         self.heard_s = self.now_s()
         if response.attempt < self.attempt:
-            return Verdict.DROP
+            return ResponseFate.DROP
         if response.attempt > self.attempt:
             if self.delivered and not self.resumes:
-                return Verdict.BREAK
+                return ResponseFate.BREAK
             self.attempt, self.seen = response.attempt, 0
             self.arrived_bytes = self.told_bytes = 0
         if response.failure is not None and response.final:
-            return Verdict.BREAK if response.failure.code == ErrorCode.STREAM_BROKEN else Verdict.DELIVER
+            return ResponseFate.BREAK if response.failure.code == ErrorCode.STREAM_BROKEN else ResponseFate.DELIVER
         if response.index != self.seen:
-            return Verdict.DROP if response.index < self.seen else Verdict.BREAK
+            return ResponseFate.DROP if response.index < self.seen else ResponseFate.BREAK
         self.seen += 1
         nbytes = response.nbytes
         self.credit_to = response.credit_to
         self.arrived_bytes += nbytes
         if response.index < self.delivered:
             self._owe()
-            return Verdict.BREAK if response.final else Verdict.DROP
+            return ResponseFate.BREAK if response.final else ResponseFate.DROP
         self.delivered += 1
         self.held_bytes += nbytes
-        return Verdict.DELIVER
+        return ResponseFate.DELIVER
 
     def took(self, nbytes: int) -> None:
         """Records outputs that a socket or calling model has taken."""

@@ -5,7 +5,7 @@ stored requests (`/v1`, bridges), which `Requests.accept` enqueues. Similar requ
 again (`Layouts`). Large tensors travel beside the entry; the rest is bounded, because lanes are limited by entries.
 
 The `timeout` of a sequence's step counts until the sequence has a slot. A request for a version that no live worker has
-loaded is withdrawn after `Served.wait_s`.
+loaded is withdrawn after `ServedVersion.wait_s`.
 """
 
 import asyncio
@@ -26,18 +26,18 @@ from qinfer.errors import (
     QinferError,
     QueueFull,
 )
-from qinfer.models.catalog import Catalog, Served
-from qinfer.models.routes import Route
+from qinfer.models.catalog import Catalog, ServedVersion
+from qinfer.models.routes import LaneRoute
 from qinfer.models.sequence_spec import check_sequence
 from qinfer.models.validate import validate
-from qinfer.queue.entries import FULL, Address, Lane, Payload, reply_address
+from qinfer.queue.entries import FULL, EntryAddress, Lane, Payload, reply_address
 from qinfer.queue.lanes import Queue
-from qinfer.submission.backlog import Backlog, queue_timeout_s
+from qinfer.submission.backlog import LaneBacklog, queue_timeout_s
 from qinfer.submission.cache_key import inputs_digest
-from qinfer.submission.pending import Counter, Load, Pending, PendingRequests, Sink
+from qinfer.submission.pending import Counter, LaneLoad, PendingCall, PendingRequests, ResponseSink
 from qinfer.submission.response_cache import Flight, ResponseCache
 from qinfer.submission.splits import check_whole, is_large, submit_parts
-from qinfer.submission.steps import Steps
+from qinfer.submission.steps import SequenceSteps
 from qinfer.tensors import Bytes, Tensor
 from qinfer.wire.frame import Repeats, RequestForm, encode_request, encode_request_apart, timeout_width
 
@@ -56,11 +56,11 @@ Kind = tuple[object, ...]
 """The common properties of requests of one layout."""
 
 
-class Door(Protocol):
+class LocalBatcher(Protocol):
     """A way past the lane into a batcher of this process."""
 
     def take(
-        self, served: Served, request: InferRequest, rows: int, waiting: Pending, *, must_join: bool = True
+        self, served: ServedVersion, request: InferRequest, rows: int, waiting: PendingCall, *, must_join: bool = True
     ) -> bool:
         """Takes a checked and stamped request; `must_join` = only into the next batch."""
         ...
@@ -78,8 +78,8 @@ class Submission:
         catalog: Catalog,
         limits: LimitSettings,
         owner: str,
-        answered: Callable[[Pending, Response], None],
-        failed: Callable[[Pending, Exception], None],
+        answered: Callable[[PendingCall, Response], None],
+        failed: Callable[[PendingCall, Exception], None],
     ) -> None:
         self._queue = queue
         self._catalog = catalog
@@ -91,9 +91,9 @@ class Submission:
         call_later = asyncio.get_running_loop().call_later
         window_bytes = limits.stream_window_bytes
         self.pending = PendingRequests(queue, self._clock, call_later, answered, failed, window_bytes)
-        self.backlog = Backlog(queue, catalog)
+        self.backlog = LaneBacklog(queue, catalog)
         self.pending.load_of = self.backlog.known
-        self._steps = Steps(queue, limits, self.pending)
+        self._steps = SequenceSteps(queue, limits, self.pending)
         self._cache: ResponseCache | None = None
 
     def use(self, cache: ResponseCache) -> None:
@@ -102,8 +102,13 @@ class Submission:
         self._cache = cache
 
     def submit(
-        self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None = None
-    ) -> Pending:
+        self,
+        served: ServedVersion,
+        request: InferRequest,
+        sink: ResponseSink,
+        timeout_s: float,
+        quota: Counter | None = None,
+    ) -> PendingCall:
         """Submits a request with tenant and trace, stamped in place; its responses, or its failure, go to the sink.
 
         The request's `timeout_s` is its queue timeout, the argument the time to its deadline; a stream also needs a
@@ -135,7 +140,9 @@ class Submission:
         request.id = self._new_id(spec.name, lane.partition)
         request.version = served.version
         now_s = self._clock.monotonic_s()
-        pending = Pending(request.id, request.client_id, spec.name, served.version, sink, now_s, load=load, quota=quota)
+        pending = PendingCall(
+            request.id, request.client_id, spec.name, served.version, sink, now_s, load=load, quota=quota
+        )
         try:
             if form is None:
                 self._submit_anew(pending, request, served, route or served.routes.default, timeout_s, kind)
@@ -150,7 +157,9 @@ class Submission:
             raise
         return pending
 
-    def submit_near(self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, door: Door) -> Pending:
+    def submit_near(
+        self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float, door: LocalBatcher
+    ) -> PendingCall:
         """Submits a plain request through the door if nothing waits, else by `submit`."""
         spec = served.spec
         is_plain = served.routes.are_plain and not (served.wait_s or spec.decoupled or spec.is_stateful)
@@ -160,8 +169,8 @@ class Submission:
         return pending or self.submit(served, request, sink, timeout_s)
 
     def submit_here(
-        self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, door: Door
-    ) -> Pending | None:
+        self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float, door: LocalBatcher
+    ) -> PendingCall | None:
         """Submits through the door, past all; `None` if it can't take it."""
         spec = served.spec
         # A sequence's id for the model is chosen by the lane's reader.
@@ -170,24 +179,29 @@ class Submission:
             return None
         return self._by_door(served, request, sink, timeout_s, partial(door.take, must_join=False))
 
-    def _is_crowded(self, served: Served) -> bool:
+    def _is_crowded(self, served: ServedVersion) -> bool:
         load = self.backlog.load(served, served.lane)
         return load.others > 0 or load.beside > 0
 
     def _by_door(
-        self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, take: Callable[..., bool]
-    ) -> Pending | None:
+        self,
+        served: ServedVersion,
+        request: InferRequest,
+        sink: ResponseSink,
+        timeout_s: float,
+        take: Callable[..., bool],
+    ) -> PendingCall | None:
         now_s, rows = self._clock.monotonic_s(), validate(request, served.spec)
         request.id = self._new_id(served.spec.name, served.lane.partition)
         request.version, request.generation, request.timeout_s = served.version, served.generation, timeout_s
-        pending = Pending(request.id, request.client_id, served.spec.name, served.version, sink, now_s)
+        pending = PendingCall(request.id, request.client_id, served.spec.name, served.version, sink, now_s)
         if not take(served, request, rows, pending):
             request.timeout_s = 0.0  # plain models need no policy
             return None
         self.pending.add(pending, now_s + timeout_s)
         return pending
 
-    def enqueue(self, waiting: Pending, request: InferRequest, lane: Lane) -> None:
+    def enqueue(self, waiting: PendingCall, request: InferRequest, lane: Lane) -> None:
         """Enqueues a pending request that a door took and did not execute."""
         if waiting not in self.pending:
             return
@@ -197,20 +211,22 @@ class Submission:
         done = partial(self.pending.submitted, waiting)
         self._queue.submit(lane, frame, done, payload=payload, tenant=request.tenant, endpoint=request.moves_by)
 
-    def admit(self, served: Served, route: Route, timeout_s: float, asked_s: float, *, tenant: str = "") -> None:
-        """Raises `Overloaded` as `Backlog.judge` decides."""
+    def admit(
+        self, served: ServedVersion, route: LaneRoute, timeout_s: float, asked_s: float, *, tenant: str = ""
+    ) -> None:
+        """Raises `Overloaded` as `LaneBacklog.judge` decides."""
         refusal = self.backlog.judge(served, route, timeout_s, asked_s, tenant=tenant)
         if refusal is not None:
             raise refusal
 
-    def prepare(self, request: InferRequest, served: Served) -> None:
+    def prepare(self, request: InferRequest, served: ServedVersion) -> None:
         """Checks a request before its cached response is looked up."""
         if len(self.pending) >= self._max_in_flight:
             raise QueueFull(FULL)
         if not request.generation or request.generation != served.generation:
             check(request, served)
 
-    def new_id(self, served: Served) -> str:
+    def new_id(self, served: ServedVersion) -> str:
         """Returns a request id."""
         return self._new_id(served.spec.name, served.lane.partition)
 
@@ -224,7 +240,13 @@ class Submission:
             group.create_task(self._steps.run())
 
     def _submit_anew(
-        self, pending: Pending, request: InferRequest, served: Served, route: Route, timeout_s: float, kind: Kind | None
+        self,
+        pending: PendingCall,
+        request: InferRequest,
+        served: ServedVersion,
+        route: LaneRoute,
+        timeout_s: float,
+        kind: Kind | None,
     ) -> None:
         policy, spec = route.policy, served.spec
         _stamp(request, served, route, timeout_s, self._reply_to)
@@ -246,8 +268,8 @@ class Submission:
         self._queue.submit(route.lane, frame, done, payload=payload, limit=limit, tenant=tenant, endpoint=endpoint)
 
     def _submit_special(
-        self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
-    ) -> Pending | None:
+        self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None
+    ) -> PendingCall | None:
         if served.spec.is_stateful:
             if len(self.pending) >= self._max_in_flight:
                 raise QueueFull(FULL)
@@ -259,18 +281,18 @@ class Submission:
         return self._cache.submit(served, request, sink, timeout_s, quota)
 
     def _submit_parts(
-        self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
-    ) -> Pending:
+        self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None
+    ) -> PendingCall:
         self.prepare(request, served)
         request.id, request.version, now_s = self.new_id(served), served.version, self._clock.monotonic_s()
         model = served.spec.name
-        pending = Pending(request.id, request.client_id, model, served.version, sink, now_s, quota=quota)
+        pending = PendingCall(request.id, request.client_id, model, served.version, sink, now_s, quota=quota)
         submit_parts(self, served, request, pending, timeout_s)
         return pending
 
     def _submit_step(
-        self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
-    ) -> Pending:
+        self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float, quota: Counter | None
+    ) -> PendingCall:
         """Its limits are checked when it is appended."""
         spec = served.spec
         if not request.generation or request.generation != served.generation:
@@ -279,8 +301,10 @@ class Submission:
         backlog_s = 0.0 if spec.steps else request.timeout_s
         _stamp(request, served, served.routes.default, timeout_s, self._reply_to)
         frame, payload = self._layouts.lay_out(request, None)
-        now_s, load = self._clock.monotonic_s(), Load(served.lane, 0)
-        pending = Pending(request.id, request.client_id, spec.name, served.version, sink, now_s, load=load, quota=quota)
+        now_s, load = self._clock.monotonic_s(), LaneLoad(served.lane, 0)
+        pending = PendingCall(
+            request.id, request.client_id, spec.name, served.version, sink, now_s, load=load, quota=quota
+        )
         first_s = timeout_s
         if backlog_s and (slot_s := max(backlog_s, TAKEN_S)) < first_s:
             first_s, pending.untaken = slot_s, partial(DeadlineExceeded, BACKLOG_TIMED_OUT)
@@ -292,7 +316,7 @@ class Submission:
         self.pending.add(pending, now_s + first_s)
         return pending
 
-    def _untaken(self, served: Served) -> QinferError | None:
+    def _untaken(self, served: ServedVersion) -> QinferError | None:
         model, version = served.spec.name, served.version
         try:
             if not self._catalog.asked(model, version).wait_s:
@@ -305,7 +329,7 @@ class Submission:
         )
 
 
-def check(request: InferRequest, served: Served) -> None:
+def check(request: InferRequest, served: ServedVersion) -> None:
     """Checks a request against its model, once; usable in any thread."""
     rows = validate(request, served.spec, served.spec.max_request_rows)
     if served.spec.sequences is not None:
@@ -315,7 +339,7 @@ def check(request: InferRequest, served: Served) -> None:
     request.generation = served.generation
 
 
-def check_stateless(served: Served) -> None:
+def check_stateless(served: ServedVersion) -> None:
     """Raises `InvalidRequest` for a stateful model."""
     spec = served.spec
     if spec.sequences is not None and spec.is_stateful:
@@ -325,7 +349,7 @@ def check_stateless(served: Served) -> None:
         )
 
 
-class Stamped(NamedTuple):
+class StampedRequest(NamedTuple):
     """A request that is ready for the queue."""
 
     lane: Lane
@@ -338,16 +362,16 @@ class Stamped(NamedTuple):
 
 def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
     request: InferRequest,
-    served: Served,
+    served: ServedVersion,
     *,
-    address: Address,
+    address: EntryAddress,
     timeout_s: float,
     inline_max_bytes: int,
     tenant: str = "",
     trace: str = "",
-    route: Route | None = None,
+    route: LaneRoute | None = None,
     max_waiting: int = 0,
-) -> Stamped:
+) -> StampedRequest:
     """Stamps and encodes a checked request; call it in a thread if its tensors do not fit the frame.
 
     It modifies the request: keep the result for a repetition. The request's `timeout_s` is its queue timeout, the
@@ -367,10 +391,14 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
     limits = (route.policy.max_queue_size, served.spec.lane_capacity, max_waiting)
     limit = min((limit for limit in limits if limit), default=0)
     is_told = served.spec.batching is not None and served.spec.batching.is_bounded
-    return Stamped(route.lane, frame, payload.data if payload is not None else b"", limit, is_told, request.moves_by)
+    return StampedRequest(
+        route.lane, frame, payload.data if payload is not None else b"", limit, is_told, request.moves_by
+    )
 
 
-def _stamp(request: InferRequest, served: Served, route: Route, timeout_s: float, reply_to: str = "") -> None:
+def _stamp(
+    request: InferRequest, served: ServedVersion, route: LaneRoute, timeout_s: float, reply_to: str = ""
+) -> None:
     request.version = served.version
     request.partition = route.lane.partition
     # An ensemble's queue timeout is for its steps.

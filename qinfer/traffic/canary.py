@@ -24,7 +24,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from qinfer.errors import InvalidRequest
-from qinfer.traffic.evidence import Block, Blocks, Evidence, merged
+from qinfer.traffic.evidence import Blocks, Evidence, EvidenceBlock, merged
 from qinfer.traffic.tenant_parts import ALONE_S, LEAST_OF_OTHERS, Heard, bounded, heard, told_apart, without
 
 LEAST_LATENCIES = 100
@@ -148,7 +148,7 @@ class CanaryState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     without: dict[str, dict[str, Evidence]] = {}
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class CanaryCounts(msgspec.Struct, frozen=True, kw_only=True):
     """The counts of all gateways since the last decision, at a revision and step.
 
     Attributes:
@@ -178,7 +178,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers of a check; an `allowed` of `None` = stable's share."""
 
     check: str
-    seen: Block
+    seen: EvidenceBlock
     evidence: float
     decides: float
     allowed: float | None = None
@@ -206,7 +206,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
+class CanaryDecision(msgspec.Struct, frozen=True, kw_only=True):
     """An action on a canary, and the stable version from now on."""
 
     action: Action
@@ -309,7 +309,7 @@ def _limit(found: Sequence[Sequence[float]], quantile: float, least: int) -> flo
     return own[(len(own) - 1) // 2]
 
 
-def decide(plan: CanaryPlan, state: CanaryState, seen: Seen) -> tuple[Decision, CanaryState]:
+def decide(plan: CanaryPlan, state: CanaryState, seen: CanaryCounts) -> tuple[CanaryDecision, CanaryState]:
     """Decides after further requests; a state with another `revision` is a transition."""
     if reason := _why_not_counted(state, seen):
         return _decision(plan, state, Action.HOLD, reason), state
@@ -329,7 +329,7 @@ def decide(plan: CanaryPlan, state: CanaryState, seen: Seen) -> tuple[Decision, 
     return promote(plan, state, seen.now_s, f"no check has found the canary worse in {state.requests:,} requests")
 
 
-def _why_not_counted(state: CanaryState, seen: Seen) -> str:
+def _why_not_counted(state: CanaryState, seen: CanaryCounts) -> str:
     if state.ended:
         return f"it has ended: {state.ended}"
     if (seen.revision, seen.step) != (state.revision, state.step):
@@ -374,7 +374,7 @@ def _doubts(plan: CanaryPlan, state: CanaryState, verdicts: Sequence[Verdict], n
         )
 
 
-def promote(plan: CanaryPlan, state: CanaryState, now_s: float, reason: str) -> tuple[Decision, CanaryState]:
+def promote(plan: CanaryPlan, state: CanaryState, now_s: float, reason: str) -> tuple[CanaryDecision, CanaryState]:
     """Begins the next step; after the last, the canary is stable."""
     if state.step + 1 >= len(plan.steps):
         ended = replace(state, revision=state.revision + 1, stable=state.canary, ended=Action.FINISH.value)
@@ -397,19 +397,19 @@ def promote(plan: CanaryPlan, state: CanaryState, now_s: float, reason: str) -> 
     return _decision(plan, after, Action.PROMOTE, f"to step {after.step + 1} of {len(plan.steps)}: {reason}"), after
 
 
-def roll_back(plan: CanaryPlan, state: CanaryState, reason: str) -> tuple[Decision, CanaryState]:
+def roll_back(plan: CanaryPlan, state: CanaryState, reason: str) -> tuple[CanaryDecision, CanaryState]:
     """Ends the canary."""
     ended = replace(state, revision=state.revision + 1, ended=Action.ROLL_BACK.value)
     return _decision(plan, ended, Action.ROLL_BACK, reason), ended
 
 
-def pause(plan: CanaryPlan, state: CanaryState, why: str, reason: str) -> tuple[Decision, CanaryState]:
+def pause(plan: CanaryPlan, state: CanaryState, why: str, reason: str) -> tuple[CanaryDecision, CanaryState]:
     """Keeps the canary in its step; checks go on."""
     paused = replace(state, revision=state.revision + 1, paused=why)
     return _decision(plan, paused, Action.PAUSE, f"{why}: {reason}" if reason else why), paused
 
 
-def resume(plan: CanaryPlan, state: CanaryState, reason: str) -> tuple[Decision, CanaryState]:
+def resume(plan: CanaryPlan, state: CanaryState, reason: str) -> tuple[CanaryDecision, CanaryState]:
     """Ends a pause."""
     resumed = replace(state, revision=state.revision + 1, paused="")
     return _decision(plan, resumed, Action.RESUME, reason), resumed
@@ -429,7 +429,7 @@ def verdicts_of(plan: CanaryPlan, state: CanaryState) -> tuple[Verdict, ...]:
     )
 
 
-def _observed(plan: CanaryPlan, state: CanaryState, seen: Seen) -> CanaryState:
+def _observed(plan: CanaryPlan, state: CanaryState, seen: CanaryCounts) -> CanaryState:
     parts = told_apart(seen.parts or {"": seen.blocks}, state.tenants)
     tenants, others = heard(state.tenants, parts, seen.now_s), dict[str, dict[str, Evidence]]()
     for name in tenants if len(tenants) > 1 else ():
@@ -437,7 +437,7 @@ def _observed(plan: CanaryPlan, state: CanaryState, seen: Seen) -> CanaryState:
             _no_evidence(plan, state.step + 1) if name in state.tenants else state.evidence
         )
         others[name] = _evidence(plan, before, merged(part for other, part in parts.items() if other != name))
-    all_ = sum(seen.blocks.get("errors", {}).values(), Block())
+    all_ = sum(seen.blocks.get("errors", {}).values(), EvidenceBlock())
     return replace(
         state,
         evidence=_evidence(plan, state.evidence, seen.blocks),
@@ -460,5 +460,5 @@ def _evidence(plan: CanaryPlan, before: Mapping[str, Evidence], seen: Blocks) ->
     return evidence
 
 
-def _decision(plan: CanaryPlan, state: CanaryState, action: Action, reason: str) -> Decision:
-    return Decision(action=action, reason=reason, verdicts=verdicts_of(plan, state), stable=state.stable)
+def _decision(plan: CanaryPlan, state: CanaryState, action: Action, reason: str) -> CanaryDecision:
+    return CanaryDecision(action=action, reason=reason, verdicts=verdicts_of(plan, state), stable=state.stable)

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from random import random
 from typing import NamedTuple
 
-from qinfer.core.messages import Scalar, Sequence
+from qinfer.core.messages import Scalar, SequenceFlags
 from qinfer.traffic.endpoints import Condition, Endpoint, Target, read_sticky
 
 Header = Callable[[str], str | None]
@@ -23,16 +23,16 @@ def no_header(_: str) -> None:
     """Stands for missing headers."""
 
 
-class Asked(NamedTuple):
+class ChoiceInput(NamedTuple):
     """The properties of a request that a choice uses."""
 
     tenant: str = ""
     header: Header = no_header
     parameters: Mapping[str, Scalar] = {}
-    sequence: Sequence | None = None
+    sequence: SequenceFlags | None = None
 
 
-class Split:
+class TargetSplit:
     """The choice among an endpoint's targets; `chance` is for requests without a key."""
 
     def __init__(self, endpoint: Endpoint, chance: Callable[[], float] = random) -> None:
@@ -45,7 +45,7 @@ class Split:
         self._kind, self._of = read_sticky(endpoint.sticky)
         self._chance = chance
 
-    def choose(self, asked: Asked) -> Target:
+    def choose(self, asked: ChoiceInput) -> Target:
         """Returns the target of a request."""
         for condition, target in self._conditions:
             if meets(asked, condition):
@@ -55,13 +55,13 @@ class Split:
         key = self._key(asked)
         return by_chance(self._weights, self._chance()) if key is None else by_key(self._weights, self._name, key)
 
-    def is_steered(self, asked: Asked) -> bool:
+    def is_steered(self, asked: ChoiceInput) -> bool:
         """Tells whether the caller chose its target by a condition."""
         return any(
             (condition.headers or condition.parameters) and meets(asked, condition) for condition, _ in self._conditions
         )
 
-    def _key(self, asked: Asked) -> str | None:
+    def _key(self, asked: ChoiceInput) -> str | None:
         if asked.sequence is not None:
             return f"{asked.tenant}\0{asked.sequence.id!r}"
         match self._kind:
@@ -74,7 +74,7 @@ class Split:
         return None
 
 
-def meets(asked: Asked, condition: Condition) -> bool:
+def meets(asked: ChoiceInput, condition: Condition) -> bool:
     """Tells whether a request meets a condition."""
     if condition.tenant and condition.tenant != asked.tenant:
         return False

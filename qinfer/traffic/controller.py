@@ -19,11 +19,11 @@ from qinfer.models.catalog import Catalog
 from qinfer.models.store import ControlStore
 from qinfer.queue.lanes import Queue
 from qinfer.traffic.endpoints import Endpoint
-from qinfer.traffic.observed import Observed
+from qinfer.traffic.observed import ObservedTrials
 from qinfer.traffic.routing import Endpoints, EndpointWatch
 from qinfer.traffic.store import EndpointStore
 from qinfer.traffic.trial_store import StoredTrial, TrialStore
-from qinfer.traffic.trials import Change, Trial, advanced, begun, belongs, confirmed
+from qinfer.traffic.trials import Trial, TrialChange, advanced, begun, belongs, confirmed
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class CanaryController:
         store: EndpointStore,
         trials: TrialStore,
         view: Endpoints,
-        observed: Observed,
+        observed: ObservedTrials,
         owner: str,
         queue: Queue,
         *,
@@ -94,7 +94,7 @@ class CanaryController:
         if has_canaries and await self._trials.lead(self._owner):
             for name, endpoint in (await self._store.read()).endpoints.items():
                 if name in lost and belongs(lost[name], endpoint):
-                    await self._trials.change(endpoint, None, Change(lost[name]))
+                    await self._trials.change(endpoint, None, TrialChange(lost[name]))
                 else:
                     await self._look_after(endpoint, stored.get(name))
 
@@ -107,7 +107,7 @@ class CanaryController:
             about = {"endpoint": endpoint.name, "version": event.version, "step": event.step, "reason": event.reason}
             logger.info("canary: %s", event.event, extra=about)
 
-    async def _change_of(self, endpoint: Endpoint, stored: StoredTrial | None) -> Change | None:
+    async def _change_of(self, endpoint: Endpoint, stored: StoredTrial | None) -> TrialChange | None:
         trial, name, revision = None if stored is None else stored.trial, endpoint.name, endpoint.revision
         if endpoint.canary is None:
             return None
@@ -150,7 +150,7 @@ class EndpointFollower:
     def __init__(self, catalog: Catalog, control: ControlStore, owner: str, queue: Queue) -> None:
         self.owner, self.catalog = owner, catalog
         self.view = Endpoints(catalog)
-        self.observed = Observed()
+        self.observed = ObservedTrials()
         store, trials = EndpointStore(control), TrialStore(control)
         self._watch = EndpointWatch(store, self.view, queue.clock.now_s)
         self._canaries = CanaryController(store, trials, self.view, self.observed, owner, queue, decides=False)

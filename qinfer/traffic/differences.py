@@ -55,7 +55,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return msgspec.structs.replace(self, agree=by)
 
 
-class Rows(NamedTuple):
+class RowComparison(NamedTuple):
     """bool[rows], and float64[rows]: infinite where unmeasured, NaN by `equal`."""
 
     agrees: npt.NDArray[np.bool_]
@@ -88,7 +88,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         """The mean distance."""
         return self.total / self.measured if self.measured else 0.0
 
-    def with_rows(self, rows: Rows) -> "Summary":
+    def with_rows(self, rows: RowComparison) -> "Summary":
         """Adds the rows of a batch."""
         finite = rows.distances[np.isfinite(rows.distances)]
         return self + Summary(
@@ -145,7 +145,7 @@ class Samples:
         self._redact = redact
         self._kept: list[Sample] = []
 
-    def take(self, output: str, names: Sequence[str], stable: Values, canary: Values, rows: Rows) -> None:
+    def take(self, output: str, names: Sequence[str], stable: Values, canary: Values, rows: RowComparison) -> None:
         """Adds the most different rows of a batch."""
         for row in rows.most_different(self._most):
             distance = float(rows.distances[row])
@@ -169,7 +169,7 @@ class Samples:
         return list(self._kept)
 
 
-def compared(rule: Rule, stable: Values, canary: Values) -> Rows:
+def compared(rule: Rule, stable: Values, canary: Values) -> RowComparison:
     """Compares one output, or raises `InvalidRequest`."""
     if len(stable) != len(canary):
         raise InvalidRequest(
@@ -179,7 +179,7 @@ def compared(rule: Rule, stable: Values, canary: Values) -> Rows:
     if isinstance(stable, np.ndarray) and isinstance(canary, np.ndarray) and stable.shape == canary.shape:
         return _alike(rule, stable, canary)
     rows = len(stable)
-    found = Rows(np.zeros(rows, np.bool_), np.full(rows, math.nan if rule.agree == "equal" else math.inf))
+    found = RowComparison(np.zeros(rows, np.bool_), np.full(rows, math.nan if rule.agree == "equal" else math.inf))
     shapes = [(stable[row].shape, canary[row].shape) for row in range(rows)]
     for shape in {one for one, other in shapes if one == other}:
         chosen = [row for row in range(rows) if shapes[row] == (shape, shape)]
@@ -188,17 +188,17 @@ def compared(rule: Rule, stable: Values, canary: Values) -> Rows:
     return found
 
 
-def _alike(rule: Rule, stable: Array, canary: Array) -> Rows:
+def _alike(rule: Rule, stable: Array, canary: Array) -> RowComparison:
     if rule.agree == "equal":
-        return Rows(_equal(rule, stable, canary), np.full(len(stable), math.nan))
+        return RowComparison(_equal(rule, stable, canary), np.full(len(stable), math.nan))
     ours, theirs = stable.astype(np.float64), canary.astype(np.float64)
     apart = _distances(rule, ours, theirs)
     distances = apart.reshape(len(apart), math.prod(apart.shape[1:])).max(axis=1, initial=0.0)
     if rule.agree == "argmax":
-        return Rows(np.isfinite(distances) & _same_places(ours, theirs), distances)
+        return RowComparison(np.isfinite(distances) & _same_places(ours, theirs), distances)
     # Infinity and NaN have no share.
     allowed = rule.tolerance + rule.relative * np.nan_to_num(np.abs(ours), posinf=0.0)
-    return Rows(_in_all(apart <= allowed), distances)
+    return RowComparison(_in_all(apart <= allowed), distances)
 
 
 def _equal(rule: Rule, stable: Array, canary: Array) -> Array:

@@ -55,7 +55,7 @@ class Counts(msgspec.Struct, frozen=True, array_like=True):
         return Counts(self.requests + other.requests, self.bad + other.bad)
 
 
-class Block(msgspec.Struct, frozen=True, array_like=True):
+class EvidenceBlock(msgspec.Struct, frozen=True, array_like=True):
     """Requests of both targets that differ only in their target."""
 
     stable: Counts = Counts()
@@ -65,22 +65,22 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
         if not all(0 <= one.bad <= one.requests for one in (self.stable, self.canary)):
             raise InvalidRequest(f"{self} is impossible: a target has more bad requests than requests")
 
-    def __add__(self, other: "Block") -> "Block":
-        return Block(self.stable + other.stable, self.canary + other.canary)
+    def __add__(self, other: "EvidenceBlock") -> "EvidenceBlock":
+        return EvidenceBlock(self.stable + other.stable, self.canary + other.canary)
 
 
-Blocks = Mapping[str, Mapping[str, Block]]
+Blocks = Mapping[str, Mapping[str, EvidenceBlock]]
 """Check → stratum → requests."""
 
 
 def merged(parts: Iterable[Blocks]) -> Blocks:
     """Returns the sum over tenants."""
-    found: dict[str, dict[str, Block]] = {}
+    found: dict[str, dict[str, EvidenceBlock]] = {}
     for part in parts:
         for check, blocks in part.items():
             strata = found.setdefault(check, {})
             for stratum, block in blocks.items():
-                strata[stratum] = strata.get(stratum, Block()) + block
+                strata[stratum] = strata.get(stratum, EvidenceBlock()) + block
     return found
 
 
@@ -93,8 +93,8 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
         logs: Logarithms of the begun parts, one for each of `ODDS_RATIOS`.
     """
 
-    seen: Block = Block()
-    waiting: dict[str, Block] = {}
+    seen: EvidenceBlock = EvidenceBlock()
+    waiting: dict[str, EvidenceBlock] = {}
     kept: float = 1.0
     logs: tuple[float, ...] = ()
 
@@ -120,7 +120,7 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
         kept = self.kept - part
         return Evidence(self.seen, {}, kept if kept > 1e-9 else 0.0, tuple(logs.tolist()))
 
-    def against_stable(self, blocks: Mapping[str, Block], tolerated: float = 1.0) -> "Evidence":
+    def against_stable(self, blocks: Mapping[str, EvidenceBlock], tolerated: float = 1.0) -> "Evidence":
         """Adds requests by stratum; those of one target wait for the other's.
 
         A stratum is, for example, a batch size. The division into blocks must not depend on which requests are bad.
@@ -129,14 +129,14 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
         seen, waiting, logs = self.seen, dict(self.waiting), np.array(self.logs)
         for stratum, new in blocks.items():
             seen += new
-            block = waiting.pop(stratum, Block()) + new
+            block = waiting.pop(stratum, EvidenceBlock()) + new
             if not (block.stable.requests and block.canary.requests):
                 waiting[stratum] = block
             elif logs.size:
                 logs += _log_factors(block, tolerated)
         return Evidence(seen, waiting, self.kept, tuple(logs.tolist()))
 
-    def against_share(self, blocks: Mapping[str, Block], allowed: float) -> "Evidence":
+    def against_share(self, blocks: Mapping[str, EvidenceBlock], allowed: float) -> "Evidence":
         """Adds requests, against an allowed share."""
         seen, logs = self.seen, np.array(self.logs)
         for block in blocks.values():
@@ -147,7 +147,7 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
         return Evidence(seen, self.waiting, self.kept, tuple(logs.tolist()))
 
 
-def _log_factors(block: Block, tolerated: float) -> Array:
+def _log_factors(block: EvidenceBlock, tolerated: float) -> Array:
     """Returns float64[odds ratios].
 
     With a tolerance t the hypothesis is an odds ratio of at most t, under which (by monotone likelihood ratios) the

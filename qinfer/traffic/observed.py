@@ -54,7 +54,7 @@ _EXECUTION, _LATENCY = "execution", "latency"
 _WHOLE = 0
 
 
-class _Timed(NamedTuple):
+class _TimeCheck(NamedTuple):
     check: str
     limits: dict[int, float]
 
@@ -64,10 +64,10 @@ class TargetCounts:
 
     def __init__(self, role: Role, plan: CanaryPlan) -> None:
         self._role = role
-        self._timed: dict[str, list[_Timed]] = {_EXECUTION: [], _LATENCY: []}
+        self._timed: dict[str, list[_TimeCheck]] = {_EXECUTION: [], _LATENCY: []}
         for check in plan.checks:
             if check.quantile:
-                self._timed[check.of].append(_Timed(check.name, {}))
+                self._timed[check.of].append(_TimeCheck(check.name, {}))
         self._deadline: dict[int, float] = {}
         self._requests: Counter[tuple[str, int, str]] = Counter()
         self._bad: Counter[tuple[str, int, str]] = Counter()
@@ -146,7 +146,7 @@ def _text(stratum: int) -> str:
     return str(stratum) if stratum else ""
 
 
-class Observation(NamedTuple):
+class TrialCounts(NamedTuple):
     """The counts of one trial at a revision of its endpoint."""
 
     revision: int
@@ -154,16 +154,16 @@ class Observation(NamedTuple):
     canary: TargetCounts
 
 
-class Observed:
+class ObservedTrials:
     """The trials that this gateway counts, by `key_of`."""
 
     def __init__(self) -> None:
         self.by_target: dict[tuple[str, str], TargetCounts] = {}
-        self._known: dict[str, Observation] = {}
+        self._known: dict[str, TrialCounts] = {}
 
     def follow(self, endpoints: Mapping[str, Endpoint], trials: Mapping[str, Trial]) -> None:
         """Counts the present trials."""
-        known: dict[str, Observation] = {}
+        known: dict[str, TrialCounts] = {}
         by_target: dict[tuple[str, str], TargetCounts] = {}
         for name, trial in trials.items():
             endpoint, state = endpoints.get(name), trial.state
@@ -172,7 +172,7 @@ class Observed:
             observation = self._known.get(name)
             if observation is None or observation.revision != state.revision:
                 stable, tried = (TargetCounts(role, endpoint.canary) for role in (Role.STABLE, Role.CANARY))
-                observation = Observation(state.revision, stable, tried)
+                observation = TrialCounts(state.revision, stable, tried)
             model, (_, *both) = endpoint.stable.model, observation
             labels = f"{model}:{state.stable}", f"{trial.model or model}:{state.canary}"
             for label, counts in zip(labels, both, strict=True):

@@ -14,11 +14,11 @@ from typing import NamedTuple
 from qinfer.core.messages import InferRequest
 from qinfer.core.retry import OutageLog
 from qinfer.errors import BrokerUnavailable, Conflict, EndpointNotFound, ModelNotFound
-from qinfer.models.catalog import Catalog, Served
+from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.spec import ModelSpec
-from qinfer.traffic.choice import Asked, Header, Split, no_header
+from qinfer.traffic.choice import ChoiceInput, Header, TargetSplit, no_header
 from qinfer.traffic.endpoints import Endpoint, Role, Target, misfit, why_no_shadow, wrong_rules
-from qinfer.traffic.store import PIN_TTL_S, Declared, EndpointStore
+from qinfer.traffic.store import PIN_TTL_S, DeclaredEndpoints, EndpointStore
 from qinfer.traffic.trials import Trial
 
 logger = logging.getLogger(__name__)
@@ -33,12 +33,12 @@ _RETRY_S = 0.25
 _MOST_NAMED = 10  # models in an error text
 
 
-class Routed(NamedTuple):
+class RoutedEndpoint(NamedTuple):
     """An endpoint with its choice prepared."""
 
     endpoint: Endpoint
     stable: Target
-    split: Split
+    split: TargetSplit
     shadows: tuple[tuple[Target, float], ...]
 
 
@@ -53,14 +53,14 @@ class Endpoints:
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
-        self.by_name: Mapping[str, Routed] = {}
+        self.by_name: Mapping[str, RoutedEndpoint] = {}
         self.revision = -1
         self.heard_s = math.inf
         self.trials: Mapping[str, Trial] = {}
         self.unheard = 0
         self._fits: dict[tuple[str, str], tuple[ModelSpec, ModelSpec, bool]] = {}
 
-    def show(self, declared: Declared) -> None:
+    def show(self, declared: DeclaredEndpoints) -> None:
         """Replaces the view."""
         known = self.by_name
         self.by_name = {
@@ -105,7 +105,7 @@ class Endpoints:
             self.unheard += 1
             model, version = routed.stable.place
         else:
-            asked = Asked(tenant, header, request.parameters, request.sequence)
+            asked = ChoiceInput(tenant, header, request.parameters, request.sequence)
             model, version = self._usable(routed, routed.split.choose(asked))
             request.assigned = not routed.split.is_steered(asked)
             request.moves = model == routed.stable.model and version != routed.stable.number
@@ -185,7 +185,7 @@ class Endpoints:
     def _is_model(self, name: str) -> bool:
         return name in self.catalog.known()
 
-    def _version_of(self, routed: Routed, version: int) -> tuple[str, int]:
+    def _version_of(self, routed: RoutedEndpoint, version: int) -> tuple[str, int]:
         online = routed.endpoint.answering
         for target in (routed.stable, *online):
             if self.resolved(target) == version:
@@ -196,7 +196,7 @@ class Endpoints:
             f"endpoint are {labels}"
         )
 
-    def _usable(self, routed: Routed, target: Target) -> tuple[str, int]:
+    def _usable(self, routed: RoutedEndpoint, target: Target) -> tuple[str, int]:
         """Replaces a target that is not READY, or does not fit, by stable."""
         stable, catalog = routed.stable, self.catalog
         if target is stable:
@@ -209,7 +209,7 @@ class Endpoints:
             return stable.place
         return target.model, version
 
-    def _is_fit(self, stable: Served | None, other: Served) -> bool:
+    def _is_fit(self, stable: ServedVersion | None, other: ServedVersion) -> bool:
         if stable is None:
             return True
         key = stable.spec.name, other.spec.name
@@ -219,10 +219,12 @@ class Endpoints:
         return known[2]
 
 
-def _routed(endpoint: Endpoint) -> Routed:
+def _routed(endpoint: Endpoint) -> RoutedEndpoint:
     shadows = [target for target in endpoint.targets if target.role is Role.SHADOW]
     weights = tuple((target, endpoint.weight_of(target)) for target in shadows)
-    return Routed(endpoint, endpoint.stable, Split(endpoint), tuple(each for each in weights if each[1] > 0))
+    return RoutedEndpoint(
+        endpoint, endpoint.stable, TargetSplit(endpoint), tuple(each for each in weights if each[1] > 0)
+    )
 
 
 class EndpointWatch:
@@ -267,7 +269,7 @@ class EndpointWatch:
                 outage.over()
                 self.view.heard_s = self._looked_s
 
-    async def _restored(self, declared: Declared) -> Declared:
+    async def _restored(self, declared: DeclaredEndpoints) -> DeclaredEndpoints:
         lost = self.view.by_name.keys() - declared.endpoints.keys()
         for name in lost:
             try:

@@ -27,7 +27,7 @@ _PUT = load_script("put", package="qinfer.traffic")
 _KEEP = load_script("keep", package="qinfer.traffic")
 
 
-class Declared(NamedTuple):
+class DeclaredEndpoints(NamedTuple):
     """All endpoints, and the revision of the last change."""
 
     endpoints: Mapping[str, Endpoint]
@@ -42,7 +42,7 @@ class EndpointStore:
         self._records = StoredRecords()
         self._last: Mapping[str, Endpoint] = {}
 
-    async def read(self) -> Declared:
+    async def read(self) -> DeclaredEndpoints:
         """Returns all endpoints, damaged ones as last read."""
         with translated():
             found = await self._control.client.hgetall(keys.endpoints())
@@ -50,7 +50,7 @@ class EndpointStore:
         counter = values.pop("", b"0")
         known = {name: endpoint for name, endpoint in self._last.items() if name in values}
         self._last = known | self._records.all(values, Endpoint)
-        return Declared(self._last, int(counter) if counter.isdigit() else 0)
+        return DeclaredEndpoints(self._last, int(counter) if counter.isdigit() else 0)
 
     async def put(self, endpoint: Endpoint, seen: int | None, least: int = 0) -> Endpoint:
         """Writes a checked declaration with its revision, or raises `Conflict`.

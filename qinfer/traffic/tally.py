@@ -13,7 +13,7 @@ from qinfer.observe import catalogue
 from qinfer.observe.exposition import Family, family
 from qinfer.observe.stats import QUEUE_BUCKETS_S, Durations
 from qinfer.traffic.canary import BY_HAND, NO_DATA
-from qinfer.traffic.observed import Observed
+from qinfer.traffic.observed import ObservedTrials
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.shadows import ShadowCounts
 
@@ -38,7 +38,7 @@ class TargetTally:
         self._requests: Counter[Key] = Counter()
         self._failures: Counter[tuple[Key, str]] = Counter()
         self._durations: dict[Key, Durations] = {}
-        self.observed = Observed()
+        self.observed = ObservedTrials()
         self._shadows: Counter[tuple[Key, ShadowOutcome]] = Counter()
 
     def accepted(self, request: InferRequest) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from qinfer.traffic.evidence import Block, Blocks, merged
+from qinfer.traffic.evidence import Blocks, EvidenceBlock, merged
 
 MOST_TENANTS = 8
 """Further tenants share one part."""
@@ -44,7 +44,7 @@ def heard(before: Mapping[str, Heard], parts: Mapping[str, Blocks], now_s: float
     """Adds requests to those of each tenant."""
     after = dict(before)
     for name, part in parts.items():
-        new, known = sum(part.get("errors", {}).values(), Block()).canary, after.get(name, Heard())
+        new, known = sum(part.get("errors", {}).values(), EvidenceBlock()).canary, after.get(name, Heard())
         at_s = now_s if new.requests else known.at_s
         after[name] = Heard(known.requests + new.requests, known.bad + new.bad, at_s)
     return after

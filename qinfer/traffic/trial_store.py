@@ -18,7 +18,7 @@ from qinfer.queue.router import load_script, ttl_ms
 from qinfer.traffic.canary import Latencies
 from qinfer.traffic.endpoints import Endpoint
 from qinfer.traffic.routing import DEAF_AFTER_S
-from qinfer.traffic.trials import TRIALS, Change, Event, Trial
+from qinfer.traffic.trials import TRIALS, Trial, TrialChange, TrialEvent
 from qinfer.wire.versions import encode_document
 
 LEASE_S = 5.0
@@ -39,12 +39,12 @@ _LEAVE = load_script("leave", package="qinfer.traffic").text
 _EXPIRING = load_script("expiring", "now_ms", package="qinfer.models").text
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class WebhookNotice(msgspec.Struct, frozen=True, kw_only=True):
     """The message of a webhook to a URL."""
 
     url: str
     endpoint: str
-    event: Event
+    event: TrialEvent
 
 
 class StoredTrial(NamedTuple):
@@ -73,7 +73,7 @@ class TrialStore:
             raw = await self._control.client.hget(keys.trials(), name)
         return None if raw is None else _read(raw)
 
-    async def change(self, endpoint: Endpoint, seen: StoredTrial | None, change: Change) -> bool:
+    async def change(self, endpoint: Endpoint, seen: StoredTrial | None, change: TrialChange) -> bool:
         """Writes a change, unless endpoint or trial have changed."""
         name, document, event, told = endpoint.name, b"", b"", b""
         if change.endpoint is not None:
@@ -81,7 +81,7 @@ class TrialStore:
         if change.event is not None:
             event = msgspec.json.encode(change.event)
             if endpoint.webhook:
-                told = msgspec.json.encode(Told(url=endpoint.webhook, endpoint=name, event=change.event))
+                told = msgspec.json.encode(WebhookNotice(url=endpoint.webhook, endpoint=name, event=change.event))
         webhooks = keys.deliveries(keys.ENDPOINTS, 0, WEBHOOKS)
         names = (keys.endpoints(), keys.trials(), keys.trial_events(name), webhooks)
         before = b"" if seen is None else seen.raw
@@ -93,11 +93,11 @@ class TrialStore:
             await self._control.wake()
         return bool(written)
 
-    async def events(self, name: str, count: int = _MOST_EVENTS) -> list[Event]:
+    async def events(self, name: str, count: int = _MOST_EVENTS) -> list[TrialEvent]:
         """Returns the latest events, newest first."""
         with translated():
             found = await self._control.client.lrange(keys.trial_events(name), 0, count - 1)
-        return [msgspec.json.decode(event, type=Event) for event in found]
+        return [msgspec.json.decode(event, type=TrialEvent) for event in found]
 
     async def count(self, name: str, revision: int, counts: Mapping[str, int], latencies: Sequence[str]) -> None:
         """Adds counts, and stable's latencies."""

@@ -2,7 +2,7 @@
 
 A trial begins when the canary target has a READY version other than the stable one: its number, or for `latest` the
 newest. The endpoint has the present step as weights and targets, so that gateways know nothing of steps. A decision
-becomes a `Change`, stored as a whole or not at all.
+becomes a `TrialChange`, stored as a whole or not at all.
 
 A version that was rolled back stays out, even if the endpoint is declared again, until `resume`. A new declaration
 during a trial begins it anew.
@@ -16,9 +16,9 @@ from msgspec.structs import replace
 
 from qinfer.errors import Conflict
 from qinfer.traffic import canary
-from qinfer.traffic.canary import Action, CanaryPlan, CanaryState, Decision, Latencies, Seen, Verdict
+from qinfer.traffic.canary import Action, CanaryCounts, CanaryDecision, CanaryPlan, CanaryState, Latencies, Verdict
 from qinfer.traffic.endpoints import LATEST, Endpoint, Role, Target
-from qinfer.traffic.evidence import Block, Blocks, Counts, merged
+from qinfer.traffic.evidence import Blocks, Counts, EvidenceBlock, merged
 from qinfer.wire.versions import Record
 
 BEGIN, CONFIRMED = "begin", "rolled back everywhere"
@@ -81,7 +81,7 @@ class CheckNumbers(msgspec.Struct, frozen=True, kw_only=True):
     allowed: float | None = None
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
+class TrialEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An event of a canary.
 
     Attributes:
@@ -103,12 +103,12 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
 
 
-class Change(NamedTuple):
+class TrialChange(NamedTuple):
     """A trial to store, with the endpoint and event of a transition."""
 
     trial: Trial
     endpoint: Endpoint | None = None
-    event: Event | None = None
+    event: TrialEvent | None = None
 
 
 def candidate(endpoint: Endpoint, ready: Collection[int]) -> int:
@@ -131,7 +131,7 @@ def belongs(trial: Trial, endpoint: Endpoint) -> bool:
     return trial.is_rolled_back or any(target.trial == trial.state.canary for target in endpoint.targets)
 
 
-def begun(endpoint: Endpoint, trial: Trial | None, ready: Collection[int], now_s: float) -> Change | None:
+def begun(endpoint: Endpoint, trial: Trial | None, ready: Collection[int], now_s: float) -> TrialChange | None:
     """Returns the start of a due trial, if any."""
     version = candidate(endpoint, ready)
     if endpoint.canary is None or not version:
@@ -142,29 +142,29 @@ def begun(endpoint: Endpoint, trial: Trial | None, ready: Collection[int], now_s
     return _begin(endpoint, endpoint.canary, version, f"{_shown(model, version)} is ready", now_s)
 
 
-def _begin(endpoint: Endpoint, plan: CanaryPlan, version: int, reason: str, now_s: float) -> Change:
+def _begin(endpoint: Endpoint, plan: CanaryPlan, version: int, reason: str, now_s: float) -> TrialChange:
     state = canary.begin(plan, endpoint.stable.number, version, endpoint.revision, now_s)
     return _change(endpoint, plan, state, BEGIN, reason, now_s)
 
 
 def advanced(
     endpoint: Endpoint, trial: Trial, counted: Mapping[str, int], latencies: Latencies, now_s: float
-) -> Change:
+) -> TrialChange:
     """Returns a trial's next state, given all counts of this revision."""
     assert endpoint.canary is not None
     plan, state = endpoint.canary, canary.with_limits(endpoint.canary, trial.state, latencies, now_s)
     parts = parts_of(_since(counted, trial.counted))
     blocks = merged(parts.values())
-    seen = Seen(now_s=now_s, revision=state.revision, step=state.step, blocks=blocks, parts=parts)
+    seen = CanaryCounts(now_s=now_s, revision=state.revision, step=state.step, blocks=blocks, parts=parts)
     decision, after = canary.decide(plan, state, seen)
     if decision.action is Action.HOLD:
-        return Change(replace(trial, state=after, counted=dict(counted), reason=decision.reason))
+        return TrialChange(replace(trial, state=after, counted=dict(counted), reason=decision.reason))
     return _change(endpoint, plan, after, decision.action.value, decision.reason, now_s)
 
 
 def by_hand(
     endpoint: Endpoint, trial: Trial | None, action: Action, reason: str, ready: Collection[int], now_s: float
-) -> Change:
+) -> TrialChange:
     """Returns a person's change, or raises `Conflict`; `RESUME` also tries a bad version again."""
     plan = endpoint.canary
     if plan is None:
@@ -191,7 +191,7 @@ def _why_none(endpoint: Endpoint, trial: Trial | None) -> str:
 
 def _decided_by_hand(
     plan: CanaryPlan, state: CanaryState, action: Action, reason: str, now_s: float
-) -> tuple[Decision, CanaryState]:
+) -> tuple[CanaryDecision, CanaryState]:
     match action:
         case Action.PROMOTE:
             return canary.promote(plan, state, now_s, reason)
@@ -204,7 +204,9 @@ def _decided_by_hand(
     raise Conflict(f"the canary is {'paused' if state.paused else 'not paused'} already")
 
 
-def confirmed(endpoint: Endpoint, trial: Trial, heard: Iterable[int], now_s: float, moved: int = 0) -> Change | None:
+def confirmed(
+    endpoint: Endpoint, trial: Trial, heard: Iterable[int], now_s: float, moved: int = 0
+) -> TrialChange | None:
     """Returns a rollback's end, once each live gateway knows it."""
     if not trial.is_rolled_back or trial.done_s or any(revision < trial.state.revision for revision in heard):
         return None
@@ -212,12 +214,14 @@ def confirmed(endpoint: Endpoint, trial: Trial, heard: Iterable[int], now_s: flo
     reason = f"every gateway confirmed it {now_s - trial.at_s:.1f} s after the rollback"
     if moved:
         reason += f"; {moved} requests that waited for it were moved to version {trial.state.stable}"
-    return Change(done, None, _event(endpoint.canary, done, CONFIRMED, reason, now_s))
+    return TrialChange(done, None, _event(endpoint.canary, done, CONFIRMED, reason, now_s))
 
 
-def _change(endpoint: Endpoint, plan: CanaryPlan, state: CanaryState, event: str, reason: str, now_s: float) -> Change:
+def _change(
+    endpoint: Endpoint, plan: CanaryPlan, state: CanaryState, event: str, reason: str, now_s: float
+) -> TrialChange:
     trial = Trial(state=state, reason=reason, at_s=now_s, model=_other_model(endpoint))
-    return Change(trial, shaped(endpoint, plan, state), _event(plan, trial, event, reason, now_s))
+    return TrialChange(trial, shaped(endpoint, plan, state), _event(plan, trial, event, reason, now_s))
 
 
 def shaped(endpoint: Endpoint, plan: CanaryPlan, state: CanaryState) -> Endpoint:
@@ -249,10 +253,12 @@ def _at_step(rest: Endpoint, step: canary.Step, version: int) -> Iterator[Target
         yield Target(model=model, version=version, role=Role.SHADOW, weight=step.shadow, trial=version)
 
 
-def _event(plan: CanaryPlan | None, trial: Trial, event: str, reason: str, now_s: float) -> Event:
+def _event(plan: CanaryPlan | None, trial: Trial, event: str, reason: str, now_s: float) -> TrialEvent:
     state, model = trial.state, trial.model
     numbers, step = tuple(numbers_of(plan, state)), state.step + 1
-    return Event(at_s=now_s, event=event, version=state.canary, step=step, reason=reason, checks=numbers, model=model)
+    return TrialEvent(
+        at_s=now_s, event=event, version=state.canary, step=step, reason=reason, checks=numbers, model=model
+    )
 
 
 def _shown(model: str, version: int) -> str:
@@ -289,10 +295,10 @@ def count_names(role: Role, check: str, stratum: str, tenant: str = "") -> tuple
 
 def parts_of(counts: Mapping[str, int]) -> dict[str, Blocks]:
     """Returns tenant → check → stratum → requests, for a decision."""
-    found: dict[str, dict[str, dict[str, Block]]] = {}
+    found: dict[str, dict[str, dict[str, EvidenceBlock]]] = {}
     for tenant, check, stratum in {_place_of(name) for name in counts}:
         of = check, stratum, tenant
-        block = Block(_counts(counts, Role.STABLE, *of), _counts(counts, Role.CANARY, *of))
+        block = EvidenceBlock(_counts(counts, Role.STABLE, *of), _counts(counts, Role.CANARY, *of))
         found.setdefault(tenant, {}).setdefault(check, {})[stratum] = block
     return {**found}
 

@@ -22,15 +22,15 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from qinfer.core.messages import (
-    Called,
+    CallRecord,
     CallTraces,
     Credit,
     Failure,
-    Holder,
     InferRequest,
+    ResourceHolder,
     Response,
     Scalar,
-    Sequence,
+    SequenceFlags,
     Timing,
 )
 from qinfer.errors import CorruptEntry, DeliveryError
@@ -85,7 +85,7 @@ class _RequestHeader(msgspec.Struct, array_like=True, gc=False):
     partition: _Natural
     generation: _Natural
     attempt: _Natural
-    sequence: Sequence | None
+    sequence: SequenceFlags | None
     payload: str = ""  # or `_BESIDE`
 
 
@@ -94,7 +94,7 @@ class _LongRequestHeader(_RequestHeader, array_like=True, gc=False):
 
 
 class _HeldRequestHeader(_LongRequestHeader, array_like=True, gc=False):
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[ResourceHolder, ...] = ()
 
 
 class _SparingRequestHeader(_HeldRequestHeader, array_like=True, gc=False):
@@ -130,7 +130,7 @@ class _StreamedResponseHeader(_LongestResponseHeader, array_like=True, gc=False)
 
 
 class _TracedResponseHeader(_StreamedResponseHeader, array_like=True, gc=False):
-    called: tuple[Called, ...] = ()
+    called: tuple[CallRecord, ...] = ()
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -189,7 +189,7 @@ def _encode_header(request: InferRequest, inputs: list[_TensorHeader], payload: 
     return _encoder.encode(header)
 
 
-def _flags(sequence: Sequence | None) -> Any:
+def _flags(sequence: SequenceFlags | None) -> Any:
     return sequence if sequence is None or sequence.step else (sequence.id, sequence.start, sequence.end)
 
 
@@ -468,7 +468,7 @@ def _own_fields(frame: bytes, request: InferRequest) -> tuple[slice, slice]:
     return slice(stop - len(encode(round(request.timeout_s * 1e6))), stop), trace
 
 
-class _Layout(NamedTuple):
+class _FrameLayout(NamedTuple):
     """Ends of id, timeout, trace and header; tensors."""
 
     begin: int
@@ -483,7 +483,7 @@ class _Layout(NamedTuple):
         return b"".join(parts)
 
 
-class _Known(msgspec.Struct, gc=False):
+class _KnownRequest(msgspec.Struct, gc=False):
     request: InferRequest
     tensors: list[tuple[str, str, tuple[int, ...], int, int]]
     size: int
@@ -496,8 +496,8 @@ class RequestReader:
     """
 
     def __init__(self) -> None:
-        self._layouts: dict[bytes, _Layout] = {}
-        self._known: dict[bytes, _Known] = {}
+        self._layouts: dict[bytes, _FrameLayout] = {}
+        self._known: dict[bytes, _KnownRequest] = {}
         self._repeats = Repeats()
 
     def decode(self, frame: Bytes) -> InferRequest:
@@ -538,7 +538,7 @@ class RequestReader:
         is_usual = timeout.stop - timeout.start == _TIMEOUT_BYTES
         number = slice(timeout.start + 1, timeout.stop) if is_usual else slice(timeout.start, timeout.start)
         area, places = tensor_places(frame)
-        layout = _Layout(begin, number, trace, end, area)
+        layout = _FrameLayout(begin, number, trace, end, area)
         common = layout.common(frame)
         if not self._repeats.has(common):
             return request
@@ -550,6 +550,6 @@ class RequestReader:
             for tensor, (first, last) in zip(request.inputs, places, strict=True)
         ]
         known = msgspec.structs.replace(request, id="", inputs=(), trace="")
-        self._known[common] = _Known(known, tensors, max((last for _, last in places), default=0))
+        self._known[common] = _KnownRequest(known, tensors, max((last for _, last in places), default=0))
         self._layouts[frame[:_ID_AT]] = layout
         return request

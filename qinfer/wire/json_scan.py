@@ -128,7 +128,7 @@ class TextSpan(NamedTuple):
     arrays: int
 
 
-class _Open:
+class _OpenArray:
     def __init__(self, begin: int) -> None:
         self.begin, self.depth = begin, 0
         self.commas = self.top = self.arrays = 0
@@ -154,7 +154,7 @@ class _Finder:
     def __init__(self, min_bytes: int) -> None:
         self.found: list[TextSpan] = []
         self._min_bytes = min_bytes
-        self._open: _Open | None = None  # the last window ended in it
+        self._open: _OpenArray | None = None  # the last window ended in it
 
     def add(self, begin: int, marks: Marks) -> None:
         at, kinds = marks
@@ -176,7 +176,7 @@ class _Finder:
         pairs = [(int(inner[k]), int(inner[k + 1])) for k in is_long]
         return [(-1, int(inner[0])), *pairs, (int(inner[-1]), int(edges[-1]))]
 
-    def _go_on(self, one: _Open, run: Marks) -> Marks:
+    def _go_on(self, one: _OpenArray, run: Marks) -> Marks:
         """Returns the marks after the open array."""
         taken = one.add(run.kinds)
         if not one.depth and taken:
@@ -194,11 +194,11 @@ class _Finder:
         closes = np.flatnonzero((kinds == _CLOSE) & (after == lowest))
         lengths = at[closes] - at[opens[: len(closes)]]
         for k in np.flatnonzero(lengths + 1 >= self._min_bytes):
-            one = _Open(int(at[opens[k]]))
+            one = _OpenArray(int(at[opens[k]]))
             one.add(kinds[opens[k] : closes[k] + 1])
             self._keep(one.span(int(at[closes[k]]) + 1))
         if len(opens) > len(closes):
-            self._open = _Open(int(at[opens[-1]]))
+            self._open = _OpenArray(int(at[opens[-1]]))
             self._open.add(kinds[opens[-1] :])
 
     def _keep(self, span: TextSpan) -> None:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from msgspec import UNSET
 
-from qinfer.core.messages import Sequence
+from qinfer.core.messages import SequenceFlags
 from qinfer.errors import InvalidRequest, MalformedJson, UnsupportedDatatype
 from qinfer.wire.json_load import load
 from qinfer.wire.json_pieces import LongArray
-from qinfer.wire.kserve_types import INPUTS, Input, InputParameters, Output, OutputParameters, Request
+from qinfer.wire.kserve_types import INPUTS, Input, InputParameters, OutputParameters, Request, RequestedOutput
 
 STEP = "qinfer_step"
 """Detects repeated requests of a sequence."""
@@ -22,7 +22,7 @@ STRICT_JSON = "qinfer_strict_json"
 """Null in place of NaN and infinities."""
 
 SEQUENCE_KEYS = {"sequence_id": "id", "sequence_start": "start", "sequence_end": "end", STEP: "step"}
-"""Parameters, and their fields in `Sequence`."""
+"""Parameters, and their fields in `SequenceFlags`."""
 
 _TRITON = "triton_"
 
@@ -113,7 +113,7 @@ def check_one_source(data: Any, size: Any, region: Any) -> None:
         )
 
 
-def _output(entry: Any) -> Output:
+def _output(entry: Any) -> RequestedOutput:
     fields = entry if isinstance(entry, dict) else {}
     raw = fields.get("parameters")
     raw = raw if isinstance(raw, dict) else {}
@@ -121,7 +121,7 @@ def _output(entry: Any) -> Output:
     _check(binary is UNSET or isinstance(binary, bool), "binary_data", _NOT_BOOLEAN)
     if classes is not UNSET and not _is_unsigned(classes):
         raise MalformedJson(f"Unable to set 'classification': {_NOT_UNSIGNED}")
-    return Output(_string(fields, "name"), OutputParameters(binary, classes, *_shared_memory(raw)))
+    return RequestedOutput(_string(fields, "name"), OutputParameters(binary, classes, *_shared_memory(raw)))
 
 
 def flat(data: list[Any], datatype: str) -> list[Any]:
@@ -229,7 +229,7 @@ def _of_sequence(key: str, value: Any) -> Any:
 
 def _put_sequence(sequence: dict[str, Any], fields: dict[str, Any]) -> None:
     if sequence.get("id"):
-        fields["sequence"] = Sequence(**sequence)
+        fields["sequence"] = SequenceFlags(**sequence)
     elif "step" in sequence:
         raise InvalidRequest(f"parameter '{STEP}' numbers the requests of a sequence: send 'sequence_id' with it")
 

@@ -95,7 +95,7 @@ _KINDS = {
 }
 
 
-class Region(NamedTuple):
+class RegionPart(NamedTuple):
     """A part of a shared memory region."""
 
     region: str
@@ -104,7 +104,7 @@ class Region(NamedTuple):
 
 
 def apply_request_parameters(parameters: Mapping[str, Any], request: InferRequest) -> bool:
-    """Writes parameters into a request's fields; returns `Decoded.empty_final`."""
+    """Writes parameters into a request's fields; returns `DecodedRequest.empty_final`."""
     known: dict[str, Any] = {}
     custom: dict[str, Scalar] = {}
     empty_final = False
@@ -136,7 +136,7 @@ def apply_request_parameters(parameters: Mapping[str, Any], request: InferReques
     return empty_final
 
 
-def shared_memory_of(tensor: Any) -> Region | None:
+def shared_memory_of(tensor: Any) -> RegionPart | None:
     """Returns a tensor's shared memory, if any."""
     parameters = tensor.parameters
     where = f"for tensor '{tensor.name}'"
@@ -159,7 +159,7 @@ def shared_memory_of(tensor: Any) -> Region | None:
             if kind not in _INTEGERS or number < 0:
                 raise InvalidRequest(f"invalid value type for '{name}' parameter {where}, expected int64_param.")
             numbers[position] = number
-    return Region(region, *numbers)
+    return RegionPart(region, *numbers)
 
 
 def plan_outputs(outputs: Iterable[Any], regions: Regions) -> tuple[tuple[str, ...], OutputPlan]:
@@ -230,7 +230,7 @@ _COPY_MAX_BYTES = 16 * 1024  # below this, copies by protobuf are cheaper
 _PACKED = ("BOOL", "FP32", "FP64")
 
 
-class Message(NamedTuple):
+class ParsedRequest(NamedTuple):
     """A parsed request with its inputs."""
 
     fields: Any
@@ -243,7 +243,7 @@ class Message(NamedTuple):
         return sum(map(len, self.typed.values()))
 
 
-class Decoded(NamedTuple):
+class DecodedRequest(NamedTuple):
     """A decoded infer request, whose own `version` is still 0.
 
     With `empty_final`, a decoupled model that ends without a last response sends an empty one (reference §2.3).
@@ -255,17 +255,17 @@ class Decoded(NamedTuple):
     empty_final: bool
 
 
-def parse_infer(blob: Bytes) -> Message:
+def parse_infer(blob: Bytes) -> ParsedRequest:
     """Parses a ModelInferRequest; large inputs are views into `blob`."""
     try:
         if len(blob) <= _COPY_MAX_BYTES:
             fields = pb.ModelInferRequest.FromString(bytes(blob))
-            return Message(fields, list(fields.raw_input_contents))
+            return ParsedRequest(fields, list(fields.raw_input_contents))
         rest, raw = cut_out(blob, _RAW_INPUTS_FIELD)
         typed: dict[int, Bytes] = {}
         if len(rest) > LARGE_BYTES:
             rest = _without_contents(rest, typed)
-        return Message(pb.ModelInferRequest.FromString(bytes(rest)), list(raw), typed)
+        return ParsedRequest(pb.ModelInferRequest.FromString(bytes(rest)), list(raw), typed)
     except DecodeError:
         raise malformed() from None
 
@@ -288,7 +288,7 @@ def _without_contents(message: Bytes, typed: dict[int, Bytes]) -> bytes:
     return head
 
 
-def decode_infer(message: Message, regions: Regions, max_bytes: int = MAX_TYPED_BYTES) -> Decoded:
+def decode_infer(message: ParsedRequest, regions: Regions, max_bytes: int = MAX_TYPED_BYTES) -> DecodedRequest:
     """Decodes a request; `max_bytes` limits large typed contents."""
     fields, raw, typed = message
     model: str = fields.model_name
@@ -322,14 +322,14 @@ def decode_infer(message: Message, regions: Regions, max_bytes: int = MAX_TYPED_
     plan = _PLAIN
     if fields.outputs:
         request.outputs, plan = plan_outputs(fields.outputs, regions)
-    return Decoded(request, fields.model_version, plan, empty_final)
+    return DecodedRequest(request, fields.model_version, plan, empty_final)
 
 
 _MAX_REMEMBERED = 1024
 _MAX_BEGIN_BYTES = 1024
 
 
-class _Known(NamedTuple):
+class _KnownMessage(NamedTuple):
     model: str
     version: str
     name: str
@@ -346,10 +346,10 @@ class Repetitions:
 
     def __init__(self) -> None:
         self._begins: dict[int, int] = {}  # message size → the data's start
-        self._known: dict[bytes, _Known] = {}
+        self._known: dict[bytes, _KnownMessage] = {}
         self._repeats = Repeats()
 
-    def decode(self, blob: Bytes) -> Decoded | None:
+    def decode(self, blob: Bytes) -> DecodedRequest | None:
         """Decodes a known message, or returns `None`."""
         begin = self._begins.get(len(blob))
         if begin is None:
@@ -360,9 +360,9 @@ class Repetitions:
         model, version, name, datatype, shape, outputs = known
         data = blob[begin:] if len(blob) <= _COPY_MAX_BYTES else memoryview(blob)[begin:]
         request = InferRequest(model=model, inputs=(Tensor(name, datatype, shape, data),), outputs=outputs)
-        return Decoded(request, version, _PLAIN, empty_final=False)
+        return DecodedRequest(request, version, _PLAIN, empty_final=False)
 
-    def learn(self, blob: Bytes, message: Message, decoded: Decoded) -> None:
+    def learn(self, blob: Bytes, message: ParsedRequest, decoded: DecodedRequest) -> None:
         """Remembers a message, if others may repeat it."""
         fields, raw, _ = message
         request = decoded.request
@@ -379,7 +379,7 @@ class Repetitions:
             self._begins.clear()
         tensor = request.inputs[0]
         self._begins[len(blob)] = begin
-        self._known[key] = _Known(
+        self._known[key] = _KnownMessage(
             request.model, decoded.version, tensor.name, tensor.datatype, tensor.shape, request.outputs
         )
 

@@ -23,7 +23,7 @@ from qinfer.tensors import DATATYPES, Bytes, Tensor, iter_bytes, pack_bytes
 from qinfer.wire import kserve_exact
 from qinfer.wire.json_pieces import GIANT_BYTES, STRUCT_CODES, Document, JsonBounds, LongArray
 from qinfer.wire.json_scan import LARGE_BYTES, check_depth
-from qinfer.wire.kserve_types import NAMES, UNPARSABLE, Input, InputParameters, Output, Request, parse
+from qinfer.wire.kserve_types import NAMES, UNPARSABLE, Input, InputParameters, Request, RequestedOutput, parse
 from qinfer.wire.outputs import NO_REGIONS, OutputPlan, Regions, Special, prepare, read_special
 
 _BOUNDS = JsonBounds()
@@ -34,7 +34,7 @@ _MOST_ELEMENTS = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
 
 
-class Packing(NamedTuple):
+class ElementPacking(NamedTuple):
     """Converts elements and bytes; `pack` raises for elements out of range."""
 
     elements: int
@@ -44,14 +44,14 @@ class Packing(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def packing_of(datatype: str, shape: tuple[int, ...]) -> Packing | None:
+def packing_of(datatype: str, shape: tuple[int, ...]) -> ElementPacking | None:
     """Returns the packing, if any: not of strings, 16-bit floats and empty tensors."""
     code = STRUCT_CODES.get(datatype)
     count = prod(shape) if len(shape) <= _MOST_DIMENSIONS else 0
     if code is None or not 0 < count <= _MOST_ELEMENTS:
         return None
     checked, native = struct.Struct(f"<{count}{code}"), struct.Struct(f"{count}{code}")
-    return Packing(count, native.size, checked.pack, native.unpack)  # native reads faster, unchecked
+    return ElementPacking(count, native.size, checked.pack, native.unpack)  # native reads faster, unchecked
 
 
 _NO_PARAMETERS = InputParameters()
@@ -250,7 +250,9 @@ def elements_of(name: str, shape: Sequence[int]) -> int:
     return count
 
 
-def _plan(wanted: list[Output], regions: Regions, form: kserve_exact.Form) -> tuple[tuple[str, ...], OutputPlan]:
+def _plan(
+    wanted: list[RequestedOutput], regions: Regions, form: kserve_exact.Form
+) -> tuple[tuple[str, ...], OutputPlan]:
     overrides: dict[str, bool] = {}
     special: dict[str, Special] | None = None
     for output in wanted:

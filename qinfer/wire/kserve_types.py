@@ -81,7 +81,7 @@ class OutputParameters(msgspec.Struct, gc=False):
     shared_memory_byte_size: Natural = 0
 
 
-class Output(msgspec.Struct, gc=False):
+class RequestedOutput(msgspec.Struct, gc=False):
     """A requested output."""
 
     name: str
@@ -94,7 +94,7 @@ class Request(msgspec.Struct, gc=False):
     inputs: list[Union[*INPUTS.values()]]  # type: ignore[valid-type]  # a struct for each datatype
     id: str = ""
     parameters: dict[str, bool | int | float | str] | UnsetType = UNSET
-    outputs: list[Output] = []
+    outputs: list[RequestedOutput] = []
 
 
 UNPARSABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

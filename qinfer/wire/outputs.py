@@ -179,7 +179,7 @@ class OutputPlan(msgspec.Struct, frozen=True):
         return self.overrides.get(output, self.binary)
 
 
-class Prepared(NamedTuple):
+class PreparedOutputs(NamedTuple):
     """Outputs for a reply; `placed` are in shared memory."""
 
     outputs: tuple[Tensor, ...]
@@ -221,10 +221,10 @@ def bind(plan: OutputPlan, labels: Mapping[str, tuple[str, ...]], *, batched: bo
     return msgspec.structs.replace(plan, special=special)
 
 
-def prepare(response: Response, plan: OutputPlan, regions: Regions) -> Prepared:
+def prepare(response: Response, plan: OutputPlan, regions: Regions) -> PreparedOutputs:
     """Ranks and places outputs by a bound plan; may be slow."""
     if plan.special is None:
-        return Prepared(response.outputs, frozenset())
+        return PreparedOutputs(response.outputs, frozenset())
     outputs: list[Tensor] = []
     placed: set[str] = set()
     for tensor in response.outputs:
@@ -236,7 +236,7 @@ def prepare(response: Response, plan: OutputPlan, regions: Regions) -> Prepared:
             _place(tensor, special, regions)
             placed.add(tensor.name)
         outputs.append(tensor)
-    return Prepared(tuple(outputs), frozenset(placed))
+    return PreparedOutputs(tuple(outputs), frozenset(placed))
 
 
 def _place(tensor: Tensor, special: Special, regions: Regions) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 from qinfer.errors import QinferError
 from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import JobSpec, Output
-from qinfer.jobs.plan import Unplanned
+from qinfer.jobs.plan import UnplannedJob
 from qinfer.jobs.planning import make_plan
 from qinfer.jobs.rows.shard_rows import ShardReader
-from qinfer.jobs.shards import Pace
+from qinfer.jobs.shards import ShardPace
 from qinfer.testing import stub_spec
 from tests.support.jobs.bulk_data import ANY_FILE
 
@@ -25,7 +25,7 @@ MEMORY_BYTES = 3 * 2**30
 """Memory that the process may ask for: enough to see how much a file takes, too little to be in the others' way."""
 BATCH_ROWS = 64
 MODEL = stub_spec(dims=(2,))
-PACE = Pace(rows_per_s=0.0, shard_s=30.0, default_rows=1000, max_rows=1000)
+PACE = ShardPace(rows_per_s=0.0, shard_s=30.0, default_rows=1000, max_rows=1000)
 
 
 def read(url: str) -> None:
@@ -36,7 +36,7 @@ def read(url: str) -> None:
     """
     output = Output("file:///out")
     spec = JobSpec(model="stub", inputs=(url,), output=output, version=1, passthrough=("*",))
-    plan = make_plan(Unplanned("job-1", spec, MODEL, "hash", ANY_FILE), PACE, threads=1)
+    plan = make_plan(UnplannedJob("job-1", spec, MODEL, "hash", ANY_FILE), PACE, threads=1)
     schema = decode_schema(plan.schema)
     for shard in plan.shards[:100]:
         with closing(ShardReader(shard, schema.names, schema)) as reader:

@@ -19,8 +19,8 @@ from qinfer.core.settings import StoreSettings
 from qinfer.errors import CorruptEntry, QinferError
 from qinfer.jobs.plan import Range, Shard, ShardTicket, decode_ticket, encode_ticket
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.queue.records import Place, ShardOutcome, granted, spec_of
-from qinfer.models.state import Desired
+from qinfer.jobs.queue.records import JobAddress, ShardOutcome, granted, spec_of
+from qinfer.models.state import DesiredState
 from qinfer.models.store import ControlStore
 from qinfer.queue import keys
 from qinfer.queue.entries import Lane, bulk_lanes
@@ -50,13 +50,13 @@ STATUSES = {200, 202, 400, 404, 409, 410, 429, 500, 503}
 def test_a_document_that_is_no_text(text: bytes) -> None:
     """Such a document counts as damaged, as any other that can't be read."""
     with pytest.raises(msgspec.DecodeError):
-        decode_document(b'{"wire":1,"model":"m","generation":1,"more":' + text, Desired)
+        decode_document(b'{"wire":1,"model":"m","generation":1,"more":' + text, DesiredState)
 
 
 async def test_names_that_are_no_text(database: Database) -> None:
     """Damaged names hide no other: a gateway goes on with what it can read."""
     store = database.store()
-    await store.set_desired(Desired("m", 1))
+    await store.set_desired(DesiredState("m", 1))
     for key, value in ((keys.desired(), b"{"), (keys.settings(), b"1")):
         await store.client.hset(key, b"\xff", value)
 
@@ -102,7 +102,7 @@ async def test_a_job_whose_record_is_damaged(
     jobs = Jobs(delivery)
     for job_id in ("j1", "j2"):
         await planned(delivery, 2, job_id)
-    await store.client.hset(Place("digits", 0, "j1").record, field, value)
+    await store.client.hset(JobAddress("digits", 0, "j1").record, field, value)
 
     for _ in range(3):
         assert [record.id for record in await jobs.unfinished()] == ["j2"]

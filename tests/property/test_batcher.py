@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from qinfer.batching.batcher import Batcher, LoadedModel
-from qinfer.batching.execution import Execution, Pending
+from qinfer.batching.execution import Execution, WorkItem
 from qinfer.batching.policy import NEVER_S, Rules
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest
@@ -107,7 +107,7 @@ class WatchedBench(Bench):
         done(execution)
 
     @property
-    def held(self) -> list[Pending]:
+    def held(self) -> list[WorkItem]:
         """What it runs or is to run."""
         return [item for execution, _ in (*self.running, *self.queued) for item in execution.items]
 
@@ -122,12 +122,12 @@ class BatcherMachine(RuleBasedStateMachine):
         self.clock = ServerClock(self.time, offset_s=0.0)
         self.loop = StillLoop(self.time)
         self.outlet = Bench()
-        self.waiting: list[Pending] = []
+        self.waiting: list[WorkItem] = []
         """What the batcher holds and has not placed."""
-        self.cut: list[Pending] = []
+        self.cut: list[WorkItem] = []
         """Those of `waiting` that may not be merged any more."""
-        self.lost: list[Pending] = []
-        self.admitted: list[Pending] = []
+        self.lost: list[WorkItem] = []
+        self.admitted: list[WorkItem] = []
         self.pausing: asyncio.Task[None] | None = None
         self.took_s, self.stalls = 0.0, False
         self.numbers = count()
@@ -172,7 +172,7 @@ class BatcherMachine(RuleBasedStateMachine):
         self.cut = [item for item in self.cut if id(item) not in gone]
 
     @property
-    def left(self) -> list[Pending]:
+    def left(self) -> list[WorkItem]:
         """Everything that left the batcher: answered, given back, delayed or lost."""
         answered = [item for item, response in self.outlet.answered if response.final]
         return [*answered, *self.outlet.given_back, *self.outlet.delayed, *self.lost]
@@ -211,12 +211,12 @@ class BatcherMachine(RuleBasedStateMachine):
         self.waiting += again
         self.cut += again
 
-    def comes_back(self, execution: Execution, items: list[Pending]) -> None:
+    def comes_back(self, execution: Execution, items: list[WorkItem]) -> None:
         """Takes note of a batch that did not begin."""
         self.waiting += items
         self.cut += items if execution.apart else []
 
-    def ranks(self, items: list[Pending], rules: Rules, now_s: float) -> list[tuple[float, float, int]]:
+    def ranks(self, items: list[WorkItem], rules: Rules, now_s: float) -> list[tuple[float, float, int]]:
         """Returns items' places in the queue."""
         order = dict(zip(map(id, self.admitted), range(len(self.admitted)), strict=True))
         ranks: list[tuple[float, float, int]] = []
@@ -230,7 +230,7 @@ class BatcherMachine(RuleBasedStateMachine):
                 ranks.append((item.level, -NEVER_S, order[id(item)]))
         return ranks
 
-    def is_over(self, item: Pending, rules: Rules, now_s: float) -> bool:
+    def is_over(self, item: WorkItem, rules: Rules, now_s: float) -> bool:
         """Tells whether an item is to be refused."""
         impatient = item.queue_deadline_s <= now_s and not item.delays and not item.delayed
         return item.deadline_s <= now_s or (not rules.prefetch and impatient)
@@ -241,13 +241,13 @@ class BatcherMachine(RuleBasedStateMachine):
         items = [self.item(**fields) for fields in wanted]
         self.take_in(items)
 
-    def item(self, **asked: Any) -> Pending:
+    def item(self, **asked: Any) -> WorkItem:
         """Makes an item."""
         name, now_s = f"{asked['kind']}{next(self.numbers)}", self.clock.now_s()
         tensor = from_numpy("x", np.ones((asked["rows"], asked["width"]), "<f4"))
         if asked["kind"] == "malformed":
             tensor = Tensor("x", "FP32", tensor.shape, b"short")
-        return Pending(
+        return WorkItem(
             rows=asked["rows"],
             key=None,
             enqueued_s=now_s,
@@ -263,7 +263,7 @@ class BatcherMachine(RuleBasedStateMachine):
             ),
         )
 
-    def take_in(self, items: list[Pending]) -> None:
+    def take_in(self, items: list[WorkItem]) -> None:
         """Admits items, as the worker does."""
         for item in items:
             self.batcher.classify(item)
@@ -341,7 +341,7 @@ class BatcherMachine(RuleBasedStateMachine):
         self.benches[-1].stalled = stalled
         self.benches[-1].take()
 
-    def holdings(self, *, executing: bool = True) -> list[Pending]:
+    def holdings(self, *, executing: bool = True) -> list[WorkItem]:
         """Returns what the batcher is to answer for."""
         held = [item for bench in self.benches for item in bench.held] if executing else []
         return [*held, *self.waiting]

@@ -12,21 +12,21 @@ from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import (
     NO_GROUPS,
     InputFile,
-    Plan,
+    JobPlan,
     Range,
     Shard,
     ShardTicket,
-    Source,
+    SourceFile,
     decode_plan,
     decode_ticket,
     encode_plan,
     encode_ticket,
 )
-from qinfer.jobs.shards import Pace, Sizes, part_name, plan_shards, shard_sizes
+from qinfer.jobs.shards import ShardPace, ShardSizes, part_name, plan_shards, shard_sizes
 
 grouped = st.lists(st.one_of(st.integers(0, 30), st.integers(0, 400)), max_size=6).map(tuple)
 without_groups = st.integers(0, 500)
-sizes = st.tuples(st.integers(1, 80), st.integers(1, 4)).map(lambda two: Sizes(two[0], two[0] * two[1]))
+sizes = st.tuples(st.integers(1, 80), st.integers(1, 4)).map(lambda two: ShardSizes(two[0], two[0] * two[1]))
 
 
 @st.composite
@@ -35,7 +35,7 @@ def file_lists(draw: st.DrawFn) -> list[InputFile]:
     for number in range(draw(st.integers(1, 5))):
         groups = draw(st.one_of(grouped, st.none()))
         rows = sum(groups) if groups is not None else draw(without_groups)
-        files.append(InputFile(Source(f"s3://lake/{number}", f"etag-{number}", 100 * rows, rows), groups))
+        files.append(InputFile(SourceFile(f"s3://lake/{number}", f"etag-{number}", 100 * rows, rows), groups))
     return files
 
 
@@ -57,7 +57,7 @@ def rows_in(ranges: tuple[Range, ...]) -> list[tuple[str, int, int, int]]:
 
 @settings(deadline=None)
 @given(file_lists(), sizes)
-def test_each_row_is_in_one_shard_in_order(files: list[InputFile], size: Sizes) -> None:
+def test_each_row_is_in_one_shard_in_order(files: list[InputFile], size: ShardSizes) -> None:
     """Not one missing, twice or out of place; shards and parts are numbered without a gap."""
     shards = plan_shards(files, size, "parquet")
     assert [row for shard in shards for row in rows_in(shard.ranges)] == rows_of(files)
@@ -71,7 +71,7 @@ def test_each_row_is_in_one_shard_in_order(files: list[InputFile], size: Sizes) 
 
 @settings(deadline=None)
 @given(file_lists(), sizes)
-def test_shards_are_neither_too_large_nor_too_small(files: list[InputFile], size: Sizes) -> None:
+def test_shards_are_neither_too_large_nor_too_small(files: list[InputFile], size: ShardSizes) -> None:
     """None is larger than a whole row group may be, no two neighbours would fit in one, and none is empty."""
     shards = plan_shards(files, size, "parquet")
     assert all(shard.rows <= size.whole for shard in shards)
@@ -85,7 +85,7 @@ def test_shards_are_neither_too_large_nor_too_small(files: list[InputFile], size
 
 @settings(deadline=None)
 @given(file_lists(), sizes)
-def test_row_groups_are_cut_only_when_they_are_huge(files: list[InputFile], size: Sizes) -> None:
+def test_row_groups_are_cut_only_when_they_are_huge(files: list[InputFile], size: ShardSizes) -> None:
     """Who starts within a row group reads what is before it again."""
     by_url = {file.source.url: file for file in files}
     for piece in (piece for shard in plan_shards(files, size, "parquet") for piece in shard.ranges if piece.rows):
@@ -96,10 +96,10 @@ def test_row_groups_are_cut_only_when_they_are_huge(files: list[InputFile], size
 
 @settings(deadline=None)
 @given(file_lists(), sizes)
-def test_a_plan_survives_its_json_and_a_ticket_its_lane(files: list[InputFile], size: Sizes) -> None:
+def test_a_plan_survives_its_json_and_a_ticket_its_lane(files: list[InputFile], size: ShardSizes) -> None:
     """Equal plans are equal bytes: who plans a second time writes the same."""
     shards = plan_shards(files, size, "arrow")
-    plan = Plan(
+    plan = JobPlan(
         job_id="job",
         spec=JobSpec(model="m", inputs=("s3://lake/*",), output=Output("s3://lake/out"), columns={"x": ("a", "b")}),
         model_hash="hash",
@@ -127,12 +127,12 @@ def test_other_bytes_are_no_ticket_and_no_plan(data: bytes) -> None:
 def test_a_plan_that_names_a_file_it_lacks_is_none() -> None:
     """Such as one that was cut and mended."""
     shard = Shard(0, "part-00000.parquet", 1, (Range("u", "e", 0, 0, 1, 0),))
-    plan = Plan(
+    plan = JobPlan(
         job_id="j",
         spec=JobSpec(model="m", inputs=("u",), output=Output("o")),
         model_hash="",
         schema="",
-        sources=(Source("u", "e", 1, 1),),
+        sources=(SourceFile("u", "e", 1, 1),),
         shards=(shard,),
         rows=1,
     )
@@ -153,7 +153,7 @@ def test_the_server_chooses_sizes_that_are_possible(
     rows: int, rows_per_s: float, workers: int, default: int, most: int
 ) -> None:
     """At most so many rows, as long as the number of shards allows it."""
-    size = shard_sizes(0, rows, Pace(rows_per_s, 30.0, default, most, workers))
+    size = shard_sizes(0, rows, ShardPace(rows_per_s, 30.0, default, most, workers))
     assert 1 <= size.rows <= size.whole
     assert size.whole <= max(most, size.rows)
     assert size.rows <= most or rows > planning.MAX_SHARDS * most / 2
@@ -162,12 +162,12 @@ def test_the_server_chooses_sizes_that_are_possible(
 
 def test_a_user_who_says_how_many_rows_gets_at_most_those() -> None:
     """Whatever is known of the model's speed."""
-    assert shard_sizes(700, 10**6, Pace(1e6, 30.0, 10, 10**7)) == Sizes(700, 700)
+    assert shard_sizes(700, 10**6, ShardPace(1e6, 30.0, 10, 10**7)) == ShardSizes(700, 700)
 
 
 def test_the_workers_of_a_small_job_all_have_shards() -> None:
     """Several each, so that they end at about the same time; not so small that each is done in no time."""
-    pace = Pace(100_000.0, 30.0, 250_000, 5_000_000, workers=2)
+    pace = ShardPace(100_000.0, 30.0, 250_000, 5_000_000, workers=2)
     assert shard_sizes(0, 4_000_000, pace).rows == 500_000
     assert shard_sizes(0, 10_000, pace).rows == 25_000
     assert shard_sizes(0, 10**9, pace).rows == 3_000_000

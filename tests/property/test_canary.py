@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from qinfer.traffic.canary import (
     Action,
+    CanaryCounts,
+    CanaryDecision,
     CanaryPlan,
     CanaryState,
     Check,
-    Decision,
-    Seen,
     Step,
     begin,
     checked,
     decide,
     with_limits,
 )
-from qinfer.traffic.evidence import Block, Counts
+from qinfer.traffic.evidence import Counts, EvidenceBlock
 from qinfer.traffic.trials import TRIALS, Trial
 
 CANARIES = 200
@@ -68,7 +68,7 @@ class Simulation:
         self._stable, self._canary, self._spread = Target(), canary, spread
         self.requests = 0
 
-    def run(self) -> Decision:
+    def run(self) -> CanaryDecision:
         """Returns the decision that ends the canary, or the last before its requests have ended."""
         state = self._limited(begin(PLAN, 3, 4, 1, 0.0))
         while True:
@@ -82,7 +82,7 @@ class Simulation:
         latencies = {"execution": {"": {"": self._latencies(LATENCIES, self._stable).tolist()}}}
         return with_limits(PLAN, state, latencies, float(self.requests))
 
-    def _seen(self, state: CanaryState) -> Seen:
+    def _seen(self, state: CanaryState) -> CanaryCounts:
         weight = PLAN.steps[state.step].weight
         canaries = int(self._random.integers(1, 60))
         stables = int(self._random.poisson(canaries * (1 - weight) / weight))
@@ -95,17 +95,17 @@ class Simulation:
         }
         for name, limits in state.limits.items():
             slow = [Counts(len(found), int((found > limits[""]).sum())) for found in latencies]
-            blocks[name] = Block(*slow)
-        return Seen(
+            blocks[name] = EvidenceBlock(*slow)
+        return CanaryCounts(
             now_s=float(self.requests),
             revision=state.revision,
             step=state.step,
             blocks={name: {"": block} for name, block in blocks.items()},
         )
 
-    def _block(self, stables: int, canaries: int, share: Callable[[Target], float]) -> Block:
+    def _block(self, stables: int, canaries: int, share: Callable[[Target], float]) -> EvidenceBlock:
         bad = self._random.binomial([stables, canaries], [min(share(one), 1.0) for one in (self._stable, self._canary)])
-        return Block(Counts(stables, int(bad[0])), Counts(canaries, int(bad[1])))
+        return EvidenceBlock(Counts(stables, int(bad[0])), Counts(canaries, int(bad[1])))
 
     def _latencies(self, count: int, target: Target) -> npt.NDArray[np.float64]:
         return target.slower * self._random.lognormal(0.0, self._spread, count)
@@ -167,24 +167,26 @@ def test_a_version_with_wrong_answers_is_found(seed: int) -> None:
 
 
 @st.composite
-def sights(draw: st.DrawFn) -> tuple[float, dict[str, dict[str, Block]]]:
+def sights(draw: st.DrawFn) -> tuple[float, dict[str, dict[str, EvidenceBlock]]]:
     """The seconds until somebody looks, and what was counted meanwhile."""
     strata = st.sampled_from(["", "1", "8"])
     counts = st.integers(0, 50).flatmap(lambda n: st.builds(Counts, st.just(n), st.integers(0, n)))
-    blocks = st.dictionaries(strata, st.builds(Block, counts, counts), max_size=3)
+    blocks = st.dictionaries(strata, st.builds(EvidenceBlock, counts, counts), max_size=3)
     names = st.sampled_from([check.name for check in PLAN.checks])
     return draw(st.floats(0, 400)), draw(st.dictionaries(names, blocks))
 
 
 @settings(max_examples=60)
 @given(st.lists(sights(), max_size=15))
-def test_every_state_can_be_stored_and_leads_to_another(seen: list[tuple[float, dict[str, dict[str, Block]]]]) -> None:
+def test_every_state_can_be_stored_and_leads_to_another(
+    seen: list[tuple[float, dict[str, dict[str, EvidenceBlock]]]],
+) -> None:
     """Whatever is counted: transitions raise the revision by one, steps go up, and what has ended stays so."""
     now_s, state = 0.0, begin(PLAN, 3, 4, 1, 0.0)
     for after_s, blocks in seen:
         now_s += after_s
         decision, after = decide(
-            PLAN, state, Seen(now_s=now_s, revision=state.revision, step=state.step, blocks=blocks)
+            PLAN, state, CanaryCounts(now_s=now_s, revision=state.revision, step=state.step, blocks=blocks)
         )
 
         assert TRIALS.decode(TRIALS.encode(Trial(state=after))).state == after

@@ -4,8 +4,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from qinfer.traffic.canary import Action, CanaryPlan, CanaryState, Check, Decision, Seen, Step, begin, checked, decide
-from qinfer.traffic.evidence import Block, Blocks, Counts, merged
+from qinfer.traffic.canary import (
+    Action,
+    CanaryCounts,
+    CanaryDecision,
+    CanaryPlan,
+    CanaryState,
+    Check,
+    Step,
+    begin,
+    checked,
+    decide,
+)
+from qinfer.traffic.evidence import Blocks, Counts, EvidenceBlock, merged
 from tests.property.test_canary import most
 
 CANARIES, ROUNDS = 200, 100
@@ -48,7 +59,7 @@ class Simulation:
         self.state = begin(PLAN, 3, 4, 1, 0.0)
         self.requests = 0
 
-    def run(self) -> Decision:
+    def run(self) -> CanaryDecision:
         """Returns the decision that ends the canary, or the last one."""
         for second in range(1, ROUNDS + 1):
             decision, self.state = decide(PLAN, self.state, self._seen(self.state, second))
@@ -56,7 +67,7 @@ class Simulation:
                 break
         return decision
 
-    def _seen(self, state: CanaryState, second: int) -> Seen:
+    def _seen(self, state: CanaryState, second: int) -> CanaryCounts:
         weight, load = PLAN.steps[state.step].weight, self._random.uniform(0.7, 1.5)
         parts: dict[str, Blocks] = {}
         for name, tenant in self._tenants.items():
@@ -65,15 +76,15 @@ class Simulation:
             self.requests += at_canary
             parts[name] = self._part(tenant, requests - at_canary, at_canary, load)
         fields = {"revision": state.revision, "step": state.step}
-        return Seen(now_s=float(second), blocks=merged(parts.values()), parts=parts, **fields)
+        return CanaryCounts(now_s=float(second), blocks=merged(parts.values()), parts=parts, **fields)
 
     def _part(self, tenant: Tenant, at_stable: int, at_canary: int, load: float) -> Blocks:
-        part = {"disagreements": {"": Block(Counts(), self._counts(at_canary, 0.01))}}
+        part = {"disagreements": {"": EvidenceBlock(Counts(), self._counts(at_canary, 0.01))}}
         for check, share in SHARES.items():
             own = check == "errors"
             stable = share * load if tenant.at_stable is None or not own else tenant.at_stable
             canary = share * load if tenant.at_canary is None or not own else tenant.at_canary
-            block = Block(self._counts(at_stable, min(stable, 1.0)), self._counts(at_canary, min(canary, 1.0)))
+            block = EvidenceBlock(self._counts(at_stable, min(stable, 1.0)), self._counts(at_canary, min(canary, 1.0)))
             part[check] = {"": block}
         return part
 

@@ -5,7 +5,7 @@ import contextlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qinfer.core.messages import Failure, Holder, InferRequest, Response, Sequence, Timing
+from qinfer.core.messages import Failure, InferRequest, ResourceHolder, Response, SequenceFlags, Timing
 from qinfer.errors import CorruptEntry
 from qinfer.tensors import DATATYPES, Tensor
 from qinfer.wire.frame import decode_request, decode_responses, encode_request, encode_responses
@@ -41,8 +41,8 @@ REQUESTS = st.builds(
     partition=NATURAL,
     generation=NATURAL,
     attempt=NATURAL,
-    sequence=st.none() | st.builds(Sequence, NATURAL | TEXT, st.booleans(), st.booleans()),
-    holders=st.lists(st.builds(Holder, TEXT, TEXT, UNITS, NATURAL, NATURAL), max_size=3).map(tuple),
+    sequence=st.none() | st.builds(SequenceFlags, NATURAL | TEXT, st.booleans(), st.booleans()),
+    holders=st.lists(st.builds(ResourceHolder, TEXT, TEXT, UNITS, NATURAL, NATURAL), max_size=3).map(tuple),
 )
 RESPONSES = st.builds(
     Response,

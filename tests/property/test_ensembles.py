@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sized
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qinfer.models.ensemble_graph import Flow, Resolved, plan
+from qinfer.models.ensemble_graph import Flow, ResolvedModel, plan
 from qinfer.models.reshapes import inward, outward
 from qinfer.models.spec import EnsembleStep, ModelSpec, TensorSpec
 
@@ -63,8 +63,8 @@ class World:
         self.specs[name] = spec
         return spec
 
-    def resolve(self, step: EnsembleStep) -> Resolved:
-        return Resolved(self.specs[step.model], 1)
+    def resolve(self, step: EnsembleStep) -> ResolvedModel:
+        return ResolvedModel(self.specs[step.model], 1)
 
 
 def turned(values: Mapping[str, str], turns: Mapping[str, Sized]) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qinfer.traffic.evidence import Block, Counts, Evidence
+from qinfer.traffic.evidence import Counts, Evidence, EvidenceBlock
 
 counts = st.integers(1, 40)
 odds = st.floats(1.0, 3.0)
@@ -30,7 +30,7 @@ def test_the_evidence_of_any_block_is_1_in_the_mean_at_most(
     true = 1 + true_part * (tolerated - 1)
 
     mean = sum(
-        chance * begun.against_stable({"": Block(Counts(stable, bad - n), Counts(canary, n))}, tolerated).value
+        chance * begun.against_stable({"": EvidenceBlock(Counts(stable, bad - n), Counts(canary, n))}, tolerated).value
         for n, chance in chances(stable, canary, bad, true)
     )
 
@@ -44,7 +44,7 @@ def test_the_evidence_against_a_share_is_1_in_the_mean_at_most(canary: int, allo
 
     mean = sum(
         math.comb(canary, n) * true**n * (1 - true) ** (canary - n)
-        * begun.against_share({"": Block(Counts(), Counts(canary, n))}, allowed).value
+        * begun.against_share({"": EvidenceBlock(Counts(), Counts(canary, n))}, allowed).value
         for n in range(canary + 1)
     )  # fmt: skip
 
@@ -59,8 +59,10 @@ def test_blocks_of_one_target_wait_for_the_others_requests(drawn: list[tuple[int
 
     for stables, canaries, *shares in drawn:
         stable, canary = Counts(stables, int(shares[0] * stables)), Counts(canaries, int(shares[1] * canaries))
-        apart = apart.against_stable({"": Block(stable, Counts())}).against_stable({"": Block(Counts(), canary)})
-        together = together.against_stable({"": Block(stable, canary)})
+        apart = apart.against_stable({"": EvidenceBlock(stable, Counts())}).against_stable(
+            {"": EvidenceBlock(Counts(), canary)}
+        )
+        together = together.against_stable({"": EvidenceBlock(stable, canary)})
 
     assert apart == together
 
@@ -74,7 +76,9 @@ def test_parts_that_begin_later_begin_with_what_was_kept(steps: int, canary: int
         evidence = evidence.begun(1 / steps)
         assert math.isclose(evidence.value, 1.0)
 
-    worse = evidence.against_stable({"": Block(Counts(canary, 0), Counts(canary, data.draw(st.integers(1, canary))))})
+    worse = evidence.against_stable(
+        {"": EvidenceBlock(Counts(canary, 0), Counts(canary, data.draw(st.integers(1, canary))))}
+    )
 
     assert evidence.kept == 0.0
     assert worse.begun(1 / steps).logs == worse.logs

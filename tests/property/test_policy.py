@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qinfer.batching.policy import NEVER_S, Item, LatencyModel, Rules, Slots, decide
+from qinfer.batching.policy import NEVER_S, FreeSlots, Item, LatencyModel, Rules, decide
 
 NOW_S = 1000.0
 
@@ -20,7 +20,7 @@ items = st.builds(
     delayed=st.booleans(),
 )
 queues = st.lists(items, max_size=20).map(lambda q: sorted(q, key=lambda i: i.enqueued_s))
-slots = st.builds(Slots, st.integers(0, 2), st.integers(0, 1))
+slots = st.builds(FreeSlots, st.integers(0, 2), st.integers(0, 1))
 
 
 @st.composite
@@ -51,7 +51,7 @@ def is_delayed(item: Item) -> bool:
 
 @given(queues, slots, rule_sets(), speeds())
 def test_every_item_ends_in_exactly_one_place(
-    queue: list[Item], free: Slots, rules: Rules, latency: LatencyModel
+    queue: list[Item], free: FreeSlots, rules: Rules, latency: LatencyModel
 ) -> None:
     """No item is lost or doubled, and the order is kept, or is that of levels and delays."""
     decision = decide(queue, NOW_S, free, rules, latency)
@@ -68,7 +68,7 @@ def test_every_item_ends_in_exactly_one_place(
 
 @given(queues, slots, rule_sets(), speeds())
 def test_only_what_is_late_or_impatient_expires(
-    queue: list[Item], free: Slots, rules: Rules, latency: LatencyModel
+    queue: list[Item], free: FreeSlots, rules: Rules, latency: LatencyModel
 ) -> None:
     """By its deadline, or by a queue policy that does not delay."""
     decision = decide(queue, NOW_S, free, rules, latency)
@@ -80,7 +80,7 @@ def test_only_what_is_late_or_impatient_expires(
 
 
 @given(queues, slots, rule_sets(), speeds())
-def test_batches_are_legal(queue: list[Item], free: Slots, rules: Rules, latency: LatencyModel) -> None:
+def test_batches_are_legal(queue: list[Item], free: FreeSlots, rules: Rules, latency: LatencyModel) -> None:
     """No overrun, no mix of shapes, no company for suspects, nothing expired, nothing without a slot."""
     run = decide(queue, NOW_S, free, rules, latency).run
 
@@ -94,7 +94,7 @@ def test_batches_are_legal(queue: list[Item], free: Slots, rules: Rules, latency
 @given(queues, rule_sets(), speeds())
 def test_waits_only_for_the_delay(queue: list[Item], rules: Rules, latency: LatencyModel) -> None:
     """With an idle instance something runs now, unless a delay is set and the oldest has not waited it."""
-    decision = decide(queue, NOW_S, Slots(1), rules, latency)
+    decision = decide(queue, NOW_S, FreeSlots(1), rules, latency)
 
     if decision.keep and not decision.run:
         assert rules.delay_s > 0
@@ -108,7 +108,7 @@ def test_asking_again_empties_the_queue(queue: list[Item], rules: Rules, latency
     """Following the decisions and their wake-up times, every item runs or expires."""
     now_s, pending, ends = NOW_S, list(queue), 0
     for _ in range(4 * len(queue) + 1):
-        decision = decide(pending, now_s, Slots(1), rules, latency)
+        decision = decide(pending, now_s, FreeSlots(1), rules, latency)
         pending = list(decision.keep)
         ends += len(decision.run) + len(decision.expired)
         if decision.wake_at_s != NEVER_S:

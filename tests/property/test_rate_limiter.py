@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from qinfer.batching.rate_limiter import GLOBAL, Instance, Ledger, Needs, Resource
-from qinfer.core.messages import Holder
+from qinfer.batching.rate_limiter import GLOBAL, Ledger, LimitedInstance, Needs, Resource
+from qinfer.core.messages import ResourceHolder
 
 RESOURCES = (Resource("a", 0), Resource("b", 0), Resource("b", 1), Resource("g", GLOBAL), Resource("h", GLOBAL))
 NEEDS = st.dictionaries(st.sampled_from(RESOURCES), st.integers(1, 3), max_size=3)
@@ -19,19 +19,19 @@ class Traffic(RuleBasedStateMachine):
     @initialize(needs=st.lists(NEEDS, min_size=1, max_size=6), weights=st.lists(st.integers(0, 3), min_size=6))
     def load(self, needs: list[Needs], weights: list[int]) -> None:
         self.ledger = Ledger(name="w")
-        self.instances = [Instance(f"m{i}", one, weights[i], lambda _: None) for i, one in enumerate(needs)]
+        self.instances = [LimitedInstance(f"m{i}", one, weights[i], lambda _: None) for i, one in enumerate(needs)]
         self.ledger.add(self.instances)
         self.ledger.pool = {"g": 3, "h": 3}
-        self.waited: Counter[Instance] = Counter()
-        self.calls: dict[Instance, Instance] = {}
+        self.waited: Counter[LimitedInstance] = Counter()
+        self.calls: dict[LimitedInstance, LimitedInstance] = {}
         """Callee → caller, from the call to the callee's end."""
 
     @property
-    def idle(self) -> list[Instance]:
+    def idle(self) -> list[LimitedInstance]:
         return [one for one in self.instances if not one.order and one.grant is None]
 
     @property
-    def executing(self) -> list[Instance]:
+    def executing(self) -> list[LimitedInstance]:
         return [one for one in self.instances if one.grant is not None]
 
     @precondition(lambda self: self.idle)
@@ -56,7 +56,7 @@ class Traffic(RuleBasedStateMachine):
     def call_from_elsewhere(self, data: st.DataObject, number: int, name: str) -> None:
         """Another worker counts what that caller holds; it is lent once at a time here."""
         callee = data.draw(st.sampled_from(self.idle))
-        holders = (Holder(f"other/{number}", "remote", {name: number}),)
+        holders = (ResourceHolder(f"other/{number}", "remote", {name: number}),)
         if not self.ledger.refusal(callee.model, [callee.needs], holders):
             self.ledger.wait(callee, holders)
             self.decide()
@@ -135,13 +135,13 @@ TestTraffic.settings = settings(max_examples=40, stateful_step_count=30, deadlin
 def test_whoever_always_has_work_executes(needs: list[Needs], weights: list[int]) -> None:
     """No instance starves, however much another needs, and nothing stands still while something could execute."""
     ledger = Ledger()
-    instances = [Instance(f"m{i}", one, weights[i], lambda _: None) for i, one in enumerate(needs)]
+    instances = [LimitedInstance(f"m{i}", one, weights[i], lambda _: None) for i, one in enumerate(needs)]
     ledger.add(instances)
     ledger.pool = {resource.name: most for resource, most in ledger.maxima.items() if resource.device == GLOBAL}
     for one in instances:
         ledger.wait(one)
 
-    running: list[Instance] = []
+    running: list[LimitedInstance] = []
     for _ in range(40 * len(instances)):
         running += ledger.decide()
         assert running

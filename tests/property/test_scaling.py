@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qinfer.scaling.policy import Observation, ScalingPolicy, ScalingState, decide
+from qinfer.scaling.policy import QueueObservation, ScalingPolicy, ScalingState, decide
 
 seconds = st.floats(0, 1000)
 
@@ -25,14 +25,14 @@ def policies(draw: st.DrawFn) -> ScalingPolicy:
 
 
 @st.composite
-def stories(draw: st.DrawFn) -> list[Observation]:
+def stories(draw: st.DrawFn) -> list[QueueObservation]:
     """What an autoscaler may see one after the other: also what makes no sense, such as workers from nowhere."""
     now_s, story = 0.0, []
     for _ in range(draw(st.integers(1, 15))):
         now_s += draw(st.floats(0, 200))
         entries = draw(st.integers(0, 3) | st.integers(0, 10**9))
         story.append(
-            Observation(
+            QueueObservation(
                 now_s=now_s,
                 work_s=draw(st.floats(0, 1e12)) if entries else 0.0,
                 entries=entries,
@@ -48,7 +48,7 @@ def stories(draw: st.DrawFn) -> list[Observation]:
     return story
 
 
-def told(policy: ScalingPolicy, story: list[Observation]) -> ScalingState:
+def told(policy: ScalingPolicy, story: list[QueueObservation]) -> ScalingState:
     state = ScalingState.begin(0.0, policy.min_workers)
     for seen in story:
         _, state = decide(policy, state, seen)
@@ -57,7 +57,7 @@ def told(policy: ScalingPolicy, story: list[Observation]) -> ScalingState:
 
 @settings(max_examples=30)
 @given(policies(), stories())
-def test_the_number_stays_within_its_limits(policy: ScalingPolicy, story: list[Observation]) -> None:
+def test_the_number_stays_within_its_limits(policy: ScalingPolicy, story: list[QueueObservation]) -> None:
     """Whatever is seen."""
     state = ScalingState.begin(0.0, policy.min_workers)
     for seen in story:
@@ -70,7 +70,7 @@ def test_the_number_stays_within_its_limits(policy: ScalingPolicy, story: list[O
 
 @settings(max_examples=30)
 @given(policies(), stories())
-def test_work_never_finds_nobody(policy: ScalingPolicy, story: list[Observation]) -> None:
+def test_work_never_finds_nobody(policy: ScalingPolicy, story: list[QueueObservation]) -> None:
     """Where anything waits or executes there is a worker, at once; and as many as a model wants."""
     state = ScalingState.begin(0.0, policy.min_workers)
     for seen in story:
@@ -83,7 +83,7 @@ def test_work_never_finds_nobody(policy: ScalingPolicy, story: list[Observation]
 
 @settings(max_examples=30)
 @given(policies(), stories())
-def test_open_sequences_keep_their_slots(policy: ScalingPolicy, story: list[Observation]) -> None:
+def test_open_sequences_keep_their_slots(policy: ScalingPolicy, story: list[QueueObservation]) -> None:
     """No step down leaves fewer slots than there are open sequences; a step up gives all of them some, in its time."""
     state = ScalingState.begin(0.0, policy.min_workers)
     for seen in story:
@@ -97,7 +97,9 @@ def test_open_sequences_keep_their_slots(policy: ScalingPolicy, story: list[Obse
 
 @settings(max_examples=30)
 @given(policies(), stories(), st.floats(0, 1e6))
-def test_more_work_never_means_fewer_workers(policy: ScalingPolicy, story: list[Observation], more_s: float) -> None:
+def test_more_work_never_means_fewer_workers(
+    policy: ScalingPolicy, story: list[QueueObservation], more_s: float
+) -> None:
     """With all else alike."""
     *before, last = story
     state = told(policy, before)
@@ -111,7 +113,7 @@ def test_more_work_never_means_fewer_workers(policy: ScalingPolicy, story: list[
 
 @settings(max_examples=30)
 @given(policies(), stories())
-def test_a_step_down_keeps_its_distance(policy: ScalingPolicy, story: list[Observation]) -> None:
+def test_a_step_down_keeps_its_distance(policy: ScalingPolicy, story: list[QueueObservation]) -> None:
     """From the last step up: the cooldown and the load time."""
     state = ScalingState.begin(0.0, policy.min_workers)
     for seen in story:
@@ -124,6 +126,6 @@ def test_a_step_down_keeps_its_distance(policy: ScalingPolicy, story: list[Obser
 
 @settings(max_examples=30)
 @given(policies(), stories())
-def test_memory_is_bounded(policy: ScalingPolicy, story: list[Observation]) -> None:
+def test_memory_is_bounded(policy: ScalingPolicy, story: list[QueueObservation]) -> None:
     """An autoscaler runs for months."""
     assert len(told(policy, story).needs) <= policy.max_workers + 1

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from qinfer.batching.policy import Item
 from qinfer.batching.sequences.controls import control_inputs
-from qinfer.batching.sequences.scheduler import Decision, SequenceScheduler
-from qinfer.batching.sequences.steps import Step, StepBatch
+from qinfer.batching.sequences.scheduler import SequenceDecision, SequenceScheduler
+from qinfer.batching.sequences.steps import SequenceStep, StepBatch
 from qinfer.errors import Cancelled, DeadlineExceeded, InvalidRequest, SequenceEnded
 from qinfer.models.sequence_spec import ControlKind, ControlSpec, DirectSpec, OldestSpec, SequenceSpec
 from qinfer.queue.sequence_records import SequenceId
@@ -51,7 +51,7 @@ def specs(draw: st.DrawFn, *, iterative: bool = False) -> SequenceSpec:
     )
 
 
-def id_of(step: Step[Item]) -> int:
+def id_of(step: SequenceStep[Item]) -> int:
     """Returns the correlation ID of a step."""
     assert step.sequence is not None
     return int(step.sequence.correlation_id)
@@ -69,14 +69,14 @@ class Sequence:
         place: The instance, and for the strategy `direct` the row, that all its steps have.
     """
 
-    steps: list[Step[Item]] = field(default_factory=list)
-    fates: dict[Step[Item], str] = field(default_factory=dict)
+    steps: list[SequenceStep[Item]] = field(default_factory=list)
+    fates: dict[SequenceStep[Item], str] = field(default_factory=dict)
     open: bool = True
     broken: bool = False
     place: tuple[int, int] | None = None
 
     @property
-    def left(self) -> list[Step[Item]]:
+    def left(self) -> list[SequenceStep[Item]]:
         return [step for step in self.steps if step not in self.fates]
 
 
@@ -89,10 +89,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.spec, self.instances, self.now_s = spec, instances, 0.0
         self.scheduler = SequenceScheduler[Item]("m", spec, instances)
         self.last: dict[int, Sequence] = {}
-        self.of: dict[Step[Item], Sequence] = {}
+        self.of: dict[SequenceStep[Item], Sequence] = {}
         self.executing: dict[int, StepBatch[Item]] = {}
-        self.cancelled: set[Step[Item]] = set()
-        self.begun: set[Step[Item]] = set()
+        self.cancelled: set[SequenceStep[Item]] = set()
+        self.begun: set[SequenceStep[Item]] = set()
         self.numbered, self.left = instances, set[int]()
 
     @rule(
@@ -111,9 +111,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             sequence = self.last.get(correlation_id)
             starts = "S" in flags or not (forgets or (sequence and sequence.open))
             item = Item(rows=1, key=key, enqueued_s=self.now_s, deadline_s=self.now_s + left_s, alone=alone)
-            self.admit(Step(item=item, sequence=SequenceId("t", correlation_id), start=starts, end="E" in flags))
+            self.admit(
+                SequenceStep(item=item, sequence=SequenceId("t", correlation_id), start=starts, end="E" in flags)
+            )
 
-    def admit(self, step: Step[Item]) -> None:
+    def admit(self, step: SequenceStep[Item]) -> None:
         """A step comes; without START it is taken only where its sequence is open."""
         sequence, starts = self.last.get(id_of(step)), step.start or self.spec.iterative
         if not (starts or (sequence and sequence.open)):
@@ -142,7 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.adopt(SequenceId("t", correlation_id), steps)
         sequence = self.last[correlation_id] = Sequence()
         for _ in range(steps):
-            step = Step(item=Item(rows=1, key=0, enqueued_s=0.0, deadline_s=0.0))
+            step = SequenceStep(item=Item(rows=1, key=0, enqueued_s=0.0, deadline_s=0.0))
             sequence.steps.append(step)
             sequence.fates[step] = "elsewhere"
 
@@ -200,7 +202,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_late()
         assert decision.wake_at_s > self.now_s
 
-    def check_refused(self, decision: Decision[Item]) -> None:
+    def check_refused(self, decision: SequenceDecision[Item]) -> None:
         """What expired, was cancelled, or follows such a step, is refused, and nothing else."""
         in_backlog: set[Sequence] = set()
         for step, error in decision.refused:
@@ -252,7 +254,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert values[ControlKind.END] == (step.end and not self.spec.iterative)
         self.begun.update(steps)
 
-    def check_step(self, step: Step[Item], place: tuple[int, int]) -> None:
+    def check_step(self, step: SequenceStep[Item], place: tuple[int, int]) -> None:
         """A step executes where its sequence is, after those before it, and while no other sequence is there."""
         sequence = self.of[step]
         assert step is sequence.left[0]
@@ -280,10 +282,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         fate = st.sampled_from(["done", "done", "done", "again" if self.spec.iterative else "done", "died"])
         self.end_with(batch, {step: data.draw(fate) for step in batch.steps})
 
-    def end_with(self, batch: StepBatch[Item], fates: Mapping[Step[Item], str]) -> None:
+    def end_with(self, batch: StepBatch[Item], fates: Mapping[SequenceStep[Item], str]) -> None:
         """A batch ends, of each step as it is told."""
         del self.executing[batch.instance]
-        by_fate: dict[str, list[Step[Item]]] = defaultdict(list)
+        by_fate: dict[str, list[SequenceStep[Item]]] = defaultdict(list)
         for step, became in fates.items():
             by_fate[became].append(step)
             sequence = self.of[step]
@@ -311,7 +313,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return isinstance(self.spec.strategy, DirectSpec)
 
     @property
-    def executed(self) -> set[Step[Item]]:
+    def executed(self) -> set[SequenceStep[Item]]:
         """The steps that execute now."""
         return {step for batch in self.executing.values() for step in batch.steps}
 
@@ -321,7 +323,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return list(dict.fromkeys(self.of.values()))
 
     @property
-    def here(self) -> list[Step[Item]]:
+    def here(self) -> list[SequenceStep[Item]]:
         """The steps that wait or execute."""
         return [step for step, sequence in self.of.items() if step not in sequence.fates]
 
@@ -346,7 +348,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for correlation_id, sequence in list(self.last.items()):
             if sequence.open:
                 item = Item(rows=1, key=0, enqueued_s=self.now_s, deadline_s=self.now_s + 1e6)
-                self.admit(Step(item=item, sequence=SequenceId("t", correlation_id), end=True))
+                self.admit(SequenceStep(item=item, sequence=SequenceId("t", correlation_id), end=True))
         for _ in range(2 * len(self.here) + 4):
             self.decide()
             for batch in list(self.executing.values()):
@@ -389,6 +391,6 @@ def test_every_sequence_that_has_a_slot_is_scheduled_again_soon(
         now_s += 1.0
 
 
-def _eager(correlation_id: int, key: object, now_s: float, *, start: bool) -> Step[Item]:
+def _eager(correlation_id: int, key: object, now_s: float, *, start: bool) -> SequenceStep[Item]:
     item = Item(rows=1, key=key, enqueued_s=now_s, deadline_s=now_s + 1e6)
-    return Step(item=item, sequence=SequenceId("t", correlation_id), start=start)
+    return SequenceStep(item=item, sequence=SequenceId("t", correlation_id), start=start)

@@ -4,7 +4,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from qinfer.core.messages import Response
-from qinfer.submission.streams import StreamReader, Verdict
+from qinfer.submission.streams import ResponseFate, StreamReader
 from qinfer.tensors import Tensor
 
 
@@ -53,9 +53,9 @@ def _read(stream: StreamReader, heard: list[Response]) -> tuple[list[Response], 
     delivered: list[Response] = []
     for response in heard:
         verdict = stream.judge(response)
-        if verdict is Verdict.BREAK:
+        if verdict is ResponseFate.BREAK:
             return delivered, True
-        if verdict is Verdict.DELIVER:
+        if verdict is ResponseFate.DELIVER:
             delivered.append(response)
             if response.final:
                 break
@@ -98,9 +98,9 @@ def test_no_more_is_told_than_was_taken(case: tuple[list[Response], int], resume
             came, seen = 0, 0
         if stream.seen > seen:
             came += sum(tensor.nbytes for tensor in response.outputs)
-        if verdict is Verdict.BREAK or response.final:
+        if verdict is ResponseFate.BREAK or response.final:
             break
-        if verdict is Verdict.DELIVER:
+        if verdict is ResponseFate.DELIVER:
             queue.append(sum(tensor.nbytes for tensor in response.outputs))
         for _ in range(data.draw(st.integers(0, len(queue)))):
             before = stream.taken_bytes

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qinfer.traffic.choice import Asked, Split, Weights, by_key
+from qinfer.traffic.choice import ChoiceInput, TargetSplit, Weights, by_key
 from qinfer.traffic.endpoints import Endpoint, Role, Target
 
 REQUESTS = 100_000
@@ -40,9 +40,9 @@ def weights_of(parts: Sequence[int]) -> Weights:
 def test_shares_are_those_of_the_weights(weights: tuple[float, ...], is_sticky: bool) -> None:  # noqa: FBT001
     """Of 100,000 requests within the binomial interval of 99.9 %, for each target."""
     endpoint = endpoint_of(*weights, sticky="tenant" if is_sticky else "")
-    split = Split(endpoint, Random(26).random)
+    split = TargetSplit(endpoint, Random(26).random)
 
-    counts = Counter(split.choose(Asked(f"user-{number}")) for number in range(REQUESTS))
+    counts = Counter(split.choose(ChoiceInput(f"user-{number}")) for number in range(REQUESTS))
 
     for target in endpoint.targets:
         share = endpoint.weight_of(target)
@@ -66,10 +66,10 @@ def test_only_what_a_target_gains_moves(parts: list[int], place: int, gain: int)
 
 def test_the_share_that_moves_is_that_of_the_change() -> None:
     """From 10 to 20 % a tenth of all keys go to the canary, and none leave it."""
-    before, after = Split(endpoint_of(0.1)), Split(endpoint_of(0.2))
+    before, after = TargetSplit(endpoint_of(0.1)), TargetSplit(endpoint_of(0.2))
 
     moves = Counter(
-        (before.choose(Asked(key)).version, after.choose(Asked(key)).version)
+        (before.choose(ChoiceInput(key)).version, after.choose(ChoiceInput(key)).version)
         for key in (f"user-{number}" for number in range(REQUESTS))
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 from qinfer.backends.base import Batch, Context
 from qinfer.backends.stub import StubBackend
 from qinfer.batching.batcher import Batcher, LoadedModel
-from qinfer.batching.execution import Execution, Pending
+from qinfer.batching.execution import Execution, WorkItem
 from qinfer.batching.policy import LatencyModel
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response
@@ -81,9 +81,9 @@ class Bench:
         self.stalled = False
         self.backend = PickyBackend()
         self.backend.load(stub_spec(), None, Device())  # type: ignore[arg-type]  # the stub reads no file
-        self.answered: list[tuple[Pending, Response]] = []
-        self.given_back: list[Pending] = []
-        self.delayed: list[Pending] = []
+        self.answered: list[tuple[WorkItem, Response]] = []
+        self.given_back: list[WorkItem] = []
+        self.delayed: list[WorkItem] = []
 
     def run_now(self, execution: Execution, expected_s: float, instance: int = 0) -> bool:
         """See `Executor`."""
@@ -128,16 +128,16 @@ class Bench:
         """Request id → error code of what failed, and empty for what succeeded."""
         return {r.request_id: "" if r.failure is None else r.failure.code for _, r in self.answered if r.final}
 
-    def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
+    def answer(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
         """See `Outlet`."""
         waiting = {item.request.id: item for item in items}
         self.answered.extend((waiting[response.request_id], response) for response in responses)
 
-    def give_back(self, items: Sequence[Pending]) -> None:
+    def give_back(self, items: Sequence[WorkItem]) -> None:
         """See `Outlet`."""
         self.given_back.extend(items)
 
-    def delay(self, items: Sequence[Pending]) -> None:
+    def delay(self, items: Sequence[WorkItem]) -> None:
         """See `Outlet`."""
         self.delayed.extend(items)
 
@@ -179,7 +179,7 @@ class Scene:
         """Returns the model, loaded into a bench's instances."""
         return LoadedModel(spec=self.spec, version=1, generation=generation, executor=bench)
 
-    def items(self, count: int, rows: int = 1) -> list[Pending]:
+    def items(self, count: int, rows: int = 1) -> list[WorkItem]:
         """Returns items called `r0`, `r1` and so on."""
         return [self.item(f"r{index}", rows) for index in range(count)]
 
@@ -192,10 +192,10 @@ class Scene:
         queue_timeout_s: float = 0.0,
         lane: str = "p1",
         age_s: float = 0.0,
-    ) -> Pending:
+    ) -> WorkItem:
         """Returns an item that was enqueued `age_s` ago, 60 s before its deadline."""
         tensor, now_s = from_numpy("x", np.ones((rows, 2), "<f4")), self.clock.now_s() - age_s
-        item = Pending(
+        item = WorkItem(
             rows=rows,
             key=None,
             enqueued_s=now_s,

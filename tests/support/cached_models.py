@@ -12,7 +12,7 @@ from qinfer.core.settings import LimitSettings, Settings
 from qinfer.core.settings_cache import CacheSettings
 from qinfer.models.config.config import normalise, parse, to_json, to_spec
 from qinfer.models.routes import lanes_of
-from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
 from tests.support.gateway import Running, running_gateway, settings_of, work
 
 LOCAL, REDIS = "local,size=1000000", "redis,ttl=60"
@@ -44,7 +44,7 @@ async def declare(running: Running, generation: int = 1) -> None:
         config = normalise(parse(f'name: "{name}" backend: "stub" max_batch_size: 8 {text}'), name)
         await running.delivery.ensure(list(lanes_of(to_spec(config, LimitSettings()), 1)))
         await running.store.put_model(StoredModel(name, generation, to_json(config), (1,)))
-        await running.store.set_desired(Desired(name, generation))
+        await running.store.set_desired(DesiredState(name, generation))
     ready = {name: {1: VersionState(State.READY, generation)} for name in MODELS}
     await running.store.heartbeat(WorkerRecord(id="w2", started_at=0.0, models=ready), ttl_s=3600)
     await running.refresh()

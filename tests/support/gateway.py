@@ -24,9 +24,9 @@ from qinfer.core.settings import AuthSettings, GrpcSettings, HttpSettings, Limit
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.config.config import normalise, parse, to_json, to_spec
 from qinfer.models.routes import lanes_of
-from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.queue.entries import Address, Lane, Lease, Outcome, RequestState, Settlement
+from qinfer.queue.entries import EntryAddress, Lane, Lease, RequestOutcome, RequestState, Settlement
 from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from qinfer.wire.frame import PayloadApart, decode_request, encode_responses
@@ -217,7 +217,7 @@ async def _declare(
     labels = LABELS if name == "echo" else {}
     stored = StoredModel(name, 1, to_json(config), versions, min_workers=spec.min_workers, labels=labels)
     await store.put_model(stored)
-    await store.set_desired(Desired(name, 1))
+    await store.set_desired(DesiredState(name, 1))
     await delivery.ensure([lane for version in versions for lane in lanes_of(spec, version)])
 
 
@@ -251,14 +251,16 @@ async def _serve(running: Running, leases: list[Lease]) -> None:
 def _settlement(lease: Lease, request: InferRequest) -> Settlement:
     answer = _answer(request)
     failure = answer.failure
-    outcome = Outcome(
+    outcome = RequestOutcome(
         state=RequestState.FAILED if failure else RequestState.SUCCEEDED,
         blob=encode_responses([answer]),
         code=failure.code if failure else "",
         message=failure.message if failure else "",
         attempt=1,
     )
-    return Settlement(address=Address(request.model, request.partition, request.id), outcome=outcome, entry=lease.entry)
+    return Settlement(
+        address=EntryAddress(request.model, request.partition, request.id), outcome=outcome, entry=lease.entry
+    )
 
 
 async def _read(running: Running, lease: Lease) -> InferRequest:

@@ -9,14 +9,14 @@ import hpack
 from qinfer.errors import DeadlineInfeasible
 from qinfer_api.receiving import ReceivingBudget
 from qinfer_api.rpc import frames
-from qinfer_api.rpc.frames import Limits
+from qinfer_api.rpc.frames import ConnectionLimits
 from qinfer_api.rpc.headers import Abort, Method
 from qinfer_api.rpc.heads import Server
-from qinfer_api.rpc.http2 import Connection
-from qinfer_api.rpc.protocol import Call
+from qinfer_api.rpc.http2 import Http2Connection
+from qinfer_api.rpc.protocol import GrpcCall
 from qinfer_api.turns import Turns
 
-LIMITS = Limits(streams=4, header_bytes=2000, idle_frames=50, connection_window_bytes=200_000)
+LIMITS = ConnectionLimits(streams=4, header_bytes=2000, idle_frames=50, connection_window_bytes=200_000)
 MAX_MESSAGE_BYTES = 100_000
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
@@ -93,13 +93,13 @@ class Wire(Requests):
         cancelled: The streams of `/t.T/Hang` whose clients have left.
     """
 
-    def __init__(self, limits: Limits = LIMITS, budget_bytes: int = 10**9) -> None:
+    def __init__(self, limits: ConnectionLimits = LIMITS, budget_bytes: int = 10**9) -> None:
         super().__init__()
         self.cancelled: list[int] = []
         self.server = Server(_methods(self.cancelled), limits, ReceivingBudget(budget_bytes))
         self.server.new_id = lambda: "the-id"
         self.server.turns = Unhurried()
-        self.connection = Connection(self.server)
+        self.connection = Http2Connection(self.server)
         self.written = bytearray()
         self.is_closed = self.is_aborted = self.is_reading_paused = False
         self.decoder = hpack.Decoder()
@@ -180,17 +180,17 @@ def reset(number: int, code: int = frames.CANCEL) -> bytes:
     return frames.frame(RST_STREAM, 0, number, struct.pack(">I", code))
 
 
-def _echo(call: Call, message: Any) -> None:
+def _echo(call: GrpcCall, message: Any) -> None:
     call.finish((message,))
 
 
-async def _chat(call: Call) -> None:
+async def _chat(call: GrpcCall) -> None:
     while (message := await call.read()) is not None:
         await call.write((message,))
     call.end()
 
 
-def _busy(call: Call, _: Any) -> None:
+def _busy(call: GrpcCall, _: Any) -> None:
     call.fail(DeadlineInfeasible("the requests ahead take at least 9.5 s", 8.5))
 
 
@@ -205,7 +205,7 @@ def _refuse(*_: Any) -> None:
 def _methods(cancelled: list[int]) -> dict[str, Method]:
     """Returns the methods of a server; streams that are cancelled while they hang are added to the list."""
 
-    def hang(call: Call, _: Any) -> None:
+    def hang(call: GrpcCall, _: Any) -> None:
         call.on_cancel = lambda: cancelled.append(call.number)
 
     return {

@@ -19,9 +19,9 @@ from qinfer.core.settings_rate_limit import RateLimitSettings
 from qinfer.errors import QinferError
 from qinfer.models.config import config
 from qinfer.models.routes import lane_name, lanes_of
-from qinfer.models.state import Desired, State, StoredModel
+from qinfer.models.state import DesiredState, State, StoredModel
 from qinfer.models.store import ControlStore
-from qinfer.queue.entries import Acceptance, Address, Entry, Lane, Payload, RequestRecord, reply_address
+from qinfer.queue.entries import Acceptance, Entry, EntryAddress, Lane, Payload, RequestRecord, reply_address
 from qinfer.queue.lanes import Queue
 from qinfer.tensors import from_numpy, to_numpy
 from qinfer.testing import eventually
@@ -120,11 +120,11 @@ class InlineWorkers:
         spec = config.to_spec(config.from_json(text), LimitSettings())
         await self.delivery.ensure([lane for version in versions for lane in lanes_of(spec, version)])
         await self.store.put_model(StoredModel(name, self._generation, text, versions, error=error))
-        await self.store.set_desired(Desired(name, self._generation))
+        await self.store.set_desired(DesiredState(name, self._generation))
         await self.store.wake()
         return self._generation
 
-    async def unload(self, name: str = "stub") -> Desired:
+    async def unload(self, name: str = "stub") -> DesiredState:
         """Takes the wish for a model back; returns the one there was."""
         wish = (await self.store.desired())[name]
         await self.store.set_desired(msgspec.structs.replace(wish, load=False))
@@ -233,11 +233,11 @@ class InlineWorkers:
         frame, payload = encode_request_apart(request)
         return self.submit_frame(request.id, frame, payload=Payload(request.id, payload, 60.0))
 
-    async def accept(self, value: float = 1.0, *, apart: bool = False, **options: Any) -> Address:
+    async def accept(self, value: float = 1.0, *, apart: bool = False, **options: Any) -> EntryAddress:
         """Sends an asynchronous request."""
         request = self.request(value, **options)
         request.reply_to, request.payload = "", apart
-        address = Address(request.model, 0, request.id)
+        address = EntryAddress(request.model, 0, request.id)
         frame, payload = encode_request_apart(request) if apart else (encode_request(request), b"")
         lane = Lane(request.model, 1)
         acceptance = Acceptance(
@@ -247,7 +247,7 @@ class InlineWorkers:
         assert accepted.is_new
         return address
 
-    async def ended(self, address: Address) -> RequestRecord:
+    async def ended(self, address: EntryAddress) -> RequestRecord:
         """Waits until an asynchronous request has ended."""
         found: list[RequestRecord] = []
 
@@ -260,7 +260,7 @@ class InlineWorkers:
         await eventually(has_ended, description="the end of a request")
         return found[-1]
 
-    async def result(self, address: Address) -> Response:
+    async def result(self, address: EntryAddress) -> Response:
         """Returns the stored answer of an asynchronous request."""
         blob = await self.delivery.requests.result(address)
         assert blob is not None

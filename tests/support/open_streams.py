@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from qinfer.backends.base import Batch
-from qinfer.batching.execution import Pending, Responder
-from qinfer.batching.streams import Sent, StreamedExecution, Streams
+from qinfer.batching.execution import Responder, WorkItem
+from qinfer.batching.streams import Sent, StreamedExecution, WorkerStreams
 from qinfer.core.messages import InferRequest, Response
 from qinfer.observe.stats import StatsTally
 from qinfer.queue.entries import Entry, Lane, Lease
@@ -28,7 +28,7 @@ class StreamBench:
         self.sent: list[Sent] = []
         self.tally = StatsTally()
         self.now_s = 1.0
-        self.table = Streams(self, "reply:worker-w", window_bytes, stall_s, lambda: self.now_s)
+        self.table = WorkerStreams(self, "reply:worker-w", window_bytes, stall_s, lambda: self.now_s)
 
     def send(self, sent: Sequence[Sent]) -> None:
         """See `StreamOutlet`."""
@@ -59,11 +59,11 @@ class StreamBench:
         await asyncio.sleep(0)
 
 
-def item(name: str, deadline_s: float = 1000.0) -> Pending:
+def item(name: str, deadline_s: float = 1000.0) -> WorkItem:
     """Returns an item whose caller waits."""
     request = InferRequest(model="stub", inputs=(), id=name, reply_to="reply:g")
     lease = Lease(Entry(Lane("stub", 1), f"1000-{name}"), "w", b"")
-    return Pending(rows=1, key=None, enqueued_s=1.0, deadline_s=deadline_s, lease=lease, request=request)
+    return WorkItem(rows=1, key=None, enqueued_s=1.0, deadline_s=deadline_s, lease=lease, request=request)
 
 
 def outputs(rows: int = 1) -> tuple[Tensor, ...]:

@@ -17,18 +17,18 @@ import numpy as np
 
 from qinfer.backends.stub import StubBackend
 from qinfer.batching.batcher import Batcher, LoadedModel
-from qinfer.batching.execution import Execution, Pending
+from qinfer.batching.execution import Execution, WorkItem
 from qinfer.batching.policy import LatencyModel
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response
-from qinfer.models.catalog import Catalog, Served
+from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import BatchingSpec, Device, InstanceSpec, ModelSpec
 from qinfer.queue.entries import DELAYED, Entry, Lane, Lease, Share
 from qinfer.queue.lanes import Queue
-from qinfer.submission.backlog import POLL_S, Backlog, queue_timeout_s
-from qinfer.submission.pending import Load
+from qinfer.submission.backlog import POLL_S, LaneBacklog, queue_timeout_s
+from qinfer.submission.pending import LaneLoad
 from qinfer.tensors import Tensor, from_numpy
 from qinfer.testing import FakeClock, stub_spec
 from tests.support.batching import Done
@@ -181,16 +181,16 @@ class _Lanes:
     """A queue whose commands take a round trip."""
 
     def __init__(self) -> None:
-        self.entries: dict[str, deque[Pending]] = {}
+        self.entries: dict[str, deque[WorkItem]] = {}
         self._waiters: set[asyncio.Future[None]] = set()
 
-    def put(self, item: Pending, lane: str) -> None:
+    def put(self, item: WorkItem, lane: str) -> None:
         self.entries.setdefault(lane, deque()).append(item)
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
-    async def fetch(self, lanes: Sequence[Lane], count: int, wait_s: float) -> list[Pending]:
+    async def fetch(self, lanes: Sequence[Lane], count: int, wait_s: float) -> list[WorkItem]:
         """Returns what is there, in the order of the lanes; waits for the first."""
         await asyncio.sleep(TRIP_S)
         found = self._take(lanes, count)
@@ -204,8 +204,8 @@ class _Lanes:
             found = self._take(lanes, count)
         return found
 
-    def _take(self, lanes: Sequence[Lane], count: int) -> list[Pending]:
-        found: list[Pending] = []
+    def _take(self, lanes: Sequence[Lane], count: int) -> list[WorkItem]:
+        found: list[WorkItem] = []
         for lane in lanes:
             entries = self.entries.get(lane.name, deque())
             while entries and len(found) < count:
@@ -269,7 +269,7 @@ class _Door:
     capacity_now: Capacity = field(default_factory=Capacity)
 
     def __post_init__(self) -> None:
-        self.backlog = Backlog(cast(Queue, self), cast(Catalog, self))
+        self.backlog = LaneBacklog(cast(Queue, self), cast(Catalog, self))
 
     async def shares(self, lanes: Sequence[Lane]) -> list[list[Share]]:
         await asyncio.sleep(TRIP_S)
@@ -297,9 +297,9 @@ class _Simulation:
         )
         self.lanes = lanes_of(self.spec, 1)
         self._routes = Routes(self.spec, 1)
-        self._served = Served(spec=self.spec, version=1, generation=1, lane=self.lanes[0], routes=self._routes)
+        self._served = ServedVersion(spec=self.spec, version=1, generation=1, lane=self.lanes[0], routes=self._routes)
         self._queue = _Lanes()
-        self._open: dict[str, tuple[Caller, Load]] = {}
+        self._open: dict[str, tuple[Caller, LaneLoad]] = {}
         self._unanswered, self._all_answered = len(callers), asyncio.Event()
 
     async def run(self) -> None:
@@ -322,7 +322,7 @@ class _Simulation:
             counts[load.lane.name] += 1
         return [counts[lane.name] for lane in lanes]
 
-    def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
+    def answer(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
         """See `Outlet`."""
         now_s = self._clock.now_s() - self._begin_s
         for response in responses:
@@ -333,12 +333,12 @@ class _Simulation:
             load.executed += response.failure is None
             self._count_down()
 
-    def give_back(self, items: Sequence[Pending]) -> None:
+    def give_back(self, items: Sequence[WorkItem]) -> None:
         """See `Outlet`."""
         for item in items:
             self._queue.put(item, item.lease.entry.lane.name)
 
-    def delay(self, items: Sequence[Pending]) -> None:
+    def delay(self, items: Sequence[WorkItem]) -> None:
         """See `Outlet`."""
         for item in items:
             self._queue.put(item, item.lease.entry.lane.name + DELAYED)
@@ -397,7 +397,7 @@ class _Simulation:
             queue_timeout_s=queue_timeout_s(route.policy, caller.asked_s),
         )  # fmt: skip
         lease = Lease(Entry(route.lane, f"{number + 1}-0"), "", b"")
-        item = Pending(
+        item = WorkItem(
             rows=caller.rows, key=None, enqueued_s=now_s, deadline_s=now_s + caller.deadline_s, lease=lease,
             request=request,
         )  # fmt: skip

@@ -3,18 +3,28 @@
 import msgspec
 
 from qinfer.core.messages import InferRequest
-from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
-from qinfer.queue.entries import Acceptance, Accepted, Address, Entry, Lane, Lease, Outcome, RequestState, Settlement
+from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, DeliveryKind
+from qinfer.queue.entries import (
+    Acceptance,
+    AcceptOutcome,
+    Entry,
+    EntryAddress,
+    Lane,
+    Lease,
+    RequestOutcome,
+    RequestState,
+    Settlement,
+)
 from qinfer.queue.lanes import Queue
 from qinfer.wire.frame import encode_request
 
 LANE = Lane("digits", 1, "p1")
 LONG_S = 60.0
-HOOKS = Kind(WEBHOOKS, 60.0, 900.0)
+HOOKS = DeliveryKind(WEBHOOKS, 60.0, 900.0)
 
 
-def address(request_id: str = "r1", model: str = "digits") -> Address:
-    return Address(model, 0, request_id)
+def address(request_id: str = "r1", model: str = "digits") -> EntryAddress:
+    return EntryAddress(model, 0, request_id)
 
 
 def acceptance(request_id: str = "r1", model: str = "digits", **changes: object) -> Acceptance:
@@ -28,7 +38,7 @@ def acceptance(request_id: str = "r1", model: str = "digits", **changes: object)
     return msgspec.structs.replace(plain, **changes)
 
 
-async def accept(delivery: Queue, request_id: str = "r1", model: str = "digits", **changes: object) -> Accepted:
+async def accept(delivery: Queue, request_id: str = "r1", model: str = "digits", **changes: object) -> AcceptOutcome:
     return await delivery.requests.accept(acceptance(request_id, model, **changes))
 
 
@@ -37,8 +47,8 @@ def frame_of(request_id: str) -> bytes:
     return encode_request(InferRequest(model="digits", inputs=(), id=request_id, version=1))
 
 
-def outcome(state: RequestState = RequestState.SUCCEEDED, **changes: object) -> Outcome:
-    return msgspec.structs.replace(Outcome(state=state, blob=b"blob of " + state.encode()), **changes)
+def outcome(state: RequestState = RequestState.SUCCEEDED, **changes: object) -> RequestOutcome:
+    return msgspec.structs.replace(RequestOutcome(state=state, blob=b"blob of " + state.encode()), **changes)
 
 
 def ended(

@@ -2,8 +2,8 @@
 
 import msgspec
 
-from qinfer.core.messages import Response, Sequence
-from qinfer.queue.sequence_records import Pin, SequenceId, Step
+from qinfer.core.messages import Response, SequenceFlags
+from qinfer.queue.sequence_records import SequenceId, SequencePin, StepRequest
 from qinfer.queue.sequences import Sequences
 from qinfer.tensors import to_numpy
 from qinfer.wire.frame import encode_request
@@ -30,15 +30,17 @@ class SequenceCaller:
         self._is_explicit = is_explicit
         self.sequences: Sequences = pool.delivery.sequences(model, 0)
 
-    def step(self, number: float, correlation_id: int, *, start: bool = False, end: bool = False) -> tuple[str, Step]:
+    def step(
+        self, number: float, correlation_id: int, *, start: bool = False, end: bool = False
+    ) -> tuple[str, StepRequest]:
         """Makes a step; returns its request id, too."""
         request = self._pool.request(number, self._model)
         request.inputs = (msgspec.structs.replace(request.inputs[0], name=self._port),)
         request.timeout_s = TIMEOUT_S
-        request.sequence = Sequence(correlation_id, start, end)
-        pin = Pin(version=1, generation=request.generation, is_explicit=self._is_explicit, idle_s=TIMEOUT_S)
+        request.sequence = SequenceFlags(correlation_id, start, end)
+        pin = SequencePin(version=1, generation=request.generation, is_explicit=self._is_explicit, idle_s=TIMEOUT_S)
         frame = encode_request(request)
-        return request.id, Step(frame=frame, timeout_s=TIMEOUT_S, start=pin if start else None, end=end)
+        return request.id, StepRequest(frame=frame, timeout_s=TIMEOUT_S, start=pin if start else None, end=end)
 
     async def submit(self, number: float, correlation_id: int, *, start: bool = False, end: bool = False) -> str:
         """Submits a step; returns its request id."""

@@ -3,9 +3,9 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from qinfer.core.messages import InferRequest, Response, Sequence
+from qinfer.core.messages import InferRequest, Response, SequenceFlags
 from qinfer.queue.entries import Entry, Payload
-from qinfer.queue.sequence_records import Pin, SequenceId, Step, Submitted
+from qinfer.queue.sequence_records import SequenceId, SequencePin, StepRequest, SubmittedStep
 from qinfer.queue.sequences import Sequences
 from qinfer.wire.frame import encode_request, encode_request_apart
 from tests.support.inline_workers import InlineWorkers, value
@@ -32,7 +32,7 @@ class Sequencing:
     version: int = 1
     generation: int = 0
     width: int = 2
-    submitted: list[Submitted] = field(default_factory=list)
+    submitted: list[SubmittedStep] = field(default_factory=list)
 
     @property
     def sequences(self) -> Sequences:
@@ -54,7 +54,7 @@ class Sequencing:
             versions=versions, mode="add", scheduler=text, instances=instances, dims=dims, more=more
         )
 
-    def request(self, number: float, sequence: Sequence, timeout_s: float) -> InferRequest:
+    def request(self, number: float, sequence: SequenceFlags, timeout_s: float) -> InferRequest:
         """Returns the request of a step."""
         request = self.scene.request(number, width=self.width, timeout_s=timeout_s)
         request.sequence = sequence
@@ -72,7 +72,7 @@ class Sequencing:
         apart: bool = False,
     ) -> "asyncio.Future[Response]":
         """Submits a step; returns its answer to come."""
-        request = self.request(number, Sequence(correlation_id, start, end, step), timeout_s)
+        request = self.request(number, SequenceFlags(correlation_id, start, end, step), timeout_s)
         payload = None
         if apart:
             request.payload = True
@@ -80,9 +80,11 @@ class Sequencing:
             payload = Payload(request.id, data, 60.0)
         else:
             frame = encode_request(request)
-        pin = Pin(version=self.version, generation=self.generation, is_explicit=self.explicit, idle_s=self.idle_s)
+        pin = SequencePin(
+            version=self.version, generation=self.generation, is_explicit=self.explicit, idle_s=self.idle_s
+        )
         answer = self.scene.expect(request.id)
-        of_step = Step(
+        of_step = StepRequest(
             frame=frame,
             timeout_s=timeout_s,
             start=pin if start else None,
@@ -108,7 +110,7 @@ class Sequencing:
         return answers
 
 
-def entry_of(submitted: Submitted) -> Entry:
+def entry_of(submitted: SubmittedStep) -> Entry:
     """Returns the entry of a step that was appended."""
     assert submitted.entry is not None
     return submitted.entry

@@ -6,7 +6,16 @@ from qinfer.core.messages import Failure
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.state import StoredModel
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_records import Committed, Owned, Pin, Place, SequenceId, Step, Submitted, Taken
+from qinfer.queue.sequence_records import (
+    CommittedStep,
+    DeliveredStep,
+    OwnedLife,
+    SequenceId,
+    SequencePin,
+    StepPlace,
+    StepRequest,
+    SubmittedStep,
+)
 from qinfer.queue.sequences import Sequences
 
 SEVEN = SequenceId("acme", 7)
@@ -32,16 +41,16 @@ def sequences_of(queue: Queue, *, is_fragile: bool = False) -> Sequences:
     return Sequences(queue.router, queue._values, queue.durability, "sum", is_fragile=is_fragile)
 
 
-def first(value: int, *, explicit: bool = False, version: int = 1, end: bool = False, number: int = 0) -> Step:
+def first(value: int, *, explicit: bool = False, version: int = 1, end: bool = False, number: int = 0) -> StepRequest:
     """Returns a step with START."""
-    pin = Pin(version=version, generation=3, is_explicit=explicit, idle_s=IDLE_S)
+    pin = SequencePin(version=version, generation=3, is_explicit=explicit, idle_s=IDLE_S)
     digest = str(value)
-    return Step(frame=b"%d" % value, timeout_s=TIMEOUT_S, start=pin, end=end, number=number, digest=digest)
+    return StepRequest(frame=b"%d" % value, timeout_s=TIMEOUT_S, start=pin, end=end, number=number, digest=digest)
 
 
-def later(value: int, *, end: bool = False, number: int = 0, timeout_s: float = TIMEOUT_S) -> Step:
+def later(value: int, *, end: bool = False, number: int = 0, timeout_s: float = TIMEOUT_S) -> StepRequest:
     """Returns a step without START."""
-    return Step(frame=b"%d" % value, timeout_s=timeout_s, end=end, number=number)
+    return StepRequest(frame=b"%d" % value, timeout_s=timeout_s, end=end, number=number)
 
 
 @dataclass
@@ -49,13 +58,13 @@ class Gateway:
     """Submits steps, and has the responses that were published; the same one may come twice."""
 
     sequences: Sequences
-    responses: dict[Place, set[bytes | Failure]] = field(default_factory=dict)
+    responses: dict[StepPlace, set[bytes | Failure]] = field(default_factory=dict)
 
-    async def send(self, sequence: SequenceId, *steps: Step) -> list[Submitted]:
+    async def send(self, sequence: SequenceId, *steps: StepRequest) -> list[SubmittedStep]:
         """Submits steps in order."""
         return [await self.sequences.submit(sequence, step) for step in steps]
 
-    def publish(self, place: Place, response: bytes | Failure) -> None:
+    def publish(self, place: StepPlace, response: bytes | Failure) -> None:
         """Receives a response."""
         self.responses.setdefault(place, set()).add(response)
 
@@ -77,7 +86,7 @@ class Gateway:
 class Held:
     """A sequence of a worker: who owns it by which token, and its state."""
 
-    owned: Owned
+    owned: OwnedLife
     total: int
     committed: int
 
@@ -91,16 +100,16 @@ class Worker:
         self.name = name
         self.version = version
         self.held: dict[SequenceId, Held] = {}
-        self.waiting: list[Taken] = []
+        self.waiting: list[DeliveredStep] = []
         self.ticket = ""
-        self.executed: list[Place] = []
+        self.executed: list[StepPlace] = []
 
     async def join(self, lease_s: float = LEASE_S) -> "Worker":
         """Begins its lease."""
         await self.sequences.join(self.name, [self.version], lease_s)
         return self
 
-    async def own(self, count: int = 10) -> list[Owned]:
+    async def own(self, count: int = 10) -> list[OwnedLife]:
         """Takes sequences, with their states."""
         found = await self.sequences.own(self.name, self.version, count)
         for owned in found or []:
@@ -108,7 +117,7 @@ class Worker:
             self.held[owned.sequence] = Held(owned, int(state or 0), owned.committed)
         return found or []
 
-    async def take(self) -> list[Taken]:
+    async def take(self) -> list[DeliveredStep]:
         """Takes steps; what it has already, and what is of sequences that it does not hold, is dropped."""
         news = await self.sequences.take(self.name, self.version, self.ticket)
         if news is None:
@@ -126,7 +135,7 @@ class Worker:
                 self.waiting.append(taken)
         return list(news.taken)
 
-    async def commit(self, taken: Taken) -> bool:
+    async def commit(self, taken: DeliveredStep) -> bool:
         """Executes a step, and commits it; one that is committed already is not executed."""
         held = self.held[taken.place.sequence]
         assert taken.lease is not None
@@ -135,7 +144,7 @@ class Worker:
         total = held.total + int(taken.lease.frame)
         self.executed.append(taken.place)
         state = None if held.owned.is_explicit else b"%d" % total
-        step = Committed(place=taken.place, token=taken.token, response=b"=%d" % total, state=state)
+        step = CommittedStep(place=taken.place, token=taken.token, response=b"=%d" % total, state=state)
         (is_committed,) = await self.sequences.commit([step])
         if is_committed:
             held.total, held.committed = total, taken.place.number
@@ -143,13 +152,13 @@ class Worker:
             self.drop(taken.place.sequence)
         return is_committed
 
-    async def publish(self, taken: Taken) -> None:
+    async def publish(self, taken: DeliveredStep) -> None:
         """Publishes the stored response of a committed step."""
         response = await self.sequences.response(taken.place)
         if response is not None:
             self.gateway.publish(taken.place, response)
 
-    async def answer(self, taken: Taken) -> None:
+    async def answer(self, taken: DeliveredStep) -> None:
         """Executes a step of an explicit sequence, and answers it without a commit."""
         held = self.held[taken.place.sequence]
         assert taken.lease is not None
@@ -157,7 +166,7 @@ class Worker:
         self.gateway.publish(taken.place, b"=%d" % held.total)
         await self.finish(taken)
 
-    async def finish(self, taken: Taken) -> None:
+    async def finish(self, taken: DeliveredStep) -> None:
         """Removes a step that is answered."""
         assert taken.lease is not None
         await self.sequences.finish([(taken.place, taken.lease.entry)])

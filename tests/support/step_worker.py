@@ -12,7 +12,7 @@ from qinfer.models.config.config import normalise, parse, to_spec
 from qinfer.models.spec import ModelSpec
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequence_answers import answer_rest, answer_step
-from qinfer.queue.sequence_records import Committed, Owned, SequenceId, Taken, Unanswered
+from qinfer.queue.sequence_records import CommittedStep, DeliveredStep, OwnedLife, SequenceId, UnansweredStep
 from qinfer.queue.sequences import Sequences
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
@@ -38,7 +38,7 @@ def sum_spec() -> ModelSpec:
 class TakenStep:
     """A step that the worker has taken, and its request."""
 
-    taken: Taken
+    taken: DeliveredStep
     request: InferRequest
 
     @property
@@ -60,10 +60,10 @@ class StepWorker:
         self._name = name
         self._ticket = ""
         self._totals: dict[tuple[SequenceId, int], int] = {}
-        self._owned: dict[SequenceId, Owned] = {}
+        self._owned: dict[SequenceId, OwnedLife] = {}
         self.sequences: Sequences = queue.sequences("sum", 0)
         self.steps: list[TakenStep] = []
-        self.cancelled: list[Taken] = []
+        self.cancelled: list[DeliveredStep] = []
 
     async def join(self) -> "StepWorker":
         """Begins its lease."""
@@ -90,11 +90,11 @@ class StepWorker:
             total = self._totals[life] = self._totals.get(life, 0) + step.value
             y = Tensor("y", "UINT8", (1, size), bytes([total]) * size)
             response = Response(request_id=request.id, model="sum", version=request.version, outputs=(y,))
-            committed = Committed(
+            committed = CommittedStep(
                 place=place, token=taken.token, response=encode_responses([response]), state=bytes([total])
             )
             assert await self.sequences.commit([committed]) == [True]
-        await answer_step(self._queue, self.sequences, Unanswered(place, lease.entry, lease.frame, None))
+        await answer_step(self._queue, self.sequences, UnansweredStep(place, lease.entry, lease.frame, None))
         self.steps.remove(step)
 
     async def work(self, count: int) -> None:
@@ -131,7 +131,7 @@ class StepWorker:
             elif all(step.taken.lease != taken.lease for step in self.steps):
                 self.steps.append(TakenStep(taken, await self._read(taken)))
 
-    async def _read(self, taken: Taken) -> InferRequest:
+    async def _read(self, taken: DeliveredStep) -> InferRequest:
         assert taken.lease is not None
         try:
             return decode_request(taken.lease.frame)

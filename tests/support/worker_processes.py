@@ -20,7 +20,7 @@ from qinfer.models.state import State
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import sync
 from qinfer.queue.clients import admin_client
-from qinfer.queue.entries import Acceptance, Address, Lane, RequestRecord, reply_address
+from qinfer.queue.entries import Acceptance, EntryAddress, Lane, RequestRecord, reply_address
 from qinfer.queue.lanes import Queue
 from qinfer.tensors import from_numpy
 from qinfer.testing import eventually
@@ -118,10 +118,10 @@ class WorkerProcesses:
         self.delivery.submit(Lane(model, 1), encode_request(request), lambda _: None)
         return request.id
 
-    async def accept(self, value: float, model: str = "faulty") -> Address:
+    async def accept(self, value: float, model: str = "faulty") -> EntryAddress:
         """Sends an asynchronous request."""
         request = self.request(value, model, reply_to="")
-        address = Address(model, 0, request.id)
+        address = EntryAddress(model, 0, request.id)
         frame = encode_request(request)
         await self.delivery.requests.accept(Acceptance(address=address, lane=Lane(model, 1), frame=frame, timeout_s=50))
         return address
@@ -131,7 +131,7 @@ class WorkerProcesses:
         await eventually(lambda: all(i in self.responses for i in request_ids), _TIMEOUT_S, "answers")
         return [self.responses[request_id][-1] for request_id in request_ids]
 
-    async def ended(self, address: Address) -> RequestRecord:
+    async def ended(self, address: EntryAddress) -> RequestRecord:
         """Waits until an asynchronous request has ended."""
         found: list[RequestRecord] = []
 

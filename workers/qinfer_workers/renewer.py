@@ -41,7 +41,7 @@ _PAGE = 1000
 _READ_BYTES = 1 << 16
 
 
-class Hello(msgspec.Struct, array_like=True):
+class RenewerHello(msgspec.Struct, array_like=True):
     """The first message: how to renew. It has Redis' password, so it uses the pipe, and is never logged.
 
     Unreported leases are renewed for `longest_s` at most. `due` is the inherited descriptor of the worker's `DueTable`;
@@ -61,7 +61,7 @@ class Hello(msgspec.Struct, array_like=True):
     overdue_field: str = ""
 
 
-class Held(msgspec.Struct, array_like=True):
+class HeldLeases(msgspec.Struct, array_like=True):
     """The held leases: key of each lane that the worker fetches from → entry id → until when to renew it (monotonic).
 
     `owners` maps owners of sequences to the keys of their leases; `now` asks for a renewal at once.
@@ -72,7 +72,7 @@ class Held(msgspec.Struct, array_like=True):
     owners: dict[str, list[bytes]] = {}
 
 
-class Report(msgspec.Struct, array_like=True):
+class RenewalReport(msgspec.Struct, array_like=True):
     """The outcome of a renewal.
 
     `lost` has (lane's key, entry id), `failed` the reason by lane or owner, `ended` the owners without a lease.
@@ -88,24 +88,24 @@ class Report(msgspec.Struct, array_like=True):
 class Renewer:
     """Renews the leases of one worker; blocking. Connects at the first renewal."""
 
-    def __init__(self, hello: Hello, client: Any = None) -> None:
+    def __init__(self, hello: RenewerHello, client: Any = None) -> None:
         self._hello = hello
         self._client: Any = client
-        self._reported = Held({})
+        self._reported = HeldLeases({})
         self._reported_s = time.monotonic()
         self._unreported: dict[bytes, dict[bytes, float]] = {}
         self._failed: set[bytes] = set()
 
-    def report(self, held: Held) -> None:
+    def report(self, held: HeldLeases) -> None:
         """Takes the leases that the worker holds now."""
         self._reported, self._reported_s = held, time.monotonic()
         self._unreported = {}
 
-    def renew(self) -> Report:
+    def renew(self) -> RenewalReport:
         """Renews all leases once."""
         began_s = time.monotonic()
         is_silent = began_s - self._reported_s > 2 * self._hello.every_s / REPORTS_PER_RENEWAL
-        report = Report(began_s, [], {})
+        report = RenewalReport(began_s, [], {})
         for lane, entries in self._reported.lanes.items():
             try:
                 self._client = self._client or blocking_client(self._hello.redis)
@@ -186,7 +186,7 @@ class _Outbox:
         self._unsent: list[tuple[bytes, bytes]] = []
         self._unreported = 0
 
-    def send(self, report: Report) -> None:
+    def send(self, report: RenewalReport) -> None:
         """Sends a report; while the pipe is full, keeps only lost leases and counts, so that no lease expires."""
         report.lost = self._unsent + report.lost
         report.renewed += self._unreported
@@ -206,7 +206,7 @@ def _is_running(pid: int) -> bool:
     return state not in b"TtZX"
 
 
-def _guard(parent: int, due: DueReader, hello: Hello) -> None:
+def _guard(parent: int, due: DueReader, hello: RenewerHello) -> None:
     """Kills a worker that stays over a limit, and counts its executions."""
     while os.getppid() == parent:
         time.sleep(GUARD_S)
@@ -219,7 +219,7 @@ def _guard(parent: int, due: DueReader, hello: Hello) -> None:
             return
 
 
-def _count(overdue: list[str], hello: Hello) -> None:
+def _count(overdue: list[str], hello: RenewerHello) -> None:
     client: Any = blocking_client(hello.redis)
     for name in overdue:
         model, _, version = name.rpartition(":")
@@ -238,11 +238,11 @@ def killed_line(models: list[str], pid: int, log_format: str) -> str:
 
 def _serve(parent: int) -> None:
     inbox, outbox, renewer, due_s, is_well = _Inbox(), _Outbox(), None, 0.0, True
-    decoder = msgspec.msgpack.Decoder(Held)
+    decoder = msgspec.msgpack.Decoder(HeldLeases)
     while inbox.read(due_s - time.monotonic() if renewer else _RETRY_S) and os.getppid() == parent:
         while (message := inbox.take()) is not None:
             if renewer is None:
-                hello = msgspec.msgpack.decode(message, type=Hello)
+                hello = msgspec.msgpack.decode(message, type=RenewerHello)
                 renewer, due_s = Renewer(hello), time.monotonic() + hello.every_s
                 if hello.due:
                     guard = partial(_guard, parent, DueReader(hello.due), hello)

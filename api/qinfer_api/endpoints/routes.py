@@ -11,7 +11,7 @@ from qinfer.errors import InvalidRequest
 from qinfer.traffic.canary import Action
 from qinfer.traffic.endpoints import Endpoint, read_endpoint
 from qinfer_api.endpoints.service import EndpointDifferences, EndpointService, EndpointState
-from qinfer_api.http.infer import Reply
+from qinfer_api.http.infer import HttpReply
 from qinfer_api.rest.openapi import answer, body, errors, operation, query
 from qinfer_api.rest.services import Services, guarded, read_json, send, send_json
 
@@ -63,7 +63,7 @@ def endpoint_routes(services: Services, endpoints: EndpointService) -> APIRouter
     async def delete_endpoint(endpoint: str, request: Request) -> HttpResponse:
         """Removes an endpoint; its name then means the model of that name, if there is one."""
         await endpoints.delete(endpoint, _revision(request))
-        return send(Reply(200, b""))
+        return send(HttpReply(200, b""))
 
     @router.post("/v1/endpoints/{endpoint}/{decision}", name="decide_endpoint", **changing, **_DECIDE)
     async def decide_endpoint(endpoint: str, decision: str) -> HttpResponse:

@@ -13,8 +13,8 @@ from qinfer.traffic.shadows import OutputDifference, ShadowCounts
 from qinfer.traffic.store import unknown
 from qinfer.traffic.tally import TargetTally
 from qinfer.traffic.trial_store import TrialStore
-from qinfer.traffic.trials import CheckNumbers, Event, Trial, by_hand, numbers_of
-from qinfer_api.shadows import Shadows
+from qinfer.traffic.trials import CheckNumbers, Trial, TrialEvent, by_hand, numbers_of
+from qinfer_api.shadows import OnlineShadows
 
 _TRIES = 5
 
@@ -117,7 +117,7 @@ class EndpointState(msgspec.Struct, frozen=True, kw_only=True):
     targets: list[TargetState]
     problems: list[str]
     canary: CanaryView | None = None
-    events: list[Event] = []
+    events: list[TrialEvent] = []
 
 
 class EndpointService:
@@ -130,7 +130,7 @@ class EndpointService:
         tally: TargetTally,
         now_s: Callable[[], float],
         check_url: Callable[[str], Awaitable[object]],
-        shadows: Shadows | None = None,
+        shadows: OnlineShadows | None = None,
     ) -> None:
         self._watch = watch
         self._trials = trials
@@ -210,7 +210,7 @@ class EndpointService:
             return 0
         return self._tally.requests(endpoint.name, target.model, version)
 
-    def _state(self, endpoint: Endpoint, trial: Trial | None, events: Sequence[Event] = ()) -> EndpointState:
+    def _state(self, endpoint: Endpoint, trial: Trial | None, events: Sequence[TrialEvent] = ()) -> EndpointState:
         view = self._view
         targets = [
             TargetState(

@@ -8,21 +8,30 @@ from typing import Protocol
 from qinfer.core.api_keys import Scope
 from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import QinferError
-from qinfer.submission.pending import Memory, Pending
+from qinfer.submission.pending import Memory, PendingCall
 from qinfer.wire.outputs import OutputPlan
-from qinfer_api.auth import Context
+from qinfer_api.auth import CallerContext
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.head import MAX_FAST_BYTES, Head
-from qinfer_api.http.infer import DECOUPLED, InferCodec, Reply, error_reply, failure_reply, hold, strictly, with_headers
+from qinfer_api.http.head import MAX_FAST_BYTES, RequestHead
+from qinfer_api.http.infer import (
+    DECOUPLED,
+    HttpReply,
+    InferCodec,
+    error_reply,
+    failure_reply,
+    hold,
+    strictly,
+    with_headers,
+)
 
 logger = logging.getLogger(__name__)
 
 _NO_REQUEST = InferRequest(model="", inputs=())
 _NO_PLAN = OutputPlan()
-_GONE = Reply(400, b"")
+_GONE = HttpReply(400, b"")
 
 
-class Connection(Protocol):
+class FastConnection(Protocol):
     """The connection of a call."""
 
     peer: str
@@ -32,27 +41,27 @@ class Connection(Protocol):
         """Called when a call has a reply."""
         ...
 
-    def is_behind(self, call: "Call") -> bool:
+    def is_behind(self, call: "FastCall") -> bool:
         """Returns whether another reply is written first."""
         ...
 
 
-class Call:
+class FastCall:
     """One request on the fast path, and its sink; the connection releases `memory`."""
 
     frontend = "HTTP"
     no_stream = DECOUPLED
     __slots__ = ("_codec", "_connection", "_pending", "_plan", "head", "memory", "parts", "reply", "request")
 
-    def __init__(self, connection: Connection, head: Head) -> None:
+    def __init__(self, connection: FastConnection, head: RequestHead) -> None:
         self._connection = connection
-        self._pending: Pending | None = None
+        self._pending: PendingCall | None = None
         self._codec: InferCodec
         self._plan: OutputPlan
         self.head = head
         self.memory: Memory | None = None
         self.parts: list[bytes] = []
-        self.reply: Reply | None = None
+        self.reply: HttpReply | None = None
         self.request = _NO_REQUEST
 
     @property
@@ -85,18 +94,18 @@ class Call:
             thread = asyncio.get_running_loop().run_in_executor(None, self._encoded, response)
             thread.add_done_callback(self._encoded_in_thread)
 
-    def _encoded(self, response: Response) -> Reply:
+    def _encoded(self, response: Response) -> HttpReply:
         reply = self._codec.encode(response, self.request.client_id, self._plan)
         encoding = self.head.encoding
         return reply if encoding is None or reply.status != 200 else reply.compressed(encoding)
 
-    def _encoded_in_thread(self, done: "asyncio.Future[Reply]") -> None:
+    def _encoded_in_thread(self, done: "asyncio.Future[HttpReply]") -> None:
         error = done.exception()
         if error is not None:
             logger.error("reply could not be encoded", exc_info=error)
         self.answer(done.result() if error is None else failure_reply(error))
 
-    def answer(self, reply: Reply) -> None:
+    def answer(self, reply: HttpReply) -> None:
         """Sets the reply and notifies the connection."""
         if self._pending is not None and (memory := self._pending.memory) is not None:
             memory.become(len(reply.body))
@@ -135,7 +144,7 @@ class Call:
         except Exception as error:  # noqa: BLE001 - the boundary of a request: a defect may not look like bad HTTP
             self.refuse(dispatcher, head, error)
 
-    def _read_checked(self, dispatcher: Dispatcher, head: Head, context: Context, body: bytes) -> None:
+    def _read_checked(self, dispatcher: Dispatcher, head: RequestHead, context: CallerContext, body: bytes) -> None:
         served = dispatcher.resolve(head.target.model, head.target.version)
         request, plan = self._codec.decode(head.target, body, head.json_length, context.tenant, served)
         if head.strict:
@@ -146,7 +155,9 @@ class Call:
         dispatcher.check(request, served)
         self.request, self._plan = request, plan
 
-    def _read_in_thread(self, dispatcher: Dispatcher, head: Head, context: Context, done: asyncio.Future[None]) -> None:
+    def _read_in_thread(
+        self, dispatcher: Dispatcher, head: RequestHead, context: CallerContext, done: asyncio.Future[None]
+    ) -> None:
         if self.reply is not None:
             return  # the client left
         try:
@@ -158,7 +169,7 @@ class Call:
         except Exception as error:  # noqa: BLE001 - as in `start`
             self.refuse(dispatcher, head, error)
 
-    def refuse(self, dispatcher: Dispatcher, head: Head, error: Exception) -> None:
+    def refuse(self, dispatcher: Dispatcher, head: RequestHead, error: Exception) -> None:
         """Answers with an error and counts it."""
         if isinstance(error, QinferError):
             error = dispatcher.refuse(head.target.model, head.target.version, error, head.context)

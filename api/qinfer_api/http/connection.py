@@ -28,8 +28,8 @@ from qinfer.core.settings import HttpSettings
 from qinfer.submission.pending import Memory
 from qinfer_api.http.cors import Cors
 from qinfer_api.http.cycle import CLOSE, SENT_HEADERS, WRITTEN, Cycle
-from qinfer_api.http.head import Head, transfer_codings
-from qinfer_api.http.infer import LARGE_BYTES, Headers, Reply, Writer, error_reply
+from qinfer_api.http.head import RequestHead, transfer_codings
+from qinfer_api.http.infer import LARGE_BYTES, Headers, HttpReply, Writer, error_reply
 from qinfer_api.http.visitors import Visitors
 from qinfer_api.turns import SMALL_BYTES, Turns
 
@@ -60,12 +60,12 @@ class Exchange(Protocol):
     """A request in the queue of its connection."""
 
     @property
-    def head(self) -> Head | None:
+    def head(self) -> RequestHead | None:
         """The head on the fast path; `None` for others."""
         ...
 
     @property
-    def reply(self) -> Reply | None:
+    def reply(self) -> HttpReply | None:
         """The reply; `None` until the request is answered."""
         ...
 
@@ -88,11 +88,11 @@ class Exchange(Protocol):
         ...
 
 
-class _Refused:
+class _RefusedRequest:
     head = memory = None
     request_id = ""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: HttpReply) -> None:
         self.reply = reply
 
     def feed(self, body: bytes) -> None:
@@ -431,7 +431,7 @@ class HttpConnection(asyncio.Protocol):
         if is_past_last:
             return
         if self._withdraw():
-            self._queue.append(_Refused(error_reply(status, message)))
+            self._queue.append(_RefusedRequest(error_reply(status, message)))
             self.answered()
         else:
             self.transport.close()

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qinfer.core.settings_cors import ANY, CorsSettings
-from qinfer_api.http.head import Head, origin_in
+from qinfer_api.http.head import RequestHead, origin_in
 from qinfer_api.http.infer import Headers, Writer, error_reply
 
 _VARIES = (b"vary", b"origin")
@@ -41,7 +41,7 @@ class Cors:
         """Returns CORS as set; `None` = off."""
         return cls(settings) if settings.allow_origins else None
 
-    def writer(self, head: Head | None, read: Headers) -> Writer:
+    def writer(self, head: RequestHead | None, read: Headers) -> Writer:
         """Returns a reply's writer; without a head, by the headers read."""
         if self._is_open:
             return self._others

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from starlette.types import Message, Scope
 
 from qinfer.submission.pending import Memory
-from qinfer_api.http.infer import Reply, failure_reply
+from qinfer_api.http.infer import HttpReply, failure_reply
 
 if TYPE_CHECKING:
     from qinfer_api.http.connection import HttpConnection
@@ -25,12 +25,12 @@ ON_LEAVE = "on_leave"
 """ASGI state: a callback for the loss of the client."""
 
 BORROWER = "borrower"
-"""ASGI state: the reply's `Borrower`."""
+"""ASGI state: the reply's `MemoryBorrower`."""
 
 CLOSE = "close"
 """Scope extension: closes the connection."""
 
-WRITTEN = Reply(0, b"")
+WRITTEN = HttpReply(0, b"")
 """The reply of a request whose application has written it."""
 
 _MOST_UNTAKEN_BYTES = 64 * 1024
@@ -38,7 +38,7 @@ _HEADER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+: [^\x00-\x08\x0a-\x1f\x
 _WITHOUT_BODY = (204, 304)
 
 
-class Borrower(Protocol):
+class MemoryBorrower(Protocol):
     """May hold budgeted memory for a reply."""
 
     @property
@@ -55,7 +55,7 @@ class Cycle:
     def __init__(self, connection: "HttpConnection", scope: Scope, *, expects_continue: bool) -> None:
         self._connection = connection
         self.scope = scope
-        self.reply: Reply | None = None
+        self.reply: HttpReply | None = None
         self.has_begun = self.closes = False
         self._expects_continue = expects_continue
         self._is_started = self._is_gone = False
@@ -74,7 +74,7 @@ class Cycle:
     @property
     def memory(self) -> Memory | None:
         """The reserved memory of a large reply."""
-        borrower: Borrower | None = self.scope["state"].get(BORROWER)
+        borrower: MemoryBorrower | None = self.scope["state"].get(BORROWER)
         return None if borrower is None else borrower.memory
 
     @property
@@ -127,12 +127,12 @@ class Cycle:
                 self._connection.transport.close()
             else:
                 reply = failure_reply(error)
-                self._reply(reply if self.scope["method"] != "HEAD" else Reply(reply.status, b""))
+                self._reply(reply if self.scope["method"] != "HEAD" else HttpReply(reply.status, b""))
         finally:
             if self._is_gone and self.memory is not None:
                 self.memory.release()
 
-    def _reply(self, reply: Reply) -> None:
+    def _reply(self, reply: HttpReply) -> None:
         self.reply = reply
         self._body.clear()
         self._news.set()

@@ -12,11 +12,11 @@ from qinfer.core.settings import Settings
 from qinfer.errors import Overloaded, QinferError
 from qinfer_api.auth import Restrictions
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.call import Call
+from qinfer_api.http.call import FastCall
 from qinfer_api.http.connection import MAX_PIPELINED, HttpConnection, HttpPort
 from qinfer_api.http.cors import Cors
 from qinfer_api.http.cycle import Cycle
-from qinfer_api.http.head import MAX_FAST_BYTES, Head, HeadReader
+from qinfer_api.http.head import MAX_FAST_BYTES, HeadReader, RequestHead
 from qinfer_api.http.infer import InferCodec, compile_forward
 from qinfer_api.http.visitors import Visitors
 from qinfer_api.receiving import SPENT, ReceivingBudget, Reservation
@@ -43,7 +43,7 @@ class FastPath(HttpPort):
         enabled = http.fast_path and not restrictions.covers("inference")
         max_bytes = min(MAX_FAST_BYTES, http.max_input_bytes) if enabled else -1
         self.heads = HeadReader(max_bytes, self.forward, self.visitors)
-        self.call_type: type[Call] = Call
+        self.call_type: type[FastCall] = FastCall
 
     def connect(self) -> "QinferHttpProtocol":
         """Creates the protocol of a connection."""
@@ -78,17 +78,17 @@ class QinferHttpProtocol(HttpConnection):
                 return
         super().data_received(data)
         call_read = self._reading
-        if isinstance(call_read, Call) and self._memory is None and not self._unparsed:
+        if isinstance(call_read, FastCall) and self._memory is None and not self._unparsed:
             self._reserve(call_read)
 
-    def is_behind(self, call: Call) -> bool:
+    def is_behind(self, call: FastCall) -> bool:
         """Returns whether another reply is written first."""
         return bool(self._queue) and self._queue[0] is not call
 
     def _has_cycle(self) -> bool:
         return bool(self._queue) and isinstance(self._queue[-1], Cycle)
 
-    def _append(self, head: Head) -> Call:
+    def _append(self, head: RequestHead) -> FastCall:
         call = self._fast.call_type(self, head)
         self._queue.append(call)
         return call
@@ -107,11 +107,11 @@ class QinferHttpProtocol(HttpConnection):
         """Starts the call whose body is complete."""
         call = self._reading
         super().on_message_complete()
-        if isinstance(call, Call):
+        if isinstance(call, FastCall):
             self._release()
             call.start(self._fast.dispatcher, self._fast.codec)
 
-    def _reserve(self, call: Call) -> None:
+    def _reserve(self, call: FastCall) -> None:
         head, fast = call.head, self._fast
         assert head is not None
         if head.length <= UNCOUNTED_BYTES:
@@ -133,7 +133,7 @@ class QinferHttpProtocol(HttpConnection):
         self._quiet_since_s = 0.0
         self.go_on()
 
-    def _drop(self, call: Call, head: Head, error: QinferError) -> None:
+    def _drop(self, call: FastCall, head: RequestHead, error: QinferError) -> None:
         self._release()
         self._reading, self._refused = None, self._closing
         call.refuse(self._fast.dispatcher, head, error)
@@ -153,7 +153,7 @@ class QinferHttpProtocol(HttpConnection):
 
     def _time_out(self) -> None:
         call = self._reading
-        if self.writable.is_set() and self._waits_for_memory() and isinstance(call, Call) and call.head is not None:
+        if self.writable.is_set() and self._waits_for_memory() and isinstance(call, FastCall) and call.head is not None:
             self._drop(call, call.head, Overloaded(SPENT))
         else:
             super()._time_out()
@@ -161,7 +161,7 @@ class QinferHttpProtocol(HttpConnection):
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancels the requests of a closed connection."""
         for call in self._queue:
-            if isinstance(call, Call):
+            if isinstance(call, FastCall):
                 call.cancel(self._fast.dispatcher)
         self._release()
         super().connection_lost(exc)

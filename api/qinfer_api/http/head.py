@@ -8,12 +8,12 @@ import msgspec
 
 from qinfer.errors import InvalidRequest
 from qinfer.observe.tracing import context_text
-from qinfer_api.auth import ANONYMOUS, Context, presented_key
+from qinfer_api.auth import ANONYMOUS, CallerContext, presented_key
 from qinfer_api.http.infer import (
     TIMEOUT_HEADER,
     Encoding,
     Headers,
-    Target,
+    UrlTarget,
     forwarded,
     parse_version,
     read_seconds,
@@ -45,13 +45,13 @@ _MAX_URL_BYTES = 1024
 _NO_HEADERS: Mapping[str, str] = {}
 
 
-class Head(msgspec.Struct, frozen=True, gc=False):
+class RequestHead(msgspec.Struct, frozen=True, gc=False):
     """The parts of a head that the fast path needs; `json_length` is unchecked."""
 
-    target: Target
+    target: UrlTarget
     length: int
     json_length: str | None
-    context: Context
+    context: CallerContext
     encoding: Encoding | None
     forwarded: Mapping[str, str] = _NO_HEADERS
     sent: bytes | Headers = b""
@@ -72,29 +72,29 @@ class Head(msgspec.Struct, frozen=True, gc=False):
         return next((value.decode("latin-1") for each, value in self.headers() if each.lower() == wanted), None)
 
 
-def parse_target(url: bytes) -> Target | None:
+def parse_target(url: bytes) -> UrlTarget | None:
     """Parses an infer URL; `None` = the route handles it."""
     return _parse_target(url) if len(url) <= _MAX_URL_BYTES else None
 
 
 @lru_cache(maxsize=1024)
-def _parse_target(url: bytes) -> Target | None:
+def _parse_target(url: bytes) -> UrlTarget | None:
     parts = url.split(b"/")
     if len(parts) not in (5, 7) or parts[:3] != [b"", b"v2", b"models"] or parts[-1] != b"infer" or not parts[3]:
         return None
     if b"%" in url or b"?" in url or b"#" in url or not url.isascii():
         return None
     if len(parts) == 5:
-        return Target(parts[3].decode(), 0)
+        return UrlTarget(parts[3].decode(), 0)
     try:
-        return Target(parts[3].decode(), parse_version(parts[5].decode())) if parts[4] == b"versions" else None
+        return UrlTarget(parts[3].decode(), parse_version(parts[5].decode())) if parts[4] == b"versions" else None
     except InvalidRequest:
         return None
 
 
 def read_head(
     url: bytes, headers: Headers, max_bytes: int = MAX_FAST_BYTES, forward: re.Pattern[str] | None = None
-) -> Head | None:
+) -> RequestHead | None:
     """Returns a POST's head for the fast path."""
     target = parse_target(url)
     if target is None:
@@ -120,7 +120,7 @@ def read_head(
         strict, timeout_s = _wishes(found.get("types"), found.get("timeout"))
     except InvalidRequest:
         return None  # the route refuses it
-    return Head(target, length, json_length, context, encoding, forwarding, headers, strict, timeout_s)
+    return RequestHead(target, length, json_length, context, encoding, forwarding, headers, strict, timeout_s)
 
 
 def origin_in(headers: Headers) -> bytes:
@@ -132,10 +132,10 @@ def _only(values: list[bytes]) -> bytes:
     return values[0] if len(values) == 1 else b""
 
 
-def _caller(trace: str, authorization: bytes | None, key: bytes | None) -> Context:
+def _caller(trace: str, authorization: bytes | None, key: bytes | None) -> CallerContext:
     if authorization is None and key is None:
-        return Context("", trace) if trace else ANONYMOUS
-    return Context("", trace, presented_key(_text(authorization), _text(key)))
+        return CallerContext("", trace) if trace else ANONYMOUS
+    return CallerContext("", trace, presented_key(_text(authorization), _text(key)))
 
 
 def _trace(parent: bytes | None, state: bytes | None) -> str:
@@ -211,13 +211,13 @@ class HeadReader:
         self._max_bytes = max_bytes
         self._forward = forward
         self._visitors = visitors
-        self._known: list[tuple[bytes, int, Head] | None] = [None] * _MAX_KNOWN  # head, packet length
+        self._known: list[tuple[bytes, int, RequestHead] | None] = [None] * _MAX_KNOWN  # head, packet length
 
-    def read(self, url: bytes, headers: Headers) -> Head | None:
+    def read(self, url: bytes, headers: Headers) -> RequestHead | None:
         """Calls `read_head` for a parsed POST."""
         return read_head(url, headers, self._max_bytes, self._forward)
 
-    def find(self, packet: bytes) -> tuple[Head, bytes] | None:
+    def find(self, packet: bytes) -> tuple[RequestHead, bytes] | None:
         """Splits a packet that is one plain request."""
         size = len(packet)
         known = self._known[size % _MAX_KNOWN]
@@ -238,7 +238,7 @@ class HeadReader:
         sent = packet[:end]
         if self._visitors is not None and not self._visitors.is_plain(sent):
             return None
-        head = Head(
+        head = RequestHead(
             target,
             size - end,
             None if json_length is None else json_length.decode(),

@@ -28,7 +28,7 @@ from qinfer.errors import (
     SettingsError,
     UnsupportedFeature,
 )
-from qinfer.models.catalog import Served
+from qinfer.models.catalog import ServedVersion
 from qinfer.models.spec import ModelSpec
 from qinfer.models.validate import check_announced
 from qinfer.tensors import DATATYPES, Bytes, Tensor
@@ -37,7 +37,7 @@ from qinfer.wire.kserve_exact import check_forwarded
 from qinfer.wire.kserve_json import decode_infer, encode_infer
 from qinfer.wire.outputs import OutputPlan, Regions, bind
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.shared_memory import Limited, SharedMemory
+from qinfer_api.shared_memory import RequestRegions, SharedMemory
 from qinfer_api.status import http_status, of_request, retry_after_s
 
 Encoding = Literal["gzip", "deflate"]
@@ -187,7 +187,7 @@ def header_value(text: str) -> bytes:
     return text.encode() if text.isascii() and text.isprintable() else quote(text, safe=UNQUOTED).encode()
 
 
-class Reply(msgspec.Struct, frozen=True, gc=False):
+class HttpReply(msgspec.Struct, frozen=True, gc=False):
     """An unwritten answer; `json_length` is set if uncompressed binary tensors follow the JSON."""
 
     status: int
@@ -219,19 +219,19 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
             head += b"www-authenticate: Bearer\r\n"
         return head
 
-    def compressed(self, encoding: Encoding) -> "Reply":
+    def compressed(self, encoding: Encoding) -> "HttpReply":
         """Returns the reply with a compressed body."""
         return msgspec.structs.replace(self, body=compress(self.body, encoding), encoding=encoding)
 
 
-def failure_reply(error: BaseException, *, v1: bool = False) -> Reply:
+def failure_reply(error: BaseException, *, v1: bool = False) -> HttpReply:
     """Returns the reply to an exception."""
     failure = Failure.of(error)
     v1 = v1 and type(error) is not Overloaded
     return error_reply(http_status(failure.code, v1=v1), failure.message, retry_after_s(failure.code, error))
 
 
-def refusal(failure: Failure, target: str = "") -> Reply:
+def refusal(failure: Failure, target: str = "") -> HttpReply:
     """Returns a failed response's reply."""
     reply = error_reply(http_status(failure.code), failure.message, retry_after_s(failure.code))
     return msgspec.structs.replace(reply, target=target) if target else reply
@@ -242,9 +242,9 @@ def answered_by(response: Response, endpoint: str) -> str:
     return f"{response.model}:{response.version}" if endpoint and response.model else ""
 
 
-def error_reply(status: int, message: str, again_s: int = 0) -> Reply:
+def error_reply(status: int, message: str, again_s: int = 0) -> HttpReply:
     """Returns an error; `again_s` is the `Retry-After`, 0 for none."""
-    return Reply(status, msgspec.json.encode({"error": message}), retry_after_s=again_s)
+    return HttpReply(status, msgspec.json.encode({"error": message}), retry_after_s=again_s)
 
 
 @lru_cache(maxsize=1024)
@@ -260,14 +260,14 @@ class Writer:
         self._common: Headers = ()
         self._block = self._ok = b""
 
-    def pieces(self, reply: Reply, common: Headers, request_id: str, *, close: bool) -> list[bytes]:
+    def pieces(self, reply: HttpReply, common: Headers, request_id: str, *, close: bool) -> list[bytes]:
         """Renders a reply; a large body is its own piece, to save a copy."""
         if len(reply.body) <= LARGE_BYTES:
             return [self.render(reply, common, request_id, close=close)]
         begin, end = self.begin(reply.status, common, request_id), _CLOSE if close else b"\r\n"
         return [b"".join((begin, reply.head(), end)), reply.body]
 
-    def render(self, reply: Reply, common: Headers, request_id: str, *, close: bool) -> bytes:
+    def render(self, reply: HttpReply, common: Headers, request_id: str, *, close: bool) -> bytes:
         """Renders a whole reply."""
         self._renew(common)
         body, name = reply.body, header_value(request_id)
@@ -302,7 +302,7 @@ DECOUPLED = "HTTP end point doesn't support models with decoupled transaction po
 _IN_SHARED_MEMORY = b"shared_memory_region"
 
 
-class Target(NamedTuple):
+class UrlTarget(NamedTuple):
     """Model and version of an infer URL; version 0 is the highest ready one."""
 
     model: str
@@ -320,7 +320,7 @@ class InferCodec:
         self.shares_memory = memory.allowed
 
     def decode(
-        self, target: Target, body: Bytes, json_length: str | None, tenant: str, served: Served | None = None
+        self, target: UrlTarget, body: Bytes, json_length: str | None, tenant: str, served: ServedVersion | None = None
     ) -> tuple[InferRequest, OutputPlan]:
         """Decodes the body of an infer request."""
         length = parse_json_length(json_length, len(body))
@@ -338,7 +338,7 @@ class InferCodec:
             plan = bound(plan, served or self._dispatcher.resolve(target.model, target.version))
         return request, plan
 
-    def encode(self, response: Response, client_id: str, plan: OutputPlan) -> Reply:
+    def encode(self, response: Response, client_id: str, plan: OutputPlan) -> HttpReply:
         """Encodes a response or its failure, as requested."""
         target = answered_by(response, plan.endpoint)
         if response.failure is not None:
@@ -348,9 +348,9 @@ class InferCodec:
             encoded = encode_infer(response, client_id, plan, regions)
         except QinferError as error:
             return failure_reply(error)
-        return Reply(200, encoded.body, encoded.json_length, cache=response.cache, target=target)
+        return HttpReply(200, encoded.body, encoded.json_length, cache=response.cache, target=target)
 
-    def routed(self, request: InferRequest, plan: OutputPlan, served: Served | None = None) -> OutputPlan:
+    def routed(self, request: InferRequest, plan: OutputPlan, served: ServedVersion | None = None) -> OutputPlan:
         """Returns an endpoint request's plan, bound to its target."""
         plan = msgspec.structs.replace(plan, endpoint=request.endpoint)
         return (
@@ -371,23 +371,23 @@ def strictly(plan: OutputPlan) -> OutputPlan:
 
 def regions_of(plan: OutputPlan, default: Regions) -> Regions:
     """Returns the shared memory for outputs."""
-    return plan.held if isinstance(plan.held, Limited) else default
+    return plan.held if isinstance(plan.held, RequestRegions) else default
 
 
 def noting(plan: OutputPlan, regions: Regions) -> OutputPlan:
     """Notes the request's shared memory, if any."""
-    if isinstance(regions, Limited) and regions.is_used:
+    if isinstance(regions, RequestRegions) and regions.is_used:
         return msgspec.structs.replace(plan, held=regions)
     return plan
 
 
 def hold(plan: OutputPlan) -> None:
     """Pins the request's shared memory while its plan lives."""
-    if isinstance(plan.held, Limited):
+    if isinstance(plan.held, RequestRegions):
         plan.held.hold()
 
 
-def bound(plan: OutputPlan, served: Served) -> OutputPlan:
+def bound(plan: OutputPlan, served: ServedVersion) -> OutputPlan:
     """Binds a special plan to a model's outputs."""
     labels = {output.name: output.labels for output in served.spec.outputs}
     return bind(plan, labels, batched=served.spec.max_batch_size > 0)

@@ -13,10 +13,10 @@ import msgspec
 
 from qinfer.core.messages import Failure, Response
 from qinfer.wire.outputs import OutputPlan
-from qinfer_api.http.infer import InferCodec, Reply, refusal
+from qinfer_api.http.infer import HttpReply, InferCodec, refusal
 
 
-def encode_list(codec: InferCodec, responses: Sequence[Response], client_id: str, plan: OutputPlan) -> Reply:
+def encode_list(codec: InferCodec, responses: Sequence[Response], client_id: str, plan: OutputPlan) -> HttpReply:
     """Encodes all responses as one reply, or the error of one."""
     texts, outputs, target = list[bytes](), list[bytes](), ""
     for response in responses:
@@ -28,18 +28,18 @@ def encode_list(codec: InferCodec, responses: Sequence[Response], client_id: str
         texts.append(text)
         outputs.append(binary)
     text, binary = b'{"responses":[%b]}' % b",".join(texts), b"".join(outputs)
-    return Reply(200, text + binary, len(text) if binary else None, target=target)
+    return HttpReply(200, text + binary, len(text) if binary else None, target=target)
 
 
-def encode_event(codec: InferCodec, response: Response, client_id: str, plan: OutputPlan) -> Reply:
+def encode_event(codec: InferCodec, response: Response, client_id: str, plan: OutputPlan) -> HttpReply:
     """Encodes an event's data; binary outputs are a second line."""
     reply = codec.encode(response, client_id, plan)
     text, binary = _parts(reply)
     data = b"%b\n%b" % (text, b64encode(binary)) if binary else text
-    return Reply(reply.status, data, cache=reply.cache, target=reply.target)
+    return HttpReply(reply.status, data, cache=reply.cache, target=reply.target)
 
 
-def coded_refusal(failure: Failure) -> Reply:
+def coded_refusal(failure: Failure) -> HttpReply:
     """Returns a failure's reply with its code."""
     body = msgspec.json.encode({"error": failure.message, "code": failure.code})
     return msgspec.structs.replace(refusal(failure), body=body)
@@ -51,6 +51,6 @@ def event_text(name: bytes, data: bytes, event_id: bytes = b"") -> bytes:
     return b"event: %b\n%bdata: %b\n\n" % (name, b"id: %b\n" % event_id if event_id else b"", lines)
 
 
-def _parts(reply: Reply) -> tuple[bytes, bytes]:
+def _parts(reply: HttpReply) -> tuple[bytes, bytes]:
     length = reply.json_length
     return (reply.body, b"") if length is None else (reply.body[:length], reply.body[length:])

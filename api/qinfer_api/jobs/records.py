@@ -14,7 +14,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import Conflict, CorruptEntry, InvalidRequest, JobNotFound
 from qinfer.jobs.job import (
     PRIORITIES,
@@ -34,9 +34,9 @@ from qinfer.jobs.manifest import MANIFEST_NAME
 from qinfer.jobs.plan import Estimate, SkippedFiles
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, LogLine, damage_told, spec_of
-from qinfer.jobs.shards import Pace
+from qinfer.jobs.shards import ShardPace
 from qinfer_api.requests.records import WebhookBody, instant, shown_webhook, written
-from qinfer_api.requests.webhooks import Message, envelope
+from qinfer_api.requests.webhooks import WebhookMessage, envelope
 
 _PRIORITY_NAMES: dict[int, Priority] = {1: "high", 2: "normal", 3: "low"}
 _CHOSEN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
@@ -245,7 +245,7 @@ class JobLog(msgspec.Struct, frozen=True):
     log: list[JobLine]
 
 
-class Progress(NamedTuple):
+class JobProgress(NamedTuple):
     """`share` covers settled and scored rows; `rows_per_s` counts since the start or last resumption."""
 
     share: float
@@ -253,7 +253,7 @@ class Progress(NamedTuple):
     eta_s: float | None
 
 
-def progress_of(record: JobRecord, now_s: float) -> Progress:
+def progress_of(record: JobRecord, now_s: float) -> JobProgress:
     """Computes a job's progress.
 
     The rate ends at the last change, as workers report every two seconds; after a longer silence it falls.
@@ -266,11 +266,11 @@ def progress_of(record: JobRecord, now_s: float) -> Progress:
     measured_s = max(until_s - since_s, 0.0)
     settled_since = settled - record.rows_before
     if not (settled_since > 0 and record.started_at and measured_s >= _LEAST_S):
-        return Progress(share, None, None)
+        return JobProgress(share, None, None)
     rate = settled_since / measured_s
     if not is_running:
-        return Progress(share, rate, 0.0 if record.state == JobState.FINALIZING else None)
-    return Progress(share, rate, max((record.rows - settled) / rate, _LEAST_ETA_S))
+        return JobProgress(share, rate, 0.0 if record.state == JobState.FINALIZING else None)
+    return JobProgress(share, rate, max((record.rows - settled) / rate, _LEAST_ETA_S))
 
 
 def _rows_scored(record: JobRecord) -> int:
@@ -383,7 +383,7 @@ def shown_job(record: JobRecord, now_s: float) -> JobBody:
     )
 
 
-def shown_estimate(spec: JobSpec, size: Estimate, pace: Pace) -> EstimateBody:
+def shown_estimate(spec: JobSpec, size: Estimate, pace: ShardPace) -> EstimateBody:
     """Returns a job's size and duration."""
     workers = min(pace.workers, size.shards, spec.max_parallel or pace.workers)
     rate = workers * pace.rows_per_s
@@ -404,7 +404,7 @@ def shown_log(lines: Sequence[LogLine]) -> JobLog:
     return JobLog([JobLine(instant(line.at), line.text) for line in lines])
 
 
-def decode_job(body: bytes, grant: Grant) -> tuple[JobSpec, str]:
+def decode_job(body: bytes, grant: UrlGrant) -> tuple[JobSpec, str]:
     """Parses a job, and the client's id or ""."""
     asked = decode_spec_as(body, NewJob)
     if asked.id == "":
@@ -491,12 +491,12 @@ class _ShownSpec(msgspec.Struct, frozen=True):
     overwrite: bool = False
 
 
-async def message_of(jobs: Jobs, job_id: str) -> Message | None:
+async def message_of(jobs: Jobs, job_id: str) -> WebhookMessage | None:
     """Renders a job's webhook, if it has ended and has one."""
     record = await jobs.get(job_id)
     if record is None or not record.webhook or not record.is_over:
         return None
-    return Message(record.webhook, partial(_webhook_body, record))
+    return WebhookMessage(record.webhook, partial(_webhook_body, record))
 
 
 def _webhook_body(record: JobRecord, now_s: float) -> bytes:

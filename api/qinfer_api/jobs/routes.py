@@ -12,7 +12,7 @@ from qinfer.jobs.job import JobState
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.queue import keys
 from qinfer.wire.json_scan import check_depth
-from qinfer_api.auth import Context
+from qinfer_api.auth import CallerContext
 from qinfer_api.jobs.records import (
     Changes,
     EstimateBody,
@@ -28,7 +28,15 @@ from qinfer_api.jobs.records import (
 )
 from qinfer_api.jobs.service import BulkJobs
 from qinfer_api.rest.openapi import LAST_EVENT, Json, answer, body, errors, followed, header, operation, query
-from qinfer_api.rest.services import Event, Services, authorize, event_stream, idempotency_key, read_body, send_json
+from qinfer_api.rest.services import (
+    ServerSentEvent,
+    Services,
+    authorize,
+    event_stream,
+    idempotency_key,
+    read_body,
+    send_json,
+)
 
 MAX_LIMIT = 1000
 """The largest page."""
@@ -226,11 +234,11 @@ async def _events(services: Services, jobs: BulkJobs, request: Request, job_id: 
     return event_stream(events, seen)
 
 
-def _progress(jobs: BulkJobs, record: JobRecord) -> Event:
-    return Event("progress", str(record.revision), msgspec.json.encode(_body(jobs, record)))
+def _progress(jobs: BulkJobs, record: JobRecord) -> ServerSentEvent:
+    return ServerSentEvent("progress", str(record.revision), msgspec.json.encode(_body(jobs, record)))
 
 
-def _context(services: Services, request: Request) -> Context:
+def _context(services: Services, request: Request) -> CallerContext:
     """Refuses at once while the queue is unreachable."""
     context = authorize(services, request)
     services.requests.delivery.router.check_up(keys.slot(keys.job_places()))

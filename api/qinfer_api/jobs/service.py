@@ -16,7 +16,7 @@ import msgspec
 
 from qinfer.core.messages import IdFactory
 from qinfer.core.settings import Settings
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import (
     BrokerUnavailable,
     Conflict,
@@ -31,15 +31,15 @@ from qinfer.errors import (
     UnsupportedFeature,
 )
 from qinfer.jobs.job import ENDED_EARLY, JobSpec, JobState, encode_spec, with_checked_urls
-from qinfer.jobs.plan import Estimate, Unplanned
+from qinfer.jobs.plan import Estimate, UnplannedJob
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.queue.records import Change, JobRecord, LogLine, spec_of
-from qinfer.jobs.shards import Pace
+from qinfer.jobs.queue.records import JobRecord, LogLine, RecordChange, spec_of
+from qinfer.jobs.shards import ShardPace
 from qinfer.jobs.tasks import BulkTasks
-from qinfer.models.catalog import Served
+from qinfer.models.catalog import ServedVersion
 from qinfer.models.spec import ModelSpec
 from qinfer.observe.tracing import JOB_ID
-from qinfer_api.auth import Context
+from qinfer_api.auth import CallerContext
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.jobs.records import (
     Changes,
@@ -78,7 +78,7 @@ _WAITS = "waits for a bulk worker, which plans it"
 _threads = ThreadPoolExecutor(4, "bulk-tasks")  # Redis may hang
 
 
-class Ticket(msgspec.Struct, frozen=True):
+class JobTicket(msgspec.Struct, frozen=True):
     """A job, and whether `create` created it."""
 
     record: JobRecord
@@ -91,19 +91,19 @@ class BulkJobs:
 
     jobs: Jobs
     now_s: Callable[[], float]
-    resolve: Callable[[str, int], Served]
+    resolve: Callable[[str, int], ServedVersion]
     dispatcher: Dispatcher
     settings: Settings
     targets: Targets
     tasks: BulkTasks
-    check: Callable[[JobSpec, ModelSpec, Grant], Awaitable[None]]
-    estimate: Callable[[Unplanned, Pace], Awaitable[Estimate]]
-    pace: Callable[[str, int], Awaitable[Pace]]
+    check: Callable[[JobSpec, ModelSpec, UrlGrant], Awaitable[None]]
+    estimate: Callable[[UnplannedJob, ShardPace], Awaitable[Estimate]]
+    pace: Callable[[str, int], Awaitable[ShardPace]]
     ids: IdFactory = field(default_factory=IdFactory)
     watchers: SharedLimit = field(default_factory=SharedLimit)
     turns: dict[str, asyncio.Lock] = field(default_factory=dict)
 
-    async def create(self, context: Context, body: bytes, key: str, *, resume: bool = False) -> Ticket:
+    async def create(self, context: CallerContext, body: bytes, key: str, *, resume: bool = False) -> JobTicket:
         """Checks and plans a job, or finds an earlier one with its id or key.
 
         With `resume`, a job that ended early is resumed, and a completed one with `overwrite` runs anew.
@@ -145,9 +145,9 @@ class BulkJobs:
         stands_for = f" for endpoint '{endpoint}', which is {spec.model}:{spec.version} now" if endpoint else ""
         await self.jobs.note(record.id, f"created{stands_for}; {_WAITS}")
         await self._planned(record.id)
-        return Ticket(await self._known(record.id), is_new=True)
+        return JobTicket(await self._known(record.id), is_new=True)
 
-    async def validate(self, context: Context, body: bytes) -> EstimateBody:
+    async def validate(self, context: CallerContext, body: bytes) -> EstimateBody:
         """Checks and estimates a job; creates nothing."""
         self._check_enabled()
         grant = self._grant_of(context)
@@ -157,11 +157,11 @@ class BulkJobs:
         if spec.webhook:
             await self.targets.check(spec.webhook)
         pace = await self.pace(spec.model, spec.version)
-        job = Unplanned("", spec, served.spec, "", grant)
+        job = UnplannedJob("", spec, served.spec, "", grant)
         found = await self._in_turn(context, spec, lambda: self.estimate(job, pace))
         return shown_estimate(job.spec, found, pace)
 
-    async def get(self, context: Context, job_id: str) -> JobRecord:
+    async def get(self, context: CallerContext, job_id: str) -> JobRecord:
         """Returns a job's record, or raises `JobNotFound`."""
         record = await self.jobs.get(inner_id(job_id, context.tenant))
         if record is None or record.tenant != context.tenant:
@@ -169,7 +169,7 @@ class BulkJobs:
         return record
 
     async def list(
-        self, context: Context, state: str, after: str, limit: int, wanted: JobFilter
+        self, context: CallerContext, state: str, after: str, limit: int, wanted: JobFilter
     ) -> tuple[Sequence[JobRecord], str]:
         """Returns a page of a tenant's jobs, and the next one's start."""
         if state and state not in _STATES:
@@ -177,14 +177,14 @@ class BulkJobs:
         page = await self.jobs.list(context.tenant, state or None, after, limit, wanted.fits)
         return page.records, page.after
 
-    async def cancel(self, context: Context, job_id: str) -> JobRecord:
+    async def cancel(self, context: CallerContext, job_id: str) -> JobRecord:
         """Stops an unended job; its parts stay."""
         record = await self.get(context, job_id)
         if not record.is_over:
             await self.jobs.stop(record.id, JobState.CANCELLING)
         return await self.get(context, job_id)
 
-    async def resume(self, context: Context, job_id: str, changes: Changes) -> JobRecord:
+    async def resume(self, context: CallerContext, job_id: str, changes: Changes) -> JobRecord:
         """Resumes a job, keeping finished work."""
         self._check_enabled()
         record = await self.get(context, job_id)
@@ -200,7 +200,7 @@ class BulkJobs:
         self.dispatcher.charge(context)
         await _in_thread(self._check_tasks)
         await self._check_count(context, spec)
-        change: Change = {
+        change: RecordChange = {
             "error": "",
             "spec": encode_spec(spec),
             "grant": msgspec.json.encode(grant),
@@ -214,7 +214,7 @@ class BulkJobs:
             await self._sent(record.id)
         return await self.get(context, job_id)
 
-    async def delete(self, context: Context, job_id: str) -> None:
+    async def delete(self, context: CallerContext, job_id: str) -> None:
         """Deletes an ended job's record; its output stays."""
         record = await self.get(context, job_id)
         if not await self.jobs.delete(record.id):
@@ -224,12 +224,14 @@ class BulkJobs:
                 "once it has ended"
             )
 
-    async def log(self, context: Context, job_id: str) -> Sequence[LogLine]:
+    async def log(self, context: CallerContext, job_id: str) -> Sequence[LogLine]:
         """Returns a job's log, oldest line first."""
         record = await self.get(context, job_id)
         return await self.jobs.log(record.id)
 
-    async def changes(self, context: Context, record: JobRecord, heartbeat_s: float) -> AsyncIterator[JobRecord | None]:
+    async def changes(
+        self, context: CallerContext, record: JobRecord, heartbeat_s: float
+    ) -> AsyncIterator[JobRecord | None]:
         """Yields a job at each change, and `None` after `heartbeat_s`."""
         with self.watchers.place(self.dispatcher.sharing(context)):
             yield record
@@ -248,14 +250,14 @@ class BulkJobs:
                     yield None
                 record = found
 
-    def check_watchers(self, context: Context) -> None:
+    def check_watchers(self, context: CallerContext) -> None:
         """Raises `Overloaded` if a caller follows too many jobs."""
         if self.dispatcher.draining:
             raise Overloaded("Server exiting")
         if not self.watchers.has_room(MAX_WATCHERS, self.dispatcher.sharing(context)):
             raise Overloaded("too many clients follow jobs at this server; ask now and then, or try again later")
 
-    def _pinned(self, spec: JobSpec) -> tuple[JobSpec, Served, str]:
+    def _pinned(self, spec: JobSpec) -> tuple[JobSpec, ServedVersion, str]:
         """Returns job, version and the endpoint it named.
 
         An endpoint stands for its stable target, so that the output can be reproduced. A named version of a hidden
@@ -268,7 +270,7 @@ class BulkJobs:
         served = self._served(*place)
         return msgspec.structs.replace(spec, model=served.spec.name, version=served.version), served, endpoint
 
-    def _served(self, model: str, version: int) -> Served:
+    def _served(self, model: str, version: int) -> ServedVersion:
         """A refusal names the served version."""
         try:
             return self.resolve(model, version)
@@ -294,10 +296,10 @@ class BulkJobs:
         except SettingsError as error:
             raise UnsupportedFeature(error.message) from None
 
-    def _grant_of(self, context: Context) -> Grant:
+    def _grant_of(self, context: CallerContext) -> UrlGrant:
         return self.settings.stores.grant_of(context.tenant, is_shared=self.dispatcher.has_tenants)
 
-    async def _check_count(self, context: Context, spec: JobSpec) -> None:
+    async def _check_count(self, context: CallerContext, spec: JobSpec) -> None:
         unfinished = await self.jobs.unfinished()
         check_unshared(context.tenant, spec, unfinished)
         count = sum(record.tenant == context.tenant for record in unfinished)
@@ -307,7 +309,7 @@ class BulkJobs:
                 _FULL_AGAIN_S,
             )
 
-    async def _in_turn(self, context: Context, spec: JobSpec, look: Callable[[], Awaitable[T]]) -> T:
+    async def _in_turn(self, context: CallerContext, spec: JobSpec, look: Callable[[], Awaitable[T]]) -> T:
         is_shared = self.dispatcher.has_tenants
         turn = self.turns.setdefault(context.tenant, asyncio.Lock()) if is_shared else contextlib.nullcontext()
         try:
@@ -319,12 +321,12 @@ class BulkJobs:
                 "try again"
             ) from None
 
-    async def _again(self, context: Context, known: JobRecord, spec: JobSpec, *, resume: bool) -> Ticket:
+    async def _again(self, context: CallerContext, known: JobRecord, spec: JobSpec, *, resume: bool) -> JobTicket:
         check_same(context.tenant, known, spec, any_limits=resume or bool(known.resumed_at))
         if resume and known.state in ENDED_EARLY:
             limits = Changes(**{name: getattr(spec, name) for name in Changes.__struct_fields__})
             known = await self.resume(context, shown_job_id(known), limits)
-        return Ticket(known, is_new=False)
+        return JobTicket(known, is_new=False)
 
     async def _planned(self, job_id: str) -> None:
         """Deletes the job if Celery's broker is away."""

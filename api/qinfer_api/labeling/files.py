@@ -15,12 +15,12 @@ from urllib.parse import unquote
 
 import qinfer
 from qinfer.core.settings import LabelingSettings, StoreSettings, WebhookSettings
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import Forbidden, InvalidRequest, PayloadTooLarge, Unreachable
 from qinfer.storage.open import store_for
 from qinfer.storage.within import readable
 from qinfer_api.labeling.studio import LabelStudio
-from qinfer_api.requests.targets import MAX_URL_CHARACTERS, Resolve, Targets, Words
+from qinfer_api.requests.targets import MAX_URL_CHARACTERS, Resolve, Targets, TargetTexts
 
 if TYPE_CHECKING:
     import httpx
@@ -29,7 +29,7 @@ _DATA_URI = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
 _KEPT_BY_STUDIO = "/data/"
 _UPLOADED = re.compile(r"/data/upload/(\d{1,18})/")
 _WEB = ("http", "https")
-_WORDS = Words(
+_WORDS = TargetTexts(
     "file",
     "files of tasks may not be fetched from",
     "QINFER_LABELING__FILE_HOSTS",
@@ -159,7 +159,7 @@ class Files:
             )
         return self._http
 
-    def _from_store(self, url: str, grant: Grant) -> bytes:
+    def _from_store(self, url: str, grant: UrlGrant) -> bytes:
         store = readable(grant, store_for)(url)
         found = store.stat(url)
         if found is None:

@@ -1,7 +1,8 @@
 """The intake of tasks whose predictions are pushed: tasks are stored on their project's board, then become requests.
 
-`Intake.put` stores any number of tasks in one step, so a webhook's tasks are safe before it is answered. `feed` makes
-requests in every gateway, without a leader. A request id derives from task and data, so that equal data is scored once.
+`TaskIntake.put` stores any number of tasks in one step, so a webhook's tasks are safe before it is answered. `feed`
+makes requests in every gateway, without a leader. A request id derives from task and data, so that equal data is scored
+once.
 """
 
 import asyncio
@@ -26,8 +27,8 @@ from qinfer.errors import (
     QuotaExceeded,
 )
 from qinfer.labeling.mapping import Mapping as TaskMapping
-from qinfer.labeling.tasks import MAX_DATA_BYTES, Board, LabelState, LabelTask, LabelTasks, Placed
-from qinfer.models.catalog import Served
+from qinfer.labeling.tasks import MAX_DATA_BYTES, Board, LabelState, LabelTask, LabelTasks, PutOutcome
+from qinfer.models.catalog import ServedVersion
 from qinfer.models.config.to_spec import MAX_TIMEOUT
 from qinfer.observe.stats import (
     LABEL_FAILED,
@@ -38,7 +39,7 @@ from qinfer.observe.stats import (
     ModelCounts,
 )
 from qinfer.wire.outputs import OutputPlan
-from qinfer_api.auth import Auth, Context
+from qinfer_api.auth import Auth, CallerContext
 from qinfer_api.labeling.files import Files
 from qinfer_api.labeling.mappings import MappingBook
 from qinfer_api.labeling.predict import request_of
@@ -50,7 +51,7 @@ LOOK_AGAIN_S = 0.25
 """Pause before a tenant's rate is checked again."""
 
 
-class Pace:
+class TaskPace:
     """Paces tasks by the tenant's rate, counted when they become requests; interactive calls go first."""
 
     def __init__(self, auth: Auth | None, look_again: Callable[[], object]) -> None:
@@ -121,7 +122,7 @@ class Notes(msgspec.Struct, frozen=True, array_like=True):
     endpoint: str = ""
 
 
-class Reason(Enum):
+class PredictionReason(Enum):
     """Why tasks are requested.
 
     `CREATED`: they are new. `ASKED`: Label Studio asks; a task whose prediction was sent a while ago is scored again.
@@ -133,14 +134,14 @@ class Reason(Enum):
     ORDERED = "ordered"
 
 
-class Taken(NamedTuple):
+class StoredTasks(NamedTuple):
     """The tasks that were queued, and refused for lack of room."""
 
     queued: int
     refused: int
 
 
-class Intake:
+class TaskIntake:
     """One gateway's intake; `arrived` is set when `feed` may have work."""
 
     def __init__(  # noqa: PLR0913 - keywords
@@ -164,26 +165,31 @@ class Intake:
         self._studio = studio
         self._counts = counts
         self.arrived = asyncio.Event()
-        self._pace = Pace(auth, self.arrived.set)
+        self._pace = TaskPace(auth, self.arrived.set)
 
     async def put(
-        self, board: Board, mapping: TaskMapping, served: Served, tasks: Sequence[Mapping[str, Any]], reason: Reason
-    ) -> Taken:
+        self,
+        board: Board,
+        mapping: TaskMapping,
+        served: ServedVersion,
+        tasks: Sequence[Mapping[str, Any]],
+        reason: PredictionReason,
+    ) -> StoredTasks:
         """Stores the tasks that fit."""
         ids = [task_id(task) for task in tasks]
         known = await self._tasks.get(board, ids)
         entries = await asyncio.to_thread(self._entries, board, mapping, served.version, tasks, known, reason)
         if not entries:
-            return Taken(0, 0)
+            return StoredTasks(0, 0)
         ttl_s, limit = self._settings.record_ttl_s, self._settings.max_waiting_tasks
         placed = await self._tasks.put(board, entries, ttl_s=ttl_s, limit=limit)
-        taken = Taken(placed.count(Placed.STORED), placed.count(Placed.REFUSED))
+        taken = StoredTasks(placed.count(PutOutcome.STORED), placed.count(PutOutcome.REFUSED))
         if taken.queued:
             self.arrived.set()
             self._counts.add(served.spec.name, served.version, LABEL_QUEUED, taken.queued)
         return taken
 
-    def full(self, board: Board, taken: Taken) -> QueueFull:
+    def full(self, board: Board, taken: StoredTasks) -> QueueFull:
         """Returns the error for tasks that did not fit."""
         return QueueFull(
             f"{taken.refused} tasks of project {board.project} were not queued for model '{board.model}', "
@@ -200,7 +206,7 @@ class Intake:
         version: int,
         tasks: Sequence[Mapping[str, Any]],
         known: Sequence[LabelTask | None],
-        reason: Reason,
+        reason: PredictionReason,
     ) -> list[LabelTask]:
         now_s, entries = self._requests.now_s(), []
         about = hashlib.sha256(mapping.model_dump_json(exclude={"project", "name", "mode", "priority"}).encode())
@@ -272,7 +278,7 @@ class Intake:
         served = self._requests.resolve(board.model, mapping.version if is_endpoint else entry.version)
         task = await self.task_of(board, entry)
         request = await request_of(mapping, served, task, self._files.of(board.tenant, mapping.project))
-        context = Context(board.tenant)
+        context = CallerContext(board.tenant)
         if not self._requests.dispatcher.choose(context, request):
             request.version = entry.version
         longest_s = float(served.spec.parameters.get(MAX_TIMEOUT, self._limits.max_timeout_s))
@@ -347,15 +353,15 @@ class Intake:
             await self.move(board, entry, LabelState.WAITING, error=error, wait_s=wait_s)
 
 
-def _attempt(entry: LabelTask | None, name: str, reason: Reason, now_s: float) -> int:
+def _attempt(entry: LabelTask | None, name: str, reason: PredictionReason, now_s: float) -> int:
     """0 if it was requested already."""
     if entry is None or entry.request_id not in (name, _request_id(name, entry.attempt)):
         return 1
     is_old = now_s - entry.updated_at > _ASKED_AGAIN_S
     wanted = {
-        Reason.CREATED: False,
-        Reason.ASKED: entry.state is LabelState.DONE and is_old,
-        Reason.ORDERED: entry.state.is_over,
+        PredictionReason.CREATED: False,
+        PredictionReason.ASKED: entry.state is LabelState.DONE and is_old,
+        PredictionReason.ORDERED: entry.state.is_over,
     }
     return entry.attempt + 1 if wanted[reason] else 0
 

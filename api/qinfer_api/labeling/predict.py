@@ -16,9 +16,9 @@ from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.errors import DeadlineExceeded, ErrorCode, InferenceFailed, Overloaded, QinferError
 from qinfer.labeling.label_config import LabelConfig
 from qinfer.labeling.mapping import Mapping as TaskMapping
-from qinfer.models.catalog import Served
-from qinfer.submission.pending import Pending
-from qinfer_api.auth import Context
+from qinfer.models.catalog import ServedVersion
+from qinfer.submission.pending import PendingCall
+from qinfer_api.auth import CallerContext
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.infer import FutureSink
 from qinfer_api.labeling.files import Files
@@ -40,7 +40,7 @@ _LATER = {*AGAIN, ErrorCode.DEADLINE_EXCEEDED}
 _TIME_IS_OVER = "the call of predict had no time left for this task; ask for it again"
 
 
-class Failed(NamedTuple):
+class FailedTask(NamedTuple):
     """The failure of one task."""
 
     error: QinferError
@@ -50,12 +50,12 @@ class Failed(NamedTuple):
         return {"error": self.error.message}
 
 
-class Call(NamedTuple):
+class PredictionCall(NamedTuple):
     """A call of `predict`; `served` is an endpoint's stable target."""
 
-    context: Context
+    context: CallerContext
     mapping: TaskMapping
-    served: Served
+    served: ServedVersion
     label_config: LabelConfig | None
 
 
@@ -67,11 +67,13 @@ class Predictor:
         self._files = files
         self._timeout_s = timeout_s
 
-    async def predict(self, call: Call, tasks: Sequence[Mapping[str, Any]]) -> "list[dict[str, Any] | Failed]":
+    async def predict(
+        self, call: PredictionCall, tasks: Sequence[Mapping[str, Any]]
+    ) -> "list[dict[str, Any] | FailedTask]":
         """Returns each task's prediction or failure, in order."""
         run = _Run(self._dispatcher, self._files, call, tasks, self._timeout_s)
         answers = await run.all()
-        errors = [each.error for each in answers if isinstance(each, Failed) and each.error.code in _LATER]
+        errors = [each.error for each in answers if isinstance(each, FailedTask) and each.error.code in _LATER]
         if errors and len(errors) == len(answers):
             raise errors[0]
         return answers
@@ -79,27 +81,32 @@ class Predictor:
 
 class _Run:
     def __init__(
-        self, dispatcher: Dispatcher, files: Files, call: Call, tasks: Sequence[Mapping[str, Any]], timeout_s: float
+        self,
+        dispatcher: Dispatcher,
+        files: Files,
+        call: PredictionCall,
+        tasks: Sequence[Mapping[str, Any]],
+        timeout_s: float,
     ) -> None:
         self._dispatcher = dispatcher
         self._files = files
         self._call = call
         self._ends_s = time.monotonic() + timeout_s
         self._tasks = tasks
-        self._answers: list[dict[str, Any] | Failed | None] = [None] * len(tasks)
+        self._answers: list[dict[str, Any] | FailedTask | None] = [None] * len(tasks)
         self._taken = 0
         self._answered = asyncio.Event()
         self._refused: Overloaded | None = None
         self._making = asyncio.Semaphore(MADE_AT_ONCE)
 
-    async def all(self) -> list[dict[str, Any] | Failed]:
+    async def all(self) -> list[dict[str, Any] | FailedTask]:
         places = iter(range(len(self._tasks)))
         async with asyncio.TaskGroup() as group:
             for _ in range(min(len(self._tasks), MAX_AT_ONCE)):
                 group.create_task(self._some(places))
         if self._refused is not None:
             raise self._refused
-        late = Failed(DeadlineExceeded(_TIME_IS_OVER))
+        late = FailedTask(DeadlineExceeded(_TIME_IS_OVER))
         return [late if each is None else each for each in self._answers]
 
     async def _some(self, places: Iterator[int]) -> None:
@@ -110,10 +117,10 @@ class _Run:
                 self._answers[place] = await self._one(self._tasks[place])
             except QinferError as error:
                 error.__traceback__ = error.__context__ = None  # they hold the task's data
-                self._answers[place] = Failed(error)
+                self._answers[place] = FailedTask(error)
             except Exception as error:  # the others are answered
                 logger.exception("task failed", extra={"model": self._call.mapping.model, "error": str(error)})
-                self._answers[place] = Failed(InferenceFailed(Failure.of(error).message))
+                self._answers[place] = FailedTask(InferenceFailed(Failure.of(error).message))
 
     async def _one(self, task: Mapping[str, Any]) -> dict[str, Any]:
         sink = FutureSink()
@@ -128,7 +135,7 @@ class _Run:
             self._answered = asyncio.Event()
         return await prediction_of(self._call.mapping, task, response, self._call.label_config)
 
-    async def _sent(self, task: Mapping[str, Any], sink: FutureSink) -> Pending:
+    async def _sent(self, task: Mapping[str, Any], sink: FutureSink) -> PendingCall:
         mapping, context = self._call.mapping, self._call.context
         fetch = self._files.of(context.tenant, mapping.project)
         request = await request_of(mapping, self._call.served, task, fetch)
@@ -156,7 +163,7 @@ class _Run:
 
 
 async def request_of(
-    mapping: TaskMapping, served: Served, task: Mapping[str, Any], fetch: Callable[[str], Awaitable[bytes]]
+    mapping: TaskMapping, served: ServedVersion, task: Mapping[str, Any], fetch: Callable[[str], Awaitable[bytes]]
 ) -> InferRequest:
     """Creates a task's request, with files."""
     names = mapping.files(task)
@@ -174,7 +181,7 @@ async def prediction_of(
 ) -> dict[str, Any]:
     """Creates a prediction in Label Studio's format."""
     if response.failure is not None:
-        raise Unanswered(response.failure)
+        raise PredictionFailed(response.failure)
     if sum(output.nbytes for output in response.outputs) > LARGE_BYTES:
         made = await asyncio.to_thread(mapping.prediction, task, response, label_config)
     else:
@@ -185,7 +192,7 @@ async def prediction_of(
     return found
 
 
-class Unanswered(QinferError):
+class PredictionFailed(QinferError):
     """A failure from the queue, with its code."""
 
     def __init__(self, failure: Failure) -> None:

@@ -26,7 +26,7 @@ from qinfer.queue.deliveries import outbox
 from qinfer.queue.entries import Ending, RequestState
 from qinfer.queue.lanes import Queue
 from qinfer.wire.frame import decode_responses
-from qinfer_api.labeling.intake import OUTBOX, Intake, Notes
+from qinfer_api.labeling.intake import OUTBOX, Notes, TaskIntake
 from qinfer_api.labeling.mappings import MappingBook
 from qinfer_api.labeling.predict import prediction_of
 from qinfer_api.labeling.studio import LabelStudio, StudioAway, StudioFailed, StudioRefused
@@ -60,7 +60,7 @@ class Pusher:
         self,
         settings: Settings,
         delivery: Queue,
-        intake: Intake,
+        intake: TaskIntake,
         book: MappingBook,
         studio: LabelStudio,
     ) -> None:

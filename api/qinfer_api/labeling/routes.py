@@ -18,8 +18,8 @@ from starlette.responses import Response as HttpResponse
 
 from qinfer.errors import InvalidRequest, QinferError
 from qinfer.models.repository.reader import is_model_name
-from qinfer_api.auth import Context
-from qinfer_api.http.infer import Reply
+from qinfer_api.auth import CallerContext
+from qinfer_api.http.infer import HttpReply
 from qinfer_api.labeling.service import Labeling
 from qinfer_api.labeling.status import MAX_LIMIT, STATES, LabelTaskBody, LabelTasksBody
 from qinfer_api.labeling.wire import (
@@ -156,7 +156,7 @@ async def _predict(services: Services, labeling: Labeling, model: str, request: 
         asked = await _read(services, request, PredictCall)
         found = await unless_left(request.receive, labeling.predict(context, model, asked))
     if len(found.results) > 100:
-        return send(Reply(200, await asyncio.to_thread(msgspec.json.encode, found)))
+        return send(HttpReply(200, await asyncio.to_thread(msgspec.json.encode, found)))
     return send_json(found)
 
 
@@ -173,7 +173,7 @@ async def _read(services: Services, request: Request, kind: type[Call]) -> Call:
     return await read_body(services, request, most, partial(read_call, max_depth=depth, kind=kind))
 
 
-def _context(services: Services, request: Request) -> Context:
+def _context(services: Services, request: Request) -> CallerContext:
     context = context_of(request)
     scheme, _, credentials = request.headers.get("authorization", "").strip().partition(" ")
     if scheme.lower() == "basic":

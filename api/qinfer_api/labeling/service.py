@@ -10,16 +10,16 @@ from qinfer.labeling.label_config import LabelConfig, parse_label_config
 from qinfer.labeling.mapping import Mapping as TaskMapping
 from qinfer.labeling.mapping import model_version
 from qinfer.labeling.tasks import Board, LabelTasks
-from qinfer.models.catalog import Served
+from qinfer.models.catalog import ServedVersion
 from qinfer.observe.stats import ModelCounts
 from qinfer.queue.lanes import Queue
 from qinfer.submission.submit import check_stateless
-from qinfer_api.auth import Auth, Context
+from qinfer_api.auth import Auth, CallerContext
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.labeling.files import Files, targets_of
-from qinfer_api.labeling.intake import Intake, Reason
+from qinfer_api.labeling.intake import PredictionReason, TaskIntake
 from qinfer_api.labeling.mappings import MappingBook
-from qinfer_api.labeling.predict import Call, Failed, Predictor
+from qinfer_api.labeling.predict import FailedTask, PredictionCall, Predictor
 from qinfer_api.labeling.pusher import Pusher
 from qinfer_api.labeling.status import LabelTaskBody, LabelTasksBody, Statuses
 from qinfer_api.labeling.studio import LabelStudio, check_address
@@ -67,7 +67,7 @@ class Labeling:
         self._files = Files(own, settings.stores, self._studio, is_shared=lambda: dispatcher.has_tenants)
         self._predictor = Predictor(dispatcher, self._files, own.predict_timeout_s)
         self._statuses = Statuses(tasks, delivery.requests)
-        self.intake = Intake(
+        self.intake = TaskIntake(
             settings,
             tasks=tasks,
             requests=requests,
@@ -93,7 +93,7 @@ class Labeling:
         self._requests.resolve(model, 0)
         return LabelHealth("UP", model)
 
-    async def setup(self, context: Context, model: str, asked: SetupCall) -> LabelSetup:
+    async def setup(self, context: CallerContext, model: str, asked: SetupCall) -> LabelSetup:
         """Checks a project's mapping."""
         mapping, served = await self._found(context, model, asked.project)
         if mapping.mode == PUSH:
@@ -108,25 +108,25 @@ class Labeling:
         ready = sorted(self._requests.catalog.ready_versions(model), reverse=True)
         return LabelVersions([model_version(model, version) for version in ready])
 
-    async def predict(self, context: Context, model: str, asked: PredictCall) -> LabelPredictions:
+    async def predict(self, context: CallerContext, model: str, asked: PredictCall) -> LabelPredictions:
         """Returns each task's prediction; in push mode queues the tasks."""
         mapping, served = await self._found(context, model, asked.project)
         version = model_version(served.spec.name, served.version)
         if mapping.mode == PUSH:
             project = asked.project or _project_of(asked)
-            await self._take(self._board(context, model, project), mapping, served, asked.tasks, Reason.ASKED)
+            await self._take(self._board(context, model, project), mapping, served, asked.tasks, PredictionReason.ASKED)
             return LabelPredictions([[] for _ in asked.tasks], version)
         config = _parsed(asked.label_config)
         mapping.check(served.spec, config)
         try:
-            answers = await self._predictor.predict(Call(context, mapping, served, config), asked.tasks)
+            answers = await self._predictor.predict(PredictionCall(context, mapping, served, config), asked.tasks)
         except Overloaded as error:
             raise self._dispatcher.refuse(model, served.version, error) from None
-        if asked.is_interactive and len(answers) == 1 and isinstance(answers[0], Failed):
+        if asked.is_interactive and len(answers) == 1 and isinstance(answers[0], FailedTask):
             raise answers[0].error
-        return LabelPredictions([each.as_json() if isinstance(each, Failed) else each for each in answers], version)
+        return LabelPredictions([each.as_json() if isinstance(each, FailedTask) else each for each in answers], version)
 
-    async def event(self, context: Context, model: str, event: EventCall) -> LabelEvent:
+    async def event(self, context: CallerContext, model: str, event: EventCall) -> LabelEvent:
         """Handles a webhook: queues new tasks durably."""
         if event.action != TASKS_CREATED:
             await self._book.current()
@@ -137,10 +137,10 @@ class Labeling:
         if event.tasks is None:
             raise InvalidRequest("the webhook has no tasks; switch on its payload in Label Studio")
         board = self._board(context, model, event.project)
-        queued = await self._take(board, mapping, served, event.tasks, Reason.CREATED)
+        queued = await self._take(board, mapping, served, event.tasks, PredictionReason.CREATED)
         return LabelEvent(event.action, queued)
 
-    async def order(self, context: Context, model: str, project: int, page: int, *, every: bool) -> LabelOrder:
+    async def order(self, context: CallerContext, model: str, project: int, page: int, *, every: bool) -> LabelOrder:
         """Queues a project's tasks without predictions."""
         mapping, served = await self._found(context, model, project)
         board = self._board(context, model, project)
@@ -158,7 +158,7 @@ class Labeling:
                 wanted = [task for task in tasks if bool(task.get("total_predictions")) is each]
                 if wanted and (every or not each):
                     found += len(wanted)
-                    reason = Reason.CREATED if each else Reason.ORDERED
+                    reason = PredictionReason.CREATED if each else PredictionReason.ORDERED
                     taken = await self.intake.put(board, mapping, served, wanted, reason)
                     queued += taken.queued
                     if taken.refused and not queued:
@@ -171,22 +171,27 @@ class Labeling:
         return LabelOrder(found, queued, following)
 
     async def page(
-        self, context: Context, model: str, project: int, state: str, after: int, limit: int
+        self, context: CallerContext, model: str, project: int, state: str, after: int, limit: int
     ) -> LabelTasksBody:
         """Calls `Statuses.page`."""
         return await self._statuses.page(await self._kept(context, model, project), state, after, limit)
 
-    async def one(self, context: Context, model: str, project: int, task: int) -> LabelTaskBody:
+    async def one(self, context: CallerContext, model: str, project: int, task: int) -> LabelTaskBody:
         """Calls `Statuses.one`."""
         return await self._statuses.one(await self._kept(context, model, project), task)
 
-    async def _kept(self, context: Context, model: str, project: int) -> Board:
+    async def _kept(self, context: CallerContext, model: str, project: int) -> Board:
         await self._known(model)
         self._requests.check_up(model)
         return Board(model, context.tenant, project)
 
     async def _take(
-        self, board: Board, mapping: TaskMapping, served: Served, tasks: Sequence[Mapping[str, Any]], reason: Reason
+        self,
+        board: Board,
+        mapping: TaskMapping,
+        served: ServedVersion,
+        tasks: Sequence[Mapping[str, Any]],
+        reason: PredictionReason,
     ) -> int:
         taken = await self.intake.put(board, mapping, served, tasks, reason)
         if taken.refused:
@@ -199,7 +204,9 @@ class Labeling:
         self._requests.catalog.status(model)
         return model
 
-    async def _found(self, context: Context, model: str, project: int | None) -> tuple[TaskMapping, Served]:
+    async def _found(
+        self, context: CallerContext, model: str, project: int | None
+    ) -> tuple[TaskMapping, ServedVersion]:
         await self._known(model)
         is_shared = self._dispatcher.has_tenants
         mapping = await self._book.for_tenant(model, project, context.tenant, is_shared=is_shared)
@@ -213,7 +220,7 @@ class Labeling:
         if self._studio is None:
             raise UnsupportedFeature(f"predictions of model '{model}' are pushed, but QINFER_LABELING__URL is not set")
 
-    def _board(self, context: Context, model: str, project: int | None) -> Board:
+    def _board(self, context: CallerContext, model: str, project: int | None) -> Board:
         self._check_studio(model)
         if project is None:
             raise InvalidRequest("predictions are pushed to a project, but the call does not name it")

@@ -32,10 +32,10 @@ from qinfer.observe.catalogue import MetricScope
 from qinfer.observe.exposition import OPENMETRICS, OPENMETRICS_TYPE, Family, labels_of, render, render_openmetrics
 from qinfer.observe.host import HostMeter, ProcessUse, read_use
 from qinfer.observe.latencies import SlidingWindow
-from qinfer.observe.metrics import Snapshot, WorkerLoad, scopes_of, shown_metrics
+from qinfer.observe.metrics import MetricsSnapshot, WorkerLoad, scopes_of, shown_metrics
 from qinfer.observe.stats import LABELING, GatewayTally, Objective, add
 from qinfer.observe.tenants import TenantTally
-from qinfer.observe.triton_metrics import Wanted
+from qinfer.observe.triton_metrics import MetricsChoice
 from qinfer.queue import nodes
 from qinfer.queue.dead_letters import DeadLetters
 from qinfer.queue.entries import BULK_LANES, Lane
@@ -45,7 +45,7 @@ from qinfer_api.observe.endpoint_load import EndpointLoad
 from qinfer_api.observe.fresh_counts import FreshCounts
 from qinfer_api.observe.statistics import Statistics
 from qinfer_api.observe.trace_file import TraceFile, start_of
-from qinfer_api.server_settings import LogSettings, TraceSettings
+from qinfer_api.server_settings import SharedLogSettings, SharedTraceSettings
 
 _PAGE = 20  # the queue blocks meanwhile
 _PAGES = 25
@@ -114,7 +114,7 @@ async def take_snapshot(
     delivery: Queue,
     letters: DeadLetterCounts,
     underway: Mapping[str, Underway] = MappingProxyType({}),
-) -> Snapshot:
+) -> MetricsSnapshot:
     """Reads all in few round trips; without the store, only the catalog."""
     known, ready, jobs = _known(catalog, underway), catalog.readiness(), Jobs(delivery)
     try:
@@ -154,10 +154,10 @@ async def take_snapshot(
     )
 
 
-def _known(catalog: Catalog, underway: Mapping[str, Underway]) -> Snapshot:
+def _known(catalog: Catalog, underway: Mapping[str, Underway]) -> MetricsSnapshot:
     ready, records = catalog.readiness(), catalog.workers()
     now = [underway.get(record.id) or Underway(record.busy, record.direct) for record in records]
-    return Snapshot(
+    return MetricsSnapshot(
         ready=ready,
         load_failed=catalog.load_failures(),
         workers=_loads(records),
@@ -273,9 +273,9 @@ class Reporting:
         self._fresh = FreshCounts(catalog, store)
         self.statistics = Statistics(catalog, store, self._added)
         self.load = EndpointLoad(catalog, store)
-        self.log_settings = LogSettings(store, settings.log)
+        self.log_settings = SharedLogSettings(store, settings.log)
         self._traces = traces
-        self.trace_settings = TraceSettings(store, catalog, traces, start_of(settings.trace))
+        self.trace_settings = SharedTraceSettings(store, catalog, traces, start_of(settings.trace))
 
     async def metrics(self, scope: str = "", accept: str = "") -> tuple[bytes, str]:
         """Returns `/metrics` and its content type; empty = Prometheus' text, as Triton's.
@@ -294,7 +294,7 @@ class Reporting:
             features = [*snapshot.features, *nodes.families(found), *shares]
             snapshot = replace(snapshot, objectives=self._catalog.objectives(self._usual), features=features)
         else:
-            snapshot = Snapshot(store_up=await self._is_store_up())
+            snapshot = MetricsSnapshot(store_up=await self._is_store_up())
         if MetricScope.PROCESS in scopes:
             host, use = await asyncio.to_thread(lambda: (self._host.read(), read_use()))
             snapshot = replace(snapshot, host=host, use=use)
@@ -304,7 +304,7 @@ class Reporting:
         text = await asyncio.to_thread(render_openmetrics if openmetrics else render, shown)
         return text, OPENMETRICS_TYPE if openmetrics else ""
 
-    async def _shares_of_tenants(self, snapshot: Snapshot) -> Sequence[Family]:
+    async def _shares_of_tenants(self, snapshot: MetricsSnapshot) -> Sequence[Family]:
         if self.tenants is None or not snapshot.store_up:
             return ()
         lanes = [Lane(*key) for key in (*snapshot.depth, *snapshot.shards)]
@@ -328,9 +328,9 @@ class Reporting:
         """Returns a stateful model's sequences."""
         return next(iter(await read_sequences(self._delivery, await self._store.models([model]))), None)
 
-    def _wanted(self, snapshot: Snapshot) -> Wanted:
+    def _wanted(self, snapshot: MetricsSnapshot) -> MetricsChoice:
         settings, quantiles, specs = self._settings, self._settings.quantiles, self._catalog.specs()
-        return Wanted(
+        return MetricsChoice(
             counters=settings.counter_latencies,
             quantiles=quantiles,
             histogram=settings.histogram_latencies,

@@ -162,7 +162,7 @@ class CallTrace(NamedTuple):
     calls: "Sequence[CallTrace]"
 
 
-class Rule(NamedTuple):
+class SamplingRule(NamedTuple):
     """A sampling rule, of one model or of all others.
 
     `rate` traces every n-th request, 0 = none; `most` -1 = unlimited. A file has `frequency` traces, 0 = all. A new
@@ -206,7 +206,7 @@ class _Trace(NamedTuple):
 class Sampling:
     """Samples by one rule; `left` -1 = unlimited."""
 
-    def __init__(self, rule: Rule, output: "TraceFile") -> None:
+    def __init__(self, rule: SamplingRule, output: "TraceFile") -> None:
         self.rule = rule
         self._output = output
         self._seen = 0
@@ -374,13 +374,13 @@ class TraceFile:
             yield self._path.with_name(f"{self._path.name}.{number}")
 
 
-def _rule(values: Mapping[str, object]) -> Rule:
+def _rule(values: Mapping[str, object]) -> SamplingRule:
     levels, change = values["trace_level"], str(values.get(CHANGE, ""))
     try:
         rate, most, frequency = (int(str(values[name])) for name in ("trace_rate", "trace_count", "log_frequency"))
     except ValueError:
-        return Rule(has_stamps=False, has_tensors=False, rate=0, most=0, frequency=0, change=change)
+        return SamplingRule(has_stamps=False, has_tensors=False, rate=0, most=0, frequency=0, change=change)
     has_stamps, has_tensors = (isinstance(levels, list) and level in levels for level in _LEVELS)
-    return Rule(
+    return SamplingRule(
         has_stamps=has_stamps, has_tensors=has_tensors, rate=rate, most=most, frequency=frequency, change=change
     )

@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 
 from qinfer.core.clock import ServerClock
-from qinfer.core.messages import Called, CallTraces, Failure, InferRequest, Response, Timing
+from qinfer.core.messages import CallRecord, CallTraces, Failure, InferRequest, Response, Timing
 from qinfer.core.settings_trace import TraceSettings
 from qinfer.errors import Cancelled, QinferError
-from qinfer.models.catalog import Served
-from qinfer.observe.logs import Fence
+from qinfer.models.catalog import ServedVersion
+from qinfer.observe.logs import ErrorLogger
 from qinfer.observe.tracing import (
     ATTEMPT,
     BATCH_SIZE,
@@ -41,12 +41,12 @@ from qinfer.observe.tracing import (
     of_tenant,
 )
 from qinfer.queue.lanes import Queue
-from qinfer.submission.pending import Pending, Sink
+from qinfer.submission.pending import PendingCall, ResponseSink
 from qinfer_api.access_log import inner_of
-from qinfer_api.auth import Context
+from qinfer_api.auth import CallerContext
 from qinfer_api.dispatcher import Dispatcher, Ending
-from qinfer_api.http.call import Call, Connection
-from qinfer_api.http.head import Head
+from qinfer_api.http.call import FastCall, FastConnection
+from qinfer_api.http.head import RequestHead
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.observe.trace_file import CallTrace, Sampling, Stamps, TraceFile, start_of
 from qinfer_api.observe.trace_tensors import INPUT, OUTPUT, Taken, called, take, weight_of
@@ -54,7 +54,7 @@ from qinfer_api.status import GRPC_CODES, grpc_status, http_status
 
 logger = logging.getLogger(__name__)
 
-_FENCE = Fence(logging.getLogger(__name__), "traces lost, requests go on without")
+_FENCE = ErrorLogger(logging.getLogger(__name__), "traces lost, requests go on without")
 _MOST_TEXT = 256  # thousands of traces are held
 _MOST_FOLLOWED = 256  # each costs a read a second
 _MOST_WEIGHT = 1000  # of one trace, by `weight_of`
@@ -75,9 +75,9 @@ class Tracing:
         return self.tracer is not None or self.file is not None
 
     @property
-    def call_type(self) -> type[Call]:
+    def call_type(self) -> type[FastCall]:
         """The class of requests on the fast path."""
-        return TracedCall if self.is_on else Call
+        return TracedCall if self.is_on else FastCall
 
     @property
     def dispatcher_type(self) -> Callable[..., Dispatcher]:
@@ -96,17 +96,17 @@ class Tracing:
             await asyncio.to_thread(self.tracer.close)
 
 
-class TracedCall(Call):
+class TracedCall(FastCall):
     """Knows when its head and body were received."""
 
     __slots__ = ("read_s", "received_s")
 
-    def __init__(self, connection: Connection, head: Head) -> None:
+    def __init__(self, connection: FastConnection, head: RequestHead) -> None:
         super().__init__(connection, head)
         self.received_s = self.read_s = time.monotonic()
 
     def start(self, dispatcher: Dispatcher, codec: InferCodec) -> None:
-        """Decodes and submits the request, as `Call.start`."""
+        """Decodes and submits the request, as `FastCall.start`."""
         self.read_s = time.monotonic()
         super().start(dispatcher, codec)
 
@@ -121,14 +121,14 @@ class TracedDispatcher(Dispatcher):
 
     def submit(
         self,
-        context: Context,
+        context: CallerContext,
         request: InferRequest,
-        sink: Sink,
+        sink: ResponseSink,
         within_s: float = math.inf,
         *,
         asked_s: float | None = None,
         is_taken: bool = False,
-    ) -> Pending:
+    ) -> PendingCall:
         """Submits a request, as `Dispatcher.submit`, within a span."""
         sampling = self._sample(request.model)
         span = self._begin(context, sink)
@@ -154,7 +154,7 @@ class TracedDispatcher(Dispatcher):
             return None if self._file is None else self._file.sample(model)
         return None
 
-    def _begin(self, context: Context, sink: Sink) -> Span | None:
+    def _begin(self, context: CallerContext, sink: ResponseSink) -> Span | None:
         if self._tracer is None:
             return None
         begin_s = self._server_clock.now_s()
@@ -164,13 +164,13 @@ class TracedDispatcher(Dispatcher):
             return self._tracer.start("request", context.trace, begin_s)
         return None
 
-    def cancel(self, pending: Pending) -> None:
+    def cancel(self, pending: PendingCall) -> None:
         """Cancels a request, as `Dispatcher.cancel`."""
         super().cancel(pending)
         if isinstance(sink := inner_of(pending.sink), TracedSink):
             sink.end(Failure.of(Cancelled("the caller went away")))
 
-    def _answered(self, pending: Pending, response: Response) -> None:
+    def _answered(self, pending: PendingCall, response: Response) -> None:
         """A recorded request becomes an exemplar of its latency."""
         sink = inner_of(pending.sink)
         if response.final and response.failure is None and isinstance(sink, TracedSink) and sink.trace_id:
@@ -178,7 +178,7 @@ class TracedDispatcher(Dispatcher):
             self._tally.traced(pending.model, pending.version, seconds, sink.trace_id)
         super()._answered(pending, response)
 
-    def trace_of(self, context: Context, served: Served, name: Attributes) -> str:
+    def trace_of(self, context: CallerContext, served: ServedVersion, name: Attributes) -> str:
         """Records an acceptance as a span; returns its trace context."""
         if self._tracer is None:
             return context.trace
@@ -253,7 +253,12 @@ class TracedSink:
     )  # fmt: skip
 
     def __init__(
-        self, sink: Sink, request: InferRequest, clock: ServerClock, span: Span | None, sampling: Sampling | None
+        self,
+        sink: ResponseSink,
+        request: InferRequest,
+        clock: ServerClock,
+        span: Span | None,
+        sampling: Sampling | None,
     ) -> None:
         self._sink = sink
         self._request: InferRequest | None = request
@@ -263,7 +268,7 @@ class TracedSink:
         self.no_stream = sink.no_stream
         self.frontend: str = getattr(sink, "frontend", "")
         self._begin_s = clock.now_s()
-        self._pending: Pending | None = None
+        self._pending: PendingCall | None = None
         self._tensors: Taken | None = None
         if sampling is not None and sampling.rule.has_tensors:
             with _FENCE:
@@ -274,7 +279,7 @@ class TracedSink:
         """The trace's id; empty without OpenTelemetry."""
         return "" if self._span is None else self._span.trace.split("-")[1]
 
-    def submitted(self, pending: Pending) -> None:
+    def submitted(self, pending: PendingCall) -> None:
         """Stores the pending request, unless it has ended."""
         if self._request is not None:
             self._pending = pending
@@ -368,7 +373,7 @@ class TracedSink:
         return _ascending(stamps, sent_s)
 
 
-def _trace_of(call: Called, last_s: float) -> CallTrace:
+def _trace_of(call: CallRecord, last_s: float) -> CallTrace:
     """It ended before `last_s`."""
     stamps = [("REQUEST_START", call.begin_s)]
     if call.timing is not None:

@@ -20,7 +20,7 @@ from qinfer.errors import (
     ResultExpired,
 )
 from qinfer.models.repository.reader import is_model_name
-from qinfer.queue.entries import Address, Outcome, RequestRecord, RequestState
+from qinfer.queue.entries import EntryAddress, RequestOutcome, RequestRecord, RequestState
 from qinfer.wire.frame import encode_responses
 
 _CHOSEN = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._~-]{1,128}")  # clients drop `.` and `..`
@@ -94,7 +94,7 @@ class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
     responses: int | UnsetType = UNSET
 
 
-def chosen_address(model: str, request_id: str, tenant: str) -> Address:
+def chosen_address(model: str, request_id: str, tenant: str) -> EntryAddress:
     """Returns the address for a client's id, if valid."""
     if not _CHOSEN.fullmatch(request_id):
         raise InvalidRequest(
@@ -103,10 +103,10 @@ def chosen_address(model: str, request_id: str, tenant: str) -> Address:
         )
     if made_by_server(request_id + "@") is not None:
         raise InvalidRequest(f"'{request_id}' has the form of the ids that the server makes; choose another")
-    return Address(model, _CHOSEN_PARTITION, f"{request_id}@{tenant}")
+    return EntryAddress(model, _CHOSEN_PARTITION, f"{request_id}@{tenant}")
 
 
-def address_of(request_id: str, tenant: str, model: str | None = None) -> Address:
+def address_of(request_id: str, tenant: str, model: str | None = None) -> EntryAddress:
     """Returns the address that a path names."""
     made = made_by_server(request_id)
     name = model if made is None else made.model
@@ -130,7 +130,7 @@ def unknown(request_id: str) -> RequestNotFound:
     )
 
 
-def own_record(tenant: str, address: Address, record: RequestRecord | None) -> RequestRecord:
+def own_record(tenant: str, address: EntryAddress, record: RequestRecord | None) -> RequestRecord:
     """Returns a tenant's own record, or raises `RequestNotFound`."""
     if record is None or record.tenant != tenant:
         raise unknown(shown_id(address))
@@ -148,19 +148,19 @@ def expired(record: RequestRecord) -> ResultExpired:
     return ResultExpired(f"the result of request '{shown_id(record.address)}' was there; its time to live is over")
 
 
-def failed_outcome(address: Address, state: RequestState, error: QinferError, version: int = 0) -> Outcome:
+def failed_outcome(address: EntryAddress, state: RequestState, error: QinferError, version: int = 0) -> RequestOutcome:
     """Returns the outcome of a request that never executed."""
     failure = Failure.of(error)
     response = Response(request_id=address.id, model=address.model, version=version, failure=failure)
-    return Outcome(state=state, blob=encode_responses([response]), code=failure.code, message=failure.message)
+    return RequestOutcome(state=state, blob=encode_responses([response]), code=failure.code, message=failure.message)
 
 
-def shown_id(address: Address) -> str:
+def shown_id(address: EntryAddress) -> str:
     """Returns the id as the client knows it."""
     return address.id if made_by_server(address.id) is not None else address.id.partition("@")[0]
 
 
-def path_of(address: Address) -> str:
+def path_of(address: EntryAddress) -> str:
     """Returns the path of a request."""
     shown = shown_id(address)
     if shown == address.id:
@@ -206,7 +206,7 @@ def written(at_s: float) -> str:
     return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def made_by_server(request_id: str) -> Address | None:
+def made_by_server(request_id: str) -> EntryAddress | None:
     """Returns a server-made id's address."""
     if len(request_id) > _MAX_ID_CHARACTERS:
         return None
@@ -214,4 +214,4 @@ def made_by_server(request_id: str) -> Address | None:
         ulid, partition, model = parse_request_id(request_id)
     except InvalidRequest:
         return None
-    return None if "@" in ulid else Address(model, partition, request_id)
+    return None if "@" in ulid else EntryAddress(model, partition, request_id)

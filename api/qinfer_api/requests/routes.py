@@ -22,23 +22,23 @@ from starlette.responses import Response as HttpResponse
 
 from qinfer.core.messages import Response
 from qinfer.errors import Conflict, InvalidRequest, ModelError, Overloaded, QinferError, RequestError, ResultExpired
-from qinfer.queue.entries import Address, RequestRecord, RequestState
+from qinfer.queue.entries import EntryAddress, RequestRecord, RequestState
 from qinfer.queue.values import LARGE_BYTES, Room
 from qinfer.tensors import Bytes
 from qinfer.wire.outputs import OutputPlan
-from qinfer_api.auth import Context
-from qinfer_api.http.infer import JSON_LENGTH_HEADER, Reply, Target, read_seconds, strictly
+from qinfer_api.auth import CallerContext
+from qinfer_api.http.infer import JSON_LENGTH_HEADER, HttpReply, UrlTarget, read_seconds, strictly
 from qinfer_api.http.responses import encode_event
 from qinfer_api.requests.records import RequestBody, address_of, made_by_server, path_of, shown_record
-from qinfer_api.requests.service import SubmitOptions, Ticket
+from qinfer_api.requests.service import RequestTicket, SubmitOptions
 from qinfer_api.rest.openapi import LAST_EVENT, answer, errors, followed, header, operation, query
 from qinfer_api.rest.services import (
     INFER_BODY,
     JSON_LENGTH,
     OUTPUTS,
     REQUEST_TIMEOUT,
-    Event,
     Preferences,
+    ServerSentEvent,
     Services,
     answers,
     authorize,
@@ -184,7 +184,7 @@ def request_routes(services: Services) -> APIRouter:
     return router
 
 
-async def submit(services: Services, target: Target, request: Request, preferences: Preferences) -> HttpResponse:
+async def submit(services: Services, target: UrlTarget, request: Request, preferences: Preferences) -> HttpResponse:
     """Submits a request; returns its result within the preferred wait."""
     requests = services.requests
     try:
@@ -207,7 +207,7 @@ async def submit(services: Services, target: Target, request: Request, preferenc
     return response
 
 
-async def _located(services: Services, request: Request) -> tuple[Context, Address]:
+async def _located(services: Services, request: Request) -> tuple[CallerContext, EntryAddress]:
     """A path below an endpoint covers all its targets."""
     context = authorize(services, request)
     request_id, model = request.path_params["request_id"], request.path_params.get("model")
@@ -224,8 +224,8 @@ def _preferences(request: Request) -> Preferences:
 
 
 async def _accepted(
-    services: Services, context: Context, target: Target, request: Request, options: SubmitOptions
-) -> Ticket:
+    services: Services, context: CallerContext, target: UrlTarget, request: Request, options: SubmitOptions
+) -> RequestTicket:
     """Finds an earlier acceptance, even if the model is gone."""
     requests = services.requests
     try:
@@ -251,12 +251,12 @@ async def _accepted(
 
 async def _repeated(
     services: Services,
-    context: Context,
-    target: Target,
+    context: CallerContext,
+    target: UrlTarget,
     request: Request,
     options: SubmitOptions,
     body: Bytes | None = None,
-) -> Ticket | None:
+) -> RequestTicket | None:
     """The body is read if it is not given."""
     if not (options.request_id or options.idempotency_key):
         return None
@@ -275,7 +275,7 @@ async def _result(services: Services, request: Request) -> HttpResponse:
 
 
 def _shown(services: Services, record: RequestRecord, status: int, again_s: int = 0) -> HttpResponse:
-    response = send(Reply(status, _state(services, record), retry_after_s=again_s))
+    response = send(HttpReply(status, _state(services, record), retry_after_s=again_s))
     response.headers["qinfer-request-state"] = record.state.value
     return response
 
@@ -322,7 +322,7 @@ async def _events(services: Services, request: Request) -> HttpResponse:
 
 async def _told_events(
     services: Services, changes: AsyncIterator[RequestRecord | None], told: str, taken: int, room: Room, *, strict: bool
-) -> AsyncIterator[Event | None]:
+) -> AsyncIterator[ServerSentEvent | None]:
     """The last state follows all responses; the client has seen state `told` and `taken` responses."""
     async for record in changes:
         if record is None:
@@ -330,13 +330,13 @@ async def _told_events(
             continue
         if not record.state.is_terminal and told != _told(record):
             told = _told(record)
-            yield Event("state", _event_id(told, taken), _state(services, record))
+            yield ServerSentEvent("state", _event_id(told, taken), _state(services, record))
         if record.decoupled:
             async for data in _responses(services, record, taken, room, strict=strict):
                 taken += 1
-                yield Event("response", _event_id(told, taken), data)
+                yield ServerSentEvent("response", _event_id(told, taken), data)
         if record.state.is_terminal:
-            yield Event("state", _event_id(_told(record), taken), _state(services, record))
+            yield ServerSentEvent("state", _event_id(_told(record), taken), _state(services, record))
 
 
 async def _responses(
@@ -375,7 +375,7 @@ def _seen(event_id: str) -> tuple[str, int]:
     return told, int(taken) if taken.isascii() and taken.isdecimal() and len(taken) < 10 else 0
 
 
-async def _hashed(options: SubmitOptions, target: Target, request: Request, body: Bytes) -> SubmitOptions:
+async def _hashed(options: SubmitOptions, target: UrlTarget, request: Request, body: Bytes) -> SubmitOptions:
     """The hash ignores compression."""
 
     def body_hash() -> str:

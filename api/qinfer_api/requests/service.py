@@ -21,19 +21,19 @@ from qinfer.errors import (
     Overloaded,
     QinferError,
 )
-from qinfer.models.catalog import Catalog, Served
+from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.config.to_spec import DEFAULT_TIMEOUT, MAX_TIMEOUT
 from qinfer.observe.stats import GatewayTally
 from qinfer.observe.tracing import REQUEST_ID
 from qinfer.queue import keys
-from qinfer.queue.entries import Acceptance, Accepted, Address, Lane, RequestRecord, RequestState, Settlement
+from qinfer.queue.entries import Acceptance, AcceptOutcome, EntryAddress, Lane, RequestRecord, RequestState, Settlement
 from qinfer.queue.lanes import Queue
 from qinfer.queue.values import Room
 from qinfer.submission.submit import check_stateless, prepare, tensor_bytes
 from qinfer.traffic.store import Kept, KeptTargets, names_of
 from qinfer.wire.frame import decode_responses
 from qinfer.wire.outputs import OutputPlan
-from qinfer_api.auth import ANONYMOUS, Context
+from qinfer_api.auth import ANONYMOUS, CallerContext
 from qinfer_api.dispatcher import Dispatcher, checked_timeout_s
 from qinfer_api.http.infer import bound
 from qinfer_api.receiving import AnswerMemory, ReceivingBudget
@@ -73,7 +73,7 @@ class SubmitOptions(msgspec.Struct, frozen=True, kw_only=True):
     result_ttl_s: float = 0.0
 
 
-class Ticket(msgspec.Struct, frozen=True):
+class RequestTicket(msgspec.Struct, frozen=True):
     """A request's record, and whether `submit` created it."""
 
     record: RequestRecord
@@ -101,11 +101,11 @@ class AsyncRequests:
         """Returns the broker's time, which records use."""
         return self.delivery.clock.now_s()
 
-    def resolve(self, model: str, version: int) -> Served:
+    def resolve(self, model: str, version: int) -> ServedVersion:
         """Returns the version, perhaps unloaded, that accepts a request."""
         return self.of_model(*self.dispatcher.endpoints.stable(model, version))
 
-    def of_model(self, model: str, version: int) -> Served:
+    def of_model(self, model: str, version: int) -> ServedVersion:
         """Resolves like `resolve`, without endpoints."""
         if self.dispatcher.draining:
             raise Overloaded("Server exiting")
@@ -113,7 +113,7 @@ class AsyncRequests:
         check_stateless(served)
         return served
 
-    def refuse(self, model: str, version: int, error: QinferError, context: Context = ANONYMOUS) -> QinferError:
+    def refuse(self, model: str, version: int, error: QinferError, context: CallerContext = ANONYMOUS) -> QinferError:
         """Counts a refused request and returns its error."""
         try:
             served = self.catalog.accepting(*self.dispatcher.endpoints.stable(model, version))
@@ -126,7 +126,9 @@ class AsyncRequests:
         self.dispatcher.note_refusal(model, version, error, context)
         return error
 
-    async def submit(self, context: Context, request: InferRequest, plan: OutputPlan, options: SubmitOptions) -> Ticket:
+    async def submit(
+        self, context: CallerContext, request: InferRequest, plan: OutputPlan, options: SubmitOptions
+    ) -> RequestTicket:
         """Accepts or finds a request; stamps `request` in place."""
         self.check_up(request.model, request.partition)
         if request.endpoint and (names := names_of(options.request_id, options.idempotency_key)):
@@ -145,7 +147,7 @@ class AsyncRequests:
             raise
         return await self._ticket(acceptance, accepted, options)
 
-    async def repeated(self, context: Context, model: str, options: SubmitOptions) -> Ticket | None:
+    async def repeated(self, context: CallerContext, model: str, options: SubmitOptions) -> RequestTicket | None:
         """Finds an earlier request with this id or idempotency key."""
         model = await self.model_of(model, context.tenant, options.request_id, options.idempotency_key)
         address = self._address(context, Lane(model, 0), options.request_id)
@@ -157,7 +159,7 @@ class AsyncRequests:
             return None
         _check_repetition(address, found, options)
         record = await self.delivery.requests.record(msgspec.structs.replace(address, id=found.id))
-        return None if record is None else Ticket(record, is_new=False)
+        return None if record is None else RequestTicket(record, is_new=False)
 
     async def model_of(self, name: str, tenant: str, request_id: str, idempotency_key: str = "") -> str:
         """Returns the model to which an endpoint sent an earlier request."""
@@ -167,7 +169,12 @@ class AsyncRequests:
         return name if kept is None else kept.model
 
     async def _keep_target(
-        self, context: Context, request: InferRequest, plan: OutputPlan, options: SubmitOptions, names: Sequence[str]
+        self,
+        context: CallerContext,
+        request: InferRequest,
+        plan: OutputPlan,
+        options: SubmitOptions,
+        names: Sequence[str],
     ) -> OutputPlan:
         """A repeated request goes to its first target."""
         served = self.of_model(request.model, request.version)
@@ -187,12 +194,12 @@ class AsyncRequests:
         request.moves = True  # the earlier choice may be rolled back
         return bound(plan, self.of_model(*kept)) if plan.special is not None else plan
 
-    async def record(self, context: Context, address: Address) -> RequestRecord:
+    async def record(self, context: CallerContext, address: EntryAddress) -> RequestRecord:
         """Returns a request's record, or raises `RequestNotFound`."""
         self.check_up(address.model, address.partition)
         return own_record(context.tenant, address, await self.delivery.requests.record(address))
 
-    async def wait(self, context: Context, address: Address, wait_s: float) -> RequestRecord:
+    async def wait(self, context: CallerContext, address: EntryAddress, wait_s: float) -> RequestRecord:
         """Returns the record at the end, or after `wait_s` or too many waiters."""
         record = await self.record(context, address)
         tenant = self.dispatcher.sharing(context)
@@ -233,7 +240,7 @@ class AsyncRequests:
                 yield response
             index += len(blobs)
 
-    async def cancel(self, context: Context, address: Address) -> RequestRecord:
+    async def cancel(self, context: CallerContext, address: EntryAddress) -> RequestRecord:
         """Cancels a request, or removes an ended one's result."""
         record = await self.record(context, address)
         if record.state.is_terminal:
@@ -252,7 +259,7 @@ class AsyncRequests:
         """Refuses at once while the queue is unreachable."""
         self.delivery.router.check_up(keys.slot(keys.confirm(model, partition)))
 
-    def _timeout_s(self, served: Served, asked_s: float | None) -> float:
+    def _timeout_s(self, served: ServedVersion, asked_s: float | None) -> float:
         """The model's configuration precedes the settings."""
         own = served.spec.parameters
         longest_s = float(own.get(MAX_TIMEOUT, self.settings.max_timeout_s))
@@ -260,20 +267,20 @@ class AsyncRequests:
             return min(float(own.get(DEFAULT_TIMEOUT, self.settings.default_timeout_s)), longest_s)
         return checked_timeout_s(asked_s, longest_s)
 
-    def _address(self, context: Context, lane: Lane, chosen: str) -> Address:
+    def _address(self, context: CallerContext, lane: Lane, chosen: str) -> EntryAddress:
         if chosen:
             return chosen_address(lane.model, chosen, context.tenant)
-        return Address(lane.model, lane.partition, self.ids.request_id(lane.model, lane.partition))
+        return EntryAddress(lane.model, lane.partition, self.ids.request_id(lane.model, lane.partition))
 
-    async def _ticket(self, acceptance: Acceptance, accepted: Accepted, options: SubmitOptions) -> Ticket:
+    async def _ticket(self, acceptance: Acceptance, accepted: AcceptOutcome, options: SubmitOptions) -> RequestTicket:
         _check_repetition(acceptance.address, accepted, options)
         found = msgspec.structs.replace(acceptance.address, id=accepted.id)
         record = None if accepted.is_new else await self.delivery.requests.record(found)
-        return Ticket(record or self._first_record(found, acceptance), accepted.is_new)
+        return RequestTicket(record or self._first_record(found, acceptance), accepted.is_new)
 
     async def _accept(
-        self, context: Context, request: InferRequest, served: Served, acceptance: Acceptance
-    ) -> Accepted:
+        self, context: CallerContext, request: InferRequest, served: ServedVersion, acceptance: Acceptance
+    ) -> AcceptOutcome:
         """If it is not admitted, finds an earlier acceptance."""
         try:
             timeout_s, tenant = acceptance.timeout_s, context.tenant
@@ -319,7 +326,7 @@ class AsyncRequests:
 
     @contextlib.asynccontextmanager
     async def _ending(
-        self, address: Address, timeout_s: float, tenant: str
+        self, address: EntryAddress, timeout_s: float, tenant: str
     ) -> AsyncIterator[tuple[RequestRecord | None, Response | None]]:
         record = await self.waits.ended(address, timeout_s + _GRACE_S, lambda: None, tenant)
         memory = AnswerMemory(self.receiving, tenant or address)
@@ -331,7 +338,12 @@ class AsyncRequests:
             memory.release()
 
     def _acceptance(
-        self, context: Context, request: InferRequest, served: Served, plan: OutputPlan, options: SubmitOptions
+        self,
+        context: CallerContext,
+        request: InferRequest,
+        served: ServedVersion,
+        plan: OutputPlan,
+        options: SubmitOptions,
     ) -> Acceptance:
         """An idempotency key never outlives its record."""
         settings = self.settings
@@ -356,7 +368,7 @@ class AsyncRequests:
             share=self.dispatcher.sharing(context),
         )
 
-    def _first_record(self, address: Address, acceptance: Acceptance) -> RequestRecord:
+    def _first_record(self, address: EntryAddress, acceptance: Acceptance) -> RequestRecord:
         """Saves a read."""
         now_s = self.now_s()
         return RequestRecord(
@@ -372,6 +384,6 @@ class AsyncRequests:
         )
 
 
-def _check_repetition(address: Address, accepted: Accepted, options: SubmitOptions) -> None:
+def _check_repetition(address: EntryAddress, accepted: AcceptOutcome, options: SubmitOptions) -> None:
     if accepted.body_hash != options.body_hash:
         raise conflict(options.request_id if accepted.id == address.id else "")

@@ -28,7 +28,7 @@ _RESOLVE_TIMEOUT_S = 5.0
 _resolver = ThreadPoolExecutor(4, "webhook-names")  # a look-up may hang
 
 
-class Words(NamedTuple):
+class TargetTexts(NamedTuple):
     """Terms of error texts: target, refusal, and settings that would allow it."""
 
     name: str
@@ -37,10 +37,12 @@ class Words(NamedTuple):
     private: str
 
 
-OF_WEBHOOKS = Words("webhook", "webhooks may not go to", "QINFER_WEBHOOKS__ALLOW", "QINFER_WEBHOOKS__ALLOW_PRIVATE")
+OF_WEBHOOKS = TargetTexts(
+    "webhook", "webhooks may not go to", "QINFER_WEBHOOKS__ALLOW", "QINFER_WEBHOOKS__ALLOW_PRIVATE"
+)
 
 
-class Target(NamedTuple):
+class WebhookTarget(NamedTuple):
     """A checked URL, and its IP address."""
 
     url: "httpx.URL"
@@ -48,7 +50,7 @@ class Target(NamedTuple):
     address: str
 
 
-class _Allowed(NamedTuple):
+class _AllowedHost(NamedTuple):
     """An entry of the allow-list; port 0 = the scheme's default."""
 
     host: str
@@ -66,13 +68,15 @@ class _Allowed(NamedTuple):
 class Targets:
     """Checks URLs; `words` adapts the error texts."""
 
-    def __init__(self, settings: WebhookSettings, resolve: Resolve | None = None, words: Words = OF_WEBHOOKS) -> None:
+    def __init__(
+        self, settings: WebhookSettings, resolve: Resolve | None = None, words: TargetTexts = OF_WEBHOOKS
+    ) -> None:
         self._words = words
         self._allowed = [_parse(entry, words) for entry in settings.allow]
         self._allow_private = settings.allow_private
         self._resolve = resolve or _resolve
 
-    async def check(self, url: str) -> Target:
+    async def check(self, url: str) -> WebhookTarget:
         """Checks a URL and resolves its host."""
         words = self._words
         parsed = _parsed(url, words.name)
@@ -87,7 +91,7 @@ class Targets:
                 raise InvalidRequest(
                     f"{words.name} host '{host}' leads into a private network; {words.private} allows such hosts"
                 )
-        return Target(parsed, host, addresses[0])
+        return WebhookTarget(parsed, host, addresses[0])
 
     async def _addresses(self, host: str, port: int) -> Sequence[str]:
         with suppress(ValueError):
@@ -137,7 +141,7 @@ def _parsed(url: str, name: str) -> "httpx.URL":
     return parsed
 
 
-def _parse(entry: str, words: Words) -> _Allowed:
+def _parse(entry: str, words: TargetTexts) -> _AllowedHost:
     """`example.org`, `*.example.org`, `host:port`, `[::1]:port`."""
     host, port = entry.strip().lower(), "0"
     name, colon, digits = host.rpartition(":")
@@ -147,7 +151,7 @@ def _parse(entry: str, words: Words) -> _Allowed:
     wrong = not host or any(c in host for c in "/@ ") or "*" in host.removeprefix("*.") or int(port) > 65535
     if wrong:
         raise SettingsError(f"{words.allow}: '{entry}' is not a host; write example.org, *.example.org or host:port")
-    return _Allowed(host, int(port))
+    return _AllowedHost(host, int(port))
 
 
 async def _resolve(host: str, port: int) -> Sequence[str]:

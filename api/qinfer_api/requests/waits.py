@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
-from qinfer.queue.entries import Address, RequestRecord
+from qinfer.queue.entries import EntryAddress, RequestRecord
 from qinfer.queue.requests import Requests
 from qinfer_api.shared_limit import SharedLimit
 
@@ -46,7 +46,7 @@ class Waits:
                 event.set()
 
     async def ended(
-        self, address: Address, wait_s: float, check: Callable[[], None], tenant: str
+        self, address: EntryAddress, wait_s: float, check: Callable[[], None], tenant: str
     ) -> RequestRecord | None:
         """Returns the record at its end or after `wait_s`, if any."""
         ends_s = time.monotonic() + wait_s
@@ -62,7 +62,7 @@ class Waits:
         return record
 
     async def changes(
-        self, address: Address, heartbeat_s: float, check: Callable[[], None], tenant: str
+        self, address: EntryAddress, heartbeat_s: float, check: Callable[[], None], tenant: str
     ) -> AsyncIterator[RequestRecord | None]:
         """Yields a request's record at each change and new response; `None` after a silent `heartbeat_s`.
 

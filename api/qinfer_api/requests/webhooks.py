@@ -26,12 +26,12 @@ import qinfer
 from qinfer.core.settings import WebhookSettings
 from qinfer.errors import InvalidRequest, SettingsError, Unreachable
 from qinfer.queue import keys
-from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
-from qinfer.queue.entries import Address, RequestRecord
+from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, DeliveryKind
+from qinfer.queue.entries import EntryAddress, RequestRecord
 from qinfer.queue.lanes import Queue
-from qinfer.traffic.trial_store import Told
+from qinfer.traffic.trial_store import WebhookNotice
 from qinfer_api.requests.records import instant, path_of, shown_record
-from qinfer_api.requests.targets import Target, Targets
+from qinfer_api.requests.targets import Targets, WebhookTarget
 
 if TYPE_CHECKING:
     import httpx
@@ -48,14 +48,14 @@ _MARGIN_S = 1.0
 _JOB, _ENDPOINT = "job:", "endpoint:"
 
 
-class Message(NamedTuple):
+class WebhookMessage(NamedTuple):
     """A webhook's URL, and its body at an instant."""
 
     url: str
     body_at: Callable[[float], bytes]
 
 
-MessageOfJob = Callable[[str], Awaitable[Message | None]]
+MessageOfJob = Callable[[str], Awaitable[WebhookMessage | None]]
 
 
 class Webhooks:
@@ -67,7 +67,7 @@ class Webhooks:
         self._settings = settings
         self._secret = read_secret(settings)
         self._delivery = delivery
-        self.kind = Kind(WEBHOOKS, settings.timeout_s + _MARGIN_S, _LONGEST_PAUSE_S)
+        self.kind = DeliveryKind(WEBHOOKS, settings.timeout_s + _MARGIN_S, _LONGEST_PAUSE_S)
         self._targets = targets
         self._message_of_job = message_of_job
         self._under_way = 0
@@ -136,16 +136,16 @@ class Webhooks:
         else:
             logger.info("webhook not delivered", extra=extra)
 
-    async def _message(self, item: DeliveryItem) -> Message | None:
+    async def _message(self, item: DeliveryItem) -> WebhookMessage | None:
         if item.text.startswith(_ENDPOINT):
             return message_of_canary(item.notes)
         if item.text.startswith(_JOB):
             return await self._message_of_job(_about(item).id)
         record = await self._delivery.requests.record(_about(item))
         is_due = record is not None and record.webhook and record.state.is_terminal
-        return Message(record.webhook, partial(body_of, record)) if record is not None and is_due else None
+        return WebhookMessage(record.webhook, partial(body_of, record)) if record is not None and is_due else None
 
-    async def _post(self, target: Target, item: DeliveryItem, message: Message) -> int:
+    async def _post(self, target: WebhookTarget, item: DeliveryItem, message: WebhookMessage) -> int:
         assert self._http is not None
         now_s = self._delivery.clock.now_s()
         body, own_id, timestamp = message.body_at(now_s), webhook_id(item), int(now_s)
@@ -197,8 +197,8 @@ def webhook_id(item: DeliveryItem) -> str:
     return f"msg_{hashlib.sha256(whole.encode()).hexdigest()[:32]}"
 
 
-def _about(item: DeliveryItem) -> Address:
-    return Address(item.model, item.partition, item.text.partition(":")[2])
+def _about(item: DeliveryItem) -> EntryAddress:
+    return EntryAddress(item.model, item.partition, item.text.partition(":")[2])
 
 
 def body_of(record: RequestRecord, now_s: float) -> bytes:
@@ -207,12 +207,12 @@ def body_of(record: RequestRecord, now_s: float) -> bytes:
     return envelope(f"request.{record.state.value}", instant(record.finished_at), record.tenant, data)
 
 
-def message_of_canary(notes: bytes) -> Message:
+def message_of_canary(notes: bytes) -> WebhookMessage:
     """Returns the webhook for a canary's event."""
-    told = msgspec.json.decode(notes, type=Told)
+    told = msgspec.json.decode(notes, type=WebhookNotice)
     event = told.event.event.replace(" ", "_")
     data = {"endpoint": told.endpoint, **msgspec.to_builtins(told.event)}
-    return Message(told.url, lambda _: envelope(f"canary.{event}", instant(told.event.at_s), "", data))
+    return WebhookMessage(told.url, lambda _: envelope(f"canary.{event}", instant(told.event.at_s), "", data))
 
 
 def envelope(event: str, at: str | None, tenant: str, data: object) -> bytes:

@@ -24,10 +24,10 @@ from starlette.types import Scope as AsgiScope
 
 from qinfer.core.messages import Failure, InferRequest, Response, Scalar
 from qinfer.errors import InvalidRequest, MalformedJson, QinferError
-from qinfer.models.catalog import Served
+from qinfer.models.catalog import ServedVersion
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.models.validate import check_announced
-from qinfer.submission.pending import Pending, Sink
+from qinfer.submission.pending import PendingCall, ResponseSink
 from qinfer.tensors import Bytes, Tensor, element_count
 from qinfer.wire.json_load import repeated_key
 from qinfer.wire.json_pieces import Document, JsonBounds, LongArray
@@ -40,8 +40,8 @@ from qinfer_api.http.infer import (
     CACHE_HEADER,
     TARGET_HEADER,
     FutureSink,
-    Reply,
-    Target,
+    HttpReply,
+    UrlTarget,
     answered_by,
     error_reply,
     failure_reply,
@@ -168,7 +168,7 @@ def infer_routes(services: Services) -> APIRouter:
     return router
 
 
-async def _infer(services: Services, target: Target, request: Request) -> HttpResponse:
+async def _infer(services: Services, target: UrlTarget, request: Request) -> HttpResponse:
     preferences = read_preferences(request.headers.getlist("prefer"))
     if preferences.is_async:
         return await submit(services, target, request, preferences)
@@ -182,8 +182,8 @@ async def _infer(services: Services, target: Target, request: Request) -> HttpRe
 
 
 async def _submit_infer(
-    services: Services, target: Target, request: Request, sink: Sink
-) -> tuple[Pending, str, OutputPlan]:
+    services: Services, target: UrlTarget, request: Request, sink: ResponseSink
+) -> tuple[PendingCall, str, OutputPlan]:
     dispatcher = services.dispatcher
     try:
         context, asked_s = authorize(services, request), timeout_of(request)
@@ -208,7 +208,7 @@ class _InTurn:
 _IN_TURN = _InTurn()
 
 
-def _kept(request: Request, pending: Pending) -> Pending:
+def _kept(request: Request, pending: PendingCall) -> PendingCall:
     pending.holder = _IN_TURN
     request.scope["state"][BORROWER] = pending
     return pending
@@ -236,7 +236,7 @@ class StreamSink:
         """Adds a response."""
         self._responses.put_nowait(response)
 
-    async def responses(self, pending: Pending) -> AsyncIterator[Response]:
+    async def responses(self, pending: PendingCall) -> AsyncIterator[Response]:
         """Yields responses; each counts as read when the next is requested."""
         while True:
             response = await self._responses.get()
@@ -252,7 +252,7 @@ class _Events(StreamingResponse):
     """Cancels its request when it ends."""
 
     def __init__(
-        self, events: AsyncIterator[bytes], first: list[Reply], dispatcher: Dispatcher, pending: Pending
+        self, events: AsyncIterator[bytes], first: list[HttpReply], dispatcher: Dispatcher, pending: PendingCall
     ) -> None:
         super().__init__(events, first[0].status if first else 200)
         self.raw_headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
@@ -272,7 +272,9 @@ class _Events(StreamingResponse):
             self._dispatcher.cancel(self._pending)
 
 
-async def _submit(services: Services, target: Target, request: Request, sink: StreamSink) -> tuple[Pending, "_Asked"]:
+async def _submit(
+    services: Services, target: UrlTarget, request: Request, sink: StreamSink
+) -> tuple[PendingCall, "_FreeRequest"]:
     dispatcher = services.dispatcher
     try:
         context, asked_s = authorize(services, request), timeout_of(request)
@@ -288,16 +290,18 @@ async def _submit(services: Services, target: Target, request: Request, sink: St
         raise dispatcher.refuse(target.model, target.version, error, context_of(request)) from None
 
 
-def _decode(services: Services, served: Served, target: Target, request: Request, content: Bytes) -> "_Asked":
+def _decode(
+    services: Services, served: ServedVersion, target: UrlTarget, request: Request, content: Bytes
+) -> "_FreeRequest":
     decoded, strict = read_generate(content, target.model, target.version, served.spec, services.codec.bounds)
     strict = is_strict(request) or strict
     forward_headers(services, request, decoded)
     answers(request, decoded)
     services.dispatcher.check(decoded, choose(services, request, decoded, served))
-    return _Asked(decoded, strict)
+    return _FreeRequest(decoded, strict)
 
 
-async def _generate(services: Services, target: Target, request: Request) -> HttpResponse:
+async def _generate(services: Services, target: UrlTarget, request: Request) -> HttpResponse:
     sink = StreamSink()
     pending, asked = await _submit(services, target, request, sink)
     try:
@@ -320,23 +324,23 @@ async def _load(services: Services, request: Request) -> dict[str, str]:
     return await services.reporting.load.of(services.dispatcher.named(*target_of(request))[0], form)
 
 
-async def _generate_stream(services: Services, target: Target, request: Request) -> HttpResponse:
+async def _generate_stream(services: Services, target: UrlTarget, request: Request) -> HttpResponse:
     sink = StreamSink()
     pending, asked = await _submit(services, target, request, sink)
     return await _stream(services, request, sink, pending, partial(_generated, asked))
 
 
-async def _infer_stream(services: Services, target: Target, request: Request) -> HttpResponse:
+async def _infer_stream(services: Services, target: UrlTarget, request: Request) -> HttpResponse:
     sink = StreamSink()
     pending, client_id, plan = await _submit_infer(services, target, request, sink)
     return await _stream(services, request, sink, pending, partial(_inferred, services, client_id, plan))
 
 
-_Event = Callable[[Response], Awaitable[Reply]]
+_Event = Callable[[Response], Awaitable[HttpReply]]
 
 
 async def _stream(
-    services: Services, request: Request, sink: StreamSink, pending: Pending, event: _Event
+    services: Services, request: Request, sink: StreamSink, pending: PendingCall, event: _Event
 ) -> HttpResponse:
     """The first response decides the status."""
     responses = sink.responses(pending)
@@ -352,12 +356,12 @@ async def _stream(
     return reply
 
 
-async def _generated(asked: "_Asked", response: Response) -> Reply:
+async def _generated(asked: "_FreeRequest", response: Response) -> HttpReply:
     reply = await _encoded(response, asked)
     return msgspec.structs.replace(reply, body=b"data: %b\n\n" % reply.body)
 
 
-async def _inferred(services: Services, client_id: str, plan: OutputPlan, response: Response) -> Reply:
+async def _inferred(services: Services, client_id: str, plan: OutputPlan, response: Response) -> HttpReply:
     if response.failure is None:
         reply = await off_loop(response.nbytes, encode_event, services.codec, response, client_id, plan)
     else:
@@ -375,14 +379,14 @@ async def _all(responses: AsyncIterator[Response]) -> list[Response]:
     return read
 
 
-async def _first(responses: AsyncIterator[Response], event: _Event) -> list[Reply]:
+async def _first(responses: AsyncIterator[Response], event: _Event) -> list[HttpReply]:
     async for response in responses:
         return [await event(response)]
     return []
 
 
 async def _events(
-    first: list[Reply], responses: AsyncIterator[Response], event: _Event, check: Callable[[], None]
+    first: list[HttpReply], responses: AsyncIterator[Response], event: _Event, check: Callable[[], None]
 ) -> AsyncIterator[bytes]:
     """Ends with an error once `check` refuses the caller."""
     for reply in first:
@@ -395,7 +399,7 @@ async def _events(
         yield (await event(Response(request_id="", failure=Failure.of(error)))).body
 
 
-async def _encoded(response: Response, asked: "_Asked") -> Reply:
+async def _encoded(response: Response, asked: "_FreeRequest") -> HttpReply:
     decoded = asked.request
     target = answered_by(response, decoded.endpoint)
     if response.failure is not None:
@@ -403,7 +407,7 @@ async def _encoded(response: Response, asked: "_Asked") -> Reply:
     named = msgspec.structs.replace(response, model=decoded.endpoint) if decoded.endpoint else response
     try:
         body = await off_loop(named.nbytes, partial(encode_generate, strict=asked.strict), named, decoded.client_id)
-        return Reply(200, body, cache=response.cache, target=target)
+        return HttpReply(200, body, cache=response.cache, target=target)
     except QinferError as error:
         return failure_reply(error)
 
@@ -420,12 +424,12 @@ _CONVERTING = f"Converting keyword: '{_NESTED}': "
 _ID = "id"
 
 
-class _Asked(NamedTuple):
+class _FreeRequest(NamedTuple):
     request: InferRequest
     strict: bool
 
 
-def read_generate(text: Bytes, model: str, version: int, spec: ModelSpec, bounds: JsonBounds) -> _Asked:
+def read_generate(text: Bytes, model: str, version: int, spec: ModelSpec, bounds: JsonBounds) -> _FreeRequest:
     """Decodes a generate request."""
     read = Document(text, bounds)
     document, left = _checked(read.value), bounds.nbytes
@@ -459,7 +463,7 @@ def read_generate(text: Bytes, model: str, version: int, spec: ModelSpec, bounds
         parameters=parameters,
         **fields,
     )
-    return _Asked(request, form.strict)
+    return _FreeRequest(request, form.strict)
 
 
 def encode_generate(response: Response, client_id: str, *, strict: bool = False) -> bytes:

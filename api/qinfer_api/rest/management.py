@@ -18,7 +18,7 @@ from qinfer.models.control import IndexEntry
 from qinfer.observe.metrics import CONTENT_TYPE
 from qinfer_api import about
 from qinfer_api.about import ModelMetadata, is_model_ready, model_metadata
-from qinfer_api.http.infer import Reply, error_reply
+from qinfer_api.http.infer import HttpReply, error_reply
 from qinfer_api.json_types import decode_json
 from qinfer_api.observe.statistics import ModelStats
 from qinfer_api.observe.trace_file import TraceChanges
@@ -27,7 +27,7 @@ from qinfer_api.rest.services import Services, caller, guarded, read_body, read_
 from qinfer_api.server_settings import LogChanges, LogValues, TraceValues
 from qinfer_api.shared_memory import CudaRegion, Region
 
-_DONE = Reply(200, b"")
+_DONE = HttpReply(200, b"")
 
 _METADATA = operation("", {200: answer("The metadata.", about.ServerMetadata), **errors(401, 403)})
 _LIVE = operation("", {200: answer("It is running."), **errors(403, 503)})
@@ -136,7 +136,7 @@ def model_routes(services: Services) -> APIRouter:
     @router.get("/v2/models/{model}/config", name="model_config", dependencies=shown, **_CONFIG)
     async def model_config(request: Request) -> HttpResponse:
         """Returns the complete, normalised model configuration."""
-        return send(Reply(200, about.model_config(services.dispatcher.endpoints, *target_of(request)).encode()))
+        return send(HttpReply(200, about.model_config(services.dispatcher.endpoints, *target_of(request)).encode()))
 
     return router
 

@@ -22,25 +22,25 @@ from qinfer.core.api_keys import Scope
 from qinfer.core.messages import InferRequest, Response
 from qinfer.core.settings import Settings
 from qinfer.errors import DeliveryError, Forbidden, InvalidRequest, QinferError, Unauthorized
-from qinfer.models.catalog import Catalog, Served
+from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.control import ModelControl
-from qinfer.queue.entries import Address
+from qinfer.queue.entries import EntryAddress
 from qinfer.queue.values import Room
 from qinfer.tensors import Bytes
 from qinfer.wire.json_scan import LARGE_BYTES, check_size
 from qinfer.wire.kserve_types import InputParameters, OutputParameters
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.audit import administrative
-from qinfer_api.auth import ANONYMOUS, Context, Restrictions, caller_of
+from qinfer_api.auth import ANONYMOUS, CallerContext, Restrictions, caller_of
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.cycle import BORROWER, CLOSE, IN_REPLY_TO, ON_LEAVE, SENT_HEADERS
 from qinfer_api.http.head import MAX_FAST_BYTES
 from qinfer_api.http.infer import (
     JSON_LENGTH_HEADER,
     TIMEOUT_HEADER,
+    HttpReply,
     InferCodec,
-    Reply,
-    Target,
+    UrlTarget,
     decompress,
     error_reply,
     failure_reply,
@@ -80,7 +80,7 @@ class Services:
     receiving: ReceivingBudget
 
 
-def context_of(request: Request) -> Context:
+def context_of(request: Request) -> CallerContext:
     """Returns the caller named by the headers, unchecked."""
     return caller_of(request.headers.get, request.headers.getlist)
 
@@ -90,10 +90,10 @@ def peer_of(request: Request) -> str:
     return "" if request.client is None else request.client.host
 
 
-def target_of(request: Request) -> Target:
+def target_of(request: Request) -> UrlTarget:
     """Returns the model and version in a path."""
     path = request.path_params
-    return Target(path["model"], parse_version(path["version"]) if "version" in path else 0)
+    return UrlTarget(path["model"], parse_version(path["version"]) if "version" in path else 0)
 
 
 def idempotency_key(request: Request) -> str | None:
@@ -111,8 +111,8 @@ def forward_headers(services: Services, request: Request, decoded: InferRequest)
 
 
 def authorize(
-    services: Services, request: Request, scope: Scope = Scope.INFER, context: Context | None = None
-) -> Context:
+    services: Services, request: Request, scope: Scope = Scope.INFER, context: CallerContext | None = None
+) -> CallerContext:
     """Authorizes a request's caller; `context` replaces the headers."""
     context = services.dispatcher.authorize(context or context_of(request), scope, peer_of(request))
     request.state.caller = context
@@ -124,13 +124,13 @@ def recheck(services: Services, request: Request) -> None:
     services.dispatcher.recheck(caller(request))
 
 
-def caller(request: Request) -> Context:
+def caller(request: Request) -> CallerContext:
     """Returns the caller of an authorized request."""
-    found: Context = getattr(request.state, "caller", ANONYMOUS)
+    found: CallerContext = getattr(request.state, "caller", ANONYMOUS)
     return found
 
 
-def answers(request: Request, asked: InferRequest | Address) -> None:
+def answers(request: Request, asked: InferRequest | EntryAddress) -> None:
     """Notes the request whose id the reply names."""
     setattr(request.state, IN_REPLY_TO, asked)
 
@@ -157,10 +157,10 @@ def guarded(services: Services, group: str, scope: Scope | None = None) -> list[
 
 def send_json(body: object, status: int = 200) -> HttpResponse:
     """Returns the HTTP response with a JSON body."""
-    return send(Reply(status, msgspec.json.encode(body)))
+    return send(HttpReply(status, msgspec.json.encode(body)))
 
 
-def send(reply: Reply) -> HttpResponse:
+def send(reply: HttpReply) -> HttpResponse:
     """Returns a reply with exactly the fast path's headers."""
     response = HttpResponse(status_code=reply.status)
     response.body = reply.body
@@ -379,7 +379,7 @@ async def decoded_tensors(services: Services, json_bytes: int, nbytes: float, de
 
 
 async def decoded_infer(
-    services: Services, served: Served, target: Target, request: Request, body: Bytes
+    services: Services, served: ServedVersion, target: UrlTarget, request: Request, body: Bytes
 ) -> tuple[InferRequest, OutputPlan]:
     """Decodes an infer request and chooses its target."""
 
@@ -414,7 +414,7 @@ def is_strict(request: Request) -> bool:
     return wants_strict(",".join(request.headers.getlist("accept")))
 
 
-def choose(services: Services, request: Request, decoded: InferRequest, served: Served) -> Served:
+def choose(services: Services, request: Request, decoded: InferRequest, served: ServedVersion) -> ServedVersion:
     """Chooses where an endpoint's request is served."""
     services.dispatcher.choose(caller(request), decoded, request.headers.get)
     if not decoded.endpoint or (served.spec.name, served.version) == (decoded.model, decoded.version):
@@ -450,7 +450,7 @@ async def send_outputs(
     return send(reply)
 
 
-class Event(NamedTuple):
+class ServerSentEvent(NamedTuple):
     """Each line of data becomes a field."""
 
     name: str
@@ -458,7 +458,7 @@ class Event(NamedTuple):
     data: bytes
 
 
-def event_stream(events: AsyncIterator[Event | None], seen: str) -> HttpResponse:
+def event_stream(events: AsyncIterator[ServerSentEvent | None], seen: str) -> HttpResponse:
     """Returns server-sent events after the one that the client has `seen`.
 
     `None` becomes a comment, which keeps the connection open. The stream ends if events become unavailable or the

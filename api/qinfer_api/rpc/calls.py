@@ -14,13 +14,13 @@ from qinfer.errors import Forbidden, Unauthorized
 from qinfer.tensors import Bytes
 from qinfer.wire.message_fields import check_fields, malformed
 from qinfer_api.audit import administrative
-from qinfer_api.auth import Context, Restrictions, caller_of
+from qinfer_api.auth import CallerContext, Restrictions, caller_of
 from qinfer_api.http.infer import compile_forward
 from qinfer_api.rest.services import Services
-from qinfer_api.rpc.headers import Abort, Head, Method
-from qinfer_api.rpc.protocol import LARGE_BYTES, MAX_MESSAGE_BYTES, Call
+from qinfer_api.rpc.headers import Abort, CallHead, Method
+from qinfer_api.rpc.protocol import LARGE_BYTES, MAX_MESSAGE_BYTES, GrpcCall
 
-Serve = Callable[[Bytes, Call], Awaitable[Bytes]]
+Serve = Callable[[Bytes, GrpcCall], Awaitable[Bytes]]
 """Handles a method: from the encoded request to the encoded reply."""
 
 STRANGERS_BYTES = 64 * 1024
@@ -32,7 +32,7 @@ INFERENCE = "inference"
 """The restriction group of the infer calls."""
 
 
-class Guard:
+class CallGuard:
     """Decides who may call, and makes methods that ask it."""
 
     def __init__(self, services: Services) -> None:
@@ -42,25 +42,25 @@ class Guard:
         self._forward = compile_forward("QINFER_GRPC__HEADER_FORWARD_PATTERN", rpc.header_forward_pattern)
         self._max_message_bytes = rpc.max_message_bytes
 
-    def admit(self, group: str, scope: Scope | None, head: Head, peer: str) -> Context:
+    def admit(self, group: str, scope: Scope | None, head: CallHead, peer: str) -> CallerContext:
         """Authorizes a call by its head; `scope` `None` needs no key."""
         if self._dispatcher.draining:
             raise Abort("UNAVAILABLE", SHUTTING_DOWN)
         return self.admit_even_draining(group, scope, head, peer)
 
-    def admit_even_draining(self, group: str, scope: Scope | None, head: Head, peer: str) -> Context:
+    def admit_even_draining(self, group: str, scope: Scope | None, head: CallHead, peer: str) -> CallerContext:
         """Authorizes a call that is also served while draining."""
         try:
             if self._restrictions.covers(group):
                 self._restrictions.check(group, head.first)
-            context: Context | None = head.memo
+            context: CallerContext | None = head.memo
             if context is None:
                 context = head.memo = caller_of(head.first, head.every)
             return context if scope is None else self._dispatcher.authorize(context, scope, peer)
         except (Unauthorized, Forbidden) as error:
             raise self._dispatcher.refuse("", 0, error) if group == INFERENCE else error from None
 
-    def forwarded(self, head: Head) -> dict[str, Scalar] | None:
+    def forwarded(self, head: CallHead) -> dict[str, Scalar] | None:
         """Returns the metadata that an infer request forwards."""
         if self._forward is None:
             return None
@@ -68,7 +68,7 @@ class Guard:
         return {name: value for name, value in head.metadata if matches(name)}
 
     def method(
-        self, start: Callable[[Call, Bytes], None], group: str, scope: Scope | None, *, takes_stream: bool = False
+        self, start: Callable[[GrpcCall, Bytes], None], group: str, scope: Scope | None, *, takes_stream: bool = False
     ) -> Method:
         """Makes a method that calls `start` after `admit`."""
         # Loaded models exceed any request.
@@ -80,7 +80,7 @@ class Guard:
     def unary(self, serve: Serve, group: str, scope: Scope | None = Scope.INFER) -> Method:
         """Makes a unary method."""
 
-        async def answer(call: Call, message: Bytes) -> None:
+        async def answer(call: GrpcCall, message: Bytes) -> None:
             self._dispatcher.recheck(call.context)  # may have been revoked meanwhile
             call.finish((await serve(message, call),))
 
@@ -97,7 +97,7 @@ class Guard:
         """Makes a unary method with small messages; changes need the scope `admin`."""
         name = request.DESCRIPTOR.name.removesuffix("Request")
 
-        async def serve(blob: Bytes, call: Call) -> Bytes:
+        async def serve(blob: Bytes, call: GrpcCall) -> Bytes:
             message = await read(request, blob)
             call.taken()
             context, peer = call.context, call.connection.peer

@@ -41,7 +41,7 @@ WORD = struct.Struct(">I")
 TWO_WORDS = struct.Struct(">II")
 
 
-class Limits(NamedTuple):
+class ConnectionLimits(NamedTuple):
     """Limits of a connection.
 
     Attributes:

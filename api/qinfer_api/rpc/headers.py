@@ -11,7 +11,7 @@ from qinfer_api.rpc import hpack
 from qinfer_api.status import GRPC_CODES
 
 if TYPE_CHECKING:
-    from qinfer_api.rpc.protocol import Call
+    from qinfer_api.rpc.protocol import GrpcCall
 
 _NUMBERS = {name: number for number, name in enumerate(GRPC_CODES)}
 _UNITS_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
@@ -47,7 +47,7 @@ class Abort(Exception):
         self.again_s = again_s
 
 
-class Packing(NamedTuple):
+class ReplyCompression(NamedTuple):
     """Compression of the reply's messages; `level` is zlib's."""
 
     encoding: Encoding
@@ -61,15 +61,15 @@ class Method(NamedTuple):
     false if a shutdown does not wait for its calls. `compression` is the zlib level of replies, 0 = uncompressed.
     """
 
-    admit: Callable[["Head", str], Any]
-    start: Callable[["Call", Bytes], None]
+    admit: Callable[["CallHead", str], Any]
+    start: Callable[["GrpcCall", Bytes], None]
     takes_stream: bool
     max_message_bytes: int
     is_awaited: bool = True
     compression: int = 0
 
 
-class Head:
+class CallHead:
     """The head of calls with equal headers; without a method, `refusal` is the block that ends the call."""
 
     __slots__ = ("_places", "_values", "encoding", "fields", "memo", "method", "packing", "refusal", "timeout_s")
@@ -88,7 +88,7 @@ class Head:
         self._values = values
         self.timeout_s = math.inf
         self.encoding: Encoding | None = None
-        self.packing: Packing | None = None
+        self.packing: ReplyCompression | None = None
         self.memo: Any = None
 
     @property
@@ -130,11 +130,11 @@ def read_encoding(text: bytes) -> Encoding | None:
         ) from None
 
 
-def choose_packing(accepted: str, level: int) -> Packing | None:
+def choose_packing(accepted: str, level: int) -> ReplyCompression | None:
     """Chooses the compression of replies."""
     known = {name.strip() for name in accepted.split(",")}
     encoding: Encoding | None = "gzip" if "gzip" in known else "deflate" if "deflate" in known else None
-    return Packing(encoding, level) if level and encoding is not None else None
+    return ReplyCompression(encoding, level) if level and encoding is not None else None
 
 
 def trailers_only(abort: Abort, status: int = 200, initial: bytes = b"") -> bytes:

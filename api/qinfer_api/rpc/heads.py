@@ -7,9 +7,9 @@ from qinfer.core.messages import IdFactory
 from qinfer_api.http.visitors import Visitors
 from qinfer_api.receiving import ReceivingBudget
 from qinfer_api.rpc import frames, hpack
-from qinfer_api.rpc.headers import Abort, Head, Method, choose_packing, read_encoding, read_timeout, trailers_only
-from qinfer_api.rpc.http2 import Connection
-from qinfer_api.rpc.protocol import Call
+from qinfer_api.rpc.headers import Abort, CallHead, Method, choose_packing, read_encoding, read_timeout, trailers_only
+from qinfer_api.rpc.http2 import Http2Connection
+from qinfer_api.rpc.protocol import GrpcCall
 from qinfer_api.turns import Turns
 
 
@@ -19,7 +19,7 @@ class Server:
     def __init__(
         self,
         methods: Mapping[str, Method],
-        limits: frames.Limits,
+        limits: frames.ConnectionLimits,
         receiving: ReceivingBudget,
         visitors: Visitors | None = None,
     ) -> None:
@@ -29,16 +29,16 @@ class Server:
         self.turns = Turns()
         self._visitors = visitors
         self.new_id = IdFactory().ulid
-        self.connections: set[Connection] = set()
+        self.connections: set[Http2Connection] = set()
         self.is_closing = False
         self._calls = 0
         self._ended = asyncio.Event()
 
-    def read_head(self, fields: list[hpack.Field] | None) -> Head:
+    def read_head(self, fields: list[hpack.Field] | None) -> CallHead:
         """Parses a call's head; `None` = fields over the limit."""
         if fields is None:
             text = f"the metadata is larger than {self.limits.header_bytes} bytes"
-            return Head(None, trailers_only(Abort("RESOURCE_EXHAUSTED", text), 431))
+            return CallHead(None, trailers_only(Abort("RESOURCE_EXHAUSTED", text), 431))
         names, values = zip(*fields, strict=True) if fields else ((), ())
         places = frames.places(names)
         try:
@@ -49,18 +49,18 @@ class Server:
             raise frames.Malformed("one of :method, :scheme and :path is empty")
         content = values[places["content-type"]] if "content-type" in places else b""
         if refusal := self._refusal(verb, content, fields):
-            return Head(None, refusal)
+            return CallHead(None, refusal)
         method = self._methods.get(path)
         if method is None:
-            return Head(None, trailers_only(Abort("UNIMPLEMENTED", "Method not found!")))
-        head = Head(method, places=places, values=values)
+            return CallHead(None, trailers_only(Abort("UNIMPLEMENTED", "Method not found!")))
+        head = CallHead(method, places=places, values=values)
         try:
             if "grpc-timeout" in places:
                 head.timeout_s = read_timeout(values[places["grpc-timeout"]])
             if "grpc-encoding" in places:
                 head.encoding = read_encoding(values[places["grpc-encoding"]])
         except Abort as abort:
-            return Head(None, trailers_only(abort))
+            return CallHead(None, trailers_only(abort))
         head.packing = choose_packing(head.first("grpc-accept-encoding") or "", method.compression)
         head.fields = fields
         return head
@@ -73,12 +73,12 @@ class Server:
         problem = "" if self._visitors is None else self._visitors.problem(fields)
         return trailers_only(Abort("PERMISSION_DENIED", problem)) if problem else b""
 
-    def stream(self, connection: Connection, number: int, head: Head, *, is_ended: bool) -> Call:
+    def stream(self, connection: Http2Connection, number: int, head: CallHead, *, is_ended: bool) -> GrpcCall:
         """Creates a call."""
         self._calls += _is_awaited(head)
-        return Call(self, connection, number, head, is_ended=is_ended)
+        return GrpcCall(self, connection, number, head, is_ended=is_ended)
 
-    def closed(self, head: Head) -> None:
+    def closed(self, head: CallHead) -> None:
         """Counts an ended call."""
         self._calls -= _is_awaited(head)
         if not self._calls:
@@ -91,5 +91,5 @@ class Server:
             await self._ended.wait()
 
 
-def _is_awaited(head: Head) -> bool:
+def _is_awaited(head: CallHead) -> bool:
     return head.method is None or head.method.is_awaited

@@ -1,8 +1,8 @@
 """The server side of an HTTP/2 connection (RFC 9113).
 
-A `Service` makes a `Stream` of each request. Nothing here waits. All input is bounded (`Limits`): frames that advance
-no request (PING, SETTINGS, RST_STREAM, empty DATA, …) use up an allowance that replies and time refill; without it the
-connection ends with ENHANCE_YOUR_CALM.
+A `Service` makes a `GrpcStream` of each request. Nothing here waits. All input is bounded (`ConnectionLimits`): frames
+that advance no request (PING, SETTINGS, RST_STREAM, empty DATA, …) use up an allowance that replies and time refill;
+without it the connection ends with ENHANCE_YOUR_CALM.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ from collections import deque
 from typing import Any, Protocol, cast
 
 from qinfer_api.rpc import frames
-from qinfer_api.rpc.frames import ConnectionFault, Limits, Malformed
+from qinfer_api.rpc.frames import ConnectionFault, ConnectionLimits, Malformed
 from qinfer_api.rpc.hpack import MAX_TABLE_BYTES, Decoder, Field, HpackError
-from qinfer_api.rpc.streams import Output, Stream
+from qinfer_api.rpc.streams import FrameWriter, GrpcStream
 from qinfer_api.turns import SLICE_BYTES, SMALL_BYTES, Turns
 
 logger = logging.getLogger(__name__)
@@ -36,9 +36,9 @@ _SIGN_OF_LIFE, _SHUTDOWN = b"liveness", b"shutdown"
 class Service(Protocol):
     """Handles the requests of all connections."""
 
-    limits: Limits
+    limits: ConnectionLimits
     turns: Turns
-    connections: "set[Connection]"
+    connections: "set[Http2Connection]"
     is_closing: bool
 
     def read_head(self, fields: list[Field] | None) -> Any:
@@ -48,16 +48,16 @@ class Service(Protocol):
             Malformed: The fields are not those of a request.
         """
 
-    def stream(self, connection: "Connection", number: int, head: Any, *, is_ended: bool) -> Stream:
-        """Creates the stream of a request; `Stream.opened` follows."""
+    def stream(self, connection: "Http2Connection", number: int, head: Any, *, is_ended: bool) -> GrpcStream:
+        """Creates the stream of a request; `GrpcStream.opened` follows."""
 
 
-class Connection(asyncio.Protocol):
+class Http2Connection(asyncio.Protocol):
     """One connection; `output` writes its frames."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self.output = Output()
+        self.output = FrameWriter()
         self.peer = ""
         self._decoder = Decoder(service.limits.header_bytes)
         self._heads: dict[bytes, Any] = {}  # by header block, while the decoder's table lasts
@@ -67,7 +67,7 @@ class Connection(asyncio.Protocol):
         self._awaits_turn = False  # to read `_rest`
         self._has_preface = self._has_settings = False
         self._block: tuple[int, int, bytearray] | None = None  # an unfinished block's stream, flags and start
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, GrpcStream] = {}
         self._abandoned: deque[int] = deque(maxlen=_REMEMBERED_STREAMS)
         self._last = 0
         self._last_taken = frames.LAST_STREAM
@@ -234,7 +234,7 @@ class Connection(asyncio.Protocol):
             stream.grant(size - (stop - begin))  # padding counts as read
         stream.data_received(data[begin:stop])
 
-    def _refuse_data(self, number: int, stream: Stream | None) -> None:
+    def _refuse_data(self, number: int, stream: GrpcStream | None) -> None:
         self._check_opened(number, "DATA")
         self._count_idle("DATA of closed streams")
         if stream is not None:
@@ -420,7 +420,7 @@ class Connection(asyncio.Protocol):
 
     # -- ends of streams -----------------------------------------------------------------------------------------------
 
-    def finished(self, stream: Stream) -> None:
+    def finished(self, stream: GrpcStream) -> None:
         """Removes a stream whose reply is written."""
         if not stream.is_ended:
             self._write_reset(stream.number, frames.NO_ERROR)
@@ -430,13 +430,13 @@ class Connection(asyncio.Protocol):
         if self._last_taken < frames.LAST_STREAM:
             self._close_if_done()
 
-    def abandon(self, stream: Stream, code: int) -> None:
+    def abandon(self, stream: GrpcStream, code: int) -> None:
         """Resets a stream without its reply."""
         self._write_reset(stream.number, code)
         self._drop(stream)
         self._close_if_done()
 
-    def _reset(self, stream: Stream, code: int) -> None:
+    def _reset(self, stream: GrpcStream, code: int) -> None:
         self.abandon(stream, code)
         stream.cancelled()
 
@@ -444,7 +444,7 @@ class Connection(asyncio.Protocol):
         self._abandoned.append(number)
         self.output.write(frames.RST_STREAM, 0, number, frames.WORD.pack(code))
 
-    def _drop(self, stream: Stream) -> None:
+    def _drop(self, stream: GrpcStream) -> None:
         stream.is_closed = stream.is_ended = True
         if stream.queue:
             self.output.forget(stream)

@@ -17,11 +17,11 @@ from qinfer.core.api_keys import Scope
 from qinfer.core.messages import Failure, Response
 from qinfer.errors import Forbidden, Overloaded, QinferError, Unauthorized, UnsupportedFeature
 from qinfer.models.validate import check_announced
-from qinfer.submission.pending import Memory, Pending
+from qinfer.submission.pending import Memory, PendingCall
 from qinfer.tensors import Bytes
 from qinfer.wire.kserve_grpc import (
-    Decoded,
-    Message,
+    DecodedRequest,
+    ParsedRequest,
     Repetitions,
     decode_infer,
     encode_infer,
@@ -32,9 +32,9 @@ from qinfer.wire.kserve_grpc import (
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.http.infer import answered_by, bound, hold, noting, parse_version, regions_of, with_headers
 from qinfer_api.rest.services import Services
-from qinfer_api.rpc.calls import INFERENCE, SHUTTING_DOWN, Guard
+from qinfer_api.rpc.calls import INFERENCE, SHUTTING_DOWN, CallGuard
 from qinfer_api.rpc.headers import Abort, Method
-from qinfer_api.rpc.protocol import LARGE_BYTES, Call
+from qinfer_api.rpc.protocol import LARGE_BYTES, GrpcCall
 
 logger = logging.getLogger(__name__)
 
@@ -64,17 +64,17 @@ class InferSink:
         raise NotImplementedError
 
 
-class _Answer(InferSink):
+class _UnaryAnswer(InferSink):
     no_stream = _DECOUPLED
     __slots__ = ("call", "infer", "pending")
 
-    def __init__(self, infer: "Infer", call: Call) -> None:
+    def __init__(self, infer: "Infer", call: GrpcCall) -> None:
         super().__init__()
         self.infer = infer
         self.call = call
-        self.pending: Pending | None = None
+        self.pending: PendingCall | None = None
 
-    def wait(self, pending: Pending) -> None:
+    def wait(self, pending: PendingCall) -> None:
         if not self.call.is_closed:
             self.call.request_id = pending.request_id
             self.pending = pending
@@ -127,7 +127,7 @@ class _Answer(InferSink):
 class Infer:
     """Converts infer messages to queued requests, and back."""
 
-    def __init__(self, guard: Guard, services: Services) -> None:
+    def __init__(self, guard: CallGuard, services: Services) -> None:
         self._guard = guard
         self.dispatcher = services.dispatcher
         self._memory = services.codec.memory
@@ -137,7 +137,7 @@ class Infer:
         self._max_input_bytes = services.settings.http.max_input_bytes
         self._compression = LEVELS[services.settings.grpc.infer_response_compression]
         self._repetitions = Repetitions()
-        self.streams: set[_Stream] = set()
+        self.streams: set[_StreamCall] = set()
 
     def methods(self) -> dict[str, Method]:
         """Returns the methods by name."""
@@ -148,21 +148,21 @@ class Infer:
             "ModelStreamInfer": stream._replace(compression=self._compression),
         }
 
-    def _start_infer(self, call: Call, blob: Bytes) -> None:
-        sink = _Answer(self, call)
+    def _start_infer(self, call: GrpcCall, blob: Bytes) -> None:
+        sink = _UnaryAnswer(self, call)
         if self.is_slow(blob):
             call.run(self._infer_slowly(call, blob, sink))
         else:
             sink.wait(self.submit(blob, call, sink))
 
-    async def _infer_slowly(self, call: Call, blob: Bytes, sink: _Answer) -> None:
+    async def _infer_slowly(self, call: GrpcCall, blob: Bytes, sink: _UnaryAnswer) -> None:
         sink.wait(await self.submit_slowly(blob, call, sink))
 
-    def _start_stream(self, call: Call, _: Bytes) -> None:
+    def _start_stream(self, call: GrpcCall, _: Bytes) -> None:
         call.run(self._stream(call))
 
-    async def _stream(self, call: Call) -> None:
-        stream = _Stream(self, call)
+    async def _stream(self, call: GrpcCall) -> None:
+        stream = _StreamCall(self, call)
         self.streams.add(stream)
         try:
             await stream.serve()
@@ -184,7 +184,7 @@ class Infer:
         """Returns whether decoding is slow: a large request, or shared memory."""
         return len(blob) > LARGE_BYTES or self._reads_memory(blob)
 
-    def submit(self, blob: Bytes, call: Call, sink: InferSink) -> Pending:
+    def submit(self, blob: Bytes, call: GrpcCall, sink: InferSink) -> PendingCall:
         """Decodes and submits a request for `sink`."""
         decoded = self._repetitions.decode(blob)
         if decoded is not None:
@@ -202,7 +202,7 @@ class Infer:
             fields = message.fields
             raise self._refused(fields.model_name, fields.model_version, error, call) from None
 
-    async def submit_slowly(self, blob: Bytes, call: Call, sink: InferSink) -> Pending:
+    async def submit_slowly(self, blob: Bytes, call: GrpcCall, sink: InferSink) -> PendingCall:
         """Submits a request, decoded in a thread."""
         message = await asyncio.to_thread(parse_infer, blob)
         sink.client_id = message.fields.id
@@ -216,7 +216,7 @@ class Infer:
             fields = message.fields
             raise self._refused(fields.model_name, fields.model_version, error, call) from None
 
-    def _check_announced(self, message: Message) -> None:
+    def _check_announced(self, message: ParsedRequest) -> None:
         fields = message.fields
         version = parse_version(fields.model_version) if fields.model_version else 0
         spec = self.dispatcher.resolve(fields.model_name, version, is_taken=True).spec
@@ -235,14 +235,14 @@ class Infer:
         regions = self._memory if sink.plan.held is None else regions_of(sink.plan, self._memory)
         return encode_infer(response, sink.client_id, sink.plan, regions)
 
-    def _decode(self, message: Message, tenant: str) -> Decoded:
+    def _decode(self, message: ParsedRequest, tenant: str) -> DecodedRequest:
         memory = self._memory.of(tenant)
         regions = memory.limited(self._max_input_bytes) if memory.allowed else memory
         decoded = decode_infer(message, regions, self._max_typed_bytes)
         plan = noting(decoded.plan, regions)
         return decoded if plan is decoded.plan else decoded._replace(plan=plan)
 
-    def _completed(self, decoded: Decoded, call: Call) -> Decoded:
+    def _completed(self, decoded: DecodedRequest, call: GrpcCall) -> DecodedRequest:
         request = decoded.request
         if decoded.version:
             request.version = parse_version(decoded.version)
@@ -251,18 +251,18 @@ class Infer:
             with_headers(request, forwarded)
         return decoded
 
-    def _decode_and_check(self, message: Message, call: Call) -> Decoded:
+    def _decode_and_check(self, message: ParsedRequest, call: GrpcCall) -> DecodedRequest:
         decoded = self._routed(self._completed(self._decode(message, call.context.tenant), call), call)
         request = decoded.request
         self.dispatcher.check(request, self.dispatcher.of_model(request.model, request.version))
         return decoded
 
-    def _routed(self, decoded: Decoded, call: Call) -> Decoded:
+    def _routed(self, decoded: DecodedRequest, call: GrpcCall) -> DecodedRequest:
         if self.dispatcher.choose(call.context, decoded.request, call.head.first):
             return decoded._replace(plan=msgspec.structs.replace(decoded.plan, endpoint=decoded.request.endpoint))
         return decoded
 
-    def _submit(self, decoded: Decoded, call: Call, sink: InferSink) -> Pending:
+    def _submit(self, decoded: DecodedRequest, call: GrpcCall, sink: InferSink) -> PendingCall:
         if self.dispatcher.endpoints.by_name:
             decoded = self._routed(decoded, call)
         request, plan = decoded.request, decoded.plan
@@ -278,7 +278,7 @@ class Infer:
         hold(sink.plan)
         return pending
 
-    def _refused(self, model: str, asked: str, error: QinferError, call: Call) -> QinferError:
+    def _refused(self, model: str, asked: str, error: QinferError, call: GrpcCall) -> QinferError:
         version = 0
         with contextlib.suppress(QinferError):
             version = parse_version(asked) if asked else 0
@@ -300,10 +300,10 @@ class _Slot(InferSink):
     rpc_method = "ModelStreamInfer"
     __slots__ = ("answer", "is_ordered", "pending", "stream")
 
-    def __init__(self, stream: "_Stream") -> None:
+    def __init__(self, stream: "_StreamCall") -> None:
         super().__init__()
         self.stream = stream
-        self.pending: Pending | None = None
+        self.pending: PendingCall | None = None
         self.answer: Response | None = None
         self.is_ordered = True
 
@@ -314,8 +314,8 @@ class _Slot(InferSink):
         self.stream.deliver(self, response)
 
 
-class _Stream:
-    def __init__(self, infer: Infer, call: Call) -> None:
+class _StreamCall:
+    def __init__(self, infer: Infer, call: GrpcCall) -> None:
         self._infer = infer
         self._call = call
         self._is_strict = call.head.first(_STRICT) == "true"

@@ -25,16 +25,16 @@ from qinfer_api.about import (
 )
 from qinfer_api.http.infer import parse_version
 from qinfer_api.rest.services import Services
-from qinfer_api.rpc.calls import Guard, parse, read
+from qinfer_api.rpc.calls import CallGuard, parse, read
 from qinfer_api.rpc.headers import Method
-from qinfer_api.rpc.protocol import Call
-from qinfer_api.server_settings import LogSettings, LogValues, TraceSettings
+from qinfer_api.rpc.protocol import GrpcCall
+from qinfer_api.server_settings import LogValues, SharedLogSettings, SharedTraceSettings
 from qinfer_api.shared_memory import CudaRegion, SharedMemory
 
 _HEALTH, _METADATA, _CONFIG, _STATISTICS = "health", "metadata", "model-config", "statistics"
 
 
-def model_calls(guard: Guard, services: Services) -> dict[str, Method]:
+def model_calls(guard: CallGuard, services: Services) -> dict[str, Method]:
     """Returns the methods by name."""
     catalog, settings, endpoints = services.catalog, services.settings, services.dispatcher.endpoints
 
@@ -99,7 +99,7 @@ _KNOWN = ("", "inference.GRPCInferenceService")
 _WATCH_EVERY_S = 1.0
 
 
-def health_calls(guard: Guard, services: Services) -> dict[str, Method]:
+def health_calls(guard: CallGuard, services: Services) -> dict[str, Method]:
     """Returns `grpc.health.v1.Health`, which is also served during a shutdown."""
     admit = partial(guard.admit_even_draining, _HEALTH, None)
     reply, statuses = health_pb2.HealthCheckResponse, health_pb2.HealthCheckResponse.ServingStatus
@@ -108,13 +108,13 @@ def health_calls(guard: Guard, services: Services) -> dict[str, Method]:
         is_ready = is_server_ready(services.settings, services.catalog, draining=services.dispatcher.draining)
         return statuses.SERVING if is_ready else statuses.NOT_SERVING
 
-    async def check(blob: Bytes, _: Call) -> Bytes:
+    async def check(blob: Bytes, _: GrpcCall) -> Bytes:
         service = parse(health_pb2.HealthCheckRequest, blob).service
         if service not in _KNOWN:
             raise ModelNotFound(f"service '{service[:100]}' is not known; ask for ''")
         return bytes(reply(status=status()).SerializeToString())
 
-    async def watch(call: Call, blob: Bytes) -> None:
+    async def watch(call: GrpcCall, blob: Bytes) -> None:
         is_known = parse(health_pb2.HealthCheckRequest, blob).service in _KNOWN
         last = None
         while not call.is_closed:
@@ -124,7 +124,7 @@ def health_calls(guard: Guard, services: Services) -> dict[str, Method]:
                 await call.write((reply(status=now).SerializeToString(),))
             await asyncio.sleep(_WATCH_EVERY_S)
 
-    def start_watch(call: Call, blob: Bytes) -> None:
+    def start_watch(call: GrpcCall, blob: Bytes) -> None:
         call.run(watch(call, blob), has_deadline=True)
 
     return {
@@ -137,7 +137,7 @@ _REPOSITORY = "model-repository"
 _FILE = "file:"
 
 
-def repository_calls(guard: Guard, models: ModelControl, endpoints: Endpoints) -> dict[str, Method]:
+def repository_calls(guard: CallGuard, models: ModelControl, endpoints: Endpoints) -> dict[str, Method]:
     """Returns the methods by name."""
 
     async def index(request: Any) -> Any:
@@ -204,7 +204,7 @@ _LOG_KINDS = {
 }
 
 
-def settings_calls(guard: Guard, trace: TraceSettings, log: LogSettings) -> dict[str, Method]:
+def settings_calls(guard: CallGuard, trace: SharedTraceSettings, log: SharedLogSettings) -> dict[str, Method]:
     """Returns the methods; calls without settings read them."""
 
     async def trace_setting(request: Any) -> Any:
@@ -260,7 +260,7 @@ def _logged(shown: LogValues) -> dict[str, Any]:
 _MEMORY = "shared-memory"
 
 
-def shared_memory_calls(guard: Guard, memory: SharedMemory) -> dict[str, Method]:
+def shared_memory_calls(guard: CallGuard, memory: SharedMemory) -> dict[str, Method]:
     """Returns the methods by name."""
 
     async def status(request: Any, own: SharedMemory) -> Any:
@@ -291,7 +291,7 @@ def shared_memory_calls(guard: Guard, memory: SharedMemory) -> dict[str, Method]
         return pb.CudaSharedMemoryUnregisterResponse()
 
     def of_caller(request: Any, use_case: Callable[[Any, SharedMemory], Awaitable[Any]]) -> Method:
-        async def serve(blob: Bytes, call: Call) -> Bytes:
+        async def serve(blob: Bytes, call: GrpcCall) -> Bytes:
             reply = await use_case(await read(request, blob), memory.of(call.context.tenant))
             return bytes(reply.SerializeToString())
 

@@ -1,7 +1,7 @@
 """gRPC over HTTP/2 (gRPC's doc/PROTOCOL-HTTP2.md): calls, messages, deadlines and statuses.
 
-A call is admitted or refused by its head. A unary method gets the whole message and answers with `Call.finish` or
-`Call.fail`; a streaming method is a coroutine.
+A call is admitted or refused by its head. A unary method gets the whole message and answers with `GrpcCall.finish` or
+`GrpcCall.fail`; a streaming method is a coroutine.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ from qinfer_api.rpc import frames, hpack
 from qinfer_api.rpc.headers import (
     HEAD,
     Abort,
-    Head,
+    CallHead,
     status_fields,
     trailers_only,
 )
-from qinfer_api.rpc.http2 import Connection
-from qinfer_api.rpc.streams import Stream
+from qinfer_api.rpc.http2 import Http2Connection
+from qinfer_api.rpc.streams import GrpcStream
 from qinfer_api.status import grpc_status, retry_after_s
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class _Message(NamedTuple):
     reservation: Reservation | None
 
 
-class Call(Stream):
+class GrpcCall(GrpcStream):
     """One call, from its head to its status.
 
     `on_cancel` is called once if the client cancels, the deadline passes or the connection is lost.
@@ -103,7 +103,9 @@ class Call(Stream):
         "target",
     )
 
-    def __init__(self, server: "Server", connection: Connection, number: int, head: Head, *, is_ended: bool) -> None:
+    def __init__(
+        self, server: "Server", connection: Http2Connection, number: int, head: CallHead, *, is_ended: bool
+    ) -> None:
         super().__init__(connection, number, is_ended=is_ended)
         self._server = server
         self.head = head

@@ -13,9 +13,9 @@ from google.protobuf import descriptor_pool
 from qinfer.core.api_keys import Scope
 from qinfer.wire.protos import reflection_v1_pb2 as pb
 from qinfer.wire.protos import reflection_v1alpha_pb2
-from qinfer_api.rpc.calls import Guard, parse
+from qinfer_api.rpc.calls import CallGuard, parse
 from qinfer_api.rpc.headers import Method
-from qinfer_api.rpc.protocol import Call
+from qinfer_api.rpc.protocol import GrpcCall
 from qinfer_api.status import GRPC_CODES
 
 MAX_REQUEST_BYTES = 4096
@@ -27,7 +27,7 @@ _CACHED_FILES = 64
 _MAX_SHOWN = 200
 
 
-def reflection_methods(guard: Guard, services: tuple[str, ...]) -> dict[str, Method]:
+def reflection_methods(guard: CallGuard, services: tuple[str, ...]) -> dict[str, Method]:
     """Returns the reflection methods by path; `services` are the names of other services."""
     own = [module.DESCRIPTOR.services_by_name["ServerReflection"].full_name for module in (pb, reflection_v1alpha_pb2)]
     reflection = _Reflection([*services, *own])
@@ -52,7 +52,7 @@ class _Reflection:
             "list_services": self._list_services,
         }
 
-    async def serve(self, call: Call) -> None:
+    async def serve(self, call: GrpcCall) -> None:
         while (blob := await call.read()) is not None:
             reply = self._reply(parse(pb.ServerReflectionRequest, blob))
             await call.write((reply.SerializeToString(),))

@@ -12,11 +12,11 @@ from qinfer_api.http.server import BACKLOG, bound_socket, listen_anew, netloc, r
 from qinfer_api.http.visitors import Visitors
 from qinfer_api.receiving import ReceivingBudget
 from qinfer_api.rest.services import Services
-from qinfer_api.rpc.calls import Guard
-from qinfer_api.rpc.frames import Limits
+from qinfer_api.rpc.calls import CallGuard
+from qinfer_api.rpc.frames import ConnectionLimits
 from qinfer_api.rpc.headers import Method
 from qinfer_api.rpc.heads import Server
-from qinfer_api.rpc.http2 import Connection
+from qinfer_api.rpc.http2 import Http2Connection
 from qinfer_api.rpc.infer import Infer
 from qinfer_api.rpc.management import health_calls, model_calls, repository_calls, settings_calls, shared_memory_calls
 from qinfer_api.rpc.reflection import reflection_methods
@@ -70,13 +70,13 @@ class RpcServer:
         self._settings = settings
         host, port = listener.getsockname()[:2]
         self.url = f"{'grpc' if tls is None else 'grpcs'}://{netloc(host, port)}"
-        self._calls = Server({}, Limits(), ReceivingBudget(0))
+        self._calls = Server({}, ConnectionLimits(), ReceivingBudget(0))
         self._server: asyncio.Server | None = None
         self._checks: asyncio.Task[None] | None = None
 
     def use(self, services: Services) -> None:
         """Sets the use cases, before the start."""
-        guard = Guard(services)
+        guard = CallGuard(services)
         self._infer = Infer(guard, services)
         calls = {
             **model_calls(guard, services),
@@ -89,7 +89,7 @@ class RpcServer:
         methods |= {f"/{HEALTH_SERVICE}/{name}": method for name, method in health_calls(guard, services).items()}
         methods |= reflection_methods(guard, (SERVICE, HEALTH_SERVICE))
         rpc = services.settings.grpc
-        limits = Limits(
+        limits = ConnectionLimits(
             age_s=rpc.max_connection_age_s,
             idle_s=rpc.max_connection_idle_s,
             ping_s=rpc.keepalive_s,
@@ -112,8 +112,8 @@ class RpcServer:
         if self._calls.is_closing:
             self._server.close()
 
-    def _connect(self) -> Connection:
-        return Connection(self._calls)
+    def _connect(self) -> Http2Connection:
+        return Http2Connection(self._calls)
 
     async def _check(self) -> None:
         while True:

@@ -10,7 +10,7 @@ from qinfer_api.rpc import frames
 from qinfer_api.rpc.hpack import EMPTY_TABLE
 
 if TYPE_CHECKING:
-    from qinfer_api.rpc.http2 import Connection
+    from qinfer_api.rpc.http2 import Http2Connection
 
 
 _LARGE_PIECE_BYTES = 1024
@@ -20,7 +20,7 @@ class Trailers(bytes):
     """The header block that ends a stream's queue."""
 
 
-class Stream:
+class GrpcStream:
     """One request and its reply; subclasses interpret the bytes.
 
     `is_ended`: the client has sent everything. `is_closed`: the reply is complete or reset. The windows count DATA
@@ -29,7 +29,7 @@ class Stream:
 
     __slots__ = ("connection", "is_closed", "is_ended", "number", "queue", "receive_window", "send_window")
 
-    def __init__(self, connection: "Connection", number: int, *, is_ended: bool) -> None:
+    def __init__(self, connection: "Http2Connection", number: int, *, is_ended: bool) -> None:
         self.connection = connection
         self.number = number
         self.is_ended = is_ended
@@ -111,7 +111,7 @@ class Stream:
             self.connection.output.write_window(self.number, size)
 
 
-class Output:
+class FrameWriter:
     """Writes a connection's frames; `progress` counts DATA frames, except those that the windows cut small."""
 
     transport: asyncio.Transport
@@ -122,7 +122,7 @@ class Output:
         self.is_paused = self.is_closed = False
         self.block_prefix = b""
         self.progress = 0
-        self._waiting: dict[int, Stream] = {}  # those that wait for the connection's window
+        self._waiting: dict[int, GrpcStream] = {}  # those that wait for the connection's window
 
     def write(self, kind: int, flags: int, number: int, payload: Bytes = b"") -> None:
         """Writes a frame."""
@@ -136,7 +136,7 @@ class Output:
         flags = frames.END_HEADERS | frames.END_STREAM if is_last else frames.END_HEADERS
         self.write(frames.HEADERS, flags, number, block)
 
-    def write_reply(self, stream: Stream, head: bytes, body: bytes, trailers: bytes) -> bool:
+    def write_reply(self, stream: GrpcStream, head: bytes, body: bytes, trailers: bytes) -> bool:
         """Writes a whole reply, if the windows allow."""
         size, number = len(body), stream.number
         if size > stream.send_window or size > self.window or size > self.max_frame or self.is_paused:
@@ -163,7 +163,7 @@ class Output:
         """Grants the client `size` bytes, of one stream or (0) all."""
         self.write(frames.WINDOW_UPDATE, 0, number, frames.WORD.pack(size))
 
-    def resize(self, streams: Iterable[Stream], size: int) -> None:
+    def resize(self, streams: Iterable[GrpcStream], size: int) -> None:
         """Applies the client's SETTINGS_INITIAL_WINDOW_SIZE; `pump_all` follows."""
         change, self.initial_window = size - self.initial_window, size
         for stream in streams:
@@ -177,7 +177,7 @@ class Output:
         """Confirms a smaller header table (RFC 7541, section 4.2)."""
         self.block_prefix = EMPTY_TABLE
 
-    def pump(self, stream: Stream) -> None:
+    def pump(self, stream: GrpcStream) -> None:
         """Writes what the windows allow."""
         queue = stream.queue
         while queue and not self.is_paused and not self.is_closed:
@@ -214,12 +214,12 @@ class Output:
                 break
             self.pump(stream)
 
-    def pump_one(self, stream: Stream) -> None:
+    def pump_one(self, stream: GrpcStream) -> None:
         """Continues a stream that has a queue."""
         if stream.queue:
             self.pump(stream)
 
-    def forget(self, stream: Stream) -> None:
+    def forget(self, stream: GrpcStream) -> None:
         """Drops a stream's queue."""
         self._waiting.pop(stream.number, None)
         stream.queue.clear()

@@ -18,7 +18,7 @@ from types import FrameType
 from qinfer.backends.python_host import modules, utils
 from qinfer.backends.python_host.channel import Channel
 from qinfer.backends.python_host.custom_metrics import connect_metrics
-from qinfer.backends.python_host.host import Host
+from qinfer.backends.python_host.host import ModelHost
 from qinfer.backends.python_host.metric_table import MetricTable
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -52,7 +52,7 @@ def main(descriptor: int, asks: int, metrics: int, parent: int) -> int:
     sys.path.extend(modules.__path__)
     sys.argv = [sys.executable]
     connect_metrics(MetricTable(metrics))
-    Host(Channel(socket.socket(fileno=descriptor)), socket.socket(fileno=asks)).serve()
+    ModelHost(Channel(socket.socket(fileno=descriptor)), socket.socket(fileno=asks)).serve()
     return 0
 
 

@@ -11,12 +11,12 @@ from qinfer.backends.python_host.errors import TritonError, code_of, code_of_fai
 from qinfer.backends.python_host.messages import (
     SEQUENCE_END,
     SEQUENCE_START,
-    Answer,
-    Call,
+    CallReturned,
     Close,
+    HostAnswer,
+    HostCall,
     Message,
     More,
-    Returned,
     TensorMeta,
 )
 from qinfer.core import messages
@@ -58,9 +58,9 @@ class Calls:
         self._lock = threading.Lock()
         self._open: dict[int, _OpenCall] = {}
 
-    def hear(self, message: Call | More | Close, buffers: Sequence[Buffer], ctx: Context | None) -> None:
-        """Handles a model's message; a `Call` without `ctx` is refused."""
-        if isinstance(message, Call):
+    def hear(self, message: HostCall | More | Close, buffers: Sequence[Buffer], ctx: Context | None) -> None:
+        """Handles a model's message; a `HostCall` without `ctx` is refused."""
+        if isinstance(message, HostCall):
             if ctx is None:
                 self._return(message.number, _failed(InferenceFailed(ENDED)))
                 return
@@ -81,7 +81,7 @@ class Calls:
             for call in self._open.values():
                 call.asked.put(None)
 
-    def _serve(self, call: Call, buffers: Sequence[Buffer], ctx: Context) -> None:
+    def _serve(self, call: HostCall, buffers: Sequence[Buffer], ctx: Context) -> None:
         request = InferRequest(
             model=call.model,
             version=call.version,
@@ -123,15 +123,15 @@ class Calls:
         with self._lock:
             del self._open[call]
 
-    def _return(self, number: int, response: Response | Answer, *, is_last: bool = True) -> None:
-        if isinstance(response, Answer):
-            send(self._channel, Returned(number, response))
+    def _return(self, number: int, response: Response | HostAnswer, *, is_last: bool = True) -> None:
+        if isinstance(response, HostAnswer):
+            send(self._channel, CallReturned(number, response))
             return
         metas = [TensorMeta(t.name, t.datatype, t.shape) for t in response.outputs]
         failure = response.failure
         error, code = (None, 0) if failure is None else (failure.message, code_of_failure(failure))
-        answer = Answer(metas, response.parameters, error, code)
-        send(self._channel, Returned(number, answer, is_last), [t.data for t in response.outputs])
+        answer = HostAnswer(metas, response.parameters, error, code)
+        send(self._channel, CallReturned(number, answer, is_last), [t.data for t in response.outputs])
 
 
 def tensors(metas: Sequence[TensorMeta], data: Sequence[Buffer]) -> tuple[Tensor, ...]:
@@ -142,11 +142,11 @@ def tensors(metas: Sequence[TensorMeta], data: Sequence[Buffer]) -> tuple[Tensor
     )
 
 
-def _sequence(call: Call) -> messages.Sequence | None:
+def _sequence(call: HostCall) -> messages.SequenceFlags | None:
     if not (call.correlation_id or call.flags):
         return None
     start, end = bool(call.flags & SEQUENCE_START), bool(call.flags & SEQUENCE_END)
-    return messages.Sequence(call.correlation_id, start, end)
+    return messages.SequenceFlags(call.correlation_id, start, end)
 
 
 def send(channel: Channel, message: Message, buffers: Sequence[Bytes] = ()) -> None:
@@ -155,12 +155,12 @@ def send(channel: Channel, message: Message, buffers: Sequence[Bytes] = ()) -> N
         channel.send(message, buffers)
 
 
-def _failed(error: Exception, model: str = "") -> Answer:
+def _failed(error: Exception, model: str = "") -> HostAnswer:
     if isinstance(error.__cause__, RequestError):  # made the model's own failure before
         error = error.__cause__
     if model and type(error) is ModelNotFound:
         told = f"Failed for execute the inference request. Model '{model}' is not ready. {error.message}"
-        return Answer([], {}, told, code_of(error))
+        return HostAnswer([], {}, told, code_of(error))
     if isinstance(error, QinferError):
-        return Answer([], {}, error.message, code_of(error))
-    return Answer([], {}, type(error).__name__, TritonError.INTERNAL)
+        return HostAnswer([], {}, error.message, code_of(error))
+    return HostAnswer([], {}, type(error).__name__, TritonError.INTERNAL)

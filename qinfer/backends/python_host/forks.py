@@ -7,13 +7,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from qinfer.backends.python_host.channel import Channel
-from qinfer.backends.python_host.messages import Call, Cancelled, IsCancelled
+from qinfer.backends.python_host.messages import CancelledAnswer, HostCall, IsCancelled
 
 if TYPE_CHECKING:
-    from qinfer.backends.python_host.host import Host
+    from qinfer.backends.python_host.host import ModelHost
 
 
-def serve_forks(host: "Host") -> None:
+def serve_forks(host: "ModelHost") -> None:
     """Serves the calls of forked processes."""
     here = threading.local()
 
@@ -33,12 +33,12 @@ def serve_forks(host: "Host") -> None:
     os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
 
 
-def _serve(host: "Host", channel: Channel) -> None:
+def _serve(host: "ModelHost", channel: Channel) -> None:
     with suppress(OSError, EOFError):
         while True:
             message, buffers = channel.receive()
-            if isinstance(message, Call):
+            if isinstance(message, HostCall):
                 answer, data = host.call_for(message, buffers)
                 channel.send(answer, [each.data for each in data])
             elif isinstance(message, IsCancelled):
-                channel.send(Cancelled(message.number, host.is_cancelled(message.batch, message.item)))
+                channel.send(CancelledAnswer(message.number, host.is_cancelled(message.batch, message.item)))

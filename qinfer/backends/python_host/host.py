@@ -28,36 +28,36 @@ from qinfer.backends.python_host.causes import Cause
 from qinfer.backends.python_host.channel import Buffer, Channel
 from qinfer.backends.python_host.errors import GivenParameters, TritonError, TritonModelException, message_of
 from qinfer.backends.python_host.forks import serve_forks
-from qinfer.backends.python_host.inbox import Inbox, Received
+from qinfer.backends.python_host.inbox import ChannelInbox, Received
 from qinfer.backends.python_host.inference import InferenceRequest, InferenceTrace
 from qinfer.backends.python_host.messages import (
-    Answer,
-    Asked,
     AwaitTaken,
-    Call,
-    Cancelled,
+    CallerLeft,
+    CallReturned,
+    CancelledAnswer,
     Close,
+    CommandFailed,
     Complete,
-    Completed,
+    CompletedConfig,
     Execute,
-    Executed,
-    Failed,
+    ExecutedAnswers,
     Finalize,
+    HostAnswer,
+    HostCall,
+    HostRequest,
     IsCancelled,
-    Load,
-    Loaded,
+    LoadModel,
     Manage,
-    Managed,
+    ManageReply,
     Message,
+    ModelLoaded,
     More,
-    Returned,
-    Sent,
-    Taken,
+    StreamedResponse,
+    TakenAnswer,
     TensorMeta,
-    Unwanted,
 )
 from qinfer.backends.python_host.readiness import answer_readiness
-from qinfer.backends.python_host.responses import InferenceResponse, InferenceResponseSender, Stream
+from qinfer.backends.python_host.responses import InferenceResponse, InferenceResponseSender, ResponseStream
 from qinfer.backends.python_host.tensor import Array, Tensor
 from qinfer.errors import QinferError
 from qinfer.tensors import DATATYPES, Bytes, to_numpy
@@ -73,7 +73,7 @@ _HERE = Path(__file__).parent
 _WITHIN_EXECUTE = "other models can be called within `execute` only"
 
 
-class Host:
+class ModelHost:
     """The host process and its requests to the worker."""
 
     def __init__(self, channel: Channel, asks: socket.socket) -> None:
@@ -81,7 +81,7 @@ class Host:
         self._asks = asks
         self._turn = threading.Lock()
         """Held while `execute` or `is_ready` runs."""
-        self._inbox = Inbox(channel, self._unwanted)
+        self._inbox = ChannelInbox(channel, self._unwanted)
         self._model: Any = None
         self._name = ""
         self._directory = ""
@@ -93,7 +93,7 @@ class Host:
         self._is_forked = False
         self.is_iterative = False
         """Requests may be rescheduled."""
-        self._streams: dict[tuple[int, int], Stream] = {}
+        self._streams: dict[tuple[int, int], ResponseStream] = {}
         self._rescheduled: dict[tuple[int, int], InferenceResponseSender] = {}
         """Senders of rescheduled requests, by batch and item of the first execution."""
         self._preparing = threading.Lock()
@@ -112,7 +112,7 @@ class Host:
                 return
             if isinstance(message, Execute):
                 (self._start if self._is_decoupled else self._execute)(message, buffers)
-            elif isinstance(message, Load):
+            elif isinstance(message, LoadModel):
                 self._guarded(self._load, message)
             elif isinstance(message, Complete):
                 self._guarded(self._complete, message)
@@ -132,22 +132,22 @@ class Host:
         self._prepare_later()
         return self._call(request, streams=True)
 
-    def call_for(self, asked: Call, buffers: Sequence[Buffer]) -> Received:
+    def call_for(self, asked: HostCall, buffers: Sequence[Buffer]) -> Received:
         """Runs another model for a forked process."""
         theirs = asked.number
         if not (self._is_executing or self._streams):
-            return Returned(theirs, _failed(TritonError(_WITHIN_EXECUTE))), []
+            return CallReturned(theirs, _failed(TritonError(_WITHIN_EXECUTE))), []
         asked.number, asked.batch, asked.made_for = self._inbox.expect(), self._batch, -1
         self._channel.send(asked, [buffer.data for buffer in buffers])
         answer, data = self._inbox.answer(asked.number)
-        assert isinstance(answer, Returned)
+        assert isinstance(answer, CallReturned)
         answer.number = theirs
         return answer, data
 
     def forked(self, channel: Channel) -> None:
         """Continues in a forked process with another channel."""
         self._channel.disown()
-        self._channel, self._inbox = channel, Inbox(channel, self._unwanted)
+        self._channel, self._inbox = channel, ChannelInbox(channel, self._unwanted)
         self._turn, self._preparing = threading.Lock(), threading.Lock()
         self._later = self._loop = None
         self._is_forked = True
@@ -173,7 +173,7 @@ class Host:
     def returned(self, question: int) -> tuple[InferenceResponse, bool]:
         """Returns a response, and whether it is the last."""
         message, buffers = self._inbox.answer(question)
-        assert isinstance(message, Returned)
+        assert isinstance(message, CallReturned)
         answer = message.answer
         if answer.error is not None:
             return InferenceResponse(error=TritonError(answer.error, answer.code)), message.is_last
@@ -192,7 +192,7 @@ class Host:
         asked.number = self._inbox.expect()
         self._channel.send(asked, contents)
         answer, _ = self._inbox.answer(asked.number)
-        assert isinstance(answer, Managed)
+        assert isinstance(answer, ManageReply)
         if answer.error:
             raise TritonModelException(answer.error)
         return answer.is_ready
@@ -208,34 +208,34 @@ class Host:
         number = self._inbox.expect()
         self._channel.send(IsCancelled(number, batch, item))
         message, _ = self._inbox.answer(number)
-        return isinstance(message, Cancelled) and message.cancelled
+        return isinstance(message, CancelledAnswer) and message.cancelled
 
     def poll(self) -> None:
         """Reads the worker's messages."""
         self._inbox.poll()
 
-    def encoded(self, response: InferenceResponse, outputs: Sequence[str]) -> tuple[Answer, list[Bytes]]:
+    def encoded(self, response: InferenceResponse, outputs: Sequence[str]) -> tuple[HostAnswer, list[Bytes]]:
         """Encodes a response with the wanted outputs; empty = all."""
         error = response.error()
         if error is not None:
             return _failed(error), []
         wanted = outputs or self._datatypes
         wires = [t.to_wire(self._datatypes.get(t.name())) for t in response.output_tensors() if t.name() in wanted]
-        return Answer(_metas(wires), response.parameters_dict()), [wire.data for wire in wires]
+        return HostAnswer(_metas(wires), response.parameters_dict()), [wire.data for wire in wires]
 
-    def send(self, message: Sent, buffers: Sequence[Bytes]) -> None:
+    def send(self, message: StreamedResponse, buffers: Sequence[Bytes]) -> None:
         """Sends a response of a decoupled model."""
         self._channel.send(message, buffers)
 
-    def await_taken(self, stream: Stream, taken_bytes: int) -> tuple[int, bool]:
+    def await_taken(self, stream: ResponseStream, taken_bytes: int) -> tuple[int, bool]:
         """Waits for `taken_bytes`; returns them, and whether the request is cancelled."""
         number = self._inbox.expect()
         self._channel.send(AwaitTaken(number, stream.batch, stream.item, taken_bytes))
         message, _ = self._inbox.answer(number)
-        assert isinstance(message, Taken)
+        assert isinstance(message, TakenAnswer)
         return message.taken_bytes, message.cancelled
 
-    def end(self, stream: Stream, error: str | None, trace: str) -> None:
+    def end(self, stream: ResponseStream, error: str | None, trace: str) -> None:
         """Forgets a stream; never waits, for the garbage collector."""
         self._streams.pop((stream.batch, stream.item), None)
         self._rescheduled.pop((stream.batch, stream.item), None)
@@ -246,14 +246,14 @@ class Host:
                 partial(services.emit, "ERROR", "a request was left by an exception", trace, [stream.request_id])
             )
         if error is not None:
-            self._later.put(Sent(stream.batch, stream.item, _failed(TritonError(error)), final=True))
+            self._later.put(StreamedResponse(stream.batch, stream.item, _failed(TritonError(error)), final=True))
 
     def _call(self, request: InferenceRequest, *, streams: bool) -> int:
         self._check_serving()
         wires = [tensor.to_wire(None) for tensor in request.inputs()]
         number = self._inbox.expect()
         batch, (traced_batch, item) = _batch.get() if self._is_decoupled else self._batch, request.trace().place
-        asked = Call(
+        asked = HostCall(
             number,
             batch,
             request.model_name,
@@ -281,7 +281,7 @@ class Host:
                 "a process that the model has forked can call models that give one response only"
             )
 
-    def _unwanted(self, message: Unwanted) -> None:
+    def _unwanted(self, message: CallerLeft) -> None:
         if stream := self._streams.get((message.batch, message.item)):
             stream.is_unwanted = True
         self._rescheduled.pop((message.batch, message.item), None)
@@ -301,16 +301,16 @@ class Host:
                 else:
                     self._channel.send(message)
 
-    def _guarded(self, work: Any, message: Load | Complete) -> None:
+    def _guarded(self, work: Any, message: LoadModel | Complete) -> None:
         try:
             answer = work(message)
         except BaseException as error:  # noqa: BLE001  the boundary to the model's code, which may even call `sys.exit`
             missing = str(error.name or "") if isinstance(error, ModuleNotFoundError) else ""
-            self._channel.send(Failed(self._told(error, "model failed to load"), missing))
+            self._channel.send(CommandFailed(self._told(error, "model failed to load"), missing))
             return
         self._channel.send(answer)
 
-    def _load(self, message: Load) -> Loaded:
+    def _load(self, message: LoadModel) -> ModelLoaded:
         kind = self._imported(message.directory, message.filename)
         config = json.loads(message.args["model_config"])
         names = {d.config: d.name for d in DATATYPES.values()}
@@ -334,9 +334,9 @@ class Host:
             told = partial(self._told, event="is_ready failed")
             asked = (self._asks, is_ready, self._turn, told)
             threading.Thread(target=answer_readiness, args=asked, name="readiness", daemon=True).start()
-        return Loaded(is_ready is not None)
+        return ModelLoaded(is_ready is not None)
 
-    def _complete(self, message: Complete) -> Completed:
+    def _complete(self, message: Complete) -> CompletedConfig:
         kind = self._imported(message.directory, message.filename)
         config = utils.ModelConfig(message.config)
         if hasattr(kind, "auto_complete_config"):
@@ -346,7 +346,7 @@ class Host:
             raise TritonModelException(
                 f"auto_complete_config function in model '{name}' must return a valid pb.ModelConfig object."
             )
-        return Completed(json.dumps(config.as_dict()))
+        return CompletedConfig(json.dumps(config.as_dict()))
 
     def _imported(self, directory: str, filename: str) -> Any:
         """As in Triton: as a module of the version's package."""
@@ -383,17 +383,17 @@ class Host:
             answers, sent = self._answers(message.requests, responses, rescheduled)
         except BaseException as error:  # noqa: BLE001  as in `_guarded`
             self._is_executing = False
-            self._channel.send(Failed(self._told(error, "execute failed", _ids(message))))
+            self._channel.send(CommandFailed(self._told(error, "execute failed", _ids(message))))
             return
         self._is_executing = False
         try:
-            self._channel.send(Executed(answers), sent)
+            self._channel.send(ExecutedAnswers(answers), sent)
         except MemoryError as error:
-            self._channel.send(Failed(self._told(error, "no memory for the outputs", _ids(message))))
+            self._channel.send(CommandFailed(self._told(error, "no memory for the outputs", _ids(message))))
 
     def _start(self, message: Execute, buffers: Sequence[Buffer]) -> None:
         senders = [self._sender(message, item, asked) for item, asked in enumerate(message.requests)]
-        streams = [stream for sender in senders if isinstance(stream := sender.responses(), Stream)]
+        streams = [stream for sender in senders if isinstance(stream := sender.responses(), ResponseStream)]
         _batch.set(message.number)
         try:
             # The requests live until the end, so that a failed batch closes their senders.
@@ -418,27 +418,29 @@ class Host:
         except BaseException as error:  # noqa: BLE001  as in `_guarded`
             for stream in streams:
                 stream.close()
-            self._channel.send(Failed(self._told(error, "execute failed", _ids(message))))
+            self._channel.send(CommandFailed(self._told(error, "execute failed", _ids(message))))
             return
-        self._channel.send(Executed([Answer([], {}, rescheduled=again) for again in rescheduled]))
+        self._channel.send(ExecutedAnswers([HostAnswer([], {}, rescheduled=again) for again in rescheduled]))
 
-    def _sender(self, message: Execute, item: int, asked: Asked) -> InferenceResponseSender:
+    def _sender(self, message: Execute, item: int, asked: HostRequest) -> InferenceResponseSender:
         """Returns a request's sender, which all its executions share."""
         if asked.goes_on is None:
-            stream = Stream(self, message.number, item, asked, message.window_bytes)
+            stream = ResponseStream(self, message.number, item, asked, message.window_bytes)
             self._streams[message.number, item] = stream
             return InferenceResponseSender(stream)
         sender = self._rescheduled.pop(asked.goes_on, None)
         if sender is None:  # a thread has sent the final flag
-            stream = Stream(self, *asked.goes_on, asked, message.window_bytes)
+            stream = ResponseStream(self, *asked.goes_on, asked, message.window_bytes)
             stream.is_closed = True
             sender = InferenceResponseSender(stream)
         return sender
 
-    def _in_background(self, coroutine: Coroutine[Any, Any, object], streams: Sequence[Stream]) -> "Future[None]":
+    def _in_background(
+        self, coroutine: Coroutine[Any, Any, object], streams: Sequence[ResponseStream]
+    ) -> "Future[None]":
         return asyncio.run_coroutine_threadsafe(self._awaited(coroutine, streams), self._running_loop())
 
-    async def _awaited(self, coroutine: Coroutine[Any, Any, object], streams: Sequence[Stream]) -> None:
+    async def _awaited(self, coroutine: Coroutine[Any, Any, object], streams: Sequence[ResponseStream]) -> None:
         try:
             if await coroutine is not None:
                 raise TritonModelException(self._must_return_none)
@@ -504,15 +506,15 @@ class Host:
 
     def _answers(
         self,
-        requests: Sequence[Asked],
+        requests: Sequence[HostRequest],
         responses: Sequence[InferenceResponse | None],
         rescheduled: Sequence[bool],
-    ) -> tuple[list[Answer], list[Bytes]]:
-        answers: list[Answer] = []
+    ) -> tuple[list[HostAnswer], list[Bytes]]:
+        answers: list[HostAnswer] = []
         buffers: list[Bytes] = []
         for request, response, again in zip(requests, responses, rescheduled, strict=True):
             if again:
-                answers.append(Answer([], {}, rescheduled=True))
+                answers.append(HostAnswer([], {}, rescheduled=True))
                 continue
             assert response is not None, "a sender has waited for it"
             try:
@@ -530,7 +532,7 @@ class Host:
                 self._model.finalize()
             except BaseException as error:  # noqa: BLE001  as in `_guarded`
                 self._told(error, "finalize failed")
-        self._channel.send(Loaded())
+        self._channel.send(ModelLoaded())
 
     def _noted(self, error: BaseException, event: str) -> Cause:
         """Records a cause for the senders in its frames."""
@@ -567,7 +569,7 @@ async def _outcome(coroutine: Coroutine[Any, Any, object]) -> tuple[Any, BaseExc
     """`sys.exit` would end asyncio's loop."""
     try:
         return await coroutine, None
-    except BaseException as error:  # noqa: BLE001  as in `Host._guarded`
+    except BaseException as error:  # noqa: BLE001  as in `ModelHost._guarded`
         return None, error
 
 
@@ -641,5 +643,5 @@ def _metas(wires: Sequence[WireTensor]) -> list[TensorMeta]:
     return [TensorMeta(wire.name, wire.datatype, wire.shape) for wire in wires]
 
 
-def _failed(error: TritonError) -> Answer:
-    return Answer([], {}, error.message(), error.code())
+def _failed(error: TritonError) -> HostAnswer:
+    return HostAnswer([], {}, error.message(), error.code())

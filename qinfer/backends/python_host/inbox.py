@@ -5,15 +5,22 @@ from collections import deque
 from collections.abc import Callable
 
 from qinfer.backends.python_host.channel import Buffer, Channel
-from qinfer.backends.python_host.messages import Cancelled, Managed, Message, Returned, Taken, Unwanted
+from qinfer.backends.python_host.messages import (
+    CallerLeft,
+    CallReturned,
+    CancelledAnswer,
+    ManageReply,
+    Message,
+    TakenAnswer,
+)
 
 Received = tuple[Message, list[Buffer]]
 
 
-class Inbox:
+class ChannelInbox:
     """One of the waiting threads reads for all."""
 
-    def __init__(self, channel: Channel, unwanted: Callable[[Unwanted], None]) -> None:
+    def __init__(self, channel: Channel, unwanted: Callable[[CallerLeft], None]) -> None:
         self._channel = channel
         self._unwanted = unwanted
         self._changed = threading.Condition()
@@ -72,9 +79,9 @@ class Inbox:
 
     def _sort(self, received: Received) -> None:
         message, _ = received
-        if isinstance(message, Unwanted):
+        if isinstance(message, CallerLeft):
             self._unwanted(message)
-        elif not isinstance(message, Returned | Cancelled | Taken | Managed):
+        elif not isinstance(message, CallReturned | CancelledAnswer | TakenAnswer | ManageReply):
             self._commands.append(received)
         elif message.number in self._answers:
             self._answers[message.number] = received

@@ -12,29 +12,29 @@ from qinfer.backends.python_host.responses import (
     NO_RESPONSE,
     InferenceResponse,
     InferenceResponseSender,
-    Reply,
-    Stream,
+    ResponseStream,
+    SingleReply,
 )
 from qinfer.backends.python_host.tensor import Tensor
 from qinfer.core.messages import Scalar
 
 if TYPE_CHECKING:
-    from qinfer.backends.python_host.host import Host
+    from qinfer.backends.python_host.host import ModelHost
 
 RESCHEDULE = 2
 """TRITONSERVER_REQUEST_RELEASE_RESCHEDULE"""
 
-_host: "Host | None" = None
+_host: "ModelHost | None" = None
 _making = threading.Lock()
 
 
-def connect(host: "Host") -> None:
+def connect(host: "ModelHost") -> None:
     """Sets the host for calls, once."""
     global _host  # noqa: PLW0603  a model makes requests out of nothing
     _host = host
 
 
-def connected() -> "Host":
+def connected() -> "ModelHost":
     """Returns the host, or raises `TritonModelException`."""
     if _host is None:
         raise TritonModelException("only the process that a worker has started for the model can ask the worker")
@@ -143,7 +143,7 @@ class InferenceRequest:
         self._release_flags = 0
         self._server_id = ""
         self._place: tuple[int, int] | None = None
-        self._reply: Reply | None = None
+        self._reply: SingleReply | None = None
         self._sender: InferenceResponseSender | None = None
 
     def placed(
@@ -221,15 +221,15 @@ class InferenceRequest:
             if self._sender is None:
                 place = self._place
                 asks = lambda: place is not None and _host is not None and _host.is_cancelled(*place)  # noqa: E731
-                self._reply = Reply(asks, self._server_id)
+                self._reply = SingleReply(asks, self._server_id)
                 self._sender = InferenceResponseSender(self._reply)
             return self._sender
 
-    def responses(self) -> "Reply | Stream | None":
-        """Returns its sender's `Reply` or `Stream`; not Triton's."""
+    def responses(self) -> "SingleReply | ResponseStream | None":
+        """Returns its sender's `SingleReply` or `ResponseStream`; not Triton's."""
         return None if self._sender is None else self._sender.responses()
 
-    def reply(self) -> Reply:
+    def reply(self) -> SingleReply:
         """Returns the single reply; not Triton's."""
         is_asked_for = self._sender is not None
         self.get_response_sender()
@@ -264,7 +264,7 @@ class ResponseIterator:
     Dropping the iterator cancels the call. As in Triton, it can be iterated again.
     """
 
-    def __init__(self, host: "Host", call: int) -> None:
+    def __init__(self, host: "ModelHost", call: int) -> None:
         self._host = host
         self._call = call
         self._question = call

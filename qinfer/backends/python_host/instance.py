@@ -28,11 +28,11 @@ LONGEST_WAIT_S = 60.0
 DOWN_AFTER = 3
 """Failed starts in a row after which batches don't wait."""
 
-_live: "weakref.WeakSet[Instance]" = weakref.WeakSet()
+_live: "weakref.WeakSet[HostInstance]" = weakref.WeakSet()
 _live_lock = threading.Lock()
 
 
-class Instance:
+class HostInstance:
     """A host process, and its successors.
 
     `load` loads the model, or raises `ModelLoadFailed`. `reason` explains a missing process.

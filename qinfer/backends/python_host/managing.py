@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from qinfer.backends.base import ManagesModels
 from qinfer.backends.python_host.channel import Buffer, Channel
-from qinfer.backends.python_host.messages import Manage, Managed
+from qinfer.backends.python_host.messages import Manage, ManageReply
 from qinfer.errors import QinferError, UnsupportedFeature
 
 logger = logging.getLogger("qinfer.backends.python")
@@ -29,12 +29,12 @@ class Managing:
 
     def _serve(self, channel: Channel, message: Manage, files: dict[str, bytes]) -> None:
         try:
-            answer = Managed(message.number, self._done(message, files))
+            answer = ManageReply(message.number, self._done(message, files))
         except QinferError as error:
-            answer = Managed(message.number, error=error.message)
+            answer = ManageReply(message.number, error=error.message)
         except Exception:  # the model must get an answer
             logger.exception("model management failed", extra={"model": self._model})
-            answer = Managed(message.number, error="it failed; the worker's log says why")
+            answer = ManageReply(message.number, error="it failed; the worker's log says why")
         with suppress(OSError):
             channel.send(answer)
 

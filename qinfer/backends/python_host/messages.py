@@ -19,7 +19,7 @@ class TensorMeta(msgspec.Struct, array_like=True, frozen=True):
     shape: tuple[int, ...]
 
 
-class Load(msgspec.Struct, array_like=True, tag=True):
+class LoadModel(msgspec.Struct, array_like=True, tag=True):
     """To the host: import a model file, and call `initialize(args)`."""
 
     directory: str
@@ -27,7 +27,7 @@ class Load(msgspec.Struct, array_like=True, tag=True):
     args: Mapping[str, str]
 
 
-class Loaded(msgspec.Struct, array_like=True, tag=True):
+class ModelLoaded(msgspec.Struct, array_like=True, tag=True):
     """To the worker: the model is initialised, or finalised."""
 
     has_is_ready: bool = False
@@ -41,7 +41,7 @@ class Complete(msgspec.Struct, array_like=True, tag=True):
     config: str
 
 
-class Completed(msgspec.Struct, array_like=True, tag=True):
+class CompletedConfig(msgspec.Struct, array_like=True, tag=True):
     """To the worker: the completed configuration as JSON."""
 
     config: str
@@ -51,14 +51,14 @@ class EnvironmentReady(msgspec.Struct, array_like=True, tag=True):
     """To the worker, first: the environment is ready."""
 
 
-class Failed(msgspec.Struct, array_like=True, tag=True):
+class CommandFailed(msgspec.Struct, array_like=True, tag=True):
     """To the worker: the command raised an exception of this type and text; `missing` could not be imported."""
 
     message: str
     missing: str = ""
 
 
-class Asked(msgspec.Struct, array_like=True, frozen=True):
+class HostRequest(msgspec.Struct, array_like=True, frozen=True):
     """One request of a batch.
 
     Attributes:
@@ -92,12 +92,12 @@ class Execute(msgspec.Struct, array_like=True, tag=True):
     number: int
     inputs: list[TensorMeta]
     rows: list[int]
-    requests: list[Asked]
+    requests: list[HostRequest]
     window_bytes: int = 0
     shapes: Mapping[int, Sequence[tuple[int, ...]]] = {}
 
 
-class Answer(msgspec.Struct, array_like=True, frozen=True):
+class HostAnswer(msgspec.Struct, array_like=True, frozen=True):
     """The response to one request, whose tensors are the next buffers.
 
     Attributes:
@@ -112,23 +112,23 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
     rescheduled: bool = False
 
 
-class Executed(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: `execute` has ended; a decoupled model sends `Sent`."""
+class ExecutedAnswers(msgspec.Struct, array_like=True, tag=True):
+    """To the worker: `execute` has ended; a decoupled model sends `StreamedResponse`."""
 
-    answers: list[Answer]
+    answers: list[HostAnswer]
 
 
-class Sent(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: a decoupled model's response, perhaps after `Executed`."""
+class StreamedResponse(msgspec.Struct, array_like=True, tag=True):
+    """To the worker: a decoupled model's response, perhaps after `ExecutedAnswers`."""
 
     batch: int
     item: int
-    answer: Answer
+    answer: HostAnswer
     final: bool
 
 
 class AwaitTaken(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: reply `Taken` after `taken_bytes`."""
+    """To the worker: reply `TakenAnswer` after `taken_bytes`."""
 
     number: int
     batch: int
@@ -136,7 +136,7 @@ class AwaitTaken(msgspec.Struct, array_like=True, tag=True):
     taken_bytes: int
 
 
-class Taken(msgspec.Struct, array_like=True, tag=True):
+class TakenAnswer(msgspec.Struct, array_like=True, tag=True):
     """To the host: the answer to `AwaitTaken`."""
 
     number: int
@@ -144,14 +144,14 @@ class Taken(msgspec.Struct, array_like=True, tag=True):
     cancelled: bool = False
 
 
-class Unwanted(msgspec.Struct, array_like=True, tag=True):
+class CallerLeft(msgspec.Struct, array_like=True, tag=True):
     """To the host: a request's caller has left."""
 
     batch: int
     item: int
 
 
-class Call(msgspec.Struct, array_like=True, tag=True):
+class HostCall(msgspec.Struct, array_like=True, tag=True):
     """To the worker: run another model.
 
     Attributes:
@@ -190,11 +190,11 @@ class Close(msgspec.Struct, array_like=True, tag=True):
     is_dropped: bool = True
 
 
-class Returned(msgspec.Struct, array_like=True, tag=True):
+class CallReturned(msgspec.Struct, array_like=True, tag=True):
     """To the host: a response to a call."""
 
     number: int
-    answer: Answer
+    answer: HostAnswer
     is_last: bool = True
 
 
@@ -217,7 +217,7 @@ class Manage(msgspec.Struct, array_like=True, tag=True):
     number: int = 0
 
 
-class Managed(msgspec.Struct, array_like=True, tag=True):
+class ManageReply(msgspec.Struct, array_like=True, tag=True):
     """To the host: the answer to `Manage`."""
 
     number: int
@@ -233,7 +233,7 @@ class IsCancelled(msgspec.Struct, array_like=True, tag=True):
     item: int
 
 
-class Cancelled(msgspec.Struct, array_like=True, tag=True):
+class CancelledAnswer(msgspec.Struct, array_like=True, tag=True):
     """To the host: the answer to `IsCancelled`."""
 
     number: int
@@ -245,25 +245,25 @@ class Finalize(msgspec.Struct, array_like=True, tag=True):
 
 
 Message = (
-    Load
-    | Loaded
+    LoadModel
+    | ModelLoaded
     | Complete
-    | Completed
+    | CompletedConfig
     | EnvironmentReady
-    | Failed
+    | CommandFailed
     | Execute
-    | Executed
-    | Sent
+    | ExecutedAnswers
+    | StreamedResponse
     | AwaitTaken
-    | Taken
-    | Unwanted
-    | Call
+    | TakenAnswer
+    | CallerLeft
+    | HostCall
     | More
     | Close
-    | Returned
+    | CallReturned
     | Manage
-    | Managed
+    | ManageReply
     | IsCancelled
-    | Cancelled
+    | CancelledAnswer
     | Finalize
 )

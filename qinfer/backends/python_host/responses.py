@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from qinfer.backends.python_host import causes
 from qinfer.backends.python_host.causes import Cause
 from qinfer.backends.python_host.errors import TritonError, TritonModelException, checked_parameters
-from qinfer.backends.python_host.messages import Answer, Asked, Sent
+from qinfer.backends.python_host.messages import HostAnswer, HostRequest, StreamedResponse
 from qinfer.backends.python_host.tensor import Tensor
 from qinfer.core.messages import RESPONSE_OVERHEAD_BYTES, Scalar
 from qinfer.errors import QinferError
 from qinfer.tensors import Bytes
 
 if TYPE_CHECKING:
-    from qinfer.backends.python_host.host import Host
+    from qinfer.backends.python_host.host import ModelHost
 
 FINAL = 1
 """TRITONSERVER_RESPONSE_COMPLETE_FINAL"""
@@ -91,7 +91,7 @@ class InferenceResponseSender:
 
     __slots__ = ("_responses",)
 
-    def __init__(self, responses: "Reply | Stream") -> None:
+    def __init__(self, responses: "SingleReply | ResponseStream") -> None:
         self._responses = responses
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
@@ -120,15 +120,15 @@ class InferenceResponseSender:
         """Asks the worker whether the caller has left."""
         return self._responses.is_cancelled()
 
-    def responses(self) -> "Reply | Stream":
-        """Returns its `Reply` or `Stream`; not Triton's."""
+    def responses(self) -> "SingleReply | ResponseStream":
+        """Returns its `SingleReply` or `ResponseStream`; not Triton's."""
         return self._responses
 
     def __del__(self) -> None:
         self._responses.abandon()
 
 
-class Reply:
+class SingleReply:
     """The only response; without one, `cause` or `missing` has the error's text."""
 
     def __init__(self, is_cancelled: Callable[[], bool] = bool, request_id: str = "") -> None:
@@ -173,13 +173,13 @@ class Reply:
         return InferenceResponse(error=TritonError(self.missing if self.cause is None else self.cause.text))
 
 
-class Stream:
+class ResponseStream:
     """A decoupled model's responses to one request.
 
     `is_unwanted`: the worker has reported a cancellation. `cause` may explain a missing last response.
     """
 
-    def __init__(self, host: "Host", batch: int, item: int, asked: Asked, window_bytes: int) -> None:
+    def __init__(self, host: "ModelHost", batch: int, item: int, asked: HostRequest, window_bytes: int) -> None:
         self.batch = batch
         self.item = item
         self.request_id = asked.request_id
@@ -199,7 +199,7 @@ class Stream:
         """Sends a response, once the window has room."""
         with self._sending:
             self._check_open()
-            answer, buffers = Answer([], {}), list[Bytes]()
+            answer, buffers = HostAnswer([], {}), list[Bytes]()
             if response is not None:
                 answer, buffers = self._encoded(response)
             size = sum(map(len, buffers))
@@ -210,7 +210,7 @@ class Stream:
                 if not final:
                     raise TritonModelException("Unable to send response. The request is cancelled.")
             else:
-                self._host.send(Sent(self.batch, self.item, answer, final), buffers)
+                self._host.send(StreamedResponse(self.batch, self.item, answer, final), buffers)
             if final:
                 self.close()
 
@@ -229,7 +229,7 @@ class Stream:
         self.is_closed = True
         self._host.end(self, error, trace)
 
-    def _encoded(self, response: InferenceResponse) -> tuple[Answer, list[Bytes]]:
+    def _encoded(self, response: InferenceResponse) -> tuple[HostAnswer, list[Bytes]]:
         try:
             return self._host.encoded(response, self._outputs)
         except QinferError as refused:

@@ -46,7 +46,7 @@ def _line(level: str, message: str, trace: str, ids: str) -> bytes:
     return f"{MARK}{json.dumps([level, text(message, 'a message'), text(trace, 'a traceback'), ids])}\n".encode()
 
 
-class Level(enum.IntEnum):
+class TritonLogLevel(enum.IntEnum):
     """Triton's levels of severity."""
 
     INFO = 0
@@ -58,15 +58,15 @@ class Level(enum.IntEnum):
 class Logger:
     """Writes to the worker's log."""
 
-    LogLevel = Level
-    INFO, WARNING, ERROR, VERBOSE = Level
+    LogLevel = TritonLogLevel
+    INFO, WARNING, ERROR, VERBOSE = TritonLogLevel
 
     @staticmethod
-    def log(message: str, level: Level = Level.INFO) -> None:
+    def log(message: str, level: TritonLogLevel = TritonLogLevel.INFO) -> None:
         """Writes a line of that level."""
-        if not isinstance(level, Level):
+        if not isinstance(level, TritonLogLevel):
             raise TypeError(f"the level of a message is one of Logger.INFO, WARNING, ERROR and VERBOSE, got {level}")
-        emit("DEBUG" if level is Level.VERBOSE else level.name, text(message, _MESSAGE))
+        emit("DEBUG" if level is TritonLogLevel.VERBOSE else level.name, text(message, _MESSAGE))
 
     @staticmethod
     def log_info(message: str) -> None:

@@ -21,26 +21,26 @@ from qinfer.backends.base import Context
 from qinfer.backends.python_host.calls import Calls, send, tensors
 from qinfer.backends.python_host.channel import Buffer, UnreadError
 from qinfer.backends.python_host.errors import to_qinfer
-from qinfer.backends.python_host.instance import Instance
+from qinfer.backends.python_host.instance import HostInstance
 from qinfer.backends.python_host.managing import Managing
 from qinfer.backends.python_host.messages import (
-    Answer,
-    Asked,
     AwaitTaken,
-    Call,
-    Cancelled,
+    CallerLeft,
+    CancelledAnswer,
     Close,
+    CommandFailed,
     Execute,
-    Executed,
-    Failed,
+    ExecutedAnswers,
+    HostAnswer,
+    HostCall,
+    HostRequest,
     IsCancelled,
-    Loaded,
     Manage,
     Message,
+    ModelLoaded,
     More,
-    Sent,
-    Taken,
-    Unwanted,
+    StreamedResponse,
+    TakenAnswer,
 )
 from qinfer.backends.python_host.process import HostProcess
 from qinfer.errors import InferenceFailed, QinferError
@@ -51,12 +51,12 @@ logger = logging.getLogger("qinfer.backends.python")
 OPEN_STREAMS = 512
 """With so many open requests, an instance takes no batch."""
 
-Outcome = Executed | Failed
+Outcome = ExecutedAnswers | CommandFailed
 Place = tuple[int, int]
 """Batch number and item."""
 
 
-class _Stream:
+class _OpenStream:
     """A request without a final response; `ctx` and `item` are those of its latest execution."""
 
     __slots__ = ("ctx", "item", "question", "taken_bytes")
@@ -73,19 +73,19 @@ class _OpenBatch:
 
     __slots__ = ("ctx", "has_begun", "outcome", "refusal", "requests", "streams")
 
-    def __init__(self, ctx: Context, requests: Sequence[Asked]) -> None:
+    def __init__(self, ctx: Context, requests: Sequence[HostRequest]) -> None:
         self.ctx = ctx
         self.requests = requests
         self.has_begun = False
         self.refusal: QinferError | None = None
-        self.streams: dict[int, _Stream] = {}
+        self.streams: dict[int, _OpenStream] = {}
         self.outcome: Future[Outcome] = Future()
 
 
-class Streams:
+class HostStreams:
     """One process's open streams, which alone receive from it."""
 
-    def __init__(self, process: HostProcess, instance: Instance, managing: Managing, model: str) -> None:
+    def __init__(self, process: HostProcess, instance: HostInstance, managing: Managing, model: str) -> None:
         self.process = process
         self._instance = instance
         self._managing = managing
@@ -120,7 +120,7 @@ class Streams:
             if self._is_lost:
                 raise UnreadError
             places = [self._goes_on(message, item, ctx) for item in range(len(message.requests))]
-            batch.streams = {item: _Stream(ctx, item) for number, item in places if number == message.number}
+            batch.streams = {item: _OpenStream(ctx, item) for number, item in places if number == message.number}
             self._batches[message.number] = batch
             self._instance.begins()
         try:
@@ -135,7 +135,7 @@ class Streams:
             ctx.on_taken(item, partial(self._on_taken, message.number, item))
         outcome = batch.outcome.result()
         for position, place in enumerate(places):
-            if isinstance(outcome, Failed):
+            if isinstance(outcome, CommandFailed):
                 self._close(*place)
             elif outcome.answers[position].rescheduled:
                 self._reschedule(message.requests[position].request_id if ctx.is_decoupled else "", place)
@@ -160,7 +160,7 @@ class Streams:
             if request_id and self._stream(*place) is not None:
                 self._rescheduled[request_id] = place
             else:
-                self._messages.put(Unwanted(*place))
+                self._messages.put(CallerLeft(*place))
                 self._close(*place)
 
     def _await_streams(self, batch: _OpenBatch) -> None:
@@ -209,22 +209,22 @@ class Streams:
             send(self.process.channel, message)
 
     def _hear(self, message: Message, buffers: list[Buffer]) -> None:
-        if isinstance(message, Sent):
+        if isinstance(message, StreamedResponse):
             self._respond(message, buffers)
-        elif isinstance(message, Executed | Failed):
+        elif isinstance(message, ExecutedAnswers | CommandFailed):
             self._ended(message)
         elif isinstance(message, AwaitTaken):
             self._await_taken(message)
         elif isinstance(message, IsCancelled):
             self._is_cancelled(message)
-        elif isinstance(message, Call | More | Close):
-            self._calls.hear(message, buffers, self._context(message) if isinstance(message, Call) else None)
+        elif isinstance(message, HostCall | More | Close):
+            self._calls.hear(message, buffers, self._context(message) if isinstance(message, HostCall) else None)
         elif isinstance(message, Manage):
             self._managing.hear(self.process.channel, message, buffers)
-        elif not isinstance(message, Loaded):  # finalised
+        elif not isinstance(message, ModelLoaded):  # finalised
             logger.error("the model's process sent an unexpected message", extra={"model": self._model})
 
-    def _respond(self, message: Sent, buffers: Sequence[Buffer]) -> None:
+    def _respond(self, message: StreamedResponse, buffers: Sequence[Buffer]) -> None:
         with self._changed:
             batch = self._batches.get(message.batch)
             stream = None if batch is None else batch.streams.get(message.item)
@@ -245,7 +245,7 @@ class Streams:
         with self._changed:
             number = next(n for n, batch in self._batches.items() if not batch.outcome.done())
             batch = self._batches[number]
-        if isinstance(outcome, Failed):
+        if isinstance(outcome, CommandFailed):
             self._forget(number)
         batch.outcome.set_result(outcome)
 
@@ -275,7 +275,7 @@ class Streams:
         with self._changed:
             stream = self._stream(message.batch, message.item)
             if stream is None:
-                self._messages.put(Taken(message.number, 0, cancelled=True))
+                self._messages.put(TakenAnswer(message.number, 0, cancelled=True))
                 return
             stream.question = message
             self._tell_taken(stream)
@@ -291,11 +291,11 @@ class Streams:
                 stream.taken_bytes += taken_bytes
                 self._tell_taken(stream)
 
-    def _tell_taken(self, stream: _Stream) -> None:
+    def _tell_taken(self, stream: _OpenStream) -> None:
         question = stream.question
         if question is not None and stream.taken_bytes >= question.taken_bytes:
             stream.question = None
-            self._messages.put(Taken(question.number, stream.taken_bytes))
+            self._messages.put(TakenAnswer(question.number, stream.taken_bytes))
 
     def _unwant(self, number: int, item: int) -> None:
         with self._changed:
@@ -303,27 +303,27 @@ class Streams:
             if stream is None:
                 return
             self._tell_end(stream)
-            self._messages.put(Unwanted(number, item))
+            self._messages.put(CallerLeft(number, item))
             self._close(number, item)
 
-    def _tell_end(self, stream: _Stream) -> None:
+    def _tell_end(self, stream: _OpenStream) -> None:
         if stream.question is not None:
-            self._messages.put(Taken(stream.question.number, stream.taken_bytes, cancelled=True))
+            self._messages.put(TakenAnswer(stream.question.number, stream.taken_bytes, cancelled=True))
 
     def _is_cancelled(self, message: IsCancelled) -> None:
         with self._changed:
             stream = self._stream(message.batch, message.item)
         cancelled = stream is None or stream.ctx.cancelled(stream.item)
-        self._messages.put(Cancelled(message.number, cancelled))
+        self._messages.put(CancelledAnswer(message.number, cancelled))
 
-    def _context(self, call: Call) -> Context | None:
+    def _context(self, call: HostCall) -> Context | None:
         """Unknown batches are the latest."""
         with self._changed:
             latest = next(reversed(self._batches), 0)
             batch = self._batches.get(call.batch or latest)
         return None if batch is None else batch.ctx
 
-    def _stream(self, number: int, item: int) -> _Stream | None:
+    def _stream(self, number: int, item: int) -> _OpenStream | None:
         batch = self._batches.get(number)
         return None if batch is None else batch.streams.get(item)
 
@@ -356,12 +356,12 @@ class Streams:
             self._changed.notify_all()
 
 
-def _answer(answer: Answer, buffers: Sequence[Buffer]) -> tuple[Tensor, ...] | QinferError:
+def _answer(answer: HostAnswer, buffers: Sequence[Buffer]) -> tuple[Tensor, ...] | QinferError:
     if answer.error is not None:
         return to_qinfer(answer.error, answer.code)
     return tensors(answer.outputs, buffers)
 
 
-def failed_text(model: str, failed: Failed) -> str:
+def failed_text(model: str, failed: CommandFailed) -> str:
     """Returns a client's text of a raising `execute`."""
     return f"Failed to process the request(s) for model '{model}', message: {failed.message}"

@@ -76,7 +76,7 @@ class Tensor:
             raise TritonModelException("DLPack does not have support for string tensors.")
         del options
         # As in Triton, a capsule keeps the tensor.
-        return np.asarray(_Held(self)).__dlpack__()
+        return np.asarray(_HeldTensor(self)).__dlpack__()
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (_CPU, 0)
@@ -118,7 +118,7 @@ def _named(name: object) -> str:
     return named
 
 
-class _Held:
+class _HeldTensor:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self.__array_interface__ = tensor.as_numpy().__array_interface__

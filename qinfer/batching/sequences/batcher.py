@@ -14,8 +14,8 @@ from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.policy import LatencyModel
 from qinfer.batching.sequences.execution import AnySteps, States
 from qinfer.batching.sequences.runner import StepRunner
-from qinfer.batching.sequences.scheduler import Decision, Ending
-from qinfer.batching.sequences.steps import PendingStep, Step, StepBatch
+from qinfer.batching.sequences.scheduler import EndReason, SequenceDecision
+from qinfer.batching.sequences.steps import PendingStep, SequenceStep, StepBatch
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Response
 from qinfer.errors import QinferError, SequenceLost
@@ -43,14 +43,14 @@ class StepOutlet(Protocol):
         ...
 
 
-class _Kept:
+class _OwnedSequence:
     """A sequence of this worker; `instance` is -1 before its first step."""
 
     __slots__ = ("instance", "states", "waiting")
 
     def __init__(self, states: States) -> None:
         self.states = states
-        self.waiting: dict[PendingStep, Step[PendingStep]] = {}
+        self.waiting: dict[PendingStep, SequenceStep[PendingStep]] = {}
         self.instance = -1
 
 
@@ -69,7 +69,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         super().__init__(model, clock, self.tally, latency)
         self._outlet = outlet
         self._initial = initial
-        self._kept: dict[SequenceId, _Kept] = {}
+        self._kept: dict[SequenceId, _OwnedSequence] = {}
         self._end: Callable[[int], None] = lambda _: None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -92,7 +92,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
 
     def adopt(self, sequence: SequenceId, committed: int, states: States | None) -> None:
         """Takes over a sequence after `committed` steps; `None` = initial states."""
-        self._kept[sequence] = _Kept(self._initial if states is None else states)
+        self._kept[sequence] = _OwnedSequence(self._initial if states is None else states)
         if committed:
             self._scheduler.adopt(sequence, committed)
             self.pump()
@@ -116,7 +116,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         step.key = self._key(step.request, kept.states)
         flags = step.request.sequence
         told_id = None if flags is None else flags.id
-        listed = Step(item=step, sequence=step.place.sequence, start=step.start, end=step.end, told_id=told_id)
+        listed = SequenceStep(item=step, sequence=step.place.sequence, start=step.start, end=step.end, told_id=told_id)
         self._scheduler.admit(listed, self._clock.now_s())
         kept.waiting[step] = listed
         self.waiting += 1
@@ -171,10 +171,10 @@ class SequenceBatcher(StepRunner[PendingStep]):
         self.pump()
         self.model.executor.retire()
 
-    def _tell(self, decision: Decision[PendingStep]) -> None:
+    def _tell(self, decision: SequenceDecision[PendingStep]) -> None:
         for instance in decision.left:
             self._end(instance)
-        broken = {ended.sequence for ended in decision.ended if ended.ending is not Ending.RESTARTED}
+        broken = {ended.sequence for ended in decision.ended if ended.ending is not EndReason.RESTARTED}
         for refused, error in decision.refused:
             step = refused.item
             self.waiting -= 1

@@ -7,11 +7,11 @@ import numpy as np
 
 from qinfer.backends.base import Array
 from qinfer.batching.policy import Item
-from qinfer.batching.sequences.steps import Step
+from qinfer.batching.sequences.steps import SequenceStep
 from qinfer.models.sequence_spec import ControlKind, ControlSpec
 from qinfer.tensors import datatype
 
-Rows = Sequence[Step[Any] | None]
+Rows = Sequence[SequenceStep[Any] | None]
 
 
 def control_inputs(rows: Rows, controls: Sequence[ControlSpec], *, batched: bool) -> dict[str, Array]:
@@ -46,7 +46,7 @@ def _values(rows: Rows, control: ControlSpec) -> Array:
     return np.where(holds, control.true, control.false).astype(datatype(control.datatype).numpy)
 
 
-def _holds(kind: ControlKind, step: Step[Item] | None) -> bool:
+def _holds(kind: ControlKind, step: SequenceStep[Item] | None) -> bool:
     if step is None:
         return False
     return {ControlKind.START: step.start, ControlKind.END: step.end, ControlKind.READY: True}[kind]
@@ -64,7 +64,7 @@ def _correlation_ids(rows: Rows, name: str) -> Array:
     return np.array(numbers, dtype=f"<u{kind.itemsize}").view(kind.numpy)
 
 
-def _told(step: Step[Any]) -> int | str | None:
+def _told(step: SequenceStep[Any]) -> int | str | None:
     if step.told_id is not None or step.sequence is None:
         return step.told_id
     return step.sequence.correlation_id

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from qinfer.batching.policy import Latency
-from qinfer.batching.sequences.steps import Pick, Ready, Step, T
+from qinfer.batching.sequences.steps import Pick, Ready, SequenceStep, T
 from qinfer.models.sequence_spec import DirectSpec
 
 
@@ -18,7 +18,7 @@ def pick_direct(ready: Sequence[Ready[T]], now_s: float, spec: DirectSpec, laten
         for entry in ready
         if entry is ready[0] or not (first.alone or entry.step.item.alone or entry.step.item.key != first.key)
     ]
-    rows: list[Step[T] | None] = [None] * (max(entry.slot for entry in chosen) + 1)
+    rows: list[SequenceStep[T] | None] = [None] * (max(entry.slot for entry in chosen) + 1)
     if len(ready) < spec.minimum_rows and not first.alone:
         items = [entry.step.item for entry in chosen]
         # The latest start for the earliest deadline.

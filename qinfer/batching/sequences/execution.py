@@ -17,7 +17,7 @@ from qinfer.batching.assemble import assemble, stack
 from qinfer.batching.execution import Answer, Execution
 from qinfer.batching.sequences.controls import control_inputs, padded
 from qinfer.batching.sequences.steps import StepBatch
-from qinfer.batching.streams import Stream, StreamedExecution
+from qinfer.batching.streams import ItemStream, StreamedExecution
 from qinfer.core.messages import InferRequest, Scalar
 from qinfer.errors import InferenceFailed, OutputMismatch, QinferError, SequenceLost
 from qinfer.models.sequence_spec import SequenceSpec, StateSpec
@@ -105,11 +105,11 @@ class StreamedSteps(StreamedExecution, kw_only=True, eq=False):
         open_ = {at for at, stream in enumerate(self.streams) if not (stream.has_ended or stream.is_over)}
         self.again &= open_ if self.error is None else set()
 
-    def _open(self) -> list[Stream]:
+    def _open(self) -> list[ItemStream]:
         steps = self.steps.steps
         return [(self.table.open if step.start else self.table.resume)(step.item, self) for step in steps]
 
-    def _ended_by(self, error: QinferError, stream: Stream) -> QinferError:
+    def _ended_by(self, error: QinferError, stream: ItemStream) -> QinferError:
         """No item starts again."""
         del stream
         return InferenceFailed(error.message) if isinstance(error, SequenceLost) else error

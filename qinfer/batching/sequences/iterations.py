@@ -15,12 +15,12 @@ from itertools import chain, repeat
 import msgspec
 
 from qinfer.batching.batcher import LoadedModel, Outlet
-from qinfer.batching.execution import Execution, Pending
+from qinfer.batching.execution import Execution, WorkItem
 from qinfer.batching.policy import NEVER_S, LatencyModel
 from qinfer.batching.sequences.execution import AnySteps, States
 from qinfer.batching.sequences.runner import StepRunner
-from qinfer.batching.sequences.scheduler import Decision
-from qinfer.batching.sequences.steps import Step, StepBatch
+from qinfer.batching.sequences.scheduler import SequenceDecision
+from qinfer.batching.sequences.steps import SequenceStep, StepBatch
 from qinfer.core import messages
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response
@@ -33,19 +33,19 @@ _DECAY = 0.98
 """A request's weight after each later one: about 50 count."""
 
 
-class _Held:
+class _HeldRequest:
     """A request without an answer; `instance` is -1 before it begins."""
 
     __slots__ = ("instance", "iterations", "states", "step")
 
-    def __init__(self, step: Step[Pending], states: States) -> None:
+    def __init__(self, step: SequenceStep[WorkItem], states: States) -> None:
         self.step = step
         self.states = states
         self.iterations = 0
         self.instance = -1
 
 
-class Iterations(StepRunner[Pending]):
+class Iterations(StepRunner[WorkItem]):
     """One generation's requests of an iterative model."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Iterations(StepRunner[Pending]):
         self.completed = 0
         self._outlet = outlet
         self._changed = changed
-        self._held: dict[Pending, _Held] = {}
+        self._held: dict[WorkItem, _HeldRequest] = {}
         self._weight = self._iterations = 0.0
         # Callers hardly use these 32-bit ids, and the server never.
         self._numbers = chain.from_iterable(repeat(range(2**29, 2**30)))
@@ -77,7 +77,7 @@ class Iterations(StepRunner[Pending]):
         return sum(held.instance >= 0 for held in self._held.values())
 
     @property
-    def waiting(self) -> list[Pending]:
+    def waiting(self) -> list[WorkItem]:
         """The requests that do not execute now."""
         executing = {item for execution in self.expected_ends for item in execution.items}
         return [item for item in self._held if item not in executing]
@@ -95,16 +95,16 @@ class Iterations(StepRunner[Pending]):
         steps_rps, per_request = super().speed_rps(at_best=at_best), self._iterations / self._weight
         return steps_rps / (1.0 + (per_request - 1.0) * max(1.0 - 1.0 / self._weight, 0.0) if at_best else per_request)
 
-    def classify(self, item: Pending) -> None:
+    def classify(self, item: WorkItem) -> None:
         """Sets the key of an item before `admit`."""
         item.key = self._key(item.request, self.model.initial_states)
 
-    def admit(self, items: Sequence[Pending]) -> None:
+    def admit(self, items: Sequence[WorkItem]) -> None:
         """Takes classified items and starts the next batches."""
         for item in items:
-            step = Step(item=item, sequence=self._identify(item.request))
+            step = SequenceStep(item=item, sequence=self._identify(item.request))
             self._scheduler.admit(step, self._clock.now_s())
-            self._held[item] = _Held(step, self.model.initial_states)
+            self._held[item] = _HeldRequest(step, self.model.initial_states)
             _mark(step)
         self.pump()
 
@@ -115,23 +115,23 @@ class Iterations(StepRunner[Pending]):
         if flags is not None and flags.id and taken.get(flags.id, tenant) == tenant:
             return SequenceId(tenant, flags.id)
         number = next(number for number in self._numbers if number not in taken)
-        request.sequence = messages.Sequence(number) if flags is None else flags.told(number)
+        request.sequence = messages.SequenceFlags(number) if flags is None else flags.told(number)
         return SequenceId("", number)
 
-    def drop(self, item: Pending) -> None:
+    def drop(self, item: WorkItem) -> None:
         """Forgets an item."""
         if held := self._held.pop(item, None):
             self._scheduler.cancel(held.step, self._clock.now_s())
             self.pump()
 
-    def take_waiting(self) -> list[Pending]:
+    def take_waiting(self) -> list[WorkItem]:
         """Removes and returns items that have not begun."""
         waiting = [item for item, held in self._held.items() if held.instance < 0]
         for item in waiting:
             self._scheduler.cancel(self._held.pop(item).step, self._clock.now_s())
         return waiting
 
-    def fail(self, items: Sequence[Pending], error: QinferError) -> None:
+    def fail(self, items: Sequence[WorkItem], error: QinferError) -> None:
         """Answers items, or ends their streams, with an error."""
         streams = self.model.streams
         if streams is not None:
@@ -147,20 +147,20 @@ class Iterations(StepRunner[Pending]):
         super().pump()
         self._changed()
 
-    def _tell(self, decision: Decision[Pending]) -> None:
+    def _tell(self, decision: SequenceDecision[WorkItem]) -> None:
         streams = self.model.streams
         for step, error in decision.refused:
             held = self._held.pop(step.item, None)
             if held is not None and (streams is None or held.instance < 0 or streams.is_open_of(step.item)):
                 self.fail([step.item], error)
 
-    def _begin(self, batch: StepBatch[Pending]) -> list[States]:
+    def _begin(self, batch: StepBatch[WorkItem]) -> list[States]:
         batched = [self._held[step.item] for step in batch.steps]
         for held in batched:
             held.instance = batch.instance
         return [held.states for held in batched]
 
-    def _refuse(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
+    def _refuse(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
         for item in items:
             del self._held[item]
         self._outlet.answer(items, responses)
@@ -191,13 +191,13 @@ class Iterations(StepRunner[Pending]):
         if items:
             self._outlet.answer(items, responses)
 
-    def _end(self, item: Pending, held: _Held) -> None:
+    def _end(self, item: WorkItem, held: _HeldRequest) -> None:
         del self._held[item]
         self.completed += 1
         self._weight = self._weight * _DECAY + 1
         self._iterations = self._iterations * _DECAY + held.iterations
 
-    def _begin_anew(self, batch: StepBatch[Pending], failure: QinferError) -> None:
+    def _begin_anew(self, batch: StepBatch[WorkItem], failure: QinferError) -> None:
         """After a loss of memory; requests with responses fail."""
         for item, held in list(self._held.items()):
             if held.instance == batch.instance and held.step not in batch.steps:
@@ -210,7 +210,7 @@ class Iterations(StepRunner[Pending]):
                 self.classify(item)
 
 
-def _mark(step: Step[Pending]) -> None:
+def _mark(step: SequenceStep[WorkItem]) -> None:
     flags = step.item.request.sequence
     assert flags is not None, "it was identified"
     step.item.request.sequence = msgspec.structs.replace(flags, start=step.start, end=False, step=0)
@@ -264,7 +264,7 @@ class IterativeBatcher:
         }
 
     @property
-    def waiting(self) -> list[Pending]:
+    def waiting(self) -> list[WorkItem]:
         """The items that wait here for an instance."""
         return [item for generation in self._generations for item in generation.waiting]
 
@@ -277,7 +277,7 @@ class IterativeBatcher:
         """Returns requests per second; 0 = unknown."""
         return self._current.speed_rps(at_best=at_best)
 
-    def replace(self, model: LoadedModel, latency: LatencyModel | None = None) -> list[Pending]:
+    def replace(self, model: LoadedModel, latency: LatencyModel | None = None) -> list[WorkItem]:
         """Switches to another generation; the old one ends the requests that have begun.
 
         Returns the others: check them again, `classify` and admit them.
@@ -288,11 +288,11 @@ class IterativeBatcher:
         self._look()
         return waiting
 
-    def classify(self, item: Pending) -> None:
+    def classify(self, item: WorkItem) -> None:
         """Sets the item's batching key."""
         self._current.classify(item)
 
-    def admit(self, items: Sequence[Pending]) -> None:
+    def admit(self, items: Sequence[WorkItem]) -> None:
         """Takes fetched items and starts batches."""
         self._current.admit(items)
 
@@ -308,13 +308,13 @@ class IterativeBatcher:
         """Returns how many entries to fetch, and an endless wait."""
         return max(self._current.room, 1), NEVER_S
 
-    def lost(self, item: Pending) -> None:
+    def lost(self, item: WorkItem) -> None:
         """Forgets an item whose lease is lost."""
         item.lose()
         for generation in self._generations:
             generation.drop(item)
 
-    def fail(self, items: Sequence[Pending], error: QinferError) -> None:
+    def fail(self, items: Sequence[WorkItem], error: QinferError) -> None:
         """Answers items with an error, without executing them."""
         self._current.fail(items, error)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from qinfer.batching.policy import Latency, Rules, Slots, decide
+from qinfer.batching.policy import FreeSlots, Latency, Rules, decide
 from qinfer.batching.sequences.steps import Pick, Ready, T
 from qinfer.models.sequence_spec import OldestSpec
 
@@ -23,5 +23,5 @@ def pick_oldest(ready: Sequence[Ready[T]], now_s: float, rules: Rules, latency: 
     A step becomes ready when the one before it has ended. An instance's batches run one after another, which keeps the
     order of responses (`preserve_ordering`).
     """
-    decision = decide([entry.step.item for entry in ready], now_s, Slots(idle=1), rules, latency)
+    decision = decide([entry.step.item for entry in ready], now_s, FreeSlots(idle=1), rules, latency)
     return Pick([entry.step for entry in ready[: len(decision.run)]], decision.wake_at_s)

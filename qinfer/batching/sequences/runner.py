@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from qinfer.backends.base import Batch
 from qinfer.batching.assemble import KeyFunction, key_function
 from qinfer.batching.batcher import LoadedModel
-from qinfer.batching.execution import Execution, Pending, Responder
+from qinfer.batching.execution import Execution, Responder, WorkItem
 from qinfer.batching.policy import LatencyModel
 from qinfer.batching.sequences.execution import (
     AnySteps,
@@ -25,7 +25,7 @@ from qinfer.batching.sequences.execution import (
     assemble_steps,
     state_shapes,
 )
-from qinfer.batching.sequences.scheduler import Decision, SequenceScheduler
+from qinfer.batching.sequences.scheduler import SequenceDecision, SequenceScheduler
 from qinfer.batching.sequences.steps import StepBatch
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response
@@ -35,7 +35,7 @@ from qinfer.observe.stats import StatsTally
 IDLE_SLACK_S = 0.1
 """Redis counts idle time from a step's commit."""
 
-P = TypeVar("P", bound=Pending)
+P = TypeVar("P", bound=WorkItem)
 
 
 class StepRunner(ABC, Generic[P]):
@@ -85,7 +85,7 @@ class StepRunner(ABC, Generic[P]):
                 self._start(batch, now_s)
 
     @abstractmethod
-    def _tell(self, decision: Decision[P]) -> None:
+    def _tell(self, decision: SequenceDecision[P]) -> None:
         """Handles refused steps and ended sequences."""
 
     @abstractmethod

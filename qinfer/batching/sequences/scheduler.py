@@ -20,7 +20,7 @@ import msgspec
 from qinfer.batching.policy import NEVER_S, Latency
 from qinfer.batching.sequences.direct import pick_direct
 from qinfer.batching.sequences.oldest import pick_oldest, rules_of
-from qinfer.batching.sequences.steps import Pick, Ready, Step, StepBatch, T
+from qinfer.batching.sequences.steps import Pick, Ready, SequenceStep, StepBatch, T
 from qinfer.errors import BACKLOG_TIMED_OUT, LEFT, TIMED_OUT, Cancelled, DeadlineExceeded, QinferError, SequenceEnded
 from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
 from qinfer.queue.sequence_records import SequenceId, ended_text, start_missing
@@ -32,7 +32,7 @@ _SLACK = 64
 """Obsolete entries in the heap of deadlines."""
 
 
-class Ending(StrEnum):
+class EndReason(StrEnum):
     """Why, apart from END, a sequence ends."""
 
     RESTARTED = "restarted"
@@ -41,15 +41,15 @@ class Ending(StrEnum):
     DIED = "died"
 
 
-class Ended(msgspec.Struct, frozen=True):
+class EndedSequence(msgspec.Struct, frozen=True):
     """A sequence's end without END, at step `number`."""
 
     sequence: SequenceId
-    ending: Ending
+    ending: EndReason
     number: int
 
 
-class Decision(msgspec.Struct, Generic[T], frozen=True):
+class SequenceDecision(msgspec.Struct, Generic[T], frozen=True):
     """A decision of the scheduler.
 
     Attributes:
@@ -61,8 +61,8 @@ class Decision(msgspec.Struct, Generic[T], frozen=True):
     """
 
     batches: list[StepBatch[T]]
-    refused: list[tuple[Step[T], QinferError]]
-    ended: list[Ended]
+    refused: list[tuple[SequenceStep[T], QinferError]]
+    ended: list[EndedSequence]
     idle: list[SequenceId]
     wake_at_s: float
     left: list[int] = msgspec.field(default_factory=list)
@@ -81,8 +81,8 @@ class _Queue(Generic[T]):
     def __init__(self, key: Hashable, sequence: SequenceId) -> None:
         self.key = key
         self.sequence = sequence
-        self.waiting: deque[Step[T]] = deque()
-        self.executing: Step[T] | None = None
+        self.waiting: deque[SequenceStep[T]] = deque()
+        self.executing: SequenceStep[T] | None = None
         self.slot: tuple[int, int] | None = None
         self.begun = False
         self.accepts = True
@@ -110,11 +110,11 @@ class SequenceScheduler(Generic[T]):
         """Surplus instances, also those that have ended, and how many of their slots are still taken."""
         self._left: list[int] = []
         self._deadlines = _Deadlines[T]()
-        self._home: dict[Step[T], _Queue[T]] = {}
-        self._cancelled: set[Step[T]] = set()
+        self._home: dict[SequenceStep[T], _Queue[T]] = {}
+        self._cancelled: set[SequenceStep[T]] = set()
         self._broken: dict[SequenceId, str] = {}
-        self._refused: list[tuple[Step[T], QinferError]] = []
-        self._ended: list[Ended] = []
+        self._refused: list[tuple[SequenceStep[T], QinferError]] = []
+        self._ended: list[EndedSequence] = []
         self._numbers = count(1)
 
     @property
@@ -158,7 +158,7 @@ class SequenceScheduler(Generic[T]):
         self._freed = [slot for slot in self._freed if slot[1] not in self._leaving]
         heapify(self._freed)
 
-    def admit(self, step: Step[T], now_s: float) -> None:
+    def admit(self, step: SequenceStep[T], now_s: float) -> None:
         """Takes the next step of a sequence.
 
         Raises:
@@ -167,7 +167,7 @@ class SequenceScheduler(Generic[T]):
         """
         queue = self._queue_of(step)
         if step.start and queue.accepts and queue.steps:
-            self._ended.append(Ended(queue.sequence, Ending.RESTARTED, queue.steps))
+            self._ended.append(EndedSequence(queue.sequence, EndReason.RESTARTED, queue.steps))
         queue.accepts = not (step.end or self._spec.iterative)
         queue.steps = 1 if step.start else queue.steps + 1
         step.number = queue.steps
@@ -180,12 +180,12 @@ class SequenceScheduler(Generic[T]):
         """Takes over a sequence after `steps` steps."""
         self._open(sequence, sequence).steps = steps
 
-    def executes(self, step: Step[T]) -> bool:
+    def executes(self, step: SequenceStep[T]) -> bool:
         """Returns whether a step executes."""
         queue = self._home.get(step)
         return queue is not None and step is queue.executing
 
-    def cancel(self, step: Step[T], now_s: float) -> None:
+    def cancel(self, step: SequenceStep[T], now_s: float) -> None:
         """Ends a cancelled step's sequence."""
         queue = self._home.get(step)
         if queue is None:
@@ -193,10 +193,10 @@ class SequenceScheduler(Generic[T]):
         if step is queue.executing:
             self._cancelled.add(step)
             return
-        self._break(queue, step, Ending.CANCELLED, Cancelled(_CAUSES[Ending.CANCELLED]))
+        self._break(queue, step, EndReason.CANCELLED, Cancelled(_CAUSES[EndReason.CANCELLED]))
         self._settle(queue, now_s)
 
-    def drop(self, sequence: SequenceId, now_s: float) -> list[Step[T]]:
+    def drop(self, sequence: SequenceId, now_s: float) -> list[SequenceStep[T]]:
         """Forgets a sequence; returns its waiting steps."""
         queue = self._queues.get(sequence)
         if queue is None:
@@ -212,8 +212,8 @@ class SequenceScheduler(Generic[T]):
         self,
         batch: StepBatch[T],
         now_s: float,
-        again: Collection[Step[T]] = (),
-        died: Collection[Step[T]] = (),
+        again: Collection[SequenceStep[T]] = (),
+        died: Collection[SequenceStep[T]] = (),
     ) -> None:
         """Records an executed batch; a failed step does not end its sequence.
 
@@ -223,18 +223,18 @@ class SequenceScheduler(Generic[T]):
         for step in batch.steps:
             queue = self._home[step]
             queue.executing = None
-            ending = Ending.DIED if step in died else Ending.CANCELLED if step in self._cancelled else None
-            if step in again and ending is not Ending.DIED:
+            ending = EndReason.DIED if step in died else EndReason.CANCELLED if step in self._cancelled else None
+            if step in again and ending is not EndReason.DIED:
                 step.start = False
                 queue.waiting.appendleft(step)
                 self._deadlines.add(step, self._home)
             else:
                 self._forget([step])
             if ending is not None:
-                self._break(queue, step, ending, Cancelled(_CAUSES[Ending.CANCELLED]))
+                self._break(queue, step, ending, Cancelled(_CAUSES[EndReason.CANCELLED]))
             self._settle(queue, now_s)
 
-    def decide(self, now_s: float, latency: Latency) -> Decision[T]:
+    def decide(self, now_s: float, latency: Latency) -> SequenceDecision[T]:
         """Decides which batches run, and which steps are refused."""
         wake_at_s = self._expire(now_s, latency.floor_s(now_s))
         self._fill(now_s)
@@ -248,7 +248,7 @@ class SequenceScheduler(Generic[T]):
             wake_at_s = min(wake_at_s, pick.wake_at_s)
             if pick.rows:
                 batches.append(self._begin(instance, pick))
-        decision = Decision(batches, self._refused, self._ended, idle, wake_at_s, self._left)
+        decision = SequenceDecision(batches, self._refused, self._ended, idle, wake_at_s, self._left)
         self._refused, self._ended, self._left = [], [], []
         return decision
 
@@ -258,7 +258,7 @@ class SequenceScheduler(Generic[T]):
             heappush(self._freed, divmod(number, self._instances))
         self._used = self._instances * self._spec.slots
 
-    def _queue_of(self, step: Step[T]) -> _Queue[T]:
+    def _queue_of(self, step: SequenceStep[T]) -> _Queue[T]:
         if self._spec.iterative:
             # Only the model ends a request's own sequence.
             step.sequence = step.sequence or SequenceId("", next(self._numbers))
@@ -357,7 +357,7 @@ class SequenceScheduler(Generic[T]):
             if step is queue.executing:
                 continue
             error = DeadlineExceeded(TIMED_OUT if queue.slot is not None else BACKLOG_TIMED_OUT)
-            self._break(queue, step, Ending.EXPIRED, error)
+            self._break(queue, step, EndReason.EXPIRED, error)
             self._settle(queue, now_s)
         return step.item.deadline_s - floor_s if step else NEVER_S
 
@@ -373,7 +373,7 @@ class SequenceScheduler(Generic[T]):
     def _next_idle_s(self) -> float:
         return next(iter(self._idle.values()), NEVER_S) + self._spec.max_idle_s
 
-    def _break(self, queue: _Queue[T], step: Step[T], ending: Ending, error: QinferError) -> None:
+    def _break(self, queue: _Queue[T], step: SequenceStep[T], ending: EndReason, error: QinferError) -> None:
         """Refuses the waiting steps from there on.
 
         If it expires in the backlog, earlier steps are refused too: Triton's timeout is the sequence's.
@@ -381,7 +381,7 @@ class SequenceScheduler(Generic[T]):
         steps = list(queue.waiting)
         first = steps.index(step) if step in steps else 0
         last = next((i for i in range(first, len(steps)) if steps[i].start and steps[i] is not step), len(steps))
-        is_timed_out = queue.slot is None and ending is Ending.EXPIRED
+        is_timed_out = queue.slot is None and ending is EndReason.EXPIRED
         while is_timed_out and first > 0 and not steps[first].start:
             first -= 1
         cause = ended_text(self._model, queue.sequence.correlation_id, step.number, _CAUSES[ending])
@@ -393,7 +393,7 @@ class SequenceScheduler(Generic[T]):
             return
         queue.accepts = False
         if not self._spec.iterative:
-            self._ended.append(Ended(queue.sequence, ending, step.number))
+            self._ended.append(EndedSequence(queue.sequence, ending, step.number))
             self._remember(queue.sequence, cause)
 
     def _remember(self, sequence: SequenceId, cause: str) -> None:
@@ -401,16 +401,16 @@ class SequenceScheduler(Generic[T]):
         if len(self._broken) > MOST_REMEMBERED:
             del self._broken[next(iter(self._broken))]
 
-    def _forget(self, steps: Collection[Step[T]]) -> None:
+    def _forget(self, steps: Collection[SequenceStep[T]]) -> None:
         for step in steps:
             del self._home[step]
             self._cancelled.discard(step)
 
 
 _CAUSES = {
-    Ending.EXPIRED: "the request expired",
-    Ending.CANCELLED: LEFT,
-    Ending.DIED: "the request ended the process that executed it",
+    EndReason.EXPIRED: "the request expired",
+    EndReason.CANCELLED: LEFT,
+    EndReason.DIED: "the request ended the process that executed it",
 }
 
 
@@ -418,11 +418,11 @@ class _Deadlines(Generic[T]):
     """Obsolete entries are removed once they are the majority."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Step[T]]] = []
-        self._listed: set[Step[T]] = set()
+        self._heap: list[tuple[float, int, SequenceStep[T]]] = []
+        self._listed: set[SequenceStep[T]] = set()
         self._numbers = count()
 
-    def add(self, step: Step[T], here: Collection[Step[T]]) -> None:
+    def add(self, step: SequenceStep[T], here: Collection[SequenceStep[T]]) -> None:
         """`here` still wait or execute."""
         if step in self._listed:
             return
@@ -433,7 +433,7 @@ class _Deadlines(Generic[T]):
         self._listed.add(step)
         heappush(self._heap, (step.item.deadline_s, next(self._numbers), step))
 
-    def first(self, here: Collection[Step[T]]) -> Step[T] | None:
+    def first(self, here: Collection[SequenceStep[T]]) -> SequenceStep[T] | None:
         while self._heap and self._heap[0][2] not in here:
             self.pop()
         return self._heap[0][2] if self._heap else None

@@ -5,15 +5,15 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from qinfer.batching.execution import Pending
+from qinfer.batching.execution import WorkItem
 from qinfer.batching.policy import NEVER_S, Item
-from qinfer.queue.sequence_records import Place, SequenceId
+from qinfer.queue.sequence_records import SequenceId, StepPlace
 from qinfer.tensors import Tensor
 
 T = TypeVar("T", bound=Item)
 
 
-class PendingStep(Pending, kw_only=True, eq=False, gc=False):
+class PendingStep(WorkItem, kw_only=True, eq=False, gc=False):
     """A step of a sequence that this worker owns.
 
     Attributes:
@@ -22,7 +22,7 @@ class PendingStep(Pending, kw_only=True, eq=False, gc=False):
         changes_failing: `state` holds although the step failed.
     """
 
-    place: Place
+    place: StepPlace
     token: int
     start: bool = False
     end: bool = False
@@ -30,7 +30,7 @@ class PendingStep(Pending, kw_only=True, eq=False, gc=False):
     changes_failing: bool = False
 
 
-class Step(msgspec.Struct, Generic[T], kw_only=True, eq=False):
+class SequenceStep(msgspec.Struct, Generic[T], kw_only=True, eq=False):
     """A step as a scheduler reads it.
 
     Attributes:
@@ -52,13 +52,13 @@ class Ready(msgspec.Struct, Generic[T], frozen=True):
     """An idle sequence's next step, and its slot."""
 
     slot: int
-    step: Step[T]
+    step: SequenceStep[T]
 
 
 class Pick(msgspec.Struct, Generic[T], frozen=True):
     """An idle instance's next batch, `None` = padding; empty = none before `wake_at_s`."""
 
-    rows: Sequence[Step[T] | None]
+    rows: Sequence[SequenceStep[T] | None]
     wake_at_s: float = NEVER_S
 
 
@@ -66,9 +66,9 @@ class StepBatch(msgspec.Struct, Generic[T], frozen=True, eq=False):
     """Steps that execute together; `None` = padding (READY is false)."""
 
     instance: int
-    rows: Sequence[Step[T] | None]
+    rows: Sequence[SequenceStep[T] | None]
 
     @property
-    def steps(self) -> list[Step[T]]:
+    def steps(self) -> list[SequenceStep[T]]:
         """The rows that are not padding."""
         return [step for step in self.rows if step is not None]

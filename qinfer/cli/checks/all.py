@@ -27,9 +27,9 @@ from qinfer.errors import QinferError, SettingsError
 from qinfer.models.config.message import from_json
 from qinfer.models.readiness import assess
 from qinfer.models.repository.open import open_repositories
-from qinfer.models.state import BEAT, BULK, GATEWAY, Desired, State, StoredModel, WorkerRecord
+from qinfer.models.state import BEAT, BULK, GATEWAY, DesiredState, State, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.queue.address import Address, parse_place
+from qinfer.queue.address import NodeAddress, parse_place
 from qinfer.queue.clients import Login, admin_client, blocking_client
 from qinfer.storage.open import driver_variables
 from qinfer.wire.frame import FRAME_VERSION
@@ -44,7 +44,7 @@ class _Workers(NamedTuple):
     bulk_workers: list[str]
     beats: list[str]
     gateways: list[str]
-    desired: dict[str, Desired]
+    desired: dict[str, DesiredState]
     stored: dict[str, StoredModel]
 
 
@@ -93,7 +93,7 @@ def _redis_findings(settings: Settings) -> list[Finding]:
     wanted = settings.redis
     try:
         place = parse_place(wanted.url.get_secret_value())
-        node = place if isinstance(place, Address) else place.node
+        node = place if isinstance(place, NodeAddress) else place.node
         client = blocking_client(Login.of(wanted))
     except SettingsError as error:
         return [problem("Redis", error.message)]
@@ -137,7 +137,7 @@ async def _read_workers(settings: RedisSettings) -> _Workers:
         await store.close()
 
 
-def _broker_db(settings: Settings, node: Address) -> int | None:
+def _broker_db(settings: Settings, node: NodeAddress) -> int | None:
     if not (settings.bulk.enabled and settings.stores.allow) or settings.bulk.broker_url.get_secret_value():
         return None
     return None if settings.redis.cluster else node.db
@@ -150,7 +150,7 @@ def _secrets(settings: Settings) -> list[str]:
             place = parse_place(url.get_secret_value())
         except SettingsError:
             continue
-        found.append(place.password if isinstance(place, Address) else place.node.password)
+        found.append(place.password if isinstance(place, NodeAddress) else place.node.password)
     found += [value for name, value in driver_variables() if "KEY" in name or "SECRET" in name or "TOKEN" in name]
     return [secret for secret in found if len(secret) > 3]
 
@@ -201,7 +201,7 @@ def examine_workers(
 
 
 def examine_models(
-    desired: Mapping[str, Desired], stored: Mapping[str, StoredModel], workers: Sequence[WorkerRecord]
+    desired: Mapping[str, DesiredState], stored: Mapping[str, StoredModel], workers: Sequence[WorkerRecord]
 ) -> Iterator[Finding]:
     """Yields findings about models that should be loaded."""
     statuses = assess(desired, stored, workers)

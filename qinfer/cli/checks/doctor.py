@@ -30,7 +30,7 @@ def doctor(
     from rich.console import Console
 
     from qinfer.cli.checks.all import examine
-    from qinfer.cli.checks.report import Level, as_builtins, print_findings
+    from qinfer.cli.checks.report import Severity, as_builtins, print_findings
 
     with Console(stderr=True).status("checking…"):
         findings = examine(redis, data_dir, model_repository or (), load=runtimes)
@@ -38,5 +38,5 @@ def doctor(
         print_json(as_builtins(findings))
     else:
         print_findings(findings)
-    if any(finding.level is Level.PROBLEM for finding in findings):
+    if any(finding.level is Severity.PROBLEM for finding in findings):
         raise typer.Exit(1)

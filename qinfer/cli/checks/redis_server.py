@@ -30,7 +30,7 @@ _SETTINGS = (
 _IN_FILE = "and put it into redis.conf"
 
 
-class Node(NamedTuple):
+class NodeReport(NamedTuple):
     """The state of a node, by INFO and CONFIG GET; empty if these are forbidden.
 
     `offset_s` is the node's clock minus this machine's; `is_private` = it belongs to `qinfer up`; `at` is a prefix of
@@ -45,7 +45,7 @@ class Node(NamedTuple):
     at: str = ""
 
 
-def nodes_of(client: "redis.Redis | redis.RedisCluster", place: str) -> list[Node]:
+def nodes_of(client: "redis.Redis | redis.RedisCluster", place: str) -> list[NodeReport]:
     """Reads the state of a node, or of a cluster's primaries; blocking."""
     if isinstance(client, redis.RedisCluster):
         client.ping()
@@ -55,7 +55,7 @@ def nodes_of(client: "redis.Redis | redis.RedisCluster", place: str) -> list[Nod
     return [_ask(client, place)]
 
 
-def examine_node(node: Node, settings: RedisSettings) -> Iterator[Finding]:
+def examine_node(node: NodeReport, settings: RedisSettings) -> Iterator[Finding]:
     """Yields findings about one node."""
     if not node.info:
         yield warning("Redis", f"{node.at}INFO is forbidden: version, memory and role are not checked")
@@ -99,7 +99,7 @@ def reason_of(error: Exception, place: str) -> tuple[str, str]:
     return f"{place} can't be reached: {error}", remedy
 
 
-def _ask(client: redis.Redis, place: str) -> Node:
+def _ask(client: redis.Redis, place: str) -> NodeReport:
     begin_s = time.time()
     seconds, microseconds = client.time()
     end_s = time.time()
@@ -115,14 +115,14 @@ def _ask(client: redis.Redis, place: str) -> Node:
         except ResponseError:
             config = {}
             break
-    return Node(place, info, config, offset_s, is_private=place.startswith("/"))
+    return NodeReport(place, info, config, offset_s, is_private=place.startswith("/"))
 
 
 def _text(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _version(node: Node) -> Finding:
+def _version(node: NodeReport) -> Finding:
     version = str(node.info.get("valkey_version") or node.info.get("redis_version", ""))
     name = "Valkey" if "valkey_version" in node.info else "Redis"
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
@@ -131,7 +131,7 @@ def _version(node: Node) -> Finding:
     return ok("Redis version", f"{name} {version} at {node.place}")
 
 
-def _role(node: Node, settings: RedisSettings) -> Iterator[Finding]:
+def _role(node: NodeReport, settings: RedisSettings) -> Iterator[Finding]:
     is_cluster = node.info.get("redis_mode") == "cluster"
     if is_cluster != settings.cluster:
         wanted = "true" if is_cluster else "false"
@@ -152,14 +152,14 @@ def _role(node: Node, settings: RedisSettings) -> Iterator[Finding]:
         yield problem("Redis", f"{node.at}it is loading its data", "wait for it")
 
 
-def _policy(node: Node, policy: str) -> Finding:
+def _policy(node: NodeReport, policy: str) -> Finding:
     if policy == "noeviction":
         return ok("eviction", f"{node.at}maxmemory-policy noeviction")
     text = f"{node.at}Redis may evict queued requests (maxmemory-policy {policy})"
     return problem("eviction", text, f"run CONFIG SET maxmemory-policy noeviction, {_IN_FILE}")
 
 
-def _durability(node: Node, settings: RedisSettings) -> Finding:
+def _durability(node: NodeReport, settings: RedisSettings) -> Finding:
     """Judges the append-only file as `qinfer.queue.durability` does at a program's start."""
     subject = "durability"
     keeps, syncs = node.config.get("appendonly"), node.config.get("appendfsync")
@@ -192,7 +192,7 @@ def _knows_waitaof(info: Mapping[str, Any]) -> bool:
     return not info or tuple(int(part) for part in numbers if part.isdecimal()) >= (7, 2)
 
 
-def _memory(node: Node) -> Iterator[Finding]:
+def _memory(node: NodeReport) -> Iterator[Finding]:
     used, limit = int(node.info.get("used_memory", 0)), int(node.info.get("maxmemory", 0))
     share = memory_share(node.info)
     if share is None:
@@ -214,7 +214,7 @@ def _memory(node: Node) -> Iterator[Finding]:
         yield ok("memory of Redis", text)
 
 
-def _files(node: Node) -> Iterator[Finding]:
+def _files(node: NodeReport) -> Iterator[Finding]:
     failed = failed_files(node.info)
     if node.info.get("aof_enabled") and failed.get("aof"):
         yield problem("files of Redis", f"{node.at}it can't write its append-only file", "check its disk and log")
@@ -232,7 +232,7 @@ def _files(node: Node) -> Iterator[Finding]:
         )
 
 
-def _clients(node: Node) -> Iterator[Finding]:
+def _clients(node: NodeReport) -> Iterator[Finding]:
     limit = int(node.config.get("maxclients") or node.info.get("maxclients", 0))
     here, refused = int(node.info.get("connected_clients", 0)), int(node.info.get("rejected_connections", 0))
     if limit and here >= _CLIENTS_WARNING * limit:
@@ -242,7 +242,7 @@ def _clients(node: Node) -> Iterator[Finding]:
         yield warning("connections of Redis", text, "raise maxclients")
 
 
-def _losses(node: Node) -> Iterator[Finding]:
+def _losses(node: NodeReport) -> Iterator[Finding]:
     if evicted := int(node.info.get("evicted_keys", 0)):
         text = f"{node.at}{evicted} keys were evicted since its start, queued requests perhaps among them"
         yield warning("evictions", text, "run CONFIG SET maxmemory-policy noeviction, and give Redis more memory")

@@ -8,7 +8,7 @@ import msgspec
 HIDDEN = "…"
 
 
-class Level(StrEnum):
+class Severity(StrEnum):
     """Severity of a finding."""
 
     OK = "ok"
@@ -20,24 +20,24 @@ class Finding(msgspec.Struct, frozen=True):
     """One line of the report."""
 
     subject: str
-    level: Level
+    level: Severity
     text: str
     remedy: str = ""
 
 
 def ok(subject: str, text: str) -> Finding:
     """Returns a finding without a problem."""
-    return Finding(subject, Level.OK, text)
+    return Finding(subject, Severity.OK, text)
 
 
 def warning(subject: str, text: str, remedy: str = "") -> Finding:
     """Returns a finding about something that works badly."""
-    return Finding(subject, Level.WARNING, text, remedy)
+    return Finding(subject, Severity.WARNING, text, remedy)
 
 
 def problem(subject: str, text: str, remedy: str = "") -> Finding:
     """Returns a finding about something that does not work."""
-    return Finding(subject, Level.PROBLEM, text, remedy)
+    return Finding(subject, Severity.PROBLEM, text, remedy)
 
 
 def without(secrets: Iterable[str], findings: Iterable[Finding]) -> list[Finding]:
@@ -54,7 +54,7 @@ def without(secrets: Iterable[str], findings: Iterable[Finding]) -> list[Finding
 
 def as_builtins(findings: Sequence[Finding]) -> dict[str, object]:
     """Returns the report in its JSON form."""
-    counts = {level.value: sum(finding.level is level for finding in findings) for level in Level}
+    counts = {level.value: sum(finding.level is level for finding in findings) for level in Severity}
     return {"counts": counts, "findings": msgspec.to_builtins(findings)}
 
 
@@ -66,7 +66,7 @@ def print_findings(findings: Sequence[Finding]) -> None:
     from rich.text import Text
 
     console = Console()
-    colours = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
+    colours = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "bold red"}
     table = Table.grid(padding=(0, 2, 0, 0))
     for finding in findings:
         text = Text(finding.text)
@@ -74,7 +74,7 @@ def print_findings(findings: Sequence[Finding]) -> None:
             text.append(f"\n→ {finding.remedy}", style="cyan")
         table.add_row(Text(finding.level.value, style=colours[finding.level]), Text(finding.subject), text)
     console.print(table)
-    problems, warnings = (sum(f.level is level for f in findings) for level in (Level.PROBLEM, Level.WARNING))
+    problems, warnings = (sum(f.level is level for f in findings) for level in (Severity.PROBLEM, Severity.WARNING))
     console.print(Padding(Text(f"{_count(problems, 'problem')}, {_count(warnings, 'warning')}"), (1, 0, 0, 0)))
 
 

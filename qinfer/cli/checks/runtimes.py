@@ -46,7 +46,7 @@ RUNTIMES: Mapping[str, Runtime] = {
 }
 
 
-class Loaded(NamedTuple):
+class LoadedRuntime(NamedTuple):
     """The devices of a loaded runtime, or an error."""
 
     devices: tuple[str, ...]
@@ -66,7 +66,7 @@ def examine_backends(needed: Mapping[str, str], *, load: bool) -> Iterator[Findi
             yield _absent(name, runtime, needed.get(name, ""))
             continue
         text = f"{runtime.module} {_version(runtime)}".rstrip()
-        if error := loaded.get(name, Loaded(())).error:
+        if error := loaded.get(name, LoadedRuntime(())).error:
             remedy = f"reinstall it: pip install --force-reinstall 'qinfer-ml[{runtime.extra}]'"
             yield problem(f"backend {name}", f"{text} is installed and can't be loaded: {error}", remedy)
         else:
@@ -83,7 +83,7 @@ def examine_backends(needed: Mapping[str, str], *, load: bool) -> Iterator[Findi
         )
 
 
-def load_runtime(runtime: Runtime) -> Loaded:
+def load_runtime(runtime: Runtime) -> LoadedRuntime:
     """Loads a runtime in its own process; blocking, for seconds."""
     code = f"import json, {runtime.module}; print(); print(json.dumps({runtime.devices}))"
     try:
@@ -91,12 +91,12 @@ def load_runtime(runtime: Runtime) -> Loaded:
             [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=_LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return Loaded((), f"loading takes more than {_LIMIT_S:g} s")
+        return LoadedRuntime((), f"loading takes more than {_LIMIT_S:g} s")
     if done.returncode < 0:
-        return Loaded((), f"it crashes (signal {-done.returncode})")
+        return LoadedRuntime((), f"it crashes (signal {-done.returncode})")
     if done.returncode:
-        return Loaded((), (done.stderr.strip().splitlines() or ["unknown"])[-1])
-    return Loaded(tuple(map(str, json.loads(done.stdout.strip().splitlines()[-1]))))
+        return LoadedRuntime((), (done.stderr.strip().splitlines() or ["unknown"])[-1])
+    return LoadedRuntime(tuple(map(str, json.loads(done.stdout.strip().splitlines()[-1]))))
 
 
 def examine_gpus(dev: Path = Path("/dev")) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ _MAX_UNFIT = 100
 """If none of these first rows fits, the mapping is wrong."""
 
 
-class Chosen(NamedTuple):
+class AnnotationFormat(NamedTuple):
     """The output format of pre-annotations.
 
     `fields` maps a task's fields to columns; an empty `key` identifies rows by number.
@@ -39,7 +39,7 @@ class Chosen(NamedTuple):
     key: str
 
 
-class Report:
+class RowReport:
     """Counts of written and omitted rows: `failed` in the job, or `unfit` for the mapping."""
 
     def __init__(self) -> None:
@@ -74,9 +74,11 @@ def chosen_fields(rows: JobRows, labels: Labels, given: Sequence[str]) -> dict[s
     return fields
 
 
-def write_annotations(rows: JobRows, chosen: Chosen, out: str, *, by_confidence: bool, limit: int) -> Report:
+def write_annotations(
+    rows: JobRows, chosen: AnnotationFormat, out: str, *, by_confidence: bool, limit: int
+) -> RowReport:
     """Writes the file atomically; `limit` 0 = all."""
-    report = Report()
+    report = RowReport()
     scored = _scored(rows, chosen, report)
     with _opened(out) as file:
         if by_confidence:
@@ -89,7 +91,7 @@ def write_annotations(rows: JobRows, chosen: Chosen, out: str, *, by_confidence:
     return report
 
 
-def _scored(rows: JobRows, chosen: Chosen, report: Report) -> Iterator[tuple[float, bytes]]:
+def _scored(rows: JobRows, chosen: AnnotationFormat, report: RowReport) -> Iterator[tuple[float, bytes]]:
     version = model_version(rows.model, rows.version)
     fields = dict(chosen.fields)
     # no column has this name
@@ -122,7 +124,7 @@ def _key(value: object, number: int, kind: Format) -> str | int:
     return value if isinstance(value, int) and kind.layout != "labels" else str(value)
 
 
-def _task(row: Row, key: str | int, chosen: Chosen, version: str) -> Task:
+def _task(row: Row, key: str | int, chosen: AnnotationFormat, version: str) -> Task:
     task = {"id": key, "data": row.fields}
     prediction = chosen.labels.prediction_of(task, row.outputs, version, chosen.label_config)
     return Task(row.number, key, row.fields, prediction)
@@ -146,7 +148,7 @@ def _sorted(scored: Iterable[tuple[float, bytes]], spool: BinaryIO, limit: int) 
         yield scores[i], spool.read(ends[i + 1] - ends[i])
 
 
-def _write(lines: Iterable[tuple[float, bytes]], file: BinaryIO, kind: Format, limit: int, report: Report) -> None:
+def _write(lines: Iterable[tuple[float, bytes]], file: BinaryIO, kind: Format, limit: int, report: RowReport) -> None:
     start, end = kind.frame
     file.write(start)
     is_first = True

@@ -31,7 +31,7 @@ from qinfer.cli.jobs.jobs import (
     pairs,
     read_columns,
 )
-from qinfer.cli.jobs.waiting import BY_SIGNAL, Stopped, StopSignals
+from qinfer.cli.jobs.waiting import BY_SIGNAL, StopSignals, WaitInterrupted
 from qinfer.errors import InvalidRequest, QinferError
 
 if TYPE_CHECKING:
@@ -244,11 +244,11 @@ def _scored(
                 done.append(job.wait(progress=True))
                 if done[-1].state != "completed":
                     raise CommandFailed(f"job {job.id} is {done[-1].state}: {done[-1].error or 'it was ended'}")
-        except (QinferError, Stopped) as error:
+        except (QinferError, WaitInterrupted) as error:
             for job in jobs[len(done) :]:
                 with suppress(QinferError):
                     job.cancel()
-            if isinstance(error, Stopped):
+            if isinstance(error, WaitInterrupted):
                 raise typer.Exit(BY_SIGNAL + error.signum) from None
             raise
     return done

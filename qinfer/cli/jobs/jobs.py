@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from qinfer.cli.console import DEFAULT_URL, Commands, JsonOption, ModelArgument, UrlOption, print_json, show
-from qinfer.cli.jobs.waiting import BY_SIGNAL, MissingInputs, Stopped, StopSignals, finish, print_status
+from qinfer.cli.jobs.waiting import BY_SIGNAL, MissingInputs, StopSignals, WaitInterrupted, finish, print_status
 from qinfer.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -322,7 +322,7 @@ def submit(
         try:
             waiting: Any = {"wait_for_inputs_s": wait_for_inputs, "on_missing": MissingInputs(stop)}
             job = client.submit_job(model, inputs, output, resume=resume, **waiting, **options)
-        except Stopped as stopped:
+        except WaitInterrupted as stopped:
             raise typer.Exit(BY_SIGNAL + stopped.signum) from None
         finish(job, url, wait=wait, as_json=as_json, stop=stop)
 

@@ -12,7 +12,7 @@ from qinfer.cli.console import DEFAULT_URL, CommandFailed, UrlOption, print_json
 from qinfer.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from qinfer.cli.jobs.annotations import Report
+    from qinfer.cli.jobs.annotations import RowReport
     from qinfer.labeling.label_config import LabelConfig
 
 EXAMPLE = "Example: qinfer label s3://bucket/out --mapping sentiment.yaml --format label-studio --out tasks.json"
@@ -103,7 +103,7 @@ def label(
     if as_json and out == "-":
         raise InvalidRequest("--json prints on stdout, where the rows go too; name a file by --out")
     try:
-        from qinfer.cli.jobs.annotations import Chosen, chosen_fields, write_annotations
+        from qinfer.cli.jobs.annotations import AnnotationFormat, chosen_fields, write_annotations
         from qinfer.cli.jobs.output_rows import JobRows
     except ImportError:
         raise CommandFailed("reading a job's output needs pyarrow: pip install 'qinfer-ml[bulk]'") from None
@@ -128,14 +128,14 @@ def label(
     fields = chosen_fields(rows, labels, field or [])
     if Path(out).suffix == ".json":
         kind = kind.as_array()
-    chosen = Chosen(labels, config, kind, fields, key)
+    chosen = AnnotationFormat(labels, config, kind, fields, key)
     report = write_annotations(rows, chosen, out, by_confidence=order == Order.CONFIDENCE, limit=limit)
     _print_report(report, out, as_json=as_json)
     for each in labels.inputs.values() if report.written else ():
         _print_missing(each.field, fields, rows.schema.names)
 
 
-def _print_report(report: "Report", out: str, *, as_json: bool) -> None:
+def _print_report(report: "RowReport", out: str, *, as_json: bool) -> None:
     if as_json:
         print_json({"out": out, "written": report.written, "failed": report.failed, "unfit": report.unfit})
     else:

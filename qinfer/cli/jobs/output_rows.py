@@ -33,7 +33,7 @@ class Row(NamedTuple):
     error: str
 
 
-class _Planned(msgspec.Struct):
+class _StoredPlan(msgspec.Struct):
     spec: JobSpec
 
 
@@ -45,7 +45,7 @@ class JobRows:
         self._files, self._folder = open_folder(url, {})
         with store_errors(self._url):
             self._manifest = self._read_manifest(partial=partial)
-            spec = msgspec.json.decode(self._files.cat_file(f"{self._folder}/{_PLAN}"), type=_Planned).spec
+            spec = msgspec.json.decode(self._files.cat_file(f"{self._folder}/{_PLAN}"), type=_StoredPlan).spec
         self.model, self.version, self.key = self._manifest.model, self._manifest.version, spec.key
         self._columns = spec.output.columns
         self._schema: pa.Schema | None = None

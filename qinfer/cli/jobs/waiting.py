@@ -16,7 +16,7 @@ BY_SIGNAL = 128
 """With the signal's number added, this is the exit code."""
 
 
-class Stopped(BaseException):
+class WaitInterrupted(BaseException):
     """A signal interrupts the wait for a job."""
 
     def __init__(self, signum: int) -> None:
@@ -25,7 +25,7 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """If `wanted`, turns SIGINT and SIGTERM into `Stopped`, but not before the job's id is known."""
+    """If `wanted`, turns SIGINT and SIGTERM into `WaitInterrupted`, but not before the job's id is known."""
 
     def __init__(self, *, wanted: bool = False) -> None:
         self.wanted = wanted
@@ -42,20 +42,20 @@ class StopSignals:
             signal.signal(each, handler)
 
     def release(self) -> None:
-        """Lets signals interrupt from now on; raises `Stopped` for an earlier one."""
+        """Lets signals interrupt from now on; raises `WaitInterrupted` for an earlier one."""
         self._keeps = False
         self.check()
 
     def check(self) -> None:
-        """Raises `Stopped` if a signal has arrived."""
+        """Raises `WaitInterrupted` if a signal has arrived."""
         if self._kept:
-            raise Stopped(self._kept[0])
+            raise WaitInterrupted(self._kept[0])
 
     def _on(self, signum: int, _: FrameType | None) -> None:
         if self._keeps and not self._kept:
             self._kept.append(signum)
         else:
-            raise Stopped(signum)
+            raise WaitInterrupted(signum)
 
 
 class MissingInputs:
@@ -68,7 +68,7 @@ class MissingInputs:
         self._why, self._said_s = "", 0.0
 
     def __call__(self, why: str, left_s: float) -> None:
-        """Takes the missing input, and the seconds left; raises `Stopped`."""
+        """Takes the missing input, and the seconds left; raises `WaitInterrupted`."""
         from qinfer.client.job_progress import duration
 
         self._stop.check()
@@ -98,7 +98,7 @@ def finish(job: "Job", url: str, *, wait: bool, as_json: bool, stop: StopSignals
             f"or cancel it: {_command('cancel', job.id, url)}\n"
         )
         raise typer.Exit(BY_SIGNAL + signal.SIGINT) from None
-    except Stopped as stopped:
+    except WaitInterrupted as stopped:
         print_status(job.cancel(), as_json=as_json)
         raise typer.Exit(BY_SIGNAL + stopped.signum) from None
     print_status(status, as_json=as_json)

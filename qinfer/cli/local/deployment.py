@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Union
 from qinfer.cli.local import runfile
 from qinfer.cli.local.machine import child_environment, claim_ports, share_cpus, usable_cpus
 from qinfer.cli.local.messages import JsonMessages, Messages
-from qinfer.cli.local.plan import Plan, Ports, UpOptions
+from qinfer.cli.local.plan import Ports, SupervisionPlan, UpOptions
 from qinfer.cli.local.preparer import Preparer
 from qinfer.cli.local.supervisor import KILL_MARGIN_S, Program, RestartPolicy, Supervisor
 from qinfer.core.clock import SystemClock
@@ -122,7 +122,7 @@ class LocalDeployment:
     """The gateway, the workers and the bulk worker of one `qinfer up`."""
 
     def __init__(
-        self, options: UpOptions, plan: Plan, preparer: Preparer, supervisor: Supervisor, messages: Messages
+        self, options: UpOptions, plan: SupervisionPlan, preparer: Preparer, supervisor: Supervisor, messages: Messages
     ) -> None:
         self._options = options
         self._plan = plan

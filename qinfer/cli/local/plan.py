@@ -38,7 +38,7 @@ class Ports(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SupervisionPlan:
     """The settings that supervision needs."""
 
     addresses: Sequence[GatewayAddress]
@@ -62,7 +62,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class StartProgress:
     """The state of a start; `pending` model versions are loading or unreported."""
 
     pending: int

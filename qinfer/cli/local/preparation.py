@@ -19,7 +19,7 @@ from qinfer import __version__
 from qinfer.cli.client import GatewayClient
 from qinfer.cli.inputs import concrete, zeros
 from qinfer.cli.local.machine import check_repository, gateway_addresses, local_url, repository_places
-from qinfer.cli.local.plan import Launch, Plan, Ports, Progress, Sections, UpOptions
+from qinfer.cli.local.plan import Launch, Ports, Sections, StartProgress, SupervisionPlan, UpOptions
 from qinfer.cli.overview import ModelRow, Overview, run_overview, run_start, with_url
 from qinfer.client import ModelMetadata, TensorMetadata
 from qinfer.client.model_flows import model_path
@@ -45,13 +45,13 @@ class Preparation:
         self.settings = with_sections(settings, self._options.settings)
         self._overview = Overview(models=(), lanes=(), workers=())
 
-    def plan(self) -> Plan:
+    def plan(self) -> SupervisionPlan:
         """Checks the settings, and returns those that supervision needs."""
         settings = self.settings
         for place in settings.repository.path.split(","):
             check_repository(place)
         check_exposure(settings.auth, settings.http.host)
-        return Plan(
+        return SupervisionPlan(
             addresses=gateway_addresses(settings),
             gateway_drain_s=settings.http.drain_s,
             worker_drain_s=settings.worker.drain_s,
@@ -71,14 +71,14 @@ class Preparation:
             no_bulk=why_no_bulk_worker(self.settings, redis_url),
         )
 
-    def look(self, least: int, up_s: float) -> Progress:
+    def look(self, least: int, up_s: float) -> StartProgress:
         """Returns the progress of a start `up_s` ago; `least` workers are always running."""
         # keeps the last overview
         with contextlib.suppress(BrokerUnavailable):
             self._overview = run_overview(self.settings.redis, max_up_s=up_s + 1.0)
         # No worker reports on the models: those that need none are ready.
         pending = sum(m.pending and (bool(least) or m.state is not State.READY) for m in self._overview.models)
-        return Progress(pending=pending, workers=len(self._overview.workers), is_live=self._client.is_live())
+        return StartProgress(pending=pending, workers=len(self._overview.workers), is_live=self._client.is_live())
 
     def summary(self, launch: Launch, ports: Ports, workers: str) -> list[str]:
         """Returns the lines that say what is running."""

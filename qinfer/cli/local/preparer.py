@@ -13,19 +13,19 @@ from typing import Any, Self
 import msgspec
 
 from qinfer import errors
-from qinfer.cli.local.plan import Launch, Plan, Ports, Progress, UpOptions
+from qinfer.cli.local.plan import Launch, Ports, StartProgress, SupervisionPlan, UpOptions
 from qinfer.errors import QinferError
 
 _CALLS: Mapping[str, tuple[Any, Any]] = {  # method → arguments, result
-    "plan": (tuple[()], Plan),
+    "plan": (tuple[()], SupervisionPlan),
     "begin": (tuple[str, Ports], Launch),
-    "look": (tuple[int, float], Progress),
+    "look": (tuple[int, float], StartProgress),
     "summary": (tuple[Launch, Ports, str], list[str]),
 }
 _BUILT_IN = {error.__name__: error for error in (ModuleNotFoundError, ImportError, OSError)}
 
 
-class _Answer(msgspec.Struct, omit_defaults=True):
+class _PreparerResult(msgspec.Struct, omit_defaults=True):
     """The result of a method, or its error; `module` is the one that an `ImportError` misses."""
 
     result: Any = None
@@ -83,9 +83,9 @@ class Preparer:
         self._process.kill()
         self._process.join()
 
-    def plan(self) -> Plan:
+    def plan(self) -> SupervisionPlan:
         """Calls `Preparation.plan`."""
-        plan: Plan = self._ask("plan")
+        plan: SupervisionPlan = self._ask("plan")
         return plan
 
     def begin(self, redis_url: str, ports: Ports) -> Launch:
@@ -93,9 +93,9 @@ class Preparer:
         launch: Launch = self._ask("begin", redis_url, ports)
         return launch
 
-    def look(self, least: int, up_s: float) -> Progress:
+    def look(self, least: int, up_s: float) -> StartProgress:
         """Calls `Preparation.look`."""
-        progress: Progress = self._ask("look", least, up_s)
+        progress: StartProgress = self._ask("look", least, up_s)
         return progress
 
     def summary(self, launch: Launch, ports: Ports, workers: str) -> Sequence[str]:
@@ -106,7 +106,7 @@ class Preparer:
     def _ask(self, method: str, *args: object) -> Any:
         try:
             self._pipe.send_bytes(msgspec.msgpack.encode((method, args)))
-            answer = msgspec.msgpack.decode(self._pipe.recv_bytes(), type=_Answer)
+            answer = msgspec.msgpack.decode(self._pipe.recv_bytes(), type=_PreparerResult)
         except (EOFError, OSError):
             raise QinferError("the process that prepares the start ended; its own message is above") from None
         if answer.error:
@@ -129,7 +129,7 @@ def _serve(pipe: "Connection[Any, Any]", theirs: "Connection[Any, Any]", options
 
                 preparation = preparation or Preparation(options)
                 args = msgspec.convert(given, _CALLS[method][0])
-                answer = _Answer(getattr(preparation, method)(*args))
+                answer = _PreparerResult(getattr(preparation, method)(*args))
             except (QinferError, OSError, ImportError) as error:
-                answer = _Answer.of(error)
+                answer = _PreparerResult.of(error)
             pipe.send_bytes(msgspec.msgpack.encode(answer))

@@ -47,19 +47,19 @@ class RestartPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RestartDecision:
     """Failures in a row, and seconds until the restart; `None` = give up."""
 
     failures: int
     delay_s: float | None
 
 
-def after_exit(policy: RestartPolicy, *, failures: int, ran_s: float, code: int) -> Verdict:
+def after_exit(policy: RestartPolicy, *, failures: int, ran_s: float, code: int) -> RestartDecision:
     """Decides about an ended process; a negative `code` is the signal that killed it."""
     failures = 1 if ran_s >= policy.stable_s else failures + 1
     if policy.give_up_after is not None and (failures >= policy.give_up_after or code in policy.hopeless_codes):
-        return Verdict(failures, None)
-    return Verdict(failures, pause_s(failures, policy.first_delay_s, policy.max_delay_s))
+        return RestartDecision(failures, None)
+    return RestartDecision(failures, pause_s(failures, policy.first_delay_s, policy.max_delay_s))
 
 
 def describe_exit(code: int) -> str:
@@ -151,7 +151,7 @@ class GaveUp(QinferError):
 
 
 @dataclass(slots=True)
-class _Child:
+class _SupervisedProcess:
     process: Process
     policy: RestartPolicy
     stop_s: float
@@ -174,7 +174,7 @@ class Supervisor:
     def __init__(self, say: Callable[[str], None], clock: Clock | None = None) -> None:
         self._say = say
         self._clock = clock or SystemClock()
-        self._children: list[_Child] = []
+        self._children: list[_SupervisedProcess] = []
         self._stops_asked = 0
         self._stopping = False
         self._had_terminal = False
@@ -211,7 +211,7 @@ class Supervisor:
     def add(self, process: Process, policy: RestartPolicy, *, stop_s: float) -> None:
         """Starts and supervises a process; `stop_s` are between `terminate` and `kill`."""
         process.start()
-        self._children.append(_Child(process, policy, stop_s, started_s=self._clock.monotonic_s()))
+        self._children.append(_SupervisedProcess(process, policy, stop_s, started_s=self._clock.monotonic_s()))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits for one signal, restart or `poke`, and acts on it.
@@ -284,7 +284,7 @@ class Supervisor:
             if not (child.ended or child.stopping) and child.restart_at_s is None:
                 child.process.reload()
 
-    def _ask_to_end(self, child: _Child) -> None:
+    def _ask_to_end(self, child: _SupervisedProcess) -> None:
         child.stopping = True
         if child.restart_at_s is not None:
             # it has ended already
@@ -293,7 +293,7 @@ class Supervisor:
             child.process.terminate()
             self._check(child)
 
-    def _check(self, child: _Child) -> None:
+    def _check(self, child: _SupervisedProcess) -> None:
         if child.ended:
             return
         now_s = self._clock.monotonic_s()
@@ -313,7 +313,7 @@ class Supervisor:
             return
         self._ended(child, code, describe_exit(code))
 
-    def _restart(self, child: _Child) -> None:
+    def _restart(self, child: _SupervisedProcess) -> None:
         child.restart_at_s = None
         child.started_s = self._clock.monotonic_s()
         try:
@@ -321,7 +321,7 @@ class Supervisor:
         except (QinferError, OSError) as error:
             self._ended(child, os.EX_SOFTWARE, f"could not be started: {error}")
 
-    def _ended(self, child: _Child, code: int, how: str) -> None:
+    def _ended(self, child: _SupervisedProcess, code: int, how: str) -> None:
         now_s = self._clock.monotonic_s()
         verdict = after_exit(child.policy, failures=child.failures, ran_s=now_s - child.started_s, code=code)
         child.failures = verdict.failures

@@ -9,9 +9,9 @@ from qinfer.cli.scaling.scaler import policy_of
 from qinfer.core.settings import AutoscaleSettings
 from qinfer.errors import SettingsError
 from qinfer.scaling.record import Traffic, decode, traffic_of
-from qinfer.scaling.simulation import Outcome, WorkerProfile, as_recorded, simulate
+from qinfer.scaling.simulation import SimulationOutcome, WorkerProfile, as_recorded, simulate
 
-_FIGURES: Mapping[str, tuple[str, str, Callable[[Outcome, float], float]]] = {
+_FIGURES: Mapping[str, tuple[str, str, Callable[[SimulationOutcome, float], float]]] = {
     "worker_s": ("worker-seconds", "{:,.0f}", lambda of, _: of.worker_s),
     "idle_s": ("of them without work", "{:,.0f}", lambda of, _: round(max(of.worker_s - of.ideal_s, 0.0), 3)),
     "excess": ("worker-seconds per second of work", "{:.2f}", lambda of, _: round(of.excess, 4)),
@@ -61,7 +61,7 @@ def run_replay(path: Path, options: Mapping[str, float], late_s: float | None, *
         _print_table(traffic, bound_s, outcomes)
 
 
-def figures(outcome: Outcome, late_s: float) -> dict[str, float]:
+def figures(outcome: SimulationOutcome, late_s: float) -> dict[str, float]:
     """Returns the figures of an outcome."""
     return {name: figure(outcome, late_s) for name, (_, _, figure) in _FIGURES.items()}
 

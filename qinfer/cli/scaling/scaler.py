@@ -38,7 +38,7 @@ from qinfer.models.work import VersionWork, read_work
 from qinfer.observe import logs
 from qinfer.observe.stats import INFERENCE_COUNT
 from qinfer.queue.lanes import Queue
-from qinfer.scaling.policy import Observation, ScalingPolicy, ScalingState, Throughput, Version
+from qinfer.scaling.policy import QueueObservation, ScalingPolicy, ScalingState, Throughput, Version
 from qinfer.scaling.record import RecordFile
 from qinfer.scaling.shares import RECORD_TTL_S, Peers, SharedDecision, decide_share, policy_of_all
 
@@ -48,7 +48,7 @@ CLOSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class QueueReading:
     """The state of the queue and its workers at a monotonic instant.
 
     `rows` are those executed so far, `floors` the live workers that models need to be READY.
@@ -71,7 +71,7 @@ class Away:
     reason: str
 
 
-async def read(store: ControlStore, delivery: Queue, globs: Sequence[str], clock: Clock) -> Reading:
+async def read(store: ControlStore, delivery: Queue, globs: Sequence[str], clock: Clock) -> QueueReading:
     """Reads an autoscaler's input, about the models of its workers."""
     models = await read_work(store, delivery, Jobs(delivery).open_rows)
     work = tuple(one for one in models if is_placed(one.model, globs))
@@ -81,7 +81,7 @@ async def read(store: ControlStore, delivery: Queue, globs: Sequence[str], clock
     )
     stored = await store.models(sorted({model for model, _ in versions}))
     measured = [worker.load_s.get(model, {}).get(version, 0.0) for worker in workers for model, version in versions]
-    return Reading(
+    return QueueReading(
         at_s=clock.monotonic_s(),
         work=work,
         rows={key: counts.get(key, {}).get(INFERENCE_COUNT, 0) for key in versions},
@@ -106,7 +106,7 @@ class QueueWatch:
         self._on_news = on_news
         self._clock = SystemClock()
         self._lock = threading.Lock()
-        self._latest: Reading | Away | None = None
+        self._latest: QueueReading | Away | None = None
         self._record: ScalerRecord | None = None
         self._counts: dict[str, int] = {}
         self._loop = asyncio.new_event_loop()
@@ -118,7 +118,7 @@ class QueueWatch:
         """Starts the thread."""
         self._thread.start()
 
-    def take(self) -> Reading | Away | None:
+    def take(self) -> QueueReading | Away | None:
         """Returns the latest reading, if it is new."""
         with self._lock:
             latest, self._latest = self._latest, None
@@ -204,7 +204,7 @@ class QueueWatch:
         for name, count in counts.items():
             self._counts[name] = self._counts.get(name, 0) + count
 
-    def _put(self, latest: Reading | Away) -> None:
+    def _put(self, latest: QueueReading | Away) -> None:
         with self._lock:
             self._latest = latest
         self._on_news()
@@ -321,12 +321,12 @@ class Autoscaler:
             self._note("worker not started", f"a worker could not be started: {error}", {"reason": str(error)})
         self._publish(decided, seen, share)
 
-    def _observation(self, reading: Reading) -> Observation:
+    def _observation(self, reading: QueueReading) -> QueueObservation:
         speeds = {(one.model, one.version): one.rows_per_s for one in reading.work}
         work_s = sum(one.work_s for one in reading.work)
         live = self._pool.live + sum(one.live for one in self._peers.others)
         used = self._throughput.observe(reading.at_s, reading.rows, speeds, live, work_s)
-        return Observation(
+        return QueueObservation(
             now_s=reading.at_s,
             work_s=work_s,
             entries=sum((one.requests + one.bulk_rows) or int(one.rows > 0) for one in reading.work),
@@ -346,7 +346,7 @@ class Autoscaler:
             numbers = {"reason": reason, "kept": self._pool.size}
             self._note("queue not read", f"the queue can't be read, the workers are kept: {reason}", numbers)
 
-    def _report_floors(self, reading: Reading) -> None:
+    def _report_floors(self, reading: QueueReading) -> None:
         least = policy_of_all(self._policy, self._peers.others).min_workers
         demanding = frozenset(name for name, count in reading.floors.items() if count > least)
         if demanding - self._demanding:
@@ -356,7 +356,7 @@ class Autoscaler:
             self._note("models want live workers", text, {"models": sorted(demanding), "remedy": remedy})
         self._demanding = demanding
 
-    def _log(self, decided: SharedDecision, seen: Observation, before: int) -> None:
+    def _log(self, decided: SharedDecision, seen: QueueObservation, before: int) -> None:
         share, total = decided.share, decided.total
         numbers = {
             "from": before,
@@ -383,7 +383,7 @@ class Autoscaler:
         if self._say is not None:
             self._say(f"{share} worker{'s' * (share != 1)} instead of {before}{with_others}: {total.reason}")
 
-    def _write(self, reading: Reading, decided: SharedDecision, seen: Observation) -> None:
+    def _write(self, reading: QueueReading, decided: SharedDecision, seen: QueueObservation) -> None:
         if self._record is None:
             return
         problem = self._record.add(
@@ -402,7 +402,7 @@ class Autoscaler:
         else:
             logger.warning(event, extra=dict(about))
 
-    def _publish(self, decided: SharedDecision, seen: Observation, before: int) -> None:
+    def _publish(self, decided: SharedDecision, seen: QueueObservation, before: int) -> None:
         totals = {RESTARTED: self._pool.restarts, KILLED: self._pool.kills}
         counts = {
             name: total - self._published[name] for name, total in totals.items() if total > self._published[name]

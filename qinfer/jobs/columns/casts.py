@@ -25,7 +25,7 @@ _EXACT = 2**53
 _DTYPES = {name: np.dtype(kind.numpy or "<f4") for name, kind in DATATYPES.items() if name != "BYTES"}
 
 
-class Bounds(NamedTuple):
+class ValueBounds(NamedTuple):
     """The range of values that fit; `or_exact` adds all integers of FP64."""
 
     low: Any
@@ -94,7 +94,7 @@ def fits(kind: pa.DataType, datatype: str) -> bool:
     return any((pa.types.is_integer(kind), pa.types.is_boolean(kind)))
 
 
-def bounds(kind: pa.DataType, datatype: str) -> Bounds | None:
+def bounds(kind: pa.DataType, datatype: str) -> ValueBounds | None:
     """Returns the values of a suitable type that fit; `None` = all."""
     if datatype == "BYTES" or pa.types.is_boolean(kind) or pa.types.is_null(kind):
         return None
@@ -107,11 +107,11 @@ def bounds(kind: pa.DataType, datatype: str) -> Bounds | None:
     if low <= least and most <= high:
         return None
     if source.kind == "f":
-        return Bounds(float(low), float(high))
-    return Bounds(max(int(low), least), min(int(high), most), is_rounded)
+        return ValueBounds(float(low), float(high))
+    return ValueBounds(max(int(low), least), min(int(high), most), is_rounded)
 
 
-def beyond(values: pa.Array, allowed: Bounds) -> Misfits | None:
+def beyond(values: pa.Array, allowed: ValueBounds) -> Misfits | None:
     """Finds numbers that do not fit, if any."""
     extremes = pc.min_max(values)
     low, high = extremes["min"].as_py(), extremes["max"].as_py()

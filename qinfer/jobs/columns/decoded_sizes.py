@@ -20,7 +20,7 @@ _OFFSET_BYTES = 8
 _CUT_ROWS = 2**18
 
 
-class Cut(NamedTuple):
+class RowSlice(NamedTuple):
     """Rows decoded together; columns in `too_large` are dropped from a single row."""
 
     record: pa.RecordBatch
@@ -28,13 +28,13 @@ class Cut(NamedTuple):
     too_large: tuple[str, ...] = ()
 
 
-def cut(record: pa.RecordBatch, max_bytes: int) -> Iterator[Cut]:
+def cut(record: pa.RecordBatch, max_bytes: int) -> Iterator[RowSlice]:
     """Splits a valid batch into runs of rows within `max_bytes`, or single rows."""
     for begin in range(0, record.num_rows, _CUT_ROWS):
         part = record.slice(begin, _CUT_ROWS)
         whole = sum(float(bytes_before(column, np.array([part.num_rows]))[0]) for column in part.columns)
         if whole <= max_bytes:
-            yield Cut(part, int(whole))
+            yield RowSlice(part, int(whole))
             continue
         edges = np.arange(part.num_rows + 1)
         before = sum((bytes_before(column, edges) for column in part.columns), np.zeros(len(edges)))
@@ -42,14 +42,14 @@ def cut(record: pa.RecordBatch, max_bytes: int) -> Iterator[Cut]:
         while start < part.num_rows:
             stop = int(np.searchsorted(before, before[start] + max_bytes, "right")) - 1
             if stop > start:
-                yield Cut(part.slice(start, stop - start), int(before[stop] - before[start]))
+                yield RowSlice(part.slice(start, stop - start), int(before[stop] - before[start]))
             else:
                 stop = start + 1
                 yield _single(part.slice(start, 1), max_bytes)
             start = stop
 
 
-def _single(row: pa.RecordBatch, max_bytes: int) -> Cut:
+def _single(row: pa.RecordBatch, max_bytes: int) -> RowSlice:
     sizes = {name: bytes_before(column, np.arange(2))[1] for name, column in zip(row.schema.names, row, strict=True)}
     left, large = sum(sizes.values()), []
     for name in sorted(sizes, key=lambda name: -sizes[name]):
@@ -57,7 +57,7 @@ def _single(row: pa.RecordBatch, max_bytes: int) -> Cut:
             break
         left -= sizes[name]
         large.append(name)
-    return Cut(row, int(left), tuple(large))
+    return RowSlice(row, int(left), tuple(large))
 
 
 def bytes_before(array: pa.Array, positions: Positions) -> Sizes:

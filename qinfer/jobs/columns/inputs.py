@@ -35,7 +35,7 @@ class Piece:
     inputs: Mapping[str, Array]
 
 
-class Decoded(NamedTuple):
+class DecodedBatch(NamedTuple):
     """Executable pieces of a batch, and the errors of other rows."""
 
     pieces: tuple[Piece, ...]
@@ -69,7 +69,7 @@ class InputColumns:
         self._decimal_point = spec.csv_form.decimal_point
         self._has_views = schema_without_views(flat).types != flat.types
 
-    def decode(self, record: pa.RecordBatch, errors: RowErrors | None = None) -> Decoded:
+    def decode(self, record: pa.RecordBatch, errors: RowErrors | None = None) -> DecodedBatch:
         """Makes the arrays of a batch in the schema's types."""
         record = pick(record, self.columns)
         if self._has_views:
@@ -89,10 +89,10 @@ class InputColumns:
             record = record.take(pa.array(rows))
             shapes = [found[rows] for found in shapes]
         if not record.num_rows:
-            return Decoded((), errors)
+            return DecodedBatch((), errors)
         if not shapes:
-            return Decoded((self._piece(record, rows),), errors)
-        return Decoded(tuple(self._by_shape(record, rows, np.concatenate(shapes, axis=1))), errors)
+            return DecodedBatch((self._piece(record, rows),), errors)
+        return DecodedBatch(tuple(self._by_shape(record, rows, np.concatenate(shapes, axis=1))), errors)
 
     def _piece(self, record: pa.RecordBatch, rows: Indices | None) -> Piece:
         inputs = {tensor.name: tensor.convert(record) for tensor in self._tensors}

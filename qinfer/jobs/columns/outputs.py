@@ -39,7 +39,7 @@ from qinfer.tensors import Tensor, to_numpy
 from qinfer.wire.outputs import greatest
 
 
-class Scored(NamedTuple):
+class ScoredRows(NamedTuple):
     """Outputs of the model for some rows (`None` = all) of a batch.
 
     BYTES are objects of `bytes` or `str`. For a decoupled model, an output is `[rows]` of tuples of arrays, one for
@@ -87,7 +87,7 @@ class OutputColumns:
         self.good = [name for name in self.schema.names if name not in asides]
         self.failed = [name for name in self.schema.names if name not in outputs]
 
-    def encode(self, batch: RowBatch, scored: Sequence[Scored], errors: RowErrors) -> pa.RecordBatch:
+    def encode(self, batch: RowBatch, scored: Sequence[ScoredRows], errors: RowErrors) -> pa.RecordBatch:
         """Makes the output rows of a batch, in its order; marks rows without a column value."""
         place = None
         if len(scored) != 1 or scored[0].rows is not None:
@@ -132,7 +132,7 @@ class _Output:
         self.columns: list[tuple[str, pa.DataType]] = [(name, kind) for name in names]
 
     def columns_of(
-        self, scored: Sequence[Scored], place: pa.Array | None, rows: int, errors: RowErrors
+        self, scored: Sequence[ScoredRows], place: pa.Array | None, rows: int, errors: RowErrors
     ) -> list[pa.Array]:
         """Returns the columns of a batch.
 
@@ -146,7 +146,7 @@ class _Output:
         columns = zip(*parts, strict=True)
         return [(arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)).take(place) for arrays in columns]
 
-    def _part(self, part: Scored, all_rows: int, errors: RowErrors) -> list[pa.Array]:
+    def _part(self, part: ScoredRows, all_rows: int, errors: RowErrors) -> list[pa.Array]:
         return self._columns(self._array(part.outputs, part.rows, all_rows), part.rows, errors)
 
     def _array(self, outputs: Mapping[str, Array | Tensor], rows: Indices | None, all_rows: int) -> Array:
@@ -208,7 +208,7 @@ class _ListedOutput(_Output):
         self._list = list_type(self._kind, -1)
         self.columns = [(name, self._list) for name in names]
 
-    def _part(self, part: Scored, all_rows: int, errors: RowErrors) -> list[pa.Array]:
+    def _part(self, part: ScoredRows, all_rows: int, errors: RowErrors) -> list[pa.Array]:
         rows = part.outputs[self._tensor.name]
         assert isinstance(rows, np.ndarray)
         sizes = np.array([len(responses) for responses in rows], np.int32)
@@ -256,7 +256,7 @@ def _notes(field: pa.Field) -> dict[bytes, bytes] | None:
     return {JSON_NUMBER: b"1"} if JSON_NUMBER in (field.metadata or {}) else None
 
 
-def _place(rows: int, scored: Sequence[Scored]) -> pa.Array:
+def _place(rows: int, scored: Sequence[ScoredRows]) -> pa.Array:
     """Returns each row's number among the executed ones; null = not executed."""
     place = np.full(rows, -1, np.int64)
     first = 0

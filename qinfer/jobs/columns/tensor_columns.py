@@ -41,7 +41,7 @@ class ScalarColumns:
 
     def check(self, record: pa.RecordBatch, errors: RowErrors) -> Indices | None:
         """Marks unusable rows; all others have one shape."""
-        notes = _Notes(errors, None)
+        notes = _RowMarks(errors, None)
         for column in self._columns:
             values = column.values(record)
             if values.null_count and column.fill is None:
@@ -68,7 +68,7 @@ class _Scalar(NamedTuple):
 
     name: str
     is_plain: bool
-    allowed: casts.Bounds | None
+    allowed: casts.ValueBounds | None
     fill: Any
 
     def values(self, record: pa.RecordBatch) -> pa.Array:
@@ -92,7 +92,7 @@ class ListColumn:
         sizes, element = _levels(kind)
         _check_type(tensor, column, element, kind)
         self._depth = len(sizes)
-        self._layout = _Layout.of(kind)
+        self._layout = _ElementLayout.of(kind)
         if self._layout is not None and not given.shape:
             shape = _of_tensors(tensor, column, shape, self._layout)
         self._is_flat = self._depth == 1 and len(shape) != 1
@@ -117,12 +117,12 @@ class ListColumn:
             if self._fill is not None and self._is_fixed:
                 is_filled = mask[:, np.newaxis].astype(np.int64)
             else:
-                _Notes(errors, None).mark(mask, f"column '{self._column}' is null{self._remedy}")
+                _RowMarks(errors, None).mark(mask, f"column '{self._column}' is null{self._remedy}")
             rows = np.flatnonzero(~mask)
             array = array.drop_null()
         shapes = np.zeros((len(array), len(self._shape)), np.int64)
         if len(array):
-            notes = _Notes(errors, rows)
+            notes = _RowMarks(errors, rows)
             found = _walk(array, self._depth)
             self._check_sizes(found, notes)
             if found.has_null is not None:
@@ -151,7 +151,7 @@ class ListColumn:
             values = self._layout.in_order(values, rows)
         return values.reshape(rows, *shape)
 
-    def _check_sizes(self, found: "_Walked", notes: "_Notes") -> None:
+    def _check_sizes(self, found: "_ListElements", notes: "_RowMarks") -> None:
         for level in range(self._depth):
             sizes = found.sizes[:, level]
             if (ragged := sizes == _RAGGED).any():
@@ -172,7 +172,7 @@ class ListColumn:
             f"column '{self._column}' has a list of {'a wrong length' if size is None else size}, not {expected}"
         )
 
-    def _check_values(self, found: "_Walked", notes: "_Notes") -> None:
+    def _check_values(self, found: "_ListElements", notes: "_RowMarks") -> None:
         if found.values.null_count and self._fill is None:
             places = np.flatnonzero(found.values.is_null().to_numpy(zero_copy_only=False))
             notes.mark(found.rows_of(places), f"column '{self._column}' has a null in its list{self._remedy}")
@@ -190,7 +190,7 @@ class ListColumn:
         return shapes
 
 
-class _Layout(NamedTuple):
+class _ElementLayout(NamedTuple):
     """Layout of fixed-shape tensors (https://arrow.apache.org/docs/format/CanonicalExtensions.html).
 
     `order` has the stored dimension of each dimension.
@@ -200,7 +200,7 @@ class _Layout(NamedTuple):
     order: tuple[int, ...]
 
     @classmethod
-    def of(cls, kind: pa.DataType) -> "_Layout | None":
+    def of(cls, kind: pa.DataType) -> "_ElementLayout | None":
         if not isinstance(kind, pa.FixedShapeTensorType):
             return None
         return cls(tuple(kind.shape), tuple(kind.permutation or range(len(kind.shape))))
@@ -214,7 +214,7 @@ class _Layout(NamedTuple):
         return values.reshape(rows, *self.stored).transpose(0, *(dimension + 1 for dimension in self.order))
 
 
-class _Notes:
+class _RowMarks:
     """Marks rows by their number among those that are not null."""
 
     def __init__(self, errors: RowErrors, rows: Indices | None) -> None:
@@ -246,7 +246,7 @@ class _Notes:
         self.mark_each(places, misfits.values[first], text)
 
 
-class _Walked(NamedTuple):
+class _ListElements(NamedTuple):
     """Sizes and elements of a list array.
 
     `sizes` are by row and level, `_RAGGED` if they differ within a row; `owner` is the row of each element.
@@ -263,7 +263,7 @@ class _Walked(NamedTuple):
         return places // (len(self.values) // len(self.sizes))
 
 
-def _walk(array: pa.Array, depth: int) -> _Walked:
+def _walk(array: pa.Array, depth: int) -> _ListElements:
     rows = len(array)
     sizes = np.empty((rows, depth), np.int64)
     owner: Indices | None = None
@@ -285,7 +285,7 @@ def _walk(array: pa.Array, depth: int) -> _Walked:
             sizes[:, level] = _common(each, owner, rows)
             owner = np.repeat(owner, each)
         array = casts.as_plain(array.flatten())
-    return _Walked(sizes, array, owner, has_null)
+    return _ListElements(sizes, array, owner, has_null)
 
 
 def _lengths(array: pa.Array) -> int | Indices:
@@ -319,7 +319,7 @@ def _levels(kind: pa.DataType) -> tuple[list[int], pa.DataType]:
     return sizes, kind
 
 
-def _of_tensors(tensor: TensorSpec, column: str, dims: tuple[int, ...], layout: _Layout) -> tuple[int, ...]:
+def _of_tensors(tensor: TensorSpec, column: str, dims: tuple[int, ...], layout: _ElementLayout) -> tuple[int, ...]:
     """Returns the shape of rows made of fixed-shape tensors: theirs, flat, or with other dimensions of 1."""
     shape = layout.shape
     if len(dims) == len(shape) and all(dim in (_RAGGED, size) for dim, size in zip(dims, shape, strict=True)):

@@ -13,7 +13,7 @@ from typing import Any
 
 from qinfer.core.clock import ServerClock
 from qinfer.errors import CorruptEntry, InvalidRequest
-from qinfer.jobs.queue.records import OPEN_FIELDS, JobRecord, Page, Place, open_rows, record_of
+from qinfer.jobs.queue.records import OPEN_FIELDS, JobAddress, JobRecord, Page, open_rows, record_of
 from qinfer.models.work import OpenRows
 from qinfer.queue import keys
 from qinfer.queue.router import Router
@@ -38,7 +38,7 @@ class JobIndex:
         self._clock = clock
         self._skipped: set[str] = set()
 
-    async def add(self, place: Place, created_ms: int, deadline_at: float) -> bool:
+    async def add(self, place: JobAddress, created_ms: int, deadline_at: float) -> bool:
         """Adds an open job; False if another model has its id. An id without a record is freed."""
         where = f"{place.partition} {place.model}".encode()
         if not await self._call(b"HSETNX", _PLACES, place.job_id, where):
@@ -53,12 +53,12 @@ class JobIndex:
         await self.open(place.job_id, deadline_at)
         return True
 
-    async def find(self, job_id: str) -> Place | None:
+    async def find(self, job_id: str) -> JobAddress | None:
         """Returns a job's location."""
         (place,) = await self._find_all([job_id])
         return place
 
-    async def _find_all(self, job_ids: Sequence[str]) -> list[Place | None]:
+    async def _find_all(self, job_ids: Sequence[str]) -> list[JobAddress | None]:
         """Looks locations up; they are not cached, since an id may be used again for another model."""
         if not job_ids:
             return []
@@ -182,9 +182,9 @@ class JobIndex:
         return await self._router.call(keys.slot(key), command, key, *words)
 
 
-def _place(job_id: str, where: bytes) -> Place:
+def _place(job_id: str, where: bytes) -> JobAddress:
     partition, _, model = where.decode().partition(" ")
-    return Place(model, int(partition), job_id)
+    return JobAddress(model, int(partition), job_id)
 
 
 def cursor_of(created_ms: int, job_id: str) -> str:

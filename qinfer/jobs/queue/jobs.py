@@ -37,11 +37,11 @@ from qinfer.jobs.queue.records import (
     MAX_LINE_CHARACTERS,
     MAX_LOG_LINES,
     TOP_UP_COUNT,
-    Change,
+    JobAddress,
     JobRecord,
     LogLine,
     Page,
-    Place,
+    RecordChange,
     ShardOutcome,
     Standing,
     line_of,
@@ -97,7 +97,7 @@ class Jobs:
 
         After `BrokerUnavailable` it may be stored.
         """
-        place = Place.of(record)
+        place = JobAddress.of(record)
         created_ms = int((record.created_at or self._clock.now_s()) * 1000)
         if not await self._index.add(place, created_ms, record.deadline_at):
             return False
@@ -156,14 +156,14 @@ class Jobs:
         """Returns the open jobs whose deadline has passed."""
         return await self._open(await self._index.open_ids(due_at=self._clock.now_s()))
 
-    async def move(self, job_id: str, expected: Collection[str], state: str, **change: Unpack[Change]) -> bool:
+    async def move(self, job_id: str, expected: Collection[str], state: str, **change: Unpack[RecordChange]) -> bool:
         """Changes a job's state if the current one is expected; False otherwise.
 
         `running` becomes `finalizing` only when no shard waits or is held. A terminal state also sets `ended_at`,
         starts `kept_s` and queues the webhook; `stop` ends a `running` job, whose shards it takes back. The state may
         stay the same.
         """
-        if unknown := change.keys() - Change.__annotations__.keys():  # scripts maintain the counts
+        if unknown := change.keys() - RecordChange.__annotations__.keys():  # scripts maintain the counts
             raise TypeError(f"the field {min(unknown)!r} of a job can't be set")
         place = await self._index.find(job_id)
         if place is None:
@@ -208,7 +208,9 @@ class Jobs:
         record = await self.get(job_id)
         if record is None:
             return None
-        found = await self._run(Place.of(record), _TOP_UP, max(1, workers), TOP_UP_COUNT, keys.GROUP, lane=record.lane)
+        found = await self._run(
+            JobAddress.of(record), _TOP_UP, max(1, workers), TOP_UP_COUNT, keys.GROUP, lane=record.lane
+        )
         if found is None:
             return None
         state, moved, waiting, in_lane, has_failed = found
@@ -237,7 +239,7 @@ class Jobs:
         False, without an effect, if the lease was lost or the stored note is not `was`.
         """
         lane = lease.entry.lane
-        place = Place(lane.model, lane.partition, job_id)
+        place = JobAddress(lane.model, lane.partition, job_id)
         about = (index, _place(lease.entry), keys.GROUP, lease.consumer, was, now, line[:MAX_LINE_CHARACTERS])
         return bool(await self._run(place, _KEEP, *about, MAX_LOG_LINES, lane=divided_of(lane)[0]))
 
@@ -260,7 +262,7 @@ class Jobs:
         record = await self.get(job_id)
         if record is None:
             return ()
-        place = Place.of(record)
+        place = JobAddress.of(record)
         names = [place.part("in_lane"), keys.lane(record.lane)]
         return sorted(map(int, await run_script(self._call(place), _MISSING, names)))
 
@@ -286,7 +288,7 @@ class Jobs:
         record = await self.get(job_id)
         if record is None:
             return False
-        place = Place.of(record)
+        place = JobAddress.of(record)
         if not await self._run(place, _STOP, job_id, state, error[:MAX_LINE_CHARACTERS], MAX_LOG_LINES):
             return False
         held = await self._call(place)(b"HGETALL", place.part("in_lane"))
@@ -340,7 +342,7 @@ class Jobs:
         record = await self.get(job_id)
         if record is None:
             return False
-        place, parts = Place.of(record), list(_parts(shards))
+        place, parts = JobAddress.of(record), list(_parts(shards))
         for number, part in enumerate(parts, 1):
             last = is_last and number == len(parts)
             about = (job_id, keys.GROUP, int(last), int(is_forced), rows if last and rows is not None else "")
@@ -351,7 +353,7 @@ class Jobs:
 
     async def _end_shard(self, what: str, job_id: str, lease: Lease, outcome: ShardOutcome, *about: Argument) -> bool:
         lane = lease.entry.lane
-        place = Place(lane.model, lane.partition, job_id)
+        place = JobAddress(lane.model, lane.partition, job_id)
         letters = [keys.dead_letters(lane.model, lane.partition).encode()] if about else []
         error = outcome.error[:MAX_LINE_CHARACTERS]
         text = f"{outcome.rows} {outcome.failed_rows} {int(bool(outcome.error))} {error}"
@@ -361,7 +363,7 @@ class Jobs:
 
     async def _withdraw(self, record: JobRecord, shards: Sequence[bytes], *, in_hand: bool) -> None:
         about = (record.id, keys.GROUP, keys.RELEASED, keys.SUSPECTS, int(in_hand))
-        await self._run(Place.of(record), _WITHDRAW, *about, *shards, lane=record.lane)
+        await self._run(JobAddress.of(record), _WITHDRAW, *about, *shards, lane=record.lane)
 
     async def _open(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
         """Returns the open jobs among these; the others leave the index of open jobs."""
@@ -385,7 +387,7 @@ class Jobs:
             self._index.skip(job_id, error)
             return error
 
-    async def _reopen(self, place: Place) -> None:
+    async def _reopen(self, place: JobAddress) -> None:
         deadline_ms = await self._call(place)(b"HGET", place.record, b"deadline_at")
         await self._index.open(place.job_id, int(deadline_ms or 0) / 1000)
 
@@ -393,11 +395,11 @@ class Jobs:
         place = await self._index.find(job_id)
         return None if place is None else await self._call(place)(b"HGET", place.record, name)
 
-    async def _run(self, place: Place, script: Script, *arguments: Argument, lane: Lane | None = None) -> Any:
+    async def _run(self, place: JobAddress, script: Script, *arguments: Argument, lane: Lane | None = None) -> Any:
         names = [*place.names(), *([keys.lane(lane)] if lane is not None else [])]
         return await run_script(self._call(place), script, names, *arguments)
 
-    def _call(self, place: Place) -> Call:
+    def _call(self, place: JobAddress) -> Call:
         return partial(self._router.call, keys.slot(place.record))
 
 

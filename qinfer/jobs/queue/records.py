@@ -11,7 +11,7 @@ from typing import NamedTuple, TypedDict
 import msgspec
 
 from qinfer.core.settings import StoreSettings
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import CorruptEntry
 from qinfer.jobs.job import TERMINAL, JobSpec, JobState
 from qinfer.models.work import OpenRows
@@ -54,7 +54,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         rows_before: Rows that were settled at `resumed_at`.
         spec: The JSON of its `JobSpec`.
         head: The part of its plan that workers need; opaque here.
-        grant: The JSON of its tenant's `Grant` at its creation or last resumption.
+        grant: The JSON of its tenant's `UrlGrant` at its creation or last resumption.
         rows_done: Rows of settled shards with an output.
         rows_failed: Rows of settled shards with an error.
         rows_scored: Rows scored by running shards.
@@ -194,7 +194,7 @@ class _About(msgspec.Struct, array_like=True, frozen=True):
 _ABOUT = Record(_About, "the record of a bulk job")
 
 
-class Change(TypedDict, total=False):
+class RecordChange(TypedDict, total=False):
     """The fields of a record that `move` sets; see `JobRecord`."""
 
     error: str
@@ -210,7 +210,7 @@ class Change(TypedDict, total=False):
     rows_before: int
 
 
-class Place(NamedTuple):
+class JobAddress(NamedTuple):
     """Location of a job's keys."""
 
     model: str
@@ -218,7 +218,7 @@ class Place(NamedTuple):
     job_id: str
 
     @classmethod
-    def of(cls, record: JobRecord) -> "Place":
+    def of(cls, record: JobRecord) -> "JobAddress":
         """Returns the location of a record's job."""
         return cls(record.model, record.partition, record.id)
 
@@ -259,13 +259,13 @@ def words_of(fields: Mapping[str, object]) -> list[Argument]:
     return words
 
 
-def record_of(place: Place, fields: Mapping[bytes, bytes]) -> JobRecord:
+def record_of(place: JobAddress, fields: Mapping[bytes, bytes]) -> JobRecord:
     """Decodes a record; absent fields have their defaults."""
     with damage_told(place.job_id):
         return _record_of(place, {name.decode(): value for name, value in fields.items()})
 
 
-def _record_of(place: Place, found: dict[str, bytes]) -> JobRecord:
+def _record_of(place: JobAddress, found: dict[str, bytes]) -> JobRecord:
     about = _ABOUT.decode(found.pop("about"))
     values: dict[str, object] = {"id": place.job_id, "model": place.model, "partition": place.partition}
     values |= msgspec.structs.asdict(about)
@@ -300,11 +300,11 @@ def spec_of(record: JobRecord) -> JobSpec:
         return msgspec.json.decode(record.spec, type=JobSpec)
 
 
-def granted(record: JobRecord, stores: StoreSettings) -> Grant:
+def granted(record: JobRecord, stores: StoreSettings) -> UrlGrant:
     """Returns the URL prefixes that both the gateway's grant (if stored) and this process allow."""
     here = stores.grant_of(record.tenant)
     with damage_told(record.id):
-        return msgspec.json.decode(record.grant, type=Grant).narrowed(here) if record.grant else here
+        return msgspec.json.decode(record.grant, type=UrlGrant).narrowed(here) if record.grant else here
 
 
 @contextmanager

@@ -31,7 +31,7 @@ _BUFFER = struct.Struct("<qq")  # offset within the body, length
 _LENGTH = struct.Struct("<q")  # before each compressed buffer: its decompressed length, -1 = not compressed
 
 
-class Block(NamedTuple):
+class MessageBlock(NamedTuple):
     """The place of a message in a file: offset, header with prefix, body."""
 
     offset: int
@@ -96,7 +96,9 @@ class BatchSizes:
         return self._dictionaries + own
 
 
-def _buffer_bytes(file: BinaryIO | Any, block: Block, of: tuple[pa.Schema, Collection[str]] | None = None) -> int:
+def _buffer_bytes(
+    file: BinaryIO | Any, block: MessageBlock, of: tuple[pa.Schema, Collection[str]] | None = None
+) -> int:
     """Returns the bytes of the buffers of a batch's columns, or without `of`, of a dictionary."""
     message, table = _header(file, block)
     if of is None:
@@ -168,7 +170,7 @@ def _variadic(message: bytes, table: int) -> Iterator[int]:
             yield _LENGTH.unpack_from(message, vector + 4 + _LENGTH.size * index)[0]
 
 
-def _blocks(file: BinaryIO, number: int, footer_bytes: int = FOOTER_BYTES) -> list[Block]:
+def _blocks(file: BinaryIO, number: int, footer_bytes: int = FOOTER_BYTES) -> list[MessageBlock]:
     footer = _footer(file, footer_bytes)
     field = field_of(footer, unsigned(footer, 0), number)
     if not field:
@@ -177,7 +179,7 @@ def _blocks(file: BinaryIO, number: int, footer_bytes: int = FOOTER_BYTES) -> li
     first, count = vector + 4, unsigned(footer, vector)
     end, blocks = file.seek(0, 2), []
     for place in range(first, first + BLOCK.size * count, BLOCK.size):
-        block = Block._make(BLOCK.unpack_from(footer, place))
+        block = MessageBlock._make(BLOCK.unpack_from(footer, place))
         if min(block) < 0 or sum(block) > end:
             raise ValueError("its footer names a record batch that is not within the file")
         blocks.append(block)
@@ -207,7 +209,7 @@ def _footer(file: BinaryIO, footer_bytes: int) -> bytes:
     return data[-TAIL.size - size : -TAIL.size]
 
 
-def _length(file: BinaryIO, block: Block) -> int:
+def _length(file: BinaryIO, block: MessageBlock) -> int:
     message, batch = _header(file, block)
     field = field_of(message, batch, _BATCH_LENGTH)
     rows = struct.unpack_from("<q", message, field)[0] if field else 0
@@ -216,12 +218,12 @@ def _length(file: BinaryIO, block: Block) -> int:
     return int(rows)
 
 
-def _header(file: BinaryIO, block: Block) -> tuple[bytes, int]:
+def _header(file: BinaryIO, block: MessageBlock) -> tuple[bytes, int]:
     message = _message(file, block)
     return message, _table(message, unsigned(message, 0), _MESSAGE_HEADER)
 
 
-def _message(file: BinaryIO, block: Block) -> bytes:
+def _message(file: BinaryIO, block: MessageBlock) -> bytes:
     if not 0 < block.header <= _MAX_HEADER_BYTES:
         raise ValueError(f"a record batch's header has {block.header} bytes")
     file.seek(block.offset)

@@ -33,7 +33,7 @@ class _Readable(Protocol):
     def close(self) -> None: ...
 
 
-class Unescaped:
+class UnescapedText:
     """A CSV text with doubled quotes instead of an escape character."""
 
     def __init__(self, text: _Readable, csv: Csv, block_bytes: int) -> None:

@@ -30,7 +30,7 @@ _SCALARS = (int, float, str)
 _INT64 = range(-(2**63), 2**63)  # pyarrow reads larger numbers as floats
 
 
-class Mixed(NamedTuple):
+class MixedField(NamedTuple):
     """A field with values of two kinds; `line` is the first with the other kind.
 
     Values in a list count for the list.
@@ -74,7 +74,7 @@ class JsonFields:
 
     def __init__(self, known: pa.Schema, lines: int, declared: Collection[str] = ()) -> None:
         self.rows = 0
-        self.mixed: list[Mixed] = []
+        self.mixed: list[MixedField] = []
         self._line = lines
         self._count = 0
         self._declared = declared
@@ -106,7 +106,7 @@ class JsonFields:
         if field.kind is None or {field.kind, kind} == {int, float}:
             field.kind = kind if field.kind is None else float
         elif field.kind is not kind:
-            self.mixed.append(Mixed(path, _WORDS[field.kind], _WORDS[kind], self._line))
+            self.mixed.append(MixedField(path, _WORDS[field.kind], _WORDS[kind], self._line))
             (owner or field).is_mixed = True
             return
         if kind is dict:

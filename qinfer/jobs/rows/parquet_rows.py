@@ -19,7 +19,7 @@ from qinfer.jobs.rows.parquet_instants import INT96, arrow_schema, exact
 from qinfer.jobs.rows.parquet_levels import RowLengths
 from qinfer.jobs.rows.parquet_pages import ChunkPages, ReadAt, data_pages, read_metadata, read_pages
 from qinfer.jobs.rows.parquet_windows import Windows, spans_of
-from qinfer.jobs.rows.source import Limits, SourceBroken
+from qinfer.jobs.rows.source import ReadLimits, SourceBroken
 
 _MOST_ROWS = 65_536  # decoded at a time
 _MOST_TEXT_ROWS = 8192  # if a column's dictionary may be much smaller than its values
@@ -101,7 +101,7 @@ class ParquetGroups:
         url: str,
         *,
         far: bool,
-        limits: Limits,
+        limits: ReadLimits,
         wanted: Sequence[int] = (),
     ) -> None:
         self._content, self._names, self._url = content, list(names), url

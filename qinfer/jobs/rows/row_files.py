@@ -18,12 +18,12 @@ from qinfer.jobs.job import Csv
 from qinfer.jobs.plan import Range
 from qinfer.jobs.rows.arrow_footer import BatchSizes, open_arrow
 from qinfer.jobs.rows.parquet_rows import ParquetGroups
-from qinfer.jobs.rows.source import FileFormat, Limits, SourceBroken
+from qinfer.jobs.rows.source import FileFormat, ReadLimits, SourceBroken
 from qinfer.jobs.rows.text_rows import FAULT, CsvReader, open_text
 from qinfer.jobs.rows.text_streams import TextFormat, TextStream
 
 
-class Wanted(NamedTuple):
+class WantedColumns(NamedTuple):
     """Columns and struct fields to read, in order.
 
     `columns` are named by path, in the type to return; `nested` are the files' columns that contain them.
@@ -35,14 +35,14 @@ class Wanted(NamedTuple):
     groups: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, schema: pa.Schema, paths: Iterable[str]) -> "Wanted":
+    def of(cls, schema: pa.Schema, paths: Iterable[str]) -> "WantedColumns":
         """Selects fields of a schema."""
         chosen = tuple(dict.fromkeys(paths))
         columns = [field.with_type(as_read(field.type)) for field in select(schema, chosen)]
         return cls(pa.schema([(field.name, field.type) for field in columns]), pruned(schema, chosen))
 
 
-class Rows(NamedTuple):
+class FileRows(NamedTuple):
     """Rows of a file; with a `fault` they are null, and if too large, their largest columns."""
 
     record: pa.RecordBatch
@@ -51,7 +51,9 @@ class Rows(NamedTuple):
     fault: str = ""
 
 
-def open_rows(content: Any, format_: FileFormat, wanted: Wanted, url: str, *, far: bool, limits: Limits) -> "RowFile":
+def open_rows(
+    content: Any, format_: FileFormat, wanted: WantedColumns, url: str, *, far: bool, limits: ReadLimits
+) -> "RowFile":
     """Opens a Parquet or Arrow file, which is closed with the rows."""
     if format_ == "parquet":
         return _Parquet(content, wanted, url, far=far, limits=limits)
@@ -59,13 +61,13 @@ def open_rows(content: Any, format_: FileFormat, wanted: Wanted, url: str, *, fa
 
 
 class _Parquet:
-    def __init__(self, content: Any, wanted: Wanted, url: str, *, far: bool, limits: Limits) -> None:
+    def __init__(self, content: Any, wanted: WantedColumns, url: str, *, far: bool, limits: ReadLimits) -> None:
         self._url = url
         names = wanted.columns.names
         self._groups = ParquetGroups(content, names, url, far=far, limits=limits, wanted=wanted.groups)
         self._columns = _Columns(self._groups.schema, wanted, url, limits.rows_bytes)
 
-    def batches(self, wanted: Range) -> Iterator[Rows]:
+    def batches(self, wanted: Range) -> Iterator[FileRows]:
         read = self._groups.batches(wanted)
         for record in _within(read, wanted.first_in_group, wanted.rows, self._url):
             yield from self._columns.of(record)
@@ -75,7 +77,7 @@ class _Parquet:
 
 
 class _Arrow:
-    def __init__(self, content: Any, wanted: Wanted, url: str, limits: Limits) -> None:
+    def __init__(self, content: Any, wanted: WantedColumns, url: str, limits: ReadLimits) -> None:
         self._content, self._url, self._limits = content, url, limits
         there = open_arrow(content, limits.footer_bytes).schema
         self._columns = _Columns(there, wanted, url, limits.rows_bytes)
@@ -85,7 +87,7 @@ class _Arrow:
         options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
         self._reader = pa.ipc.open_file(content, options=options)
 
-    def batches(self, wanted: Range) -> Iterator[Rows]:
+    def batches(self, wanted: Range) -> Iterator[FileRows]:
         if not 0 <= wanted.row_group < self._reader.num_record_batches:
             raise SourceBroken(f"'{self._url}' has no record batch {wanted.row_group}")
         self._check(wanted.row_group)
@@ -111,14 +113,14 @@ class TextRows:
     """CSV or JSON lines in the plan's types, from the first range's cut point."""
 
     def __init__(
-        self, content: TextStream, format_: TextFormat, wanted: Wanted, url: str, limits: Limits, csv: Csv
+        self, content: TextStream, format_: TextFormat, wanted: WantedColumns, url: str, limits: ReadLimits, csv: Csv
     ) -> None:
         self._content, self._wanted, self._url, self._limits = content, wanted, url, limits
         self._reader = open_text(content, format_, wanted.nested, csv)
         self._read = iter(self._reader) if self._reader is not None else iter(())
         self._row = -1  # the first unread row
 
-    def batches(self, wanted: Range) -> Iterator[Rows]:
+    def batches(self, wanted: Range) -> Iterator[FileRows]:
         """Reads the next range, as `RowFile` says."""
         if self._row < 0:
             self._row = wanted.first_row - wanted.first_in_group
@@ -152,7 +154,7 @@ RowFile = _Parquet | _Arrow | TextRows
 class _Columns:
     """Converts a file's batches to the job's columns and types."""
 
-    def __init__(self, there: pa.Schema, wanted: Wanted, url: str, rows_bytes: int) -> None:
+    def __init__(self, there: pa.Schema, wanted: WantedColumns, url: str, rows_bytes: int) -> None:
         self.wanted = wanted.columns
         self._url = url
         self._rows_bytes = rows_bytes
@@ -172,7 +174,7 @@ class _Columns:
                 raise SourceBroken(self._text(field, one.type))
             self._here.append(field.name)
 
-    def of(self, record: pa.RecordBatch) -> Iterator[Rows]:
+    def of(self, record: pa.RecordBatch) -> Iterator[FileRows]:
         for rows in _cut(pick(record, self._here), self._rows_bytes):
             yield rows._replace(record=self._decoded(rows.record))
 
@@ -197,7 +199,7 @@ class _Columns:
         )
 
 
-def _cut(record: pa.RecordBatch, max_bytes: int) -> Iterator[Rows]:
+def _cut(record: pa.RecordBatch, max_bytes: int) -> Iterator[FileRows]:
     """Splits a batch by size; a row that is too large loses its largest columns."""
     for part in cut(record, max_bytes):
         record = part.record
@@ -205,7 +207,7 @@ def _cut(record: pa.RecordBatch, max_bytes: int) -> Iterator[Rows]:
             index = record.schema.get_field_index(name)
             field = record.schema.field(index).with_nullable(True)
             record = record.set_column(index, field, pa.nulls(1, field.type))
-        yield Rows(record, part.size_bytes, bool(part.too_large))
+        yield FileRows(record, part.size_bytes, bool(part.too_large))
 
 
 def _within(

@@ -18,8 +18,8 @@ from qinfer.errors import QinferError, StoreChanged, StoreNotFound
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import NO_GROUPS, Range, Shard
 from qinfer.jobs.rows.partitions import partition_arrays
-from qinfer.jobs.rows.row_files import RowFile, Rows, TextRows, Wanted, open_rows
-from qinfer.jobs.rows.source import FileFormat, Limits, SourceBroken, format_of, is_text, reason_of
+from qinfer.jobs.rows.row_files import FileRows, RowFile, TextRows, WantedColumns, open_rows
+from qinfer.jobs.rows.source import FileFormat, ReadLimits, SourceBroken, format_of, is_text, reason_of
 from qinfer.jobs.rows.text_rows import header_of
 from qinfer.jobs.rows.text_streams import InputForm, KeptText, TextStream, open_stream
 from qinfer.storage.errors import store_error
@@ -31,7 +31,7 @@ from qinfer.storage.store import Stat, Store
 
 READ_BYTES = 64 * 2**20
 
-_LIMITS = Limits.of(READ_BYTES)
+_LIMITS = ReadLimits.of(READ_BYTES)
 _AHEAD = 8
 _SMALL_BYTES = 4 * 2**20
 _LOST_ROWS = 4096
@@ -84,14 +84,14 @@ class ShardReader:
         spec: JobSpec = _ANY_JOB,
         store: Callable[[str], Store] = store_for,
         *,
-        limits: Limits = _LIMITS,
+        limits: ReadLimits = _LIMITS,
     ) -> None:
         self.limits = limits
-        self.schema = Wanted.of(schema, columns).columns
+        self.schema = WantedColumns.of(schema, columns).columns
         ranges = shard.ranges if shard.rows else ()
         partitions = partition_values(ranges[0].url) if ranges and spec.partitioning else {}
         self._partitions = pa.schema([field for field in self.schema if field.name in partitions])
-        stored = Wanted.of(schema, [name for name in columns if name not in partitions])
+        stored = WantedColumns.of(schema, [name for name in columns if name not in partitions])
         stored = stored._replace(may_lack=spec.merge_schema is True)
         self._stored = stored.columns
         self._files = _SourceFiles(ranges, stored, InputForm.of(spec), store, self.limits)
@@ -161,14 +161,14 @@ class ShardReader:
                 now, lost = _parted(lost, min(most, lost.rows))
                 record = self._nulls(now.rows)
                 segment = Segment(source.url, now.row_group, now.first_row, now.rows)
-                for rows in self._with_partitions(source.url, [Rows(record, record.nbytes, fault=message)]):
+                for rows in self._with_partitions(source.url, [FileRows(record, record.nbytes, fault=message)]):
                     yield rows, segment._replace(rows=rows.record.num_rows)
 
     def _nulls(self, rows: int) -> pa.RecordBatch:
         columns = [pa.nulls(rows, field.type) for field in self._stored]
         return pa.RecordBatch.from_arrays(columns, schema=self._stored)
 
-    def _with_partitions(self, url: str, read: Iterable[Rows]) -> Iterator[Rows]:
+    def _with_partitions(self, url: str, read: Iterable[FileRows]) -> Iterator[FileRows]:
         if not self._partitions.names:
             yield from read
             return
@@ -184,10 +184,10 @@ class ShardReader:
                 yield rows._replace(record=record, size_bytes=size_bytes)
 
 
-_Chunk = tuple[Rows, Segment]
+_Chunk = tuple[FileRows, Segment]
 
 
-def _split(rows: Rows, segment: Segment, count: int) -> tuple[Rows, _Chunk]:
+def _split(rows: FileRows, segment: Segment, count: int) -> tuple[FileRows, _Chunk]:
     first_bytes = rows.size_bytes * count // segment.rows
     first = rows._replace(record=rows.record.slice(0, count), size_bytes=first_bytes)
     rest = rows._replace(record=rows.record.slice(count), size_bytes=rows.size_bytes - first_bytes)
@@ -254,10 +254,10 @@ class _SourceFiles:
     def __init__(
         self,
         ranges: Sequence[Range],
-        wanted: Wanted,
+        wanted: WantedColumns,
         form: InputForm,
         store: Callable[[str], Store],
-        limits: Limits,
+        limits: ReadLimits,
     ) -> None:
         self._wanted = wanted
         self._limits = limits

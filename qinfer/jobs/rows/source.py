@@ -14,7 +14,7 @@ from qinfer.errors import InputMissing, InvalidRequest, StoreDenied, StoreNotFou
 from qinfer.jobs.job import InputFormat
 from qinfer.jobs.plan import Cut
 from qinfer.jobs.rows.arrow_footer import FOOTER_BYTES, batch_rows, open_arrow
-from qinfer.jobs.rows.json_fields import Mixed
+from qinfer.jobs.rows.json_fields import MixedField
 from qinfer.jobs.rows.parquet_instants import arrow_schema
 from qinfer.jobs.rows.parquet_pages import read_metadata
 from qinfer.jobs.rows.tables import check_above, check_names, table_of_log
@@ -49,7 +49,7 @@ class SourceBroken(InvalidRequest):
     """An input file is damaged, lacks planned columns, or takes too much memory."""
 
 
-class Limits(NamedTuple):
+class ReadLimits(NamedTuple):
     """Memory limits of reading a file: decoded rows, encoded pages or a record batch, and the footer."""
 
     rows_bytes: int
@@ -57,7 +57,7 @@ class Limits(NamedTuple):
     footer_bytes: int = FOOTER_BYTES
 
     @classmethod
-    def of(cls, read_bytes: int, footer_bytes: int = FOOTER_BYTES) -> "Limits":
+    def of(cls, read_bytes: int, footer_bytes: int = FOOTER_BYTES) -> "ReadLimits":
         """Returns the limits for `bulk.max_read_bytes`."""
         return cls(read_bytes // _CHUNKS, 2 * read_bytes, footer_bytes)
 
@@ -72,7 +72,7 @@ class Footer(NamedTuple):
     rows: int
     groups: tuple[int, ...] | None
     cuts: tuple[Cut, ...] = ()
-    mixed: tuple[Mixed, ...] = ()
+    mixed: tuple[MixedField, ...] = ()
 
 
 CheckRead = Callable[[str], None]

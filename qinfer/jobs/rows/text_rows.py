@@ -18,7 +18,7 @@ import pyarrow.json
 from qinfer.jobs.job import Csv
 from qinfer.jobs.plan import Cut
 from qinfer.jobs.rows.csv_quotes import UNBALANCED, is_balanced, mended
-from qinfer.jobs.rows.json_fields import MAX_FIELDS, JsonFields, Mixed, Path, without
+from qinfer.jobs.rows.json_fields import MAX_FIELDS, JsonFields, MixedField, Path, without
 from qinfer.jobs.rows.json_numbers import (
     changed,
     changed_in_lines,
@@ -56,7 +56,7 @@ class Contents(NamedTuple):
     schema: pa.Schema
     rows: int
     cuts: tuple[Cut, ...]
-    mixed: tuple[Mixed, ...] = ()
+    mixed: tuple[MixedField, ...] = ()
 
 
 OnBlock = Callable[[bytes, Cut | None], None]
@@ -100,7 +100,7 @@ class _Csv:
     def __init__(self, text: TextStream, types: TextTypes) -> None:
         self.schema = _csv_schema(text.peek(2 * BLOCK_BYTES), types)
         self.rows = 0
-        self.mixed: dict[Path, Mixed] = {}  # always empty: a column of CSV has one type
+        self.mixed: dict[Path, MixedField] = {}  # always empty: a column of CSV has one type
         self._text, self._csv = text, types.form.csv
         self._lines = 0
         options = pyarrow.csv.ReadOptions(use_threads=False, block_size=2**31 - 1)
@@ -135,7 +135,7 @@ class _Json:
     def __init__(self, text: TextStream, types: TextTypes) -> None:
         self.schema = pa.schema([])
         self.rows = 0
-        self.mixed: dict[Path, Mixed] = {}
+        self.mixed: dict[Path, MixedField] = {}
         self._text, self._types = text, types
         self._lines = 0
         self._changed: set[Path] = set()

@@ -17,7 +17,7 @@ import pyarrow as pa
 from qinfer.errors import StoreNotFound
 from qinfer.jobs.job import UTF_8, Csv, InputCompression, InputFormat, JobSpec
 from qinfer.jobs.plan import Cut
-from qinfer.jobs.rows.csv_quotes import Unescaped
+from qinfer.jobs.rows.csv_quotes import UnescapedText
 from qinfer.storage.store import Store
 
 TextFormat = Literal["csv", "jsonl"]
@@ -144,9 +144,9 @@ def open_stream(file: BinaryIO | Any, url: str, format_: TextFormat, form: Input
     encoding = form.csv.encoding if format_ == "csv" else UTF_8
 
     def utf_8(text: _Readable) -> TextStream:
-        recoded = text if encoding == UTF_8 else _Recoded(text, encoding)
+        recoded = text if encoding == UTF_8 else _RecodedStream(text, encoding)
         is_escaped = format_ == "csv" and form.csv.escape
-        return TextStream(Unescaped(recoded, form.csv, BLOCK_BYTES) if is_escaped else recoded)
+        return TextStream(UnescapedText(recoded, form.csv, BLOCK_BYTES) if is_escaped else recoded)
 
     if compression == "none":
         return utf_8(raw) if form.is_decoded(url, format_) else raw
@@ -155,7 +155,7 @@ def open_stream(file: BinaryIO | Any, url: str, format_: TextFormat, form: Input
     unpacked = (
         _Gzip(raw) if compression == "gzip" else pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression)
     )
-    plain = _Bounded(unpacked, raw)
+    plain = _BoundedStream(unpacked, raw)
     return utf_8(plain)
 
 
@@ -175,7 +175,7 @@ def _check_kind(head: bytes) -> None:
             raise NotText(f"it {what}")
 
 
-class _Bounded:
+class _BoundedStream:
     def __init__(self, file: _Readable, raw: TextStream) -> None:
         self._file, self._raw = file, raw
         self._bytes = 0
@@ -228,7 +228,7 @@ class _Gzip:
         self._data = b""
 
 
-class _Recoded:
+class _RecodedStream:
     def __init__(self, file: _Readable, encoding: str) -> None:
         self._file = file
         self._encoding = encoding

@@ -156,19 +156,19 @@ __all__ = [
 ]
 
 
-class _Known(NamedTuple):
+class _KnownBackend(NamedTuple):
     backend: str
     platform: str
     file: str
 
 
 _BACKENDS = (
-    _Known("onnxruntime", "onnxruntime_onnx", "model.onnx"),
-    _Known("tensorrt", "tensorrt_plan", "model.plan"),
-    _Known("pytorch", "pytorch_libtorch", "model.pt"),
-    _Known("pytorch", "torch_aoti", "model.pt2"),
-    _Known("openvino", "", "model.xml"),
-    _Known("python", "", "model.py"),
+    _KnownBackend("onnxruntime", "onnxruntime_onnx", "model.onnx"),
+    _KnownBackend("tensorrt", "tensorrt_plan", "model.plan"),
+    _KnownBackend("pytorch", "pytorch_libtorch", "model.pt"),
+    _KnownBackend("pytorch", "torch_aoti", "model.pt2"),
+    _KnownBackend("openvino", "", "model.xml"),
+    _KnownBackend("python", "", "model.py"),
 )
 _BACKEND_OF_PLATFORM = {known.platform: known.backend for known in _BACKENDS if known.platform}
 _ON_GPU = frozenset({"onnxruntime", "pytorch", "tensorrt", "python"})  # KIND_AUTO puts these on a GPU

@@ -364,7 +364,7 @@ _REMEDY = (
 Files = LocalFiles | RemoteFiles
 
 
-class Place(NamedTuple):
+class RepositoryAddress(NamedTuple):
     """The address of a repository for fsspec, and for operators."""
 
     url: str
@@ -372,7 +372,7 @@ class Place(NamedTuple):
     shown: str
 
 
-def place_of(url: str) -> Place:
+def place_of(url: str) -> RepositoryAddress:
     """Parses a repository's URL, or raises `SettingsError`; refuses passwords."""
     protocol, _, rest = url.partition("://")
     shown = f"{protocol}://{rest.rpartition('@')[2].partition('?')[0]}"
@@ -384,13 +384,15 @@ def place_of(url: str) -> Place:
     server = _S3_SERVER.fullmatch(url)
     if server is not None:
         host = server["host"] or server["server"]
-        return Place(f"s3://{server['path']}", {"endpoint_url": f"{server['scheme'] or 'http'}://{host}"}, shown)
+        return RepositoryAddress(
+            f"s3://{server['path']}", {"endpoint_url": f"{server['scheme'] or 'http'}://{host}"}, shown
+        )
     if protocol == "as":
         account, _, path = rest.partition("/")
         if not account or not path.strip("/"):
             raise SettingsError(f"model repository '{shown}' must be as://<account>/<container>/<path>")
-        return Place(f"az://{path}", {"account_name": account}, shown)
-    return Place(url, {}, shown)
+        return RepositoryAddress(f"az://{path}", {"account_name": account}, shown)
+    return RepositoryAddress(url, {}, shown)
 
 
 def _leads_back(entry: os.DirEntry[str], parent: str) -> bool:

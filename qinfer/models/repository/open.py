@@ -28,7 +28,7 @@ from qinfer.models.config.config import from_json
 from qinfer.models.config.to_spec import FILES_OF
 from qinfer.models.repository.cache import FilesCache
 from qinfer.models.repository.files import Files, Listing, LocalFiles, RemoteFiles
-from qinfer.models.repository.reader import UNREADABLE, ModelFiles, Reading, is_model_name, read_model
+from qinfer.models.repository.reader import UNREADABLE, ModelFiles, ReadingOptions, is_model_name, read_model
 from qinfer.models.state import StoredModel
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Repositories:
     Without an overlay, load requests with files are refused.
     """
 
-    def __init__(self, places: list[_Place], overlay: _Place | None, how: Reading, cache: FilesCache) -> None:
+    def __init__(self, places: list[_Place], overlay: _Place | None, how: ReadingOptions, cache: FilesCache) -> None:
         self._places = places
         self._overlay = overlay
         self._how = how
@@ -230,7 +230,7 @@ def open_repositories(settings: RepositorySettings) -> Repositories:
     return Repositories(
         [_Place(url, _open(url)) for url in urls],
         _Place(settings.overlay, _open(settings.overlay)) if settings.overlay else None,
-        Reading(settings.autocomplete, settings.config_name, gpu_count(settings)),
+        ReadingOptions(settings.autocomplete, settings.config_name, gpu_count(settings)),
         FilesCache(Path(settings.cache_dir) if settings.cache_dir else _cache_dir()),
     )
 

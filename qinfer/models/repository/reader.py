@@ -45,7 +45,7 @@ def is_model_name(name: str) -> bool:
     return bool(name) and not name.startswith(".") and name.isprintable() and _FORBIDDEN.isdisjoint(name)
 
 
-class Reading(NamedTuple):
+class ReadingOptions(NamedTuple):
     """Options of reading models.
 
     Attributes:
@@ -74,7 +74,7 @@ Lend = Callable[[str], ModelFiles]
 """Finds the files of another model, or raises `ModelLoadFailed`."""
 
 
-def read_model(own: ModelFiles, how: Reading, lend: Lend, override: str = "", name: str = "") -> StoredModel:
+def read_model(own: ModelFiles, how: ReadingOptions, lend: Lend, override: str = "", name: str = "") -> StoredModel:
     """Reads a model; an unusable one carries its error.
 
     `lend` finds the files of `qinfer.files_of`; `override` is JSON in place of the configuration.
@@ -83,7 +83,7 @@ def read_model(own: ModelFiles, how: Reading, lend: Lend, override: str = "", na
     try:
         if not is_model_name(name):
             raise ModelLoadFailed("a model name is printable, and has none of / \\ { }")
-        source, text = ("", override) if override else _Reader(*own, how, name).config_text()
+        source, text = ("", override) if override else _ModelReader(*own, how, name).config_text()
         digest = own.digest(text)
         config = from_json(text) if override else parse(text, source)
         used = own
@@ -91,7 +91,7 @@ def read_model(own: ModelFiles, how: Reading, lend: Lend, override: str = "", na
             owner = config.parameters[FILES_OF].string_value
             used = _borrowed(name, owner, own.listing, lend)
             digest = used.digest(text)
-        model = _Reader(*used, how, name).model(config, digest)
+        model = _ModelReader(*used, how, name).model(config, digest)
         return msgspec.structs.replace(model, files_of=owner)
     except ModelLoadFailed as error:
         return StoredModel(name, content_hash=digest, error=error.message, files_of=owner)
@@ -115,11 +115,11 @@ def _is_config(path: str) -> bool:
     return path == CONFIG or path.startswith(f"{NAMED_CONFIGS}/")
 
 
-class _Reader(NamedTuple):
+class _ModelReader(NamedTuple):
     files: Files
     directory: str
     listing: Listing
-    how: Reading
+    how: ReadingOptions
     name: str
 
     def _misplaced(self) -> str:

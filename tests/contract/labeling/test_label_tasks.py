@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from qinfer.errors import QueueFull
-from qinfer.labeling.tasks import MAX_DATA_BYTES, Board, LabelState, LabelTask, LabelTasks, Placed
+from qinfer.labeling.tasks import MAX_DATA_BYTES, Board, LabelState, LabelTask, LabelTasks, PutOutcome
 from qinfer.queue.durability import Durability
 from qinfer.queue.lanes import Queue
 from qinfer.queue.router import run_script
@@ -19,7 +19,7 @@ BOARD = Board("digits", "acme", 7)
 DAY_S = 86400.0
 LIMIT = 2000
 DONE, FAILED, OPEN, WAITING = LabelState.DONE, LabelState.FAILED, LabelState.OPEN, LabelState.WAITING
-KNOWN, STORED, REFUSED = Placed
+KNOWN, STORED, REFUSED = PutOutcome
 
 
 def task(number: int, request_id: str = "", **changes: object) -> LabelTask:

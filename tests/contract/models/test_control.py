@@ -15,7 +15,7 @@ from qinfer.models.repository.open import Repositories
 from qinfer.models.state import (
     SCALED_DOWN,
     SCALED_UP,
-    Desired,
+    DesiredState,
     ScalerRecord,
     Speed,
     State,
@@ -48,19 +48,19 @@ WORKER = WorkerRecord(
 
 async def test_desired_state_is_seen_by_all(stores: ControlPair) -> None:
     """What one writes the other reads, model by model."""
-    await stores.one.set_desired(Desired("a", 1))
-    await stores.one.set_desired(Desired("b", 2, load=False))
+    await stores.one.set_desired(DesiredState("a", 1))
+    await stores.one.set_desired(DesiredState("b", 2, load=False))
 
-    assert await stores.other.desired() == {"a": Desired("a", 1), "b": Desired("b", 2, load=False)}
+    assert await stores.other.desired() == {"a": DesiredState("a", 1), "b": DesiredState("b", 2, load=False)}
 
 
 async def test_an_older_wish_replaces_no_newer_one(stores: ControlPair) -> None:
     """A slow writer can't undo what a faster one wrote; the same generation may change its action."""
-    await stores.one.set_desired(Desired("m", 5))
-    await stores.other.set_desired(Desired("m", 4))
-    await stores.other.set_desired(Desired("m", 5, load=False))
+    await stores.one.set_desired(DesiredState("m", 5))
+    await stores.other.set_desired(DesiredState("m", 4))
+    await stores.other.set_desired(DesiredState("m", 5, load=False))
 
-    assert await stores.one.desired() == {"m": Desired("m", 5, load=False)}
+    assert await stores.one.desired() == {"m": DesiredState("m", 5, load=False)}
 
 
 async def test_a_model_comes_back_as_it_was_put(stores: ControlPair) -> None:
@@ -208,7 +208,7 @@ async def test_a_damaged_record_is_logged_once_until_it_is_well(
     stores: ControlPair, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = stores.one
-    good = encode_document(Desired("m", 1))
+    good = encode_document(DesiredState("m", 1))
 
     written = list[bytes]()
     for value in (b"{", b"{", b"[]", b"[]", good, b"{", b"{"):
@@ -260,7 +260,7 @@ async def test_concurrent_syncs_end_in_one_state(queue: RedisQueue, stores: Cont
 
     stored = await stores.one.model("m")
     assert stored is not None
-    assert await stores.other.desired() == {"m": Desired("m", stored.generation)}
+    assert await stores.other.desired() == {"m": DesiredState("m", stored.generation)}
     assert await delivery.depth([Lane("m", 1)]) == [0]
 
     (again,) = await sync(Repository(model(stored.content_hash)), stores.one, delivery)
@@ -284,7 +284,7 @@ async def test_without_a_server_calls_fail_as_broker_unavailable() -> None:
 async def test_a_record_that_cannot_be_read_hides_no_other(redis_queue: RedisQueue) -> None:
     """What a newer qinfer wrote in another form is skipped."""
     store = ControlStore(admin_client(redis_queue.settings))
-    await store.set_desired(Desired("m", 1))
+    await store.set_desired(DesiredState("m", 1))
     await store.put_model(STORED)
     await store.put_model(msgspec.structs.replace(STORED, model="n"))
     await store.heartbeat(WORKER, LONG_S)
@@ -293,7 +293,7 @@ async def test_a_record_that_cannot_be_read_hides_no_other(redis_queue: RedisQue
     redis_queue.on_owner("HSET", keys.config("m"), "model", b"\xff")
     redis_queue.on_owner("HSET", keys.worker("new"), "record", b"[]")
 
-    assert await store.desired() == {"m": Desired("m", 1)}
+    assert await store.desired() == {"m": DesiredState("m", 1)}
     assert await store.model("m") is None
     assert await store.models(["m", "n"]) == {"n": msgspec.structs.replace(STORED, model="n")}
     assert await store.workers() == [WORKER]

@@ -7,7 +7,7 @@ import pytest
 
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.models.config.config import normalise, parse, to_json
-from qinfer.models.state import Desired, Speed, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.state import DesiredState, Speed, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.work import OpenRows, read_work
 from qinfer.models.writing import ensure_lanes
@@ -39,7 +39,7 @@ async def put(store: ControlStore, delivery: Queue, model: str, *versions: int, 
     text = to_json(normalise(parse(CONFIG.replace("digits", model)), model, ["model.stub"]))
     stored = StoredModel(**{"model": model, "generation": 1, "config": text, "versions": versions} | fields)  # type: ignore[arg-type]  # by name
     await store.put_model(stored)
-    await store.set_desired(Desired(model, 1))
+    await store.set_desired(DesiredState(model, 1))
     await ensure_lanes(stored, delivery)
 
 
@@ -138,7 +138,7 @@ async def test_what_an_unloaded_model_has_left_is_told_who_asks_for_it(queue: Re
     delivery = await queue.connect()
     await put(store, delivery, "digits", 1)
     await submit(delivery, FIRST, b"1")
-    await store.set_desired(Desired("digits", 1, load=False))
+    await store.set_desired(DesiredState("digits", 1, load=False))
 
     assert await read_work(store, delivery, Jobs(delivery).open_rows) == ()
     (left,) = await read_work(store, delivery, Jobs(delivery).open_rows, model="digits")
@@ -151,10 +151,10 @@ async def test_models_that_cannot_be_loaded_do_no_harm(queue: RedisQueue, store:
     await put(store, delivery, "bad", error="no version")
     await put(store, delivery, "digits", 1)
     await store.put_model(StoredModel("strange", 1, '{"name": 7}', (1,)))
-    await store.set_desired(Desired("strange", 1))
+    await store.set_desired(DesiredState("strange", 1))
     await store.put_model(StoredModel("early", 1, "", (1,), pending="python"))
-    await store.set_desired(Desired("early", 1))
-    await store.set_desired(Desired("lost", 1))
+    await store.set_desired(DesiredState("early", 1))
+    await store.set_desired(DesiredState("lost", 1))
 
     found = {work.model: work for work in await read_work(store, delivery, Jobs(delivery).open_rows)}
 
@@ -186,9 +186,9 @@ async def test_an_unloaded_model_waits_for_no_configuration(queue: RedisQueue, s
     """No worker would complete it: none may be kept for it."""
     delivery = await queue.connect()
     await store.put_model(StoredModel("early", 1, "", (1,), pending="python"))
-    await store.set_desired(Desired("early", 1))
+    await store.set_desired(DesiredState("early", 1))
     (loaded,) = await read_work(store, delivery, Jobs(delivery).open_rows, model="early")
-    await store.set_desired(Desired("early", 1, load=False))
+    await store.set_desired(DesiredState("early", 1, load=False))
     (unloaded,) = await read_work(store, delivery, Jobs(delivery).open_rows, model="early")
 
     assert (loaded.rows, unloaded.rows, unloaded.work_s) == (1, 0, 0.0)

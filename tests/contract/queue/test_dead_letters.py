@@ -8,7 +8,17 @@ from qinfer.core.messages import InferRequest
 from qinfer.errors import InvalidRequest, QinferError
 from qinfer.queue import keys, lanes
 from qinfer.queue.dead_letters import DeadLetter
-from qinfer.queue.entries import Acceptance, Address, Entry, Lane, Lease, Outcome, Payload, RequestState, Settlement
+from qinfer.queue.entries import (
+    Acceptance,
+    Entry,
+    EntryAddress,
+    Lane,
+    Lease,
+    Payload,
+    RequestOutcome,
+    RequestState,
+    Settlement,
+)
 from qinfer.queue.lanes import Queue
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
@@ -299,14 +309,14 @@ async def test_a_replayed_letter_has_its_payload_again(queue: RedisQueue) -> Non
 async def test_a_replayed_asynchronous_request_is_queued_again(queue: RedisQueue, *, apart: bool) -> None:
     """Its failure is forgotten, its deadline is ahead again, and it can end a second time."""
     delivery = await ready(queue)
-    address = Address(MODEL, 0, "r1")
+    address = EntryAddress(MODEL, 0, "r1")
     frame, payload = encode_request_apart(request()) if apart else (encode_request(request()), b"")
     acceptance = Acceptance(address=address, lane=HIGH, frame=frame, payload=payload, timeout_s=60.0)
     await delivery.requests.accept(acceptance)
     first = await delivery.requests.record(address)
     [lease] = await fetch(delivery)
     await delivery.bury(lease, "r1", CODE, REASON)
-    failed = Outcome(state=RequestState.FAILED, blob=b"failure", code=CODE, message=REASON, attempt=1)
+    failed = RequestOutcome(state=RequestState.FAILED, blob=b"failure", code=CODE, message=REASON, attempt=1)
     assert await delivery.requests.settle([Settlement(address=address, outcome=failed, entry=lease.entry)]) == [True]
     [letter] = await letters(delivery)
 
@@ -321,7 +331,7 @@ async def test_a_replayed_asynchronous_request_is_queued_again(queue: RedisQueue
     [again] = await fetch(delivery, "b")
     assert (await delivery.requests.record(address)).state is RequestState.RUNNING  # type: ignore[union-attr]
     assert (await delivery.payload(again.entry, "r1") is not None) == apart
-    done = Outcome(state=RequestState.SUCCEEDED, blob=b"outputs")
+    done = RequestOutcome(state=RequestState.SUCCEEDED, blob=b"outputs")
     assert await delivery.requests.settle([Settlement(address=address, outcome=done, entry=again.entry)]) == [True]
     assert await delivery.requests.result(address) == b"outputs"
     assert await delivery.depth([HIGH]) == [0]
@@ -330,12 +340,14 @@ async def test_a_replayed_asynchronous_request_is_queued_again(queue: RedisQueue
 async def test_a_replayed_asynchronous_request_has_a_deadline_again(queue: RedisQueue) -> None:
     """With its old timeout, from the replay on; a request that has ended has none."""
     delivery = await ready(queue)
-    address = Address(MODEL, 0, "r1")
+    address = EntryAddress(MODEL, 0, "r1")
     frame = encode_request(request())
     await delivery.requests.accept(Acceptance(address=address, lane=HIGH, frame=frame, timeout_s=0.2))
     [lease] = await fetch(delivery)
     await delivery.bury(lease, "r1", CODE, REASON)
-    await delivery.requests.settle([Settlement(address=address, outcome=Outcome(state=RequestState.FAILED, blob=b""))])
+    await delivery.requests.settle(
+        [Settlement(address=address, outcome=RequestOutcome(state=RequestState.FAILED, blob=b""))]
+    )
     [letter] = await letters(delivery)
     first = await delivery.requests.record(address)
     assert first is not None
@@ -357,13 +369,13 @@ async def test_an_asynchronous_request_that_is_delayed_can_still_be_cancelled(qu
     delivery = await ready(queue)
     behind = Lane(MODEL, 1, "p1.delayed")
     await delivery.ensure([behind])
-    address = Address(MODEL, 0, "r1")
+    address = EntryAddress(MODEL, 0, "r1")
     frame = encode_request(request())
     await delivery.requests.accept(Acceptance(address=address, lane=HIGH, frame=frame, timeout_s=60.0))
 
     await delivery.delay(await fetch(delivery), behind.name)
     record = await delivery.requests.record(address)
-    cancelled = Outcome(state=RequestState.CANCELLED, blob=b"")
+    cancelled = RequestOutcome(state=RequestState.CANCELLED, blob=b"")
     ended = await delivery.requests.settle([Settlement(address=address, outcome=cancelled)])
 
     assert record is not None

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from qinfer.queue import keys
-from qinfer.queue.deliveries import Deliveries, DeliveryItem, Kind
+from qinfer.queue.deliveries import Deliveries, DeliveryItem, DeliveryKind
 from qinfer.queue.entries import Lane, bulk_lanes
 from qinfer.queue.router import Router
 from tests.contract.conftest import RedisQueue
 
-KIND = Kind("tests", 60.0, 900.0)
-NOW = Kind("tests", 0.0, 0.0)
+KIND = DeliveryKind("tests", 60.0, 900.0)
+NOW = DeliveryKind("tests", 0.0, 0.0)
 READY = keys.deliveries("digits", 0, "tests")
 LATER = READY + "|later"
 WEEK_S = 7 * 86400.0
@@ -43,7 +43,7 @@ def rest(queue: RedisQueue, item: DeliveryItem, seconds: float) -> None:
     queue.on_owner("ZINCRBY", LATER, -1000 * seconds, item.id)
 
 
-async def take(deliveries: Deliveries, count: int = 10, kind: Kind = KIND) -> list[DeliveryItem]:
+async def take(deliveries: Deliveries, count: int = 10, kind: DeliveryKind = KIND) -> list[DeliveryItem]:
     return await deliveries.take("digits", 0, kind, count)
 
 
@@ -122,7 +122,7 @@ async def test_each_kind_and_each_model_has_its_own(redis_queue: RedisQueue, del
     put(redis_queue, "r1")
     put(redis_queue, "r2", kind="tests:other")
 
-    assert [item.text for item in await take(deliveries, kind=Kind("tests:other", 1.0, 1.0))] == ["r2"]
+    assert [item.text for item in await take(deliveries, kind=DeliveryKind("tests:other", 1.0, 1.0))] == ["r2"]
     assert await deliveries.take("other", 0, KIND, 10) == []
     assert [item.text for item in await take(deliveries)] == ["r1"]
 

@@ -13,7 +13,7 @@ from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.queue import durability, keys
 from qinfer.queue.durability import Durability
-from qinfer.queue.entries import Acceptance, Address, Lane, RequestState
+from qinfer.queue.entries import Acceptance, EntryAddress, Lane, RequestState
 from qinfer.queue.lanes import Queue
 from qinfer.queue.router import Call, Router
 from qinfer.testing import eventually
@@ -21,7 +21,7 @@ from tests.support.servers.servers import RedisServer, SentinelSetup, command, m
 
 KEY = "qinfer:{m#0}:written"
 ON_DISK = ("--appendonly", "yes", "--appendfsync")
-ADDRESS = Address("m", 0, "r1")
+ADDRESS = EntryAddress("m", 0, "r1")
 SHORT = {"command_timeout_s": 0.5}
 
 T = TypeVar("T")
@@ -322,7 +322,7 @@ async def test_a_failover_loses_no_accepted_request(tmp_path: Path) -> None:
         old.kill()
         await _accept_until(delivery, accepted, 200)
 
-        records = [await _read(partial(delivery.requests.record, Address("m", 0, name))) for name in accepted]
+        records = [await _read(partial(delivery.requests.record, EntryAddress("m", 0, name))) for name in accepted]
         assert {record.state for record in records if record is not None} == {RequestState.QUEUED}
         assert None not in records
         assert await _read(partial(delivery.depth, [Lane("m", 1)])) == [200]
@@ -346,7 +346,7 @@ async def test_killing_redis_loses_no_accepted_request(tmp_path: Path) -> None:
             await asyncio.to_thread(server.start)
             await filling
 
-        assert None not in [await delivery.requests.record(Address("m", 0, name)) for name in accepted]
+        assert None not in [await delivery.requests.record(EntryAddress("m", 0, name)) for name in accepted]
         assert await delivery.depth([Lane("m", 1)]) == [150]
         await delivery.close()
 
@@ -365,7 +365,7 @@ async def _accept_until(delivery: Queue, accepted: set[str], count: int) -> None
 
     async def accept(number: int) -> None:
         name = f"request-{number}"
-        acceptance = Acceptance(address=Address("m", 0, name), lane=Lane("m", 1), frame=b"frame", timeout_s=600.0)
+        acceptance = Acceptance(address=EntryAddress("m", 0, name), lane=Lane("m", 1), frame=b"frame", timeout_s=600.0)
         while name not in accepted:
             try:
                 await delivery.requests.accept(acceptance)

@@ -197,7 +197,7 @@ async def test_replicas_and_their_lag_are_shown(sentinels: SentinelSetup, tmp_pa
 
 def test_fields_that_a_server_does_not_know_are_left_out() -> None:
     """No value is invented: an older server, or a service that hides some."""
-    found = [family for family in nodes.families([nodes.Node("h:1", {"used_memory": "7"})]) if family.samples]
+    found = [family for family in nodes.families([nodes.RedisNode("h:1", {"used_memory": "7"})]) if family.samples]
 
     assert {family.info.name: family.samples[0].value for family in found} == {
         "qinfer_redis_up": 1,

@@ -5,11 +5,11 @@ import random
 import pytest
 
 from qinfer.queue import keys
-from qinfer.queue.quotas import Leased, Limits, Quotas, Use
+from qinfer.queue.quotas import QuotaLease, QuotaLimits, Quotas, QuotaUse
 from tests.contract.conftest import RedisQueue
 
 LEASE_S = 60.0
-SLOW = Limits(0.001, 100.0, 10)
+SLOW = QuotaLimits(0.001, 100.0, 10)
 """Next to nothing comes while a test runs."""
 
 
@@ -17,8 +17,8 @@ async def gateways(queue: RedisQueue, count: int) -> list[Quotas]:
     return [Quotas((await queue.connect()).router, f"g{number}") for number in range(count)]
 
 
-async def exchange(quotas: Quotas, limits: Limits = SLOW, lease_s: float = LEASE_S, **use: float) -> Leased:
-    return await quotas.exchange("acme", limits, Use(**use), lease_s)  # type: ignore[arg-type]
+async def exchange(quotas: Quotas, limits: QuotaLimits = SLOW, lease_s: float = LEASE_S, **use: float) -> QuotaLease:
+    return await quotas.exchange("acme", limits, QuotaUse(**use), lease_s)  # type: ignore[arg-type]
 
 
 async def test_a_gateway_alone_holds_all(queue: RedisQueue) -> None:
@@ -60,7 +60,7 @@ async def test_what_was_used_beyond_is_paid_first(queue: RedisQueue) -> None:
 async def test_tokens_come_with_time_up_to_the_burst(queue: RedisQueue) -> None:
     """In the broker's time, for all gateways together."""
     one, other = await gateways(queue, 2)
-    fast = Limits(1000.0, 5.0, 0)
+    fast = QuotaLimits(1000.0, 5.0, 0)
     await exchange(one, fast, used=5.0, demand=1.0)
 
     levels = [(await exchange(other, fast, demand=1.0)).level]
@@ -99,9 +99,9 @@ async def test_what_is_in_flight_keeps_its_place(queue: RedisQueue) -> None:
 @pytest.mark.parametrize("seed", range(5))
 async def test_gateways_never_hold_more_together_than_there_is(queue: RedisQueue, seed: int) -> None:
     """Whatever they ask for, use and tell, in whatever order."""
-    chance, limits = random.Random(seed), Limits(50.0, 40.0, 12)
+    chance, limits = random.Random(seed), QuotaLimits(50.0, 40.0, 12)
     group = await gateways(queue, 4)
-    held = [Leased(0.0, 0.0, 0.0, 0)] * 4
+    held = [QuotaLease(0.0, 0.0, 0.0, 0)] * 4
     for _ in range(150):
         number = chance.randrange(4)
         used = chance.uniform(0.0, held[number].tokens)
@@ -118,7 +118,7 @@ async def test_nothing_of_a_quota_stays_for_ever(queue: RedisQueue) -> None:
     """Nor does it end before the bucket is full again."""
     [one] = await gateways(queue, 1)
 
-    await exchange(one, Limits(0.01, 100.0, 0), used=100.0)
+    await exchange(one, QuotaLimits(0.01, 100.0, 0), used=100.0)
 
     left_ms = queue.on_owner("PTTL", keys.quota("acme"))
     assert 10_000_000 < left_ms < 10_200_000

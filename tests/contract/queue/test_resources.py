@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from qinfer.queue.resources import Exchanged, Resources, Wish
+from qinfer.queue.resources import ExchangeOutcome, Resources, Wish
 from qinfer.queue.sequences import RENEW_OWNER
 from qinfer.testing import EmbeddedServer
 from tests.contract.conftest import RedisQueue
@@ -41,7 +41,7 @@ async def late(timed: EmbeddedServer, database: Database) -> Join:
     return lambda name: Resources(queue.router, name, LEASE_S)
 
 
-async def ask(worker: Resources, wish: Wish | None = None, **back: int) -> Exchanged:
+async def ask(worker: Resources, wish: Wish | None = None, **back: int) -> ExchangeOutcome:
     return await worker.exchange(MAXIMA, back, wish)
 
 

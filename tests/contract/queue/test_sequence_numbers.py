@@ -5,7 +5,7 @@ import pytest
 from qinfer.core.messages import Failure
 from qinfer.errors import BrokerUnavailable
 from qinfer.queue import keys
-from qinfer.queue.sequence_records import Owned, Place, Renaming, SequenceId, told_id
+from qinfer.queue.sequence_records import OwnedLife, Renaming, SequenceId, StepPlace, told_id
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
 from tests.support.sequences import LEASE_S, Gateway, first, sequences_of
@@ -21,7 +21,7 @@ async def gateway(queue: RedisQueue) -> Gateway:
     return Gateway(sequences_of(await queue.connect()))
 
 
-async def own(gateway: Gateway, worker: str = "w1", bits: int | None = 64) -> dict[SequenceId, Owned]:
+async def own(gateway: Gateway, worker: str = "w1", bits: int | None = 64) -> dict[SequenceId, OwnedLife]:
     """Has a worker own what waits."""
     await gateway.sequences.renew(worker, [1], LEASE_S)
     found = await gateway.sequences.own(worker, 1, 32, told_bits=bits)
@@ -118,9 +118,9 @@ async def test_lives_of_one_sequence_have_one_number(gateway: Gateway) -> None:
     """One behind the other, and one after the other has ended."""
     (_, told) = await begin(gateway, FIRST, OTHER)
     await gateway.send(OTHER, first(2))
-    await gateway.sequences.fail(Place(OTHER, 1, 1), FAILURE)
+    await gateway.sequences.fail(StepPlace(OTHER, 1, 1), FAILURE)
     second = (await own(gateway))[OTHER].told
-    await gateway.sequences.fail(Place(OTHER, 2, 1), FAILURE)
+    await gateway.sequences.fail(StepPlace(OTHER, 2, 1), FAILURE)
     await gateway.send(OTHER, first(3))
     third = (await own(gateway))[OTHER].told
 
@@ -144,7 +144,7 @@ async def test_a_number_is_free_once_its_sequence_is_forgotten(gateway: Gateway,
     assert await client.call(slot, b"GET", key.encode()) == OTHER.name.encode()
     assert await client.call(slot, b"PTTL", key.encode()) > 86400_000
 
-    await gateway.sequences.fail(Place(OTHER, 1, 1), FAILURE)
+    await gateway.sequences.fail(StepPlace(OTHER, 1, 1), FAILURE)
 
     assert 0 < await client.call(slot, b"PTTL", key.encode()) <= 300_000
 

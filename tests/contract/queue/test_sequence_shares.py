@@ -8,7 +8,7 @@ import pytest
 from qinfer.core.messages import Failure
 from qinfer.errors import QueueFull
 from qinfer.queue import keys
-from qinfer.queue.sequence_records import Limits, Place, SequenceId, SlotShare
+from qinfer.queue.sequence_records import SequenceId, SlotShare, StepPlace, SubmitLimits
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_sequences import waits
@@ -22,11 +22,11 @@ async def gateway(queue: RedisQueue) -> Gateway:
     return Gateway(sequences_of(await queue.connect()))
 
 
-async def begin(gateway: Gateway, tenant: str, *ids: int, weight: int = 0, limits: Limits | None = None) -> None:
+async def begin(gateway: Gateway, tenant: str, *ids: int, weight: int = 0, limits: SubmitLimits | None = None) -> None:
     """Begins sequences of a tenant."""
     for number in ids:
         step = msgspec.structs.replace(first(number), weight=weight)
-        await gateway.sequences.submit(SequenceId(tenant, number), step, limits or Limits())
+        await gateway.sequences.submit(SequenceId(tenant, number), step, limits or SubmitLimits())
 
 
 async def owned(worker: Worker, count: int) -> list[str]:
@@ -98,7 +98,7 @@ async def test_a_sequence_that_ends_while_it_waits_is_not_owned(gateway: Gateway
     worker = await Worker(gateway, "w1").join()
     await begin(gateway, "acme", 1, 2)
 
-    await gateway.sequences.fail(Place(SequenceId("acme", 1), 1, 1), FAILURE)
+    await gateway.sequences.fail(StepPlace(SequenceId("acme", 1), 1, 1), FAILURE)
 
     assert [found.sequence for found in await worker.own()] == [SequenceId("acme", 2)]
     assert await shares(gateway) == {"": (1, 0, False), "acme": (1, 1, False)}
@@ -130,7 +130,7 @@ async def test_what_an_earlier_version_has_left_of_a_share_is_swept(gateway: Gat
 
 async def test_one_tenant_can_not_use_up_the_open_sequences(gateway: Gateway) -> None:
     """One that has fewer than its share is let in where others have filled them."""
-    limits = Limits(open=4)
+    limits = SubmitLimits(open=4)
     await begin(gateway, "evil", 1, 2, 3, 4, limits=limits)
 
     await begin(gateway, "acme", 1, 2, limits=limits)

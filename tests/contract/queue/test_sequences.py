@@ -16,7 +16,15 @@ from qinfer.queue import keys, sequences
 from qinfer.queue.doorbell import Doorbell
 from qinfer.queue.entries import Payload
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_records import NOBODYS, Committed, Limits, Place, SequenceId, Step, Submitted
+from qinfer.queue.sequence_records import (
+    NOBODYS,
+    CommittedStep,
+    SequenceId,
+    StepPlace,
+    StepRequest,
+    SubmitLimits,
+    SubmittedStep,
+)
 from qinfer.testing import EmbeddedServer, eventually
 from tests.contract.conftest import RedisQueue
 from tests.support.sequences import EIGHT, LEASE_S, SEVEN, Gateway, Worker, first, later, sequences_of
@@ -105,8 +113,8 @@ async def test_steps_that_were_told_come_again_until_they_are_confirmed(gateway:
 
 async def test_a_reply_has_bounded_bytes(gateway: Gateway) -> None:
     worker = await Worker(gateway, "w1").join()
-    await gateway.send(SEVEN, *(Step(frame=b"x" * 600, timeout_s=9.0, start=first(1).start) for _ in range(1)))
-    await gateway.send(SEVEN, *(Step(frame=b"x" * 600, timeout_s=9.0) for _ in range(3)))
+    await gateway.send(SEVEN, *(StepRequest(frame=b"x" * 600, timeout_s=9.0, start=first(1).start) for _ in range(1)))
+    await gateway.send(SEVEN, *(StepRequest(frame=b"x" * 600, timeout_s=9.0) for _ in range(3)))
     await worker.own()
 
     parts, ticket = [], ""
@@ -121,7 +129,7 @@ async def test_a_reply_has_bounded_bytes(gateway: Gateway) -> None:
 
 async def test_large_tensors_do_not_change_the_order(gateway: Gateway) -> None:
     large = Payload("r1", b"x" * 3_000_000, 60.0)
-    steps = [Step(frame=b"1", timeout_s=60.0, start=first(1).start, payload=large), later(2), later(3)]
+    steps = [StepRequest(frame=b"1", timeout_s=60.0, start=first(1).start, payload=large), later(2), later(3)]
 
     await asyncio.gather(*(gateway.sequences.submit(SEVEN, step) for step in steps))
     worker = await Worker(gateway, "w1").join()
@@ -148,7 +156,7 @@ async def test_steps_submitted_together_are_not_overtaken(gateway: Gateway) -> N
 
     assert [submitted.place.number for submitted in found] == [3, 2]
     outcomes = await together
-    assert {type(outcome) for outcome in outcomes} == {Submitted}
+    assert {type(outcome) for outcome in outcomes} == {SubmittedStep}
     assert gateway.sequences.is_free(late)
 
 
@@ -172,10 +180,10 @@ async def test_limits_refuse_steps_and_sequences(gateway: Gateway) -> None:
     await gateway.send(SEVEN, first(1), later(2))
 
     with pytest.raises(QueueFull):
-        await gateway.sequences.submit(SEVEN, later(3), Limits(steps=2))
+        await gateway.sequences.submit(SEVEN, later(3), SubmitLimits(steps=2))
     with pytest.raises(QueueFull):
-        await gateway.sequences.submit(EIGHT, first(1), Limits(open=1))
-    assert await gateway.sequences.submit(SEVEN, later(3), Limits(steps=3, open=1))
+        await gateway.sequences.submit(EIGHT, first(1), SubmitLimits(open=1))
+    assert await gateway.sequences.submit(SEVEN, later(3), SubmitLimits(steps=3, open=1))
 
 
 # --- lives ---
@@ -270,7 +278,7 @@ async def test_a_commit_is_repeated_without_harm(gateway: Gateway) -> None:
     assert taken.lease is not None
 
     for response in (b"one", b"another"):
-        step = Committed(place=taken.place, token=taken.token, response=response, state=b"1")
+        step = CommittedStep(place=taken.place, token=taken.token, response=response, state=b"1")
         assert await gateway.sequences.commit([step]) == [True]
 
     assert await gateway.sequences.response(taken.place) == b"one"
@@ -284,13 +292,13 @@ async def test_large_states_and_responses_replace_one_another(queue: RedisQueue,
     for taken in list(worker.waiting):
         assert taken.lease is not None
         blob = b"%d" % taken.place.number * 2_000_000
-        step = Committed(place=taken.place, token=taken.token, response=blob, state=blob)
+        step = CommittedStep(place=taken.place, token=taken.token, response=blob, state=blob)
         assert await gateway.sequences.commit([step]) == [True]
         assert await gateway.sequences.response(taken.place) == blob
         assert await gateway.sequences.state(SEVEN) == (blob if taken.place.number < 3 else None)
         await worker.finish(taken)
 
-    assert await gateway.sequences.response(Place(SEVEN, 1, 1)) is None
+    assert await gateway.sequences.response(StepPlace(SEVEN, 1, 1)) is None
 
 
 async def test_a_state_has_bounded_bytes(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +375,7 @@ async def test_what_no_worker_came_for_ends_only_where_nobody_owns_it(gateway: G
     await worker.own()
     (behind,) = await gateway.send(SEVEN, first(2))
     (alone,) = await gateway.send(EIGHT, first(3))
-    running = Place(SEVEN, 1, 1)
+    running = StepPlace(SEVEN, 1, 1)
 
     assert not await gateway.sequences.fail(running, LATE, NOBODYS)
     assert await gateway.sequences.fail(behind.place, LATE, NOBODYS)

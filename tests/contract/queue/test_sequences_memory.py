@@ -6,7 +6,7 @@ import pytest
 
 from qinfer.core.messages import Failure
 from qinfer.errors import QueueFull
-from qinfer.queue.sequence_records import Place
+from qinfer.queue.sequence_records import StepPlace
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
 from tests.support.sequences import EIGHT, LEASE_S, SEVEN, Gateway, Worker, first, later, sequences_of
@@ -58,7 +58,7 @@ async def test_what_was_taken_is_told(redis_queue: RedisQueue, gateway: Gateway)
 async def test_a_life_ends_by_an_error_and_is_answered(redis_queue: RedisQueue, gateway: Gateway) -> None:
     fill(redis_queue)
 
-    assert await gateway.sequences.fail(Place(SEVEN, 1, 1), Failure("inference_failed", "no"))
+    assert await gateway.sequences.fail(StepPlace(SEVEN, 1, 1), Failure("inference_failed", "no"))
     await gateway.answer_rest()
 
     assert gateway.texts[0] == "inference_failed: no"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from qinfer.queue import keys
 from qinfer.queue.entries import Entry
-from qinfer.queue.sequence_records import Committed, Place, SequenceId
+from qinfer.queue.sequence_records import CommittedStep, SequenceId, StepPlace
 from tests.support.sequence_protocol import NOBODY, Move, Rules, Sequence, State, Work, first_state, moves
 from tests.support.sequences import first, later, sequences_of
 from tests.support.servers.servers import Database
@@ -24,7 +24,7 @@ class Server:
 
     def __init__(self, database: Database) -> None:
         self.database = database
-        self.entries: dict[Place, Entry] = {}
+        self.entries: dict[StepPlace, Entry] = {}
 
     async def open(self) -> "Server":
         """Connects, and has both workers join."""
@@ -66,14 +66,14 @@ class Server:
             assert not await self.commit(move, before)
         elif move.name == "finish":
             (step,) = {each for each, _ in before.answering} - {each for each, _ in (after or before).answering}
-            place = Place(IDS[move.sequence], 1, step)
+            place = StepPlace(IDS[move.sequence], 1, step)
             await self.sequences.finish([(place, self.entries[place])])
 
     async def submit(self, number: int, step: int) -> None:
         """Submits a step whose content is its number."""
         sent = await self.sequences.submit(IDS[number], first(step) if step == 1 else later(step))
         assert sent.entry is not None
-        assert sent.place == Place(IDS[number], 1, step)
+        assert sent.place == StepPlace(IDS[number], 1, step)
         self.entries[sent.place] = sent.entry
 
     async def own(self, move: Move) -> Move:
@@ -95,9 +95,9 @@ class Server:
 
     async def commit(self, move: Move, work: Work) -> bool:
         """Commits the step that a worker has executed; returns whether the server took it."""
-        place = Place(IDS[move.sequence], 1, work.done)
+        place = StepPlace(IDS[move.sequence], 1, work.done)
         response, state = b"=%d" % work.state, b"%d" % work.state
-        step = Committed(place=place, token=work.token, response=response, state=state)
+        step = CommittedStep(place=place, token=work.token, response=response, state=state)
         (is_committed,) = await self.sequences.commit([step])
         return is_committed
 
@@ -108,7 +108,7 @@ class Server:
         record = msgspec.msgpack.decode(packed) if packed else {}
         owner = record.get("owner", "")
         entries = await call(slot, b"XRANGE", keys.lane(self.sequences._steps(of)), b"-", b"+")
-        found = [(step, await self.sequences.response(Place(of, 1, step))) for step in range(1, STEPS + 1)]
+        found = [(step, await self.sequences.response(StepPlace(of, 1, step))) for step in range(1, STEPS + 1)]
         return Sequence(
             submitted=record.get("accepted", 0),
             entries=tuple(int(dict(zip(each[::2], each[1::2], strict=True))[b"n"]) for _, each in entries),

@@ -15,7 +15,7 @@ from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.queue import keys
 from qinfer.queue.address import parse
 from qinfer.queue.clients import admin_client
-from qinfer.queue.connection import Connection, Refused, pack
+from qinfer.queue.connection import CommandRefused, RedisConnection, pack
 from qinfer.queue.router import Router
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
@@ -86,8 +86,8 @@ async def test_an_error_reply_goes_to_the_command_that_caused_it(new_redis: Redi
         router.send(0, pack(words), answers)
     _, error, _ = await answers.all()
 
-    assert isinstance(error, Refused)
-    with pytest.raises(Refused, match="unknown command"):
+    assert isinstance(error, CommandRefused)
+    with pytest.raises(CommandRefused, match="unknown command"):
         await router.call(0, b"NONSENSE")
     await router.close()
 
@@ -112,7 +112,7 @@ async def test_a_callback_that_raises_costs_the_others_nothing(
 
 async def test_a_reply_that_comes_with_the_cancellation_is_not_lost() -> None:
     """It goes where late replies go: a fetch's entries must be given back."""
-    connection, late = Connection(RedisSettings(), timeout_s=60.0), Answers()
+    connection, late = RedisConnection(RedisSettings(), timeout_s=60.0), Answers()
     connection.connection_made(Deaf())
     call = asyncio.create_task(connection.call(b"PING", late=late))
     await asyncio.sleep(0)
@@ -369,4 +369,4 @@ def test_a_unix_socket_may_have_any_path() -> None:
 
 def test_every_refusal_of_the_server_is_a_qinfer_error() -> None:
     """Nothing foreign leaves the connection."""
-    assert issubclass(Refused, QinferError)
+    assert issubclass(CommandRefused, QinferError)

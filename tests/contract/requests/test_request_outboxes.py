@@ -8,8 +8,8 @@ import pytest
 
 from qinfer.errors import InvalidRequest
 from qinfer.queue import keys
-from qinfer.queue.deliveries import Kind, outbox
-from qinfer.queue.entries import MAX_NOTES_BYTES, Accepted, Ending, RequestState, reply_address
+from qinfer.queue.deliveries import DeliveryKind, outbox
+from qinfer.queue.entries import MAX_NOTES_BYTES, AcceptOutcome, Ending, RequestState, reply_address
 from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses
@@ -26,7 +26,7 @@ QUEUE = keys.deliveries("digits", 0, KIND.name)
 LATER = QUEUE + "|later"
 
 
-async def take(delivery: Queue, count: int = 100, *, kind: Kind = KIND) -> list[Ending]:
+async def take(delivery: Queue, count: int = 100, *, kind: DeliveryKind = KIND) -> list[Ending]:
     """Takes once."""
     return await delivery.requests.endings("digits", 0, kind, count)
 
@@ -50,7 +50,7 @@ async def confirm(delivery: Queue, *endings: Ending) -> None:
     await delivery.deliveries.done("digits", 0, KIND, [ending.id for ending in endings])
 
 
-async def told(delivery: Queue, request_id: str = "r1", *, kind: Kind = KIND, **changes: Any) -> Ending:
+async def told(delivery: Queue, request_id: str = "r1", *, kind: DeliveryKind = KIND, **changes: Any) -> Ending:
     """Ends a request that has an outbox, and takes its end."""
     await accept(delivery, request_id, **{"outbox": BOX, **changes})
     await settle(delivery, ended(request_id))
@@ -241,7 +241,7 @@ async def test_a_repetition_after_the_end_is_told_again(queue: RedisQueue, way: 
     await confirm(delivery, await told(delivery, **same))
     assert await take_again(queue, delivery) == []
 
-    again: Accepted | None
+    again: AcceptOutcome | None
     if way == "found":
         again = await delivery.requests.find(address("r1"), "same", notes=b"n")
     else:

@@ -6,7 +6,7 @@ import pytest
 
 from qinfer.errors import QueueFull
 from qinfer.queue import keys
-from qinfer.queue.entries import Accepted, Lane, RequestState, reply_address
+from qinfer.queue.entries import AcceptOutcome, Lane, RequestState, reply_address
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
 from tests.support.leases import renew
@@ -408,7 +408,7 @@ async def test_what_was_accepted_before_is_found_without_accepting_anything(queu
     neither = await delivery.requests.find(address("r3"), "hash of r3", idempotency_key="other")
 
     assert neither is None
-    assert by_key == by_id == Accepted("r1", is_new=False, body_hash="hash of r1")
+    assert by_key == by_id == AcceptOutcome("r1", is_new=False, body_hash="hash of r1")
     assert await delivery.requests.record(address("r3")) is None
     assert await delivery.depth([LANE]) == [1]
     assert (await accept(delivery, "r3", idempotency_key="other")).is_new

@@ -1,7 +1,7 @@
 """Many requests in one call: accepted and ended, each as if it were alone."""
 
 from qinfer.errors import InvalidRequest, QueueFull
-from qinfer.queue.entries import MAX_NOTES_BYTES, Accepted, Lane, RequestState
+from qinfer.queue.entries import MAX_NOTES_BYTES, AcceptOutcome, Lane, RequestState
 from qinfer.queue.values import LARGE_BYTES
 from tests.contract.conftest import RedisQueue
 from tests.support.requests import LANE, accept, acceptance, address, ended, fetch, settle
@@ -21,7 +21,7 @@ async def test_many_are_accepted_and_ended(queue: RedisQueue) -> None:
 
     found = await delivery.requests.accept_all(batch)
 
-    assert found == [Accepted(each.address.id, is_new=True, body_hash=each.body_hash) for each in batch]
+    assert found == [AcceptOutcome(each.address.id, is_new=True, body_hash=each.body_hash) for each in batch]
     leases = {lease.frame: lease for lease in await fetch(delivery)}
     digits = {bytes(each.frame): each for each in batch if each.address.model == "digits"}
     assert leases.keys() == digits.keys()
@@ -30,7 +30,7 @@ async def test_many_are_accepted_and_ended(queue: RedisQueue) -> None:
         if each.payload:
             assert await delivery.payload(leases[frame].entry, each.address.id) == each.payload
     again = await delivery.requests.accept_all(batch)
-    assert [(each.id, each.is_new) for each in again if isinstance(each, Accepted)] == [
+    assert [(each.id, each.is_new) for each in again if isinstance(each, AcceptOutcome)] == [
         (each.address.id, False) for each in batch
     ]
     ends = [
@@ -55,10 +55,10 @@ async def test_each_of_many_is_told_what_became_of_it(queue: RedisQueue) -> None
         [acceptance("known"), wrong, *limited, acceptance("known", body_hash="x"), acceptance("last")]
     )
 
-    kinds = [each.is_new if isinstance(each, Accepted) else type(each) for each in found]
+    kinds = [each.is_new if isinstance(each, AcceptOutcome) else type(each) for each in found]
     assert kinds == [False, InvalidRequest, True, True, QueueFull, QueueFull, False, True]
     conflict = found[6]
-    assert isinstance(conflict, Accepted)
+    assert isinstance(conflict, AcceptOutcome)
     assert conflict.body_hash == "hash of known"
     record = await delivery.requests.record(address("last"))
     assert record is not None

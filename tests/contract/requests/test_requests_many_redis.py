@@ -3,8 +3,8 @@
 import pytest
 
 from qinfer.queue import keys
-from qinfer.queue.connection import Refused
-from qinfer.queue.entries import Accepted
+from qinfer.queue.connection import CommandRefused
+from qinfer.queue.entries import AcceptOutcome
 from tests.contract.conftest import RedisQueue
 from tests.support.requests import accept, acceptance, address, ended, settle
 
@@ -16,7 +16,7 @@ async def test_a_record_of_another_kind_stops_no_other_request(redis_queue: Redi
 
     found = await delivery.requests.accept_all([acceptance(f"r{number}") for number in range(3)])
 
-    assert [type(each) for each in found] == [Accepted, Refused, Accepted]
+    assert [type(each) for each in found] == [AcceptOutcome, CommandRefused, AcceptOutcome]
     redis_queue.on_owner("DEL", keys.request("digits", 0, "r1"))
     for number in (0, 2):
         assert await delivery.requests.record(address(f"r{number}")) is not None
@@ -31,7 +31,7 @@ async def test_a_record_of_another_kind_stops_no_end(redis_queue: RedisQueue) ->
     redis_queue.on_owner("DEL", record)
     redis_queue.on_owner("SET", record, "no hash")
 
-    with pytest.raises(Refused, match="WRONGTYPE"):
+    with pytest.raises(CommandRefused, match="WRONGTYPE"):
         await settle(delivery, *(ended(f"r{number}") for number in range(3)))
 
     redis_queue.on_owner("DEL", record)

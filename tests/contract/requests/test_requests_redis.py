@@ -6,7 +6,7 @@ import pytest
 
 from qinfer.errors import BrokerUnavailable, QueueFull
 from qinfer.queue import keys
-from qinfer.queue.connection import Connection
+from qinfer.queue.connection import RedisConnection
 from qinfer.queue.deliveries import WEBHOOKS
 from qinfer.queue.entries import MARGIN_S, MAX_WATCHERS, RequestState, reply_address
 from qinfer.queue.requests import AT_ONCE
@@ -180,14 +180,14 @@ async def test_the_ends_of_a_batch_leave_in_one_write(redis_queue: RedisQueue, m
         await accept(delivery, f"r{number}")
     await settle(delivery, ended("other"), ended("another"))  # the script is known
     writes: list[int] = []
-    flush: Callable[[Connection], None] = Connection._flush
+    flush: Callable[[RedisConnection], None] = RedisConnection._flush
 
-    def counted(connection: Connection) -> None:
+    def counted(connection: RedisConnection) -> None:
         if connection._out:
             writes.append(len(connection._out))
         flush(connection)
 
-    monkeypatch.setattr(Connection, "_flush", counted)
+    monkeypatch.setattr(RedisConnection, "_flush", counted)
 
     assert all(await settle(delivery, *(ended(f"r{number}") for number in range(2 * AT_ONCE + 2))))
 

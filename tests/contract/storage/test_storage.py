@@ -21,7 +21,7 @@ from qinfer.errors import StoreError, StoreNotFound
 from qinfer.storage import fsspec as fsspec_store
 from qinfer.storage.fsspec import FsspecStore
 from qinfer.storage.open import store_for
-from qinfer.storage.store import Outcome, Store
+from qinfer.storage.store import CommitOutcome, Store
 from tests.support.servers import object_stores, s3_server
 from tests.support.servers.s3_server import S3Server
 from tests.support.servers.servers import matrix
@@ -119,8 +119,8 @@ def test_a_file_is_committed_once(store: Store, folder: str, tmp_path: Path, siz
     data = os.urandom(size_bytes)
     url = f"{folder}/deep/part-00000.parquet"
 
-    assert store.commit_if_absent(first := spooled(tmp_path, data), url) is Outcome.CREATED
-    assert store.commit_if_absent(second := spooled(tmp_path, b"another", "b"), url) is Outcome.EXISTS
+    assert store.commit_if_absent(first := spooled(tmp_path, data), url) is CommitOutcome.CREATED
+    assert store.commit_if_absent(second := spooled(tmp_path, b"another", "b"), url) is CommitOutcome.EXISTS
 
     assert content(store, url) == data
     assert (first.read_bytes(), second.read_bytes()) == (data, b"another")
@@ -136,8 +136,8 @@ def test_bytes_are_put_once(store: Store, folder: str) -> None:
     """The same for small files."""
     url = f"{folder}/_SUCCESS"
 
-    assert store.put_if_absent(b"first", url) is Outcome.CREATED
-    assert store.put_if_absent(b"second", url) is Outcome.EXISTS
+    assert store.put_if_absent(b"first", url) is CommitOutcome.CREATED
+    assert store.put_if_absent(b"second", url) is CommitOutcome.EXISTS
 
     assert store.read(url, 100) == b"first"
 
@@ -167,7 +167,7 @@ def test_of_many_at_once_one_creates(
     files = [spooled(tmp_path, data, str(number)) for number, data in enumerate(contents)]
     barrier = threading.Barrier(racers)
 
-    def commit(number: int) -> Outcome:
+    def commit(number: int) -> CommitOutcome:
         barrier.wait()
         return store.commit_if_absent(files[number], url)
 
@@ -177,8 +177,8 @@ def test_of_many_at_once_one_creates(
     if kind == "s3-501":
         assert content(store, url) in contents
     else:
-        assert outcomes.count(Outcome.CREATED) == 1
-        assert content(store, url) == contents[outcomes.index(Outcome.CREATED)]
+        assert outcomes.count(CommitOutcome.CREATED) == 1
+        assert content(store, url) == contents[outcomes.index(CommitOutcome.CREATED)]
 
 
 # --- writing ---
@@ -345,10 +345,10 @@ def test_what_is_broken_is_set_aside(store: Store, folder: str) -> None:
     """Its name is free, it is kept, and so is the next one."""
     url = f"{folder}/part-00000.parquet"
     for data in (b"broken", b"broken too"):
-        assert store.put_if_absent(data, url) is Outcome.CREATED
+        assert store.put_if_absent(data, url) is CommitOutcome.CREATED
         store.set_aside(url)
         assert store.stat(url) is None
-    assert store.put_if_absent(b"whole", url) is Outcome.CREATED
+    assert store.put_if_absent(b"whole", url) is CommitOutcome.CREATED
 
     assert store.read(f"{folder}/_broken/part-00000.parquet-1", 100) == b"broken"
     assert store.read(f"{folder}/_broken/part-00000.parquet-2", 100) == b"broken too"

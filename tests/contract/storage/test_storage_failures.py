@@ -28,7 +28,7 @@ from qinfer.errors import (
 from qinfer.storage import fsspec as stores
 from qinfer.storage.fsspec import FsspecStore
 from qinfer.storage.open import store_for
-from qinfer.storage.store import Outcome, Store
+from qinfer.storage.store import CommitOutcome, Store
 from tests.support.servers import object_stores
 from tests.support.servers.gcs_server import GcsServer
 from tests.support.servers.s3_server import S3Server
@@ -100,7 +100,7 @@ def test_a_name_that_is_taken_at_the_last_moment(
     store.put_if_absent(b"theirs", url)
     monkeypatch.setattr(store, "stat", lambda _: None)
 
-    assert store.commit_if_absent(spooled(tmp_path, size_bytes), url) is Outcome.EXISTS
+    assert store.commit_if_absent(spooled(tmp_path, size_bytes), url) is CommitOutcome.EXISTS
 
     assert server.asked[f"{asked} if-none-match"] >= 1
     assert content(url) == b"theirs"
@@ -113,7 +113,7 @@ def test_what_is_there_already_is_not_sent(server: S3Server, bucket: str, tmp_pa
     store_for(bucket).put_if_absent(b"theirs", url)
     before = server.asked.copy()
 
-    assert store_for(bucket).commit_if_absent(spooled(tmp_path, LARGE_BYTES), url) is Outcome.EXISTS
+    assert store_for(bucket).commit_if_absent(spooled(tmp_path, LARGE_BYTES), url) is CommitOutcome.EXISTS
 
     assert server.asked == before
 
@@ -124,7 +124,7 @@ def test_a_conflict_is_tried_again(server: S3Server, bucket: str, tmp_path: Path
     server.conflicts = 2
     spool = spooled(tmp_path, size_bytes)
 
-    assert store_for(bucket).commit_if_absent(spool, f"{bucket}/part") is Outcome.CREATED
+    assert store_for(bucket).commit_if_absent(spool, f"{bucket}/part") is CommitOutcome.CREATED
 
     assert content(f"{bucket}/part") == spool.read_bytes()
     assert uploads(server, bucket) == 0
@@ -147,7 +147,7 @@ def test_a_lost_answer(server: S3Server, bucket: str, tmp_path: Path, size_bytes
     outcome = store_for(bucket).commit_if_absent(spool, f"{bucket}/part")
 
     assert server.lost == 0
-    assert outcome is Outcome.EXISTS
+    assert outcome is CommitOutcome.EXISTS
     assert content(f"{bucket}/part") == spool.read_bytes()
 
 
@@ -155,7 +155,7 @@ def test_a_busy_store_is_waited_for(server: S3Server, bucket: str) -> None:
     """`SlowDown` is no error yet."""
     server.failures = 1
 
-    assert store_for(bucket).put_if_absent(b"1", f"{bucket}/x") is Outcome.CREATED
+    assert store_for(bucket).put_if_absent(b"1", f"{bucket}/x") is CommitOutcome.CREATED
 
 
 # --- a store without them ---
@@ -171,10 +171,10 @@ def test_without_conditional_writes(
     spool = spooled(tmp_path, size_bytes)
 
     with caplog.at_level(logging.INFO, "qinfer"):
-        assert store.commit_if_absent(spool, f"{bucket}/a") is Outcome.CREATED
+        assert store.commit_if_absent(spool, f"{bucket}/a") is CommitOutcome.CREATED
         asked = {name: number for name, number in server.asked.items() if "if-none-match" in name}
-        assert store.commit_if_absent(spool, f"{bucket}/b") is Outcome.CREATED
-        assert store.put_if_absent(b"1", f"{bucket}/b") is Outcome.EXISTS
+        assert store.commit_if_absent(spool, f"{bucket}/b") is CommitOutcome.CREATED
+        assert store.put_if_absent(b"1", f"{bucket}/b") is CommitOutcome.EXISTS
 
     assert content(f"{bucket}/a") == content(f"{bucket}/b") == spool.read_bytes()
     assert {name: number for name, number in server.asked.items() if "if-none-match" in name} == asked
@@ -199,7 +199,7 @@ def test_without_conditional_writes_what_another_wrote_is_not_ours(
 
     monkeypatch.setattr(store, "open", late)
 
-    assert store.put_if_absent(b"mine", url) is Outcome.EXISTS
+    assert store.put_if_absent(b"mine", url) is CommitOutcome.EXISTS
     assert content(url) == b"theirs"
 
 

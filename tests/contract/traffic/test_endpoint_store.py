@@ -14,7 +14,7 @@ from qinfer.queue import keys
 from qinfer.testing import eventually
 from qinfer.traffic.endpoints import Endpoint, Role, Target, read_endpoint
 from qinfer.traffic.routing import DEAF_AFTER_S, Endpoints, EndpointWatch
-from qinfer.traffic.store import Declared, EndpointStore, Kept, KeptTargets, names_of
+from qinfer.traffic.store import DeclaredEndpoints, EndpointStore, Kept, KeptTargets, names_of
 from tests.contract.conftest import ControlPair, RedisQueue
 from tests.support.servers.servers import Database
 
@@ -185,7 +185,7 @@ async def test_looks_at_once_do_not_overtake_one_another(
     reading, may_end = asyncio.Event(), asyncio.Event()
 
     class Slow(EndpointStore):
-        async def read(self) -> Declared:
+        async def read(self) -> DeclaredEndpoints:
             found = await super().read()
             if not reading.is_set():
                 reading.set()

@@ -13,11 +13,11 @@ from qinfer.testing import eventually
 from qinfer.traffic.canary import Action
 from qinfer.traffic.controller import CanaryController
 from qinfer.traffic.endpoints import Endpoint, read_endpoint
-from qinfer.traffic.observed import Observed
+from qinfer.traffic.observed import ObservedTrials
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.store import EndpointStore
 from qinfer.traffic.trial_store import StoredTrial, TrialStore, written_latency
-from qinfer.traffic.trials import Change, begun, by_hand
+from qinfer.traffic.trials import TrialChange, begun, by_hand
 from tests.contract.conftest import ControlPair, RedisQueue
 
 NOW_S = 1000.0
@@ -54,7 +54,7 @@ async def pair(stores: ControlPair) -> Pair:
     return Pair(stores)
 
 
-def rollback(declared: Endpoint, stored: StoredTrial) -> Change:
+def rollback(declared: Endpoint, stored: StoredTrial) -> TrialChange:
     return by_hand(declared, stored.trial, Action.ROLL_BACK, "by hand", (), NOW_S)
 
 
@@ -70,7 +70,7 @@ async def test_a_trial_and_its_endpoint_have_one_revision(pair: Pair) -> None:
 async def test_of_two_controllers_one_changes_anything(pair: Pair) -> None:
     """Also where both only note what was counted, and where somebody has put the endpoint meanwhile."""
     declared, stored = await pair.begin()
-    noted = Change(replace(stored.trial, counted={"a": 1}))
+    noted = TrialChange(replace(stored.trial, counted={"a": 1}))
 
     both = await asyncio.gather(*(store.change(declared, stored, noted) for store in (pair.one, pair.other)))
 
@@ -115,7 +115,7 @@ async def test_a_gateway_that_stops_leaves_the_lease_to_the_next(
     pair: Pair, stores: ControlPair, queue: RedisQueue
 ) -> None:
     view = Endpoints(Catalog(stores.one, LimitSettings()))
-    controller = CanaryController(pair.endpoints, pair.one, view, Observed(), "a", await queue.connect())
+    controller = CanaryController(pair.endpoints, pair.one, view, ObservedTrials(), "a", await queue.connect())
     assert await pair.one.lead("a")
     running = asyncio.create_task(controller.run())
 
@@ -158,7 +158,7 @@ async def test_a_rollback_waits_for_the_gateway_that_lags(pair: Pair, stores: Co
     delivery, waiting = await queue.connect(), asyncio.get_running_loop().create_future()
     delivery.submit(Lane("m", 4), b"waits", waiting.set_result, endpoint="é")
     await waiting
-    controller = CanaryController(pair.endpoints, pair.one, view, Observed(), "a", delivery)
+    controller = CanaryController(pair.endpoints, pair.one, view, ObservedTrials(), "a", delivery)
     assert await pair.one.change(declared, stored, rollback(declared, stored))
     view.show(await pair.endpoints.read())
 
@@ -188,6 +188,6 @@ async def test_what_waits_is_moved_within_a_model(
     back = rollback(declared, stored)
     assert await pair.one.change(declared, stored, back._replace(trial=replace(back.trial, model=model)))
 
-    await CanaryController(pair.endpoints, pair.one, view, Observed(), "a", delivery).round()
+    await CanaryController(pair.endpoints, pair.one, view, ObservedTrials(), "a", delivery).round()
 
     assert await delivery.depth(lanes) == waiting

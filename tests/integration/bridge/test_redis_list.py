@@ -13,9 +13,9 @@ from kombu import Connection, Producer
 from qinfer.errors import SettingsError
 from qinfer.testing import wait_until
 from qinfer_workers.bridge.config import SourceOptions
-from qinfer_workers.bridge.messages import Delivered, Receipt
+from qinfer_workers.bridge.messages import Receipt, SourceMessage
 from qinfer_workers.bridge.transports import redis_list
-from qinfer_workers.bridge.transports.base import Source
+from qinfer_workers.bridge.transports.base import MessageSource
 from qinfer_workers.bridge.transports.kombu import look, open_source
 from qinfer_workers.bridge.transports.redis_list import delivered
 from tests.support.servers.servers import RedisServer, SentinelSetup, redis_6_2, system_redis
@@ -37,17 +37,17 @@ def url(redis_server: RedisServer) -> str:
 
 
 @pytest.fixture
-def opened() -> Iterator[list[Source]]:
+def opened() -> Iterator[list[MessageSource]]:
     """Sources that the test opens are closed at its end."""
-    found: list[Source] = []
+    found: list[MessageSource] = []
     yield found
     for one in found:
         one.close()
 
 
 @pytest.fixture
-def source(url: str, opened: list[Source]) -> Callable[..., Source]:
-    def made(max_bytes: int = 2**20, prefetch: int = 5, **options: Any) -> Source:
+def source(url: str, opened: list[MessageSource]) -> Callable[..., MessageSource]:
+    def made(max_bytes: int = 2**20, prefetch: int = 5, **options: Any) -> MessageSource:
         document = {"url": url, "queue": LIST, "prefetch": prefetch, "options": {"visibility_timeout": 30, **options}}
         opened.append(open_source(SourceOptions.model_validate(document), max_bytes, 1))
         return opened[-1]
@@ -55,8 +55,8 @@ def source(url: str, opened: list[Source]) -> Callable[..., Source]:
     return made
 
 
-def received(one: Source, count: int) -> list[Delivered]:
-    found: list[Delivered] = []
+def received(one: MessageSource, count: int) -> list[SourceMessage]:
+    found: list[SourceMessage] = []
 
     def are_there() -> bool:
         found.extend(one.receive(0.05))
@@ -66,7 +66,7 @@ def received(one: Source, count: int) -> list[Delivered]:
     return found
 
 
-def test_a_plain_text_is_a_message(client: redis.Redis, source: Callable[..., Source]) -> None:
+def test_a_plain_text_is_a_message(client: redis.Redis, source: Callable[..., MessageSource]) -> None:
     """Oldest first; confirming removes it from everywhere."""
     one = source()
     client.lpush(LIST, b'{"text": "a"}', b"\x00\xff")
@@ -81,7 +81,9 @@ def test_a_plain_text_is_a_message(client: redis.Redis, source: Callable[..., So
     one.close()
 
 
-def test_what_a_killed_bridge_had_is_taken_by_another(client: redis.Redis, source: Callable[..., Source]) -> None:
+def test_what_a_killed_bridge_had_is_taken_by_another(
+    client: redis.Redis, source: Callable[..., MessageSource]
+) -> None:
     """When its lease has ended; under the same id, by which it is recognised."""
     client.lpush(LIST, b"text")
     killed = source(visibility_timeout=0.2)
@@ -95,7 +97,7 @@ def test_what_a_killed_bridge_had_is_taken_by_another(client: redis.Redis, sourc
     assert client.keys() == []
 
 
-def test_what_was_popped_on_the_way_is_taken_first(client: redis.Redis, source: Callable[..., Source]) -> None:
+def test_what_was_popped_on_the_way_is_taken_first(client: redis.Redis, source: Callable[..., MessageSource]) -> None:
     """A bridge was killed when its wait had ended, before it took the message."""
     client.lpush(LIST, b"second")
     client.lpush(f"{LIST}:arriving", b"first")
@@ -103,7 +105,7 @@ def test_what_was_popped_on_the_way_is_taken_first(client: redis.Redis, source: 
     assert [message.body for message in received(source(), 2)] == [b"first", b"second"]
 
 
-def test_a_bridge_that_ends_gives_back_at_once(client: redis.Redis, source: Callable[..., Source]) -> None:
+def test_a_bridge_that_ends_gives_back_at_once(client: redis.Redis, source: Callable[..., MessageSource]) -> None:
     client.lpush(LIST, b"text")
     one = source()
     received(one, 1)
@@ -112,7 +114,9 @@ def test_a_bridge_that_ends_gives_back_at_once(client: redis.Redis, source: Call
     assert [message.body for message in received(source(), 1)] == [b"text"]
 
 
-def test_a_lease_is_renewed_while_its_message_is_in_hand(client: redis.Redis, source: Callable[..., Source]) -> None:
+def test_a_lease_is_renewed_while_its_message_is_in_hand(
+    client: redis.Redis, source: Callable[..., MessageSource]
+) -> None:
     """Nobody else gets it, however long it takes."""
     client.lpush(LIST, b"text")
     one, other = source(visibility_timeout=0.6), source()
@@ -131,7 +135,7 @@ def test_a_lease_is_renewed_while_its_message_is_in_hand(client: redis.Redis, so
     wait_until(is_renewed_twice, 20.0)
 
 
-def test_no_more_are_taken_than_the_prefetch(client: redis.Redis, source: Callable[..., Source]) -> None:
+def test_no_more_are_taken_than_the_prefetch(client: redis.Redis, source: Callable[..., MessageSource]) -> None:
     client.lpush(LIST, *(b"%d" % number for number in range(9)))
     one = source()
     first = received(one, 5)
@@ -141,7 +145,7 @@ def test_no_more_are_taken_than_the_prefetch(client: redis.Redis, source: Callab
     assert len(received(one, 4)) == 4
 
 
-def test_envelopes_of_kombu_are_read(client: redis.Redis, url: str, source: Callable[..., Source]) -> None:
+def test_envelopes_of_kombu_are_read(client: redis.Redis, url: str, source: Callable[..., MessageSource]) -> None:
     """With their priorities, as kombu itself would read them."""
     with closing(Connection(url)) as connection:
         producer = Producer(connection)
@@ -158,7 +162,7 @@ def test_envelopes_of_kombu_are_read(client: redis.Redis, url: str, source: Call
     assert image.content_type == "image/png"
 
 
-def test_an_entry_that_is_too_large_stays_in_redis(client: redis.Redis, source: Callable[..., Source]) -> None:
+def test_an_entry_that_is_too_large_stays_in_redis(client: redis.Redis, source: Callable[..., MessageSource]) -> None:
     """The bridge does not fetch it, and says where it is; also where another bridge takes it."""
     large = b"x" * (2**20 * 4 // 3 + 2**16 + 1)
     client.lpush(LIST, large, large[:-1])
@@ -178,7 +182,7 @@ def test_an_entry_that_is_too_large_stays_in_redis(client: redis.Redis, source: 
 
 
 def test_no_more_bytes_are_taken_than_fit(
-    client: redis.Redis, source: Callable[..., Source], monkeypatch: pytest.MonkeyPatch
+    client: redis.Redis, source: Callable[..., MessageSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_list, "MAX_BYTES_IN_HAND", 10)
     monkeypatch.setattr(redis_list, "_ENOUGH_BYTES", 10)
@@ -192,7 +196,7 @@ def test_no_more_bytes_are_taken_than_fit(
 
 
 def test_a_call_whose_reply_was_lost_takes_nothing_twice(
-    client: redis.Redis, source: Callable[..., Source], monkeypatch: pytest.MonkeyPatch
+    client: redis.Redis, source: Callable[..., MessageSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client's library may send it again: an id that is used twice would cost the first message."""
     monkeypatch.setattr("secrets.token_hex", lambda _: "nonce")
@@ -209,7 +213,7 @@ def test_a_call_whose_reply_was_lost_takes_nothing_twice(
 
 @pytest.mark.parametrize("suffix", ["", ":arriving", ":taken", ":leases", ":oversized"])
 def test_a_key_of_another_type_moves_nothing(
-    client: redis.Redis, source: Callable[..., Source], url: str, suffix: str
+    client: redis.Redis, source: Callable[..., MessageSource], url: str, suffix: str
 ) -> None:
     """The reason names the key; when it is gone, the bridge goes on."""
     if suffix:
@@ -229,7 +233,7 @@ def test_a_key_of_another_type_moves_nothing(
     assert received(one, 1)[0].body == b"text"
 
 
-def test_a_time_that_is_none_is_told(url: str, source: Callable[..., Source]) -> None:
+def test_a_time_that_is_none_is_told(url: str, source: Callable[..., MessageSource]) -> None:
     with pytest.raises(SettingsError, match="visibility_timeout is 'soon'; give seconds"):
         source(visibility_timeout="soon")
     with pytest.raises(SettingsError, match="visibility_timeout is 0; give seconds"):
@@ -238,7 +242,7 @@ def test_a_time_that_is_none_is_told(url: str, source: Callable[..., Source]) ->
 
 
 def test_a_redis_that_is_emptied_takes_the_messages_along_and_no_more(
-    client: redis.Redis, source: Callable[..., Source]
+    client: redis.Redis, source: Callable[..., MessageSource]
 ) -> None:
     """What was in hand is confirmed to nobody; what comes after it is taken."""
     one = source()
@@ -253,7 +257,7 @@ def test_a_redis_that_is_emptied_takes_the_messages_along_and_no_more(
     assert client.zcard(f"{LIST}:leases") == 1
 
 
-def test_a_redis_that_is_killed_keeps_what_was_taken(tmp_path: Path, opened: list[Source]) -> None:
+def test_a_redis_that_is_killed_keeps_what_was_taken(tmp_path: Path, opened: list[MessageSource]) -> None:
     """The connection breaks; the next one gets the same messages under the same ids."""
     options = ("--appendonly", "yes", "--appendfsync", "always")
     with RedisServer(redis_6_2(), tmp_path, *options) as server:
@@ -275,7 +279,7 @@ def test_a_redis_that_is_killed_keeps_what_was_taken(tmp_path: Path, opened: lis
             one.close()
 
 
-def test_a_full_redis_can_be_emptied(tmp_path: Path, opened: list[Source]) -> None:
+def test_a_full_redis_can_be_emptied(tmp_path: Path, opened: list[MessageSource]) -> None:
     """It refuses writes that need memory, and to take a message is one."""
     with RedisServer(redis_6_2(), tmp_path) as server, server.client() as client:
         client.lpush(LIST, b"text")
@@ -291,7 +295,7 @@ def test_a_full_redis_can_be_emptied(tmp_path: Path, opened: list[Source]) -> No
 
 
 @pytest.mark.parametrize("denied", ["zadd", "hset", "rpop"])
-def test_a_command_that_is_denied_costs_no_message(tmp_path: Path, opened: list[Source], denied: str) -> None:
+def test_a_command_that_is_denied_costs_no_message(tmp_path: Path, opened: list[MessageSource], denied: str) -> None:
     """A user that may not do every step takes nothing, and leaves nothing behind but a lease of none."""
     with RedisServer(redis_6_2(), tmp_path) as server, server.client() as client:
         client.lpush(LIST, b"text")
@@ -306,7 +310,7 @@ def test_a_command_that_is_denied_costs_no_message(tmp_path: Path, opened: list[
 
 
 def test_what_kombu_noted_comes_back_as_the_docs_say(
-    client: redis.Redis, url: str, source: Callable[..., Source]
+    client: redis.Redis, url: str, source: Callable[..., MessageSource]
 ) -> None:
     """Messages that another consumer, such as an earlier bridge, had when it was killed."""
     with closing(Connection(url)) as old:
@@ -348,7 +352,7 @@ def test_an_envelope_with_a_broken_body_says_so() -> None:
 
 
 @pytest.mark.matrix
-def test_sentinels_lead_to_the_list(tmp_path: Path, opened: list[Source]) -> None:
+def test_sentinels_lead_to_the_list(tmp_path: Path, opened: list[MessageSource]) -> None:
     """Here, too, an entry is kept until it is confirmed."""
     setup = SentinelSetup(system_redis(), tmp_path)
     try:

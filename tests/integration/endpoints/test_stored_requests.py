@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from qinfer.core.messages import Response
-from qinfer.queue.entries import Outcome, RequestState, Settlement
+from qinfer.queue.entries import RequestOutcome, RequestState, Settlement
 from qinfer.queue.values import LARGE_BYTES
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
@@ -111,7 +111,7 @@ async def test_a_large_result_that_is_only_watched_waits_for_memory(gateway: Run
         reply = await client.post("/v1/models/stuck/requests", json=BODY)
     address = address_of(reply.json()["id"], "", "stuck")
     large = encode_responses([Response(request_id=address.id, outputs=(Tensor("y", "UINT8", (SIZE,), bytes(SIZE)),))])
-    outcome = Outcome(state=RequestState.SUCCEEDED, blob=large)
+    outcome = RequestOutcome(state=RequestState.SUCCEEDED, blob=large)
     body = budget.reserve("body", budget._max_bytes, lambda: None)
     assert body is not None
 

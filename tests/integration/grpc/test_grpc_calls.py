@@ -11,7 +11,7 @@ from tritonclient.grpc.aio import InferenceServerClient, InferInput, InferReques
 from tritonclient.utils import shared_memory
 
 import qinfer
-from qinfer.models.state import Desired, State, VersionState, WorkerRecord
+from qinfer.models.state import DesiredState, State, VersionState, WorkerRecord
 from qinfer.observe import stats
 from tests.support.rpc import ROW, Rpc, infer_request, rpc
 
@@ -99,7 +99,7 @@ async def test_a_model_that_says_no_is_not_ready(server: Rpc, client: Any) -> No
 
 async def test_a_model_that_was_unloaded_is_not_ready(server: Rpc, client: Any) -> None:
     """As Triton's example for model control asks: no error, as long as the server knows the model."""
-    await server.running.store.set_desired(Desired("pair", 1, load=False))
+    await server.running.store.set_desired(DesiredState("pair", 1, load=False))
     await server.running.refresh()
 
     assert not await client.is_model_ready("pair")

@@ -18,14 +18,14 @@ from qinfer.core.api_keys import hash_key, revoke_key
 from qinfer.core.messages import Response
 from qinfer.core.settings import AuthSettings, GrpcSettings, HttpSettings, Settings
 from qinfer.errors import BrokerUnavailable, CorruptEntry, SettingsError
-from qinfer.models.state import Desired, State, VersionState, WorkerRecord
+from qinfer.models.state import DesiredState, State, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.queue.entries import Lane, Lease
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_request, encode_responses
 from qinfer_api.app import Gateway, bind, build
 from qinfer_api.rpc import frames
-from qinfer_api.rpc.http2 import Connection
+from qinfer_api.rpc.http2 import Http2Connection
 from qinfer_api.rpc.server import open_port
 from tests.support.certificates import write_certificate
 from tests.support.gateway import MODELS, settings_of
@@ -173,14 +173,14 @@ async def test_clients_may_ask_for_signs_of_life_as_often_as_they_like(
     monkeypatch: pytest.MonkeyPatch, *, has_call: bool
 ) -> None:
     """A gRPC server of Google's ends a connection at the third ping within five minutes: `too_many_pings`."""
-    pings, read = 0, Connection._read_ping
+    pings, read = 0, Http2Connection._read_ping
 
-    def counted(self: Connection, flags: int, number: int, payload: bytes) -> None:
+    def counted(self: Http2Connection, flags: int, number: int, payload: bytes) -> None:
         nonlocal pings
         pings += 1
         read(self, flags, number, payload)
 
-    monkeypatch.setattr(Connection, "_read_ping", counted)
+    monkeypatch.setattr(Http2Connection, "_read_ping", counted)
     options = [
         ("grpc.keepalive_time_ms", 20),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -232,7 +232,7 @@ def frames_of(data: bytes) -> list[Frame]:
     return found
 
 
-def _connections(server: Rpc) -> set[Connection]:
+def _connections(server: Rpc) -> set[Http2Connection]:
     assert server.running.gateway.rpc is not None
     return server.running.gateway.rpc._calls.connections
 
@@ -478,7 +478,7 @@ async def test_a_gateway_that_can_not_start_ends(database: Database) -> None:
     """With its error, though the gRPC server was made and never started."""
 
     class Broken(ControlStore):
-        async def desired(self) -> dict[str, Desired]:
+        async def desired(self) -> dict[str, DesiredState]:
             raise CorruptEntry("the desired state can't be read")
 
     settings = settings_of(grpc={})

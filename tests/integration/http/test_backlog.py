@@ -12,7 +12,7 @@ from qinfer.core.api_keys import Scope, add_key
 from qinfer.errors import BrokerUnavailable
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
-from qinfer.models.state import Desired, Speed, StoredModel
+from qinfer.models.state import DesiredState, Speed, StoredModel
 from qinfer.queue.sequence_records import SequenceId
 from qinfer.testing import eventually
 from tests.support.gateway import Running, running_gateway, settings_of
@@ -105,7 +105,7 @@ async def test_all_versions_and_bulk_jobs_add_up(running: Running, client: httpx
 async def test_a_model_that_cannot_be_loaded_has_no_work(running: Running, client: httpx.AsyncClient) -> None:
     """It is known, so that it is no error: an autoscaler would keep what it has."""
     await running.store.put_model(StoredModel("bad", 1, "", (), error="no version"))
-    await running.store.set_desired(Desired("bad", 1))
+    await running.store.set_desired(DesiredState("bad", 1))
     await running.refresh()
 
     assert await shown(client, "bad") == {"model": "bad", "workers": 0, "versions": [], **IDLE}
@@ -114,7 +114,7 @@ async def test_a_model_that_cannot_be_loaded_has_no_work(running: Running, clien
 async def test_sequences_are_shown_and_measured(running: Running, client: httpx.AsyncClient) -> None:
     """Each has a slot while it is open; series exist of stateful models only."""
     await running.store.put_model(stored(STATEFUL, 1))
-    await running.store.set_desired(Desired("sum", 1))
+    await running.store.set_desired(DesiredState("sum", 1))
     await running.refresh()
     sequences = running.delivery.sequences("sum", 0)
     for number in range(5):

@@ -10,11 +10,11 @@ from qinfer.core.api_keys import ApiKey, hash_key
 from qinfer.errors import QuotaExceeded
 from qinfer.queue.quotas import Quotas
 from qinfer.testing import eventually
-from qinfer_api.auth import Auth, Context
+from qinfer_api.auth import Auth, CallerContext
 from qinfer_api.quotas import Quota
 from tests.support.servers.servers import Database
 
-CALLER = Context(key="secret")
+CALLER = CallerContext(key="secret")
 COUNT = 3
 
 

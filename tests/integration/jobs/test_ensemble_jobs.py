@@ -10,7 +10,7 @@ from onnx import helper, numpy_helper
 
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import ShardOutcome
-from qinfer.models.pins import Executed, Pin, executed, joint_hash
+from qinfer.models.pins import ExecutedVersion, Pin, executed, joint_hash
 from qinfer.observe import stats
 from qinfer.testing import eventually
 from tests.support import models, python_models
@@ -53,7 +53,7 @@ class Work:
         url = write_rows(folder / "in.parquet", ROWS, group=GROUP)
         self.shards = shards_of(url)
         self.spec = job_spec([url], self.output, model=model)
-        self.executes: tuple[Executed, ...] = ()
+        self.executes: tuple[ExecutedVersion, ...] = ()
         self._scene = scene
 
     async def submit(self) -> None:

@@ -13,18 +13,18 @@ import pyarrow.parquet as pq
 import pytest
 import s3fs  # type: ignore[import-untyped]  # it has no types
 
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import StoreChanged
 from qinfer.jobs.check import ERROR_COLUMNS
 from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.parts import PartWriter, part_metadata, part_of
-from qinfer.jobs.plan import ExpectedParts, PartInfo, Plan, Shard, Unplanned
+from qinfer.jobs.plan import ExpectedParts, JobPlan, PartInfo, Shard, UnplannedJob
 from qinfer.jobs.planning import examine, make_plan
 from qinfer.jobs.rows.shard_rows import ShardReader, SourceChanged
-from qinfer.jobs.shards import Pace
+from qinfer.jobs.shards import ShardPace
 from qinfer.storage.open import store_for
-from qinfer.storage.store import Outcome
+from qinfer.storage.store import CommitOutcome
 from qinfer.testing import stub_spec
 from tests.support.jobs.job_proof import parquet, rows_of
 from tests.support.servers.s3_server import S3Server
@@ -58,16 +58,16 @@ def job(bucket: str, pattern: str = "*.parquet") -> JobSpec:
     return JobSpec(model="twice", inputs=(f"{bucket}/in/{pattern}",), output=Output(f"{bucket}/out"), key="id")
 
 
-def planned(bucket: str, spec: JobSpec) -> Plan:
+def planned(bucket: str, spec: JobSpec) -> JobPlan:
     """Checks and plans a job, as gateway and bulk worker do."""
     allow = (bucket,)
-    grant = Grant(allow, allow)
+    grant = UrlGrant(allow, allow)
     spec = examine(spec, MODEL, grant).spec
-    pace = Pace(rows_per_s=0.0, shard_s=30.0, default_rows=500, max_rows=10_000)
-    return make_plan(Unplanned("job-1", spec, MODEL, "hash", grant), pace)
+    pace = ShardPace(rows_per_s=0.0, shard_s=30.0, default_rows=500, max_rows=10_000)
+    return make_plan(UnplannedJob("job-1", spec, MODEL, "hash", grant), pace)
 
 
-def rows_read(plan: Plan, shard: Shard) -> int:
+def rows_read(plan: JobPlan, shard: Shard) -> int:
     reader = ShardReader(shard, COLUMNS, decode_schema(plan.schema), plan.spec)
     found = 0
     while batch := reader.read(1000):
@@ -169,7 +169,7 @@ def lists(server: S3Server, folder: str = "") -> int:
 def test_a_part_costs_four_requests(server: S3Server, bucket: str, tmp_path: Path) -> None:
     """It is looked for, put, and looked at and read when the job is finished."""
     plan = planned(bucket, job(bucket))
-    parts = ExpectedParts("job-1", "hash", f"{bucket}/out", plan.shards, Grant((bucket,), (bucket,)))
+    parts = ExpectedParts("job-1", "hash", f"{bucket}/out", plan.shards, UrlGrant((bucket,), (bucket,)))
     store = store_for(bucket)
     server.requests.clear()
 
@@ -180,7 +180,7 @@ def test_a_part_costs_four_requests(server: S3Server, bucket: str, tmp_path: Pat
         record = pa.record_batch([numbers, *[pa.nulls(shard.rows, pa.string())] * 2], ["id", *ERROR_COLUMNS])
         with PartWriter(path, record.schema, plan.spec.output, part_metadata("job-1", shard, "hash")) as writer:
             writer.write(record)
-        assert store.commit_if_absent(path, f"{bucket}/out/{shard.part}") is Outcome.CREATED
+        assert store.commit_if_absent(path, f"{bucket}/out/{shard.part}") is CommitOutcome.CREATED
     found = [part_of(store, parts, shard) for shard in plan.shards]
 
     assert all(isinstance(part, PartInfo) for part in found)

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import UrlGrant
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import Shard
 from qinfer.jobs.queue.records import ShardOutcome
@@ -55,7 +55,7 @@ async def test_a_shard_in_s3_that_is_stopped_and_whose_workers_die_has_each_row_
     local = write_rows(tmp_path / "in.parquet", ROWS, group=150, nulls=[3, 700])
     url, store = f"{bucket}/in.parquet", store_for(bucket)
     store.write(store_for(local).read(local, 2**20), url)
-    grant = Grant((bucket,), (bucket,))
+    grant = UrlGrant((bucket,), (bucket,))
     spec = JobSpec(model="stub", version=1, inputs=(url,), output=Output(f"{bucket}/out"), error_threshold=-1)
     shards = shards_of(url)
     whole = Shard(0, "part-00000.parquet", ROWS, tuple(shard.ranges[0] for shard in shards))

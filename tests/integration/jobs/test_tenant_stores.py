@@ -14,7 +14,7 @@ from pydantic import SecretStr
 
 from qinfer.core.api_keys import Scope, add_key
 from qinfer.core.settings import AuthSettings, BulkSettings, RedisSettings, StoreSettings, TenantStores
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import UrlGrant
 from qinfer.jobs.job import JobSpec
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.models.spec import ModelSpec
@@ -137,7 +137,7 @@ async def test_the_same_job_in_its_own_folder_is_taken(tenants: Tenants, lake: L
         record = await Jobs(tenants.running.delivery).get(reply.json()["id"])
         assert record is not None
         folder = (f"{lake.url}/{who}",)
-        assert msgspec.json.decode(record.grant, type=Grant) == Grant(folder, folder, who)
+        assert msgspec.json.decode(record.grant, type=UrlGrant) == UrlGrant(folder, folder, who)
 
 
 async def test_unfinished_jobs_are_counted_for_each_tenant(tenants: Tenants, lake: Lake) -> None:
@@ -154,7 +154,7 @@ async def test_files_that_take_long_leave_room_for_other_tenants(tenants: Tenant
     use_case, going_on = tenants.running.gateway.jobs, asyncio.Event()
     check, checked = use_case.check, []
 
-    async def slowly(spec: JobSpec, model: ModelSpec, grant: Grant) -> None:
+    async def slowly(spec: JobSpec, model: ModelSpec, grant: UrlGrant) -> None:
         checked.append(grant.tenant)
         if grant.tenant == "acme":
             await going_on.wait()
@@ -230,4 +230,4 @@ class TestEntries:
         assert (resumed.status_code, resumed.json()["state"]) == (200, "planning")
         record = await jobs.get(job_id)
         assert record is not None
-        assert msgspec.json.decode(record.grant, type=Grant).write == (own,)
+        assert msgspec.json.decode(record.grant, type=UrlGrant).write == (own,)

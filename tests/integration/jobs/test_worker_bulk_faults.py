@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.queue.records import JobRecord, Place, ShardOutcome
+from qinfer.jobs.queue.records import JobAddress, JobRecord, ShardOutcome
 from qinfer.queue import keys
 from qinfer.queue.entries import BULK_LANES, Lane
 from qinfer.testing import eventually
@@ -114,7 +114,7 @@ async def test_a_job_whose_record_is_damaged_rests_until_it_is_well(
     lane = Lane("faulty", 1)
     process.send_signal(signal.SIGSTOP)
     await job.submit(work)
-    place = Place("faulty", lane.partition, JOB).record
+    place = JobAddress("faulty", lane.partition, JOB).record
     whole = await client.hget(place, field)
     await client.hset(place, field, damage)
     for fields in ({"f": b"\xff"}, {"f": b"\x01" + bytes(40)}, {b"\xff": b""}):

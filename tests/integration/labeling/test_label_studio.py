@@ -13,7 +13,7 @@ import pytest
 from qinfer.core.api_keys import Scope, add_key
 from qinfer.core.settings import LabelingSettings, LimitSettings, Settings
 from qinfer.errors import SettingsError
-from qinfer.models.state import Desired, State, VersionState, WorkerRecord
+from qinfer.models.state import DesiredState, State, VersionState, WorkerRecord
 from qinfer.testing import eventually
 from qinfer_api.app import build
 from tests.support.gateway import Running, running_gateway, settings_of
@@ -156,7 +156,7 @@ async def test_a_model_that_keeps_state_is_refused(tmp_path: Path, mode: str) ->
     settings = with_labeling(mappings, url="http://127.0.0.1:1", token="t")
     async with running_gateway(settings) as running, httpx.AsyncClient(base_url=running.url) as client:
         await running.store.put_model(stored(SUM, 1))
-        await running.store.set_desired(Desired("sum", 1))
+        await running.store.set_desired(DesiredState("sum", 1))
         ready = {"sum": {1: VersionState(State.READY, 1)}}
         await running.store.heartbeat(WorkerRecord(id="w2", started_at=0.0, models=ready), ttl_s=3600)
         await running.refresh()

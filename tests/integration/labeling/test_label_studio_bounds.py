@@ -16,7 +16,7 @@ from qinfer.testing import eventually
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.labeling import predict
 from qinfer_api.labeling.files import Files
-from qinfer_api.labeling.intake import OUTBOX, Intake
+from qinfer_api.labeling.intake import OUTBOX, TaskIntake
 from tests.integration.labeling.test_label_studio_push import have_it_again
 from tests.support.gateway import Running, running_gateway, settings_of
 from tests.support.servers.label_studio_server import CONFIG, PERSONAL, LabelStudioServer, label_studio
@@ -136,16 +136,16 @@ async def test_few_files_are_in_memory_at_a_time(
 async def test_projects_take_turns(tmp_path: Path, studio: LabelStudioServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A project with many tasks, or slow ones, does not hold up another that comes later."""
     order: list[int] = []
-    submit = Intake._submit
+    submit = TaskIntake._submit
 
-    async def noted(self: Intake, board: Board, entry: LabelTask) -> LabelTask:
+    async def noted(self: TaskIntake, board: Board, entry: LabelTask) -> LabelTask:
         order.append(board.project)
         if len(order) == 1:
             await other_is_told.wait()
         return await submit(self, board, entry)
 
     other_is_told = asyncio.Event()
-    monkeypatch.setattr(Intake, "_submit", noted)
+    monkeypatch.setattr(TaskIntake, "_submit", noted)
     studio.configs[13] = CONFIG
     settings = settings_for(tmp_path / "m", "push", url=studio.url)
     async with running_gateway(settings) as running, httpx.AsyncClient(base_url=running.url) as client:

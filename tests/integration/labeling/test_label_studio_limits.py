@@ -11,10 +11,10 @@ import pytest
 from qinfer.core.api_keys import ApiKey, hash_key
 from qinfer.errors import BrokerUnavailable
 from qinfer.labeling.tasks import Board
-from qinfer.queue.quotas import Leased, Quotas
+from qinfer.queue.quotas import QuotaLease, Quotas
 from qinfer.testing import FakeClock, eventually
 from qinfer_api.auth import Auth
-from qinfer_api.labeling.intake import Intake, Pace
+from qinfer_api.labeling.intake import TaskIntake, TaskPace
 from tests.integration.labeling.test_label_studio_push import MAPPING, TASKS, event, settings_for
 from tests.support.gateway import Running, running_gateway
 from tests.support.servers.label_studio_server import LabelStudioServer, label_studio
@@ -48,7 +48,7 @@ def with_rate(monkeypatch: pytest.MonkeyPatch, clock: FakeClock, rate_per_s: flo
     Redis, which would fill the rate by its own clock however slowly the test runs, does not answer for quotas.
     """
 
-    async def away(*_: Any) -> Leased:
+    async def away(*_: Any) -> QuotaLease:
         raise BrokerUnavailable("no quota is exchanged")
 
     key = ApiKey(id="k1", sha256=hash_key("a-key"), tenant="acme", rate_per_s=rate_per_s, burst=burst)
@@ -68,10 +68,10 @@ def pusher_of(running: Running) -> Any:
 def stop_feeding(patch: pytest.MonkeyPatch) -> None:
     """Keeps all tasks waiting, as while their model is away."""
 
-    async def nothing(self: Intake, board: Board) -> int:
+    async def nothing(self: TaskIntake, board: Board) -> int:
         return 0
 
-    patch.setattr(Intake, "feed", nothing)
+    patch.setattr(TaskIntake, "feed", nothing)
 
 
 async def test_a_project_has_so_many_waiting_tasks(
@@ -158,8 +158,8 @@ async def test_a_rate_that_others_used_up_puts_tasks_off(
 
     clock = FakeClock()
     with_rate(monkeypatch, clock, rate_per_s=100.0, burst=2)
-    monkeypatch.setattr(Pace, "room", lambda _self, _board, most: most)
-    monkeypatch.setattr(Intake, "_wait", none_fails)
+    monkeypatch.setattr(TaskPace, "room", lambda _self, _board, most: most)
+    monkeypatch.setattr(TaskIntake, "_wait", none_fails)
     settings = settings_for(studio, tmp_path / "mappings")
     async with running_gateway(settings) as running, httpx.AsyncClient(base_url=running.url, headers=KEY) as client:
         await client.post(WEBHOOK, json=event(studio.add(*["pos"] * 3)))
@@ -178,14 +178,14 @@ async def test_what_a_lane_refuses_is_not_charged(
     studio: LabelStudioServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tasks that wait for a model are tried again and again; the tenant's rate is for what becomes of them."""
-    refused, wait = 0, Intake._wait
+    refused, wait = 0, TaskIntake._wait
 
-    async def noted(self: Intake, *words: Any) -> None:
+    async def noted(self: TaskIntake, *words: Any) -> None:
         nonlocal refused
         refused += 1
         await wait(self, *words)
 
-    monkeypatch.setattr(Intake, "_wait", noted)
+    monkeypatch.setattr(TaskIntake, "_wait", noted)
     auth = with_rate(monkeypatch, FakeClock(), rate_per_s=1.0, burst=200)
     settings = settings_for(studio, tmp_path / "mappings")
     _map_vectors(tmp_path / "mappings", "small")

@@ -16,7 +16,7 @@ import pytest
 from qinfer.core.messages import Response
 from qinfer.core.settings import LimitSettings, RedisSettings
 from qinfer.errors import BrokerUnavailable, SettingsError
-from qinfer.queue.entries import Acceptance, Address, Lane, Payload, RequestState
+from qinfer.queue.entries import Acceptance, EntryAddress, Lane, Payload, RequestState
 from qinfer.queue.object_store import SWEEP_MARGIN_S, ObjectStore
 from qinfer.tensors import from_numpy, to_numpy
 from qinfer.testing import eventually
@@ -161,12 +161,12 @@ async def worker(pool: WorkerProcesses) -> Process:
     )
 
 
-async def accept(pool: WorkerProcesses, value: float = 1.0) -> Address:
+async def accept(pool: WorkerProcesses, value: float = 1.0) -> EntryAddress:
     """Has a request accepted whose tensor is an object, and so will be its result."""
     request = pool.request(value, reply_to="")
     request.inputs, request.payload = (from_numpy("x", np.full((ROWS, 1), value, "<f4")),), True
     frame, payload = encode_request_apart(request)
-    address = Address(request.model, 0, request.id)
+    address = EntryAddress(request.model, 0, request.id)
     lane = Lane(request.model, 1)
     await pool.delivery.requests.accept(
         Acceptance(address=address, lane=lane, frame=frame, payload=payload, timeout_s=50)
@@ -174,7 +174,7 @@ async def accept(pool: WorkerProcesses, value: float = 1.0) -> Address:
     return address
 
 
-async def result(pool: WorkerProcesses, address: Address) -> Response:
+async def result(pool: WorkerProcesses, address: EntryAddress) -> Response:
     """Reads a result; asks again while this reader's own connection to the store has not recovered yet."""
     blob: bytes | None = None
     async with asyncio.timeout(10):

@@ -10,7 +10,7 @@ from qinfer.core.messages import InferRequest
 from qinfer.core.settings import RedisSettings
 from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
-from qinfer.queue.entries import Acceptance, Address
+from qinfer.queue.entries import Acceptance, EntryAddress
 from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from qinfer.wire.frame import encode_request
@@ -63,7 +63,7 @@ async def test_a_request_too_late_is_not_executed(scene: InlineWorkers) -> None:
 async def test_an_asynchronous_request_is_due_at_its_deadline(scene: InlineWorkers) -> None:
     """Not before it, with no worker at all, and the record says when."""
     requests = scene.delivery.requests
-    address = Address("stub", 0, "mine@")
+    address = EntryAddress("stub", 0, "mine@")
     frame = encode_request(InferRequest(model="stub", version=1, id=address.id, inputs=(), timeout_s=1.0))
     await scene.delivery.ensure([scene.lane])
     await requests.accept(Acceptance(address=address, lane=scene.lane, frame=frame, timeout_s=1.0))

@@ -18,7 +18,7 @@ from pydantic import SecretStr
 
 from qinfer.core.settings import HttpSettings, RedisSettings, RequestSettings
 from qinfer.errors import InvalidRequest, ModelNotFound, QueueFull
-from qinfer.queue.entries import Address
+from qinfer.queue.entries import EntryAddress
 from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from tests.support.gateway import Running, running_gateway, settings_of
@@ -431,7 +431,7 @@ async def test_requests_expire_without_a_worker() -> None:
             r'qinfer_request_failures_total\{model="loading",process="[^"]+",reason="deadline_exceeded",version="1"\}'
         )
         assert re.search(counted + r" 1\.0$", (await client.get("/metrics")).text, re.MULTILINE)
-        stored = await running.delivery.requests.record(Address("loading", 0, record["id"]))
+        stored = await running.delivery.requests.record(EntryAddress("loading", 0, record["id"]))
         assert stored is not None
         assert stored.code == "deadline_exceeded"
 

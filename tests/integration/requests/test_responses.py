@@ -14,7 +14,7 @@ import pytest_asyncio
 import qinfer
 from qinfer.client import RequestHandle
 from qinfer.core.messages import Failure, Response
-from qinfer.queue.entries import Address, Lane, Lease, Outcome, RequestState, Settlement
+from qinfer.queue.entries import EntryAddress, Lane, Lease, RequestOutcome, RequestState, Settlement
 from qinfer.tensors import from_numpy
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_request, encode_responses
@@ -60,14 +60,14 @@ class Work:
 
     async def end(self, index: int, value: float | None = None, failure: Failure | None = None) -> None:
         response = self._response(index, value, final=True, failure=failure)
-        outcome = Outcome(
+        outcome = RequestOutcome(
             state=RequestState.FAILED if failure else RequestState.SUCCEEDED,
             blob=encode_responses([response]),
             code=failure.code if failure else "",
             message=failure.message if failure else "",
             attempt=1,
         )
-        address = Address("flow", 0, self._id)
+        address = EntryAddress("flow", 0, self._id)
         await self._requests.settle([Settlement(address=address, outcome=outcome, entry=self._lease.entry)])
 
     def _response(self, index: int, value: float | None, *, final: bool, failure: Failure | None = None) -> Response:

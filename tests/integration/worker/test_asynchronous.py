@@ -7,7 +7,7 @@ import pytest
 
 from qinfer.core.messages import Response
 from qinfer.errors import BrokerUnavailable, PayloadTooLarge
-from qinfer.queue.entries import Entry, Lane, Outcome, RequestState, Settlement
+from qinfer.queue.entries import Entry, Lane, RequestOutcome, RequestState, Settlement
 from qinfer.tensors import to_numpy
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses, encode_request_apart
@@ -92,7 +92,7 @@ async def test_what_another_ended_stays_as_it_is(scene: InlineWorkers) -> None:
     scene.hold()
     address = await scene.accept()
     await scene.started()
-    cancelled = Outcome(state=RequestState.CANCELLED, blob=b"", code="cancelled")
+    cancelled = RequestOutcome(state=RequestState.CANCELLED, blob=b"", code="cancelled")
     assert await scene.delivery.requests.settle([Settlement(address=address, outcome=cancelled)]) == [True]
     scene.go()
 

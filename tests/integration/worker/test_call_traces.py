@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from qinfer.core.messages import Called, CalledTensor, CallTraces
+from qinfer.core.messages import CalledTensor, CallRecord, CallTraces
 from qinfer.testing import eventually
 from tests.support.ensembles import ROW, EnsemblesServed, chain, ensembles_served, scale
 from tests.support.python_models import DECOUPLED, HEADER, execute, write_model
@@ -149,12 +149,12 @@ def test_what_all_calls_take_is_bounded() -> None:
     """Also where a call makes calls."""
     traces = CallTraces(has_tensors=True)
     tensor = CalledTensor(is_output=False, name="x", datatype="UINT8", shape=(1,), data=bytes(400_000))
-    inner = Called("inner", 1, "", 1.0, 2.0, tensors=(tensor,))
+    inner = CallRecord("inner", 1, "", 1.0, 2.0, tensors=(tensor,))
 
     for name in ("first", "second", "third"):
-        traces.add(Called(name, 1, "", 1.0, 2.0, calls=(inner,)))
+        traces.add(CallRecord(name, 1, "", 1.0, 2.0, calls=(inner,)))
     for _ in range(100):
-        traces.add(Called("small", 1, "", 1.0, 2.0))
+        traces.add(CallRecord("small", 1, "", 1.0, 2.0))
 
     assert [call.model for call in traces.ended[:3]] == ["first", "second", "small"]
     assert sum(call.weight for call in traces.ended) <= 2**20

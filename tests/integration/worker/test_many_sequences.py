@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from qinfer.queue import keys
-from qinfer.queue.sequence_records import SequenceId, Submitted
+from qinfer.queue.sequence_records import SequenceId, SubmittedStep
 from qinfer.testing import eventually
 from tests.support import models
 from tests.support.sequence_caller import SequenceCaller, value
@@ -56,7 +56,7 @@ class Rounds:
             ids |= {n: request_id for n, (request_id, _) in zip(numbers, steps, strict=True)}
             of = [(SequenceId("", n), step) for n, (_, step) in zip(numbers, steps, strict=True)]
             outcomes = await self.sequences.submit_together(of)
-            assert all(isinstance(outcome, Submitted) for outcome in outcomes), outcomes
+            assert all(isinstance(outcome, SubmittedStep) for outcome in outcomes), outcomes
         return ids
 
     async def answered(self, ids: dict[int, str]) -> None:

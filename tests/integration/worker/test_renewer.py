@@ -15,7 +15,7 @@ from qinfer.queue.clients import Login
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.queue.lanes import RENEW, Queue
 from qinfer.testing import eventually
-from qinfer_workers.renewer import Held, Hello, Renewer
+from qinfer_workers.renewer import HeldLeases, Renewer, RenewerHello
 from tests.support.servers.servers import RedisCluster, RedisServer, SentinelSetup, matrix, system_redis
 
 pytestmark = pytest.mark.slow
@@ -46,13 +46,13 @@ async def taken(delivery: Queue, lane: Lane) -> Lease:
 
 async def test_it_renews_what_it_was_told_and_what_it_finds(settings: RedisSettings) -> None:
     """On every node; what another finished is lost, and no delivery is counted."""
-    hello = Hello(Login.of(settings), keys.GROUP, b"w", RENEW.text, 0.01, 60.0)
+    hello = RenewerHello(Login.of(settings), keys.GROUP, b"w", RENEW.text, 0.01, 60.0)
     delivery = await Queue.connect(settings)
     leases = [await taken(delivery, lane) for lane in LANES]
     until_s = time.monotonic() + 60.0
     told = {keys.lane(lease.entry.lane): {lease.entry.entry_id.encode(): until_s} for lease in leases}
     renewer = Renewer(hello)
-    renewer.report(Held(told))
+    renewer.report(HeldLeases(told))
     assert (await asyncio.to_thread(renewer.renew)).lost == []
 
     await delivery.finish([leases[0].entry])

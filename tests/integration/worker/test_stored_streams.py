@@ -3,7 +3,7 @@
 import pytest
 
 from qinfer.core.messages import Response
-from qinfer.queue.entries import Address, Outcome, RequestState, Settlement
+from qinfer.queue.entries import EntryAddress, RequestOutcome, RequestState, Settlement
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses
 from tests.support.inline_workers import InlineWorkers, value
@@ -25,7 +25,7 @@ def model(scene: InlineWorkers, worker_id: str = "w1") -> StreamingBackend:
     return backend
 
 
-async def stored(scene: InlineWorkers, address: Address) -> list[Response]:
+async def stored(scene: InlineWorkers, address: EntryAddress) -> list[Response]:
     """Returns all stored responses, read page by page."""
     found: list[Response] = []
     while page := await scene.delivery.requests.responses.read(address, len(found)):
@@ -33,7 +33,7 @@ async def stored(scene: InlineWorkers, address: Address) -> list[Response]:
     return found
 
 
-async def came(scene: InlineWorkers, address: Address, count: int) -> None:
+async def came(scene: InlineWorkers, address: EntryAddress, count: int) -> None:
     """Waits until so many responses are stored."""
 
     async def are_stored() -> bool:
@@ -42,7 +42,7 @@ async def came(scene: InlineWorkers, address: Address, count: int) -> None:
     await eventually(are_stored, description=f"{count} stored responses")
 
 
-async def values(scene: InlineWorkers, address: Address) -> list[float]:
+async def values(scene: InlineWorkers, address: EntryAddress) -> list[float]:
     return [value(response) for response in await stored(scene, address)]
 
 
@@ -144,7 +144,7 @@ async def test_a_cancelled_request_stores_nothing_more(streams: InlineWorkers) -
     model(streams).let(2)
     await came(streams, address, 2)
 
-    cancelled = Outcome(state=RequestState.CANCELLED, blob=b"", code="cancelled")
+    cancelled = RequestOutcome(state=RequestState.CANCELLED, blob=b"", code="cancelled")
     assert await streams.delivery.requests.settle([Settlement(address=address, outcome=cancelled)]) == [True]
 
     def is_told() -> bool:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from qinfer.core.messages import Credit, Failure, Response
-from qinfer.queue.entries import Outcome, RequestState, Settlement, reply_address
+from qinfer.queue.entries import RequestOutcome, RequestState, Settlement, reply_address
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses, encode_credits, encode_request, encode_responses
 from tests.support.inline_workers import InlineWorkers, value
@@ -299,7 +299,7 @@ async def test_a_cancelled_asynchronous_request_ends_its_stream(streams: InlineW
     await streams.started()
 
     blob = encode_responses([Response(request_id=address.id, failure=Failure("cancelled", "test"))])
-    outcome = Outcome(state=RequestState.CANCELLED, blob=blob, code="cancelled", message="test")
+    outcome = RequestOutcome(state=RequestState.CANCELLED, blob=blob, code="cancelled", message="test")
     assert await streams.delivery.requests.settle([Settlement(address=address, outcome=outcome)]) == [True]
 
     await told(streams)

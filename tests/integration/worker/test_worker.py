@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from qinfer.errors import CorruptEntry, QinferError, QueueFull
-from qinfer.queue.connection import Refused
+from qinfer.queue.connection import CommandRefused
 from qinfer.queue.entries import Lane, Lease, Payload
 from qinfer.testing import eventually
 from qinfer.wire.frame import FRAME_VERSION, encode_request_apart
@@ -307,7 +307,7 @@ async def test_statistics_are_added(scene: InlineWorkers) -> None:
 async def test_a_refused_fetch_is_tried_again(scene: InlineWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the broker says: the worker and its other models go on."""
     fetch = scene.delivery.fetch
-    refusals: list[QinferError] = [QueueFull("full"), Refused("WRONGTYPE", "WRONGTYPE not a stream")]
+    refusals: list[QinferError] = [QueueFull("full"), CommandRefused("WRONGTYPE", "WRONGTYPE not a stream")]
 
     async def refusing(lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
         if refusals:

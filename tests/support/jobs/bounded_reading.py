@@ -141,16 +141,16 @@ def _score(case: Case, folder: Path, found: Found, base: int) -> None:
     """Scores a file as a worker does, with a model that takes no time and no memory."""
     import pyarrow.parquet as pq
 
-    from qinfer.core.store_urls import Grant
+    from qinfer.core.store_urls import UrlGrant
     from qinfer.jobs.columns.schemas import decode_schema, encode_schema
     from qinfer.jobs.job import JobSpec, Output
-    from qinfer.jobs.plan import Plan, Range, Shard, decode_plan_head, encode_plan_head
-    from qinfer.jobs.rows.source import Limits
+    from qinfer.jobs.plan import JobPlan, Range, Shard, decode_plan_head, encode_plan_head
+    from qinfer.jobs.rows.source import ReadLimits
     from qinfer.models.spec import ModelSpec, TensorSpec
     from qinfer.storage.open import store_for
     from qinfer_workers.jobs.scoring.batch_size import BatchSize
     from qinfer_workers.jobs.scoring.chunks import Chunks
-    from qinfer_workers.jobs.scoring.shard_files import ShardFiles, Task
+    from qinfer_workers.jobs.scoring.shard_files import ShardFiles, ShardTask
 
     url = f"file://{case.path}"
     stat = store_for(url).stat(url)
@@ -178,10 +178,12 @@ def _score(case: Case, folder: Path, found: Found, base: int) -> None:
         outputs=(TensorSpec(name="y", datatype="FP32", dims=(1,)),),
         max_batch_size=1024,
     )
-    plan = Plan(job_id="job", spec=spec, model_hash="", schema=encode_schema(schema), sources=(), shards=(), rows=first)
-    task = Task(
+    plan = JobPlan(
+        job_id="job", spec=spec, model_hash="", schema=encode_schema(schema), sources=(), shards=(), rows=first
+    )
+    task = ShardTask(
         job_id="job", spec=spec, shard=shard, model=model, head=decode_plan_head(encode_plan_head(plan)), model_hash="",
-        max_errors=-1, spool=folder, limits=Limits.of(READ_BYTES), grant=Grant(("file:///",), ("file:///",)),
+        max_errors=-1, spool=folder, limits=ReadLimits.of(READ_BYTES), grant=UrlGrant(("file:///",), ("file:///",)),
     )  # fmt: skip
     files, work = ShardFiles(task), threading.Event()
     chunks = Chunks(BatchSize(1024, 0.02), work.set, lambda: None)

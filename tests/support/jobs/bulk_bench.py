@@ -13,11 +13,20 @@ from qinfer.core.settings import BulkSettings, LimitSettings, Settings, StoreSet
 from qinfer.jobs.examiner_pool import ExaminerDied
 from qinfer.jobs.job import JobSpec, Output, encode_spec
 from qinfer.jobs.parts import PartWriter, part_metadata, part_of, set_aside
-from qinfer.jobs.plan import ExpectedParts, PartInfo, Plan, Shard, Unplanned, decode_plan, decode_ticket, encode_plan
+from qinfer.jobs.plan import (
+    ExpectedParts,
+    JobPlan,
+    PartInfo,
+    Shard,
+    UnplannedJob,
+    decode_plan,
+    decode_ticket,
+    encode_plan,
+)
 from qinfer.jobs.planning import make_plan
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
-from qinfer.jobs.shards import Pace
+from qinfer.jobs.shards import ShardPace
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.state import State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
@@ -25,10 +34,10 @@ from qinfer.queue.entries import Lease, bulk_lanes
 from qinfer.queue.lanes import Queue
 from qinfer.storage.local import LocalStore
 from qinfer.storage.open import store_for
-from qinfer.storage.store import Outcome
+from qinfer.storage.store import CommitOutcome
 from qinfer.testing import EmbeddedServer
 from qinfer_workers.jobs.finalise import Finaliser
-from qinfer_workers.jobs.plan import Planner
+from qinfer_workers.jobs.plan import JobPlanner
 from qinfer_workers.jobs.services import JobServices
 from tests.support.servers.servers import Database
 
@@ -73,7 +82,7 @@ class FaultyStore(LocalStore):
         self.before: dict[str, BaseException] = {}
         self.puts: list[str] = []
 
-    def put_if_absent(self, data: bytes, url: str) -> Outcome:
+    def put_if_absent(self, data: bytes, url: str) -> CommitOutcome:
         name = url.rpartition("/")[2]
         if name in self.before:
             raise self.before.pop(name)
@@ -94,7 +103,7 @@ class InlineExaminers:
         self.deaths = 0
         self.threads: list[int] = []
 
-    async def plan(self, job: Unplanned, pace: Pace, threads: int) -> bytes:
+    async def plan(self, job: UnplannedJob, pace: ShardPace, threads: int) -> bytes:
         return await self._do(lambda: encode_plan(make_plan(job, pace, threads=threads)), threads)
 
     async def read_parts(self, parts: ExpectedParts, threads: int) -> list[PartInfo | str]:
@@ -153,8 +162,8 @@ class Bench:
         models = {"stub": {1: msgspec.structs.replace(state, **changes)}}
         await self.store.heartbeat(WorkerRecord(id="w1", started_at=0.0, models=models), 1e9)
 
-    def planner(self) -> Planner:
-        return Planner(self.services, LimitSettings())
+    def planner(self) -> JobPlanner:
+        return JobPlanner(self.services, LimitSettings())
 
     def finaliser(self) -> Finaliser:
         return Finaliser(self.services)
@@ -170,7 +179,7 @@ class Bench:
     async def has_begun(self) -> bool:
         return "planning began" in await self.texts()
 
-    def plan(self) -> Plan:
+    def plan(self) -> JobPlan:
         """Returns the plan in the output."""
         return decode_plan((self.directory / "out" / "_plan.json").read_bytes())
 

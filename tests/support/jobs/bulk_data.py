@@ -8,16 +8,16 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import UrlGrant
 from qinfer.jobs.job import Columns, JobSpec, Output
-from qinfer.jobs.plan import InputFile, Range, Shard, Source
+from qinfer.jobs.plan import InputFile, Range, Shard, SourceFile
 from qinfer.jobs.rows.source import format_of, read_footer
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.storage.open import store_for
 
 JOB = "job-1"
 HASH = "model-hash"
-ANY_FILE = Grant(("file:///",), ("file:///",))
+ANY_FILE = UrlGrant(("file:///",), ("file:///",))
 
 
 def tensor(name: str, datatype: str, *dims: int, **more: Any) -> TensorSpec:
@@ -47,7 +47,7 @@ def file_of(url: str) -> InputFile:
     stat = store_for(url).stat(url)
     assert stat is not None
     footer = read_footer(stat, format_of(url, ""))
-    return InputFile(Source(url, stat.etag, stat.size_bytes, footer.rows), footer.groups, footer.cuts)
+    return InputFile(SourceFile(url, stat.etag, stat.size_bytes, footer.rows), footer.groups, footer.cuts)
 
 
 def shard_of(*urls: str, first: int = 0, rows: int | None = None, extension: str = "parquet") -> Shard:

@@ -15,7 +15,7 @@ from typing import Any
 from qinfer.storage.local import LocalStore
 from qinfer_workers.jobs import event_loop
 from qinfer_workers.jobs.__main__ import main
-from qinfer_workers.jobs.plan import Planner
+from qinfer_workers.jobs.plan import JobPlanner
 from qinfer_workers.liveness import end
 
 _put = LocalStore.put_if_absent
@@ -28,7 +28,7 @@ def install(when: str, name: str) -> None:
         return
     if when == "hang":
         event_loop.LOOK_EVERY_S, event_loop.ANSWER_S, event_loop.STOP_S = 0.1, 1.0, 0.5
-        Planner.run = _hang  # type: ignore[method-assign]  # that is the purpose
+        JobPlanner.run = _hang  # type: ignore[method-assign]  # that is the purpose
         return
 
     def put(self: LocalStore, data: bytes, url: str) -> Any:
@@ -48,7 +48,7 @@ def _never(*_: object, **__: object) -> None:
     time.sleep(3600)
 
 
-async def _hang(self: Planner, job_id: str) -> None:
+async def _hang(self: JobPlanner, job_id: str) -> None:
     time.sleep(3600)  # noqa: ASYNC251  a defect
 
 

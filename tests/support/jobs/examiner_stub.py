@@ -21,7 +21,7 @@ import psutil
 from qinfer import errors
 from qinfer.jobs import examiner
 from qinfer.jobs.job import JobSpec
-from qinfer.jobs.plan import Plan, Unplanned
+from qinfer.jobs.plan import JobPlan, UnplannedJob
 from qinfer.jobs.planning import Reading
 
 STUB = (sys.executable, "-m", "tests.support.jobs.examiner_stub")
@@ -111,10 +111,12 @@ _JOBS = (mark, hang, wait, crash, abort, leave, grow, arrow, babble, lock, chatt
 JOBS: Mapping[str, Callable[[str], None]] = {job.__name__: job for job in _JOBS}
 
 
-def _plan(job: Unplanned, *_: object, reading: Reading, **__: object) -> Plan:
+def _plan(job: UnplannedJob, *_: object, reading: Reading, **__: object) -> JobPlan:
     with reading(job.spec.inputs[0]):
         _examine(job.spec)
-    return Plan(job_id=job.job_id, spec=job.spec, model_hash=job.model_hash, schema="", sources=(), shards=(), rows=0)
+    return JobPlan(
+        job_id=job.job_id, spec=job.spec, model_hash=job.model_hash, schema="", sources=(), shards=(), rows=0
+    )
 
 
 def _examine(spec: JobSpec, *_: object) -> None:

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 
 from qinfer.jobs.job import FailedRows, JobSpec, Output, OutputFormat
 from qinfer.jobs.manifest import Manifest, Part, encode_manifest
-from qinfer.jobs.plan import Plan, encode_plan
+from qinfer.jobs.plan import JobPlan, encode_plan
 from qinfer.jobs.text_parts import TextFile
 
 
@@ -34,7 +34,7 @@ def write_job_output(
     parts = tuple(_write(folder, f"part-{i:05}.{output_format}", table) for i, table in enumerate(whole))
     output = Output(url=f"file://{folder}", format=output_format, columns=columns or {})
     spec = JobSpec(model=model, version=version, inputs=("file:///in.parquet",), output=output, key=key)
-    plan = Plan(job_id="j1", spec=spec, model_hash="h", schema="", sources=(), shards=(), rows=0)
+    plan = JobPlan(job_id="j1", spec=spec, model_hash="h", schema="", sources=(), shards=(), rows=0)
     (folder / "_plan.json").write_bytes(encode_plan(plan))
     manifest = Manifest(
         job="j1",

@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 
 from qinfer.jobs.columns.schemas import encode_schema
 from qinfer.jobs.job import JobSpec, Output, encode_spec
-from qinfer.jobs.plan import Plan, Range, Shard, ShardTicket, encode_plan_head, encode_ticket
+from qinfer.jobs.plan import JobPlan, Range, Shard, ShardTicket, encode_plan_head, encode_ticket
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
-from qinfer.models.pins import Executed
+from qinfer.models.pins import ExecutedVersion
 from qinfer.queue.lanes import Queue
 from qinfer.storage.open import store_for
 from qinfer.testing import eventually
@@ -56,13 +56,13 @@ def job_spec(urls: Sequence[str], folder: Path, **options: Any) -> JobSpec:
     return JobSpec(version=1, inputs=tuple(urls), output=Output(url=f"file://{folder}"), **options)
 
 
-def plan_head(shards: Sequence[Shard], model_hash: str = "", executes: Sequence[Executed] = ()) -> bytes:
+def plan_head(shards: Sequence[Shard], model_hash: str = "", executes: Sequence[ExecutedVersion] = ()) -> bytes:
     """Returns what a record says of the plan: all files have the columns of the first."""
     url = shards[0].ranges[0].url
     with store_for(url).open(url) as content:
         schema = encode_schema(pq.read_schema(content))
     spec = JobSpec(model="stub", inputs=("file:///in",), output=Output(url="file:///out"))
-    plan = Plan(
+    plan = JobPlan(
         job_id=JOB,
         spec=spec,
         model_hash=model_hash,
@@ -82,7 +82,7 @@ async def submit_job(
     *,
     job_id: str = JOB,
     model_hash: str = "",
-    executes: Sequence[Executed] = (),
+    executes: Sequence[ExecutedVersion] = (),
 ) -> None:
     """Puts a planned job into the queue, as gateway and planner do."""
     rows = sum(shard.rows for shard in shards)

@@ -11,7 +11,7 @@ from qinfer.core.api_keys import ApiKey, Scope, add_key, hash_key
 from qinfer.core.settings import AuthSettings
 from qinfer.errors import Forbidden, QuotaExceeded, SettingsError, Unauthorized
 from qinfer.testing import FakeClock
-from qinfer_api.auth import Auth, Context, load_auth, presented_key
+from qinfer_api.auth import Auth, CallerContext, load_auth, presented_key
 
 
 def key(secret: str, *, id: str = "", **fields: Any) -> ApiKey:
@@ -22,7 +22,7 @@ def test_a_known_key_tells_who_asks() -> None:
     """The key itself goes no further than here."""
     auth = Auth([key("one"), key("two", tenant="other")])
 
-    context = auth.authorize(Context(trace="00-1", key="two"), Scope.INFER)
+    context = auth.authorize(CallerContext(trace="00-1", key="two"), Scope.INFER)
 
     assert (context.tenant, context.trace, context.key) == ("other", "00-1", "")
     assert context.principal is not None
@@ -43,7 +43,7 @@ def test_a_known_key_tells_who_asks() -> None:
 def test_others_are_unauthorized(presented: str, message: str) -> None:
     """The text does not repeat what was presented."""
     with pytest.raises(Unauthorized) as caught:
-        Auth([key("one")]).authorize(Context(key=presented), Scope.INFER)
+        Auth([key("one")]).authorize(CallerContext(key=presented), Scope.INFER)
 
     assert caught.value.message == message
 
@@ -62,10 +62,10 @@ def test_a_scope_is_asked_for(scopes: tuple[Scope, ...], asked: Scope, allowed: 
     auth = Auth([key("one", scopes=scopes)])
 
     if allowed:
-        assert auth.authorize(Context(key="one"), asked).tenant == "acme"
+        assert auth.authorize(CallerContext(key="one"), asked).tenant == "acme"
     else:
         with pytest.raises(Forbidden, match=r"^key 'id-one' does not have the scope 'admin'; use one that has$"):
-            auth.authorize(Context(key="one"), asked)
+            auth.authorize(CallerContext(key="one"), asked)
 
 
 def test_a_rate_is_a_bucket_of_tokens() -> None:
@@ -75,33 +75,33 @@ def test_a_rate_is_a_bucket_of_tokens() -> None:
     auth = Auth([key("one", **quota), key("two", **quota), key("free", tenant="other")], clock)
 
     for secret in ("one", "two", "one"):
-        auth.admit(Context(key=secret))
+        auth.admit(CallerContext(key=secret))
     with pytest.raises(QuotaExceeded, match="tenant 'acme' has used up its rate of 2 requests a second") as caught:
-        auth.admit(Context(key="two"))
-    auth.admit(Context(key="free"))
+        auth.admit(CallerContext(key="two"))
+    auth.admit(CallerContext(key="free"))
     clock.advance(0.5)
-    auth.admit(Context(key="two"))
+    auth.admit(CallerContext(key="two"))
     clock.advance(3600.0)
     for _ in range(3):
-        auth.admit(Context(key="two"))
+        auth.admit(CallerContext(key="two"))
 
     assert caught.value.retry_after_s == 0.5
     with pytest.raises(QuotaExceeded):
-        auth.admit(Context(key="two"))
+        auth.admit(CallerContext(key="two"))
 
 
 def test_so_many_may_be_in_flight() -> None:
     """Counted by whoever keeps the requests."""
     auth = Auth([key("one", max_in_flight=2)])
-    principal = auth.admit(Context(key="one")).principal
+    principal = auth.admit(CallerContext(key="one")).principal
     assert principal is not None
     principal.quota.in_flight = 2
 
     with pytest.raises(QuotaExceeded, match="tenant 'acme' has 2 requests in flight, as many as it may"):
-        auth.admit(Context(key="one"))
+        auth.admit(CallerContext(key="one"))
 
     principal.quota.in_flight = 1
-    auth.admit(Context(key="one"))
+    auth.admit(CallerContext(key="one"))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_half_of_the_burst_is_kept_for_callers() -> None:
         auth.charge_tenant("acme")
     assert auth.spare("acme") == 0.0
     for _ in range(2):
-        auth.admit(Context(key="one"))
+        auth.admit(CallerContext(key="one"))
     with pytest.raises(QuotaExceeded, match="tenant 'acme' has used up its rate"):
         auth.charge_tenant("acme")
     assert auth.spare("acme") == 0.0
@@ -173,14 +173,14 @@ def test_a_key_is_valid_until_it_expires() -> None:
     """A caller who was authorized before is refused then, too."""
     now_s = ENDS.timestamp() - 0.001
     auth = Auth([key("one", expires_at=ENDS)], epoch_s=lambda: now_s)
-    before = auth.authorize(Context(key="one"), Scope.INFER)
+    before = auth.authorize(CallerContext(key="one"), Scope.INFER)
     auth.recheck(before)
     assert auth.has_key("acme")
 
     now_s = ENDS.timestamp()
 
     for refused in (
-        lambda: auth.authorize(Context(key="one"), Scope.INFER),
+        lambda: auth.authorize(CallerContext(key="one"), Scope.INFER),
         lambda: auth.recheck(before),
         lambda: auth.admit(before),
     ):
@@ -191,15 +191,15 @@ def test_a_key_is_valid_until_it_expires() -> None:
 
 def test_a_revoked_key_is_refused_where_it_was_authorized_before() -> None:
     auth = Auth([key("one"), key("two")])
-    one = auth.authorize(Context(key="one"), Scope.INFER)
-    two = auth.authorize(Context(key="two"), Scope.INFER)
+    one = auth.authorize(CallerContext(key="one"), Scope.INFER)
+    two = auth.authorize(CallerContext(key="two"), Scope.INFER)
 
     auth.use([key("two"), key("three", tenant="other")])
 
     auth.recheck(two)
-    assert auth.authorize(Context(key="three"), Scope.INFER).tenant == "other"
+    assert auth.authorize(CallerContext(key="three"), Scope.INFER).tenant == "other"
     with pytest.raises(Unauthorized, match="the API key is not known"):
-        auth.authorize(Context(key="one"), Scope.INFER)
+        auth.authorize(CallerContext(key="one"), Scope.INFER)
     for refused in (auth.recheck, auth.admit):
         with pytest.raises(Unauthorized, match=r"^key 'id-one' was revoked; use another$"):
             refused(one)
@@ -208,8 +208,8 @@ def test_a_revoked_key_is_refused_where_it_was_authorized_before() -> None:
 def test_a_key_that_loses_a_scope_or_its_tenant_is_refused() -> None:
     """Where it was authorized for that."""
     auth = Auth([key("one", scopes=(Scope.ADMIN,))])
-    asked = auth.authorize(Context(key="one"), Scope.INFER)
-    loading = auth.authorize(Context(key="one"), Scope.ADMIN)
+    asked = auth.authorize(CallerContext(key="one"), Scope.INFER)
+    loading = auth.authorize(CallerContext(key="one"), Scope.ADMIN)
 
     auth.use([key("one")])
     auth.recheck(asked)
@@ -226,28 +226,28 @@ def test_a_tenant_keeps_what_it_has_used_when_keys_change() -> None:
     clock = FakeClock()
     auth = Auth([key("one", rate_per_s=1.0, burst=3)], clock)
     for _ in range(3):
-        auth.admit(Context(key="one"))
-    principal = auth.authorize(Context(key="one"), Scope.INFER).principal
+        auth.admit(CallerContext(key="one"))
+    principal = auth.authorize(CallerContext(key="one"), Scope.INFER).principal
     assert principal is not None
     principal.quota.in_flight = 2
 
     auth.use([key("two", rate_per_s=2.0, burst=4, max_in_flight=2)])
 
     with pytest.raises(QuotaExceeded, match="2 requests in flight"):
-        auth.admit(Context(key="two"))
+        auth.admit(CallerContext(key="two"))
     principal.quota.in_flight = 0
     with pytest.raises(QuotaExceeded, match="its rate of 2 requests a second"):
-        auth.admit(Context(key="two"))
+        auth.admit(CallerContext(key="two"))
     clock.advance(100.0)
     for _ in range(4):
-        auth.admit(Context(key="two"))
+        auth.admit(CallerContext(key="two"))
     with pytest.raises(QuotaExceeded):
-        auth.admit(Context(key="two"))
+        auth.admit(CallerContext(key="two"))
 
 
 def test_a_caller_without_a_key_is_not_rechecked() -> None:
     """Health needs none."""
-    Auth([key("one")]).recheck(Context())
+    Auth([key("one")]).recheck(CallerContext())
 
 
 def test_a_tenant_without_a_key_is_a_tenant_until_the_end() -> None:

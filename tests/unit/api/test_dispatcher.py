@@ -21,12 +21,12 @@ from qinfer.errors import (
     QueueFull,
     QuotaExceeded,
 )
-from qinfer.models.catalog import Catalog, Served
+from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Routes
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.observe.exposition import render
-from qinfer.observe.metrics import Snapshot, shown_metrics
+from qinfer.observe.metrics import MetricsSnapshot, shown_metrics
 from qinfer.observe.stats import GatewayTally
 from qinfer.queue.entries import Entry, Lane
 from qinfer.queue.lanes import Queue
@@ -46,9 +46,9 @@ class Models:
     def __init__(self) -> None:
         port = TensorSpec(name="x", datatype="FP32", dims=(1,))
         spec = ModelSpec(name="m", backend="stub", inputs=(port,), outputs=(port,))
-        self.served = Served(spec=spec, version=3, generation=5, lane=LANE, routes=Routes(spec, 3))
+        self.served = ServedVersion(spec=spec, version=3, generation=5, lane=LANE, routes=Routes(spec, 3))
 
-    def asked(self, model: str, version: int) -> Served:
+    def asked(self, model: str, version: int) -> ServedVersion:
         if model != "m":
             raise ModelNotFound(f"Request for unknown model: '{model}' is not found")
         return self.served
@@ -109,7 +109,7 @@ class Setup:
         return self.dispatcher.submit(ANONYMOUS, REQUEST, changes.get("sink", self.sink))
 
     def metrics(self) -> str:
-        return render(shown_metrics(self.tally, Snapshot())).decode()
+        return render(shown_metrics(self.tally, MetricsSnapshot())).decode()
 
 
 async def test_a_request_is_refused_at_once_when_redis_is_away() -> None:
@@ -341,7 +341,7 @@ async def test_a_model_that_changed_is_asked_again() -> None:
     submit_alike(setup, 3)
     port = TensorSpec(name="x", datatype="FP32", dims=(2,))
     spec = ModelSpec(name="m", backend="stub", inputs=(port,), outputs=(port,))
-    setup.models.served = Served(spec=spec, version=3, generation=6, lane=LANE, routes=Routes(spec, 3))
+    setup.models.served = ServedVersion(spec=spec, version=3, generation=6, lane=LANE, routes=Routes(spec, 3))
 
     with pytest.raises(InvalidRequest):
         submit_alike(setup, 1)

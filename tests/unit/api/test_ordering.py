@@ -10,14 +10,14 @@ from qinfer.core.messages import InferRequest, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.core.settings_cache import CachePlan
 from qinfer.errors import BrokerUnavailable, InvalidRequest, QinferError, QueueFull
-from qinfer.models.catalog import Catalog, Served
+from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Routes
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.observe.stats import GatewayTally, ModelCounts
 from qinfer.queue.entries import Entry, Lane
 from qinfer.queue.lanes import Queue
-from qinfer.submission.pending import Inner, Pending
+from qinfer.submission.pending import Inner, PendingCall
 from qinfer.submission.response_cache import Flight, ResponseCache
 from qinfer.tensors import Bytes, Tensor
 from qinfer.testing import eventually
@@ -33,7 +33,7 @@ def tensor(name: str, value: int = 0) -> Tensor:
 class Models:
     """A catalog of models `x` → `y`: `ordered` and `plain`, both of versions 1 and 2."""
 
-    def asked(self, model: str, version: int) -> Served:
+    def asked(self, model: str, version: int) -> ServedVersion:
         spec = ModelSpec(
             name=model,
             backend="stub",
@@ -43,7 +43,7 @@ class Models:
             is_cached=True,
         )
         lane = Lane(model, version)
-        return Served(spec=spec, version=version, generation=1, lane=lane, routes=Routes(spec, version))
+        return ServedVersion(spec=spec, version=version, generation=1, lane=lane, routes=Routes(spec, version))
 
     def lanes(self, model: str, version: int) -> tuple[Lane, ...]:
         return (Lane(model, version),)
@@ -115,13 +115,13 @@ class Setup:
 
     def submit(
         self, name: str, model: str = "ordered", version: int = 1, *, kind: type[Sink] = Sink, **fields: Any
-    ) -> Pending:
+    ) -> PendingCall:
         sink = self.sinks[name] = kind(name, self.answered)
         asked_s = fields.pop("asked_s", None)
         request = InferRequest(model=model, version=version, **{"inputs": (tensor("x"),), **fields})
         return self.dispatcher.submit(ANONYMOUS, request, sink, asked_s=asked_s)
 
-    def respond(self, *requests: Pending, **fields: Any) -> None:
+    def respond(self, *requests: PendingCall, **fields: Any) -> None:
         for pending in requests:
             response = Response(request_id=pending.request_id, version=1, outputs=(tensor("y"),), **fields)
             self.table.receive(encode_responses([response]))
@@ -252,7 +252,7 @@ async def test_a_lost_reply_stream_fails_all_in_their_order() -> None:
     assert [setup.sinks[name].responses[0].failure is None for name in "abcd"] == [False, False, True, False]
 
 
-def flight_of(caller: Pending) -> Pending:
+def flight_of(caller: PendingCall) -> PendingCall:
     """Returns the execution that a request waits for."""
     assert isinstance(caller.shared, Flight)
     assert caller.shared.pending is not None
@@ -282,7 +282,7 @@ class Lent:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    async def lend(self, pending: Pending, nbytes: int) -> Self:
+    async def lend(self, pending: PendingCall, nbytes: int) -> Self:
         self.asked.append(pending.request_id)
         return self
 

@@ -8,7 +8,7 @@ import pytest
 
 from qinfer.core.api_keys import ApiKey
 from qinfer.errors import BrokerUnavailable, QuotaExceeded
-from qinfer.queue.quotas import Leased, Limits, Quotas, Use
+from qinfer.queue.quotas import QuotaLease, QuotaLimits, Quotas, QuotaUse
 from qinfer.testing import FakeClock, eventually
 from qinfer_api.quotas import LEASE_S, Quota, QuotaLeases
 
@@ -44,7 +44,7 @@ def test_with_a_lease_it_lets_in_what_it_holds() -> None:
     quota.take_use()
     quota.charge(clock.monotonic_s())
 
-    quota.lease(Leased(tokens=4.0, level=20.0, part=0.5, places=0), clock.monotonic_s())
+    quota.lease(QuotaLease(tokens=4.0, level=20.0, part=0.5, places=0), clock.monotonic_s())
 
     assert let_in(quota, clock) == 3
     clock.advance(1.0)
@@ -56,7 +56,7 @@ def test_a_lease_that_was_not_renewed_leaves_it_alone_again() -> None:
     """Redis is away: it goes on with what it had, and with the whole rate."""
     clock = FakeClock()
     quota = quota_of(clock, rate_per_s=10.0, burst=100)
-    quota.lease(Leased(tokens=0.0, level=0.0, part=0.25, places=0), clock.monotonic_s())
+    quota.lease(QuotaLease(tokens=0.0, level=0.0, part=0.25, places=0), clock.monotonic_s())
     assert let_in(quota, clock) == 0
 
     clock.advance(LEASE_S)
@@ -70,7 +70,7 @@ def test_who_leaves_begins_again_with_what_there_was() -> None:
     clock = FakeClock()
     quota = quota_of(clock, rate_per_s=1.0, burst=50)
 
-    quota.leave(Leased(tokens=0.0, level=3.0, part=0.0, places=0), clock.monotonic_s())
+    quota.leave(QuotaLease(tokens=0.0, level=3.0, part=0.0, places=0), clock.monotonic_s())
 
     assert let_in(quota, clock) == 3
 
@@ -82,7 +82,7 @@ def test_places_in_flight_are_those_it_holds() -> None:
     quota.in_flight = 4
     quota.check_in_flight(clock.monotonic_s())
 
-    quota.lease(Leased(tokens=0.0, level=0.0, part=0.5, places=4), clock.monotonic_s())
+    quota.lease(QuotaLease(tokens=0.0, level=0.0, part=0.5, places=4), clock.monotonic_s())
 
     with pytest.raises(QuotaExceeded, match="tenant 'acme' has 8 requests in flight, as many as it may"):
         quota.check_in_flight(clock.monotonic_s())
@@ -97,7 +97,7 @@ def test_what_nobody_waits_for_leaves_half_of_the_burst_over_all_gateways() -> N
     assert quota.spare(clock.monotonic_s()) == 10.0
 
     for tokens, level, room in ((5.0, 20.0, 5.0), (5.0, 12.0, 2.0), (5.0, 8.0, 0.0)):
-        quota.lease(Leased(tokens=tokens, level=level, part=0.5, places=0), clock.monotonic_s())
+        quota.lease(QuotaLease(tokens=tokens, level=level, part=0.5, places=0), clock.monotonic_s())
         assert quota.spare(clock.monotonic_s()) == room
 
 
@@ -133,14 +133,14 @@ class Exchanges(Quotas):
     """Quotas that note what they are told, and are away when told to be."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Use, float]] = []
+        self.told: list[tuple[QuotaUse, float]] = []
         self.is_away = False
 
-    async def exchange(self, tenant: str, limits: Limits, use: Use, lease_s: float) -> Leased:
+    async def exchange(self, tenant: str, limits: QuotaLimits, use: QuotaUse, lease_s: float) -> QuotaLease:
         self.told.append((use, lease_s))
         if self.is_away:
             raise BrokerUnavailable("gone")
-        return Leased(limits.burst, limits.burst, 1.0, limits.places)
+        return QuotaLease(limits.burst, limits.burst, 1.0, limits.places)
 
 
 async def test_an_active_tenant_is_exchanged_until_it_is_idle() -> None:

@@ -10,7 +10,7 @@ import pytest
 from qinfer.core.api_keys import Scope, hash_key, read_keys
 from qinfer.errors import SettingsError, Unauthorized
 from qinfer.testing import eventually
-from qinfer_api.auth import Auth, Context
+from qinfer_api.auth import Auth, CallerContext
 from qinfer_api.reloading import KeyFile, Reloading
 
 GOOD = "a-key"
@@ -32,7 +32,7 @@ def write(file: Path, text: str | None) -> None:
 
 def knows(auth: Auth, secret: str) -> bool:
     try:
-        auth.authorize(Context(key=secret), Scope.INFER)
+        auth.authorize(CallerContext(key=secret), Scope.INFER)
     except Unauthorized:
         return False
     return True

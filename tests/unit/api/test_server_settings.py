@@ -10,7 +10,7 @@ from qinfer.errors import InvalidRequest, MalformedJson, QinferError, Unsupporte
 from qinfer.models.shared_settings import LOGGING, of_group
 from qinfer.models.store import ControlStore
 from qinfer_api.observe.trace_file import TraceFile
-from qinfer_api.server_settings import LogSettings, LogValues, TraceSettings, TraceValues
+from qinfer_api.server_settings import LogValues, SharedLogSettings, SharedTraceSettings, TraceValues
 from tests.support.stub_catalog import stub_catalog
 
 LOG_START = LogValues("", log_info=True, log_warning=True, log_error=True, log_verbose_level=0, log_format="default")
@@ -18,14 +18,14 @@ TRACE_START = TraceValues(["OFF"], "1000", "-1", "0", "trace.json", "triton")
 
 
 @pytest.fixture
-def log(store: ControlStore) -> LogSettings:
-    return LogSettings(store, LogStart())
+def log(store: ControlStore) -> SharedLogSettings:
+    return SharedLogSettings(store, LogStart())
 
 
 @pytest.fixture
-async def trace(store: ControlStore, tmp_path: Path) -> TraceSettings:
+async def trace(store: ControlStore, tmp_path: Path) -> SharedTraceSettings:
     catalog = await stub_catalog(store, {"simple": {1: True}})
-    return TraceSettings(store, catalog, TraceFile(tmp_path / "trace.json"))
+    return SharedTraceSettings(store, catalog, TraceFile(tmp_path / "trace.json"))
 
 
 @pytest.mark.parametrize(
@@ -41,17 +41,19 @@ async def test_log_settings_begin_with_the_level_of_the_start(
     store: ControlStore, level: str, different: dict[str, object]
 ) -> None:
     """What nobody has changed is as the process was started."""
-    assert await LogSettings(store, LogStart.model_validate({"level": level})).read() == replace(LOG_START, **different)
+    assert await SharedLogSettings(store, LogStart.model_validate({"level": level})).read() == replace(
+        LOG_START, **different
+    )
 
 
-async def test_log_settings_change_and_all_gateways_agree(store: ControlStore, log: LogSettings) -> None:
+async def test_log_settings_change_and_all_gateways_agree(store: ControlStore, log: SharedLogSettings) -> None:
     """What is left out or null stays; unknown names are ignored (reference §1.17)."""
     changes = {"log_info": False, "log_verbose_level": 3, "log_format": "ISO8601", "log_error": None, "log_errors": 7}
 
     shown = await log.update(changes)
 
     assert shown == replace(LOG_START, log_info=False, log_verbose_level=3, log_format="ISO8601")
-    assert await LogSettings(store, LogStart()).read() == shown
+    assert await SharedLogSettings(store, LogStart()).read() == shown
     assert (await log.update({"log_format": "default"})).log_format == "default"
 
 
@@ -71,7 +73,7 @@ async def test_log_settings_change_and_all_gateways_agree(store: ControlStore, l
     ],
 )
 async def test_wrong_log_settings_change_nothing(
-    store: ControlStore, log: LogSettings, changes: dict[str, object], error: type[QinferError], text: str
+    store: ControlStore, log: SharedLogSettings, changes: dict[str, object], error: type[QinferError], text: str
 ) -> None:
     """Not even what is right beside them."""
     with pytest.raises(error, match=text):
@@ -81,12 +83,12 @@ async def test_wrong_log_settings_change_nothing(
     assert await store.settings() == {}
 
 
-async def test_a_null_file_is_no_file(log: LogSettings) -> None:
+async def test_a_null_file_is_no_file(log: SharedLogSettings) -> None:
     """Null values are ignored, of `log_file` too."""
     assert await log.update({"log_file": None}) == LOG_START
 
 
-async def test_a_document_that_nobody_can_read_hides_nothing_else(store: ControlStore, log: LogSettings) -> None:
+async def test_a_document_that_nobody_can_read_hides_nothing_else(store: ControlStore, log: SharedLogSettings) -> None:
     """A newer qinfer may store what this one does not know."""
     await store.put_setting("logging/log_info", "{")
     await store.put_setting("logging/log_error", "false")
@@ -95,7 +97,7 @@ async def test_a_document_that_nobody_can_read_hides_nothing_else(store: Control
     assert (await log.read()).log_error is False
 
 
-async def test_trace_settings_of_a_model_inherit(trace: TraceSettings) -> None:
+async def test_trace_settings_of_a_model_inherit(trace: SharedTraceSettings) -> None:
     """What a model does not override follows the server's; null is the value of the level above (reference §1.16)."""
     await trace.update({"trace_rate": "12", "log_frequency": "34"}, "simple")
     await trace.update({"trace_rate": "56", "trace_count": "78", "trace_level": ["TIMESTAMPS"]})
@@ -129,7 +131,7 @@ async def test_trace_settings_of_a_model_inherit(trace: TraceSettings) -> None:
     ],
 )
 async def test_wrong_trace_settings_change_nothing(
-    trace: TraceSettings, changes: dict[str, object], error: type[QinferError], text: str
+    trace: SharedTraceSettings, changes: dict[str, object], error: type[QinferError], text: str
 ) -> None:
     """Triton's texts; of an update with one mistake nothing is stored."""
     with pytest.raises(error, match=text):
@@ -138,7 +140,7 @@ async def test_wrong_trace_settings_change_nothing(
     assert await trace.read() == TRACE_START
 
 
-async def test_unknown_models_have_no_trace_settings(store: ControlStore, trace: TraceSettings) -> None:
+async def test_unknown_models_have_no_trace_settings(store: ControlStore, trace: SharedTraceSettings) -> None:
     """400 with Triton's text; nothing is stored under names that clients think up."""
     with pytest.raises(InvalidRequest, match=r"^Request for unknown model : nothing$"):
         await trace.read("nothing")
@@ -150,7 +152,7 @@ async def test_unknown_models_have_no_trace_settings(store: ControlStore, trace:
 
 async def test_traces_can_only_be_asked_for_where_they_are_written(store: ControlStore) -> None:
     """The error says what the server lacks; everything else of the settings can be changed."""
-    trace = TraceSettings(store, await stub_catalog(store, {"simple": {1: True}}))
+    trace = SharedTraceSettings(store, await stub_catalog(store, {"simple": {1: True}}))
 
     with pytest.raises(UnsupportedFeature, match="QINFER_TRACE__FILE"):
         await trace.update({"trace_level": ["TIMESTAMPS"]})

@@ -7,8 +7,8 @@ import pytest
 
 from qinfer.backends.base import Batch, Context
 from qinfer.backends.stub import StubBackend
-from qinfer.batching.execution import Execution, Pending
-from qinfer.core.messages import CallTraces, Holder, InferRequest, Response
+from qinfer.batching.execution import Execution, WorkItem
+from qinfer.core.messages import CallTraces, InferRequest, ResourceHolder, Response
 from qinfer.errors import (
     BrokerUnavailable,
     Cancelled,
@@ -61,7 +61,7 @@ class Strict(StubBackend):
 def execution(caller: Called | None, deadlines_s: Sequence[float] = (61.0, 31.0)) -> Execution:
     requests = [InferRequest(model="front", inputs=(), tenant=f"t{i}", trace=f"r{i}") for i in range(len(deadlines_s))]
     items = [
-        Pending(
+        WorkItem(
             rows=1,
             key=None,
             enqueued_s=1.0,
@@ -124,8 +124,8 @@ def test_a_call_has_all_who_wait_for_its_batch() -> None:
     run = execution(caller, (61.0, 31.0, 61.0))
     for item, depth in zip(run.items, (1, 2, 1), strict=True):
         item.request.version = 3
-        item.request.holders = (Holder(f"w{depth}", "first", {}, 1, depth),)
-    run.items[2].request.holders = (Holder("gone", "first", {}, 1, 1),)
+        item.request.holders = (ResourceHolder(f"w{depth}", "first", {}, 1, depth),)
+    run.items[2].request.holders = (ResourceHolder("gone", "first", {}, 1, 1),)
     run.items[2].lost = True
 
     run.call(InferRequest(model="back", inputs=()))
@@ -134,8 +134,8 @@ def test_a_call_has_all_who_wait_for_its_batch() -> None:
 
     first, later = [request.holders for request, _ in caller.calls]
     assert [holder.token for holder in first] == ["w2", "w1", run.batch_id]
-    assert first[-1] == Holder(run.batch_id, "front", {}, 3, 3)
-    assert later[-1] == Holder("", "front", {}, 3, 3)
+    assert first[-1] == ResourceHolder(run.batch_id, "front", {}, 3, 3)
+    assert later[-1] == ResourceHolder("", "front", {}, 3, 3)
 
 
 def test_a_batch_without_a_caller_can_not_call() -> None:

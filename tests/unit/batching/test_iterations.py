@@ -8,7 +8,7 @@ import pytest
 
 from qinfer.backends.base import Batch, Context
 from qinfer.batching.batcher import LoadedModel
-from qinfer.batching.execution import Execution, Pending
+from qinfer.batching.execution import Execution, WorkItem
 from qinfer.batching.sequences.iterations import IterativeBatcher
 from qinfer.core import messages
 from qinfer.core.clock import ServerClock
@@ -39,7 +39,7 @@ class Countdown:
 
     def __init__(self) -> None:
         self.batches: list[tuple[list[str], list[float]]] = []
-        self.flags: list[list[messages.Sequence | None]] = []
+        self.flags: list[list[messages.SequenceFlags | None]] = []
         self.error: Exception | None = None
         self._done: dict[str, float] = {}
 
@@ -129,23 +129,23 @@ class Scene:
         states = tuple(state.initial(None, batched=True) for state in self.sequences.states)
         return LoadedModel(spec=spec, version=1, generation=generation, executor=bench, initial_states=states)
 
-    def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
+    def answer(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
         """See `Outlet`."""
         del items
         self.answered += responses
 
-    def give_back(self, items: Sequence[Pending]) -> None:
+    def give_back(self, items: Sequence[WorkItem]) -> None:
         """See `Outlet`."""
         self.given_back += [item.request.id for item in items]
 
-    def delay(self, items: Sequence[Pending]) -> None:
+    def delay(self, items: Sequence[WorkItem]) -> None:
         """See `Outlet`."""
         raise AssertionError("there are no queue policies")
 
-    def item(self, name: str, times: int, *, left_s: float = 60.0, alone: bool = False) -> Pending:
+    def item(self, name: str, times: int, *, left_s: float = 60.0, alone: bool = False) -> WorkItem:
         """Makes a request that is to be executed so many times."""
         now_s = self.clock.now_s()
-        item = Pending(
+        item = WorkItem(
             rows=1,
             key=None,
             enqueued_s=now_s,
@@ -157,7 +157,7 @@ class Scene:
         self.batcher.classify(item)
         return item
 
-    def send(self, name: str, times: int, *, left_s: float = 60.0, alone: bool = False) -> Pending:
+    def send(self, name: str, times: int, *, left_s: float = 60.0, alone: bool = False) -> WorkItem:
         """Admits such a request."""
         item = self.item(name, times, left_s=left_s, alone=alone)
         self.batcher.admit([item])
@@ -203,30 +203,34 @@ async def test_start_holds_in_the_first_iteration() -> None:
     flags = [flags[0] for flags in scene.bench.model.flags]
     assert flags[0] is not None
     number = flags[0].id
-    assert flags == [messages.Sequence(number, start=True), messages.Sequence(number), messages.Sequence(number)]
+    assert flags == [
+        messages.SequenceFlags(number, start=True),
+        messages.SequenceFlags(number),
+        messages.SequenceFlags(number),
+    ]
 
 
 async def test_a_correlation_id_of_the_caller_is_kept() -> None:
     scene = Scene()
     item = scene.item("a", 1)
-    item.request.sequence = messages.Sequence("mine", end=True)
+    item.request.sequence = messages.SequenceFlags("mine", end=True)
     scene.batcher.admit([item])
     scene.bench.end()
 
-    assert scene.bench.model.flags == [[messages.Sequence("mine", start=True)]]
+    assert scene.bench.model.flags == [[messages.SequenceFlags("mine", start=True)]]
 
 
 async def test_ids_of_requests_that_iterate_together_are_never_equal() -> None:
     """Whether they name one or get a number: the model may keep their state by it."""
     scene = Scene()
     items = [scene.item(name, 2) for name in "abcd"]
-    items[1].request.sequence = messages.Sequence(7)
+    items[1].request.sequence = messages.SequenceFlags(7)
     items[1].request.tenant = "acme"
     scene.batcher.admit(items[:2])
     number = items[0].request.sequence
     assert number is not None
     for item, tenant, named in zip(items[2:], ("acme", "evil"), (number.id, 7), strict=True):
-        item.request.sequence, item.request.tenant = messages.Sequence(named), tenant
+        item.request.sequence, item.request.tenant = messages.SequenceFlags(named), tenant
 
     scene.batcher.admit(items[2:])
 

@@ -1,21 +1,23 @@
 """Requests whose callers hold instances of their model: how many may begin, and which execution gives way."""
 
 from qinfer.backends.base import Batch
-from qinfer.batching.execution import Execution, Pending
+from qinfer.batching.execution import Execution, WorkItem
 from qinfer.batching.nested import NestedRequests
-from qinfer.core.messages import Holder, InferRequest
+from qinfer.core.messages import InferRequest, ResourceHolder
 from qinfer.queue.entries import Entry, Lane, Lease
 
 
-def request(*callers: Execution, model: str = "stub") -> Pending:
+def request(*callers: Execution, model: str = "stub") -> WorkItem:
     """Returns a request that executions wait for."""
-    holders = tuple(Holder(caller.batch_id, model, {}, 1, depth) for depth, caller in enumerate(callers, start=1))
+    holders = tuple(
+        ResourceHolder(caller.batch_id, model, {}, 1, depth) for depth, caller in enumerate(callers, start=1)
+    )
     made = InferRequest(model="stub", version=1, inputs=(), id="r", holders=holders)
     lease = Lease(Entry(Lane("stub", 1), "1-0"), "w", b"")
-    return Pending(rows=1, key=None, enqueued_s=0.0, deadline_s=100.0, lease=lease, request=made)
+    return WorkItem(rows=1, key=None, enqueued_s=0.0, deadline_s=100.0, lease=lease, request=made)
 
 
-def execution(item: Pending, begin_ns: int = 1) -> Execution:
+def execution(item: WorkItem, begin_ns: int = 1) -> Execution:
     return Execution([item], Batch(requests=[item.request], rows=[1], inputs={}), 0, begin_ns=begin_ns)
 
 
@@ -84,7 +86,7 @@ def test_an_execution_that_has_made_no_call_does_not_wait() -> None:
     """An ensemble that a model calls holds no instance, and its token is empty, as that of such an execution."""
     nested, caller, plain = NestedRequests(), execution(request()), execution(request())
     waits = request(caller)
-    waits.request.holders += (Holder("", "ensemble", {}, 1, 2),)
+    waits.request.holders += (ResourceHolder("", "ensemble", {}, 1, 2),)
     nested.take([waits])
 
     assert nested.victim([caller, plain]) is None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from qinfer.batching.policy import NEVER_S, Item, LatencyModel, Rules, Slots, decide
+from qinfer.batching.policy import NEVER_S, FreeSlots, Item, LatencyModel, Rules, decide
 from qinfer.models.spec import BatchingSpec, ModelSpec
 
 NOW_S = 1000.0
@@ -75,7 +75,7 @@ def test_walk(rows: list[int], limit: int, preferred: tuple[int, ...], delay_s: 
     """Takes as many requests as Triton's walk does."""
     pending = [item(r, age_s=age_s) for r in rows]
 
-    decision = decide(pending, NOW_S, Slots(1), rules(limit, preferred, delay_s), Speed())
+    decision = decide(pending, NOW_S, FreeSlots(1), rules(limit, preferred, delay_s), Speed())
 
     assert decision.run == pending[:sent]
     assert decision.keep == pending[sent:]
@@ -83,7 +83,7 @@ def test_walk(rows: list[int], limit: int, preferred: tuple[int, ...], delay_s: 
 
 def test_wait_ends_when_the_oldest_has_waited_the_delay() -> None:
     """Wakes at the oldest request's enqueue time plus the delay."""
-    decision = decide([item(age_s=0.3), item()], NOW_S, Slots(1), rules(delay_s=1.0), Speed())
+    decision = decide([item(age_s=0.3), item()], NOW_S, FreeSlots(1), rules(delay_s=1.0), Speed())
 
     assert decision.wake_at_s == pytest.approx(NOW_S + 0.7)
 
@@ -92,7 +92,7 @@ def test_other_shape_closes_the_batch() -> None:
     """A mismatch sends what is pending, without waiting for the delay."""
     pending = [item(key=(2,)), item(key=(2,)), item(key=(3,)), item(key=(2,))]
 
-    decision = decide(pending, NOW_S, Slots(1), rules(delay_s=1.0), Speed())
+    decision = decide(pending, NOW_S, FreeSlots(1), rules(delay_s=1.0), Speed())
 
     assert decision.run == pending[:2]
 
@@ -101,7 +101,7 @@ def test_no_batching_runs_each_request_alone() -> None:
     """The default scheduler never merges."""
     spec = ModelSpec(name="m", backend="stub", inputs=(), outputs=(), max_batch_size=8)
 
-    assert len(decide([item(), item()], NOW_S, Slots(1), Rules.of(spec), Speed()).run) == 1
+    assert len(decide([item(), item()], NOW_S, FreeSlots(1), Rules.of(spec), Speed()).run) == 1
 
 
 def test_no_batch_dimension_runs_each_request_alone() -> None:
@@ -109,15 +109,15 @@ def test_no_batch_dimension_runs_each_request_alone() -> None:
     batching = BatchingSpec(preferred_sizes=(4,))
     spec = ModelSpec(name="m", backend="stub", inputs=(), outputs=(), max_batch_size=0, batching=batching)
 
-    assert len(decide([item(), item()], NOW_S, Slots(1), Rules.of(spec), Speed()).run) == 1
+    assert len(decide([item(), item()], NOW_S, FreeSlots(1), Rules.of(spec), Speed()).run) == 1
 
 
 def test_suspect_runs_alone() -> None:
     """An item that must be alone closes the batch before it, and its own."""
     pending = [item(), item(alone=True), item()]
 
-    first = decide(pending, NOW_S, Slots(1), rules(), Speed())
-    second = decide(first.keep, NOW_S, Slots(1), rules(), Speed())
+    first = decide(pending, NOW_S, FreeSlots(1), rules(), Speed())
+    second = decide(first.keep, NOW_S, FreeSlots(1), rules(), Speed())
 
     assert first.run == pending[:1]
     assert second.run == pending[1:2]
@@ -127,7 +127,7 @@ def test_expired_is_not_run() -> None:
     """What is past its deadline is reported, wherever it stands."""
     pending = [item(), item(left_s=0.0), item()]
 
-    decision = decide(pending, NOW_S, Slots(1), rules(), Speed())
+    decision = decide(pending, NOW_S, FreeSlots(1), rules(), Speed())
 
     assert decision.expired == [pending[1]]
     assert decision.run == [pending[0], pending[2]]
@@ -137,7 +137,7 @@ def test_what_can_not_make_it_is_expired_before_it_costs_device_time() -> None:
     """The fastest execution known is longer than what is left."""
     pending = [item(left_s=0.1), item(left_s=0.3)]
 
-    decision = decide(pending, NOW_S, Slots(1), rules(), Speed(least_s=0.2))
+    decision = decide(pending, NOW_S, FreeSlots(1), rules(), Speed(least_s=0.2))
 
     assert decision.expired == pending[:1]
 
@@ -146,26 +146,26 @@ def test_batch_closes_early_for_its_earliest_deadline() -> None:
     """Waiting out the delay would leave too little time to execute."""
     pending = [item(), item(left_s=0.5)]
 
-    decision = decide(pending, NOW_S, Slots(1), rules(delay_s=1.0), Speed(each_s=0.1))
+    decision = decide(pending, NOW_S, FreeSlots(1), rules(delay_s=1.0), Speed(each_s=0.1))
 
     assert decision.wake_at_s == pytest.approx(NOW_S + 0.3)
-    assert len(decide(pending, NOW_S + 0.31, Slots(1), rules(delay_s=1.0), Speed(each_s=0.1)).run) == 2
+    assert len(decide(pending, NOW_S + 0.31, FreeSlots(1), rules(delay_s=1.0), Speed(each_s=0.1)).run) == 2
 
 
 def test_without_a_slot_only_a_full_batch_is_placed_ahead() -> None:
     """A batch that can still grow stays open while every instance is busy."""
     some, full = [item()] * 3, [item()] * 8
 
-    assert not decide(some, NOW_S, Slots(0, 1), rules(), Speed()).run
-    assert len(decide(full, NOW_S, Slots(0, 1), rules(), Speed()).run) == 8
-    assert not decide(full, NOW_S, Slots(0, 0), rules(), Speed()).run
+    assert not decide(some, NOW_S, FreeSlots(0, 1), rules(), Speed()).run
+    assert len(decide(full, NOW_S, FreeSlots(0, 1), rules(), Speed()).run) == 8
+    assert not decide(full, NOW_S, FreeSlots(0, 0), rules(), Speed()).run
 
 
 def test_nothing_pending() -> None:
     """An empty queue asks for no wake-up."""
     nothing: list[Item] = []
 
-    decision = decide(nothing, NOW_S, Slots(1), rules(), Speed())
+    decision = decide(nothing, NOW_S, FreeSlots(1), rules(), Speed())
 
     assert decision.run == []
     assert decision.wake_at_s == NEVER_S
@@ -177,7 +177,7 @@ def test_levels_then_delayed_then_order_of_arrival() -> None:
     second = queued(1, 1, -2.0, 1.5, delays=True)
     first = queued(1, 1, -1.0, 0.1, delays=True)
 
-    decision = decide([low, second, first, high], NOW_S, Slots(0), rules(levels=2), Speed())
+    decision = decide([low, second, first, high], NOW_S, FreeSlots(0), rules(levels=2), Speed())
 
     assert decision.keep == [high, first, second, low]
 
@@ -186,7 +186,7 @@ def test_levels_mean_nothing_to_a_model_without_them() -> None:
     """Nor do queue timeouts."""
     pending = [queued(1, 2, -2.0, 1.0), queued(1, 1, -2.0, 1.0)]
 
-    decision = decide(pending, NOW_S, Slots(1), rules(), Speed())
+    decision = decide(pending, NOW_S, FreeSlots(1), rules(), Speed())
 
     assert decision.run == pending
 
@@ -195,14 +195,14 @@ def test_the_oldest_of_the_batch_counts_for_the_delay() -> None:
     """Not the first in the queue."""
     pending = [queued(1, 1, 0.0, 9.0), queued(1, 2, -0.8, 9.0)]
 
-    decision = decide(pending, NOW_S, Slots(1), rules(delay_s=1.0, levels=2), Speed())
+    decision = decide(pending, NOW_S, FreeSlots(1), rules(delay_s=1.0, levels=2), Speed())
 
     assert decision.wake_at_s == pytest.approx(NOW_S + 0.2)
 
 
-@pytest.mark.parametrize("slots", [Slots(1), Slots(0)])
+@pytest.mark.parametrize("slots", [FreeSlots(1), FreeSlots(0)])
 @pytest.mark.parametrize("delays", [False, True])
-def test_wakes_when_somebody_has_waited_too_long(slots: Slots, delays: bool) -> None:  # noqa: FBT001  a parameter
+def test_wakes_when_somebody_has_waited_too_long(slots: FreeSlots, delays: bool) -> None:  # noqa: FBT001  a parameter
     """To refuse it in time, or because another batch may be the best then; also without an idle instance."""
     pending = [queued(1, 1, 0.0, 0.5, delays=delays)]
 
@@ -221,7 +221,7 @@ def test_priorities_with_policies_as_triton_tests_them() -> None:
     now_s, runs, expired = NOW_S + 1.0, [], []
 
     while pending:
-        decision = decide(pending, now_s, Slots(1), rules(32, (4, 8, 32), 10.0, levels=2), Speed())
+        decision = decide(pending, now_s, FreeSlots(1), rules(32, (4, 8, 32), 10.0, levels=2), Speed())
         pending = decision.keep
         expired += decision.expired
         if decision.run:

@@ -2,8 +2,17 @@
 
 import pytest
 
-from qinfer.batching.rate_limiter import GLOBAL, Instance, Ledger, Needs, Resource, check_maxima, maxima_of, needs_of
-from qinfer.core.messages import Holder
+from qinfer.batching.rate_limiter import (
+    GLOBAL,
+    Ledger,
+    LimitedInstance,
+    Needs,
+    Resource,
+    check_maxima,
+    maxima_of,
+    needs_of,
+)
+from qinfer.core.messages import ResourceHolder
 from qinfer.core.settings_rate_limit import Maximum, maximum_of
 from qinfer.models.spec import Device, InstanceSpec, ResourceSpec
 
@@ -11,18 +20,18 @@ R, S = Resource("r", 0), Resource("s", 0)
 G = Resource("g", GLOBAL)
 
 
-def instance(name: str, needs: Needs, priority: int = 1) -> Instance:
-    return Instance(name, needs, priority, lambda _: None)
+def instance(name: str, needs: Needs, priority: int = 1) -> LimitedInstance:
+    return LimitedInstance(name, needs, priority, lambda _: None)
 
 
-def ledger(*instances: Instance, pool: dict[str, int] | None = None, given: tuple[Maximum, ...] = ()) -> Ledger:
+def ledger(*instances: LimitedInstance, pool: dict[str, int] | None = None, given: tuple[Maximum, ...] = ()) -> Ledger:
     one = Ledger(given, "w1")
     one.add(instances)
     one.pool = pool or {}
     return one
 
 
-def holder(one: Instance) -> Holder:
+def holder(one: LimitedInstance) -> ResourceHolder:
     assert one.grant is not None
     return one.grant.holder
 
@@ -243,7 +252,7 @@ def test_a_caller_of_another_worker_lends_its_global_units() -> None:
     """Those of its devices are others than this worker's."""
     callee, second = instance("callee", {G: 2, R: 1}), instance("second", {G: 2})
     mine = ledger(callee, second, pool={})
-    held = Holder("w2/7", "caller", {"g": 2})
+    held = ResourceHolder("w2/7", "caller", {"g": 2})
 
     mine.wait(callee, (held,))
     mine.wait(second, (held,))

@@ -19,7 +19,7 @@ from qinfer.errors import QinferError, SequenceLost
 from qinfer.models.sequence_spec import ControlKind, ControlSpec, DirectSpec, SequenceSpec, StateSpec
 from qinfer.models.spec import ModelSpec
 from qinfer.queue.entries import Entry, Lane, Lease
-from qinfer.queue.sequence_records import Place, SequenceId
+from qinfer.queue.sequence_records import SequenceId, StepPlace
 from qinfer.tensors import Tensor, from_numpy, to_numpy
 from qinfer.testing import FakeClock, stub_spec
 from tests.support.batching import Done
@@ -82,7 +82,7 @@ class Scene:
         self.model = Model()
         self.running: list[tuple[Execution, Done, int]] = []
         self.done: list[tuple[PendingStep, Response]] = []
-        self.ended: list[tuple[Place, str]] = []
+        self.ended: list[tuple[StepPlace, str]] = []
         self.idled: list[SequenceId] = []
         self.gone: list[SequenceId] = []
         clock = FakeClock()
@@ -137,7 +137,7 @@ class Scene:
         now_s = self.batcher._clock.now_s()
         request = InferRequest(model="stub", id=name, inputs=(from_numpy("x", np.full((1, 1), x, "<f4")),))
         lease = Lease(Entry(Lane("stub", 0, "steps"), f"{number}-0"), "w", b"", 1)
-        place = Place(SequenceId("", correlation_id), 1, number)
+        place = StepPlace(SequenceId("", correlation_id), 1, number)
         step = PendingStep(
             rows=1,
             key=None,
@@ -277,7 +277,7 @@ async def test_a_step_that_expires_breaks_its_sequence_once() -> None:
     scene.time.advance(2.0)
     scene.end()
 
-    assert scene.ended == [(Place(SequenceId("", 1), 1, 2), "deadline_exceeded")]
+    assert scene.ended == [(StepPlace(SequenceId("", 1), 1, 2), "deadline_exceeded")]
     assert scene.running == []
     assert not scene.batcher.has_work
 
@@ -293,7 +293,7 @@ async def test_the_cancel_of_a_step_that_waits_breaks_its_sequence_there() -> No
     scene.end()
 
     assert is_broken
-    assert scene.ended == [(Place(SequenceId("", 1), 1, 3), "cancelled")]
+    assert scene.ended == [(StepPlace(SequenceId("", 1), 1, 3), "cancelled")]
     assert scene.values == {"1.1": 1, "1.2": 3}
     assert not scene.batcher.has_work
 

@@ -7,8 +7,8 @@ import pytest
 
 from qinfer.batching.policy import NEVER_S, Item
 from qinfer.batching.sequences import scheduler as scheduling
-from qinfer.batching.sequences.scheduler import Decision, Ended, Ending, SequenceScheduler
-from qinfer.batching.sequences.steps import Step, StepBatch
+from qinfer.batching.sequences.scheduler import EndedSequence, EndReason, SequenceDecision, SequenceScheduler
+from qinfer.batching.sequences.steps import SequenceStep, StepBatch
 from qinfer.errors import (
     BACKLOG_TIMED_OUT,
     TIMED_OUT,
@@ -53,24 +53,24 @@ class Worker:
         *,
         alone: bool = False,
         key: int = 0,
-    ) -> Step[Item]:
+    ) -> SequenceStep[Item]:
         """Admits a step whose flags are S for START and E for END."""
         sequence = None if correlation_id is None else SequenceId("t", correlation_id)
         item = Item(rows=1, key=key, enqueued_s=self.now_s, deadline_s=self.now_s + left_s, alone=alone)
-        step = Step(item=item, sequence=sequence, start="S" in flags, end="E" in flags)
+        step = SequenceStep(item=item, sequence=sequence, start="S" in flags, end="E" in flags)
         self.scheduler.admit(step, self.now_s)
         return step
 
-    def decide(self, least_s: float = 0.0) -> Decision[Item]:
+    def decide(self, least_s: float = 0.0) -> SequenceDecision[Item]:
         return self.scheduler.decide(self.now_s, Speed(least_s))
 
-    def batches(self) -> list[list[Step[Item] | None]]:
+    def batches(self) -> list[list[SequenceStep[Item] | None]]:
         """Decides, and returns the rows of each batch."""
         return [list(batch.rows) for batch in self.decide().batches]
 
-    def run(self) -> list[Step[Item]]:
+    def run(self) -> list[SequenceStep[Item]]:
         """Executes until nothing is ready, and returns the steps in the order in which they ran."""
-        ran: list[Step[Item]] = []
+        ran: list[SequenceStep[Item]] = []
         while batches := self.decide().batches:
             for batch in batches:
                 ran += batch.steps
@@ -86,7 +86,7 @@ def ended_text(correlation_id: int, number: int, cause: str) -> str:
     )
 
 
-def only(decision: Decision[Item]) -> StepBatch[Item]:
+def only(decision: SequenceDecision[Item]) -> StepBatch[Item]:
     (batch,) = decision.batches
     return batch
 
@@ -249,7 +249,7 @@ def test_a_start_ends_the_running_sequence_early_and_queues_behind(is_idle: bool
 
     decision = worker.decide()
 
-    assert decision.ended == [Ended(SequenceId("t", 1), Ending.RESTARTED, 1)]
+    assert decision.ended == [EndedSequence(SequenceId("t", 1), EndReason.RESTARTED, 1)]
     assert again.number == 1
     ran = decision.batches[0].steps
     worker.scheduler.ended(decision.batches[0], 0.0)
@@ -290,7 +290,7 @@ def test_later_steps_of_a_broken_sequence_are_told_why() -> None:
 
     decision = worker.decide()
 
-    assert decision.ended == [Ended(SequenceId("t", 1), Ending.EXPIRED, 2)]
+    assert decision.ended == [EndedSequence(SequenceId("t", 1), EndReason.EXPIRED, 2)]
     with pytest.raises(SequenceEnded) as refused:
         worker.send(1)
     assert refused.value.message == ended_text(1, 2, "expired")
@@ -336,7 +336,7 @@ def test_a_step_that_executes_does_not_expire() -> None:
 
     assert worker.decide().refused == []
     worker.scheduler.ended(batch, 2.0)
-    assert worker.decide() == Decision([], [], [], [], NEVER_S)
+    assert worker.decide() == SequenceDecision([], [], [], [], NEVER_S)
     assert step.number == 1
 
 
@@ -353,14 +353,14 @@ def test_the_cancel_of_a_waiting_step_ends_its_sequence() -> None:
         (cancelled, Cancelled),
         (after, SequenceEnded),
     ]
-    assert decision.ended == [Ended(SequenceId("t", 1), Ending.CANCELLED, 2)]
+    assert decision.ended == [EndedSequence(SequenceId("t", 1), EndReason.CANCELLED, 2)]
     worker.scheduler.ended(batch, 0.0)
     worker.scheduler.cancel(cancelled, 0.0)
     assert worker.scheduler.free_slots == 2
 
 
-@pytest.mark.parametrize(("dies", "ending"), [(False, Ending.CANCELLED), (True, Ending.DIED)])
-def test_a_step_that_is_cancelled_or_dies_while_it_executes_ends_its_sequence(dies: bool, ending: Ending) -> None:  # noqa: FBT001
+@pytest.mark.parametrize(("dies", "ending"), [(False, EndReason.CANCELLED), (True, EndReason.DIED)])
+def test_a_step_that_is_cancelled_or_dies_while_it_executes_ends_its_sequence(dies: bool, ending: EndReason) -> None:  # noqa: FBT001
     worker = Worker(DIRECT)
     step = worker.send(1, "S")
     batch = only(worker.decide())
@@ -372,7 +372,7 @@ def test_a_step_that_is_cancelled_or_dies_while_it_executes_ends_its_sequence(di
     decision = worker.decide()
 
     assert [refused for refused, _ in decision.refused] == [after]
-    assert decision.ended == [Ended(SequenceId("t", 1), ending, 1)]
+    assert decision.ended == [EndedSequence(SequenceId("t", 1), ending, 1)]
     assert worker.scheduler.open == 0
 
 
@@ -383,9 +383,9 @@ def test_an_idle_sequence_is_told_and_goes_on_unless_it_is_dropped() -> None:
     worker.run()
     worker.now_s = 7.5
 
-    assert worker.decide() == Decision([], [], [], [], 8.0)
+    assert worker.decide() == SequenceDecision([], [], [], [], 8.0)
     worker.now_s = 8.0
-    assert worker.decide() == Decision([], [], [], [SequenceId("t", 1)], 13.0)
+    assert worker.decide() == SequenceDecision([], [], [], [SequenceId("t", 1)], 13.0)
     assert worker.decide().idle == []
     assert worker.scheduler.drop(SequenceId("t", 1), worker.now_s) == []
     assert worker.scheduler.free_slots == 2
@@ -436,7 +436,7 @@ def test_a_dropped_sequence_leaves_its_waiting_steps_unanswered() -> None:
     assert worker.scheduler.drop(SequenceId("t", 1), 0.0) == waiting
     assert worker.scheduler.drop(SequenceId("t", 9), 0.0) == []
     worker.scheduler.ended(batch, 0.0)
-    assert worker.decide() == Decision([], [], [], [], NEVER_S)
+    assert worker.decide() == SequenceDecision([], [], [], [], NEVER_S)
     assert worker.scheduler.free_slots == 2
 
 
@@ -461,7 +461,7 @@ def test_tenants_have_correlation_ids_of_their_own() -> None:
     worker = Worker(DIRECT)
     mine = worker.send(1, "S")
     item = Item(rows=1, key=0, enqueued_s=0.0, deadline_s=60.0)
-    other = Step(item=item, sequence=SequenceId("other", 1), start=True)
+    other = SequenceStep(item=item, sequence=SequenceId("other", 1), start=True)
 
     worker.scheduler.admit(other, 0.0)
 

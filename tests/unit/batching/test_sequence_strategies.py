@@ -10,7 +10,7 @@ from qinfer.batching.policy import Item
 from qinfer.batching.sequences.controls import control_inputs, padded
 from qinfer.batching.sequences.direct import pick_direct
 from qinfer.batching.sequences.oldest import pick_oldest, rules_of
-from qinfer.batching.sequences.steps import Pick, Ready, Step
+from qinfer.batching.sequences.steps import Pick, Ready, SequenceStep
 from qinfer.models.sequence_spec import ControlKind, ControlSpec, DirectSpec, OldestSpec
 from qinfer.queue.sequence_records import SequenceId
 
@@ -34,7 +34,7 @@ def ready(
     slot: int, age_s: float = 0.0, key: object = None, left_s: float = 60.0, *, alone: bool = False
 ) -> Ready[Item]:
     item = Item(rows=1, key=key, enqueued_s=NOW_S - age_s, deadline_s=NOW_S + left_s, alone=alone)
-    return Ready(slot, Step(item=item, sequence=SequenceId("t", slot + 1)))
+    return Ready(slot, SequenceStep(item=item, sequence=SequenceId("t", slot + 1)))
 
 
 def slots_of(pick: Pick[Item], entries: list[Ready[Item]]) -> list[int | None]:
@@ -112,11 +112,11 @@ def test_oldest_batches_as_the_dynamic_batcher_does(
 
 ITEM = Item(rows=1, key=None, enqueued_s=0.0, deadline_s=1.0)
 ROWS = [
-    Step(item=ITEM, sequence=SequenceId("t", 5), start=True),
+    SequenceStep(item=ITEM, sequence=SequenceId("t", 5), start=True),
     None,
-    Step(item=ITEM, sequence=SequenceId("t", 6), end=True),
-    Step(item=ITEM, sequence=SequenceId("t", 7)),
-    Step(item=ITEM, sequence=SequenceId("t", 8), start=True, end=True),
+    SequenceStep(item=ITEM, sequence=SequenceId("t", 6), end=True),
+    SequenceStep(item=ITEM, sequence=SequenceId("t", 7)),
+    SequenceStep(item=ITEM, sequence=SequenceId("t", 8), start=True, end=True),
 ]
 
 
@@ -158,9 +158,9 @@ def test_the_correlation_id_as_number_and_as_text(datatype: str, correlation_id:
     """A number that is too large loses its high bits, as in Triton; padding has 0, or no text."""
     control = ControlSpec(name="c", kind=ControlKind.CORRID, datatype=datatype)
 
-    made = control_inputs([None, Step(item=ITEM, sequence=SequenceId("t", correlation_id))], [control], batched=True)[
-        "c"
-    ]
+    made = control_inputs(
+        [None, SequenceStep(item=ITEM, sequence=SequenceId("t", correlation_id))], [control], batched=True
+    )["c"]
 
     assert made.tolist() == [[b"" if datatype == "BYTES" else 0], [value]]
     assert made.dtype == {"UINT64": "<u8", "INT64": "<i8", "UINT32": "<u4", "INT32": "<i4", "BYTES": "O"}[datatype]

@@ -10,11 +10,11 @@ import pytest
 
 from qinfer.cli.checks import permissions
 from qinfer.cli.checks.all import examine_models, examine_workers
-from qinfer.cli.checks.redis_server import Node, examine_node
-from qinfer.cli.checks.report import HIDDEN, Finding, Level, problem, without
+from qinfer.cli.checks.redis_server import NodeReport, examine_node
+from qinfer.cli.checks.report import HIDDEN, Finding, Severity, problem, without
 from qinfer.cli.checks.runtimes import Runtime, load_runtime
 from qinfer.core.settings import RedisSettings
-from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
 
 INFO = {"redis_version": "7.4.1", "used_memory": 10, "maxmemory": 100, "redis_mode": "standalone", "role": "master"}
 BEHIND = {"ip": "10.0.0.2", "port": 6379, "state": "online", "offset": 0, "lag": 30}
@@ -23,74 +23,76 @@ WORKER = WorkerRecord(id="w1", started_at=0.0, models={"m": {1: VersionState(Sta
 LUA = sorted(Path(permissions.__file__).parents[2].rglob("lua/**/*.lua"))
 
 
-def levels(findings: "list[Finding]") -> dict[str, Level]:
+def levels(findings: "list[Finding]") -> dict[str, Severity]:
     return {finding.subject: finding.level for finding in findings}
 
 
 @pytest.mark.parametrize(
     ("info", "config", "settings", "subject", "level"),
     [
-        ({}, {}, {}, "eviction", Level.OK),
-        ({}, {}, {}, "durability", Level.OK),
-        ({}, {}, {}, "memory of Redis", Level.OK),
-        ({"redis_version": "6.0.9"}, {}, {}, "Redis version", Level.PROBLEM),
-        ({"redis_version": "10.0.1"}, {}, {}, "Redis version", Level.OK),
-        ({"used_memory": 85}, {}, {}, "memory of Redis", Level.WARNING),
-        ({"used_memory": 99}, {}, {}, "memory of Redis", Level.PROBLEM),
-        ({"maxmemory": 0, "total_system_memory": 100}, {}, {}, "memory of Redis", Level.WARNING),
-        ({"role": "slave"}, {}, {}, "Redis role", Level.PROBLEM),
-        ({}, {}, {"cluster": True}, "Redis mode", Level.PROBLEM),
-        ({}, {}, {"min_replicas": 1}, "Redis replicas", Level.PROBLEM),
-        ({"aof_enabled": 1, "aof_last_write_status": "err"}, {}, {}, "files of Redis", Level.PROBLEM),
-        ({"aof_last_bgrewrite_status": "err"}, {}, {}, "files of Redis", Level.WARNING),
-        ({"rdb_last_bgsave_status": "err"}, {}, {}, "files of Redis", Level.WARNING),
-        ({"connected_slaves": 1, "slave0": BEHIND}, {}, {"min_replicas": 1}, "Redis replicas", Level.WARNING),
-        ({"connected_clients": 90}, {}, {}, "connections of Redis", Level.WARNING),
-        ({"rejected_connections": 1}, {}, {}, "connections of Redis", Level.WARNING),
-        ({"evicted_keys": 1}, {}, {}, "evictions", Level.WARNING),
-        ({}, {"maxmemory-policy": "allkeys-lru"}, {}, "eviction", Level.PROBLEM),
-        ({}, {"appendonly": "no"}, {}, "durability", Level.WARNING),
-        ({}, {"appendonly": "no"}, {"durability": "always"}, "durability", Level.PROBLEM),
-        ({"redis_version": "7.0.1"}, {}, {"durability": "always"}, "durability", Level.PROBLEM),
-        ({"redis_version": "7.2.0"}, {}, {"durability": "always"}, "durability", Level.OK),
+        ({}, {}, {}, "eviction", Severity.OK),
+        ({}, {}, {}, "durability", Severity.OK),
+        ({}, {}, {}, "memory of Redis", Severity.OK),
+        ({"redis_version": "6.0.9"}, {}, {}, "Redis version", Severity.PROBLEM),
+        ({"redis_version": "10.0.1"}, {}, {}, "Redis version", Severity.OK),
+        ({"used_memory": 85}, {}, {}, "memory of Redis", Severity.WARNING),
+        ({"used_memory": 99}, {}, {}, "memory of Redis", Severity.PROBLEM),
+        ({"maxmemory": 0, "total_system_memory": 100}, {}, {}, "memory of Redis", Severity.WARNING),
+        ({"role": "slave"}, {}, {}, "Redis role", Severity.PROBLEM),
+        ({}, {}, {"cluster": True}, "Redis mode", Severity.PROBLEM),
+        ({}, {}, {"min_replicas": 1}, "Redis replicas", Severity.PROBLEM),
+        ({"aof_enabled": 1, "aof_last_write_status": "err"}, {}, {}, "files of Redis", Severity.PROBLEM),
+        ({"aof_last_bgrewrite_status": "err"}, {}, {}, "files of Redis", Severity.WARNING),
+        ({"rdb_last_bgsave_status": "err"}, {}, {}, "files of Redis", Severity.WARNING),
+        ({"connected_slaves": 1, "slave0": BEHIND}, {}, {"min_replicas": 1}, "Redis replicas", Severity.WARNING),
+        ({"connected_clients": 90}, {}, {}, "connections of Redis", Severity.WARNING),
+        ({"rejected_connections": 1}, {}, {}, "connections of Redis", Severity.WARNING),
+        ({"evicted_keys": 1}, {}, {}, "evictions", Severity.WARNING),
+        ({}, {"maxmemory-policy": "allkeys-lru"}, {}, "eviction", Severity.PROBLEM),
+        ({}, {"appendonly": "no"}, {}, "durability", Severity.WARNING),
+        ({}, {"appendonly": "no"}, {"durability": "always"}, "durability", Severity.PROBLEM),
+        ({"redis_version": "7.0.1"}, {}, {"durability": "always"}, "durability", Severity.PROBLEM),
+        ({"redis_version": "7.2.0"}, {}, {"durability": "always"}, "durability", Severity.OK),
     ],
 )
 def test_a_node_is_judged(
-    info: dict[str, object], config: dict[str, str], settings: dict[str, object], subject: str, level: Level
+    info: dict[str, object], config: dict[str, str], settings: dict[str, object], subject: str, level: Severity
 ) -> None:
     """As the programs themselves would at their start; and whatever is wrong comes with a remedy."""
     wanted = RedisSettings().model_copy(update=settings)
-    findings = list(examine_node(Node("h:1", INFO | info, CONFIG | config, 0.0), wanted))
+    findings = list(examine_node(NodeReport("h:1", INFO | info, CONFIG | config, 0.0), wanted))
 
     assert levels(findings)[subject] is level
-    assert all(finding.remedy for finding in findings if finding.level is Level.PROBLEM)
+    assert all(finding.remedy for finding in findings if finding.level is Severity.PROBLEM)
 
 
-@pytest.mark.parametrize(("offset_s", "level"), [(0.1, Level.OK), (-3.0, Level.WARNING), (900.0, Level.PROBLEM)])
-def test_clocks_are_compared(offset_s: float, level: Level) -> None:
+@pytest.mark.parametrize(
+    ("offset_s", "level"), [(0.1, Severity.OK), (-3.0, Severity.WARNING), (900.0, Severity.PROBLEM)]
+)
+def test_clocks_are_compared(offset_s: float, level: Severity) -> None:
     """Redis' with this machine's, and each worker's with Redis'."""
-    node = levels(list(examine_node(Node("h:1", INFO, CONFIG, offset_s), RedisSettings())))
+    node = levels(list(examine_node(NodeReport("h:1", INFO, CONFIG, offset_s), RedisSettings())))
     workers = [WORKER, msgspec.structs.replace(WORKER, id="w2", clock_offset_s=offset_s)]
     fleet = levels(list(examine_workers(workers, [], [], needs_bulk=False)))
 
     assert node["clock of Redis"] is level
-    assert fleet.get("clock of a worker", Level.OK) is level
+    assert fleet.get("clock of a worker", Severity.OK) is level
 
 
 def test_what_is_forbidden_is_said_not_to_be_checked() -> None:
     """Managed services forbid CONFIG, and sometimes INFO."""
-    found = levels(list(examine_node(Node("h:1", {}, {}, 0.0), RedisSettings())))
+    found = levels(list(examine_node(NodeReport("h:1", {}, {}, 0.0), RedisSettings())))
 
-    assert (found["Redis"], found["Redis settings"]) == (Level.WARNING, Level.WARNING)
+    assert (found["Redis"], found["Redis settings"]) == (Severity.WARNING, Severity.WARNING)
 
 
 def test_eviction_is_checked_where_config_is_forbidden() -> None:
     """INFO names the policy, too."""
     found = levels(
-        list(examine_node(Node("h:1", INFO | {"maxmemory_policy": "volatile-lru"}, {}, 0.0), RedisSettings()))
+        list(examine_node(NodeReport("h:1", INFO | {"maxmemory_policy": "volatile-lru"}, {}, 0.0), RedisSettings()))
     )
 
-    assert (found["eviction"], found["Redis settings"]) == (Level.PROBLEM, Level.WARNING)
+    assert (found["eviction"], found["Redis settings"]) == (Severity.PROBLEM, Severity.WARNING)
 
 
 def test_workers_that_can_not_read_what_gateways_write_are_a_problem() -> None:
@@ -99,7 +101,7 @@ def test_workers_that_can_not_read_what_gateways_write_are_a_problem() -> None:
     findings = list(examine_workers([WORKER, old], ["b@h"], ["b@h"], needs_bulk=True))
 
     (frames,) = (finding for finding in findings if finding.subject == "frame versions")
-    assert (frames.level, "old" in frames.text, "w1" in frames.text) == (Level.PROBLEM, True, False)
+    assert (frames.level, "old" in frames.text, "w1" in frames.text) == (Severity.PROBLEM, True, False)
 
 
 def test_bulk_workers_without_a_beat_are_told() -> None:
@@ -107,21 +109,21 @@ def test_bulk_workers_without_a_beat_are_told() -> None:
     without = levels(list(examine_workers([WORKER], ["b@h"], [], needs_bulk=True)))
     beside = levels(list(examine_workers([WORKER], ["b@h"], ["beat@other"], needs_bulk=True)))
 
-    assert (without["bulk workers"], without["beat"]) == (Level.OK, Level.WARNING)
+    assert (without["bulk workers"], without["beat"]) == (Severity.OK, Severity.WARNING)
     assert "beat" not in beside
 
 
 def test_missing_workers_and_failed_models_are_named() -> None:
     """A model that no worker could load is a problem; without any worker it only waits."""
-    desired, stored = {"m": Desired("m", 1)}, {"m": StoredModel("m", 1, "{}", (1,))}
+    desired, stored = {"m": DesiredState("m", 1)}, {"m": StoredModel("m", 1, "{}", (1,))}
     failed = msgspec.structs.replace(WORKER, models={"m": {1: VersionState(State.UNAVAILABLE, 1, "no file")}})
 
     nobody = levels(list(examine_workers([], [], [], needs_bulk=True)))
     (waits,) = examine_models(desired, stored, [])
     (broken,) = examine_models(desired, stored, [failed])
 
-    assert nobody == {"workers": Level.WARNING, "bulk workers": Level.WARNING}
-    assert (waits.level, broken.level) == (Level.WARNING, Level.PROBLEM)
+    assert nobody == {"workers": Severity.WARNING, "bulk workers": Severity.WARNING}
+    assert (waits.level, broken.level) == (Severity.WARNING, Severity.PROBLEM)
     assert "no file" in broken.text
 
 

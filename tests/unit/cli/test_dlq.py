@@ -16,7 +16,7 @@ from qinfer.cli import dead_letters
 from qinfer.cli.main import app
 from qinfer.core.messages import InferRequest
 from qinfer.core.settings import RedisSettings, variable_names
-from qinfer.models.state import Desired
+from qinfer.models.state import DesiredState
 from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import Lane, Payload
@@ -73,7 +73,7 @@ class OwnDatabase:
         async def noted() -> None:
             store = ControlStore(admin_client(self._settings))
             for model in models:
-                await store.set_desired(Desired(model, 1, load=False))
+                await store.set_desired(DesiredState(model, 1, load=False))
             await store.close()
 
         asyncio.run(noted())

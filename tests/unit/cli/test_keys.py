@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from qinfer.cli.client import api_key
-from qinfer.cli.load import Target
+from qinfer.cli.load import LoadTarget
 from qinfer.cli.main import app
 from qinfer.client.connection import API_KEY_VARIABLE
 from qinfer.core.api_keys import Scope, hash_key, read_keys
@@ -150,9 +150,9 @@ def test_commands_present_the_key_of_the_environment(
 
 def test_the_load_generator_presents_it_too() -> None:
     """In every request; and it can make no header of its own."""
-    request = Target.of("http://h:1", "/", b"body", None, "abc").request
+    request = LoadTarget.of("http://h:1", "/", b"body", None, "abc").request
 
     assert b"\r\nAuthorization: Bearer abc\r\n" in request
-    assert b"Authorization" not in Target.of("http://h:1", "/", b"body", None).request
+    assert b"Authorization" not in LoadTarget.of("http://h:1", "/", b"body", None).request
     with pytest.raises(InvalidRequest):
-        Target.of("http://h:1", "/", b"body", None, "abc\r\nX: y")
+        LoadTarget.of("http://h:1", "/", b"body", None, "abc\r\nX: y")

@@ -9,12 +9,12 @@ import pytest
 
 from qinfer.cli.console import CommandFailed
 from qinfer.cli.load import (
-    Connection,
-    Report,
+    LoadConnection,
+    LoadReport,
+    LoadTarget,
     SequenceConnection,
     StepRequests,
     StreamConnection,
-    Target,
     batch_counts,
     mean_batch,
     run_load,
@@ -37,8 +37,8 @@ class FakeTransport(asyncio.Transport):
 
 
 @pytest.fixture
-def report() -> Report:
-    return Report(concurrency=1)
+def report() -> LoadReport:
+    return LoadReport(concurrency=1)
 
 
 @pytest.fixture
@@ -47,8 +47,8 @@ def transport() -> FakeTransport:
 
 
 @pytest.fixture
-def connection(report: Report, transport: FakeTransport) -> Connection:
-    connection = Connection(b"request", report, lambda _connection: None)
+def connection(report: LoadReport, transport: FakeTransport) -> LoadConnection:
+    connection = LoadConnection(b"request", report, lambda _connection: None)
     connection.connection_made(transport)
     return connection
 
@@ -58,7 +58,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nContent-Length: 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_answer_is_read_however_it_is_cut(
-    connection: Connection, report: Report, transport: FakeTransport, size: int
+    connection: LoadConnection, report: LoadReport, transport: FakeTransport, size: int
 ) -> None:
     """The next request leaves when the whole answer is there, not before."""
     for begin in range(0, len(ANSWER), size):
@@ -83,7 +83,7 @@ END = b"0\r\n\r\n"
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_responses_of_a_stream_are_counted_however_they_are_cut(
-    report: Report, transport: FakeTransport, size: int
+    report: LoadReport, transport: FakeTransport, size: int
 ) -> None:
     """A stream of three responses has a first one, and two times between; the next begins anew."""
     connection = StreamConnection(b"request", report, lambda _connection: None)
@@ -99,7 +99,7 @@ def test_responses_of_a_stream_are_counted_however_they_are_cut(
     assert report.as_json()["responses"] == 6
 
 
-def test_a_stream_that_breaks_is_an_error(report: Report, transport: FakeTransport) -> None:
+def test_a_stream_that_breaks_is_an_error(report: LoadReport, transport: FakeTransport) -> None:
     """Its first response had its time."""
     connection = StreamConnection(b"request", report, lambda _connection: None)
     connection.connection_made(transport)
@@ -111,7 +111,7 @@ def test_a_stream_that_breaks_is_an_error(report: Report, transport: FakeTranspo
     assert "broken" in report.first_error
 
 
-def test_error_answer_is_counted_with_its_text(connection: Connection, report: Report) -> None:
+def test_error_answer_is_counted_with_its_text(connection: LoadConnection, report: LoadReport) -> None:
     """The first error is shown, the load goes on."""
     connection.data_received(b'HTTP/1.1 503 Service Unavailable\r\ncontent-length: 16\r\n\r\n{"error": "full"')
 
@@ -119,14 +119,14 @@ def test_error_answer_is_counted_with_its_text(connection: Connection, report: R
     assert report.first_error == 'HTTP 503: {"error": "full"'
 
 
-def test_lost_connection_is_an_error(connection: Connection, report: Report) -> None:
+def test_lost_connection_is_an_error(connection: LoadConnection, report: LoadReport) -> None:
     """A server that closes on us failed the request in flight."""
     connection.connection_lost(None)
 
     assert report.first_error == "connection lost: closed by the server"
 
 
-def test_stop_closes_after_the_answer(connection: Connection, report: Report, transport: FakeTransport) -> None:
+def test_stop_closes_after_the_answer(connection: LoadConnection, report: LoadReport, transport: FakeTransport) -> None:
     """The request in flight still counts; its end is no error."""
     connection.stop()
     connection.data_received(ANSWER)
@@ -138,8 +138,8 @@ def test_stop_closes_after_the_answer(connection: Connection, report: Report, tr
 
 def test_request_has_the_binary_header_only_with_binary_tensors() -> None:
     """Without it the whole body is JSON (reference §1.7)."""
-    plain = Target.of("http://h:1/base/", "/v2/models/a%20b/infer", b"{}", None)
-    binary = Target.of("https://h", "/v2/models/m/infer", b"{}x", 2)
+    plain = LoadTarget.of("http://h:1/base/", "/v2/models/a%20b/infer", b"{}", None)
+    binary = LoadTarget.of("https://h", "/v2/models/m/infer", b"{}x", 2)
 
     assert plain.request == (b"POST /base/v2/models/a%20b/infer HTTP/1.1\r\nHost: h:1\r\nContent-Length: 2\r\n\r\n{}")
     assert b"Inference-Header-Content-Length: 2\r\n" in binary.request
@@ -149,12 +149,14 @@ def test_request_has_the_binary_header_only_with_binary_tensors() -> None:
 def test_run_against_nobody_fails_clearly(unused_tcp_port: int) -> None:
     """No server, no figures."""
     with pytest.raises(CommandFailed, match="0 of 2 connections could be made"):
-        run_load(Target.of(f"http://127.0.0.1:{unused_tcp_port}", "/", b"{}", None), 2, 0.1, partial(Connection, b""))
+        run_load(
+            LoadTarget.of(f"http://127.0.0.1:{unused_tcp_port}", "/", b"{}", None), 2, 0.1, partial(LoadConnection, b"")
+        )
 
 
 def test_percentiles_are_by_nearest_rank() -> None:
     """Latencies come in any order."""
-    report = Report(concurrency=1, duration_s=2.0, latencies_s=[n / 1000 for n in range(100, 0, -1)])
+    report = LoadReport(concurrency=1, duration_s=2.0, latencies_s=[n / 1000 for n in range(100, 0, -1)])
 
     figures = report.as_json()
 
@@ -165,7 +167,7 @@ def test_percentiles_are_by_nearest_rank() -> None:
 
 def test_figures_of_an_empty_run_are_zeros() -> None:
     """Nothing measured is no crash."""
-    assert Report(concurrency=1).as_json()["p99_ms"] == 0.0
+    assert LoadReport(concurrency=1).as_json()["p99_ms"] == 0.0
 
 
 def test_mean_batch_is_of_the_run_alone() -> None:
@@ -192,7 +194,7 @@ def step_answer(status: bytes = b"200 OK") -> bytes:
 
 
 @pytest.fixture
-def of_sequences(report: Report, transport: FakeTransport) -> SequenceConnection:
+def of_sequences(report: LoadReport, transport: FakeTransport) -> SequenceConnection:
     steps = StepRequests(lambda parameters: json.dumps(dict(parameters)).encode(), 3)
     connection = SequenceConnection(steps, report, lambda _connection: None)
     connection.connection_made(transport)
@@ -207,7 +209,7 @@ def sent(transport: FakeTransport) -> list[tuple[int, list[str]]]:
 
 
 def test_sequences_are_sent_one_after_the_other(
-    of_sequences: SequenceConnection, report: Report, transport: FakeTransport
+    of_sequences: SequenceConnection, report: LoadReport, transport: FakeTransport
 ) -> None:
     for _ in range(4):
         of_sequences.data_received(step_answer())
@@ -218,7 +220,7 @@ def test_sequences_are_sent_one_after_the_other(
 
 
 def test_a_step_that_fails_loses_its_sequence(
-    of_sequences: SequenceConnection, report: Report, transport: FakeTransport
+    of_sequences: SequenceConnection, report: LoadReport, transport: FakeTransport
 ) -> None:
     """Another one is begun."""
     of_sequences.data_received(step_answer())
@@ -229,7 +231,7 @@ def test_a_step_that_fails_loses_its_sequence(
 
 
 def test_a_stopped_connection_ends_its_sequence(
-    of_sequences: SequenceConnection, report: Report, transport: FakeTransport
+    of_sequences: SequenceConnection, report: LoadReport, transport: FakeTransport
 ) -> None:
     """No sequence of a load is left to its idle time."""
     of_sequences.stop()
@@ -242,7 +244,7 @@ def test_a_stopped_connection_ends_its_sequence(
     assert report.sequences_ended == 1
 
 
-def test_figures_of_sequences_are_told_where_there_are_some(report: Report) -> None:
+def test_figures_of_sequences_are_told_where_there_are_some(report: LoadReport) -> None:
     assert "sequences_ended" not in report.as_json()
     report.sequences_ended = 4
 

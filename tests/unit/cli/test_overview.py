@@ -12,7 +12,7 @@ from qinfer.cli.tables import models_tables, overview_tables, queues_tables
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.models.pins import Pin
-from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.queue.entries import Entry, Lane
 from qinfer.queue.lanes import Queue
@@ -22,7 +22,7 @@ from tests.support.sequences import SEVEN, STATEFUL, first, stored
 async def put(store: ControlStore, model: str, *versions: int, error: str = "") -> None:
     stored = StoredModel(model=model, generation=1, config="{}", versions=versions, error=error)
     await store.put_model(stored)
-    await store.set_desired(Desired(model, 1))
+    await store.set_desired(DesiredState(model, 1))
 
 
 async def beat(
@@ -91,7 +91,7 @@ async def test_sequences_are_shown_of_stateful_models(store: ControlStore, deliv
     await put(store, "digits", 1)
     assert "handed over" not in text_of(overview_tables(await read_overview(store, delivery)))
     await store.put_model(stored(STATEFUL, 1))
-    await store.set_desired(Desired("sum", 1))
+    await store.set_desired(DesiredState("sum", 1))
     await delivery.sequences("sum", 0).submit(SEVEN, first(1))
 
     overview = await read_overview(store, delivery)

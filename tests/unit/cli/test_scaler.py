@@ -11,11 +11,11 @@ from qinfer.cli.local.supervisor import Process, RestartPolicy, Supervisor
 from qinfer.cli.main import app
 from qinfer.cli.scaling import scaler
 from qinfer.cli.scaling.pool import ScalingPool
-from qinfer.cli.scaling.scaler import Autoscaler, Away, QueueWatch, Reading, crowded, policy_of, read
+from qinfer.cli.scaling.scaler import Autoscaler, Away, QueueReading, QueueWatch, crowded, policy_of, read
 from qinfer.core.settings import AutoscaleSettings
 from qinfer.errors import SettingsError
 from qinfer.models.sequence_work import SequenceWork
-from qinfer.models.state import Desired, ScalerRecord, Speed, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.state import DesiredState, ScalerRecord, Speed, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.work import VersionWork
 from qinfer.observe.stats import INFERENCE_COUNT
@@ -47,12 +47,12 @@ class Eyes(QueueWatch):
     """A watch that sees what a test says."""
 
     def __init__(self) -> None:
-        self.next: Reading | Away | None = None
+        self.next: QueueReading | Away | None = None
         self.said: list[tuple[ScalerRecord, dict[str, int]]] = []
 
     def start(self) -> None: ...
 
-    def take(self) -> Reading | Away | None:
+    def take(self) -> QueueReading | Away | None:
         latest, self.next = self.next, None
         return latest
 
@@ -86,7 +86,7 @@ class Scene:
         work = VersionWork(
             model="m", version=1, requests=int(work_s > 0), rows=int(work_s > 0), work_s=work_s, rows_per_s=1.0
         )
-        self.eyes.next = Reading(
+        self.eyes.next = QueueReading(
             at_s=self.clock.monotonic_s(),
             work=(work,),
             rows={("m", 1): rows},
@@ -218,9 +218,9 @@ async def test_reads_what_its_workers_load(store: ControlStore, delivery: Queue)
     """Only of the models that they place: work, rows so far, load times, and the workers that models want."""
     for name, min_workers in (("a", 0), ("b", 1), ("other", 5)):
         await store.put_model(StoredModel(name, 1, "{}", (1,), min_workers=min_workers))
-        await store.set_desired(Desired(name, 1))
+        await store.set_desired(DesiredState(name, 1))
     await store.put_model(StoredModel("b-wrong", 1, "", (), error="no file"))
-    await store.set_desired(Desired("b-wrong", 1))
+    await store.set_desired(DesiredState("b-wrong", 1))
     await store.add_stats("a", 1, {INFERENCE_COUNT: 12})
     await store.put_speed("b", 1, Speed(5.0, 33.0))
     await store.put_speed("other", 1, Speed(5.0, 99.0))
@@ -228,7 +228,7 @@ async def test_reads_what_its_workers_load(store: ControlStore, delivery: Queue)
     await store.heartbeat(WorkerRecord(id="w", started_at=0.0, models=models, load_s={"a": {1: 2.0}}), 10.0)
     for stateful in (stored(STATEFUL, 1), msgspec.structs.replace(stored(STATEFUL, 1), model="b-sums")):
         await store.put_model(stateful)
-        await store.set_desired(Desired(stateful.model, 1))
+        await store.set_desired(DesiredState(stateful.model, 1))
         await delivery.sequences(stateful.model, 0).submit(SEVEN, first(1))
 
     reading = await read(store, delivery, ("a", "b*"), FakeClock())

@@ -9,16 +9,16 @@ from typer.testing import CliRunner
 from qinfer.cli.main import app
 from qinfer.errors import SettingsError
 from qinfer.models.work import VersionWork
-from qinfer.scaling.policy import Decision, Observation, ScalingPolicy, ScalingState, decide
+from qinfer.scaling.policy import QueueObservation, ScalingDecision, ScalingPolicy, ScalingState, decide
 from qinfer.scaling.record import RecordFile, decode, traffic_of
 
 BURST = Path(__file__).parents[2] / "data" / "scaling" / "burst.jsonl"
 AS_RECORDED = ("--max", "4", "--target-s", "3", "--down-after-s", "10", "--idle-s", "15", "--cooldown-s", "5")
-DECISION = Decision(target=1, wanted=1, reason="enough")
+DECISION = ScalingDecision(target=1, wanted=1, reason="enough")
 
 
-def seen(now_s: float, waiting: int = 0) -> Observation:
-    return Observation(now_s=now_s, work_s=waiting / 10, entries=waiting)
+def seen(now_s: float, waiting: int = 0) -> QueueObservation:
+    return QueueObservation(now_s=now_s, work_s=waiting / 10, entries=waiting)
 
 
 def work(model: str, waiting: int) -> VersionWork:
@@ -60,7 +60,7 @@ def test_what_is_recorded_is_enough_to_decide_again(tmp_path: Path) -> None:
     policy = ScalingPolicy(max_workers=3, target_s=2, down_after_s=4, idle_s=6, cooldown_s=1)
     file, state, decided = RecordFile(tmp_path / "record.jsonl"), ScalingState.begin(0.0, 0), []
     for now, waiting in enumerate([0, 5, 60, 30, 9, 3, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 2]):
-        observation = Observation(
+        observation = QueueObservation(
             now_s=float(now), work_s=waiting / 10, entries=waiting, live=state.target, executed=waiting > 3, used=0.3
         )
         before = state.target

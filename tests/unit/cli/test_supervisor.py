@@ -14,9 +14,9 @@ import pytest
 from qinfer.cli.local.supervisor import (
     GaveUp,
     Program,
+    RestartDecision,
     RestartPolicy,
     Supervisor,
-    Verdict,
     after_exit,
     describe_exit,
 )
@@ -395,7 +395,7 @@ def test_delay_is_bounded(failures: int) -> None:
 
 def test_stable_run_is_forgiven() -> None:
     """A crash after a long run is restarted as the first one was."""
-    assert after_exit(WORKER, failures=7, ran_s=10.0, code=-9) == Verdict(1, 0.5)
+    assert after_exit(WORKER, failures=7, ran_s=10.0, code=-9) == RestartDecision(1, 0.5)
 
 
 def test_gives_up_after_the_limit() -> None:

@@ -14,7 +14,7 @@ import pytest
 import qinfer
 from qinfer import errors
 from qinfer.client import flows
-from qinfer.client.flows import Ask, Submission
+from qinfer.client.flows import Ask, SubmitOptions
 from qinfer.client.hedging import LEAST_LATENCIES, Attempt, HedgedTasks, HedgedThreads, Hedging, is_answer
 from qinfer.client.results import RequestHandle
 from qinfer.client.steps import Flow, Outcome, Send
@@ -52,7 +52,7 @@ def test_only_what_is_executed_once_is_hedged() -> None:
         assert isinstance(send, Send)
         return hedging().after_s(send) is not None
 
-    assert first(flows.submit(policy, ask, Submission()))
+    assert first(flows.submit(policy, ask, SubmitOptions()))
     assert first(flows.result(policy, HANDLE, 0.0))
     assert first(flows.status(policy, HANDLE))
     assert first(flows.infer_or_resume(policy, ask, "key"))

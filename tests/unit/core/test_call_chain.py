@@ -1,14 +1,14 @@
 """Chains of calls between models: who waits for whom, and which call would wait for itself."""
 
 from qinfer.core.call_chain import depth_of, endless, extended, names_of
-from qinfer.core.messages import Holder
+from qinfer.core.messages import ResourceHolder
 
 
-def chain(*models: str) -> tuple[Holder, ...]:
+def chain(*models: str) -> tuple[ResourceHolder, ...]:
     """Returns the holders of a call of the last model; a name is that of the execution, too."""
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[ResourceHolder, ...] = ()
     for number, model in enumerate(models):
-        holders = extended([holders], Holder(f"{model}{number}", model, {}, 1))
+        holders = extended([holders], ResourceHolder(f"{model}{number}", model, {}, 1))
     return holders
 
 
@@ -27,12 +27,12 @@ def test_a_call_has_those_who_wait_for_it() -> None:
 def test_all_callers_of_a_batch_wait_for_its_call() -> None:
     """Each once; the longest chain is the one that is told."""
     shared = chain("a")
-    longer = extended([shared], Holder("b", "b", {}, 1))
+    longer = extended([shared], ResourceHolder("b", "b", {}, 1))
 
-    merged = extended([(), shared, longer, chain("z"), longer], Holder("c", "c", {}, 2))
+    merged = extended([(), shared, longer, chain("z"), longer], ResourceHolder("c", "c", {}, 2))
 
     assert sorted(holder.token for holder in merged) == ["a0", "b", "c", "z0"]
-    assert merged[-1] == Holder("c", "c", {}, 2, 3)
+    assert merged[-1] == ResourceHolder("c", "c", {}, 2, 3)
     assert names_of(merged, "d") == "a -> b -> c -> d"
 
 
@@ -43,7 +43,7 @@ def test_a_call_waits_for_itself_where_every_instance_waits_for_it() -> None:
     assert endless(holders, "a", 1, 3) == ""
     assert endless(holders, "a", 2, 1) == ""
     assert endless(holders, "c", 1, 0) == ""
-    assert endless(extended([()], Holder("", "a", {}, 1)), "a", 1, 1) == ""
+    assert endless(extended([()], ResourceHolder("", "a", {}, 1)), "a", 1, 1) == ""
     assert endless(holders, "a", 1, 2) == (
         "model 'a' can't be called by model 'a': all 2 instances of 'a' would wait for this call (a -> b -> a -> a); "
         "give 'a' more instances than its calls to itself are deep"
@@ -56,9 +56,12 @@ def test_a_call_waits_for_itself_where_every_instance_waits_for_it() -> None:
 
 def test_ensembles_are_in_the_chain_and_hold_nothing() -> None:
     """Two of them in two chains stay apart."""
-    one, other = extended([chain("a")], Holder("", "e", {}, 1)), extended([chain("b")], Holder("", "f", {}, 1))
+    one, other = (
+        extended([chain("a")], ResourceHolder("", "e", {}, 1)),
+        extended([chain("b")], ResourceHolder("", "f", {}, 1)),
+    )
 
-    merged = extended([one, other], Holder("c", "c", {}, 1))
+    merged = extended([one, other], ResourceHolder("c", "c", {}, 1))
 
     assert names_of(merged, "a") == "a -> e -> c -> a"
     assert [holder.model for holder in merged] == ["a", "e", "b", "f", "c"]

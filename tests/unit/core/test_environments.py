@@ -9,7 +9,7 @@ from qinfer.core.environments import (
     BULK_WORKER,
     GATEWAY,
     WORKER,
-    Role,
+    ProgramRole,
     helper_environment,
     model_environment,
     program_environment,
@@ -23,7 +23,7 @@ CREDENTIALS = {"AWS_SECRET_ACCESS_KEY": "a", "https_proxy": "http://user:b@proxy
 OTHERS = {"ACME_DB_PASSWORD": "d", "HF_TOKEN": "e", "QINFER_API_KEY": "f"}
 
 
-def settings_of(role: Role) -> set[str]:
+def settings_of(role: ProgramRole) -> set[str]:
     """Returns the settings that a program gets of all that there are."""
     return set(program_environment(role, dict.fromkeys(variable_names(), "{}")))
 
@@ -53,7 +53,7 @@ def test_secrets_of_the_gateway_are_not_the_workers() -> None:
 
 
 @pytest.mark.parametrize("role", [GATEWAY, WORKER, BULK_WORKER])
-def test_a_program_gets_credentials_of_stores_and_what_the_operator_passes(role: Role) -> None:
+def test_a_program_gets_credentials_of_stores_and_what_the_operator_passes(role: ProgramRole) -> None:
     base = PLAIN | CREDENTIALS | OTHERS
 
     assert program_environment(role, base) == PLAIN | CREDENTIALS

@@ -14,10 +14,10 @@ from qinfer.client.job_output import read_text, text_schema
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.check import check
 from qinfer.jobs.columns.inputs import InputColumns
-from qinfer.jobs.columns.outputs import OutputColumns, Scored
+from qinfer.jobs.columns.outputs import OutputColumns, ScoredRows
 from qinfer.jobs.columns.row_errors import RowErrors
 from qinfer.jobs.job import Output, OutputFormat
-from qinfer.jobs.parts import PartMetadata, PartWriter, Split, _as_text
+from qinfer.jobs.parts import PartColumns, PartMetadata, PartWriter, _as_text
 from qinfer.jobs.rows.shard_rows import ShardReader
 from qinfer.jobs.rows.source import find_files, format_of, read_footer
 from tests.support.jobs.bulk_data import job_of, model_of, shard_of, tensor, write
@@ -170,7 +170,7 @@ def test_a_type_is_copied_or_refused(
 
     check(spec, MODEL, schema)
     columns = OutputColumns(spec, MODEL, schema, [url])
-    split = Split(columns.good, columns.failed) if is_split else None
+    split = PartColumns(columns.good, columns.failed) if is_split else None
     path = tmp_path / "part"
     with (
         closing(ShardReader(shard_of(url), ("x", "c"), schema)) as reader,
@@ -181,7 +181,7 @@ def test_a_type_is_copied_or_refused(
             errors = RowErrors(rows)
             if is_split:
                 errors.mark(np.array([rows - 1]), "failed", "as it should")
-            writer.write(columns.encode(batch, [Scored(None, {"y": np.arange(rows).reshape(-1, 1)})], errors))
+            writer.write(columns.encode(batch, [ScoredRows(None, {"y": np.arange(rows).reshape(-1, 1)})], errors))
 
     if output_format in ("csv", "jsonl"):
         (tmp_path / f"part-00000.{output_format}").write_bytes(path.read_bytes())

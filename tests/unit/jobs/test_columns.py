@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.columns.inputs import Decoded, InputColumns
+from qinfer.jobs.columns.inputs import DecodedBatch, InputColumns
 from qinfer.jobs.job import Columns
 from qinfer.models.spec import TensorSpec
 from tests.support.jobs.bulk_data import job_of, model_of, tensor
@@ -27,7 +27,7 @@ def beyond(column: str, value: float, datatype: str) -> str:
     )
 
 
-def decode(record: pa.RecordBatch, inputs: list[TensorSpec], columns: dict[str, Any] | None = None) -> Decoded:
+def decode(record: pa.RecordBatch, inputs: list[TensorSpec], columns: dict[str, Any] | None = None) -> DecodedBatch:
     return InputColumns(job_of(columns), model_of(inputs), record.schema).decode(record)
 
 
@@ -41,7 +41,7 @@ def only(record: pa.RecordBatch, spec: TensorSpec, column: Any = None) -> np.nda
     return piece.inputs[spec.name]
 
 
-def messages(decoded: Decoded) -> list[str | None]:
+def messages(decoded: DecodedBatch) -> list[str | None]:
     codes, texts = decoded.errors.columns()
     assert [code is None for code in codes.to_pylist()] == [text is None for text in texts.to_pylist()]
     assert set(codes.to_pylist()) <= {None, "invalid_request"}
@@ -49,7 +49,7 @@ def messages(decoded: Decoded) -> list[str | None]:
     return found
 
 
-def good_rows(decoded: Decoded) -> list[int]:
+def good_rows(decoded: DecodedBatch) -> list[int]:
     (piece,) = decoded.pieces
     assert piece.rows is not None
     rows: list[int] = piece.rows.tolist()

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import Csv, JobSpec, Output
-from qinfer.jobs.plan import Unplanned
+from qinfer.jobs.plan import UnplannedJob
 from qinfer.jobs.planning import examine, make_plan
 from qinfer.jobs.rows.csv_quotes import guessed_escape, unescaped
 from qinfer.jobs.rows.shard_rows import ShardReader
-from qinfer.jobs.shards import Pace
+from qinfer.jobs.shards import ShardPace
 from tests.support.jobs.bulk_data import ANY_FILE, model_of, tensor
 
 MODEL = model_of([tensor("x", "INT64", 1)])
-PACE = Pace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
+PACE = ShardPace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
 SPARK = "part-00000-0aa8ee81-6e1c-4e53-8b0a-59ffbd5b4f0c-c000.csv"
 BALANCE = "the quotes of a value do not balance"
 
@@ -32,7 +32,7 @@ def rows(folder: Path, **fields: Any) -> tuple[list[Any], dict[int, str]]:
     output = Output(f"file://{folder}-out", rows_per_part=40)
     spec = JobSpec(model="m", inputs=(f"file://{folder}/*",), output=output, passthrough=("t",), **fields)
     spec = examine(spec, MODEL, ANY_FILE).spec
-    plan = make_plan(Unplanned("job-1", spec, MODEL, "hash", ANY_FILE), PACE)
+    plan = make_plan(UnplannedJob("job-1", spec, MODEL, "hash", ANY_FILE), PACE)
     schema = decode_schema(plan.schema)
     texts: list[Any] = []
     faults: dict[int, str] = {}

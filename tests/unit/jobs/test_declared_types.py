@@ -13,21 +13,21 @@ import pytest
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.columns.fields import select
 from qinfer.jobs.columns.inputs import InputColumns
-from qinfer.jobs.columns.outputs import OutputColumns, Scored
+from qinfer.jobs.columns.outputs import OutputColumns, ScoredRows
 from qinfer.jobs.columns.row_errors import RowErrors
 from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.columns.texts import TypedColumns, type_of, typed
 from qinfer.jobs.job import COLUMN_TYPES, Csv, JobSpec, Output, decode_spec
-from qinfer.jobs.plan import Plan, Unplanned, decode_plan, encode_plan
+from qinfer.jobs.plan import JobPlan, UnplannedJob, decode_plan, encode_plan
 from qinfer.jobs.planning import examine, make_plan
 from qinfer.jobs.rows.shard_rows import ShardReader
-from qinfer.jobs.shards import Pace
+from qinfer.jobs.shards import ShardPace
 from qinfer.models.spec import ModelSpec
 from tests.support.jobs.bulk_data import ANY_FILE, job_of, model_of, tensor, write
 
 DAY, NOON = datetime.date(2026, 1, 31), datetime.datetime.fromisoformat("2026-01-31T12:00:00.5")
 NUMBER = model_of([tensor("x", "FP64", 1)], [tensor("y", "FP64", 1)])
-PACE = Pace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
+PACE = ShardPace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
 
 WHOLE = ("7", 7, "x")
 FLOAT = ("1.10", 1.1, "1e400")
@@ -51,12 +51,12 @@ VALUES: dict[str, tuple[str, Any, str]] = {
 """Type → a cell of it, the cell's value, and a cell that is none; empty = there is no such cell."""
 
 
-def planned(folder: Path, model: ModelSpec = NUMBER, *, pattern: str = "*", **fields: Any) -> Plan:
+def planned(folder: Path, model: ModelSpec = NUMBER, *, pattern: str = "*", **fields: Any) -> JobPlan:
     spec = JobSpec(
         model="m", inputs=(f"file://{folder}/{pattern}",), output=Output(f"file://{folder}-out"), key="id", **fields
     )
     spec = examine(spec, model, ANY_FILE).spec
-    return decode_plan(encode_plan(make_plan(Unplanned("job-1", spec, model, "hash", ANY_FILE), PACE)))
+    return decode_plan(encode_plan(make_plan(UnplannedJob("job-1", spec, model, "hash", ANY_FILE), PACE)))
 
 
 def output(folder: Path, model: ModelSpec = NUMBER, **fields: Any) -> pa.Table:
@@ -73,7 +73,7 @@ def output(folder: Path, model: ModelSpec = NUMBER, **fields: Any) -> pa.Table:
                 errors = RowErrors(batch.record.num_rows)
                 batch = values.of(batch, errors)
                 decoded = inputs.decode(batch.record, errors)
-                scored = [Scored(piece.rows, {"y": np.asarray(piece.inputs["x"]) * 2}) for piece in decoded.pieces]
+                scored = [ScoredRows(piece.rows, {"y": np.asarray(piece.inputs["x"]) * 2}) for piece in decoded.pieces]
                 found.append(outputs.encode(batch, scored, errors))
     return pa.Table.from_batches(found)
 

@@ -24,25 +24,25 @@ import uvloop
 from qinfer import errors
 from qinfer.core.processes import packed
 from qinfer.core.settings import BulkSettings, Settings, StoreSettings
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InvalidRequest, Overloaded, QinferError, UnsupportedFeature
 from qinfer.jobs.check import ERROR_COLUMNS
-from qinfer.jobs.examiner import Hello
+from qinfer.jobs.examiner import ExaminerHello
 from qinfer.jobs.examiner_pool import COMMAND, ExaminerPool
 from qinfer.jobs.examiner_pool import GATEWAY_PROCESSES as PROCESSES
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.parts import PartWriter, part_metadata, part_of
-from qinfer.jobs.plan import ExpectedParts, Shard, Unplanned, decode_plan
+from qinfer.jobs.plan import ExpectedParts, Shard, UnplannedJob, decode_plan
 from qinfer.jobs.planning import examine, make_plan
 from qinfer.jobs.rows.arrow_footer import FOOTER_BYTES
-from qinfer.jobs.shards import Pace
+from qinfer.jobs.shards import ShardPace
 from qinfer.storage.open import store_for
 from qinfer.testing import eventually, stub_spec, wait_until
 from tests.support.jobs.bulk_data import ANY_FILE
 from tests.support.jobs.examiner_stub import STUB, looking
 
 MODEL = stub_spec()
-PACE = Pace(0.0, 30.0, 1000, 1000)
+PACE = ShardPace(0.0, 30.0, 1000, 1000)
 SMALLEST = 512 * 2**20
 CLASSES = sorted(
     name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, QinferError)
@@ -83,7 +83,7 @@ async def examining(
     assert looking() == set()
 
 
-async def told(examiner: ExaminerPool, spec: JobSpec, grant: Grant = ANY_FILE) -> QinferError:
+async def told(examiner: ExaminerPool, spec: JobSpec, grant: UrlGrant = ANY_FILE) -> QinferError:
     with pytest.raises(QinferError) as caught:
         await examiner.check(spec, MODEL, grant)
     return caught.value
@@ -125,9 +125,9 @@ async def test_jobs_are_refused_as_before(lake: str) -> None:
     async with examining(lake, COMMAND) as examiner:
         for name, spec in refused.items():
             with pytest.raises(QinferError) as here:
-                examine(spec, MODEL, Grant((lake,), (lake,)))
+                examine(spec, MODEL, UrlGrant((lake,), (lake,)))
 
-            there = await told(examiner, spec, Grant((lake,), (lake,)))
+            there = await told(examiner, spec, UrlGrant((lake,), (lake,)))
 
             assert (type(there), there.message) == (type(here.value), here.value.message), name
 
@@ -161,7 +161,7 @@ async def test_a_library_that_is_missing(lake: str) -> None:
 
 async def test_plans_and_parts_are_those_of_this_process(lake: str, tmp_path: Path) -> None:
     """Whole parts, broken ones and those that are gone; a broken one is set aside."""
-    unplanned = Unplanned("job", job(lake, "a.parquet"), MODEL, "hash", ANY_FILE)
+    unplanned = UnplannedJob("job", job(lake, "a.parquet"), MODEL, "hash", ANY_FILE)
     output = pa.table({"y": [1.0, 2.0], **dict.fromkeys(ERROR_COLUMNS, pa.nulls(2, pa.string()))})
     shards = tuple(Shard(number, f"part-{number}.parquet", 2, ()) for number in range(4))
     (tmp_path / "out").mkdir()
@@ -403,7 +403,7 @@ def test_a_parent_that_dies_before_it_reads_leaves_none() -> None:
     mine, theirs = socket.socketpair()
     with open(os.memfd_create("notes"), "rb") as notes, theirs:
         process = subprocess.Popen(COMMAND, stdin=theirs.fileno(), stdout=theirs.fileno(), pass_fds=[notes.fileno()])
-        mine.sendall(packed(Hello((), SMALLEST, notes.fileno(), FOOTER_BYTES)))
+        mine.sendall(packed(ExaminerHello((), SMALLEST, notes.fileno(), FOOTER_BYTES)))
     try:
         select.select([mine], [], [])
         mine.close()

@@ -16,11 +16,11 @@ from qinfer.jobs.columns.fields import Fields, pick, pruned, replaced, select
 from qinfer.jobs.columns.inputs import InputColumns
 from qinfer.jobs.columns.outputs import OutputColumns
 from qinfer.jobs.columns.schemas import decode_schema
-from qinfer.jobs.plan import Unplanned
+from qinfer.jobs.plan import UnplannedJob
 from qinfer.jobs.planning import make_plan
 from qinfer.jobs.rows.shard_rows import ShardReader
-from qinfer.jobs.rows.source import Limits
-from qinfer.jobs.shards import Pace
+from qinfer.jobs.rows.source import ReadLimits
+from qinfer.jobs.shards import ShardPace
 from tests.support.jobs.bulk_data import ANY_FILE, HASH, JOB, job_of, model_of, shard_of, tensor, write
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -146,7 +146,7 @@ def test_long_values_of_a_dictionary_within_a_struct_are_read(tmp_path: Path) ->
     rows = [{"id": n, "image": {"bytes": bytes([n % 3]) * 2**20, "path": ""}} for n in range(30)]
     url = write(tmp_path / "x.parquet", table(rows))
 
-    with closing(ShardReader(shard_of(url), ["image.bytes"], SCHEMA, limits=Limits.of(24 * 2**20))) as reader:
+    with closing(ShardReader(shard_of(url), ["image.bytes"], SCHEMA, limits=ReadLimits.of(24 * 2**20))) as reader:
         sizes, first = [], []
         while (batch := reader.read(30)) is not None:
             sizes.append(batch.record.num_rows)
@@ -214,8 +214,8 @@ def planned(folder: Path, extension: str, *tables: pa.Table) -> pa.Schema:
     for number, one in enumerate(tables):
         write(folder / f"{number}.{extension}", one)
     spec = msgspec.structs.replace(job_of({"x": "a.x"}, key="a.x"), inputs=(f"file://{folder}/*",))
-    job = Unplanned(JOB, spec, model_of([tensor("x", "FP64", 1)]), HASH, ANY_FILE)
-    return decode_schema(make_plan(job, Pace(0, 30, 1000, 1000)).schema)
+    job = UnplannedJob(JOB, spec, model_of([tensor("x", "FP64", 1)]), HASH, ANY_FILE)
+    return decode_schema(make_plan(job, ShardPace(0, 30, 1000, 1000)).schema)
 
 
 def structs(**fields: Any) -> pa.Table:

@@ -12,20 +12,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qinfer.jobs.columns.inputs import InputColumns
-from qinfer.jobs.columns.outputs import OutputColumns, Scored
+from qinfer.jobs.columns.outputs import OutputColumns, ScoredRows
 from qinfer.jobs.columns.row_errors import RowErrors
 from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import JobSpec, Output, OutputFormat
 from qinfer.jobs.parts import PartMetadata, PartWriter
-from qinfer.jobs.plan import Unplanned
+from qinfer.jobs.plan import UnplannedJob
 from qinfer.jobs.planning import examine, make_plan
 from qinfer.jobs.rows.json_numbers import quoted
 from qinfer.jobs.rows.shard_rows import ShardReader
-from qinfer.jobs.shards import Pace
+from qinfer.jobs.shards import ShardPace
 from tests.support.jobs.bulk_data import ANY_FILE, model_of, tensor
 
 MODEL = model_of([tensor("x", "FP64", -1)], [tensor("y", "INT64", 1)])
-PACE = Pace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
+PACE = ShardPace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
 AS_WRITTEN = ["1.10", "1e3", "12345678901234567890", "-0", "1E-7", "1225717802.1679841607", "0.00001", f"1{'0' * 17}.5"]
 ANY_NUMBER = r"\A-?(0|[1-9][0-9]{0,20})(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,2})?\Z"
 PLAIN = ["1.5", "-7", "0", "1234567890123456789", "0.1", "1.0"]
@@ -37,7 +37,7 @@ def scored(folder: Path, output_format: OutputFormat, **fields: Any) -> tuple[Pa
         model="m", inputs=(f"file://{folder}/*",), output=Output(f"file://{folder}-out", output_format), **fields
     )
     examine(spec, MODEL, ANY_FILE)
-    plan = make_plan(Unplanned("job-1", spec, MODEL, "hash", ANY_FILE), PACE)
+    plan = make_plan(UnplannedJob("job-1", spec, MODEL, "hash", ANY_FILE), PACE)
     (shard,) = plan.shards
     schema = decode_schema(plan.schema)
     inputs = InputColumns(spec, MODEL, schema)
@@ -53,7 +53,7 @@ def scored(folder: Path, output_format: OutputFormat, **fields: Any) -> tuple[Pa
             found = inputs.decode(batch.record, RowErrors(batch.record.num_rows))
             given_ += [row for piece in found.pieces for row in piece.inputs["x"].tolist()]
             y = np.zeros((batch.record.num_rows, 1), np.int64)
-            writer.write(columns.encode(batch, [Scored(None, {"y": y})], RowErrors(batch.record.num_rows)))
+            writer.write(columns.encode(batch, [ScoredRows(None, {"y": y})], RowErrors(batch.record.num_rows)))
     return path, columns.schema, given_
 
 

@@ -12,10 +12,10 @@ from qinfer.errors import InvalidRequest
 from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.examiner_pool import ExaminerPool
 from qinfer.jobs.job import JobSpec, Output
-from qinfer.jobs.plan import Unplanned, decode_plan
+from qinfer.jobs.plan import UnplannedJob, decode_plan
 from qinfer.jobs.rows.shard_rows import ShardReader
-from qinfer.jobs.rows.source import Limits, SourceBroken
-from qinfer.jobs.shards import Pace
+from qinfer.jobs.rows.source import ReadLimits, SourceBroken
+from qinfer.jobs.shards import ShardPace
 from tests.support.jobs.bulk_data import ANY_FILE, model_of, tensor, write
 
 MODEL = model_of([tensor("x", "FP64", 1)], [tensor("y", "FP64", 1)])
@@ -41,8 +41,8 @@ def test_a_large_footer_is_read_where_the_setting_allows_it(tmp_path: Path, form
         await asyncio.sleep(0)
         try:
             await pool.check(spec, MODEL, ANY_FILE)
-            pace = Pace(0.0, 30.0, 1000, 1000)
-            return await pool.plan(Unplanned("job-1", spec, MODEL, "hash", ANY_FILE), pace, 1)
+            pace = ShardPace(0.0, 30.0, 1000, 1000)
+            return await pool.plan(UnplannedJob("job-1", spec, MODEL, "hash", ANY_FILE), pace, 1)
         finally:
             running.cancel()
             await asyncio.wait([running])
@@ -51,7 +51,7 @@ def test_a_large_footer_is_read_where_the_setting_allows_it(tmp_path: Path, form
         asyncio.run(planned(16 * 2**20))
     plan = decode_plan(asyncio.run(planned(LARGE)))
     schema = decode_schema(plan.schema)
-    with closing(ShardReader(plan.shards[0], ("x", "id"), schema, spec, limits=Limits.of(2**26, LARGE))) as reader:
+    with closing(ShardReader(plan.shards[0], ("x", "id"), schema, spec, limits=ReadLimits.of(2**26, LARGE))) as reader:
         batch = reader.read(10)
         assert batch is not None
         assert batch.record.to_pylist() == [{"x": 1.0, "id": 7}]

@@ -15,15 +15,15 @@ from qinfer.jobs.manifest import (
     encode_success,
     make_manifest,
 )
-from qinfer.jobs.plan import PartInfo, Plan, Shard, Source
+from qinfer.jobs.plan import JobPlan, PartInfo, Shard, SourceFile
 from tests.support.jobs.bulk_data import HASH, JOB, job_of
 
-SOURCES = (Source("s3://b/in/a.parquet", "e1", 1000, 7), Source("s3://b/in/b.parquet", "e2", 500, 3))
+SOURCES = (SourceFile("s3://b/in/a.parquet", "e1", 1000, 7), SourceFile("s3://b/in/b.parquet", "e2", 500, 3))
 
 
-def plan_of(*rows: int) -> Plan:
+def plan_of(*rows: int) -> JobPlan:
     shards = tuple(Shard(index, f"part-{index:05d}.parquet", count, ()) for index, count in enumerate(rows))
-    return Plan(
+    return JobPlan(
         job_id=JOB, spec=job_of(version=2), model_hash=HASH, schema="", sources=SOURCES, shards=shards, rows=sum(rows)
     )
 

@@ -11,11 +11,11 @@ import pytest
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import JobSpec, Output
-from qinfer.jobs.plan import Unplanned
+from qinfer.jobs.plan import UnplannedJob
 from qinfer.jobs.planning import make_plan
 from qinfer.jobs.rows.shard_rows import ShardReader
 from qinfer.jobs.rows.source import SourceBroken
-from qinfer.jobs.shards import Pace
+from qinfer.jobs.shards import ShardPace
 from tests.support.jobs.bulk_data import ANY_FILE, model_of, tensor, write
 
 MODEL = model_of([tensor("x", "FP64", 1)], [tensor("y", "FP64", 1)])
@@ -31,7 +31,7 @@ def merged(folder: Path, one: pa.Array, other: pa.Array, **fields: Any) -> list[
         write(folder / f"{name}.arrow", pa.table({"x": [1.0] * len(values), "c": values}))
     fields = {"passthrough": ("c",), **fields}
     spec = JobSpec(model="m", inputs=(f"file://{folder}/*",), output=Output("file:///out"), **fields)
-    plan = make_plan(Unplanned("job-1", spec, MODEL, "hash", ANY_FILE), Pace(0.0, 30.0, 1000, 1000))
+    plan = make_plan(UnplannedJob("job-1", spec, MODEL, "hash", ANY_FILE), ShardPace(0.0, 30.0, 1000, 1000))
     found: list[Any] = []
     for shard in plan.shards:
         with closing(ShardReader(shard, ("c",), decode_schema(plan.schema), spec)) as reader:

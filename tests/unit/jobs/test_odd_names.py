@@ -8,19 +8,19 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InputMissing
 from qinfer.jobs.check import ERROR_COLUMNS
 from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.parts import PartWriter, part_metadata
-from qinfer.jobs.plan import Plan, Unplanned
+from qinfer.jobs.plan import JobPlan, UnplannedJob
 from qinfer.jobs.planning import examine, make_plan
 from qinfer.jobs.rows.shard_rows import ShardReader
 from qinfer.jobs.rows.source import find_files
-from qinfer.jobs.shards import Pace
+from qinfer.jobs.shards import ShardPace
 from qinfer.storage.open import store_for, url_to_fs
-from qinfer.storage.store import Outcome
+from qinfer.storage.store import CommitOutcome
 from tests.support.jobs.bulk_data import model_of, tensor
 from tests.support.jobs.job_proof import parquet
 from tests.support.servers.s3_server import S3Server
@@ -69,13 +69,13 @@ def put(url: str, number: int) -> None:
     store_for(url).write(parquet(pa.table({"id": [number], "x": [float(number)]})), url)
 
 
-def planned(url: str, folder: str, output: str) -> Plan:
-    grant = Grant((folder,), (folder,))
+def planned(url: str, folder: str, output: str) -> JobPlan:
+    grant = UrlGrant((folder,), (folder,))
     spec = examine(JobSpec(model="m", inputs=(url,), output=Output(output), key="id"), MODEL, grant).spec
-    return make_plan(Unplanned("job-1", spec, MODEL, "hash", grant), Pace(0.0, 30.0, 1000, 1000))
+    return make_plan(UnplannedJob("job-1", spec, MODEL, "hash", grant), ShardPace(0.0, 30.0, 1000, 1000))
 
 
-def ids(plan: Plan) -> list[int]:
+def ids(plan: JobPlan) -> list[int]:
     found: list[int] = []
     for shard in plan.shards:
         with closing(ShardReader(shard, ("id", "x"), decode_schema(plan.schema), plan.spec)) as reader:
@@ -134,7 +134,7 @@ def test_an_output_is_written_to_the_folder_of_its_name(folder: str, tmp_path: P
     with PartWriter(spool, record.schema, plan.spec.output, part_metadata("job-1", plan.shards[0], "hash")) as writer:
         writer.write(record)
 
-    assert store.commit_if_absent(spool, url) is Outcome.CREATED
+    assert store.commit_if_absent(spool, url) is CommitOutcome.CREATED
     store.write(b"x", f"{plan.spec.output.url}/_input/piece")
     store.delete_folder(f"{plan.spec.output.url}/_input")
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from qinfer.errors import InvalidRequest, OutputMismatch
-from qinfer.jobs.columns.outputs import OutputColumns, Scored, list_type
+from qinfer.jobs.columns.outputs import OutputColumns, ScoredRows, list_type
 from qinfer.jobs.columns.row_errors import Array, RowErrors
 from qinfer.jobs.job import Output
 from qinfer.jobs.rows.shard_rows import RowBatch, Segment
@@ -37,7 +37,7 @@ def encode(output: TensorSpec, array: Array | Tensor, **job: Any) -> pa.Array:
     """Encodes one output of as many rows as it has."""
     batch = batch_of(array.shape[0])
     columns = columns_of(batch, output, **job)
-    record = columns.encode(batch, [Scored(None, {output.name: array})], RowErrors(array.shape[0]))
+    record = columns.encode(batch, [ScoredRows(None, {output.name: array})], RowErrors(array.shape[0]))
     assert record.schema.equals(columns.schema)
     record.validate(full=True)
     return record.column(output.name)
@@ -48,7 +48,7 @@ def test_the_place_of_each_row_is_told() -> None:
     batch = RowBatch(record, (Segment(URLS[0], 1, 7, 1), Segment(URLS[1], 0, 0, 2)))
     columns = columns_of(batch, tensor("y", "FP32", 1))
 
-    found = columns.encode(batch, [Scored(None, {"y": np.array([[1], [2], [3]], np.float32)})], RowErrors(3))
+    found = columns.encode(batch, [ScoredRows(None, {"y": np.array([[1], [2], [3]], np.float32)})], RowErrors(3))
 
     assert found.schema.names == ["y", *LAST]
     assert found.schema.equals(columns.schema)
@@ -66,7 +66,7 @@ def test_a_key_is_copied_in_place_of_the_row_numbers() -> None:
     batch = batch_of(2, id=pa.array(["p", "q"]), other=pa.array([1, 2]))
     columns = columns_of(batch, tensor("y", "FP32", 1), key="id")
 
-    found = columns.encode(batch, [Scored(None, {"y": np.zeros((2, 1), np.float32)})], RowErrors(2))
+    found = columns.encode(batch, [ScoredRows(None, {"y": np.zeros((2, 1), np.float32)})], RowErrors(2))
 
     assert found.schema.names == ["y", "id", "error_code", "error_message"]
     assert found.column("id").to_pylist() == ["p", "q"]
@@ -137,8 +137,8 @@ def test_a_variable_dimension_becomes_lists_of_any_size() -> None:
     batch = batch_of(3)
     columns = columns_of(batch, tensor("y", "INT64", -1, 2))
     scored = [
-        Scored(np.array([0, 2]), {"y": np.arange(4).reshape(2, 1, 2)}),
-        Scored(np.array([1]), {"y": np.arange(4).reshape(1, 2, 2)}),
+        ScoredRows(np.array([0, 2]), {"y": np.arange(4).reshape(2, 1, 2)}),
+        ScoredRows(np.array([1]), {"y": np.arange(4).reshape(1, 2, 2)}),
     ]
 
     found = columns.encode(batch, scored, RowErrors(3))
@@ -163,7 +163,7 @@ def test_bytes_that_are_no_text_are_their_rows_error() -> None:
     array = np.array([[b"a", b"b"], [b"\xff", b"c"], [b"d", "\ufffd".encode()]], dtype=object)
     errors = RowErrors(4)
 
-    found = columns.encode(batch, [Scored(np.array([0, 2, 3]), {"y": array})], errors)
+    found = columns.encode(batch, [ScoredRows(np.array([0, 2, 3]), {"y": array})], errors)
 
     assert found.column("y").to_pylist() == [["a", "b"], None, None, ["d", "\ufffd"]]
     assert found.column("error_code").to_pylist() == [None, None, "output_mismatch", None]
@@ -184,7 +184,7 @@ def test_failed_rows_have_nulls(dims: tuple[int, ...], datatype: str) -> None:
     errors.mark(np.array([1, 3]), "execution_failed", "the model failed")
     outputs = {"y": np.full((2, *shape), fill, dtype), "z": np.array([[7], [8]])}
 
-    found = columns.encode(batch, [Scored(np.array([0, 2]), outputs)], errors)
+    found = columns.encode(batch, [ScoredRows(np.array([0, 2]), outputs)], errors)
 
     found.validate(full=True)
     assert found.column("y").is_null().to_pylist() == [False, True, False, True]
@@ -212,7 +212,7 @@ def test_an_output_of_a_row_that_failed_later_is_not_told() -> None:
     errors = RowErrors(2)
     errors.mark(np.array([1]), "execution_failed", "late")
 
-    found = columns.encode(batch, [Scored(None, {"y": np.ones((2, 1), np.float32)})], errors)
+    found = columns.encode(batch, [ScoredRows(None, {"y": np.ones((2, 1), np.float32)})], errors)
 
     assert found.column("y").to_pylist() == [1.0, None]
 
@@ -232,7 +232,7 @@ def test_an_output_that_is_not_the_configurations_is_refused(array: Any, text: s
     columns = columns_of(batch, tensor("y", "FP32", 2))
 
     with pytest.raises(OutputMismatch, match=text):
-        columns.encode(batch, [Scored(None, {} if array is None else {"y": array})], RowErrors(2))
+        columns.encode(batch, [ScoredRows(None, {} if array is None else {"y": array})], RowErrors(2))
 
 
 def test_two_columns_of_one_name_are_refused() -> None:
@@ -256,7 +256,7 @@ def test_only_chosen_outputs_are_columns() -> None:
     outputs = (tensor("y", "FP32", 1), tensor("z", "FP32", 1))
     columns = columns_of(batch, *outputs, output=Output("file:///out", tensors=("z",)))
 
-    found = columns.encode(batch, [Scored(None, {"z": np.ones((1, 1), np.float32)})], RowErrors(1))
+    found = columns.encode(batch, [ScoredRows(None, {"z": np.ones((1, 1), np.float32)})], RowErrors(1))
 
     assert found.schema.names == ["z", *LAST]
 
@@ -264,7 +264,7 @@ def test_only_chosen_outputs_are_columns() -> None:
 def ranked(array: Array, output: TensorSpec = PROBABILITIES, count: int = 1, **names: str) -> pa.RecordBatch:
     batch = batch_of(len(array))
     columns = columns_of(batch, output, output=Output("file:///out", top_k={"p": count}, columns=names))
-    found = columns.encode(batch, [Scored(None, {"p": array})], RowErrors(len(array)))
+    found = columns.encode(batch, [ScoredRows(None, {"p": array})], RowErrors(len(array)))
     assert found.schema.equals(columns.schema)
     found.validate(full=True)
     return found
@@ -319,7 +319,7 @@ def test_failed_rows_have_no_greatest_element() -> None:
     errors = RowErrors(2)
     errors.mark(np.array([0]), "invalid_request", "no")
 
-    found = columns.encode(batch, [Scored(np.array([1]), {"p": np.eye(1, 4, dtype=np.float32)})], errors)
+    found = columns.encode(batch, [ScoredRows(np.array([1]), {"p": np.eye(1, 4, dtype=np.float32)})], errors)
 
     assert found.column("p_index").to_pylist() == [None, [0, 1]]
     assert found.column("p_label").to_pylist() == [None, ["cat", None]]
@@ -335,7 +335,7 @@ def listed(output: TensorSpec, *rows: Sequence[Any], binary: str = "") -> tuple[
     array = np.empty(len(rows), object)
     for number, row in enumerate(rows):
         array[number] = tuple(np.array(response, kind) for response in row)
-    record = columns.encode(batch, [Scored(None, {output.name: array})], errors)
+    record = columns.encode(batch, [ScoredRows(None, {output.name: array})], errors)
     assert record.schema.equals(columns.schema)
     record.validate(full=True)
     return record.column(output.name), errors
@@ -379,7 +379,7 @@ def test_rows_of_a_decoupled_model_that_failed_are_null() -> None:
     array = np.empty(2, object)
     array[0], array[1] = (), (np.ones(1, np.float32),)
 
-    found = columns.encode(batch, [Scored(np.array([2, 0]), {"y": array})], errors)
+    found = columns.encode(batch, [ScoredRows(np.array([2, 0]), {"y": array})], errors)
 
     assert found.column("y").to_pylist() == [[1.0], None, []]
 

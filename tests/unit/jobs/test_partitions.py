@@ -7,25 +7,25 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import JobSpec, Output, check_spec
-from qinfer.jobs.plan import Plan, Unplanned
+from qinfer.jobs.plan import JobPlan, UnplannedJob
 from qinfer.jobs.planning import examine, make_plan
 from qinfer.jobs.rows.shard_rows import ShardReader
-from qinfer.jobs.rows.source import Limits
-from qinfer.jobs.shards import Pace
+from qinfer.jobs.rows.source import ReadLimits
+from qinfer.jobs.shards import ShardPace
 from qinfer.models.spec import TensorSpec
 from qinfer.storage.hive import partition_values
 from qinfer.storage.open import store_for
-from qinfer.storage.store import Outcome
+from qinfer.storage.store import CommitOutcome
 from qinfer.testing import stub_spec
 from tests.support.jobs.bulk_data import ANY_FILE, model_of, tensor, write
 from tests.support.servers import object_stores
 
 MODEL = stub_spec(dims=(1,))
-PACE = Pace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
+PACE = ShardPace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
 
 
 def table_of(folder: Path, extension: str, *partitions: str, rows: int = 3) -> None:
@@ -44,18 +44,18 @@ def spec_of(folder: Path, **fields: Any) -> JobSpec:
     return spec
 
 
-def planned(folder: Path, inputs: tuple[TensorSpec, ...] = MODEL.inputs, **fields: Any) -> Plan:
+def planned(folder: Path, inputs: tuple[TensorSpec, ...] = MODEL.inputs, **fields: Any) -> JobPlan:
     spec, model = spec_of(folder, **fields), model_of(inputs, MODEL.outputs)
     examine(spec, model, ANY_FILE)
-    return make_plan(Unplanned("job-1", spec, model, "hash", ANY_FILE), PACE)
+    return make_plan(UnplannedJob("job-1", spec, model, "hash", ANY_FILE), PACE)
 
 
-def rows_of(plan: Plan, *columns: str, read_bytes: int = 2**26) -> list[tuple[Any, ...]]:
+def rows_of(plan: JobPlan, *columns: str, read_bytes: int = 2**26) -> list[tuple[Any, ...]]:
     """Reads all shards of a plan, as workers do."""
     found: list[tuple[Any, ...]] = []
     schema = decode_schema(plan.schema)
     for shard in plan.shards:
-        with closing(ShardReader(shard, columns, schema, plan.spec, limits=Limits.of(read_bytes))) as reader:
+        with closing(ShardReader(shard, columns, schema, plan.spec, limits=ReadLimits.of(read_bytes))) as reader:
             while (batch := reader.read(1000)) is not None:
                 assert batch.record.schema.equals(reader.schema)
                 assert sum(segment.rows for segment in batch.segments) == batch.record.num_rows
@@ -181,8 +181,8 @@ def test_tables_in_a_bucket_are_read_and_written(
             monkeypatch.setenv(name, value)
         table = bucket.upload(tmp_path / "table", to="table")
         spec = spec_of(tmp_path, inputs=(table,), partition_by=("c",))
-        grant = Grant((*ANY_FILE.read, table), ANY_FILE.write)
-        plan = make_plan(Unplanned("job-1", spec, model_of(MODEL.inputs), "hash", grant), PACE)
+        grant = UrlGrant((*ANY_FILE.read, table), ANY_FILE.write)
+        plan = make_plan(UnplannedJob("job-1", spec, model_of(MODEL.inputs), "hash", grant), PACE)
         assert rows_of(plan, "c", "x") == [("d e", float(x)) for x in range(3)] + [
             ("fr", float(x)) for x in range(3, 6)
         ]
@@ -191,8 +191,8 @@ def test_tables_in_a_bucket_are_read_and_written(
         for shard in plan.shards:
             url = f"{table}/out/{shard.part}"
             store = store_for(url)
-            assert store.commit_if_absent(tmp_path / "part", url) is Outcome.CREATED
-            assert store.commit_if_absent(tmp_path / "part", url) is Outcome.EXISTS
+            assert store.commit_if_absent(tmp_path / "part", url) is CommitOutcome.CREATED
+            assert store.commit_if_absent(tmp_path / "part", url) is CommitOutcome.EXISTS
             assert [found.url for found in store.scan(url.rpartition("/")[0])] == [url]
 
 
@@ -201,7 +201,7 @@ def test_long_values_take_no_more_memory_than_rows_may(tmp_path: Path) -> None:
     table_of(tmp_path, "parquet", "/".join(f"{name}={'v' * 200}" for name in "abcde"), rows=5000)
     plan = planned(tmp_path)
     shard, schema = max(plan.shards, key=lambda shard: shard.rows), decode_schema(plan.schema)
-    with closing(ShardReader(shard, ("x", *"abcde"), schema, plan.spec, limits=Limits.of(6 * 2**20))) as reader:
+    with closing(ShardReader(shard, ("x", *"abcde"), schema, plan.spec, limits=ReadLimits.of(6 * 2**20))) as reader:
         sizes = []
         while (batch := reader.read(5000)) is not None:
             sizes.append((batch.record.num_rows, batch.record.nbytes))

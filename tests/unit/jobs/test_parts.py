@@ -20,7 +20,7 @@ import pytest
 from qinfer.client.job_output import read_text, text_schema
 from qinfer.errors import StoreNotFound
 from qinfer.jobs.columns.inputs import InputColumns
-from qinfer.jobs.columns.outputs import OutputColumns, Scored
+from qinfer.jobs.columns.outputs import OutputColumns, ScoredRows
 from qinfer.jobs.job import LEVELS, TEXT_FORMATS, Output
 from qinfer.jobs.parts import PartBroken, PartWriter, part_metadata, validate_part
 from qinfer.jobs.plan import RECORDS, PartInfo, Shard
@@ -68,7 +68,7 @@ def score(folder: Path, output: Output, size: int = 30, rows: int = ROWS) -> tup
     ):
         while (batch := reader.read(size)) is not None:
             decoded = inputs.decode(batch.record)
-            scored = [Scored(piece.rows, model(piece.inputs["x"])) for piece in decoded.pieces]
+            scored = [ScoredRows(piece.rows, model(piece.inputs["x"])) for piece in decoded.pieces]
             writer.write(columns.encode(batch, scored, decoded.errors))
     url = f"file://{path}"
     writer.prepare(store_for(url), f"file://{folder}", shard.part)

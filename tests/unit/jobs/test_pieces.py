@@ -8,7 +8,7 @@ import pytest
 
 from qinfer.jobs.columns.schemas import without_views
 from qinfer.jobs.job import Output
-from qinfer.jobs.parts import PartBroken, PartWriter, Split, part_metadata, validate_part
+from qinfer.jobs.parts import PartBroken, PartColumns, PartWriter, part_metadata, validate_part
 from qinfer.jobs.plan import Range, Shard
 from qinfer.storage.open import store_for
 from tests.unit.jobs.test_arrow_types import ARRAYS
@@ -41,8 +41,8 @@ def output_of(format_: str, compression: str) -> Output:
     return Output(url="file:///out", format=format_, compression=compression)  # type: ignore[arg-type]
 
 
-def split_of(record: pa.RecordBatch, *, is_split: bool) -> Split | None:
-    return Split(record.schema.names[:-2], record.schema.names) if is_split else None
+def split_of(record: pa.RecordBatch, *, is_split: bool) -> PartColumns | None:
+    return PartColumns(record.schema.names[:-2], record.schema.names) if is_split else None
 
 
 def part(path: Path, record: pa.RecordBatch, output: Output, cuts: tuple[int, ...], *, is_split: bool) -> list[bytes]:

@@ -16,17 +16,17 @@ from qinfer.jobs.columns.schemas import common_type, decode_schema
 from qinfer.jobs.job import Csv, JobSpec, Output
 from qinfer.jobs.plan import (
     NO_GROUPS,
-    Plan,
+    JobPlan,
     Range,
     SkippedFiles,
-    Unplanned,
+    UnplannedJob,
     decode_plan,
     decode_plan_head,
     encode_plan,
     encode_plan_head,
 )
 from qinfer.jobs.planning import examine, make_plan
-from qinfer.jobs.shards import Pace
+from qinfer.jobs.shards import ShardPace
 from qinfer.storage.local import LocalStore
 from qinfer.storage.store import Stat
 from qinfer.testing import stub_spec
@@ -34,18 +34,18 @@ from tests.support.jobs.bulk_data import ANY_FILE
 from tests.support.jobs.bulk_data import write as write_rows
 
 MODEL = stub_spec(dims=(1,))
-PACE = Pace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
+PACE = ShardPace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
 
 
 def write(path: Path, columns: Mapping[str, Any], **options: Any) -> None:
     pq.write_table(pa.table(dict(columns)), path, **options)
 
 
-def planned(folder: Path, pattern: str = "*.parquet", pace: Pace = PACE, **fields: Any) -> Plan:
+def planned(folder: Path, pattern: str = "*.parquet", pace: ShardPace = PACE, **fields: Any) -> JobPlan:
     rows_per_part = fields.pop("rows_per_part", 0)
     output = Output("file:///out", rows_per_part=rows_per_part)
     spec = JobSpec(model="stub", inputs=(f"file://{folder}/{pattern}",), output=output, version=3, **fields)
-    return make_plan(Unplanned("job-1", spec, MODEL, "hash", ANY_FILE), pace)
+    return make_plan(UnplannedJob("job-1", spec, MODEL, "hash", ANY_FILE), pace)
 
 
 def test_a_plan_has_all_that_shards_are_made_by(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_one_huge_row_group_is_cut(tmp_path: Path) -> None:
     """By rows, as the pace asks for."""
     table = pa.table({"x": pa.nulls(3_000_000, pa.float32())})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=3_000_000)
-    plan = planned(tmp_path, pace=Pace(20_000.0, 30.0, 1, 5_000_000))
+    plan = planned(tmp_path, pace=ShardPace(20_000.0, 30.0, 1, 5_000_000))
     assert [(s.rows, s.ranges[0].first_in_group) for s in plan.shards] == [
         (n, i * n) for i, n in enumerate([600_000] * 5)
     ]

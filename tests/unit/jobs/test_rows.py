@@ -19,7 +19,7 @@ from qinfer.errors import StoreUnavailable
 from qinfer.jobs.columns.schemas import common_type, decode_schema, encode_schema
 from qinfer.jobs.plan import Range, Shard
 from qinfer.jobs.rows.shard_rows import Segment, ShardReader, SourceChanged
-from qinfer.jobs.rows.source import Limits, SourceBroken, format_of, read_footer
+from qinfer.jobs.rows.source import ReadLimits, SourceBroken, format_of, read_footer
 from qinfer.storage.open import store_for
 from qinfer.storage.s3_native import open_native
 from qinfer.storage.store import Stat
@@ -289,7 +289,7 @@ def test_wide_rows_that_cannot_be_read_take_no_more_memory_than_others(tmp_path:
     wide = pa.schema([("x", pa.list_(pa.float32(), 100_000))])
     url = write(tmp_path / "a.parquet", pa.table({"y": list(range(1000))}))
 
-    with closing(ShardReader(shard_of(url), ("x",), wide, SKIPS, limits=Limits.of(6 * 2**20))) as reader:
+    with closing(ShardReader(shard_of(url), ("x",), wide, SKIPS, limits=ReadLimits.of(6 * 2**20))) as reader:
         sizes = []
         while (batch := reader.read(1000)) is not None:
             sizes.append((batch.record.num_rows, batch.record.nbytes))

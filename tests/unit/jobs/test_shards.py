@@ -6,10 +6,18 @@ from collections.abc import Sequence
 import pytest
 
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.plan import InputFile, Shard, Source
-from qinfer.jobs.shards import MAX_SHARD_FILES, MAX_SHARD_RANGES, MAX_SHARDS, Pace, Sizes, plan_shards, shard_sizes
+from qinfer.jobs.plan import InputFile, Shard, SourceFile
+from qinfer.jobs.shards import (
+    MAX_SHARD_FILES,
+    MAX_SHARD_RANGES,
+    MAX_SHARDS,
+    ShardPace,
+    ShardSizes,
+    plan_shards,
+    shard_sizes,
+)
 
-UNKNOWN = Pace(rows_per_s=0.0, shard_s=30.0, default_rows=250_000, max_rows=5_000_000)
+UNKNOWN = ShardPace(rows_per_s=0.0, shard_s=30.0, default_rows=250_000, max_rows=5_000_000)
 """What the settings say of a model that nobody has asked yet."""
 
 SHARD_S, SKIPPED_ROW_S = 0.02, 60e-9
@@ -17,25 +25,25 @@ SHARD_S, SKIPPED_ROW_S = 0.02, 60e-9
 
 
 def files(count: int, groups: tuple[int, ...]) -> list[InputFile]:
-    return [InputFile(Source(f"file:///{number:05d}", "e", 1, sum(groups)), groups) for number in range(count)]
+    return [InputFile(SourceFile(f"file:///{number:05d}", "e", 1, sum(groups)), groups) for number in range(count)]
 
 
 def test_ten_thousand_tiny_files_are_a_few_shards() -> None:
     """Put together, but no shard opens more than so many files."""
-    shards = plan_shards(files(10_000, (7,)), Sizes(10**6, 10**6), "parquet")
+    shards = plan_shards(files(10_000, (7,)), ShardSizes(10**6, 10**6), "parquet")
     assert [len(shard.ranges) for shard in shards] == [MAX_SHARD_FILES] * 39 + [16]
     assert sum(shard.rows for shard in shards) == 70_000
 
 
 def test_a_shard_has_a_limited_number_of_ranges() -> None:
     """Its ticket is an entry of a stream."""
-    shards = plan_shards(files(1, (3,) * 2000), Sizes(10**6, 10**6), "parquet")
+    shards = plan_shards(files(1, (3,) * 2000), ShardSizes(10**6, 10**6), "parquet")
     assert [len(shard.ranges) for shard in shards] == [MAX_SHARD_RANGES, 2000 - MAX_SHARD_RANGES]
 
 
 def test_one_huge_row_group_is_cut_evenly() -> None:
     """Into as few pieces as its size asks for."""
-    shards = plan_shards(files(1, (10_000_001,)), Sizes(3_000_000, 5_000_000), "parquet")
+    shards = plan_shards(files(1, (10_000_001,)), ShardSizes(3_000_000, 5_000_000), "parquet")
     assert [shard.rows for shard in shards] == [2_500_000, 2_500_000, 2_500_000, 2_500_001]
     assert [shard.ranges[0].first_in_group for shard in shards] == [0, 2_500_000, 5_000_000, 7_500_000]
 
@@ -44,8 +52,8 @@ def test_more_parts_than_a_job_may_have_are_refused_with_what_is_possible() -> N
     """And what the message says is possible, is."""
     many = files(1, (50_000,) * 10)
     with pytest.raises(InvalidRequest, match=r"'output.rows_per_part' is 3, .* more than 100000 parts; 10 or more"):
-        plan_shards(many, Sizes(3, 3), "parquet")
-    assert len(plan_shards(many, Sizes(10, 10), "parquet")) <= MAX_SHARDS
+        plan_shards(many, ShardSizes(3, 3), "parquet")
+    assert len(plan_shards(many, ShardSizes(10, 10), "parquet")) <= MAX_SHARDS
 
 
 # --- a model that nobody has asked yet ---
@@ -78,7 +86,7 @@ def test_workers_of_a_slow_model_end_at_about_the_same_time(groups: tuple[int, .
 def test_a_fast_model_is_not_kept_from_its_work_by_small_shards(workers: int) -> None:
     """At a microsecond a row shards of equal size would do."""
     groups = (125_000,) * 40
-    equal = plan_shards(files(1, groups), Sizes(250_000, 250_000), "parquet")
+    equal = plan_shards(files(1, groups), ShardSizes(250_000, 250_000), "parquet")
     assert job_s(unknown(workers, *groups), workers, 1e-6) <= 1.5 * job_s(equal, workers, 1e-6)
 
 

@@ -18,20 +18,20 @@ from hypothesis import strategies as st
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import Csv, JobSpec, Output
-from qinfer.jobs.plan import Plan, Shard, Unplanned, decode_plan, encode_plan
+from qinfer.jobs.plan import JobPlan, Shard, UnplannedJob, decode_plan, encode_plan
 from qinfer.jobs.planning import examine, make_plan
 from qinfer.jobs.rows.shard_rows import ShardReader, SourceChanged
 from qinfer.jobs.rows.source import SourceBroken
 from qinfer.jobs.rows.text_cuts import row_blocks
 from qinfer.jobs.rows.text_streams import InputForm
-from qinfer.jobs.shards import Pace
+from qinfer.jobs.shards import ShardPace
 from qinfer.models.spec import ModelSpec
 from qinfer.storage.open import store_for
 from tests.support.jobs.bulk_data import ANY_FILE, model_of, tensor
 
 ROWS = 300
 SHARD_ROWS = 40
-PACE = Pace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
+PACE = ShardPace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
 NUMBER, TEXT = (model_of([tensor("x", datatype, 1)]) for datatype in ("FP64", "BYTES"))
 COMPRESS: Mapping[str, Callable[[bytes], bytes]] = {
     "": bytes,
@@ -47,15 +47,15 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qinfer.jobs.rows.text_rows.CUT_BYTES", 700)
 
 
-def planned(folder: Path, model: ModelSpec, *, per_part: int = SHARD_ROWS, **fields: Any) -> Plan:
+def planned(folder: Path, model: ModelSpec, *, per_part: int = SHARD_ROWS, **fields: Any) -> JobPlan:
     """Takes and plans a job of all files of a folder; the plan has been written and read."""
     output = Output(f"file://{folder}-out", rows_per_part=per_part)
     spec = JobSpec(model="m", inputs=(f"file://{folder}/*",), output=output, **fields)
     examine(spec, model, ANY_FILE)
-    return decode_plan(encode_plan(make_plan(Unplanned("job-1", spec, model, "hash", ANY_FILE), PACE)))
+    return decode_plan(encode_plan(make_plan(UnplannedJob("job-1", spec, model, "hash", ANY_FILE), PACE)))
 
 
-def rows_of(plan: Plan, shard: Shard) -> list[dict[str, Any]]:
+def rows_of(plan: JobPlan, shard: Shard) -> list[dict[str, Any]]:
     """Returns what a worker reads of a shard."""
     schema, found = decode_schema(plan.schema), []
     with closing(ShardReader(shard, schema.names, schema, plan.spec)) as reader:
@@ -138,7 +138,7 @@ def test_a_job_is_planned_twice(tmp_path: Path) -> None:
     """The second finds the pieces of the first, which may have died."""
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(csv_of().encode()))
     first = planned(tmp_path, NUMBER)
-    job = Unplanned("job-1", first.spec, NUMBER, "hash", ANY_FILE)
+    job = UnplannedJob("job-1", first.spec, NUMBER, "hash", ANY_FILE)
 
     assert make_plan(job, PACE) == first
 

@@ -17,19 +17,19 @@ from qinfer.errors import InvalidRequest
 from qinfer.jobs.columns.inputs import InputColumns
 from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import Csv, JobSpec, Output
-from qinfer.jobs.plan import Plan, Range, Unplanned
+from qinfer.jobs.plan import JobPlan, Range, UnplannedJob
 from qinfer.jobs.planning import examine, make_plan
-from qinfer.jobs.rows.row_files import TextRows, Wanted
+from qinfer.jobs.rows.row_files import TextRows, WantedColumns
 from qinfer.jobs.rows.shard_rows import ShardReader
-from qinfer.jobs.rows.source import FileFormat, Limits, read_footer
+from qinfer.jobs.rows.source import FileFormat, ReadLimits, read_footer
 from qinfer.jobs.rows.text_streams import TextFormat, TextStream
 from qinfer.jobs.rows.text_types import text_types
-from qinfer.jobs.shards import Pace
+from qinfer.jobs.shards import ShardPace
 from qinfer.models.spec import ModelSpec
 from qinfer.storage.store import Stat
 from tests.support.jobs.bulk_data import ANY_FILE, job_of, model_of, tensor
 
-PACE = Pace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
+PACE = ShardPace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
 BLOCK = 128
 NUMBER, WHOLE, TEXT = (model_of([tensor("x", datatype, 1)]) for datatype in ("FP64", "INT64", "BYTES"))
 
@@ -39,11 +39,11 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qinfer.jobs.rows.text_rows.BLOCK_BYTES", BLOCK)
 
 
-def planned(folder: Path, model: ModelSpec, **fields: Any) -> Plan:
+def planned(folder: Path, model: ModelSpec, **fields: Any) -> JobPlan:
     """Takes and plans a job of all files of a folder."""
     spec = JobSpec(model="m", inputs=(f"file://{folder}/*",), output=Output(f"file://{folder}-out"), **fields)
     examine(spec, model, ANY_FILE)
-    return make_plan(Unplanned("job-1", spec, model, "hash", ANY_FILE), PACE)
+    return make_plan(UnplannedJob("job-1", spec, model, "hash", ANY_FILE), PACE)
 
 
 def rows(folder: Path, model: ModelSpec, **fields: Any) -> list[dict[str, Any]]:
@@ -113,8 +113,8 @@ def test_a_reader_that_reads_ahead_has_a_file_for_itself_in_a_worker(tmp_path: P
     path.write_text("\n".join(LINES[format_]))
     file = Watched(path)
 
-    wanted = Wanted.of(pa.schema([("n", pa.int64())]), ["n"])
-    opened = TextRows(TextStream(file), format_, wanted, "file:///x", Limits.of(2**26), Csv())
+    wanted = WantedColumns.of(pa.schema([("n", pa.int64())]), ["n"])
+    opened = TextRows(TextStream(file), format_, wanted, "file:///x", ReadLimits.of(2**26), Csv())
     found = pa.Table.from_batches([rows.record for rows in opened.batches(Range("file:///x", "", -1, 120, 30, 120))])
     opened.close()
 

@@ -15,7 +15,7 @@ from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, Qinfe
 from qinfer.models.catalog import Catalog
 from qinfer.models.readiness import Capacity
 from qinfer.models.repository.open import open_repositories
-from qinfer.models.state import Desired, ScalerRecord, Speed, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.state import DesiredState, ScalerRecord, Speed, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import SyncedModel, start, sync
 from qinfer.observe.stats import Objective
@@ -323,7 +323,7 @@ class Absent(ControlStore):
         self.is_away = False
         self.asked = asyncio.Event()
 
-    async def desired(self) -> dict[str, Desired]:
+    async def desired(self) -> dict[str, DesiredState]:
         self.asked.set()
         if self.is_away:
             raise BrokerUnavailable("gone")
@@ -436,7 +436,7 @@ async def test_nobody_waits_for_what_no_worker_can_load(stack: Stack) -> None:
         with pytest.raises(ModelNotReady, match=r": no such file$"):
             stack.catalog.asked("m", version)
 
-    await stack.store.set_desired(Desired("m", generation, load=False))
+    await stack.store.set_desired(DesiredState("m", generation, load=False))
     await stack.catalog.refresh()
     with pytest.raises(ModelNotFound, match=r"'m' has no available versions$"):
         stack.catalog.asked("m", 0)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from qinfer.models.catalog import Changes
+from qinfer.models.catalog import ChangeLog
 from qinfer.models.readiness import ModelStatus
 from qinfer.models.state import State, VersionState
 
@@ -26,7 +26,7 @@ def view(state: State, reason: str = "") -> dict[str, ModelStatus]:
     return {name: ModelStatus(model=name, generation=1, versions=states) for name in MODELS}
 
 
-def minute(changes: Changes, clock: list[float], caplog: pytest.LogCaptureFixture, reason: str) -> int:
+def minute(changes: ChangeLog, clock: list[float], caplog: pytest.LogCaptureFixture, reason: str) -> int:
     """Returns how many lines a minute of tries has."""
     caplog.clear()
     for _ in range(2):
@@ -38,7 +38,7 @@ def minute(changes: Changes, clock: list[float], caplog: pytest.LogCaptureFixtur
 
 def test_200_broken_models_are_told_once_in_ten_minutes(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    changes = Changes()
+    changes = ChangeLog()
 
     minutes = [minute(changes, clock, caplog, "no file") for _ in range(20)]
 
@@ -50,7 +50,7 @@ def test_models_whose_error_comes_and_goes_are_told_once_in_ten_minutes(
     clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    changes = Changes()
+    changes = ChangeLog()
     well = {name: ModelStatus(model=name, generation=1) for name in MODELS}
     broken = {name: ModelStatus(model=name, generation=1, error="no version") for name in MODELS}
 
@@ -64,7 +64,7 @@ def test_models_whose_error_comes_and_goes_are_told_once_in_ten_minutes(
 
 def test_another_reason_is_told(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    changes = Changes()
+    changes = ChangeLog()
     minute(changes, clock, caplog, "no file")
 
     assert minute(changes, clock, caplog, "no memory") == 200
@@ -72,7 +72,7 @@ def test_another_reason_is_told(clock: list[float], caplog: pytest.LogCaptureFix
 
 def test_what_was_loaded_is_told_and_fails_anew(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    changes = Changes()
+    changes = ChangeLog()
     minute(changes, clock, caplog, "no file")
     caplog.clear()
 

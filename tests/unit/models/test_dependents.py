@@ -8,12 +8,12 @@ import pytest
 from qinfer.models.config.config import parse, to_json
 from qinfer.models.dependents import in_order, kind_of_ensemble, labels_of, unneeded, users_of, uses_of
 from qinfer.models.readiness import assess
-from qinfer.models.state import Desired, State, StoredModel, Use, VersionState, WorkerRecord
+from qinfer.models.state import DesiredState, ModelUse, State, StoredModel, VersionState, WorkerRecord
 
 STEP = StoredModel("step", generation=1, versions=(1, 2))
 OTHER = StoredModel("other", generation=1, versions=(1,))
-INNER = StoredModel("inner", generation=1, versions=(1,), uses=(Use("step"),))
-OUTER = StoredModel("outer", generation=1, versions=(1,), uses=(Use("inner"), Use("other")))
+INNER = StoredModel("inner", generation=1, versions=(1,), uses=(ModelUse("step"),))
+OUTER = StoredModel("outer", generation=1, versions=(1,), uses=(ModelUse("inner"), ModelUse("other")))
 STORED = {one.model: one for one in (STEP, OTHER, INNER, OUTER)}
 
 
@@ -24,7 +24,7 @@ def worker(*models: str, versions: tuple[int, ...] = (1,)) -> WorkerRecord:
 
 def reasons(worker: WorkerRecord, stored: dict[str, StoredModel] | None = None) -> dict[str, str]:
     """Returns model → why its first version is not READY; empty = it is."""
-    wishes = {name: Desired(name, 1) for name in stored or STORED}
+    wishes = {name: DesiredState(name, 1) for name in stored or STORED}
     statuses = assess(wishes, stored or STORED, [worker])
     return {name: "" if 1 in one.ready_versions else one.versions[1].reason for name, one in statuses.items()}
 
@@ -35,7 +35,7 @@ def test_models_come_after_those_that_they_use() -> None:
 
 def test_ensembles_that_use_one_another_have_an_order_too() -> None:
     """Their load says what is wrong."""
-    again = msgspec.structs.replace(STEP, uses=(Use("outer"),))
+    again = msgspec.structs.replace(STEP, uses=(ModelUse("outer"),))
 
     assert {one.model for one in in_order([again, INNER, OTHER, OUTER])} == set(STORED)
 
@@ -43,7 +43,7 @@ def test_ensembles_that_use_one_another_have_an_order_too() -> None:
 def test_ensembles_may_be_deep_within_one_another() -> None:
     """A chain of them, longer than Python lets functions call one another, stops no view of the models."""
     names = [f"e{number:04}" for number in range(1200)]
-    chain = [StoredModel(name, 1, versions=(1,), uses=(Use(below),)) for name, below in pairwise(reversed(names))]
+    chain = [StoredModel(name, 1, versions=(1,), uses=(ModelUse(below),)) for name, below in pairwise(reversed(names))]
     stored = {one.model: one for one in (*chain, StoredModel(names[0], 1, versions=(1,)))}
 
     assert [one.model for one in in_order(stored.values())] == names
@@ -80,7 +80,7 @@ def test_an_ensemble_is_not_ready_without_a_step_of_one_within() -> None:
 
 
 def test_an_ensemble_that_needs_another_version() -> None:
-    needs = msgspec.structs.replace(INNER, uses=(Use("step", 2),))
+    needs = msgspec.structs.replace(INNER, uses=(ModelUse("step", 2),))
     stored = {"step": STEP, "inner": needs}
 
     assert reasons(worker("step", "inner"), stored)["inner"].endswith("whose required version 2 is not loaded")
@@ -98,7 +98,7 @@ def test_an_ensemble_that_needs_another_version() -> None:
 )
 def test_what_nobody_needs_any_more(dependent: tuple[str, ...], loaded: tuple[str, ...], expected: list[str]) -> None:
     """Only what was loaded for an ensemble, and what no other loaded one uses."""
-    wishes = {name: Desired(name, 1, load=name in loaded, dependent=name in dependent) for name in STORED}
+    wishes = {name: DesiredState(name, 1, load=name in loaded, dependent=name in dependent) for name in STORED}
 
     assert sorted(unneeded("outer", wishes, STORED)) == expected
 

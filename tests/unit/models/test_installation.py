@@ -10,8 +10,8 @@ from qinfer.core.settings import LimitSettings
 from qinfer.errors import ModelNotFound
 from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
-from qinfer.models.installation import Snapshot, is_claimed, loss, read_snapshot
-from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.installation import InstallationState, is_claimed, loss, read_snapshot
+from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import write_model
 from qinfer.queue import keys
@@ -253,14 +253,14 @@ async def test_what_a_newer_qinfer_wrote_is_not_lost(gateway: Gateway, caplog: p
 
 
 def test_nothing_is_lost_for_who_knew_nothing() -> None:
-    assert loss(Snapshot(), Snapshot(installation="x")) is None
-    assert loss(Snapshot(installation="x"), Snapshot(installation="x")) is None
+    assert loss(InstallationState(), InstallationState(installation="x")) is None
+    assert loss(InstallationState(installation="x"), InstallationState(installation="x")) is None
 
 
 def test_data_with_another_id_is_another() -> None:
-    before = Snapshot(installation="x", desired={"a": Desired("a", 1)}, settings={"s": "1"})
+    before = InstallationState(installation="x", desired={"a": DesiredState("a", 1)}, settings={"s": "1"})
 
-    found = loss(before, Snapshot(installation="y", desired={"b": Desired("b", 1)}))
+    found = loss(before, InstallationState(installation="y", desired={"b": DesiredState("b", 1)}))
 
     assert found is not None
     assert (found.whole, found.wishes, found.configs, found.settings) == (True, ("a",), (), ("s",))

@@ -7,7 +7,7 @@ from typing import cast
 from qinfer.core.messages import Response
 from qinfer.queue.entries import Entry, Lane
 from qinfer.queue.lanes import Queue
-from qinfer.submission.pending import Pending, PendingRequests
+from qinfer.submission.pending import PendingCall, PendingRequests
 from qinfer.tensors import Tensor
 from tests.support.timers import Clock
 
@@ -19,17 +19,17 @@ class Ignore:
         raise AssertionError("the table hands requests back, it does not deliver")
 
 
-def pending(request_id: str) -> Pending:
-    return Pending(request_id, "", "m", 1, Ignore(), 0.0)
+def pending(request_id: str) -> PendingCall:
+    return PendingCall(request_id, "", "m", 1, Ignore(), 0.0)
 
 
 def table() -> tuple[PendingRequests, Clock, list[str]]:
     clock, expired = Clock(), list[str]()
 
-    def answered(request: Pending, response: Response) -> None:
+    def answered(request: PendingCall, response: Response) -> None:
         raise AssertionError("nothing is received")
 
-    def failed(request: Pending, error: Exception) -> None:
+    def failed(request: PendingCall, error: Exception) -> None:
         expired.append(request.request_id)
 
     return PendingRequests(cast(Queue, None), clock, clock.call_later, answered, failed), clock, expired
@@ -170,9 +170,9 @@ def test_clear_hands_everyone_back_and_unsets_the_timer() -> None:
     assert expired == []
 
 
-def stream(sinks: PendingRequests, request_id: str) -> Pending:
+def stream(sinks: PendingRequests, request_id: str) -> PendingCall:
     """Adds a stream whose responses may be 60 s apart, for 100 s in all."""
-    item = Pending(request_id, "", "m", 1, Ignore(), 1000.0)
+    item = PendingCall(request_id, "", "m", 1, Ignore(), 1000.0)
     sinks.open_stream(item, resumes=False, pause_s=60.0, timeout_s=100.0)
     sinks.add(item, 1060.0)
     return item

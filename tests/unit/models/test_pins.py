@@ -2,7 +2,7 @@
 
 import pytest
 
-from qinfer.models.pins import Executed, Pin, executed, executed_hash, joint_hash, kept_by_pins, why_lost
+from qinfer.models.pins import ExecutedVersion, Pin, executed, executed_hash, joint_hash, kept_by_pins, why_lost
 from qinfer.models.state import State, StepVersion, StoredModel, VersionState, WorkerRecord
 
 A, B = "sha256:a", "sha256:b"
@@ -48,10 +48,12 @@ def test_an_ensemble_executes_its_steps_too() -> None:
     latest, first = StepVersion("m", 0, 1), StepVersion("m", 1, 1)
     found = executed([ensemble(latest, first), READY_A], "e", 1)
 
-    assert found == (Executed("e", 1, B), Executed("m", 1, A, 0), Executed("m", 1, A, 1))
+    assert found == (ExecutedVersion("e", 1, B), ExecutedVersion("m", 1, A, 0), ExecutedVersion("m", 1, A, 1))
     assert executed([ensemble(latest), READY_NONE], "e", 1) == ()
     assert executed([ensemble(latest), ensemble(), READY_A], "e", 1) == ()
-    assert joint_hash(found) != joint_hash([Executed("e", 1, B), Executed("m", 2, A), Executed("m", 1, A, 1)])
+    assert joint_hash(found) != joint_hash(
+        [ExecutedVersion("e", 1, B), ExecutedVersion("m", 2, A), ExecutedVersion("m", 1, A, 1)]
+    )
     assert joint_hash(executed([READY_A], "m", 1)) == A
 
 

@@ -3,8 +3,17 @@
 import msgspec
 import pytest
 
-from qinfer.models.readiness import ModelStatus, Outcome, Progress, assess, failed_loads, have_begun, is_placed, outcome
-from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.readiness import (
+    LoadOutcome,
+    LoadProgress,
+    ModelStatus,
+    assess,
+    failed_loads,
+    have_begun,
+    is_placed,
+    outcome,
+)
+from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
 
 
 def stored(
@@ -20,7 +29,7 @@ def worker(state: State, generation: int = 2, reason: str = "", version: int = 1
 
 
 def status_of(*workers: WorkerRecord, generation: int = 2) -> ModelStatus:
-    return assess({"m": Desired("m", generation)}, stored(generation), workers)["m"]
+    return assess({"m": DesiredState("m", generation)}, stored(generation), workers)["m"]
 
 
 def test_a_loaded_version_of_a_live_worker_is_ready() -> None:
@@ -66,8 +75,8 @@ def test_a_load_that_fails_names_each_version() -> None:
     states = {version: VersionState(State.UNAVAILABLE, 1, f"no file {version}", tried=2) for version in (1, 3)}
     found = outcome(stored(versions=(1, 3))["m"], [WorkerRecord(id="w", started_at=0.0, models={"m": states})])
 
-    assert found == Outcome(
-        Progress.FAILED,
+    assert found == LoadOutcome(
+        LoadProgress.FAILED,
         "version 1 is at UNAVAILABLE state: Internal: no file 1;"
         "version 3 is at UNAVAILABLE state: Internal: no file 3;",
     )
@@ -86,7 +95,7 @@ def test_a_generation_from_the_future_does_not_count() -> None:
 
 def test_one_version_that_is_not_ready_makes_the_model_not_ready() -> None:
     """Strict readiness counts every version; the ready one can be asked all the same."""
-    status = assess({"m": Desired("m", 2)}, stored(versions=(1, 3)), [worker(State.READY)])["m"]
+    status = assess({"m": DesiredState("m", 2)}, stored(versions=(1, 3)), [worker(State.READY)])["m"]
 
     assert status.ready_versions == (1,)
     assert not status.is_ready
@@ -110,7 +119,7 @@ def test_a_server_begins_with_its_first_model(states: list[State | None], *, beg
     reports = [WorkerRecord(id="w", started_at=0.0, models=models)]
     configurations = {name: StoredModel(name, 2, "{}", (1,)) for name in names}
 
-    statuses = assess({name: Desired(name, 2) for name in names}, configurations, reports)
+    statuses = assess({name: DesiredState(name, 2) for name in names}, configurations, reports)
 
     assert have_begun(statuses.values()) is begun
 
@@ -130,7 +139,7 @@ def test_a_load_that_failed_is_known_though_an_earlier_one_serves(state: Version
     """Of the newest generation, by any live worker; another that succeeded does not hide it."""
     bad = WorkerRecord(id="bad", started_at=0.0, models={"m": {1: state}} if state else {})
     workers = [worker(State.READY, 2), bad]
-    statuses = assess({"m": Desired("m", 2)}, stored(), workers)
+    statuses = assess({"m": DesiredState("m", 2)}, stored(), workers)
 
     assert failed_loads(statuses.values(), workers) == {("m", 1): failed}
 
@@ -139,12 +148,12 @@ def test_a_configuration_that_is_wrong_is_a_failed_load() -> None:
     """No worker need have tried."""
     wrong = {"m": StoredModel("m", 2, "{}", (), error="no such backend")}
 
-    assert failed_loads(assess({"m": Desired("m", 2)}, wrong, []).values(), []) == {("m", 0): True}
+    assert failed_loads(assess({"m": DesiredState("m", 2)}, wrong, []).values(), []) == {("m", 0): True}
 
 
 def test_what_should_not_be_loaded_is_not_shown() -> None:
     """An unloaded model is unknown to requests."""
-    assert assess({"m": Desired("m", 2, load=False)}, stored(), [worker(State.READY)]) == {}
+    assert assess({"m": DesiredState("m", 2, load=False)}, stored(), [worker(State.READY)]) == {}
 
 
 @pytest.mark.parametrize(
@@ -161,7 +170,7 @@ def test_what_should_not_be_loaded_is_not_shown() -> None:
 )
 def test_a_model_that_needs_no_worker_is_ready_without(workers: list[WorkerRecord], is_ready: bool) -> None:  # noqa: FBT001
     """Its requests wait for one; but not where all that there are could not load it."""
-    status = assess({"m": Desired("m", 2)}, stored(min_workers=0), workers)["m"]
+    status = assess({"m": DesiredState("m", 2)}, stored(min_workers=0), workers)["m"]
 
     assert status.is_ready is is_ready
     assert status.versions[1].generation == 2
@@ -169,7 +178,7 @@ def test_a_model_that_needs_no_worker_is_ready_without(workers: list[WorkerRecor
 
 def test_a_model_that_needs_no_worker_needs_a_good_configuration() -> None:
     """Nobody could ever load it."""
-    status = assess({"m": Desired("m", 2)}, stored(min_workers=0, error="no file"), [])["m"]
+    status = assess({"m": DesiredState("m", 2)}, stored(min_workers=0, error="no file"), [])["m"]
 
     assert not status.is_ready
     assert status.loadable_versions == ()
@@ -184,7 +193,7 @@ def test_what_can_be_loaded_accepts_requests_that_may_wait(
     workers: list[WorkerRecord], loadable: tuple[int, ...]
 ) -> None:
     """Unless every live worker has failed to load it."""
-    assert assess({"m": Desired("m", 2)}, stored(versions=(1, 3)), workers)["m"].loadable_versions == loadable
+    assert assess({"m": DesiredState("m", 2)}, stored(versions=(1, 3)), workers)["m"].loadable_versions == loadable
 
 
 @pytest.mark.parametrize(
@@ -192,7 +201,7 @@ def test_what_can_be_loaded_accepts_requests_that_may_wait(
 )
 def test_a_model_that_cannot_be_loaded_has_an_error(models: dict[str, StoredModel], error: str) -> None:
     """A bad configuration, or a wish whose configuration is not there yet."""
-    status = assess({"m": Desired("m", 2)}, models, [])["m"]
+    status = assess({"m": DesiredState("m", 2)}, models, [])["m"]
 
     assert status.error == error
     assert not status.is_ready

@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from qinfer.core.messages import InferRequest, Sequence
+from qinfer.core.messages import InferRequest, SequenceFlags
 from qinfer.errors import InvalidRequest, ModelLoadFailed
 from qinfer.models.config.check import REFUSED, check
 from qinfer.models.config.config import ModelConfig, normalise, parse, to_spec
@@ -341,34 +341,34 @@ ITERATIVE = SequenceSpec(strategy=DirectSpec(), slots=4, max_rows=4, iterative=T
     ("sequence", "rows", "spec", "text"),
     [
         (
-            Sequence(1),
+            SequenceFlags(1),
             2,
             SPEC,
             "to model 'm' must specify batch-size 1 due to requirements of sequence batcher",
         ),
         (None, 1, SPEC, "to model 'm' must specify a non-zero or non-empty correlation ID"),
-        (Sequence(0), 1, SPEC, "to model 'm' must specify a non-zero or non-empty correlation ID"),
-        (Sequence(""), 1, SPEC, "to model 'm' must specify a non-zero or non-empty correlation ID"),
+        (SequenceFlags(0), 1, SPEC, "to model 'm' must specify a non-zero or non-empty correlation ID"),
+        (SequenceFlags(""), 1, SPEC, "to model 'm' must specify a non-zero or non-empty correlation ID"),
         (
-            Sequence("ü" * 65),
+            SequenceFlags("ü" * 65),
             1,
             SPEC,
             "to model 'm' has a correlation ID of 130 bytes; text may have 128",
         ),
         (
-            Sequence("a"),
+            SequenceFlags("a"),
             1,
             NUMBERED,
             "sequence batching control 'c' data-type is 'BYTES', but model 'm' expects 'INT32'",
         ),
         (
-            Sequence(7),
+            SequenceFlags(7),
             1,
             TEXTUAL,
             "sequence batching control 'c' data-type is 'UINT64', but model 'm' expects 'BYTES'",
         ),
         (
-            Sequence(1),
+            SequenceFlags(1),
             2,
             ITERATIVE,
             "to model 'm' must specify batch-size 1 due to requirements of sequence batcher",
@@ -376,7 +376,7 @@ ITERATIVE = SequenceSpec(strategy=DirectSpec(), slots=4, max_rows=4, iterative=T
     ],
 )
 def test_a_request_that_no_sequence_can_have(
-    sequence: Sequence | None, rows: int, spec: SequenceSpec, text: str
+    sequence: SequenceFlags | None, rows: int, spec: SequenceSpec, text: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
         check_sequence(InferRequest(model="m", inputs=(), sequence=sequence), rows, spec)
@@ -387,7 +387,7 @@ def test_a_request_that_no_sequence_can_have(
 def test_an_id_of_the_other_kind_is_refused_as_an_input_is() -> None:
     """Triton's text of it begins with the request's id, and those of its sequence batcher do not."""
     with pytest.raises(InvalidRequest) as refused:
-        check_sequence(InferRequest(model="m", inputs=(), sequence=Sequence("a")), 1, NUMBERED)
+        check_sequence(InferRequest(model="m", inputs=(), sequence=SequenceFlags("a")), 1, NUMBERED)
 
     assert type(refused.value) is InvalidRequest
 
@@ -395,14 +395,14 @@ def test_an_id_of_the_other_kind_is_refused_as_an_input_is() -> None:
 @pytest.mark.parametrize(
     ("sequence", "spec"),
     [
-        (Sequence(7, start=True), NUMBERED),
-        (Sequence("a"), TEXTUAL),
-        (Sequence("é" * 64), SPEC),
+        (SequenceFlags(7, start=True), NUMBERED),
+        (SequenceFlags("a"), TEXTUAL),
+        (SequenceFlags("é" * 64), SPEC),
         (None, ITERATIVE),
-        (Sequence(7), ITERATIVE),
+        (SequenceFlags(7), ITERATIVE),
     ],
 )
-def test_a_good_request_of_a_sequence(sequence: Sequence | None, spec: SequenceSpec) -> None:
+def test_a_good_request_of_a_sequence(sequence: SequenceFlags | None, spec: SequenceSpec) -> None:
     assert check_sequence(InferRequest(model="m", inputs=(), sequence=sequence), 1, spec) == sequence
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from qinfer.core.messages import InferRequest
 from qinfer.errors import InvalidRequest
-from qinfer.models.catalog import Served
+from qinfer.models.catalog import ServedVersion
 from qinfer.models.routes import Routes
 from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
-from qinfer.queue.entries import Address, Lane
-from qinfer.submission.submit import Stamped, prepare
+from qinfer.queue.entries import EntryAddress, Lane
+from qinfer.submission.submit import StampedRequest, prepare
 from qinfer.tensors import Tensor
 from qinfer.wire.frame import PayloadApart, decode_request
 from tests.support.step_worker import sum_spec
@@ -18,10 +18,10 @@ from tests.support.step_worker import sum_spec
 POLICY = QueuePolicy(max_queue_size=30, timeout_s=5.0, allow_override=True)
 
 
-def served(batching: BatchingSpec | None = None, lane_capacity: int = 50) -> Served:
+def served(batching: BatchingSpec | None = None, lane_capacity: int = 50) -> ServedVersion:
     spec = ModelSpec(name="m", backend="stub", inputs=(), outputs=(), batching=batching, lane_capacity=lane_capacity)
     routes = Routes(spec, 3)
-    return Served(spec=spec, version=3, generation=7, lane=routes.default.lane, routes=routes)
+    return ServedVersion(spec=spec, version=3, generation=7, lane=routes.default.lane, routes=routes)
 
 
 def request(size: int = 8, **changes: object) -> InferRequest:
@@ -29,11 +29,11 @@ def request(size: int = 8, **changes: object) -> InferRequest:
     return InferRequest(**{"model": "m", "inputs": inputs, "reply_to": "reply:g", **changes})  # type: ignore[arg-type]  # any of its fields
 
 
-def stamped(of: InferRequest, by: Served, max_waiting: int = 0, inline_max_bytes: int = 100) -> Stamped:
+def stamped(of: InferRequest, by: ServedVersion, max_waiting: int = 0, inline_max_bytes: int = 100) -> StampedRequest:
     return prepare(
         of,
         by,
-        address=Address("m", 2, "r1"),
+        address=EntryAddress("m", 2, "r1"),
         timeout_s=60.0,
         inline_max_bytes=inline_max_bytes,
         tenant="t",

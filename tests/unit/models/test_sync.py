@@ -10,7 +10,7 @@ from qinfer.core.settings import RepositorySettings
 from qinfer.errors import ModelNotFound, SettingsError
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.repository.open import Repositories
-from qinfer.models.state import Desired, State, StoredModel, Use, VersionState, WorkerRecord
+from qinfer.models.state import DesiredState, ModelUse, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import start, sync
 from qinfer.queue.lanes import Queue
@@ -100,7 +100,7 @@ async def test_what_a_start_loads(scene: Scene, mode: str, load: tuple[str, ...]
 
 async def test_a_start_loads_what_an_ensemble_uses(scene: Scene) -> None:
     """As loaded for it, so that it may go with it."""
-    scene.source.models["b"] = msgspec.structs.replace(model("b"), uses=(Use("a"), Use("nobody")))
+    scene.source.models["b"] = msgspec.structs.replace(model("b"), uses=(ModelUse("a"), ModelUse("nobody")))
 
     await scene.start("explicit", "b")
 
@@ -110,7 +110,7 @@ async def test_a_start_loads_what_an_ensemble_uses(scene: Scene) -> None:
 
 async def test_a_change_of_a_model_is_a_new_generation_of_its_ensembles(scene: Scene) -> None:
     """Workers load them again, with what the model has become."""
-    scene.source.models["b"] = msgspec.structs.replace(model("b"), uses=(Use("a"),))
+    scene.source.models["b"] = msgspec.structs.replace(model("b"), uses=(ModelUse("a"),))
     await scene.start("none")
     before = await scene.store.models(["a", "b"])
 
@@ -134,7 +134,7 @@ async def test_a_gateway_that_joins_leaves_alone_what_others_were_told(scene: Sc
     """A model that was unloaded on request stays so; the one who decides, at its start, loads it again."""
     await scene.start("explicit", "a")
     (wish,) = (await scene.store.desired()).values()
-    await scene.store.set_desired(Desired("a", wish.generation, load=False))
+    await scene.store.set_desired(DesiredState("a", wish.generation, load=False))
 
     assert await scene.start("explicit", "a") == []
     assert await scene.loaded() == []

@@ -5,7 +5,7 @@ import pytest
 
 from qinfer.jobs.queue.records import JobRecord, open_rows
 from qinfer.models.state import Speed, State, VersionState, WorkerRecord
-from qinfer.models.work import ASSUMED_ROW_S, OpenRows, Seen, VersionWork, work_of
+from qinfer.models.work import ASSUMED_ROW_S, OpenRows, VersionWork, WorkInputs, work_of
 from qinfer.observe.stats import EXECUTION_NS, INFERENCE_COUNT, JOB_ROWS_SCORED, SUCCESS_COUNT
 from qinfer.queue.entries import Lane, LaneSize
 
@@ -13,9 +13,9 @@ ONLINE, DELAYED, BULK = Lane("m", 1, "p1"), Lane("m", 1, "p1.delayed"), Lane("m"
 THREE_ROWS = {SUCCESS_COUNT: 100, INFERENCE_COUNT: 300, EXECUTION_NS: 6_000_000_000}
 
 
-def seen(entries: int = 0, **fields: object) -> Seen:
+def seen(entries: int = 0, **fields: object) -> WorkInputs:
     size = LaneSize(entries, 2.5 if entries else 0.0)
-    return msgspec.structs.replace(Seen(lanes=((ONLINE, size),)), **fields)
+    return msgspec.structs.replace(WorkInputs(lanes=((ONLINE, size),)), **fields)
 
 
 def worker(name: str, rps: float = 0.0, state: State = State.READY) -> WorkerRecord:
@@ -27,13 +27,13 @@ def job(rows: int, rows_per_s: float = 0.0) -> OpenRows:
     return OpenRows(model="m", version=1, rows=rows, rows_per_s=rows_per_s)
 
 
-def work(given: Seen, *workers: WorkerRecord) -> VersionWork:
+def work(given: WorkInputs, *workers: WorkerRecord) -> VersionWork:
     return work_of("m", 1, given, workers)
 
 
 def test_nothing_is_no_work() -> None:
     """Whatever is known of the speed."""
-    for given in (Seen(), seen(), seen(counts=THREE_ROWS, speed=Speed(9.0))):
+    for given in (WorkInputs(), seen(), seen(counts=THREE_ROWS, speed=Speed(9.0))):
         found = work(given, worker("a", 5.0))
         assert (found.requests, found.rows, found.work_s, found.oldest_age_s) == (0, 0, 0.0, 0.0)
 

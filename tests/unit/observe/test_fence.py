@@ -9,18 +9,18 @@ import pytest
 
 from qinfer.backends.base import Batch
 from qinfer.batching import execution as responding
-from qinfer.batching.execution import Execution, Pending, Responder
+from qinfer.batching.execution import Execution, Responder, WorkItem
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import BrokerUnavailable, DeadlineExceeded, QinferError
 from qinfer.models.spec import ModelSpec
-from qinfer.observe.logs import EVERY_S, Fence
+from qinfer.observe.logs import EVERY_S, ErrorLogger
 from qinfer.observe.stats import StatsTally
 from qinfer.observe.tracing import Span, Tracer
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.testing import FakeClock
 from qinfer_api.observe import tracing as gateway_tracing
-from qinfer_api.observe.trace_file import Rule, Sampling
+from qinfer_api.observe.trace_file import Sampling, SamplingRule
 from qinfer_api.observe.tracing import TracedSink
 from qinfer_workers.inference import tracing as worker_tracing
 from qinfer_workers.inference.tracing import Spans
@@ -37,7 +37,7 @@ def boom(*_: object, **__: object) -> NoReturn:
     raise Boom
 
 
-def raising(fence: Fence, error: BaseException | None = None) -> None:
+def raising(fence: ErrorLogger, error: BaseException | None = None) -> None:
     with fence:
         raise error or Boom
 
@@ -46,7 +46,7 @@ def test_errors_are_told_once_in_a_while(monkeypatch: pytest.MonkeyPatch, caplog
     """The first one, with where it came from; then how many there were."""
     now_s = 1000.0
     monkeypatch.setattr("qinfer.observe.logs.time.monotonic", lambda: now_s)
-    fence = Fence(logger, "watcher failed")
+    fence = ErrorLogger(logger, "watcher failed")
     for _ in range(5):
         raising(fence)
     now_s += EVERY_S
@@ -64,13 +64,13 @@ def test_errors_are_told_once_in_a_while(monkeypatch: pytest.MonkeyPatch, caplog
 def test_what_ends_a_program_passes(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
     """A fence is for errors."""
     with pytest.raises(type(error)):
-        raising(Fence(logger, "watcher failed"), error)
+        raising(ErrorLogger(logger, "watcher failed"), error)
 
     assert caplog.records == []
 
 
-def pending(number: int = 1) -> Pending:
-    return Pending(
+def pending(number: int = 1) -> WorkItem:
+    return WorkItem(
         rows=1,
         key=None,
         enqueued_s=1.0,
@@ -86,13 +86,13 @@ class BrokenObserver:
     def executed(self, execution: Execution, begin_s: float) -> None:
         raise Boom
 
-    def refused(self, items: Sequence[Pending], error: QinferError, now_s: float) -> None:
+    def refused(self, items: Sequence[WorkItem], error: QinferError, now_s: float) -> None:
         raise Boom
 
 
 @pytest.fixture
 def responder(monkeypatch: pytest.MonkeyPatch) -> Responder:
-    monkeypatch.setattr(responding, "_FENCE", Fence(logger, "observer failed"))
+    monkeypatch.setattr(responding, "_FENCE", ErrorLogger(logger, "observer failed"))
     spec = ModelSpec(name="m", backend="stub", inputs=(), outputs=(), max_batch_size=8)
     return Responder(spec, 1, BrokenObserver())
 
@@ -145,7 +145,7 @@ async def test_spans_of_publishing_do_not_change_what_it_does(
     *, begins: bool, error: QinferError | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is done once, and its own error is the one that is raised: the publisher tries again for that only."""
-    monkeypatch.setattr(worker_tracing, "_FENCE", Fence(logger, "spans lost"))
+    monkeypatch.setattr(worker_tracing, "_FENCE", ErrorLogger(logger, "spans lost"))
     done = 0
 
     async def publish() -> None:
@@ -182,7 +182,7 @@ class BrokenSampling(Sampling):
     """Triton's trace of a request, which can't be added."""
 
     def __init__(self) -> None:
-        self.rule = Rule(has_stamps=True, has_tensors=False, rate=1, most=-1, frequency=0, change="")
+        self.rule = SamplingRule(has_stamps=True, has_tensors=False, rate=1, most=-1, frequency=0, change="")
         self.asked = 0
 
     def add(self, *_: object) -> NoReturn:
@@ -194,7 +194,7 @@ def test_a_sink_that_is_traced_gets_its_answer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whoever delivers has more to deliver: nothing is raised. Of two traces that are made, each is tried."""
-    monkeypatch.setattr(gateway_tracing, "_FENCE", Fence(logger, "traces lost"))
+    monkeypatch.setattr(gateway_tracing, "_FENCE", ErrorLogger(logger, "traces lost"))
     sink, sampling, item = Kept(), BrokenSampling(), pending()
     traced = TracedSink(sink, item.request, ServerClock(FakeClock(), 0.0), BrokenSpan(), sampling)
     answer = Response(request_id="r1", model="m", version=1)

@@ -10,9 +10,9 @@ from qinfer.core.settings_metrics import MetricsSettings
 from qinfer.observe import latencies
 from qinfer.observe.exposition import render
 from qinfer.observe.latencies import LatencyTally, SlidingWindow, quantiles
-from qinfer.observe.metrics import Snapshot, shown_metrics
+from qinfer.observe.metrics import MetricsSnapshot, shown_metrics
 from qinfer.observe.stats import GatewayTally, StatsTally, add
-from qinfer.observe.triton_metrics import Wanted
+from qinfer.observe.triton_metrics import MetricsChoice
 
 SUMMARY = """\
 # HELP nv_inference_queue_summary_us Summary of inference queuing duration in microseconds (includes cached requests)
@@ -42,8 +42,8 @@ def counting(*, summaries: bool = False, histogram: bool = False) -> StatsTally:
     return tally
 
 
-def page(fields: dict[str, int], wanted: Wanted) -> str:
-    return render(shown_metrics(GatewayTally(), Snapshot(stats={("m", 1): fields}), wanted=wanted)).decode()
+def page(fields: dict[str, int], wanted: MetricsChoice) -> str:
+    return render(shown_metrics(GatewayTally(), MetricsSnapshot(stats={("m", 1): fields}), wanted=wanted)).decode()
 
 
 def test_quantiles_are_exact_within_what_is_promised() -> None:
@@ -92,7 +92,7 @@ def test_the_lines_of_a_summary() -> None:
     worker.executed(4, [1_000_000, 1_000_000, 1_000_000, 28_000_000], 0, 0, 0)
     fields = worker.drain()
 
-    shown = page(fields, Wanted(quantiles=(0.5, 0.9), recent={("m", 1): fields}))
+    shown = page(fields, MetricsChoice(quantiles=(0.5, 0.9), recent={("m", 1): fields}))
 
     assert SUMMARY in shown
     assert 'nv_inference_queue_duration_us{model="m",version="1"} 31000' in shown
@@ -105,7 +105,7 @@ def test_the_lines_of_the_histogram() -> None:
     worker = counting(histogram=True)
     worker.executed(3, [9_500_000, 599_000_000, 6_000_000_000], 500_000, 500_000, 10**12)
 
-    assert HISTOGRAM in page(worker.drain(), Wanted(histogram=True))
+    assert HISTOGRAM in page(worker.drain(), MetricsChoice(histogram=True))
 
 
 def test_without_being_asked_for_there_is_none_of_them() -> None:
@@ -114,13 +114,13 @@ def test_without_being_asked_for_there_is_none_of_them() -> None:
     worker.executed(1, [1000], 1000, 1000, 1000)
     fields = worker.drain()
 
-    shown = page(fields, Wanted())
+    shown = page(fields, MetricsChoice())
 
     assert not [name for name in fields if name.startswith(("summary", "first_response"))]
     assert "_summary_" not in shown
     assert "histogram_ms" not in shown
     assert "nv_inference_queue_duration_us" in shown
-    bare = page(fields, Wanted(counters=False))
+    bare = page(fields, MetricsChoice(counters=False))
     assert "_duration_us" not in bare
     assert 'nv_inference_count{model="m",version="1"} 1' in bare
 

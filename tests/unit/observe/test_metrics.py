@@ -16,15 +16,15 @@ from qinfer.observe import catalogue
 from qinfer.observe.catalogue import MetricScope
 from qinfer.observe.exposition import render, render_openmetrics
 from qinfer.observe.host import GpuUse, HostUse, ProcessUse
-from qinfer.observe.metrics import Snapshot, WorkerLoad, scopes_of, shown_metrics
+from qinfer.observe.metrics import MetricsSnapshot, WorkerLoad, scopes_of, shown_metrics
 from qinfer.observe.stats import GatewayTally, Objective, PublishTally, StatsTally, add
 from qinfer.observe.tenants import TenantTally
-from qinfer.observe.triton_metrics import Wanted
+from qinfer.observe.triton_metrics import MetricsChoice
 from qinfer.queue import nodes
 from qinfer.traffic.canary import CanaryPlan, Step, begin
 from qinfer.traffic.endpoints import Endpoint, Role, Target
 from qinfer.traffic.routing import Endpoints
-from qinfer.traffic.store import Declared
+from qinfer.traffic.store import DeclaredEndpoints
 from qinfer.traffic.tally import ShadowOutcome, TargetTally
 from qinfer.traffic.trials import Trial
 
@@ -43,7 +43,7 @@ M1 = (("model", "m"), ("version", "1"))
 OURS = (("model", "m"), ("process", "g"), ("version", "1"))
 
 
-def series(tally: GatewayTally, snapshot: Snapshot, tenants: TenantTally | None = None) -> Series:
+def series(tally: GatewayTally, snapshot: MetricsSnapshot, tenants: TenantTally | None = None) -> Series:
     """Parses the text as Prometheus does: (sample name, sorted labels) → value."""
     more = tenants.families() if tenants is not None else ()
     families = text_string_to_metric_families(render(shown_metrics(tally, snapshot, more=more)).decode())
@@ -54,7 +54,7 @@ def series(tally: GatewayTally, snapshot: Snapshot, tenants: TenantTally | None 
     }
 
 
-def busy() -> tuple[GatewayTally, Snapshot]:
+def busy() -> tuple[GatewayTally, MetricsSnapshot]:
     tally = GatewayTally("g")
     for seconds in (0.0001, 0.004, 0.2, 100.0):
         tally.answered("m", 1, seconds)
@@ -63,7 +63,7 @@ def busy() -> tuple[GatewayTally, Snapshot]:
     worker.executed(6, [1_000_000, 2_000_000, 70 * 10**9], 1_000_000, 8_000_000, 1_000_000)
     worker.failed("inference_failed", 2)
     worker.buried()
-    return tally, Snapshot(
+    return tally, MetricsSnapshot(
         stats={("m", 1): worker.drain(), ("idle", 2): {}},
         depth={("m", 1, "p1"): 7},
         ready={("m", 1): True, ("idle", 2): False},
@@ -86,7 +86,7 @@ def test_requests_in_flight_are_asked_for_at_the_scrape() -> None:
     tally = GatewayTally("g")
     tally.in_flight = lambda: 42
 
-    assert series(tally, Snapshot())[catalogue.REQUESTS_IN_FLIGHT.name, (("process", "g"),)] == 42
+    assert series(tally, MetricsSnapshot())[catalogue.REQUESTS_IN_FLIGHT.name, (("process", "g"),)] == 42
 
 
 def test_shared_numbers_are_shown() -> None:
@@ -156,7 +156,7 @@ def test_an_objective_counts_what_the_server_answers_for() -> None:
     for code in (ErrorCode.MODEL_NOT_READY, ErrorCode.BROKER_UNAVAILABLE, ErrorCode.INVALID_REQUEST):
         tally.failed("m", 1, code)
 
-    shown = series(tally, Snapshot())
+    shown = series(tally, MetricsSnapshot())
 
     assert shown[catalogue.SLO_REQUESTS.name, tuple(sorted(key.items()))] == 6
     assert shown[catalogue.SLO_MISSED.name, tuple(sorted(key.items()))] == 4
@@ -170,7 +170,7 @@ def test_tenants_without_requests_in_flight_have_none() -> None:
     for name in ("first", "second"):
         tenants.failed(name, "m", "queue_full")
 
-    shown = series(GatewayTally("g"), Snapshot(), tenants)
+    shown = series(GatewayTally("g"), MetricsSnapshot(), tenants)
 
     in_flight = {labels: value for (name, labels), value in shown.items() if name == catalogue.TENANT_IN_FLIGHT.name}
     assert in_flight == {(("process", "g"), ("tenant", name)): 0 for name in ("first", "(others)")}
@@ -184,7 +184,7 @@ def test_an_objective_that_changes_counts_from_then_on() -> None:
     tally.aim({("m", 1): Objective(1.0, 0.99)})
     tally.answered("m", 1, 0.7)
 
-    shown = series(tally, Snapshot())
+    shown = series(tally, MetricsSnapshot())
 
     assert shown[catalogue.SLO_MISSED.name, (("model", "m"), ("process", "g"), ("version", "1"))] == 1
 
@@ -195,7 +195,9 @@ def test_labels_are_escaped() -> None:
     tally.answered('a"b\\c\n', 1, 0.1)
 
     assert (
-        series(tally, Snapshot())[catalogue.REQUESTS.name, (("model", 'a"b\\c\n'), ("process", "g"), ("version", "1"))]
+        series(tally, MetricsSnapshot())[
+            catalogue.REQUESTS.name, (("model", 'a"b\\c\n'), ("process", "g"), ("version", "1"))
+        ]
         == 1
     )
 
@@ -204,13 +206,13 @@ def test_without_the_store_the_gateways_own_numbers_are_shown() -> None:
     """And a gauge says why the others are missing."""
     tally, _ = busy()
 
-    shown = series(tally, Snapshot(store_up=False))
+    shown = series(tally, MetricsSnapshot(store_up=False))
 
     assert shown[catalogue.STORE_UP.name, (("process", "g"),)] == 0
     assert shown[catalogue.REQUESTS.name, OURS] == 5
 
 
-def everything() -> tuple[GatewayTally, Snapshot]:
+def everything() -> tuple[GatewayTally, MetricsSnapshot]:
     """A gateway and an installation that have something to show of each metric."""
     tally, busy_snapshot = busy()
     gpu = GpuUse(
@@ -229,7 +231,7 @@ def everything() -> tuple[GatewayTally, Snapshot]:
     publishing = PublishTally()
     publishing.published("m", 1, 3_000_000)
     add(fields, publishing.drain()["m", 1])
-    return tally, Snapshot(
+    return tally, MetricsSnapshot(
         stats={("m", 1): fields},
         depth={("m", 1, "p1"): 7},
         shards={("m", 1, "bulk2"): 3},
@@ -261,7 +263,7 @@ def everything() -> tuple[GatewayTally, Snapshot]:
         use=ProcessUse(1.5, 2048),
         features=[
             *families({"r": RouteTotals(ROUTE, processes=2, unacknowledged=7, unconfirmed=4, connected={"source": 1})}),
-            *nodes.families([nodes.Node("h:1", NODE), nodes.Node("h:2", None)]),
+            *nodes.families([nodes.RedisNode("h:1", NODE), nodes.RedisNode("h:2", None)]),
         ],
         labeling={"m": 6},
     )
@@ -364,7 +366,7 @@ def test_tenants_have_series_up_to_a_number() -> None:
     tenants.failed("t30", "m", "queue_full")
     tenants.accepted("t1", "m")
 
-    shown = series(GatewayTally("g"), Snapshot(), tenants)
+    shown = series(GatewayTally("g"), MetricsSnapshot(), tenants)
 
     def of(metric: str) -> dict[str, float]:
         return {dict(labels)["tenant"]: value for (name, labels), value in shown.items() if name == metric}
@@ -388,7 +390,9 @@ def test_openmetrics_is_what_its_parser_takes() -> None:
     tally.answered("m", 1, 0.3)
     tally.traced("m", 1, 0.3, "0af7651916cd43dd8448eb211c80319c")
 
-    page = render_openmetrics(shown_metrics(tally, snapshot, wanted=Wanted(quantiles=(0.5,), histogram=True))).decode()
+    page = render_openmetrics(
+        shown_metrics(tally, snapshot, wanted=MetricsChoice(quantiles=(0.5,), histogram=True))
+    ).decode()
     families = {family.name: family for family in openmetrics.text_string_to_metric_families(page)}  # type: ignore[no-untyped-call]
 
     shown = families["qinfer_request_duration_seconds"].samples
@@ -405,7 +409,9 @@ def test_a_route_without_a_bridge_keeps_its_counts() -> None:
     """What nobody has in hand is not shown, not even as 0; that nobody serves the route is."""
     shown = {
         name
-        for (name, labels) in series(GatewayTally(), Snapshot(features=list(families({"r": RouteTotals(ROUTE)}))))
+        for (name, labels) in series(
+            GatewayTally(), MetricsSnapshot(features=list(families({"r": RouteTotals(ROUTE)})))
+        )
         if ("route", "r") in labels
     }
 
@@ -431,7 +437,7 @@ def test_a_bridge_shows_its_own_with_its_name() -> None:
 
 def test_models_without_labeling_have_no_series_of_it() -> None:
     """They would be many, and all 0."""
-    page = render(shown_metrics(GatewayTally(), Snapshot(stats={("m", 1): {"success_count": 1}}))).decode()
+    page = render(shown_metrics(GatewayTally(), MetricsSnapshot(stats={("m", 1): {"success_count": 1}}))).decode()
 
     assert "qinfer_labeling_queued_tasks_total{" not in page
 
@@ -444,7 +450,7 @@ def test_what_expired_and_what_was_refused() -> None:
         "refusals:queue_full": 4,
         "refusals:cancelled": 5,
     }
-    shown = series(GatewayTally(), Snapshot(stats={("m", 1): fields}))
+    shown = series(GatewayTally(), MetricsSnapshot(stats={("m", 1): fields}))
 
     assert shown[catalogue.EXPIRED.name, M1] == 5
     refused = {
@@ -461,7 +467,7 @@ def test_how_full_batches_are() -> None:
     worker.executed(2, [0], 0, 0, 0)
     worker.executed(8, [0], 0, 0, 0)
 
-    shown = series(GatewayTally(), Snapshot(stats={("m", 1): worker.drain()}))
+    shown = series(GatewayTally(), MetricsSnapshot(stats={("m", 1): worker.drain()}))
 
     assert shown["qinfer_batch_fill_ratio_count", M1] == 2
     assert shown["qinfer_batch_fill_ratio_sum", M1] == 1.25
@@ -493,7 +499,7 @@ def counted_targets() -> TargetTally:
     stable = Target(model="m", version=1, role=Role.STABLE)
     endpoints = Endpoints(Mock())
     plan = CanaryPlan(steps=(Step(weight=0.1),))
-    endpoints.show(Declared({"e": Endpoint(name="e", targets=(stable,), canary=plan, revision=7)}, 7))
+    endpoints.show(DeclaredEndpoints({"e": Endpoint(name="e", targets=(stable,), canary=plan, revision=7)}, 7))
     endpoints.trials = {"e": Trial(state=begin(plan, 1, 2, 7, 0.0))}
     tally = TargetTally(endpoints, "g")
     tally.answered(("e", "m:1"), 0.1, Response(request_id="r"))
@@ -512,7 +518,9 @@ def test_the_catalogue_is_what_is_shown() -> None:
     shares = tenants.of_shares([({"lane": "p1", "model": "m", "version": "1"}, ["acme"], 3, 1.0)])
     snapshot = replace(snapshot, features=[*snapshot.features, *shares])
     more = [*tenants.families(), *counted_targets().families()]
-    page = render(shown_metrics(tally, snapshot, wanted=Wanted(quantiles=(0.5,), histogram=True), more=more)).decode()
+    page = render(
+        shown_metrics(tally, snapshot, wanted=MetricsChoice(quantiles=(0.5,), histogram=True), more=more)
+    ).decode()
     families = {(family.name, family.type): family for family in text_string_to_metric_families(page)}
 
     for info in catalogue.ALL:

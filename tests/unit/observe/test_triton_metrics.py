@@ -7,9 +7,9 @@ from qinfer.backends.python_host.errors import NAMES, to_qinfer
 from qinfer.errors import ErrorCode
 from qinfer.observe.exposition import render
 from qinfer.observe.host import GpuUse, HostUse
-from qinfer.observe.metrics import Snapshot, WorkerLoad, shown_metrics
+from qinfer.observe.metrics import MetricsSnapshot, WorkerLoad, shown_metrics
 from qinfer.observe.stats import GatewayTally, StatsTally, add
-from qinfer.observe.triton_metrics import Reason, Wanted, failures
+from qinfer.observe.triton_metrics import FailureReason, MetricsChoice, failures
 
 REJECTED = {"queue_full", "quota_exceeded", "deadline_infeasible", "deadline_exceeded"}
 
@@ -56,7 +56,7 @@ nv_model_load_duration_secs{model="m",version="1"} 0.004683712
 """
 
 
-def lines(snapshot: Snapshot) -> list[str]:
+def lines(snapshot: MetricsSnapshot) -> list[str]:
     """Returns the samples that have Triton's names."""
     return [
         line for line in render(shown_metrics(GatewayTally(), snapshot)).decode().splitlines() if line.startswith("nv_")
@@ -83,7 +83,7 @@ def worked() -> dict[str, int]:
 
 def test_a_version_that_did_nothing() -> None:
     """Everything is there from the start, as Triton writes it, after qinfer's own metrics."""
-    snapshot = Snapshot(stats={("m", 1): {}}, depth={("m", 1, "p1"): 0}, load_s={("m", 1): 0.0046837120001})
+    snapshot = MetricsSnapshot(stats={("m", 1): {}}, depth={("m", 1, "p1"): 0}, load_s={("m", 1): 0.0046837120001})
 
     page = render(shown_metrics(GatewayTally(), snapshot)).decode()
 
@@ -92,7 +92,7 @@ def test_a_version_that_did_nothing() -> None:
 
 def test_values() -> None:
     """Integers without a decimal point; microseconds, charged to each request; four reasons of failures."""
-    assert lines(Snapshot(stats={("m", 1): worked()})) == [
+    assert lines(MetricsSnapshot(stats={("m", 1): worked()})) == [
         'nv_inference_request_success{model="m",version="1"} 3',
         'nv_inference_request_failure{model="m",reason="REJECTED",version="1"} 4',
         'nv_inference_request_failure{model="m",reason="CANCELED",version="1"} 1',
@@ -110,10 +110,10 @@ def test_values() -> None:
 
 def test_tags_are_labels_of_every_series_of_a_model() -> None:
     """In front, as the alphabet has them; other models have none."""
-    snapshot = Snapshot(
+    snapshot = MetricsSnapshot(
         stats={("m", 1): {}, ("n", 1): {}}, depth={("m", 1, "p1"): 0, ("n", 1, "p1"): 0}, load_s={("m", 1): 1.0}
     )
-    wanted = Wanted(quantiles=(0.5,), histogram=True, cached={"m"}, tags={"m": {"team": "red", "Tier": 'a"b'}})
+    wanted = MetricsChoice(quantiles=(0.5,), histogram=True, cached={"m"}, tags={"m": {"team": "red", "Tier": 'a"b'}})
 
     shown = render(shown_metrics(GatewayTally(), snapshot, wanted=wanted)).decode()
 
@@ -125,10 +125,10 @@ def test_tags_are_labels_of_every_series_of_a_model() -> None:
 
 def test_models_that_are_cached_show_it_from_the_start() -> None:
     """As in Triton: hits and misses of 0, of no other model."""
-    snapshot = Snapshot(stats={("m", 1): {}, ("n", 1): {}})
+    snapshot = MetricsSnapshot(stats={("m", 1): {}, ("n", 1): {}})
 
-    shown = render(shown_metrics(GatewayTally(), snapshot, wanted=Wanted(cached={"m"}))).decode()
-    bare = render(shown_metrics(GatewayTally(), snapshot, wanted=Wanted(cached={"m"}, counters=False))).decode()
+    shown = render(shown_metrics(GatewayTally(), snapshot, wanted=MetricsChoice(cached={"m"}))).decode()
+    bare = render(shown_metrics(GatewayTally(), snapshot, wanted=MetricsChoice(cached={"m"}, counters=False))).decode()
 
     assert "nv_cache_" not in bare
     assert [line for line in shown.splitlines() if line.startswith("nv_cache_")] == [
@@ -141,7 +141,7 @@ def test_models_that_are_cached_show_it_from_the_start() -> None:
 
 def test_large_values_have_no_exponent() -> None:
     """Nor do they lose digits."""
-    shown = lines(Snapshot(stats={("m", 1): {"success_count": 123_456_789_012_345_678}}))
+    shown = lines(MetricsSnapshot(stats={("m", 1): {"success_count": 123_456_789_012_345_678}}))
 
     assert 'nv_inference_request_success{model="m",version="1"} 123456789012345678' in shown
 
@@ -150,29 +150,29 @@ def test_large_values_have_no_exponent() -> None:
 def test_every_code_of_a_gateway_has_a_reason(code: ErrorCode) -> None:
     """What queue and quotas refuse is rejected; what is in no table is OTHER."""
     reason = (
-        Reason.REJECTED
+        FailureReason.REJECTED
         if code in REJECTED
-        else Reason.CANCELED
+        else FailureReason.CANCELED
         if code == "cancelled"
-        else Reason.BACKEND
+        else FailureReason.BACKEND
         if code in ("inference_failed", "output_mismatch", "unknown")
-        else Reason.OTHER
+        else FailureReason.OTHER
     )
 
-    assert failures({f"refusals:{code}": 2}) == dict.fromkeys(Reason, 0) | {reason: 2}
+    assert failures({f"refusals:{code}": 2}) == dict.fromkeys(FailureReason, 0) | {reason: 2}
 
 
 @pytest.mark.parametrize("code", range(len(NAMES)))
 def test_an_error_that_a_model_made_is_the_backends(code: int) -> None:
     """Whatever its code, but where it says that the request was cancelled."""
-    reason = Reason.CANCELED if NAMES[code] == "CANCELLED" else Reason.BACKEND
+    reason = FailureReason.CANCELED if NAMES[code] == "CANCELLED" else FailureReason.BACKEND
 
     assert failures({f"failures:{to_qinfer('no', code).code}": 1})[reason] == 1
 
 
 def test_codes_of_a_newer_qinfer_are_other() -> None:
     """Nothing is left out."""
-    assert failures({"failures:new": 1, "refusals:newer": 2})[Reason.OTHER] == 3
+    assert failures({"failures:new": 1, "refusals:newer": 2})[FailureReason.OTHER] == 3
 
 
 def test_pending_is_what_waits_and_does_not_execute() -> None:
@@ -180,7 +180,7 @@ def test_pending_is_what_waits_and_does_not_execute() -> None:
     depth = {("m", 1, "p1"): 4, ("m", 1, "p2"): 3, ("n", 2, "p1"): 1, ("idle", 1, "p1"): 0, ("step", 1, "p1"): 1}
     direct = {("step", 1): 6}
 
-    assert lines(Snapshot(depth=depth, executing={("m", 1): 2, ("n", 2): 5, ("step", 1): 3}, direct=direct)) == [
+    assert lines(MetricsSnapshot(depth=depth, executing={("m", 1): 2, ("n", 2): 5, ("step", 1): 3}, direct=direct)) == [
         'nv_inference_pending_request_count{model="m",version="1"} 5',
         'nv_inference_pending_request_count{model="n",version="2"} 0',
         'nv_inference_pending_request_count{model="idle",version="1"} 0',
@@ -190,14 +190,14 @@ def test_pending_is_what_waits_and_does_not_execute() -> None:
 
 def test_without_the_store_no_counter_falls() -> None:
     """There are none: zeros would look like a restart."""
-    assert lines(Snapshot(store_up=False, ready={("m", 1): True}, load_s={("m", 1): 2.0})) == [
+    assert lines(MetricsSnapshot(store_up=False, ready={("m", 1): True}, load_s={("m", 1): 2.0})) == [
         'nv_model_load_duration_secs{model="m",version="1"} 2'
     ]
 
 
 def test_the_machine_has_no_labels() -> None:
     """CPU and memory, where they are known."""
-    assert lines(Snapshot(host=HostUse(0.3125, 16_825_843_712, 0))) == [
+    assert lines(MetricsSnapshot(host=HostUse(0.3125, 16_825_843_712, 0))) == [
         "nv_cpu_utilization 0.3125",
         "nv_cpu_memory_total_bytes 16825843712",
         "nv_cpu_memory_used_bytes 0",
@@ -221,7 +221,7 @@ def test_a_gpu_that_two_workers_tell_of_is_there_once() -> None:
     ]
     workers = {f"w{place}": WorkerLoad(device="cpu", executing=0, gpus=(use,)) for place, use in enumerate(uses)}
 
-    assert lines(Snapshot(workers=workers)) == [
+    assert lines(MetricsSnapshot(workers=workers)) == [
         'nv_gpu_utilization{gpu_uuid="GPU-1"} 0.25',
         'nv_gpu_memory_total_bytes{gpu_uuid="GPU-1"} 80',
         'nv_gpu_memory_used_bytes{gpu_uuid="GPU-1"} 20',
@@ -235,7 +235,7 @@ def test_prometheus_reads_the_page() -> None:
     """With qinfer's own on it, and a model's name that must be escaped."""
     name = 'a"b\\c\n'
     page = render(
-        shown_metrics(GatewayTally(), Snapshot(stats={(name, 1): worked()}, load_s={(name, 1): 0.25}))
+        shown_metrics(GatewayTally(), MetricsSnapshot(stats={(name, 1): worked()}, load_s={(name, 1): 0.25}))
     ).decode()
 
     found = {

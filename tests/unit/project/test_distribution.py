@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from qinfer.cli.checks.all import examine_installation
-from qinfer.cli.checks.report import Level
+from qinfer.cli.checks.report import Severity
 
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -109,6 +109,6 @@ def test_doctor_names_the_other_distribution(tmp_path: Path) -> None:
     (other / "RECORD").write_text("qinfer/__init__.py,,\nqinfer-1.0.dist-info/METADATA,,\n")
     (found,) = examine_installation([str(tmp_path)])
 
-    assert (found.level, found.subject) == (Level.PROBLEM, "installation")
+    assert (found.level, found.subject) == (Severity.PROBLEM, "installation")
     assert "qinfer 1.0 is installed beside qinfer-ml" in found.text
     assert found.remedy.startswith("pip uninstall --yes qinfer")

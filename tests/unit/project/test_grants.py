@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from qinfer.core.settings import StoreSettings, TenantStores
-from qinfer.core.store_urls import Grant, folders_of, is_below
+from qinfer.core.store_urls import UrlGrant, folders_of, is_below
 from qinfer.errors import Forbidden
 from qinfer.storage.within import readable, writable
 
@@ -14,18 +14,18 @@ ALLOW = ("s3://data", "file:///srv/lake")
 
 
 def test_without_tenants_all_that_is_allowed_is_granted() -> None:
-    assert StoreSettings(allow=ALLOW).grant_of("") == Grant(ALLOW, ALLOW)
+    assert StoreSettings(allow=ALLOW).grant_of("") == UrlGrant(ALLOW, ALLOW)
 
 
 def test_one_tenant_has_all_that_is_allowed() -> None:
     """Its keys are there to keep strangers out."""
-    assert StoreSettings(allow=ALLOW).grant_of("acme") == Grant(ALLOW, ALLOW)
+    assert StoreSettings(allow=ALLOW).grant_of("acme") == UrlGrant(ALLOW, ALLOW)
 
 
 def test_each_of_several_tenants_has_a_folder_of_its_name() -> None:
     folders = ("s3://data/acme", "file:///srv/lake/acme")
 
-    assert StoreSettings(allow=ALLOW).grant_of("acme", is_shared=True) == Grant(folders, folders, "acme")
+    assert StoreSettings(allow=ALLOW).grant_of("acme", is_shared=True) == UrlGrant(folders, folders, "acme")
 
 
 def test_an_entry_says_what_its_tenant_may_use() -> None:
@@ -34,7 +34,7 @@ def test_an_entry_says_what_its_tenant_may_use() -> None:
 
     for is_shared in (False, True):
         grant = stores.grant_of("acme", is_shared=is_shared)
-        assert grant == Grant(("s3://data/common", "s3://data/acme"), ("s3://data/acme/out",), "acme")
+        assert grant == UrlGrant(("s3://data/common", "s3://data/acme"), ("s3://data/acme/out",), "acme")
 
 
 def test_an_entry_allows_nothing_beyond_the_allowed_stores() -> None:
@@ -42,7 +42,7 @@ def test_an_entry_allows_nothing_beyond_the_allowed_stores() -> None:
     entry = TenantStores(read=("s3://data", "s3://other"), write=("file:///srv",))
     stores = StoreSettings(allow=("s3://data/in", "file:///srv/lake"), tenants={"acme": entry})
 
-    assert stores.grant_of("acme") == Grant(("s3://data/in",), ("file:///srv/lake",), "acme")
+    assert stores.grant_of("acme") == UrlGrant(("s3://data/in",), ("file:///srv/lake",), "acme")
 
 
 def test_a_prefix_that_is_no_url_is_refused_at_the_start() -> None:
@@ -62,9 +62,9 @@ def test_a_store_within_another_one_has_no_folders_of_tenants() -> None:
 
 
 def test_what_a_process_grants_is_narrowed_to_what_another_one_does() -> None:
-    granted = Grant(("s3://data/acme", "s3://old"), ("s3://data",), "acme")
+    granted = UrlGrant(("s3://data/acme", "s3://old"), ("s3://data",), "acme")
 
-    assert granted.narrowed(Grant(("s3://data",), ("s3://data/acme",))) == Grant(
+    assert granted.narrowed(UrlGrant(("s3://data",), ("s3://data/acme",))) == UrlGrant(
         ("s3://data/acme",), ("s3://data/acme",), "acme"
     )
 
@@ -124,7 +124,7 @@ def lake(tmp_path: Path) -> Lake:
 def test_what_leads_out_of_the_prefixes_is_refused(lake: Lake, path: str) -> None:
     """By a link too, and where nothing is yet."""
     own = (f"{lake.url}/other",)
-    for stores in (readable(Grant(own, (), "other")), writable(Grant((), own, "other"))):
+    for stores in (readable(UrlGrant(own, (), "other")), writable(UrlGrant((), own, "other"))):
         with pytest.raises(Forbidden, match=r"tenant 'other' may (read|write); .* QINFER_STORES__TENANTS"):
             stores(f"{lake.url}/{path}".rstrip("/"))
 
@@ -135,4 +135,4 @@ def test_what_stays_within_the_prefixes_is_opened(lake: Lake, path: str) -> None
     own = (f"{lake.linked}/other",)
 
     for base in (lake.url, lake.linked):
-        assert readable(Grant(own, ()))(f"{base}/{path}")
+        assert readable(UrlGrant(own, ()))(f"{base}/{path}")

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from qinfer.queue.connection import Argument, Refused, Template, pack, pack_large
+from qinfer.queue.connection import Argument, CommandRefused, Template, pack, pack_large
 from qinfer.queue.lanes import Queue
 
 
@@ -44,10 +44,10 @@ def test_a_large_word_is_not_copied() -> None:
 async def test_a_refused_command_leaves_nothing_for_the_garbage_collector(delivery: Queue) -> None:
     """The error leads to its frames, and these to the command, which may be large."""
 
-    async def ask() -> "weakref.ref[Refused]":
+    async def ask() -> "weakref.ref[CommandRefused]":
         try:
             await delivery.router.call(0, b"EVALSHA", b"0" * 40, 0, b"x" * 10_000)
-        except Refused as error:
+        except CommandRefused as error:
             return weakref.ref(error)
         raise AssertionError("it is no script that Redis knows")
 

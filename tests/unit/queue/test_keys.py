@@ -5,7 +5,7 @@ from hiredis import ReplyError
 
 from qinfer.errors import BrokerUnavailable, QinferError, QueueFull, SettingsError
 from qinfer.queue import keys
-from qinfer.queue.connection import Refused, mapped
+from qinfer.queue.connection import CommandRefused, mapped
 from qinfer.queue.entries import Entry, Lane
 
 
@@ -87,5 +87,5 @@ def test_other_error_replies_keep_their_kind(text: str, kind: str) -> None:
     """Of 6.2, which wraps what a script met, and of 7.0, which does not."""
     error = mapped(ReplyError(text))
 
-    assert isinstance(error, Refused)
+    assert isinstance(error, CommandRefused)
     assert (error.kind, error.message) == (kind, text)

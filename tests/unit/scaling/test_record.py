@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from qinfer.errors import SettingsError
-from qinfer.scaling.policy import Decision, Observation
+from qinfer.scaling.policy import QueueObservation, ScalingDecision
 from qinfer.scaling.record import LAG_S, MOST_S, Moment, VersionTrace, decode, encode, traffic_of
 from qinfer.scaling.simulation import as_recorded
 
@@ -21,7 +21,7 @@ def moment(at_s: float, waiting: int, executed: int, *, live: int = 0, starting:
 
 def test_a_line_has_what_was_seen_and_decided() -> None:
     """And is read again as it was."""
-    seen = Observation(
+    seen = QueueObservation(
         now_s=3.0,
         work_s=24.8,
         entries=248,
@@ -33,7 +33,7 @@ def test_a_line_has_what_was_seen_and_decided() -> None:
         floor=1,
         sequence_workers=2,
     )
-    decision = Decision(target=3, wanted=3, reason="24.8 s of work at 10 s a worker")
+    decision = ScalingDecision(target=3, wanted=3, reason="24.8 s of work at 10 s a worker")
     made = Moment.of(BEGAN_S, seen, decision, before=1, draining=4, versions=(VersionTrace(model="m", version=1),))
 
     line = encode(made)

@@ -11,7 +11,7 @@ import pytest
 
 from qinfer.scaling.policy import ScalingPolicy
 from qinfer.scaling.record import Traffic, decode, traffic_of
-from qinfer.scaling.simulation import Outcome, WorkerProfile, as_recorded, simulate
+from qinfer.scaling.simulation import SimulationOutcome, WorkerProfile, as_recorded, simulate
 
 TRACES = Path(__file__).parents[2] / "data" / "scaling"
 POLICY = ScalingPolicy(max_workers=4, target_s=3, down_after_s=10, idle_s=15, cooldown_s=5)
@@ -27,12 +27,12 @@ def traffic(shape: str) -> Traffic:
         return traffic_of(decode(file))
 
 
-def run(shape: str, policy: ScalingPolicy = POLICY, *, load_s: float | None = None) -> Outcome:
+def run(shape: str, policy: ScalingPolicy = POLICY, *, load_s: float | None = None) -> SimulationOutcome:
     profile = WorkerProfile.of(traffic(shape))
     return simulate(policy, traffic(shape).arrivals, profile if load_s is None else replace(profile, load_s=load_s))
 
 
-def is_good(shape: str, outcome: Outcome, load_s: float) -> bool:
+def is_good(shape: str, outcome: SimulationOutcome, load_s: float) -> bool:
     """Nobody waits for longer than the target and the start of a worker, and few workers stand idle."""
     return not outcome.late(POLICY.target_s + load_s + 1) and not outcome.left and outcome.excess <= EXCESS[shape]
 

@@ -5,8 +5,8 @@ import pytest
 from qinfer.errors import SettingsError
 from qinfer.scaling.policy import (
     MAX_PATIENCE,
-    Decision,
-    Observation,
+    QueueObservation,
+    ScalingDecision,
     ScalingPolicy,
     ScalingState,
     Throughput,
@@ -24,12 +24,12 @@ class Scaler:
         self.policy = policy
         self.state = ScalingState.begin(0.0, workers)
 
-    def see(self, now_s: float, work_s: float = 0.0, **more: float) -> Decision:
+    def see(self, now_s: float, work_s: float = 0.0, **more: float) -> ScalingDecision:
         fields = {"entries": int(work_s > 0), **more}
         decision, self.state = decide(
             self.policy,
             self.state,
-            Observation(now_s=now_s, work_s=work_s, **fields),  # type: ignore[arg-type]  # of several types
+            QueueObservation(now_s=now_s, work_s=work_s, **fields),  # type: ignore[arg-type]  # of several types
         )
         return decision
 

@@ -3,7 +3,7 @@
 import pytest
 
 from qinfer.models.state import ScalerRecord
-from qinfer.scaling.policy import Observation, ScalingPolicy, ScalingState, adopt, decide
+from qinfer.scaling.policy import QueueObservation, ScalingPolicy, ScalingState, adopt, decide
 from qinfer.scaling.shares import RECORD_TTL_S, Peers, SharedDecision, apportion, decide_share, policy_of_all
 
 POLICY = ScalingPolicy(max_workers=4, target_s=10, down_after_s=60, idle_s=300, cooldown_s=30)
@@ -17,7 +17,7 @@ def peer(id_: str, share: int = 0, *, least: int = 0, most: int = 4, live: int |
 
 
 def look(state: ScalingState, now_s: float, work_s: float, own: ScalerRecord, *others: ScalerRecord) -> SharedDecision:
-    seen = Observation(now_s=now_s, work_s=work_s, entries=int(work_s > 0))
+    seen = QueueObservation(now_s=now_s, work_s=work_s, entries=int(work_s > 0))
     return decide_share(POLICY, state, seen, own, others)
 
 
@@ -70,7 +70,7 @@ def test_alone_it_decides_as_it_always_did() -> None:
     state = mine = ScalingState.begin(0.0, 0)
     share = 0
     for second, work_s in enumerate([0, 5, 95, 95, *[0] * 400, 12, *[3] * 200], start=1):
-        seen = Observation(now_s=float(second), work_s=work_s, entries=int(work_s > 0), live=share)
+        seen = QueueObservation(now_s=float(second), work_s=work_s, entries=int(work_s > 0), live=share)
         decision, state = decide(POLICY, state, seen)
         alone = decide_share(POLICY, mine, seen, peer("a", share), ())
         mine, share = alone.state, alone.share
@@ -96,9 +96,9 @@ def test_each_waits_for_the_same_time() -> None:
     policy = ScalingPolicy(max_workers=4, up_after_s=5)
     state = ScalingState.begin(0.0, 2)
     for now_s in range(1, 6):
-        seen = Observation(now_s=float(now_s), work_s=40.0, entries=1)
+        seen = QueueObservation(now_s=float(now_s), work_s=40.0, entries=1)
         state = decide_share(policy, state, seen, peer("b", 1), [peer("a", 1)]).state
-    seen = Observation(now_s=6.0, work_s=40.0, entries=1)
+    seen = QueueObservation(now_s=6.0, work_s=40.0, entries=1)
 
     assert decide_share(policy, state, seen, peer("b", 1), [peer("a", 2)]).share == 2
 
@@ -119,7 +119,7 @@ def test_a_step_of_others_is_a_step() -> None:
 def test_the_share_of_one_that_is_gone_is_taken_over() -> None:
     """At once, and with its reason: those that are left keep up the number, within their limits."""
     state = ScalingState.begin(0.0, 6)
-    seen = Observation(now_s=5.0, work_s=0.0, entries=0, live=3)
+    seen = QueueObservation(now_s=5.0, work_s=0.0, entries=0, live=3)
 
     decided = decide_share(POLICY, state, seen, peer("a", 3), (), has_lost_peers=True)
 
@@ -130,7 +130,7 @@ def test_the_share_of_one_that_is_gone_is_taken_over() -> None:
 def test_of_several_each_takes_its_part_over() -> None:
     """Whether or not the other has done it already."""
     state = ScalingState.begin(0.0, 6)
-    seen = Observation(now_s=5.0, work_s=0.0, entries=0, live=4)
+    seen = QueueObservation(now_s=5.0, work_s=0.0, entries=0, live=4)
     for of_a in (2, 3):
         decided = decide_share(POLICY, state, seen, peer("b", 2), [peer("a", of_a)], has_lost_peers=True)
 

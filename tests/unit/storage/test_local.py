@@ -11,7 +11,7 @@ import pytest
 
 from qinfer.errors import StoreDenied, StoreError, StoreNotFound, StoreUnavailable
 from qinfer.storage.local import LEFTOVER_S, LocalStore, local_path
-from qinfer.storage.store import Outcome
+from qinfer.storage.store import CommitOutcome
 
 CONTENT = bytes(range(256)) * 100_000
 
@@ -99,7 +99,7 @@ def test_a_killed_process_leaves_nothing_in_part(store: LocalStore, tmp_path: Pa
         assert not is_there or final.read_bytes() == CONTENT
         assert [stat.url for stat in store.scan(f"file://{final.parent}")] == [url] * is_there
         outcome = store.commit_if_absent(spool, url)
-        assert outcome is (Outcome.EXISTS if is_there else Outcome.CREATED)
+        assert outcome is (CommitOutcome.EXISTS if is_there else CommitOutcome.CREATED)
         assert final.read_bytes() == CONTENT
         created += is_there
     assert 1 <= created < steps

@@ -8,14 +8,14 @@ from typing import cast
 import pytest
 
 from qinfer.errors import BrokerUnavailable, DeadlineInfeasible, QueueFull
-from qinfer.models.catalog import Catalog, Served
+from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
 from qinfer.queue.entries import Lane, Share, share_of
 from qinfer.queue.lanes import Queue
 from qinfer.queue.shares import Places
-from qinfer.submission.backlog import Backlog
+from qinfer.submission.backlog import LaneBacklog
 from qinfer.testing import eventually
 
 P1, P2, P3 = (Lane("m", 1, f"p{number}") for number in (1, 2, 3))
@@ -23,7 +23,7 @@ BATCHING = BatchingSpec(preferred_sizes=(8,), priority_levels=3, default_priorit
 SPEC = ModelSpec(
     name="m", backend="stub", inputs=(), outputs=(), batching=BATCHING, lane_capacity=100, max_batch_size=8
 )
-SERVED = Served(spec=SPEC, version=1, generation=1, lane=P2, routes=Routes(SPEC, 1))
+SERVED = ServedVersion(spec=SPEC, version=1, generation=1, lane=P2, routes=Routes(SPEC, 1))
 
 
 class World:
@@ -36,7 +36,7 @@ class World:
         self.looks = 0
         self.is_down = False
         self.places = Places(lambda: 0.0)
-        self.backlog = Backlog(cast(Queue, self), cast(Catalog, self))
+        self.backlog = LaneBacklog(cast(Queue, self), cast(Catalog, self))
 
     async def shares(self, lanes: Sequence[Lane]) -> list[list[Share]]:
         self.looks += 1
@@ -157,7 +157,7 @@ async def test_nothing_is_polled_while_nothing_is_asked(monkeypatch: pytest.Monk
     assert world.backlog.load(SERVED, P2) is not load
 
 
-def served_with(policy: QueuePolicy, levels: int = 0) -> Served:
+def served_with(policy: QueuePolicy, levels: int = 0) -> ServedVersion:
     """Returns a model of 8 rows a batch whose requests all wait by one policy."""
     batching = BatchingSpec(
         preferred_sizes=(8,), priority_levels=levels, default_priority=levels, default_policy=policy
@@ -212,7 +212,7 @@ async def test_a_model_that_is_scaled_to_zero_takes_the_request_that_wakes_it() 
     assert world.backlog.judge(served, served.routes.of(0), 60.0) is None
 
 
-async def looked_at(world: World, served: Served, looks: int, *, high: int, executed: int) -> None:
+async def looked_at(world: World, served: ServedVersion, looks: int, *, high: int, executed: int) -> None:
     """Looks at the lanes again and again, while so many of the higher level are there and are executed between two."""
     load = world.backlog.load(served, P1)
     for _ in range(looks):

@@ -10,11 +10,11 @@ import pytest
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response
 from qinfer.core.settings_cache import CachePlan, plan_of
-from qinfer.models.catalog import Served
+from qinfer.models.catalog import ServedVersion
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.routes import Routes
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
 from qinfer.observe.stats import CACHE_HIT_COUNT, ModelCounts
 from qinfer.queue.cached_responses import CachedResponses
 from qinfer.queue.entries import Lane
@@ -29,14 +29,14 @@ from tests.unit.workers.inference.test_caller import CONFIG, Scene, asked, scene
 A, B = Tensor("a", "FP32", (1, 2), bytes(8)), Tensor("b", "UINT8", (8,), bytes(8))
 
 
-def served(**fields: object) -> Served:
+def served(**fields: object) -> ServedVersion:
     port = TensorSpec(name="a", datatype="FP32", dims=(2,))
     spec = ModelSpec(name="m", backend="stub", inputs=(port,), outputs=(port,), is_cached=True)
     spec = ModelSpec(**{**{name: getattr(spec, name) for name in spec.__slots__}, **fields})
-    return Served(spec=spec, version=1, generation=1, lane=Lane("m", 1), routes=Routes(spec, 1))
+    return ServedVersion(spec=spec, version=1, generation=1, lane=Lane("m", 1), routes=Routes(spec, 1))
 
 
-def key(model: Served | None = None, **fields: object) -> bytes | None:
+def key(model: ServedVersion | None = None, **fields: object) -> bytes | None:
     request = InferRequest(model="m", inputs=(A, B), tenant="t")
     return response_key(msgspec.structs.replace(request, **fields), model or served())
 
@@ -148,7 +148,7 @@ async def enable(one: Scene) -> None:
     """Stores the model of the scene anew, with its responses cached."""
     config = to_json(normalise(parse(f'name: "back" {CONFIG} response_cache {{ enable: true }}'), "back"))
     await one.store.put_model(StoredModel("back", 8, config, (1,)))
-    await one.store.set_desired(Desired("back", 8))
+    await one.store.set_desired(DesiredState("back", 8))
     models = {"back": {1: VersionState(State.READY, 8)}}
     await one.store.heartbeat(WorkerRecord(id="back", started_at=0.0, models=models), ttl_s=3600)
 

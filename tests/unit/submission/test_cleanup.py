@@ -10,7 +10,7 @@ from qinfer.core.api_keys import ApiKey, hash_key
 from qinfer.core.messages import InferRequest, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import BrokerUnavailable, ModelNotReady, QueueFull, QuotaExceeded
-from qinfer.models.catalog import Catalog, Served
+from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy, TensorSpec
@@ -19,11 +19,11 @@ from qinfer.queue import keys
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.queue.lanes import Queue
 from qinfer.queue.values import LARGE_BYTES, Room
-from qinfer.submission.pending import Pending
+from qinfer.submission.pending import PendingCall
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from qinfer.wire.frame import PayloadApart, decode_request, encode_responses
-from qinfer_api.auth import ANONYMOUS, Auth, Context
+from qinfer_api.auth import ANONYMOUS, Auth, CallerContext
 from qinfer_api.dispatcher import Dispatcher
 from tests.support.servers.servers import Database
 
@@ -39,14 +39,14 @@ class Models:
         self.wait_s = 0.0
         self.refusal: ModelNotReady | None = None
 
-    def asked(self, model: str, version: int) -> Served:
+    def asked(self, model: str, version: int) -> ServedVersion:
         if self.refusal is not None:
             raise self.refusal
         port = TensorSpec(name="x", datatype="UINT8", dims=(-1,))
         batching = BatchingSpec(preferred_sizes=(8,), default_policy=self.policy)
         spec = ModelSpec(name="m", backend="stub", inputs=(port,), outputs=(port,), max_batch_size=8, batching=batching)
         routes = Routes(spec, 1)
-        return Served(spec=spec, version=1, generation=1, lane=Lane("m", 1), routes=routes, wait_s=self.wait_s)
+        return ServedVersion(spec=spec, version=1, generation=1, lane=Lane("m", 1), routes=routes, wait_s=self.wait_s)
 
     def lanes(self, model: str, version: int) -> tuple[Lane, ...]:
         return lanes_of(self.asked(model, version).spec, 1)
@@ -97,12 +97,12 @@ class Setup:
     def deliver(self, response: Response) -> None:
         self.responses.append(response)
 
-    def submit(self, size: int = 4, timeout_s: float = 0.0, context: Context = ANONYMOUS) -> Pending:
+    def submit(self, size: int = 4, timeout_s: float = 0.0, context: CallerContext = ANONYMOUS) -> PendingCall:
         x = Tensor("x", "UINT8", (1, size), bytes(size))
         request = InferRequest(model="m", client_id="c", inputs=(x,), timeout_s=timeout_s)
         return self.dispatcher.submit(context, request, self)
 
-    async def submit_and_fetch(self) -> tuple[Pending, Lease]:
+    async def submit_and_fetch(self) -> tuple[PendingCall, Lease]:
         """Submits a request that a worker takes before it may be withdrawn, however slow the machine is."""
         self.queue.may_withdraw.clear()
         pending = self.submit()
@@ -287,7 +287,7 @@ async def test_large_tensors_travel_beside_the_stream(setup: Setup) -> None:
     assert decode_request(lease.frame, payload).inputs[0].nbytes == 1001
 
 
-async def stored_answer(setup: Setup, pending: Pending, attempt: int = 1, data: bytes = b"abc") -> bytes:
+async def stored_answer(setup: Setup, pending: PendingCall, attempt: int = 1, data: bytes = b"abc") -> bytes:
     """Stores outputs as a worker does, in some attempt; returns the reply that tells of the first attempt's."""
     y = Tensor("y", "UINT8", (1, len(data)), data)
     whole = Response(request_id=pending.request_id, model="m", version=1, outputs=(y,), attempt=attempt)
@@ -295,7 +295,7 @@ async def stored_answer(setup: Setup, pending: Pending, attempt: int = 1, data: 
     return encode_responses([Response(request_id=pending.request_id, model="m", version=1, stored=True)])
 
 
-async def outputs_end(setup: Setup, pending: Pending) -> None:
+async def outputs_end(setup: Setup, pending: PendingCall) -> None:
     """Waits until the outputs of a request are no longer stored."""
     key = keys.result("m", 0, pending.request_id)
 
@@ -327,7 +327,7 @@ class Lent:
         self.is_released = False
         self.comes_behind = comes_behind
 
-    async def lend(self, pending: Pending, nbytes: int) -> Self:
+    async def lend(self, pending: PendingCall, nbytes: int) -> Self:
         self.asked.append(nbytes)
         await self.allowed.wait()
         return self
@@ -498,7 +498,7 @@ async def test_a_lane_at_its_capacity_takes_no_more(setup: Setup) -> None:
 async def test_in_flight_quotas_end_with_their_requests(setup: Setup) -> None:
     """By answer, cancel and shutdown alike."""
     setup.use(LimitSettings(), Auth([KEY]))
-    context = Context(key="secret")
+    context = CallerContext(key="secret")
 
     answered = setup.submit(context=context)
     with pytest.raises(QuotaExceeded):

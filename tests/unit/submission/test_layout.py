@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from qinfer.core.messages import CallTraces, IdFactory, InferRequest, Scalar, Sequence
+from qinfer.core.messages import CallTraces, IdFactory, InferRequest, Scalar, SequenceFlags
 from qinfer.errors import PayloadTooLarge
 from qinfer.queue.entries import Lane
 from qinfer.submission import submit as submission
@@ -110,7 +110,7 @@ def test_a_lane_a_generation_and_a_tenant_count() -> None:
         {"client_id": "mine"},
         {"parameters": {"a": 1}},
         {"priority": 1},
-        {"sequence": Sequence(1)},
+        {"sequence": SequenceFlags(1)},
         {"calls": CallTraces(has_tensors=False)},
         {"trace": "é"},
         {"inputs": (Tensor("x0", "BYTES", (1, 1), pack_bytes([b"abc"])),)},

@@ -11,8 +11,8 @@ from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import InferenceFailed, InvalidRequest, OutputMismatch
 from qinfer.models.spec import MAX_PARTS, ModelSpec, TensorSpec
 from qinfer.models.validate import validate
-from qinfer.submission.pending import Pending, PendingRequests
-from qinfer.submission.splits import Part, Whole, check_whole, merged, parts_of
+from qinfer.submission.pending import PendingCall, PendingRequests
+from qinfer.submission.splits import PartSink, Whole, check_whole, merged, parts_of
 from qinfer.tensors import Tensor, from_numpy, to_numpy
 from qinfer.testing import FakeClock
 
@@ -96,7 +96,7 @@ class Scene:
         )
         self.pending = self._add("whole", None)
         self.whole = self.pending.shared = Whole(self.table, self.pending, count)
-        self.parts = [self._add(f"part-{place}", Part(self.whole, place)) for place in range(count)]
+        self.parts = [self._add(f"part-{place}", PartSink(self.whole, place)) for place in range(count)]
         for part in self.parts:
             self.whole.started(part)
 
@@ -109,16 +109,16 @@ class Scene:
     def waiting(self) -> Sequence[str]:
         return [one.request_id for one in (self.pending, *self.parts) if one in self.table]
 
-    def _add(self, name: str, sink: Part | None) -> Pending:
-        pending = Pending(name, "", "m", 1, sink, 0.0)  # type: ignore[arg-type]
+    def _add(self, name: str, sink: PartSink | None) -> PendingCall:
+        pending = PendingCall(name, "", "m", 1, sink, 0.0)  # type: ignore[arg-type]
         self.table.add(pending, 10.0)
         return pending
 
-    def _answered(self, pending: Pending, response: Response) -> None:
+    def _answered(self, pending: PendingCall, response: Response) -> None:
         assert pending is self.pending
         self.responses.append(response)
 
-    def _failed(self, pending: Pending, error: Exception) -> None:
+    def _failed(self, pending: PendingCall, error: Exception) -> None:
         assert pending is self.pending
         self.errors.append(error)
 

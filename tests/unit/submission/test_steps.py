@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from qinfer.core.messages import InferRequest, Response, Sequence
+from qinfer.core.messages import InferRequest, Response, SequenceFlags
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import BrokerUnavailable, InvalidRequest, ModelNotReady, QueueFull
-from qinfer.models.catalog import Catalog, Served
+from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import ModelSpec
@@ -18,7 +18,7 @@ from qinfer.observe.stats import GatewayTally
 from qinfer.queue.entries import CHUNK_BYTES, Lane
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequences import AT_ONCE, Sequences
-from qinfer.submission.pending import Pending
+from qinfer.submission.pending import PendingCall
 from qinfer.tensors import Bytes, Tensor
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_request, encode_responses
@@ -38,10 +38,10 @@ class Models:
         self.spec: ModelSpec = sum_spec()
         self.wait_s = 0.0
 
-    def asked(self, model: str, version: int) -> Served:
+    def asked(self, model: str, version: int) -> ServedVersion:
         routes = Routes(self.spec, 1)
         lane = routes.default.lane
-        return Served(spec=self.spec, version=1, generation=1, lane=lane, routes=routes, wait_s=self.wait_s)
+        return ServedVersion(spec=self.spec, version=1, generation=1, lane=lane, routes=routes, wait_s=self.wait_s)
 
     def lanes(self, model: str, version: int) -> tuple[Lane, ...]:
         return lanes_of(self.spec, 1)
@@ -87,7 +87,7 @@ class Scene:
         within_s: float = math.inf,
     ) -> "Asked":
         x = Tensor("x", "UINT8", (1, size), bytes([value]) * size)
-        sequence = Sequence(of, start=start, end=end, step=step)
+        sequence = SequenceFlags(of, start=start, end=end, step=step)
         request = InferRequest(model="sum", client_id="c", inputs=(x,), sequence=sequence)
         asked = Asked()
         asked.pending = self.dispatcher.submit(ANONYMOUS, request, asked, within_s)
@@ -98,7 +98,7 @@ class Asked:
     """A request, and its responses."""
 
     no_stream = ""
-    pending: Pending
+    pending: PendingCall
 
     def __init__(self) -> None:
         self.responses: list[Response] = []
@@ -185,9 +185,9 @@ async def test_a_sequence_is_answered_step_by_step(scene: Scene, worker: StepWor
 
     assert [await each.value() for each in asked] == [1, 3, 6]
     assert [step.request.sequence for step in steps] == [
-        Sequence(7, start=True),
-        Sequence(7),
-        Sequence(7, end=True),
+        SequenceFlags(7, start=True),
+        SequenceFlags(7),
+        SequenceFlags(7, end=True),
     ]
     assert {(step.request.version, step.request.reply_to, step.request.timeout_s) for step in steps} == {
         (1, "reply:me", 60.0)

@@ -9,12 +9,12 @@ import pytest
 from qinfer.core.messages import Credit, Failure, Response
 from qinfer.errors import BrokerUnavailable
 from qinfer.queue.lanes import Queue
-from qinfer.submission.streams import Credits, StreamReader, Verdict
+from qinfer.submission.streams import Credits, ResponseFate, StreamReader
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_credits
 
-DELIVER, DROP, BREAK = Verdict.DELIVER, Verdict.DROP, Verdict.BREAK
+DELIVER, DROP, BREAK = ResponseFate.DELIVER, ResponseFate.DROP, ResponseFate.BREAK
 BROKEN = Failure("stream_broken", "its worker ended", retryable=True)
 
 
@@ -42,7 +42,7 @@ def response(
     )
 
 
-def verdicts(stream: StreamReader, responses: Sequence[Response]) -> list[Verdict]:
+def verdicts(stream: StreamReader, responses: Sequence[Response]) -> list[ResponseFate]:
     return [stream.judge(one) for one in responses]
 
 

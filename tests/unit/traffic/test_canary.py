@@ -10,10 +10,10 @@ from qinfer.traffic.canary import (
     BY_HAND,
     NO_DATA,
     Action,
+    CanaryCounts,
+    CanaryDecision,
     CanaryPlan,
     Check,
-    Decision,
-    Seen,
     Step,
     begin,
     checked,
@@ -24,7 +24,7 @@ from qinfer.traffic.canary import (
     roll_back,
     with_limits,
 )
-from qinfer.traffic.evidence import Block, Counts
+from qinfer.traffic.evidence import Counts, EvidenceBlock
 
 STABLE, CANARY, REVISION = 3, 4, 7
 PLAN = CanaryPlan(
@@ -33,7 +33,7 @@ PLAN = CanaryPlan(
     false_rollbacks=0.02,
     no_data_s=100,
 )
-GOOD = Block(Counts(100, 1), Counts(50, 0))
+GOOD = EvidenceBlock(Counts(100, 1), Counts(50, 0))
 
 
 class Controller:
@@ -44,12 +44,12 @@ class Controller:
         self.now_s = 1000.0
         self.state = begin(plan, STABLE, CANARY, REVISION, self.now_s)
 
-    def see(self, after_s: float = 1.0, errors: Block | None = GOOD, **more: Any) -> Decision:
+    def see(self, after_s: float = 1.0, errors: EvidenceBlock | None = GOOD, **more: Any) -> CanaryDecision:
         """Counts, after some seconds; by default of the state's revision and step."""
         self.now_s += after_s
         blocks = {} if errors is None else {"errors": {"": errors}}
         fields = {"revision": self.state.revision, "step": self.state.step, "blocks": blocks, **more}
-        decision, self.state = decide(self.plan, self.state, Seen(now_s=self.now_s, **fields))
+        decision, self.state = decide(self.plan, self.state, CanaryCounts(now_s=self.now_s, **fields))
         return decision
 
 
@@ -65,11 +65,11 @@ def test_a_step_lasts_its_least_time(controller: Controller) -> None:
 
 
 def test_a_step_lasts_its_least_number_of_requests(controller: Controller) -> None:
-    decision = controller.see(11, Block(Counts(1000, 0), Counts(49, 0)))
+    decision = controller.see(11, EvidenceBlock(Counts(1000, 0), Counts(49, 0)))
 
     assert decision.action == Action.HOLD
     assert decision.reason == "step 1 of 2: 11 s of at least 10 s, 49 requests of at least 50"
-    assert controller.see(1, Block(Counts(1, 0), Counts(1, 0))).action == Action.PROMOTE
+    assert controller.see(1, EvidenceBlock(Counts(1, 0), Counts(1, 0))).action == Action.PROMOTE
 
 
 def test_a_promotion_begins_the_next_step(controller: Controller) -> None:
@@ -93,7 +93,7 @@ def test_after_the_last_step_the_canary_is_stable(controller: Controller) -> Non
 
 
 def test_a_worse_canary_is_rolled_back_with_the_numbers(controller: Controller) -> None:
-    decision = controller.see(1, Block(Counts(100, 1), Counts(20, 20)))
+    decision = controller.see(1, EvidenceBlock(Counts(100, 1), Counts(20, 20)))
 
     assert decision.action == Action.ROLL_BACK
     assert decision.stable == STABLE
@@ -101,11 +101,11 @@ def test_a_worse_canary_is_rolled_back_with_the_numbers(controller: Controller) 
     assert decision.reason.endswith(", 100 decides"), "two checks share 2 %"
     verdict = decision.verdicts[0]
     assert verdict.has_decided
-    assert verdict.seen == Block(Counts(100, 1), Counts(20, 20))
+    assert verdict.seen == EvidenceBlock(Counts(100, 1), Counts(20, 20))
 
 
 def test_evidence_that_is_close_to_a_decision_holds_back(controller: Controller) -> None:
-    decision = controller.see(11, Block(Counts(200, 0), Counts(50, 3)))
+    decision = controller.see(11, EvidenceBlock(Counts(200, 0), Counts(50, 3)))
 
     assert not decision.verdicts[0].has_decided
     assert decision.action == Action.HOLD
@@ -114,9 +114,9 @@ def test_evidence_that_is_close_to_a_decision_holds_back(controller: Controller)
 
 @pytest.mark.parametrize(
     ("silent", "block"),
-    [("the canary", Block(Counts(10, 0), Counts())), ("stable", Block(Counts(), Counts(10, 0)))],
+    [("the canary", EvidenceBlock(Counts(10, 0), Counts())), ("stable", EvidenceBlock(Counts(), Counts(10, 0)))],
 )
-def test_a_canary_without_data_pauses_until_there_are_some(silent: str, block: Block) -> None:
+def test_a_canary_without_data_pauses_until_there_are_some(silent: str, block: EvidenceBlock) -> None:
     controller = Controller(replace(PLAN, steps=(Step(weight=0.5, least_s=10, least_requests=130),)))
     controller.see(1)
     assert controller.see(99, block).action == Action.HOLD
@@ -144,7 +144,7 @@ def test_a_canary_paused_by_hand_goes_on_by_hand(controller: Controller) -> None
 def test_a_paused_canary_is_rolled_back_all_the_same(controller: Controller) -> None:
     _, controller.state = pause(PLAN, controller.state, BY_HAND, "")
 
-    assert controller.see(1, Block(Counts(100, 0), Counts(20, 20))).action == Action.ROLL_BACK
+    assert controller.see(1, EvidenceBlock(Counts(100, 0), Counts(20, 20))).action == Action.ROLL_BACK
 
 
 def test_promotion_and_roll_back_by_hand(controller: Controller) -> None:
@@ -161,7 +161,7 @@ def test_promotion_and_roll_back_by_hand(controller: Controller) -> None:
 def test_counts_of_another_revision_or_step_do_not_count(controller: Controller, other: dict[str, int]) -> None:
     before = controller.state
 
-    decision = controller.see(11, Block(Counts(100, 0), Counts(100, 100)), **other)
+    decision = controller.see(11, EvidenceBlock(Counts(100, 0), Counts(100, 100)), **other)
 
     assert decision.action == Action.HOLD
     assert controller.state == before
@@ -184,17 +184,17 @@ def test_limits_are_stables_at_the_steps_beginning(controller: Controller) -> No
 
 def test_what_waits_for_the_other_target_ends_with_the_step(controller: Controller) -> None:
     """Its requests were counted by the limits of the step before."""
-    blocks = {"errors": {"": GOOD}, "execution p50": {"8": Block(Counts(9, 5), Counts())}}
+    blocks = {"errors": {"": GOOD}, "execution p50": {"8": EvidenceBlock(Counts(9, 5), Counts())}}
 
     controller.see(11, blocks=blocks)
 
     evidence = controller.state.evidence["execution p50"]
     assert evidence.waiting == {}
-    assert evidence.seen == Block(Counts(9, 5), Counts())
+    assert evidence.seen == EvidenceBlock(Counts(9, 5), Counts())
 
 
 def test_a_tolerated_difference_is_none() -> None:
-    worse = Block(Counts(5000, 500), Counts(5000, 650))
+    worse = EvidenceBlock(Counts(5000, 500), Counts(5000, 650))
     strict = Controller(replace(PLAN, checks=(Check(of="errors"),)))
     lenient = Controller(replace(PLAN, checks=(Check(of="errors", tolerated=1.5),)))
 
@@ -206,8 +206,8 @@ def test_disagreements_are_compared_with_the_allowed_share() -> None:
     checks = (Check(of="errors"), Check(of="disagreements", allowed=0.05))
     controller = Controller(replace(PLAN, checks=checks))
 
-    few = controller.see(1, blocks={"disagreements": {"": Block(Counts(), Counts(200, 8))}})
-    many = controller.see(1, blocks={"disagreements": {"": Block(Counts(), Counts(200, 50))}})
+    few = controller.see(1, blocks={"disagreements": {"": EvidenceBlock(Counts(), Counts(200, 8))}})
+    many = controller.see(1, blocks={"disagreements": {"": EvidenceBlock(Counts(), Counts(200, 50))}})
 
     assert few.action == Action.HOLD
     assert many.action == Action.ROLL_BACK

@@ -7,17 +7,17 @@ from msgspec.structs import replace
 
 from qinfer.traffic.canary import (
     Action,
+    CanaryCounts,
+    CanaryDecision,
     CanaryPlan,
     Check,
-    Decision,
-    Seen,
     Step,
     begin,
     checked,
     decide,
     with_limits,
 )
-from qinfer.traffic.evidence import Block, Blocks, Counts, merged
+from qinfer.traffic.evidence import Blocks, Counts, EvidenceBlock, merged
 from qinfer.traffic.tenant_parts import ALONE_S, LEAST_OF_OTHERS, MOST_TENANTS
 
 PLAN = checked(
@@ -27,7 +27,11 @@ PLAN = checked(
         no_data_s=100,
     )
 )
-GOOD, BAD, QUIET = Block(Counts(60, 0), Counts(60, 0)), Block(Counts(60, 0), Counts(60, 60)), Block()
+GOOD, BAD, QUIET = (
+    EvidenceBlock(Counts(60, 0), Counts(60, 0)),
+    EvidenceBlock(Counts(60, 0), Counts(60, 60)),
+    EvidenceBlock(),
+)
 
 
 class Controller:
@@ -37,12 +41,12 @@ class Controller:
         self.plan, self.now_s = plan, 1000.0
         self.state = begin(plan, 3, 4, 7, self.now_s)
 
-    def see(self, after_s: float = 1.0, of: str = "errors", **tenants: Block) -> Decision:
+    def see(self, after_s: float = 1.0, of: str = "errors", **tenants: EvidenceBlock) -> CanaryDecision:
         """Counts requests of tenants, after some seconds."""
         self.now_s += after_s
         parts: dict[str, Blocks] = {name: {of: {"": block}} for name, block in tenants.items()}
         fields: dict[str, Any] = {"revision": self.state.revision, "step": self.state.step}
-        seen = Seen(now_s=self.now_s, blocks=merged(parts.values()), parts=parts, **fields)
+        seen = CanaryCounts(now_s=self.now_s, blocks=merged(parts.values()), parts=parts, **fields)
         decision, self.state = decide(self.plan, self.state, seen)
         return decision
 
@@ -56,7 +60,7 @@ def test_one_tenant_does_not_roll_back_what_is_good_for_the_others(controller: C
     """However much it sends, and whenever it begins."""
     assert controller.see(acme=GOOD, evil=BAD).action is Action.HOLD
     for _ in range(50):
-        decision = controller.see(acme=GOOD, evil=Block(Counts(5000, 0), Counts(5000, 5000)))
+        decision = controller.see(acme=GOOD, evil=EvidenceBlock(Counts(5000, 0), Counts(5000, 5000)))
 
     assert decision.action is Action.HOLD
     assert decision.verdicts[0].has_decided
@@ -69,9 +73,9 @@ def test_what_is_bad_for_several_tenants_is_rolled_back(controller: Controller) 
 
 def test_a_small_tenants_evidence_adds_to_that_of_a_large_one(controller: Controller) -> None:
     """It needs three quarters of the way, no more."""
-    controller.see(large=BAD, small=Block(Counts(1, 0), Counts(0, 0)))
+    controller.see(large=BAD, small=EvidenceBlock(Counts(1, 0), Counts(0, 0)))
 
-    decision = controller.see(large=BAD, small=Block(Counts(12, 0), Counts(12, 8)))
+    decision = controller.see(large=BAD, small=EvidenceBlock(Counts(12, 0), Counts(12, 8)))
 
     assert decision.action is Action.ROLL_BACK
     assert controller.state.without["large"]["errors"].value < PLAN.decides
@@ -83,7 +87,7 @@ def test_a_tenant_alone_decides_alone(controller: Controller) -> None:
 
 def test_the_others_have_some_time_to_be_heard(controller: Controller) -> None:
     """A version that is bad for the only tenant that uses it much is not kept because another has looked in."""
-    looked_in = Block(Counts(2, 0), Counts(LEAST_OF_OTHERS - 1, 0))
+    looked_in = EvidenceBlock(Counts(2, 0), Counts(LEAST_OF_OTHERS - 1, 0))
     controller.see(acme=BAD, other=looked_in)
 
     assert controller.see(ALONE_S - 2, acme=GOOD).action is Action.HOLD
@@ -91,14 +95,14 @@ def test_the_others_have_some_time_to_be_heard(controller: Controller) -> None:
 
 
 def test_who_was_heard_is_there_until_there_are_no_data(controller: Controller) -> None:
-    controller.see(acme=BAD, other=Block(Counts(9, 0), Counts(LEAST_OF_OTHERS, 0)))
+    controller.see(acme=BAD, other=EvidenceBlock(Counts(9, 0), Counts(LEAST_OF_OTHERS, 0)))
 
     assert controller.see(PLAN.no_data_s - 1, acme=BAD).action is Action.HOLD
     assert controller.see(1, acme=BAD).action is Action.ROLL_BACK
 
 
 def test_one_tenants_requests_are_half_of_a_steps_until_the_others_have_sent_some(controller: Controller) -> None:
-    flood, few = Block(Counts(5000, 0), Counts(5000, 0)), Block(Counts(4, 0), Counts(4, 0))
+    flood, few = EvidenceBlock(Counts(5000, 0), Counts(5000, 0)), EvidenceBlock(Counts(4, 0), Counts(4, 0))
 
     decision = controller.see(11, acme=few, evil=flood)
 
@@ -114,7 +118,7 @@ def test_one_tenants_requests_are_half_of_a_steps_until_the_others_have_sent_som
 
 def test_one_tenant_does_not_hide_what_the_others_show(controller: Controller) -> None:
     """Here by requests to stable that fail, as long as it may: the canary is not promoted."""
-    hides = Block(Counts(3000, 3000), Counts(3000, 0))
+    hides = EvidenceBlock(Counts(3000, 3000), Counts(3000, 0))
     for after_s in (11, 1):
         decision = controller.see(after_s, acme=BAD, evil=hides)
 
@@ -124,7 +128,7 @@ def test_one_tenant_does_not_hide_what_the_others_show(controller: Controller) -
 
 
 def test_disagreements_of_one_tenant_do_not_roll_back_either(controller: Controller) -> None:
-    differs, agrees = Block(Counts(), Counts(200, 100)), Block(Counts(), Counts(200, 0))
+    differs, agrees = EvidenceBlock(Counts(), Counts(200, 100)), EvidenceBlock(Counts(), Counts(200, 0))
     controller.see(acme=GOOD, evil=GOOD)
 
     assert controller.see(of="disagreements", acme=agrees, evil=differs).action is Action.HOLD
@@ -144,7 +148,7 @@ def test_many_tenants_are_told_apart_up_to_a_number(controller: Controller) -> N
 
 def test_a_tenant_that_comes_late_has_what_was_counted_before_as_the_others(controller: Controller) -> None:
     """That of the first tenant has nothing of it."""
-    controller.see(acme=Block(Counts(100, 1), Counts(20, 3)))
+    controller.see(acme=EvidenceBlock(Counts(100, 1), Counts(20, 3)))
     before = controller.state.evidence["errors"]
 
     controller.see(other=QUIET)
@@ -159,7 +163,7 @@ def test_a_tenant_that_comes_late_has_what_was_counted_before_as_the_others(cont
 @pytest.mark.parametrize(("most", "action"), [(0.1, Action.HOLD), (0.99, Action.HOLD), (1.0, Action.PROMOTE)])
 def test_a_canary_that_mostly_fails_is_not_promoted_because_stable_fails_too(most: float, action: Action) -> None:
     controller = Controller(replace(PLAN, most_errors=most))
-    as_bad = Block(Counts(100, 100), Counts(100, 100))
+    as_bad = EvidenceBlock(Counts(100, 100), Counts(100, 100))
 
     decision = controller.see(11, acme=as_bad)
 
@@ -173,9 +177,9 @@ def test_a_canary_that_mostly_fails_is_not_promoted_because_stable_fails_too(mos
 
 def test_the_errors_of_one_tenants_requests_do_not_hold_it_back(controller: Controller) -> None:
     """Its inputs fail wherever they go; those of two do hold it back."""
-    fails = Block(Counts(100, 100), Counts(100, 100))
-    decision = controller.see(11, sloppy=fails, acme=Block(Counts(100, 0), Counts(100, 0)))
-    both = Controller().see(11, sloppy=fails, acme=Block(Counts(100, 20), Counts(100, 20)))
+    fails = EvidenceBlock(Counts(100, 100), Counts(100, 100))
+    decision = controller.see(11, sloppy=fails, acme=EvidenceBlock(Counts(100, 0), Counts(100, 0)))
+    both = Controller().see(11, sloppy=fails, acme=EvidenceBlock(Counts(100, 20), Counts(100, 20)))
 
     assert decision.action is Action.PROMOTE
     assert both.reason.startswith("120 of 200 requests of the canary in this step have failed")

@@ -4,26 +4,26 @@ from typing import Any
 
 import pytest
 
-from qinfer.core.messages import Sequence
-from qinfer.traffic.choice import Asked, Split, by_chance
+from qinfer.core.messages import SequenceFlags
+from qinfer.traffic.choice import ChoiceInput, TargetSplit, by_chance
 from qinfer.traffic.endpoints import read_endpoint
 
 STABLE = {"model": "m", "version": 1, "role": "stable"}
 
 
-def split_of(*targets: dict[str, Any], chance: float = 0.5, **fields: Any) -> Split:
-    return Split(read_endpoint({"name": "e", "targets": [STABLE, *targets], **fields}), lambda: chance)
+def split_of(*targets: dict[str, Any], chance: float = 0.5, **fields: Any) -> TargetSplit:
+    return TargetSplit(read_endpoint({"name": "e", "targets": [STABLE, *targets], **fields}), lambda: chance)
 
 
 def canary(version: int = 2, **fields: Any) -> dict[str, Any]:
     return {"model": "m", "version": version, **fields}
 
 
-def asked(tenant: str = "", **headers: str) -> Asked:
-    return Asked(tenant, {name.replace("_", "-"): value for name, value in headers.items()}.get)
+def asked(tenant: str = "", **headers: str) -> ChoiceInput:
+    return ChoiceInput(tenant, {name.replace("_", "-"): value for name, value in headers.items()}.get)
 
 
-def version(split: Split, of: Asked) -> Any:
+def version(split: TargetSplit, of: ChoiceInput) -> Any:
     return split.choose(of).version
 
 
@@ -35,10 +35,10 @@ def test_without_shares_and_conditions_all_is_stable() -> None:
 
 @pytest.mark.parametrize(
     ("of", "is_steered"),
-    [(asked(), False), (asked("a"), False), (asked(x_beta="1"), True), (Asked(parameters={"n": 3}), True)],
+    [(asked(), False), (asked("a"), False), (asked(x_beta="1"), True), (ChoiceInput(parameters={"n": 3}), True)],
     ids=["nothing", "tenant", "header", "parameter"],
 )
-def test_a_caller_steers_by_headers_and_parameters(of: Asked, *, is_steered: bool) -> None:
+def test_a_caller_steers_by_headers_and_parameters(of: ChoiceInput, *, is_steered: bool) -> None:
     when = [{"tenant": "a"}, {"headers": {"X-Beta": "1"}}, {"parameters": {"n": 3}}]
 
     assert split_of(canary(when=when)).is_steered(of) is is_steered
@@ -67,8 +67,8 @@ def test_the_first_condition_that_is_met_decides() -> None:
     assert version(split, asked("a", x_beta="1")) == 2
     assert version(split, asked("a", x_beta="2")) == 3
     assert version(split, asked("b", x_beta="1")) == 1
-    assert version(split, Asked("a", parameters={"n": 3})) == 2
-    assert version(split, Asked("b", parameters={"n": "3"})) == 1
+    assert version(split, ChoiceInput("a", parameters={"n": 3})) == 2
+    assert version(split, ChoiceInput("b", parameters={"n": "3"})) == 1
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ def test_the_first_condition_that_is_met_decides() -> None:
     [
         ("tenant", asked("a"), asked()),
         ("header:X-User", asked("a", x_user="u"), asked("a")),
-        ("parameter:user", Asked(parameters={"user": 7}), Asked(parameters={"other": 7})),
+        ("parameter:user", ChoiceInput(parameters={"user": 7}), ChoiceInput(parameters={"other": 7})),
     ],
 )
-def test_a_key_goes_before_chance(sticky: str, keyed: Asked, keyless: Asked) -> None:
-    def chosen(of: Asked) -> set[int]:
+def test_a_key_goes_before_chance(sticky: str, keyed: ChoiceInput, keyless: ChoiceInput) -> None:
+    def chosen(of: ChoiceInput) -> set[int]:
         return {version(split_of(canary(weight=0.5), sticky=sticky, chance=c), of) for c in (0.0, 0.9)}
 
     assert len(chosen(keyed)) == 1
@@ -94,16 +94,17 @@ def test_a_sequence_is_a_key_whatever_is_sticky() -> None:
     for tenant in ("a", "b"):
         for id_ in (*range(20), "1"):
             steps = {
-                version(split, asked(tenant, x_user=str(user))._replace(sequence=Sequence(id_))) for user in range(5)
+                version(split, asked(tenant, x_user=str(user))._replace(sequence=SequenceFlags(id_)))
+                for user in range(5)
             }
             assert len(steps) == 1
-    kinds = {version(split, Asked(sequence=Sequence(id_))) for id_ in range(40)}
+    kinds = {version(split, ChoiceInput(sequence=SequenceFlags(id_))) for id_ in range(40)}
     assert kinds == {1, 2}
 
 
 def test_endpoints_share_the_same_keys_out_anew() -> None:
     """Whoever is in the canary of one is not therefore in that of all."""
     document = {"targets": [STABLE, canary(weight=0.5)], "sticky": "tenant"}
-    one, other = Split(read_endpoint(document, "one")), Split(read_endpoint(document, "other"))
+    one, other = TargetSplit(read_endpoint(document, "one")), TargetSplit(read_endpoint(document, "other"))
 
     assert any(version(one, asked(str(n))) != version(other, asked(str(n))) for n in range(40))

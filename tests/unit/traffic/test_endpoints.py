@@ -12,7 +12,7 @@ from qinfer.errors import BrokerUnavailable, InvalidRequest
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.traffic.endpoints import Endpoint, Role, misfit, read_endpoint, read_sticky
 from qinfer.traffic.routing import DEAF_AFTER_S, Endpoints
-from qinfer.traffic.store import Declared
+from qinfer.traffic.store import DeclaredEndpoints
 from qinfer.wire.versions import decode_document, encode_document
 
 STABLE = {"model": "m", "version": 3, "role": "stable"}
@@ -119,7 +119,7 @@ def test_models_fit_that_have_the_same_inputs_and_outputs(other: ModelSpec, why:
 def test_what_a_canary_was_chosen_for_may_be_moved(weight: float, version: int, moves_by: str) -> None:
     """Not what stable gets anyway, and not what names the version whose answer it wants."""
     view = Endpoints(Mock(find=Mock(return_value=Mock()), ready_versions=Mock(return_value=(3, 4))))
-    view.show(Declared({"e": read_endpoint({"name": "e", "targets": [STABLE, target(weight=weight)]})}, 1))
+    view.show(DeclaredEndpoints({"e": read_endpoint({"name": "e", "targets": [STABLE, target(weight=weight)]})}, 1))
     request = InferRequest(id="r", model="e", inputs=(), version=version)
 
     assert view.choose(request, "")
@@ -137,7 +137,7 @@ def test_a_request_is_assigned_if_its_target_was_drawn(
 ) -> None:
     view = Endpoints(Mock(find=Mock(return_value=Mock()), ready_versions=Mock(return_value=(3, 4))))
     tried = target(weight=0.5, when=[{"parameters": {"n": 3}}])
-    view.show(Declared({"e": read_endpoint({"name": "e", "targets": [STABLE, tried]})}, 1))
+    view.show(DeclaredEndpoints({"e": read_endpoint({"name": "e", "targets": [STABLE, tried]})}, 1))
     request = InferRequest(model="e", inputs=(), version=version, parameters=parameters)
 
     view.choose(request, "")
@@ -149,7 +149,7 @@ def test_a_process_that_was_stopped_asks_no_canary() -> None:
     """It has missed what was changed meanwhile, and reads requests before it hears of that."""
     catalog = Mock(find=Mock(return_value=Mock()), ready_versions=Mock(return_value=(3, 4)))
     view = Endpoints(catalog)
-    view.show(Declared({"e": read_endpoint({"name": "e", "targets": [STABLE, target(weight=1)]})}, 1))
+    view.show(DeclaredEndpoints({"e": read_endpoint({"name": "e", "targets": [STABLE, target(weight=1)]})}, 1))
     view.heard_s = time.monotonic()
     request = InferRequest(id="r", model="e", inputs=())
     assert view.choose(request, "")

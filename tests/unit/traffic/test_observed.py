@@ -9,7 +9,7 @@ from qinfer.core.messages import Response, Timing
 from qinfer.errors import ErrorCode
 from qinfer.traffic.canary import CanaryPlan, Check, Step, begin
 from qinfer.traffic.endpoints import Endpoint, Role, Target
-from qinfer.traffic.observed import MOST_LATENCIES, Observed, TargetCounts
+from qinfer.traffic.observed import MOST_LATENCIES, ObservedTrials, TargetCounts
 from qinfer.traffic.trials import Trial
 
 P50, P99 = Check(of="execution", quantile=0.5), Check(of="execution", quantile=0.99)
@@ -172,7 +172,7 @@ def test_stable_lends_a_bounded_sample_where_limits_lack() -> None:
 def test_targets_of_the_same_version_are_told_apart() -> None:
     stable = Target(model="m", version=3, role=Role.STABLE)
     endpoint = Endpoint(name="e", targets=(stable, Target(model="quick", version=3, trial=3)), canary=PLAN, revision=7)
-    observed = Observed()
+    observed = ObservedTrials()
     observed.follow({"e": endpoint}, {"e": Trial(state=begin(PLAN, 3, 3, 7, 0.0), model="quick")})
 
     observed.by_target["e", "m:3"].answered(0.1, answer())
@@ -187,7 +187,7 @@ def test_counts_belong_to_a_revision() -> None:
     stable = Target(model="m", version=3, role=Role.STABLE)
     endpoint = Endpoint(name="e", targets=(stable, Target(model="m", version=4, trial=4)), canary=PLAN, revision=7)
     trial = Trial(state=begin(PLAN, 3, 4, 7, 0.0))
-    observed = Observed()
+    observed = ObservedTrials()
     observed.follow({"e": endpoint}, {"e": trial})
     assert set(observed.by_target) == {("e", "m:3"), ("e", "m:4")}
     observed.by_target["e", "m:4"].failed(ErrorCode.INTERNAL)

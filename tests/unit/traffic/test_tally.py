@@ -9,7 +9,7 @@ from qinfer.observe import catalogue
 from qinfer.traffic.canary import BY_HAND, NO_DATA, CanaryPlan, Step, begin
 from qinfer.traffic.endpoints import Endpoint, Role, Target
 from qinfer.traffic.routing import Endpoints
-from qinfer.traffic.store import Declared
+from qinfer.traffic.store import DeclaredEndpoints
 from qinfer.traffic.tally import TargetTally
 from qinfer.traffic.trials import Trial
 
@@ -21,7 +21,9 @@ def shown(trial: Trial, plan: CanaryPlan | None = PLAN, revision: int = 7) -> di
     """Returns the metrics of a trial of an endpoint: name and reason → value."""
     stable = Target(model="m", version=1, role=Role.STABLE)
     endpoints = Endpoints(Mock())
-    endpoints.show(Declared({"e": Endpoint(name="e", targets=(stable,), canary=plan, revision=revision)}, revision))
+    endpoints.show(
+        DeclaredEndpoints({"e": Endpoint(name="e", targets=(stable,), canary=plan, revision=revision)}, revision)
+    )
     endpoints.trials = {"e": trial}
     wanted = (catalogue.CANARY_STEP, catalogue.CANARY_PAUSED, catalogue.CANARY_ROLLED_BACK)
     return {

@@ -8,10 +8,10 @@ from msgspec.structs import replace
 
 from qinfer.errors import Conflict, InvalidRequest
 from qinfer.traffic.canary import Action
-from qinfer.traffic.choice import Asked, Split
+from qinfer.traffic.choice import ChoiceInput, TargetSplit
 from qinfer.traffic.endpoints import Endpoint, Role, read_endpoint
-from qinfer.traffic.evidence import Block, Counts
-from qinfer.traffic.trials import Change, Trial, advanced, begun, by_hand, confirmed, count_names, parts_of
+from qinfer.traffic.evidence import Counts, EvidenceBlock
+from qinfer.traffic.trials import Trial, TrialChange, advanced, begun, by_hand, confirmed, count_names, parts_of
 from qinfer.wire.versions import decode_document, encode_document
 
 STABLE = {"model": "m", "version": 3, "role": "stable"}
@@ -25,7 +25,7 @@ def declared(version: Any = 4, plan: dict[str, Any] = PLAN, **fields: Any) -> En
     return replace(read_endpoint({"name": "e", "targets": targets, "canary": plan}), revision=7)
 
 
-def stored(endpoint: Endpoint, change: Change | None) -> tuple[Endpoint, Trial]:
+def stored(endpoint: Endpoint, change: TrialChange | None) -> tuple[Endpoint, Trial]:
     """Returns what is read after a change was stored: its endpoint and trial have the next revision."""
     assert change is not None
     revision = endpoint.revision + (change.endpoint is not None)
@@ -51,8 +51,8 @@ def test_counts_have_the_tenants_whose_requests_they_are() -> None:
     of_acme, of_nobody = count_names(Role.CANARY, "errors", "", "acme"), count_names(Role.STABLE, "errors", "")
 
     assert parts_of({of_acme[0]: 3, of_acme[1]: 2, of_nobody[0]: 5}) == {
-        "acme": {"errors": {"": Block(Counts(), Counts(3, 2))}},
-        "": {"errors": {"": Block(Counts(5, 0), Counts())}},
+        "acme": {"errors": {"": EvidenceBlock(Counts(), Counts(3, 2))}},
+        "": {"errors": {"": EvidenceBlock(Counts(5, 0), Counts())}},
     }
 
 
@@ -72,9 +72,9 @@ def test_before_its_trial_a_canary_gets_nothing() -> None:
     endpoint = declared(when=[{"tenant": "t"}])
 
     assert shares(endpoint) == [("stable", 3, 1), ("canary", 4, 0)]
-    assert Split(endpoint, lambda: 0.99).choose(Asked("t")).role is Role.STABLE
+    assert TargetSplit(endpoint, lambda: 0.99).choose(ChoiceInput("t")).role is Role.STABLE
     running, _ = on_trial(endpoint)
-    assert Split(running, lambda: 0.5).choose(Asked("t")).role is Role.CANARY
+    assert TargetSplit(running, lambda: 0.5).choose(ChoiceInput("t")).role is Role.CANARY
 
 
 def test_steps_are_written_into_the_endpoint() -> None:

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from qinfer.core.messages import (
-    Called,
     CalledTensor,
+    CallRecord,
     CallTraces,
     Credit,
     Failure,
-    Holder,
     InferRequest,
+    ResourceHolder,
     Response,
-    Sequence,
+    SequenceFlags,
     Timing,
 )
 from qinfer.errors import CorruptEntry
@@ -61,7 +61,7 @@ FULL = InferRequest(
     partition=2,
     generation=11,
     attempt=1,
-    sequence=Sequence("s-1", start=True, end=False),
+    sequence=SequenceFlags("s-1", start=True, end=False),
 )
 LIMITED = InferRequest(  # the first request with a field that was appended
     model="m", inputs=(Tensor("x", "UINT8", (1, 2), b"\x07\x08"),), id="r", timeout_s=2.0, queue_timeout_s=0.25
@@ -71,7 +71,7 @@ CALLED = InferRequest(
     inputs=(Tensor("x", "UINT8", (1, 2), b"\x07\x08"),),
     id="r",
     timeout_s=2.0,
-    holders=(Holder("w-1", "front", {"gpu": 2}, 3, 1), Holder("", "pipeline", {}, 1, 2)),
+    holders=(ResourceHolder("w-1", "front", {"gpu": 2}, 3, 1), ResourceHolder("", "pipeline", {}, 1, 2)),
 )
 SPARING = InferRequest(
     model="m",
@@ -89,7 +89,7 @@ TRACED = InferRequest(
     calls=CallTraces(has_tensors=True),
 )
 TIMED = InferRequest(model="m", inputs=(), calls=CallTraces(has_tensors=False))
-NUMBERED = InferRequest(model="m", inputs=(), sequence=Sequence(7, end=True, step=3))
+NUMBERED = InferRequest(model="m", inputs=(), sequence=SequenceFlags(7, end=True, step=3))
 APART = InferRequest(
     model="m",
     inputs=(
@@ -147,7 +147,7 @@ CALLING = [
         model="m",
         version=1,
         called=(
-            Called(
+            CallRecord(
                 "callee",
                 2,
                 "mine",
@@ -155,7 +155,7 @@ CALLING = [
                 1769850001.5,
                 Timing(1, 2, 3, 4, 5),
                 (CalledTensor(is_output=True, name="y", datatype="UINT8", shape=(2,), data=b"\x05\x06"),),
-                (Called("inner", 1, "", 1769850000.5, 1769850001.0),),
+                (CallRecord("inner", 1, "", 1769850000.5, 1769850001.0),),
             ),
         ),
     ),

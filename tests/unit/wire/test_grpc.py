@@ -8,12 +8,12 @@ from tritonclient.grpc import InferInput, InferRequestedOutput, InferResult
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc._utils import _get_inference_request
 
-from qinfer.core.messages import Response, Sequence
+from qinfer.core.messages import Response, SequenceFlags
 from qinfer.errors import InvalidRequest, UnsupportedFeature
 from qinfer.tensors import Bytes, Tensor, from_numpy, pack_bytes, to_numpy
 from qinfer.wire import kserve_grpc
 from qinfer.wire.kserve_grpc import (
-    Decoded,
+    DecodedRequest,
     Repetitions,
     decode_infer,
     encode_infer,
@@ -57,7 +57,7 @@ def _contents(**fields: Any) -> Any:
     return pb.InferTensorContents(**fields)
 
 
-def _decode(message: Any, regions: Any = NO_REGIONS) -> Decoded:
+def _decode(message: Any, regions: Any = NO_REGIONS) -> DecodedRequest:
     return decode_infer(parse_infer(message.SerializeToString()), regions)
 
 
@@ -106,7 +106,7 @@ def test_a_request_of_the_client_arrives_whole(size: int) -> None:
     assert to_numpy(request.inputs[1]).tolist() == [b"a", b""]
     assert request.outputs == ("y", "z")
     assert decoded.plan == OutputPlan(special={"z": Special(classes=3)})
-    assert (request.sequence, request.priority, request.timeout_s) == (Sequence(7, start=True), 2, 0.0015)
+    assert (request.sequence, request.priority, request.timeout_s) == (SequenceFlags(7, start=True), 2, 0.0015)
     assert request.parameters == {"a": 1, "b": "c", "d": True, "e": 0.5}
     assert not decoded.empty_final
 
@@ -188,7 +188,7 @@ def test_both_kinds_of_integers_are_taken(kind: str) -> None:
         )
     ).request
 
-    assert (request.priority, request.timeout_s, request.sequence) == (1, 5e-6, Sequence(9, step=3))
+    assert (request.priority, request.timeout_s, request.sequence) == (1, 5e-6, SequenceFlags(9, step=3))
     assert request.parameters == {"n": 4}
 
 

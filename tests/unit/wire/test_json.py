@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
 
-from qinfer.core.messages import InferRequest, Response, Sequence
+from qinfer.core.messages import InferRequest, Response, SequenceFlags
 from qinfer.errors import InvalidRequest, OutputMismatch
 from qinfer.tensors import DATATYPES, Tensor, from_numpy, pack_bytes, to_numpy
 from qinfer.wire.kserve_json import decode_infer, elements, encode_infer
@@ -165,7 +165,7 @@ def test_the_request_is_carried_over() -> None:
         parameters={"a": "text", "b": 1, "c": 0.5, "d": False},
         priority=3,
         timeout_s=2.5,
-        sequence=Sequence(9, start=True),
+        sequence=SequenceFlags(9, start=True),
     )
     assert (plan.is_binary("y"), plan.is_binary("z")) == (False, True)
 
@@ -174,7 +174,7 @@ def test_a_step_of_a_sequence_has_a_number() -> None:
     """It is not told to the model."""
     request, _ = _decode(_body(_input(data=[1, 2]), parameters={"sequence_id": 9, "qinfer_step": 2**53 - 1, "a": 1}))
 
-    assert request.sequence == Sequence(9, step=2**53 - 1)
+    assert request.sequence == SequenceFlags(9, step=2**53 - 1)
     assert request.parameters == {"a": 1}
 
 
@@ -182,7 +182,7 @@ def test_no_sequence_is_what_zero_means() -> None:
     """Sequence id 0 or "" is no sequence; a string is one."""
     assert _decode(_body(_input(data=[1, 2]), parameters={"sequence_id": 0}))[0].sequence is None
     assert _decode(_body(_input(data=[1, 2]), parameters={"sequence_id": ""}))[0].sequence is None
-    assert _decode(_body(_input(data=[1, 2]), parameters={"sequence_id": "s"}))[0].sequence == Sequence("s")
+    assert _decode(_body(_input(data=[1, 2]), parameters={"sequence_id": "s"}))[0].sequence == SequenceFlags("s")
 
 
 def test_binary_output_default_and_overrides() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from qinfer.core.messages import CallTraces, Holder, IdFactory, InferRequest, Sequence
+from qinfer.core.messages import CallTraces, IdFactory, InferRequest, ResourceHolder, SequenceFlags
 from qinfer.errors import QinferError
 from qinfer.tensors import Bytes, Tensor, pack_bytes
 from qinfer.wire import frame as request_form
@@ -110,7 +110,7 @@ def test_ids_may_differ_in_length() -> None:
 def test_what_differs_is_read(change: str) -> None:
     """Everything that a header says counts."""
     values = {"model": "other", "outputs": ("z",), "timeout_s": 7.5, "queue_timeout_s": 0.5, "spares_outputs": True}
-    values |= {"holders": (Holder("w/1", "m", {"g": 1}),), "calls": CallTraces(has_tensors=True)}
+    values |= {"holders": (ResourceHolder("w/1", "m", {"g": 1}),), "calls": CallTraces(has_tensors=True)}
     reader = RequestReader()
     for one in [request(4) for _ in range(5)]:
         frame = encode_request(one)
@@ -126,7 +126,7 @@ def test_what_differs_is_read(change: str) -> None:
         {"client_id": "mine"},
         {"trace": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"},
         {"parameters": {"a": 1}},
-        {"sequence": Sequence(1)},
+        {"sequence": SequenceFlags(1)},
         {"inputs": (Tensor("text", "BYTES", (1, 1), pack_bytes([b"abc"])),)},
     ],
 )

@@ -34,11 +34,11 @@ ReplyForm = Literal["same", "kserve", "jsonl", "arrow"]
 """`same` = as the request: a row for a row, rows for rows, Arrow for Arrow, KServe for all else."""
 
 
-class _Part(BaseModel):
+class _ConfigPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class InputMap(_Part):
+class InputMap(_ConfigPart):
     """The columns that one input tensor is made of, and the shape of a row.
 
     Attributes:
@@ -52,7 +52,7 @@ class InputMap(_Part):
     null: Null | dict[str, Null] = "error"
 
 
-class BodyOptions(_Part):
+class BodyOptions(_ConfigPart):
     """The `body` part of a route: how bodies are read, and replies written.
 
     Attributes:
@@ -134,7 +134,7 @@ def _checked(url: SecretStr) -> SecretStr:
 _Url = Annotated[SecretStr, AfterValidator(_checked)]
 
 
-class SourceOptions(_Part):
+class SourceOptions(_ConfigPart):
     """The queue that messages come from.
 
     Attributes:
@@ -154,7 +154,7 @@ class SourceOptions(_Part):
     options: Mapping[str, Any] = Field(default_factory=dict, repr=False)
 
 
-class SinkOptions(_Part):
+class SinkOptions(_ConfigPart):
     """The queues that predictions go to.
 
     Attributes:
@@ -193,7 +193,7 @@ def _route_name(name: str) -> str:
     return name
 
 
-class RouteOptions(_Part):
+class RouteOptions(_ConfigPart):
     """A route: one source → model → sink.
 
     Attributes:
@@ -274,7 +274,7 @@ class RouteOptions(_Part):
         return f"bridge:{self.name}"
 
 
-class BridgeConfig(_Part):
+class BridgeConfig(_ConfigPart):
     """The whole file.
 
     Attributes:

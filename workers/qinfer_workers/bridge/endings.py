@@ -12,11 +12,11 @@ from contextlib import suppress
 
 from qinfer.core.retry import REMIND_S, Backoff, OutageLog
 from qinfer.errors import QinferError
-from qinfer.queue.deliveries import Kind
-from qinfer.queue.entries import Address, Ending, RequestState
+from qinfer.queue.deliveries import DeliveryKind
+from qinfer.queue.entries import Ending, EntryAddress, RequestState
 from qinfer.queue.lanes import Queue
 from qinfer_workers.bridge.reading import PARTITION
-from qinfer_workers.bridge.rendering import Rendered
+from qinfer_workers.bridge.rendering import RenderedEnd
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ class Endings:
         *,
         delivery: Queue,
         model: str,
-        kind: Kind,
-        render: Callable[[Ending, Sequence[bytes]], Rendered | None],
-        post: Callable[[Sequence[Rendered]], None],
+        kind: DeliveryKind,
+        render: Callable[[Ending, Sequence[bytes]], RenderedEnd | None],
+        post: Callable[[Sequence[RenderedEnd]], None],
         took: Callable[[], None],
     ) -> None:
         self._delivery = delivery
@@ -141,7 +141,7 @@ class Endings:
             await self._room.wait()
         if self._stopping:
             return
-        place, stored = Address(*self._place[:2], ending.request_id), list[bytes]()
+        place, stored = EntryAddress(*self._place[:2], ending.request_id), list[bytes]()
         try:
             while page := await self._delivery.requests.responses.read(place, len(stored)):
                 stored += page

@@ -15,7 +15,7 @@ from enum import Enum
 from qinfer.bridge.reports import RouteTally
 from qinfer.core.retry import REMIND_S, Backoff, OutageLog
 from qinfer.errors import Conflict, Overloaded, QinferError, RequestError
-from qinfer.queue.entries import Acceptance, Accepted
+from qinfer.queue.entries import Acceptance, AcceptOutcome
 from qinfer_workers.bridge.links import Refused
 from qinfer_workers.bridge.messages import Receipt
 from qinfer_workers.bridge.reading import Work
@@ -43,9 +43,9 @@ class Disposition(Enum):
     AWAY = "away"
 
 
-def disposition_of(work: Work, result: Accepted | QinferError) -> tuple[Disposition, QinferError | None]:
+def disposition_of(work: Work, result: AcceptOutcome | QinferError) -> tuple[Disposition, QinferError | None]:
     """Returns a message's disposition, and the error behind it."""
-    if isinstance(result, Accepted):
+    if isinstance(result, AcceptOutcome):
         if result.body_hash == work.acceptance.body_hash:
             return (Disposition.NEW if result.is_new else Disposition.KNOWN), None
         return Disposition.REFUSE, Conflict(_ID_USED)
@@ -57,7 +57,7 @@ def disposition_of(work: Work, result: Accepted | QinferError) -> tuple[Disposit
     return Disposition.AWAY, result
 
 
-class Intake:
+class MessageIntake:
     """The acceptance of a route's messages.
 
     `again` is called for a repeated message: the reply of an ended request is published again. Messages of earlier
@@ -68,7 +68,7 @@ class Intake:
         self,
         *,
         name: str,
-        accept: Callable[[Sequence[Acceptance]], Awaitable[Sequence[Accepted | QinferError]]],
+        accept: Callable[[Sequence[Acceptance]], Awaitable[Sequence[AcceptOutcome | QinferError]]],
         done: Callable[[Sequence[Receipt]], None],
         refuse: Callable[[Sequence[Refused]], None],
         again: Callable[[], None],

@@ -1,4 +1,4 @@
-"""Threads that hold a connection to another queue: `Consumer` takes messages from a source, `Publisher` publishes.
+"""Threads that hold a connection to another queue: `Consumer` takes messages from a source, `LinkPublisher` publishes.
 
     source ──receive──▶ read ──▶ `accept` (the loop)         `done` (any thread) ──▶ acknowledge ──▶ source
                           └────▶ `refuse` (dead letters)
@@ -19,16 +19,16 @@ from typing import Generic, TypeVar
 from qinfer.bridge.reports import RouteTally
 from qinfer.core.retry import REMIND_S, Backoff, OutageLog
 from qinfer.errors import QinferError
-from qinfer.models.catalog import Served
-from qinfer_workers.bridge.messages import Delivered, Outgoing, Receipt
+from qinfer.models.catalog import ServedVersion
+from qinfer_workers.bridge.messages import Outgoing, Receipt, SourceMessage
 from qinfer_workers.bridge.reading import Reader, Work
-from qinfer_workers.bridge.transports.base import MessageRefused, Settled, Sink, Source
+from qinfer_workers.bridge.transports.base import MessageRefused, MessageSink, MessageSource, SettledMessages
 
 logger = logging.getLogger(__name__)
 
 _MAX_REASON = 500
 
-L = TypeVar("L", Source, Sink)
+L = TypeVar("L", MessageSource, MessageSink)
 
 
 class LinkThread(ABC, Generic[L]):
@@ -113,23 +113,23 @@ class LinkThread(ABC, Generic[L]):
             self._stopping.wait(self._backoff.next_s())
 
 
-Refused = tuple[Delivered, QinferError]
+Refused = tuple[SourceMessage, QinferError]
 
 _RECEIVE_S = 1.0
 _HELD_S = 0.5
 _LAST_S = 0.02
 
 
-class Consumer(LinkThread[Source]):
+class Consumer(LinkThread[MessageSource]):
     """The consumer of a route; `stop` ends the intake, `finish` the acknowledgements."""
 
     def __init__(  # noqa: PLR0913 - keywords: what a message passes through
         self,
         *,
         name: str,
-        connect: Callable[[int], Source],
+        connect: Callable[[int], MessageSource],
         reader: Reader,
-        resolve: Callable[[], Served],
+        resolve: Callable[[], ServedVersion],
         accept: Callable[[Sequence[Work]], None],
         refuse: Callable[[Sequence[Refused]], None],
         tally: RouteTally,
@@ -142,7 +142,7 @@ class Consumer(LinkThread[Source]):
         self._accept = accept
         self._refuse = refuse
         self._done: deque[Receipt] = deque()
-        self._held: list[Delivered] = []
+        self._held: list[SourceMessage] = []
         self._finished = threading.Event()
         self._no_model = OutageLog(
             logger, "model is not available, messages wait in the source", remind_s=REMIND_S, route=name
@@ -157,13 +157,13 @@ class Consumer(LinkThread[Source]):
         """Acknowledges finished messages, and ends; for any thread, after `stop`."""
         self._finished.set()
 
-    def _open(self) -> Source:
+    def _open(self) -> MessageSource:
         source = self._connect(self.epoch + 1)
         self.epoch += 1
         logger.info("consuming", extra={"route": self._route})
         return source
 
-    def _serve(self, link: Source) -> None:
+    def _serve(self, link: MessageSource) -> None:
         while not self._stopping.is_set():
             self._acknowledge(link)
             messages = link.receive(_HELD_S if self._held else _RECEIVE_S)
@@ -183,7 +183,7 @@ class Consumer(LinkThread[Source]):
         self._tally.unacknowledged = 0
         self._held.clear()
 
-    def _acknowledge(self, source: Source) -> None:
+    def _acknowledge(self, source: MessageSource) -> None:
         if not self._done:
             return
         receipts = []
@@ -222,15 +222,15 @@ class Consumer(LinkThread[Source]):
 _SETTLE_S = 1.0
 
 
-class Publisher(LinkThread[Sink]):
+class LinkPublisher(LinkThread[MessageSink]):
     """The publisher of a route to one broker; `stop` settles all posted messages first."""
 
     def __init__(
         self,
         name: str,
         connection: str,
-        connect: Callable[[], Sink],
-        settled: Callable[[Settled], None],
+        connect: Callable[[], MessageSink],
+        settled: Callable[[SettledMessages], None],
         tally: RouteTally,
     ) -> None:
         super().__init__(name, connection, "predictions can't be published", tally)
@@ -249,10 +249,10 @@ class Publisher(LinkThread[Sink]):
     def _is_over(self) -> bool:
         return self._stopping.is_set() and not self._inbox and not self._unsettled
 
-    def _open(self) -> Sink:
+    def _open(self) -> MessageSink:
         return self._connect()
 
-    def _serve(self, link: Sink) -> None:
+    def _serve(self, link: MessageSink) -> None:
         try:
             self._send_again(link)
             while not self._is_over:
@@ -266,7 +266,7 @@ class Publisher(LinkThread[Sink]):
             self._is_careful = True
             raise
 
-    def _send_again(self, sink: Sink) -> None:
+    def _send_again(self, sink: MessageSink) -> None:
         """Publishes the rest, one at a time if one of them ended a connection, to identify it."""
         left = list(self._unsettled)
         if not self._is_careful:
@@ -278,12 +278,12 @@ class Publisher(LinkThread[Sink]):
                 while message in self._unsettled:
                     self._take(sink.settle(_SETTLE_S))
             except MessageRefused:
-                self._take(Settled(refused=[message]))
+                self._take(SettledMessages(refused=[message]))
                 self._backoff.reset()
                 raise
         self._is_careful = False
 
-    def _take(self, settled: Settled) -> bool:
+    def _take(self, settled: SettledMessages) -> bool:
         for messages in settled:
             for message in messages:
                 self._unsettled.pop(message, None)

@@ -29,7 +29,7 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
     tag: int | str
 
 
-class Delivered(msgspec.Struct, kw_only=True):
+class SourceMessage(msgspec.Struct, kw_only=True):
     """A message of a source; empty properties are not set.
 
     `broker_id` is the broker's, and survives redelivery; `broken` says why properties can't be read.
@@ -57,7 +57,7 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
     headers: dict[str, str] = {}
 
 
-class Place(StrEnum):
+class Destination(StrEnum):
     """The destination, which decides what happens if no queue takes a message."""
 
     REPLY = "reply"
@@ -68,7 +68,7 @@ class Place(StrEnum):
 class Outgoing(msgspec.Struct, kw_only=True, eq=False):
     """A message to publish."""
 
-    place: Place
+    place: Destination
     exchange: bytes = b""
     routing_key: bytes = b""
     body: bytes = b""
@@ -93,7 +93,7 @@ class PublishGroup(msgspec.Struct, kw_only=True, eq=False):
     failed: bool = False
 
 
-def identity(message: Delivered, id_header: str | None) -> bytes:
+def identity(message: SourceMessage, id_header: str | None) -> bytes:
     """Returns a message's identity, equal at each delivery; empty = it has no id.
 
     `id_header` is read if the properties have no id.
@@ -116,7 +116,7 @@ def request_id(route: str, message_id: bytes, model: str) -> str:
     return f"{digest.hexdigest().upper()}.0.{model}"
 
 
-def body_hash(message: Delivered) -> str:
+def body_hash(message: SourceMessage) -> str:
     """Returns the hash that recognises a redelivered message."""
     digest = hashlib.sha256(message.content_type.encode("utf-8", "surrogatepass") + b"\0")
     digest.update(message.body)

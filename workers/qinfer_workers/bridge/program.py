@@ -28,7 +28,7 @@ from qinfer.queue.starting import wait_for_redis
 from qinfer.traffic.controller import EndpointFollower
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
 from qinfer_workers.bridge.reading import body_codec
-from qinfer_workers.bridge.route import Route
+from qinfer_workers.bridge.route import BridgeRoute
 from qinfer_workers.bridge.transports.kombu import look
 from qinfer_workers.bridge.versions import RouteVersions
 
@@ -116,7 +116,7 @@ class Bridge:
         self.process = endpoints.owner
         inline_max_bytes = settings.limits.inline_max_bytes
         self.routes = [
-            Route(
+            BridgeRoute(
                 options=options,
                 config=config,
                 delivery=delivery,

@@ -6,15 +6,15 @@ import msgspec
 
 from qinfer.core.messages import IdFactory
 from qinfer.errors import InvalidRequest
-from qinfer.models.catalog import Served
+from qinfer.models.catalog import ServedVersion
 from qinfer.models.spec import ModelSpec
 from qinfer.observe.tracing import context_text
-from qinfer.queue.entries import MAX_NOTES_BYTES, Acceptance, Address
+from qinfer.queue.entries import MAX_NOTES_BYTES, Acceptance, EntryAddress
 from qinfer.submission.submit import prepare
 from qinfer.wire.outputs import OutputPlan
 from qinfer_workers.bridge.bodies.decode import BodyCodec
 from qinfer_workers.bridge.config import RouteOptions
-from qinfer_workers.bridge.messages import Delivered, Note, body_hash, identity, request_id
+from qinfer_workers.bridge.messages import Note, SourceMessage, body_hash, identity, request_id
 from qinfer_workers.bridge.replies import ReplyEncoding
 from qinfer_workers.bridge.versions import RouteVersions
 
@@ -30,7 +30,7 @@ _NO_ARROW_LIST = (
 class Work(msgspec.Struct, frozen=True):
     """A message that was read; `is_identified` = another delivery is recognised."""
 
-    message: Delivered
+    message: SourceMessage
     acceptance: Acceptance
     is_identified: bool
 
@@ -50,16 +50,16 @@ class Reader:
         self._inline_max_bytes = inline_max_bytes
         self._versions = versions
         self._ids = IdFactory()
-        self._served: Served | None = None
+        self._served: ServedVersion | None = None
         self._codec: BodyCodec | None = None
 
-    def use(self, served: Served) -> None:
+    def use(self, served: ServedVersion) -> None:
         """Sets the model version to read messages for."""
         if served is not self._served:
             self._codec = body_codec(self._route, served)
             self._served = served
 
-    def read(self, message: Delivered) -> Work:
+    def read(self, message: SourceMessage) -> Work:
         """Makes a request of a message; after `use`."""
         served, codec, route = self._served, self._codec, self._route
         assert served is not None
@@ -77,7 +77,7 @@ class Reader:
         notes = self._notes(message, message_id, reply)
         model = served.spec.name
         name = request_id(route.name, message_id, model) if message_id else self._ids.request_id(model, PARTITION)
-        address = Address(model, PARTITION, name)
+        address = EntryAddress(model, PARTITION, name)
         request.generation = served.generation
         request.priority = request.priority or route.priority
         stamped = prepare(
@@ -116,7 +116,7 @@ class Reader:
         plan = msgspec.structs.replace(reply.plan or OutputPlan(), endpoint=self._route.model)
         return msgspec.structs.replace(reply, plan=plan)
 
-    def _notes(self, message: Delivered, message_id: bytes, reply: ReplyEncoding) -> bytes:
+    def _notes(self, message: SourceMessage, message_id: bytes, reply: ReplyEncoding) -> bytes:
         """Returns the data kept for the reply; refuses too much of it, or a message without a destination."""
         sink = self._route.sink
         reply_to = message.reply_to if sink.reply_to else b""
@@ -140,12 +140,12 @@ class Reader:
         return notes
 
 
-def _header_in_any_case(message: Delivered, name: str) -> str | None:
+def _header_in_any_case(message: SourceMessage, name: str) -> str | None:
     named = (key for key in message.headers if isinstance(key, str) and key.lower() == name)
     return next((_header(message, key) for key in named), None)
 
 
-def body_codec(route: RouteOptions, served: Served) -> BodyCodec:
+def body_codec(route: RouteOptions, served: ServedVersion) -> BodyCodec:
     """Returns the codec for the bodies of a route's messages."""
     if _is_list(route, served.spec) and route.body.reply == "arrow":
         raise InvalidRequest(_NO_ARROW_LIST)
@@ -156,7 +156,7 @@ def _is_list(route: RouteOptions, spec: ModelSpec) -> bool:
     return spec.decoupled and route.responses == "one"
 
 
-def _header(message: Delivered, name: str) -> str:
+def _header(message: SourceMessage, name: str) -> str:
     value = message.headers.get(name)
     if value is None:
         return ""

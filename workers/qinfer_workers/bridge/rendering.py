@@ -21,13 +21,13 @@ from qinfer_workers.bridge.messages import (
     ROUTE_HEADER,
     STATE_HEADER,
     VERSION_HEADER,
-    Delivered,
+    Destination,
     Note,
     Outgoing,
-    Place,
     PublishGroup,
+    SourceMessage,
 )
-from qinfer_workers.bridge.replies import Encoded, encode, encode_error, encode_list, encode_one
+from qinfer_workers.bridge.replies import EncodedReply, encode, encode_error, encode_list, encode_one
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ _GONE_TEXT = "the prediction was computed, and has expired since"
 _notes = msgspec.msgpack.Decoder(Note)
 
 
-class Rendered(NamedTuple):
+class RenderedEnd(NamedTuple):
     """The end of one request as it is published."""
 
     state: str
@@ -58,7 +58,7 @@ class Rendered(NamedTuple):
     final: Response | None
 
 
-def render(route: RouteOptions, ending: Ending, stored: Sequence[bytes] = ()) -> Rendered | None:
+def render(route: RouteOptions, ending: Ending, stored: Sequence[bytes] = ()) -> RenderedEnd | None:
     """Returns the messages to publish for an ended request; `None` = there is no recipient.
 
     `stored` are a decoupled model's responses before the final one.
@@ -85,17 +85,17 @@ def render(route: RouteOptions, ending: Ending, stored: Sequence[bytes] = ()) ->
     if failure is not None:
         messages = _failed(route, note, failure, headers, group)
     group.left = len(messages)
-    return Rendered(state, group, messages, ending, responses[-1] if responses else None)
+    return RenderedEnd(state, group, messages, ending, responses[-1] if responses else None)
 
 
-def refusal(route: RouteOptions, message: Delivered, error: QinferError) -> Iterator[Outgoing]:
+def refusal(route: RouteOptions, message: SourceMessage, error: QinferError) -> Iterator[Outgoing]:
     """Yields the error for a refused message's sender, and the dead letter, whose confirm is awaited."""
     code = error.code.value
     ids = {"message_id": message.message_id[:_MAX_SHORT], "correlation_id": message.correlation_id[:_MAX_SHORT]}
     if route.sink.reply_to and 0 < len(message.reply_to) <= _MAX_SHORT:
         encoded = encode_error(error.message)
         yield Outgoing(
-            place=Place.REPLY,
+            place=Destination.REPLY,
             routing_key=message.reply_to,
             body=encoded.body,
             content_type=encoded.content_type,
@@ -104,7 +104,7 @@ def refusal(route: RouteOptions, message: Delivered, error: QinferError) -> Iter
             **ids,
         )
     yield Outgoing(
-        place=Place.DEAD_LETTER,
+        place=Destination.DEAD_LETTER,
         routing_key=route.dead_letters.encode(),
         body=message.body,
         content_type=message.content_type[:_MAX_SHORT],
@@ -149,7 +149,7 @@ def _outcome(ending: Ending, stored: Sequence[bytes]) -> tuple[str, Sequence[Res
     return record.state.value, responses, final.failure
 
 
-def _encoded_stream(route: RouteOptions, note: Note, responses: Sequence[Response]) -> Iterator[Encoded]:
+def _encoded_stream(route: RouteOptions, note: Note, responses: Sequence[Response]) -> Iterator[EncodedReply]:
     """Yields the replies for a stream; an empty final response is left out, unless it is the only one."""
     saying = [response for response in responses if response.says_something]
     if route.responses == "one":
@@ -174,7 +174,7 @@ def _failed(
 ) -> list[Outgoing]:
     encoded = encode_error(failure.message, note.reply.client_id)
     dead_letter = Outgoing(
-        place=Place.DEAD_LETTER,
+        place=Destination.DEAD_LETTER,
         routing_key=route.dead_letters.encode(),
         body=encoded.body,
         content_type=encoded.content_type,
@@ -189,11 +189,13 @@ def _failed(
     return [dead_letter, _reply(route, note, encoded, headers | {CODE_HEADER: failure.code}, group)]
 
 
-def _reply(route: RouteOptions, note: Note, encoded: Encoded, headers: dict[str, str], group: PublishGroup) -> Outgoing:
+def _reply(
+    route: RouteOptions, note: Note, encoded: EncodedReply, headers: dict[str, str], group: PublishGroup
+) -> Outgoing:
     sink = route.sink
     is_reply = bool(note.reply_to)
     return Outgoing(
-        place=Place.REPLY if is_reply else Place.SINK,
+        place=Destination.REPLY if is_reply else Destination.SINK,
         exchange=b"" if is_reply else sink.exchange.encode(),
         routing_key=note.reply_to or sink.routing_key.encode(),
         body=encoded.body,

@@ -127,7 +127,7 @@ class ReplyEncoding(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
     is_batched: bool = True
 
 
-class Encoded(NamedTuple):
+class EncodedReply(NamedTuple):
     """A reply before it is published."""
 
     content_type: str
@@ -145,7 +145,7 @@ _ROW_TYPES: Mapping[Form, str] = {
 }
 
 
-def encode(reply: ReplyEncoding, response: Response, spec: ModelSpec | None = None) -> Encoded:
+def encode(reply: ReplyEncoding, response: Response, spec: ModelSpec | None = None) -> EncodedReply:
     """Encodes a response with outputs; `spec` has class names that were too many to keep.
 
     Raises:
@@ -160,17 +160,17 @@ def encode(reply: ReplyEncoding, response: Response, spec: ModelSpec | None = No
     else:
         is_file = reply.form == "arrow-file"
         body = arrow_batch(response.outputs, columns, is_batched=reply.is_batched, is_file=is_file)
-    return Encoded(_ROW_TYPES[reply.form], body)
+    return EncodedReply(_ROW_TYPES[reply.form], body)
 
 
-def encode_one(reply: ReplyEncoding, response: Response) -> Encoded:
+def encode_one(reply: ReplyEncoding, response: Response) -> EncodedReply:
     """Encodes one of a decoupled model's responses, which may be an error."""
     if response.failure is None:
         return encode(reply, response)
     return encode_error(response.failure.message, reply.client_id)
 
 
-def encode_list(reply: ReplyEncoding, responses: Iterable[Response]) -> Encoded:
+def encode_list(reply: ReplyEncoding, responses: Iterable[Response]) -> EncodedReply:
     """Encodes all responses of a decoupled model as `{"responses": […]}`, then all binary outputs in order.
 
     Arrow has no such list, and is refused.
@@ -206,13 +206,13 @@ def bound(plan: OutputPlan, spec: ModelSpec) -> OutputPlan:
     return bind(plan, labels, batched=spec.max_batch_size > 0)
 
 
-def encode_error(message: str, client_id: str = "") -> Encoded:
+def encode_error(message: str, client_id: str = "") -> EncodedReply:
     """Encodes KServe's `{"error": …}`, with the request's `id` if it has one."""
     body = {"error": message, "id": client_id} if client_id else {"error": message}
-    return Encoded(_JSON, msgspec.json.encode(body))
+    return EncodedReply(_JSON, msgspec.json.encode(body))
 
 
-def _kserve(reply: ReplyEncoding, response: Response, spec: ModelSpec | None) -> Encoded:
+def _kserve(reply: ReplyEncoding, response: Response, spec: ModelSpec | None) -> EncodedReply:
     plan = reply.plan or _JSON_PLAN
     if plan.special is not None and spec is not None:
         plan = bound(plan, spec)
@@ -228,10 +228,10 @@ def _kserve(reply: ReplyEncoding, response: Response, spec: ModelSpec | None) ->
     return _with_binary(encoded.body, encoded.json_length)
 
 
-def _with_binary(body: bytes, json_length: int | None) -> Encoded:
+def _with_binary(body: bytes, json_length: int | None) -> EncodedReply:
     if json_length is None:
-        return Encoded(_JSON, body)
-    return Encoded("application/octet-stream", body, {JSON_LENGTH_HEADER: str(json_length)})
+        return EncodedReply(_JSON, body)
+    return EncodedReply("application/octet-stream", body, {JSON_LENGTH_HEADER: str(json_length)})
 
 
 def _is_json(tensor: Tensor, plan: OutputPlan) -> bool:

@@ -27,12 +27,12 @@ from qinfer.queue.lanes import Queue
 from qinfer.traffic.controller import EndpointFollower
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
 from qinfer_workers.bridge.endings import Endings
-from qinfer_workers.bridge.intake import Intake
-from qinfer_workers.bridge.links import Consumer, Publisher, Refused
-from qinfer_workers.bridge.messages import Outgoing, Place, PublishGroup, Receipt
+from qinfer_workers.bridge.intake import MessageIntake
+from qinfer_workers.bridge.links import Consumer, LinkPublisher, Refused
+from qinfer_workers.bridge.messages import Destination, Outgoing, PublishGroup, Receipt
 from qinfer_workers.bridge.reading import Reader
-from qinfer_workers.bridge.rendering import Rendered, refusal, render
-from qinfer_workers.bridge.transports.base import Settled, Sink, Source
+from qinfer_workers.bridge.rendering import RenderedEnd, refusal, render
+from qinfer_workers.bridge.transports.base import MessageSink, MessageSource, SettledMessages
 from qinfer_workers.bridge.transports.kombu import open_sink, open_source
 from qinfer_workers.bridge.versions import RouteVersions
 
@@ -46,7 +46,7 @@ LAST_STEP_S = 5.0
 """Time for each of the last steps; the next bridge gets unfinished messages."""
 
 
-class Route:
+class BridgeRoute:
     """A route of a bridge."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Route:
         self._states: dict[str, str] = {}  # ends in hand, by id → final state
         self._lost = OutageLog(logger, "published messages reach no queue", remind_s=REMIND_S, route=options.name)
         self._publishers = self._make_publishers()
-        self._intake = Intake(
+        self._intake = MessageIntake(
             name=options.name,
             accept=delivery.requests.accept_all,
             done=self._done,
@@ -84,7 +84,7 @@ class Route:
             took=self._intake.room,
         )
         reader = Reader(options, config.result_ttl_s, reply_address(endpoints.owner), inline_max_bytes, self.versions)
-        connect: Callable[[int], Source] = partial(open_source, options.source, options.body.max_bytes)
+        connect: Callable[[int], MessageSource] = partial(open_source, options.source, options.body.max_bytes)
         self._consumer = Consumer(
             name=options.name,
             connect=connect,
@@ -129,7 +129,7 @@ class Route:
         """Updates gauges."""
         self.tally.unconfirmed = self._endings.in_hand
 
-    def _make_publishers(self) -> dict[bool, Publisher]:
+    def _make_publishers(self) -> dict[bool, LinkPublisher]:
         options, source = self.options, self.options.source
         fixed = [options.sink.routing_key] if options.sink.declare and not options.sink.exchange else []
         queues = [queue for queue in fixed if queue]
@@ -137,9 +137,9 @@ class Route:
 
         def made(
             connection: str, url: str, of: Mapping[str, Any], queues: Sequence[str], exchange: str = ""
-        ) -> Publisher:
-            connect: Callable[[], Sink] = partial(open_sink, url, of, queues, exchange)
-            return Publisher(options.name, connection, connect, self._on_settled, self.tally)
+        ) -> LinkPublisher:
+            connect: Callable[[], MessageSink] = partial(open_sink, url, of, queues, exchange)
+            return LinkPublisher(options.name, connection, connect, self._on_settled, self.tally)
 
         if options.sink_url == options.source_url:
             both = made("sink", options.sink_url, options.sink_options, queues + dead_letters, options.sink.exchange)
@@ -157,13 +157,13 @@ class Route:
             count(self.tally.refused, error.code.value)
         self._publish([each for message, error in refused for each in refusal(self.options, message, error)])
 
-    def _publish_rendered(self, rendered: Sequence[Rendered]) -> None:
+    def _publish_rendered(self, rendered: Sequence[RenderedEnd]) -> None:
         for each in rendered:
             self._states[each.group.ending_id] = each.state
             self._observe(each)
         self._publish([message for each in rendered for message in each.messages])
 
-    def _observe(self, rendered: Rendered) -> None:
+    def _observe(self, rendered: RenderedEnd) -> None:
         """Counts the end of a request for a canary on trial, once, without its wait.
 
         A route that names a version is no evidence.
@@ -181,21 +181,21 @@ class Route:
 
     def _publish(self, messages: Sequence[Outgoing]) -> None:
         for is_dead_letter in (False, True):
-            some = [message for message in messages if (message.place is Place.DEAD_LETTER) is is_dead_letter]
+            some = [message for message in messages if (message.place is Destination.DEAD_LETTER) is is_dead_letter]
             if some:
                 self._publishers[is_dead_letter].post(some)
 
-    def _on_settled(self, settled: Settled) -> None:
+    def _on_settled(self, settled: SettledMessages) -> None:
         self._loop.call_soon_threadsafe(self._settle, settled)
 
-    def _settle(self, settled: Settled) -> None:
+    def _settle(self, settled: SettledMessages) -> None:
         confirmed: list[str] = []
         done: list[Receipt] = []
         for message in settled.taken:
             self._settle_one(message, confirmed, done)
         for message in settled.unroutable:
             count(self.tally.unroutable, message.place.value)
-            if message.place is not Place.REPLY:  # its caller is gone; other queues may yet be made
+            if message.place is not Destination.REPLY:  # its caller is gone; other queues may yet be made
                 message.group.failed = True
                 self._lost.failed(f"{message.place.value}: '{(message.exchange or message.routing_key).decode()}'")
             self._settle_one(message, confirmed, done)

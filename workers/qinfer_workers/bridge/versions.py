@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from qinfer.core.messages import InferRequest
 from qinfer.errors import ModelNotReady, QinferError
-from qinfer.models.catalog import Served
+from qinfer.models.catalog import ServedVersion
 from qinfer.traffic.choice import Header
 from qinfer.traffic.routing import Endpoints
 from qinfer_workers.bridge.config import RouteOptions
@@ -29,7 +29,7 @@ class RouteVersions:
         """Whether the route names an endpoint now."""
         return self._route.model in self._endpoints.by_name
 
-    def resolve(self) -> Served:
+    def resolve(self) -> ServedVersion:
         """Returns the version to read messages for: the route's, the newest, or the stable one.
 
         Raises:
@@ -49,7 +49,7 @@ class RouteVersions:
             )
         return endpoints.catalog.accepting(asked.model, asked.version)
 
-    def choose(self, request: InferRequest, header: Header, stable: Served) -> Served:
+    def choose(self, request: InferRequest, header: Header, stable: ServedVersion) -> ServedVersion:
         """Returns the version that executes a message; `stable` if the chosen one can't."""
         route, endpoints = self._route, self._endpoints
         if route.version:

@@ -23,7 +23,7 @@ from qinfer.errors import (
     UnknownFailure,
     UnsupportedFeature,
 )
-from qinfer.submission.pending import Pending
+from qinfer.submission.pending import PendingCall
 
 GRACE_S = 1.0
 """Time for the event loop to report a deadline."""
@@ -45,7 +45,7 @@ _ALSO_HERE = (*_ANSWERED, BrokerUnavailable, DeadlineExceeded, QueueFull, Stream
 _RAISED: dict[str, type[QinferError]] = {error.code: error for error in _ALSO_HERE}
 
 
-class Answer:
+class CallAnswer:
     """The sink of a call, for a waiting thread."""
 
     no_stream = ""
@@ -53,7 +53,7 @@ class Answer:
     def __init__(self) -> None:
         self.future: Future[Response] = Future()
 
-    def submitted(self, pending: Pending) -> None:
+    def submitted(self, pending: PendingCall) -> None:
         """Does nothing."""
 
     def fail(self, error: QinferError) -> None:
@@ -66,18 +66,18 @@ class Answer:
             self.future.set_result(response)
 
 
-class Inbox:
+class StreamInbox:
     """The sink of a call to a decoupled model, filled by the event loop for a thread."""
 
     no_stream = ""
 
-    def __init__(self, cancel: Callable[[Pending], bool]) -> None:
+    def __init__(self, cancel: Callable[[PendingCall], bool]) -> None:
         self.came: SimpleQueue[Response | QinferError] = SimpleQueue()
         self._cancel = cancel
-        self._pending: Pending | None = None
+        self._pending: PendingCall | None = None
         self._is_left = False
 
-    def submitted(self, pending: Pending) -> None:
+    def submitted(self, pending: PendingCall) -> None:
         """Notes the request."""
         self._pending = pending
         if self._is_left:
@@ -112,14 +112,16 @@ class Inbox:
             self._cancel(self._pending)
 
 
-class Responses:
+class CallResponses:
     """The responses of a call to a decoupled model, for a thread of the calling model.
 
     The called model sends at this one's pace. The last response is `final`, and may be empty. Closing or dropping the
     iterator earlier cancels the call.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, inbox: Inbox, model: str, left_s: Callable[[], float]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, inbox: StreamInbox, model: str, left_s: Callable[[], float]
+    ) -> None:
         self._loop = loop
         self._inbox = inbox
         self._model = model
@@ -127,7 +129,7 @@ class Responses:
         self._untaken_bytes = 0
         self._has_ended = False
 
-    def __iter__(self) -> "Responses":
+    def __iter__(self) -> "CallResponses":
         return self
 
     def __next__(self) -> Response:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from qinfer.core.messages import Called, CalledTensor, CallTraces, InferRequest, Response
-from qinfer.observe.logs import Fence
-from qinfer.submission.pending import Sink
+from qinfer.core.messages import CalledTensor, CallRecord, CallTraces, InferRequest, Response
+from qinfer.observe.logs import ErrorLogger
+from qinfer.submission.pending import ResponseSink
 from qinfer.tensors import Tensor
 
-_FENCE = Fence(logging.getLogger(__name__), "traces of calls lost, the calls continue")
+_FENCE = ErrorLogger(logging.getLogger(__name__), "traces of calls lost, the calls continue")
 
 MOST_TENSOR_BYTES = 16 * 1024
 """Bytes of one tensor in a trace."""
@@ -23,7 +23,7 @@ MOST_BYTES = 64 * 1024
 """Bytes of all tensors of a call; further tensors are left out."""
 
 
-def traced(request: InferRequest, sink: Sink, now_s: Callable[[], float]) -> tuple[InferRequest, Sink]:
+def traced(request: InferRequest, sink: ResponseSink, now_s: Callable[[], float]) -> tuple[InferRequest, ResponseSink]:
     """Returns the request and the sink of a call, with a note of it if it serves a traced request."""
     if request.calls is None:
         return request, sink
@@ -32,7 +32,7 @@ def traced(request: InferRequest, sink: Sink, now_s: Callable[[], float]) -> tup
 
 
 class _NotingSink:
-    def __init__(self, sink: Sink, request: InferRequest, into: CallTraces, now_s: Callable[[], float]) -> None:
+    def __init__(self, sink: ResponseSink, request: InferRequest, into: CallTraces, now_s: Callable[[], float]) -> None:
         self.no_stream = sink.no_stream
         self._sink = sink
         self._request = request
@@ -50,11 +50,11 @@ class _NotingSink:
                 self._into.add(self._called(response))
         self._sink.deliver(response)
 
-    def _called(self, response: Response) -> Called:
+    def _called(self, response: Response) -> CallRecord:
         request, tensors = self._request, tuple(self._tensors)
         model, version = response.model or request.model, response.version or request.version
         times = self._begin_s, self._now_s()
-        return Called(model, version, request.client_id, *times, response.timing, tensors, response.called)
+        return CallRecord(model, version, request.client_id, *times, response.timing, tensors, response.called)
 
     def _keep(self, tensors: Sequence[Tensor], *, is_output: bool) -> None:
         if not self._into.has_tensors:

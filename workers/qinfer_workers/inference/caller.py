@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from qinfer.core.call_chain import depth_of, endless, level_of, names_of
-from qinfer.core.messages import Credit, Failure, Holder, InferRequest, Response
+from qinfer.core.messages import Credit, Failure, InferRequest, ResourceHolder, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
     BrokerUnavailable,
@@ -32,17 +32,17 @@ from qinfer.errors import (
     ModelNotReady,
     QinferError,
 )
-from qinfer.models.catalog import Catalog, Served
+from qinfer.models.catalog import Catalog, ServedVersion
 from qinfer.models.ensemble_graph import PlanStep
 from qinfer.models.spec import ModelSpec
 from qinfer.queue.entries import Lane, reply_address
 from qinfer.queue.lanes import Queue
-from qinfer.submission.pending import Pending, PendingRequests, Sink
+from qinfer.submission.pending import PendingCall, PendingRequests, ResponseSink
 from qinfer.submission.response_cache import ResponseCache
 from qinfer.submission.submit import Submission, check
 from qinfer.traffic.controller import EndpointFollower
 from qinfer.wire.frame import decode_credits, is_credits
-from qinfer_workers.inference.call_answers import EXPIRED, GRACE_S, Answer, Inbox, Responses, raised
+from qinfer_workers.inference.call_answers import EXPIRED, GRACE_S, CallAnswer, CallResponses, StreamInbox, raised
 from qinfer_workers.inference.call_traces import traced
 from qinfer_workers.inference.ensembles.local import LocalSteps
 
@@ -65,17 +65,17 @@ T = TypeVar("T")
 class CallLimits(Protocol):
     """The rate limiter as calls use it."""
 
-    def holds(self, callers: Sequence[Holder]) -> bool:
+    def holds(self, callers: Sequence[ResourceHolder]) -> bool:
         """Returns whether waiting executions hold resources."""
         ...
 
-    def conflict(self, spec: ModelSpec, callers: Sequence[Holder]) -> str:
+    def conflict(self, spec: ModelSpec, callers: Sequence[ResourceHolder]) -> str:
         """Returns why other workers can't run a model for callers that hold its resources; empty = they can."""
         ...
 
 
-class Caller:
-    """The `Caller` of a worker's executions; made on the event loop, called from instance threads.
+class WorkerCaller:
+    """The `WorkerCaller` of a worker's executions; made on the event loop, called from instance threads.
 
     `called` gets the lane of each called model, and `credited` arriving credits.
     """
@@ -123,13 +123,13 @@ class Caller:
         self._submission.use(cache)
 
     def call(self, request: InferRequest, deadline_s: float) -> Response:
-        """Implements `qinfer.batching.execution.Caller.call`."""
+        """Implements `qinfer.batching.execution.ModelCaller.call`."""
         deadline_s = self._deadline_s(request, deadline_s)
         request = self._aimed(request, deadline_s)
         served = self._checked(request, deadline_s)
         if served.spec.decoupled:
             raise InferenceFailed(_DECOUPLED.format(model=request.model))
-        answer = Answer()
+        answer = CallAnswer()
         self._send(served, request, answer, deadline_s)
         response = self._outcome(answer.future, deadline_s)
         if response.failure is not None:
@@ -138,14 +138,14 @@ class Caller:
             raise InferenceFailed(f"model '{request.model}' gave several responses; a call takes one")
         return response
 
-    def stream(self, request: InferRequest, deadline_s: float) -> Responses:
-        """Implements `qinfer.batching.execution.Caller.stream`."""
+    def stream(self, request: InferRequest, deadline_s: float) -> CallResponses:
+        """Implements `qinfer.batching.execution.ModelCaller.stream`."""
         deadline_s = self._deadline_s(request, deadline_s)
         request = self._aimed(request, deadline_s)
         served = self._checked(request, deadline_s)
-        inbox = Inbox(self._submission.pending.cancel)
+        inbox = StreamInbox(self._submission.pending.cancel)
         self._send(served, request, inbox, deadline_s)
-        return Responses(self._loop, inbox, request.model, lambda: deadline_s - self._now_s())
+        return CallResponses(self._loop, inbox, request.model, lambda: deadline_s - self._now_s())
 
     async def follow(self) -> None:
         """Follows the catalog for steps of ensembles; returns once it was read."""
@@ -159,12 +159,12 @@ class Caller:
         self,
         step: PlanStep,
         request: InferRequest,
-        sink: Sink,
+        sink: ResponseSink,
         timeout_s: float,
         *,
         cached: bool = True,
         near: bool = True,
-    ) -> "Submitted":
+    ) -> "WaitingStep":
         """Submits a step of an ensemble on the event loop, after `follow`.
 
         `cached` allows the response cache, `near` the short cut through a local batcher.
@@ -193,7 +193,7 @@ class Caller:
             logger.exception("step failed")
             raise _unexpected() from None
         self.local.called(served.lane)
-        return Submitted(self._submission.pending, pending, self.local)
+        return WaitingStep(self._submission.pending, pending, self.local)
 
     def is_target(self, model: str, version: int) -> bool:
         """Returns whether a call to a model version is in progress."""
@@ -217,7 +217,9 @@ class Caller:
             raise InferenceFailed("a batch that the event loop executes can't call another model")
         return min(deadline_s, self._now_s() + request.timeout_s) if request.timeout_s else deadline_s
 
-    def _send(self, served: Served, request: InferRequest, answer: Answer | Inbox, deadline_s: float) -> None:
+    def _send(
+        self, served: ServedVersion, request: InferRequest, answer: CallAnswer | StreamInbox, deadline_s: float
+    ) -> None:
         timeout_s = min(deadline_s - self._now_s(), served.spec.max_timeout_s)
         if timeout_s <= 0:
             raise DeadlineExceeded(EXPIRED)
@@ -241,7 +243,7 @@ class Caller:
         endpoints.view.choose(aimed, aimed.tenant)
         return aimed
 
-    def _checked(self, request: InferRequest, deadline_s: float) -> Served:
+    def _checked(self, request: InferRequest, deadline_s: float) -> ServedVersion:
         """Finds the model of a call; refuses calls that wait for themselves or are too deep."""
         holders = request.holders
         if depth_of(holders) > self._max_depth:
@@ -258,7 +260,7 @@ class Caller:
                 raise InferenceFailed(reason)
         return served
 
-    def _endless(self, request: InferRequest, served: Served) -> str:
+    def _endless(self, request: InferRequest, served: ServedVersion) -> str:
         """Returns why a request would wait for itself; empty = it would not."""
         spec, version = served.spec, served.version
         if served.wait_s or spec.steps:
@@ -266,7 +268,7 @@ class Caller:
         workers = sum(worker.is_ready(spec.name, version) for worker in self._catalog.workers())
         return endless(request.holders, spec.name, version, workers * spec.instance_count)
 
-    def _served(self, model: str, version: int, deadline_s: float) -> Served:
+    def _served(self, model: str, version: int, deadline_s: float) -> ServedVersion:
         """Finds the model in this thread if the view is fresh: views are never changed."""
         if self._now_s() - self._refreshed_at <= FRESH_S:
             with suppress(ModelNotFound, ModelNotReady):
@@ -280,7 +282,9 @@ class Caller:
             work.close()
             raise Cancelled(_ENDING) from None
 
-    def _submit(self, served: Served, request: InferRequest, answer: Answer | Inbox, timeout_s: float) -> None:
+    def _submit(
+        self, served: ServedVersion, request: InferRequest, answer: CallAnswer | StreamInbox, timeout_s: float
+    ) -> None:
         if self._is_closed:
             answer.fail(Cancelled(_ENDING))
             return
@@ -296,7 +300,9 @@ class Caller:
         else:
             self._called(served.lane)
 
-    def _submit_held(self, served: Served, request: InferRequest, sink: Sink, timeout_s: float) -> Pending | None:
+    def _submit_held(
+        self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float
+    ) -> PendingCall | None:
         """Submits a call past the lane if its callers hold resources or instances; `None` = use the lane.
 
         In the lane it could stay behind requests that wait for its callers. A call that can't get its resources fails.
@@ -334,7 +340,7 @@ class Caller:
                 self._is_following_endpoints = True
                 self._background.append(self._tasks.create_task(self.endpoints.run()))
 
-    async def _resolve(self, model: str, version: int) -> Served:
+    async def _resolve(self, model: str, version: int) -> ServedVersion:
         await self.listen()
         await self._refresh(FRESH_S)
         with suppress(ModelNotFound, ModelNotReady):
@@ -397,18 +403,18 @@ class Caller:
 class FarSteps(NamedTuple):
     """Submits steps without the short cut."""
 
-    caller: Caller
+    caller: WorkerCaller
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> "Submitted":
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> "WaitingStep":
         """Submits a step through its lane."""
         return self.caller.submit_step(step, request, sink, timeout_s, near=False)
 
 
-class Submitted(NamedTuple):
+class WaitingStep(NamedTuple):
     """A step of an ensemble that waits for its answer."""
 
     table: PendingRequests
-    pending: Pending
+    pending: PendingCall
     local: LocalSteps
 
     @property
@@ -427,11 +433,11 @@ class Submitted(NamedTuple):
             self.pending.stream.took(nbytes)
 
 
-def _answered(pending: Pending, response: Response) -> None:
+def _answered(pending: PendingCall, response: Response) -> None:
     pending.sink.deliver(response)
 
 
-def _failed(pending: Pending, error: Exception) -> None:
+def _failed(pending: PendingCall, error: Exception) -> None:
     pending.sink.deliver(Response(request_id=pending.request_id, failure=Failure.of(error)))
 
 

@@ -12,7 +12,7 @@ import time
 from qinfer.core.retry import OutageLog
 from qinfer.errors import QinferError
 from qinfer.queue.lanes import Queue
-from qinfer_workers.inference.publisher import Held, LeaseKeeper
+from qinfer_workers.inference.publisher import HeldWork, LeaseKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class CancelWatch:
 
     async def look(self) -> None:
         """Looks once."""
-        partitions: dict[tuple[str, int], list[Held]] = {}
+        partitions: dict[tuple[str, int], list[HeldWork]] = {}
         for item in self._keeper.held_before(time.monotonic() - HELD_S):
             lane = item.lease.entry.lane
             partitions.setdefault((lane.model, lane.partition), []).append(item)

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from qinfer.backends.base import Backend, memory_of, metrics_of
 from qinfer.batching.execution import Execution
-from qinfer.batching.streams import Stream, StreamedExecution
+from qinfer.batching.streams import ItemStream, StreamedExecution
 from qinfer.observe.host import MemoryUse, added_up
 from qinfer.observe.model_metrics import ModelSeries
 
@@ -33,7 +33,7 @@ _Done = Callable[[Execution], None]
 T = TypeVar("T")
 
 
-class Borrower(Protocol):
+class InstanceBorrower(Protocol):
     """Uses a lent instance."""
 
     def run(self, instance: Backend) -> None:
@@ -41,7 +41,7 @@ class Borrower(Protocol):
         ...
 
 
-_Job = tuple[Execution | Borrower, Callable[..., None]]
+_Job = tuple[Execution | InstanceBorrower, Callable[..., None]]
 
 
 async def in_thread(name: str, call: Callable[[], T]) -> T:
@@ -134,12 +134,12 @@ class ThreadExecutor:
         self._running += 1
         self._queues[instance].put((execution, done))
 
-    def lend(self, borrower: Borrower, done: Callable[[Borrower], None]) -> None:
+    def lend(self, borrower: InstanceBorrower, done: Callable[[InstanceBorrower], None]) -> None:
         """Lends the next free instance; calls `done` on the event loop afterwards."""
         self._running += 1
         self._queues[0].put((borrower, done))
 
-    def _ended(self, ended: Execution | Borrower, done: Callable[..., None]) -> None:
+    def _ended(self, ended: Execution | InstanceBorrower, done: Callable[..., None]) -> None:
         self._running -= 1
         done(ended)
 
@@ -188,7 +188,7 @@ class ThreadExecutor:
         left.set()
 
     def _serve(self, instance: Backend, jobs: _Jobs) -> None:
-        streams: list[Stream] = []
+        streams: list[ItemStream] = []
         while not isinstance(job := jobs.get(), _End):
             execution, done = job
             execution.run(instance)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
-from qinfer.batching.execution import Pending
+from qinfer.batching.execution import WorkItem
 from qinfer.batching.watched import ExecutionClock
 from qinfer.core.retry import PATIENCE_S
 from qinfer.errors import ExecutionOverdue, QinferError
@@ -30,7 +30,7 @@ def overdue_error(clock: ExecutionClock) -> ExecutionOverdue:
     return ExecutionOverdue(clock.limit.text(clock.model))
 
 
-def fail_overdue(batcher: LaneBatcher, item: Pending, error: ExecutionOverdue) -> None:
+def fail_overdue(batcher: LaneBatcher, item: WorkItem, error: ExecutionOverdue) -> None:
     """Answers an item that has executed alone for too long, and would again."""
     if (streams := batcher.model.streams) is not None:
         streams.cancel(item, error)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from qinfer.batching.execution import Pending
+from qinfer.batching.execution import WorkItem
 from qinfer.core.messages import Failure, InferRequest, Response, ToldSequence
 from qinfer.core.retry import OutageLog
 from qinfer.errors import CorruptEntry, InferenceFailed, InvalidRequest, QinferError, StreamBroken
@@ -44,11 +44,11 @@ _TOLD_S = 60.0
 _MOST_TOLD = 65536
 
 
-class Taken(NamedTuple):
+class IntakeItems(NamedTuple):
     """Items that can run, and items that still lack something."""
 
-    ready: list[Pending]
-    external: list[Pending]
+    ready: list[WorkItem]
+    external: list[WorkItem]
 
 
 class ToldIds:
@@ -81,7 +81,7 @@ class ToldIds:
         self.tell(request)
 
 
-class Intake:
+class LeaseIntake:
     """Makes pending items of leases."""
 
     def __init__(self, queue: Queue, publisher: Publisher, max_deliveries: int) -> None:
@@ -92,9 +92,9 @@ class Intake:
         self._told = ToldIds(queue)
         self._outage = OutageLog(logger, "payloads not read, trying again", "payloads are read again")
 
-    def items(self, batcher: LaneBatcher, leases: Iterable[Lease]) -> Taken:
+    def items(self, batcher: LaneBatcher, leases: Iterable[Lease]) -> IntakeItems:
         """Decodes leases; buries, answers or releases those that can't be executed."""
-        taken = Taken([], [])
+        taken = IntakeItems([], [])
         for lease in leases:
             try:
                 request = self._reader.decode(lease.frame)
@@ -136,7 +136,7 @@ class Intake:
         self._publisher.hold([item])
         batcher.fail([item], StreamBroken(BROKEN))
 
-    async def complete(self, batcher: LaneBatcher, external: Sequence[Pending]) -> list[Pending]:
+    async def complete(self, batcher: LaneBatcher, external: Sequence[WorkItem]) -> list[WorkItem]:
         """Reads the payloads and ids that items lack; drops cancelled and expired items, whose payload is gone.
 
         A cancelled call gives all items back.
@@ -160,7 +160,7 @@ class Intake:
             if payload is not None and not item.lost and self._complete(batcher, item, payload)
         ]
 
-    def put_off(self, external: Iterable[Pending]) -> None:
+    def put_off(self, external: Iterable[WorkItem]) -> None:
         """Releases items later."""
         for item in external:
             self._publisher.release_later(item, PAUSE_S)
@@ -176,7 +176,7 @@ class Intake:
             pass
         return True
 
-    def fits(self, batcher: LaneBatcher, item: Pending) -> bool:
+    def fits(self, batcher: LaneBatcher, item: WorkItem) -> bool:
         """Validates an item of another generation; answers a misfit."""
         try:
             item.rows = validate(item.request, batcher.model.spec)
@@ -188,7 +188,7 @@ class Intake:
         batcher.classify(item)
         return True
 
-    def _is_tried(self, batcher: LaneBatcher, item: Pending) -> bool:
+    def _is_tried(self, batcher: LaneBatcher, item: WorkItem) -> bool:
         batcher.tally.redelivered()
         if item.lease.deliveries <= self._most:
             return True
@@ -202,10 +202,10 @@ class Intake:
         logger.error("corrupt entry", extra={**_log_data(lease), "reason": error.message})
         self._publisher.bury(lease, error, batcher.tally)
 
-    def _pending(self, batcher: LaneBatcher, lease: Lease, request: InferRequest) -> Pending:
+    def _pending(self, batcher: LaneBatcher, lease: Lease, request: InferRequest) -> WorkItem:
         enqueued_s = lease.entry.enqueued_s
         request.version = batcher.model.version  # changed if the entry was moved
-        return Pending(
+        return WorkItem(
             rows=1,
             key=None,
             enqueued_s=enqueued_s,
@@ -215,7 +215,7 @@ class Intake:
             request=request,
         )
 
-    def _is_ready(self, batcher: LaneBatcher, item: Pending) -> bool:
+    def _is_ready(self, batcher: LaneBatcher, item: WorkItem) -> bool:
         if item.request.generation != batcher.model.generation:
             return self.fits(batcher, item)
         inputs = item.request.inputs
@@ -232,7 +232,7 @@ class Intake:
     def _is_told(self, batcher: LaneBatcher, request: InferRequest) -> bool:
         return isinstance(batcher, EnsembleBatcher) or self._told.tell(request)
 
-    async def _rest(self, batcher: LaneBatcher, item: Pending) -> bytes | None:
+    async def _rest(self, batcher: LaneBatcher, item: WorkItem) -> bytes | None:
         """Reads an item's tensors; puts it off if they can't be read now, finishes it if they are gone.
 
         Tensors missing from the payload store make the item a dead letter.
@@ -256,7 +256,7 @@ class Intake:
             self._publisher.discard(item)
         return payload
 
-    def _complete(self, batcher: LaneBatcher, item: Pending, payload: bytes) -> bool:
+    def _complete(self, batcher: LaneBatcher, item: WorkItem, payload: bytes) -> bool:
         flags = item.request.sequence
         try:
             if item.request.payload:
@@ -267,7 +267,7 @@ class Intake:
             return False
         return self._is_ready(batcher, item)
 
-    def _bury(self, batcher: LaneBatcher, item: Pending, error: QinferError) -> None:
+    def _bury(self, batcher: LaneBatcher, item: WorkItem, error: QinferError) -> None:
         deliveries, failure = item.lease.deliveries, Failure.of(error)
         extra = {**_log_data(item.lease), "request_id": item.request.id, "deliveries": deliveries, "code": failure.code}
         logger.error("given up", extra=extra)

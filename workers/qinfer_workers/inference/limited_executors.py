@@ -11,39 +11,39 @@ from typing import Any, Protocol
 
 from qinfer.backends.base import Backend
 from qinfer.batching.execution import Execution
-from qinfer.batching.rate_limiter import Instance
-from qinfer.core.messages import Holder
+from qinfer.batching.rate_limiter import LimitedInstance
+from qinfer.core.messages import ResourceHolder
 from qinfer.errors import InferenceFailed
-from qinfer_workers.inference.executor import Borrower, ThreadExecutor
+from qinfer_workers.inference.executor import InstanceBorrower, ThreadExecutor
 
 _Done = Callable[..., None]
-_Work = tuple[Execution | Borrower, _Done]
+_Work = tuple[Execution | InstanceBorrower, _Done]
 
 
 class Limiter(Protocol):
-    """The rate limiter on the event loop; it grants resources by `Instance.granted`."""
+    """The rate limiter on the event loop; it grants resources by `LimitedInstance.granted`."""
 
-    def wait(self, instance: Instance, callers: tuple[Holder, ...]) -> None:
+    def wait(self, instance: LimitedInstance, callers: tuple[ResourceHolder, ...]) -> None:
         """Notes that an instance has work."""
         ...
 
-    def leave(self, instance: Instance) -> None:
+    def leave(self, instance: LimitedInstance) -> None:
         """Notes that an instance has no work."""
         ...
 
-    def ended(self, instance: Instance, *, has_executed: bool) -> None:
+    def ended(self, instance: LimitedInstance, *, has_executed: bool) -> None:
         """Takes back the grant of an instance."""
         ...
 
-    def remove(self, instances: Sequence[Instance]) -> None:
+    def remove(self, instances: Sequence[LimitedInstance]) -> None:
         """Removes idle instances."""
         ...
 
-    def holds(self, callers: Sequence[Holder]) -> bool:
+    def holds(self, callers: Sequence[ResourceHolder]) -> bool:
         """Returns whether callers hold resources."""
         ...
 
-    def refusal(self, instances: Sequence[Instance], callers: Sequence[Holder]) -> str:
+    def refusal(self, instances: Sequence[LimitedInstance], callers: Sequence[ResourceHolder]) -> str:
         """Returns why callers would wait for themselves; empty = they would not."""
         ...
 
@@ -54,14 +54,14 @@ class LimitedExecutor(ThreadExecutor):
     def __init__(
         self,
         backends: Sequence[Backend],
-        instances: Sequence[Instance],
+        instances: Sequence[LimitedInstance],
         limiter: Limiter,
         loop: asyncio.AbstractEventLoop,
         name: str,
     ) -> None:
         self._limited = list(instances)
         self._limiter = limiter
-        self._holding: dict[Execution | Borrower, Instance] = {}
+        self._holding: dict[Execution | InstanceBorrower, LimitedInstance] = {}
         self._is_leaving = self._is_retired = False
         super().__init__(backends, loop, name, pinned=True)
         for instance in instances:
@@ -72,11 +72,11 @@ class LimitedExecutor(ThreadExecutor):
         del execution, expected_s, instance
         return False
 
-    def is_held(self, callers: Sequence[Holder]) -> bool:
+    def is_held(self, callers: Sequence[ResourceHolder]) -> bool:
         """Returns whether callers hold resources."""
         return bool(callers) and self._limiter.holds(callers)
 
-    def refusal(self, callers: Sequence[Holder]) -> str:
+    def refusal(self, callers: Sequence[ResourceHolder]) -> str:
         """Returns why callers would wait for themselves; empty = they would not."""
         return self._limiter.refusal(self._limited, callers)
 
@@ -93,10 +93,10 @@ class LimitedExecutor(ThreadExecutor):
         super().retire()
         self._forget()
 
-    def _granted(self, instance: Instance) -> None:
+    def _granted(self, instance: LimitedInstance) -> None:
         raise NotImplementedError
 
-    def _begin(self, work: _Work, instance: Instance) -> None:
+    def _begin(self, work: _Work, instance: LimitedInstance) -> None:
         execution, done = work
         self._holding[execution] = instance
         if isinstance(execution, Execution):
@@ -105,11 +105,11 @@ class LimitedExecutor(ThreadExecutor):
         self._running += 1
         self._queues[self._limited.index(instance)].put((execution, done))
 
-    def _ended(self, ended: Execution | Borrower, done: _Done) -> None:
+    def _ended(self, ended: Execution | InstanceBorrower, done: _Done) -> None:
         self._free(ended, has_executed=True)
         super()._ended(ended, done)
 
-    def _free(self, ended: Execution | Borrower, *, has_executed: bool) -> None:
+    def _free(self, ended: Execution | InstanceBorrower, *, has_executed: bool) -> None:
         if isinstance(ended, Execution):
             ended.holder = None
         self._limiter.ended(self._holding.pop(ended), has_executed=has_executed)
@@ -126,9 +126,9 @@ class PermitExecutor(LimitedExecutor):
 
     def __init__(self, *args: Any) -> None:
         self.permitted: Callable[[], None] = lambda: None
-        self._unused: list[Instance] = []
+        self._unused: list[LimitedInstance] = []
         self._wanted = 0
-        self._callers: tuple[Holder, ...] = ()
+        self._callers: tuple[ResourceHolder, ...] = ()
         self._borrowers: deque[_Work] = deque()
         super().__init__(*args)
 
@@ -137,7 +137,7 @@ class PermitExecutor(LimitedExecutor):
         """How many executions may begin now."""
         return len(self._unused)
 
-    def want(self, count: int, callers: Sequence[Holder]) -> None:
+    def want(self, count: int, callers: Sequence[ResourceHolder]) -> None:
         """Asks for `count` permits, and returns surplus ones."""
         self._wanted, self._callers = count, tuple(callers)
         while len(self._unused) > count:
@@ -150,7 +150,7 @@ class PermitExecutor(LimitedExecutor):
         self._wanted = max(self._wanted - 1, 0)
         self._begin((execution, done), self._unused.pop(0))
 
-    def lend(self, borrower: Borrower, done: _Done) -> None:
+    def lend(self, borrower: InstanceBorrower, done: _Done) -> None:
         """Lends an instance as soon as it has its resources."""
         self._borrowers.append((borrower, done))
         self._stage()
@@ -175,7 +175,7 @@ class PermitExecutor(LimitedExecutor):
         for instance in waiting[count:]:
             self._limiter.leave(instance)
 
-    def _granted(self, instance: Instance) -> None:
+    def _granted(self, instance: LimitedInstance) -> None:
         if self._borrowers:
             self._begin(self._borrowers.popleft(), instance)
             if self._is_leaving and not self._borrowers:
@@ -189,7 +189,7 @@ class StagedExecutor(LimitedExecutor):
     """The executor of a model with sequences."""
 
     def __init__(self, *args: Any) -> None:
-        self._staged: dict[Instance, _Work] = {}
+        self._staged: dict[LimitedInstance, _Work] = {}
         super().__init__(*args)
 
     def start(self, execution: Execution, done: _Done, instance: int = 0) -> None:
@@ -219,7 +219,7 @@ class StagedExecutor(LimitedExecutor):
         if not self._staged:
             super().retire()
 
-    def _granted(self, instance: Instance) -> None:
+    def _granted(self, instance: LimitedInstance) -> None:
         self._begin(self._staged.pop(instance), instance)
         if self._is_leaving and not self._staged:
             self.retire()

@@ -17,7 +17,7 @@ from qinfer.batching.watched import within
 from qinfer.core.clock import ServerClock
 from qinfer.errors import BackendUnavailable, LoadOverdue, ModelLoadFailed, QinferError
 from qinfer.models.config.config import from_json, normalise, to_json
-from qinfer.models.ensemble_graph import Plan
+from qinfer.models.ensemble_graph import EnsemblePlan
 from qinfer.models.pins import is_executed
 from qinfer.models.sequence_spec import DirectSpec
 from qinfer.models.spec import Device, ModelSpec
@@ -25,7 +25,7 @@ from qinfer.models.state import StepVersion, StoredModel
 from qinfer.models.writing import Completion
 from qinfer.tensors import Tensor
 from qinfer_workers.inference.devices import devices_of
-from qinfer_workers.inference.ensembles.plans import Planned
+from qinfer_workers.inference.ensembles.plans import PlannedEnsemble
 from qinfer_workers.inference.model_files import INITIAL_STATES, VersionFiles
 from qinfer_workers.inference.warmup import warm_up, warm_up_with_zeros
 from qinfer_workers.inference.watchdog import ExecutionWatchdog
@@ -37,7 +37,7 @@ VersionDir = Callable[[str, int, str, str], Path]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedVersion:
     """A model version that is loaded.
 
     `identity` is equal for generations that differ at most in their instances. `executed_hash` is empty if files
@@ -54,7 +54,7 @@ class Loaded:
     initial_states: tuple[Tensor, ...] = ()
     instances: Sequence[Backend] = ()
     latency: LatencyModel | None = None
-    plan: Plan | None = None
+    plan: EnsemblePlan | None = None
     steps: tuple[StepVersion, ...] = ()
 
     def hash_like(self, other: str) -> str:
@@ -66,7 +66,7 @@ class Loaded:
         return any(not one or self.hash_like(one) == one for one in hashes)
 
 
-class Kind(Enum):
+class LoadKind(Enum):
     """The extent of a load's changes."""
 
     NEW = "new"
@@ -78,11 +78,11 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class LoadChange:
     """The outcome of a load."""
 
-    kind: Kind
-    loaded: Loaded
+    kind: LoadKind
+    loaded: LoadedVersion
     surplus: int = 0
 
 
@@ -115,10 +115,10 @@ class Loader:
         spec: ModelSpec,
         version: int,
         stored: StoredModel,
-        serving: Loaded | None = None,
+        serving: LoadedVersion | None = None,
         pinned: Collection[str] = (),
-        planned: Planned | None = None,
-    ) -> Change:
+        planned: PlannedEnsemble | None = None,
+    ) -> LoadChange:
         """Loads the changed instances of a version, and warms them up; an error unloads them.
 
         `pinned` are the hashes that a version kept by pins may execute; empty = any.
@@ -129,7 +129,7 @@ class Loader:
             executed_hash = files.executed_hash(self._read.setdefault((spec.name, version), {}))
         except OSError as error:
             raise ModelLoadFailed(f"the model's files can't be read: {error.strerror}") from None
-        loaded = Loaded(
+        loaded = LoadedVersion(
             spec=spec,
             version=version,
             generation=stored.generation,
@@ -146,7 +146,7 @@ class Loader:
         if pinned and not loaded.executes(pinned):
             raise ModelLoadFailed("its files or configuration differ from the pinned ones")
         if planned is not None:
-            return Change(kind=Kind.NEW, loaded=loaded)
+            return LoadChange(kind=LoadKind.NEW, loaded=loaded)
         if (kept := self._kept(loaded, directory, serving)) is not None:
             return kept
         latency = LatencyModel()
@@ -154,9 +154,9 @@ class Loader:
         if not files.are_as_before():
             logger.warning("files changed while they were loaded", extra={"model": spec.name, "version": version})
             loaded = replace(loaded, executed_hash="")
-        return Change(kind=Kind.NEW, loaded=replace(loaded, instances=instances, latency=latency))
+        return LoadChange(kind=LoadKind.NEW, loaded=replace(loaded, instances=instances, latency=latency))
 
-    def _kept(self, loaded: Loaded, directory: Path, serving: Loaded | None) -> Change | None:
+    def _kept(self, loaded: LoadedVersion, directory: Path, serving: LoadedVersion | None) -> LoadChange | None:
         if serving is None or serving.identity != loaded.identity:
             return None
         if serving.spec.instances != loaded.spec.instances and (serving.spec.is_limited or loaded.spec.is_limited):
@@ -164,7 +164,7 @@ class Loader:
         missing = list((Counter(loaded.devices) - Counter(serving.devices)).elements())
         surplus = list((Counter(serving.devices) - Counter(loaded.devices)).elements())
         if not missing and not surplus:
-            return Change(kind=Kind.SAME, loaded=loaded)
+            return LoadChange(kind=LoadKind.SAME, loaded=loaded)
         # Any idle instance may end, on whichever device.
         is_resizable = not surplus or (not missing and len(set(serving.devices)) == 1)
         if (sequences := loaded.spec.sequences) is not None:
@@ -172,7 +172,7 @@ class Loader:
         if not is_resizable:
             return None
         added = self._instances(loaded, directory, missing, LatencyModel())
-        return Change(kind=Kind.RESIZED, loaded=replace(loaded, instances=added), surplus=len(surplus))
+        return LoadChange(kind=LoadKind.RESIZED, loaded=replace(loaded, instances=added), surplus=len(surplus))
 
     def complete(self, stored: StoredModel) -> Completion:
         """Completes a pending configuration; the model's own mistake is a result too."""
@@ -188,12 +188,12 @@ class Loader:
         except QinferError as error:
             return Completion(error=error.message)
 
-    def discard(self, change: Change) -> None:
+    def discard(self, change: LoadChange) -> None:
         """Unloads the instances of a load that is no longer wanted."""
         _unload(change.loaded.instances)
 
     def _instances(
-        self, loaded: Loaded, directory: Path, devices: Sequence[Device], latency: LatencyModel
+        self, loaded: LoadedVersion, directory: Path, devices: Sequence[Device], latency: LatencyModel
     ) -> list[Backend]:
         spec = loaded.spec
         make = self._factory(spec.backend)
@@ -210,7 +210,7 @@ class Loader:
         return instances
 
     def _instance(
-        self, backend: Backend, loaded: Loaded, directory: Path, device: Device, latency: LatencyModel
+        self, backend: Backend, loaded: LoadedVersion, directory: Path, device: Device, latency: LatencyModel
     ) -> Backend:
         """Loads and warms up an instance; abandons overdue calls, unless they can be interrupted."""
         spec = loaded.spec

@@ -18,17 +18,17 @@ from qinfer.core.retry import OutageLog, pause_s
 from qinfer.core.settings import LimitSettings, WorkerSettings
 from qinfer.errors import BrokerUnavailable, ModelLoadFailed, QinferError
 from qinfer.models.config import config
-from qinfer.models.installation import Snapshot, is_gone
+from qinfer.models.installation import InstallationState, is_gone
 from qinfer.models.pins import kept_by_pins
 from qinfer.models.readiness import PENDING_REASON, is_placed
 from qinfer.models.spec import ModelSpec
-from qinfer.models.state import Desired, State, StoredModel, VersionState
+from qinfer.models.state import DesiredState, State, StoredModel, VersionState
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import put_completion
 from qinfer.observe.stats import LOAD_FAILURES, ModelCounts
-from qinfer_workers.inference.ensembles.plans import NotYet, Planned, Planner
+from qinfer_workers.inference.ensembles.plans import EnsemblePlanner, NotYet, PlannedEnsemble
 from qinfer_workers.inference.executor import in_thread
-from qinfer_workers.inference.loader import Change, Kind, Loaded, Loader
+from qinfer_workers.inference.loader import LoadChange, LoadedVersion, Loader, LoadKind
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +53,14 @@ def by_model(values: Mapping[Key, T]) -> dict[str, dict[int, T]]:
     return nested
 
 
-class Host(Protocol):
+class VersionHost(Protocol):
     """Serves loaded models, as `worker.Worker` does."""
 
-    def serve(self, loaded: Loaded) -> None:
+    def serve(self, loaded: LoadedVersion) -> None:
         """Serves a model version, in place of its earlier generation."""
         ...
 
-    def resize(self, loaded: Loaded, surplus: int) -> None:
+    def resize(self, loaded: LoadedVersion, surplus: int) -> None:
         """Changes the number of instances, under a new generation."""
         ...
 
@@ -69,7 +69,7 @@ class Host(Protocol):
         ...
 
 
-class Wanted(NamedTuple):
+class WantedVersions(NamedTuple):
     """A stored model to be loaded.
 
     `kept` maps versions that only pins keep to their hashes (`pins.kept_by_pins`).
@@ -93,7 +93,7 @@ class Models:
         settings: WorkerSettings,
         limits: LimitSettings,
         loader: Loader,
-        host: Host,
+        host: VersionHost,
     ) -> None:
         self._store = store
         self._globs: Sequence[str] = settings.models
@@ -101,19 +101,19 @@ class Models:
         self._loader = loader
         self._host = host
         self._slots = asyncio.Semaphore(settings.load_threads)
-        self._planner = Planner(store, limits)
+        self._planner = EnsemblePlanner(store, limits)
         self._looked = asyncio.Event()
-        self._seen = Snapshot()
+        self._seen = InstallationState()
         self._loss = OutageLog(logger, "Redis has lost its data", "Redis has data again")
-        self._wanted: dict[str, Wanted] = {}
-        self._settled: dict[str, Wanted] = {}
+        self._wanted: dict[str, WantedVersions] = {}
+        self._settled: dict[str, WantedVersions] = {}
         """The wishes tried last: failed loads are retried only if time may help."""
         self._again_at: dict[str, float] = {}
         self._tries: Counter[Key] = Counter()
         """Failures in a row of retried loads."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._turn = 0
-        self._loaded: dict[Key, Loaded] = {}
+        self._loaded: dict[Key, LoadedVersion] = {}
         self._load_s: dict[Key, float] = {}
         self._states: dict[Key, VersionState] = {}
         self.counts = ModelCounts()
@@ -151,7 +151,7 @@ class Models:
         Without news, few known models are read, in turns.
         """
         installation = await self._store.installation()
-        now = Snapshot(installation=installation, desired=await self._store.desired())
+        now = InstallationState(installation=installation, desired=await self._store.desired())
         if is_gone(self._seen, now):
             self._loss.failed("models stay until a gateway has written again what they should be")
             return False
@@ -162,11 +162,11 @@ class Models:
         pins = await self._store.pins()
         before = {name: self._wanted[name].stored for name in mine if name in self._wanted}
         self._wanted = {
-            name: Wanted(stored, kept_by_pins(pins, stored)) for name, stored in {**before, **found}.items()
+            name: WantedVersions(stored, kept_by_pins(pins, stored)) for name, stored in {**before, **found}.items()
         }
         return True
 
-    def _due(self, mine: Sequence[str], desired: Mapping[str, Desired]) -> list[str]:
+    def _due(self, mine: Sequence[str], desired: Mapping[str, DesiredState]) -> list[str]:
         first, self._turn = self._turn, (self._turn + _REREAD) % max(len(mine), 1)
         turns = {mine[(first + number) % len(mine)] for number in range(min(_REREAD, len(mine)))}
         known = {name: wanted.stored.generation for name, wanted in self._wanted.items()}
@@ -200,7 +200,7 @@ class Models:
         finally:
             del self._tasks[name]
 
-    async def _make_so(self, name: str, wanted: Wanted | None) -> None:
+    async def _make_so(self, name: str, wanted: WantedVersions | None) -> None:
         """Loads first, then unloads, so that there is no gap."""
         if wanted is not None and wanted.stored.pending:
             await self._complete_config(wanted.stored)
@@ -212,7 +212,7 @@ class Models:
             for key in [key for key in self._states if key[0] == name and key[1] not in versions]:
                 unloads.create_task(self._unload(key))
 
-    async def _load_all(self, name: str, wanted: Wanted) -> bool:
+    async def _load_all(self, name: str, wanted: WantedVersions) -> bool:
         stored = wanted.stored
         async with asyncio.TaskGroup() as loads:
             results = [loads.create_task(self._load((name, version), stored)) for version in stored.versions]
@@ -257,7 +257,7 @@ class Models:
             if hashes and name not in self._again_at:  # files or memory may come back
                 self._try_later(key)
             return False
-        if name not in self._wanted and change.kind is not Kind.SAME:  # unloaded meanwhile
+        if name not in self._wanted and change.kind is not LoadKind.SAME:  # unloaded meanwhile
             await in_thread(f"unload-{name}", lambda: self._loader.discard(change))
             if serving is None:
                 del self._states[key]
@@ -265,7 +265,7 @@ class Models:
             return True
         self._serve(key, change)
         self._tries.pop(key, None)
-        if change.kind is Kind.NEW:
+        if change.kind is LoadKind.NEW:
             self._load_s[key] = time.monotonic() - began_s
         loaded = change.loaded
         self._states[key] = VersionState(
@@ -280,7 +280,7 @@ class Models:
         self._changed()
         return True
 
-    async def _plan(self, spec: ModelSpec, key: Key, generation: int) -> Planned | None:
+    async def _plan(self, spec: ModelSpec, key: Key, generation: int) -> PlannedEnsemble | None:
         """Plans an ensemble once its models are loaded; `None` = it is no longer wanted."""
         while (wanted := self._wanted.get(key[0])) is not None and wanted.stored.generation == generation:
             looked = self._looked
@@ -293,8 +293,8 @@ class Models:
             await looked.wait()
         return None
 
-    def _serve(self, key: Key, change: Change) -> None:
-        if change.kind is Kind.NEW:
+    def _serve(self, key: Key, change: LoadChange) -> None:
+        if change.kind is LoadKind.NEW:
             self._host.serve(change.loaded)
         else:
             self._host.resize(change.loaded, change.surplus)

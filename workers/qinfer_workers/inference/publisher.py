@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from qinfer.batching.execution import TOLD, Pending
+from qinfer.batching.execution import TOLD, WorkItem
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Failure, Response
 from qinfer.core.retry import OutageLog, pause_s
@@ -28,11 +28,11 @@ from qinfer.observe.stats import PublishTally, StatsTally
 from qinfer.queue.entries import (
     CHUNK_BYTES,
     STORED_TTL_S,
-    Address,
     Entry,
+    EntryAddress,
     Lane,
     Lease,
-    Outcome,
+    RequestOutcome,
     RequestState,
     Settlement,
     delayed_name,
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 Place = tuple[Lane, str]
 
 
-class Held(Protocol):
+class HeldWork(Protocol):
     """A request or a shard that a worker holds; compared by identity."""
 
     @property
@@ -97,7 +97,7 @@ class LeaseKeeper:
         clock: ServerClock,
         lease_s: float,
         lanes: Callable[[], Iterable[Lane]],
-        on_lost: Callable[[Held], None],
+        on_lost: Callable[[HeldWork], None],
     ) -> None:
         self.lanes = lanes
         self.renewals = self.losses = 0
@@ -106,7 +106,7 @@ class LeaseKeeper:
         self._clock = clock
         self._lease_s = lease_s
         self._on_lost = on_lost
-        self._held: dict[Held, float] = {}
+        self._held: dict[HeldWork, float] = {}
         self._lock = threading.Lock()
         self._renewed_at = time.monotonic()
         self._failing: dict[Lane, float] = {}
@@ -129,14 +129,14 @@ class LeaseKeeper:
         is_fresh = self._renewed_at > time.monotonic() - self._lease_s
         return is_fresh and (not self._failing or self._failing.keys().isdisjoint(lanes))
 
-    def hold(self, items: Iterable[Held]) -> None:
+    def hold(self, items: Iterable[HeldWork]) -> None:
         """Starts to renew leases."""
         now_s = time.monotonic()
         with self._lock:
             for item in items:
                 self._held[item] = now_s
 
-    def drop(self, items: Iterable[Held]) -> None:
+    def drop(self, items: Iterable[HeldWork]) -> None:
         """Stops renewing leases."""
         with self._lock:
             for item in items:
@@ -147,12 +147,12 @@ class LeaseKeeper:
         place = entry.lane, entry.entry_id
         return any(place_of(item) == place for item in self.held())
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[HeldWork]:
         """Returns the held items; for any thread."""
         with self._lock:
             return list(self._held)
 
-    def held_before(self, instant_s: float) -> list[Held]:
+    def held_before(self, instant_s: float) -> list[HeldWork]:
         """Returns the items held since before a monotonic instant."""
         with self._lock:
             return [item for item, since_s in self._held.items() if since_s < instant_s]
@@ -164,7 +164,7 @@ class LeaseKeeper:
                 self.drop([item])
                 self._on_lost(item)
 
-    def wanted(self) -> list[tuple[Held, float]]:
+    def wanted(self) -> list[tuple[HeldWork, float]]:
         """Returns the items to renew, and until when (monotonic): one lease time after the deadline.
 
         A model that never returns must not keep an item in flight.
@@ -173,7 +173,7 @@ class LeaseKeeper:
         ends = ((item, self._clock.to_monotonic_s(item.deadline_s) + self._lease_s) for item in self.held())
         return [(item, end_s) for item, end_s in ends if end_s > now_s]
 
-    def is_sure(self, items: Iterable[Held]) -> bool:
+    def is_sure(self, items: Iterable[HeldWork]) -> bool:
         """Returns whether no lease of these items can have ended unnoticed, as during a SIGSTOP.
 
         The last renewal covered all items of that time; later ones are newer.
@@ -183,7 +183,7 @@ class LeaseKeeper:
             not self._failing or all(self._sure_at(item) > since_s for item in items)
         )
 
-    async def confirm(self, items: Iterable[Held]) -> None:
+    async def confirm(self, items: Iterable[HeldWork]) -> None:
         """Waits until each of these items was renewed after now, or found lost."""
         asked_s = time.monotonic()
         items = list(items)
@@ -212,14 +212,14 @@ class LeaseKeeper:
         if found:  # mostly because callers left
             logger.info("leases lost", extra={"count": found})
 
-    def _sure_at(self, item: Held) -> float:
+    def _sure_at(self, item: HeldWork) -> float:
         return self._failing.get(item.lease.entry.lane, self._renewed_at)
 
-    def _is_older(self, item: Held, began_s: float) -> bool:
+    def _is_older(self, item: HeldWork, began_s: float) -> bool:
         return self._held.get(item, began_s + 1) <= began_s
 
 
-def place_of(item: Held) -> Place:
+def place_of(item: HeldWork) -> Place:
     """Returns the place of an item's entry."""
     return item.lease.entry.lane, item.lease.entry.entry_id
 
@@ -235,8 +235,8 @@ FINISH_COUNT = 16
 """Items finished at once; fewer wait up to half of `FINISH_DELAY_S`."""
 
 _Work = Callable[[], Awaitable[None]]
-_After = Callable[[Sequence[Pending]], None]
-_Answer = tuple[Pending, Response]
+_After = Callable[[Sequence[WorkItem]], None]
+_Answer = tuple[WorkItem, Response]
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 2.0
 _TICK_S = 0.001  # resolution of an event loop's clock
@@ -252,22 +252,22 @@ class Publisher:
         self._spans = spans
         self.durations = PublishTally()
         self._open: set[asyncio.Task[None]] = set()
-        self._published: list[Pending] = []
+        self._published: list[WorkItem] = []
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._finish_at_s = 0.0
-        self._later: dict[Pending, asyncio.TimerHandle] = {}
+        self._later: dict[WorkItem, asyncio.TimerHandle] = {}
         self._large: Counter[tuple[str, int]] = Counter()
         """Bytes of large answers that Redis has not taken yet."""
         self._caught_up = asyncio.Event()
         self._outage = OutageLog(logger, "broker unavailable, trying again", "the broker takes answers again")
         self._closed = False
 
-    def hold(self, items: Sequence[Pending]) -> None:
+    def hold(self, items: Sequence[WorkItem]) -> None:
         """Renews leases of items that were not admitted."""
         self._keeper.hold(items)
 
-    def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
+    def answer(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
         """Publishes responses and finishes the entries; settles asynchronous requests."""
         begin_ns = time.perf_counter_ns()
         if [True for item in items if not item.request.reply_to]:
@@ -297,13 +297,13 @@ class Publisher:
             self._large[key] -= nbytes
             self._caught_up.set()
 
-    def give_back(self, items: Sequence[Pending]) -> None:
+    def give_back(self, items: Sequence[WorkItem]) -> None:
         """Releases items that did not begin to execute; suspects stay suspects."""
         self.spawn(lambda: self._queue.release([item.lease for item in items]), items, self._keeper.drop)
 
-    def delay(self, items: Sequence[Pending]) -> None:
+    def delay(self, items: Sequence[WorkItem]) -> None:
         """Moves items to the `.delayed` lanes of their lanes."""
-        by_lane: dict[str, list[Pending]] = {}
+        by_lane: dict[str, list[WorkItem]] = {}
         for item in items:
             by_lane.setdefault(item.lease.entry.lane.name, []).append(item)
         for name, group in by_lane.items():
@@ -337,12 +337,12 @@ class Publisher:
 
         self.spawn(work, held=items)
 
-    def discard(self, item: Pending) -> None:
+    def discard(self, item: WorkItem) -> None:
         """Finishes an entry without a waiting caller."""
         self._keeper.drop([item])
         self.spawn(lambda: self._queue.finish([item.lease.entry]))
 
-    def release_later(self, item: Pending, delay_s: float) -> None:
+    def release_later(self, item: WorkItem, delay_s: float) -> None:
         """Releases an unreadable entry after a delay, so that it is not fetched again at once."""
         self._keeper.hold([item])
         self._later[item] = self._loop.call_later(delay_s, self._release, item)
@@ -367,11 +367,11 @@ class Publisher:
         for task in self._open:
             task.cancel()
 
-    def _release(self, item: Pending) -> None:
+    def _release(self, item: WorkItem) -> None:
         self._later.pop(item).cancel()
         self.give_back([item])
 
-    def _answer_mixed(self, items: Sequence[Pending], responses: Sequence[Response], begin_ns: int) -> None:
+    def _answer_mixed(self, items: Sequence[WorkItem], responses: Sequence[Response], begin_ns: int) -> None:
         by_id = {item.request.id: item for item in items if not item.request.reply_to}
         answers = [(by_id[r.request_id], r) for r in responses if r.final and r.request_id in by_id]
         stored = list(by_id.values())
@@ -381,15 +381,15 @@ class Publisher:
             theirs = [response for response in responses if response.request_id not in by_id]
             self._publish_soon(waiting, theirs, begin_ns)
 
-    def _publish_soon(self, items: Sequence[Pending], responses: Sequence[Response], begin_ns: int) -> None:
+    def _publish_soon(self, items: Sequence[WorkItem], responses: Sequence[Response], begin_ns: int) -> None:
         self.spawn(self.recorded(items, lambda: self._publish(items, responses, begin_ns)), items, self.finish_soon)
 
-    async def _publish(self, items: Sequence[Pending], responses: Sequence[Response], begin_ns: int) -> None:
+    async def _publish(self, items: Sequence[WorkItem], responses: Sequence[Response], begin_ns: int) -> None:
         if not self._keeper.is_sure(items):
             await self._keeper.confirm(items)
         await self.publish(items, responses, begin_ns)
 
-    async def publish(self, items: Sequence[Pending], responses: Sequence[Response], begin_ns: int) -> None:
+    async def publish(self, items: Sequence[WorkItem], responses: Sequence[Response], begin_ns: int) -> None:
         """Publishes responses without checking leases; `begin_ns` is when they were ready."""
         for address, group, is_large in _chunks(items, responses):
             blob = encode_responses([await self._store(items, group[0])] if is_large else group)
@@ -397,7 +397,7 @@ class Publisher:
                 logger.debug("no caller reads the reply stream", extra={"reply_to": address})
         self._count(items, begin_ns)
 
-    async def _store(self, items: Sequence[Pending], response: Response) -> Response:
+    async def _store(self, items: Sequence[WorkItem], response: Response) -> Response:
         """Stores outputs outside the reply stream; returns the response to publish."""
         item = next(item for item in items if item.request.id == response.request_id)
         lane, tenant = item.lease.entry.lane, item.request.tenant
@@ -439,7 +439,7 @@ class Publisher:
             ((item, response),) = answers
             await self._queue.requests.settle([settlement_of(item, _failed(response, error))])
 
-    def finish_soon(self, items: Sequence[Pending]) -> None:
+    def finish_soon(self, items: Sequence[WorkItem]) -> None:
         """Finishes published items together with the next batches'."""
         if not self._published:
             self._finish_at_s = self._loop.time() + FINISH_DELAY_S
@@ -460,21 +460,21 @@ class Publisher:
             self._keeper.drop(items)  # a renewal after the finish would find their leases lost
             self.spawn(lambda: self._queue.finish([item.lease.entry for item in items if not item.lost]), items)
 
-    def _count(self, items: Sequence[Pending], begin_ns: int) -> None:
+    def _count(self, items: Sequence[WorkItem], begin_ns: int) -> None:
         lane = items[0].lease.entry.lane
         self.durations.published(lane.model, lane.version, time.perf_counter_ns() - begin_ns)
 
-    def recorded(self, items: Sequence[Pending], work: _Work) -> _Work:
+    def recorded(self, items: Sequence[WorkItem], work: _Work) -> _Work:
         """Returns work with spans, if its requests are traced."""
         return work if self._spans is None else self._spans.around(items, work)
 
     def spawn(
         self,
         work: _Work,
-        items: Sequence[Pending] = (),
+        items: Sequence[WorkItem] = (),
         after: _After | None = None,
         *,
-        held: Sequence[Pending] = (),
+        held: Sequence[WorkItem] = (),
     ) -> "asyncio.Task[None] | None":
         """Starts work that is repeated while Redis is away; `None` = closed."""
         if self._closed:
@@ -485,7 +485,7 @@ class Publisher:
         return task
 
     async def _insist(
-        self, work: _Work, items: Sequence[Pending], after: _After | None, held: Sequence[Pending]
+        self, work: _Work, items: Sequence[WorkItem], after: _After | None, held: Sequence[WorkItem]
     ) -> None:
         """Repeats work while Redis is away, until the leases of all `items` are lost; readers drop duplicates.
 
@@ -511,7 +511,7 @@ class Publisher:
             after(items)
 
 
-def _are_lost(items: Sequence[Pending]) -> bool:
+def _are_lost(items: Sequence[WorkItem]) -> bool:
     return bool(items) and items[0].lost and all(item.lost for item in items)
 
 
@@ -519,7 +519,7 @@ def _failed(response: Response, error: QinferError) -> Response:
     return msgspec.structs.replace(response, outputs=(), failure=Failure.of(error))
 
 
-def _chunks(items: Sequence[Pending], responses: Sequence[Response]) -> Iterator[tuple[str, Sequence[Response], bool]]:
+def _chunks(items: Sequence[WorkItem], responses: Sequence[Response]) -> Iterator[tuple[str, Sequence[Response], bool]]:
     """Splits each process's responses into chunks; a too large response is one of its own."""
     for address, group in _by_address(items, responses).items():
         if sum([len(tensor.data) for response in group for tensor in response.outputs]) <= CHUNK_BYTES:
@@ -540,7 +540,7 @@ def _chunks(items: Sequence[Pending], responses: Sequence[Response]) -> Iterator
             yield address, group[begin:], False
 
 
-def _by_address(items: Sequence[Pending], responses: Sequence[Response]) -> dict[str, Sequence[Response]]:
+def _by_address(items: Sequence[WorkItem], responses: Sequence[Response]) -> dict[str, Sequence[Response]]:
     """Groups responses by reply stream; mostly there is one."""
     address = items[0].request.reply_to
     if not [True for item in items if item.lost or item.request.reply_to != address]:
@@ -560,7 +560,7 @@ _STATES = {
 }
 
 
-def settlement_of(item: Pending, response: Response, *, attempt: int | None = None) -> Settlement:
+def settlement_of(item: WorkItem, response: Response, *, attempt: int | None = None) -> Settlement:
     """Returns the settlement of an asynchronous request.
 
     `attempt` defaults to that of the response; 0 lets the queue count deliveries.
@@ -570,12 +570,12 @@ def settlement_of(item: Pending, response: Response, *, attempt: int | None = No
         attempt = response.attempt if response.timing is not None else 0
     blob = encode_responses([response])
     if failure is None:
-        outcome = Outcome(state=RequestState.SUCCEEDED, blob=blob, attempt=attempt)
+        outcome = RequestOutcome(state=RequestState.SUCCEEDED, blob=blob, attempt=attempt)
     else:
         state = _STATES.get(failure.code, RequestState.FAILED)
-        outcome = Outcome(state=state, blob=blob, code=failure.code, message=failure.message, attempt=attempt)
+        outcome = RequestOutcome(state=state, blob=blob, code=failure.code, message=failure.message, attempt=attempt)
     return Settlement(
-        address=Address(request.model, request.partition, request.id),
+        address=EntryAddress(request.model, request.partition, request.id),
         outcome=outcome,
         entry=item.lease.entry,
         tenant=request.tenant,

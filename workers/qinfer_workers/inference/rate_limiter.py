@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
-from qinfer.batching.rate_limiter import GLOBAL, Instance, Ledger, needs_of
-from qinfer.core.messages import Holder
+from qinfer.batching.rate_limiter import GLOBAL, Ledger, LimitedInstance, needs_of
+from qinfer.core.messages import ResourceHolder
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import Settings
 from qinfer.core.settings_rate_limit import Maximum
@@ -25,7 +25,7 @@ from qinfer.queue.lanes import Queue
 from qinfer.queue.resources import Resources, Units, Wish
 from qinfer_workers.inference.devices import groups_of
 from qinfer_workers.inference.limited_executors import LimitedExecutor, PermitExecutor, StagedExecutor
-from qinfer_workers.inference.loader import Loaded, Loader
+from qinfer_workers.inference.loader import LoadedVersion, Loader
 from qinfer_workers.inference.publisher import LeaseKeeper, OwnerLease
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class RateLimiter:
         except ValueError as error:
             raise ModelLoadFailed(str(error)) from None
 
-    def executor(self, loaded: Loaded, loop: asyncio.AbstractEventLoop, name: str) -> LimitedExecutor:
+    def executor(self, loaded: LoadedVersion, loop: asyncio.AbstractEventLoop, name: str) -> LimitedExecutor:
         """Returns the executor of a limited model."""
         groups = [group for group in groups_of(loaded.spec, self._gpus) for _ in range(group.count)]
         instances = [self._instance(loaded.spec.name, group) for group in groups]
@@ -62,42 +62,42 @@ class RateLimiter:
         self.shared.open()
         return executor
 
-    def wait(self, instance: Instance, callers: tuple[Holder, ...]) -> None:
+    def wait(self, instance: LimitedInstance, callers: tuple[ResourceHolder, ...]) -> None:
         """Notes that an instance has work."""
         self.ledger.wait(instance, callers)
         self._changed()
 
-    def leave(self, instance: Instance) -> None:
+    def leave(self, instance: LimitedInstance) -> None:
         """Notes that an instance has no work."""
         self.ledger.leave(instance)
         self._changed()
 
-    def ended(self, instance: Instance, *, has_executed: bool) -> None:
+    def ended(self, instance: LimitedInstance, *, has_executed: bool) -> None:
         """Takes back the grant of an instance."""
         self.ledger.ended(instance, has_executed=has_executed)
         self._changed()
 
-    def remove(self, instances: Sequence[Instance]) -> None:
+    def remove(self, instances: Sequence[LimitedInstance]) -> None:
         """Removes idle instances."""
         self.ledger.remove(instances)
         self._changed()
 
-    def holds(self, callers: Sequence[Holder]) -> bool:
+    def holds(self, callers: Sequence[ResourceHolder]) -> bool:
         """Returns whether callers hold resources."""
         return self.ledger.holds(callers)
 
-    def conflict(self, spec: ModelSpec, callers: Sequence[Holder]) -> str:
+    def conflict(self, spec: ModelSpec, callers: Sequence[ResourceHolder]) -> str:
         """Returns why other workers can't run a model for callers that hold its resources; empty = they can."""
         return self.ledger.conflict(spec.name, map(needs_of, groups_of(spec, self._gpus)), callers)
 
-    def refusal(self, instances: Sequence[Instance], callers: Sequence[Holder]) -> str:
+    def refusal(self, instances: Sequence[LimitedInstance], callers: Sequence[ResourceHolder]) -> str:
         """Returns why callers would wait for themselves; empty = they would not."""
         if not instances:
             return ""
         return self.ledger.refusal(instances[0].model, [instance.needs for instance in instances], callers)
 
-    def _instance(self, model: str, group: InstanceSpec) -> Instance:
-        return Instance(model, needs_of(group), group.priority, lambda _: None)
+    def _instance(self, model: str, group: InstanceSpec) -> LimitedInstance:
+        return LimitedInstance(model, needs_of(group), group.priority, lambda _: None)
 
     def _changed(self) -> None:
         if not self._is_due:

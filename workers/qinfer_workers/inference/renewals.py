@@ -41,7 +41,7 @@ class ProcessRenewals:
     ) -> None:
         self._inherited = () if due is None else (due.fd,)
         self._environment = helper_environment(environment)
-        self._hello = renewer.Hello(
+        self._hello = renewer.RenewerHello(
             redis=Login.of(settings.redis),
             group=keys.GROUP,
             consumer=consumer.encode(),
@@ -109,8 +109,8 @@ class ProcessRenewals:
                     async with asyncio.timeout(pause_s):
                         await self._asked.wait()
 
-    def _held(self, keeper: LeaseKeeper) -> renewer.Held:
-        held = renewer.Held({}, owners={owner: list(lease.keys) for owner, lease in keeper.owners.items()})
+    def _held(self, keeper: LeaseKeeper) -> renewer.HeldLeases:
+        held = renewer.HeldLeases({}, owners={owner: list(lease.keys) for owner, lease in keeper.owners.items()})
         for lane in keeper.lanes():
             self._lanes[keys.lane(lane)] = lane
             held.lanes[keys.lane(lane)] = {}
@@ -122,12 +122,12 @@ class ProcessRenewals:
 
     async def _listen(self, process: Process, keeper: LeaseKeeper) -> None:
         assert process.stdout is not None
-        decoder = msgspec.msgpack.Decoder(renewer.Report)
+        decoder = msgspec.msgpack.Decoder(renewer.RenewalReport)
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 self._take(decoder.decode(await received(process.stdout)), keeper)
 
-    def _take(self, report: renewer.Report, keeper: LeaseKeeper) -> None:
+    def _take(self, report: renewer.RenewalReport, keeper: LeaseKeeper) -> None:
         self._backoff.reset()
         self._endings.over()
         for reason in report.failed.values():

@@ -44,7 +44,7 @@ from qinfer.queue import readers
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequence_answers import answer_rest, answer_step, is_callers
-from qinfer.queue.sequence_records import Owned, Place, SequenceId, Taken, Unanswered, told_id
+from qinfer.queue.sequence_records import DeliveredStep, OwnedLife, SequenceId, StepPlace, UnansweredStep, told_id
 from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
 from qinfer.wire.states import decode_states
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
@@ -77,7 +77,7 @@ class Parts(NamedTuple):
     metrics: MetricsSettings
 
 
-class _Held:
+class _OwnedLife:
     """A life of a sequence that this worker owns.
 
     `executed` is the last step that is or will be committed. From step `ends_at` on, nothing is executed; Redis gets
@@ -85,13 +85,13 @@ class _Held:
     that wait for the first response; `arriving` reads the last payload.
     """
 
-    def __init__(self, owned: Owned) -> None:
+    def __init__(self, owned: OwnedLife) -> None:
         self.owned = owned
         self.committed = self.executed = owned.committed
         self.ends_at = _NEVER
         self.ending: QinferError | None = None
         self.entries: dict[int, str] = {}
-        self.repeated: list[Unanswered] = []
+        self.repeated: list[UnansweredStep] = []
         self.arriving: asyncio.Task[None] | None = None
         self.since_s = time.monotonic()
         self._told_id = told_id(owned.sequence, owned.told)
@@ -135,7 +135,7 @@ class SequenceService:
             self._sequences, parts.publisher, idle_s, self._is_explicit, self._settled, self.broken
         )
         self.generations = {model.generation}
-        self._held: dict[SequenceId, _Held] = {}
+        self._held: dict[SequenceId, _OwnedLife] = {}
         self._changed = asyncio.Event()
         self._tickets = self._sequences.reader(self._owner, self._version, parts.queue.doorbell)
         self._reader = RequestReader()
@@ -171,7 +171,7 @@ class SequenceService:
         for sequence in sequences:
             held = self._held.get(sequence)
             if held is not None:
-                place = Place(sequence, held.owned.life, held.committed)
+                place = StepPlace(sequence, held.owned.life, held.committed)
                 self._spawn(partial(self._sequences.end_idle, place, held.owned.token))
 
     def lost(self, sequences: Sequence[SequenceId], error: QinferError) -> None:
@@ -367,9 +367,9 @@ class SequenceService:
         elif await self._sequences.give_back(self._owner, [sequence]):
             self._forget(sequence)
 
-    async def _adopt(self, owned: Owned) -> QinferError | None:
+    async def _adopt(self, owned: OwnedLife) -> QinferError | None:
         """Takes over a sequence; returns the error if its states can't be read now."""
-        held = _Held(owned)
+        held = _OwnedLife(owned)
         if owned.generation not in self.generations:
             self._end(_next_of(held), owned.token, SequenceLost(RELOADED))
             return None
@@ -389,7 +389,7 @@ class SequenceService:
         self.batcher.adopt(owned.sequence, owned.committed, states)
         return None
 
-    def _take_in(self, taken: Taken) -> None:
+    def _take_in(self, taken: DeliveredStep) -> None:
         """Takes a step or the end of a life, unless the sequence is not held here."""
         place, lease = taken.place, taken.lease
         held = self._held.get(place.sequence)
@@ -405,21 +405,21 @@ class SequenceService:
                 self._spawn(partial(self._sequences.give_back, self._owner, [place.sequence]))
             return
         if place.number <= held.committed:
-            self._answer(Unanswered(place, lease.entry, lease.frame, None))
+            self._answer(UnansweredStep(place, lease.entry, lease.frame, None))
         elif place.number in held.entries:
             if held.entries[place.number] != lease.entry.entry_id:
-                held.repeated.append(Unanswered(place, lease.entry, lease.frame, None))
+                held.repeated.append(UnansweredStep(place, lease.entry, lease.frame, None))
         else:
             held.entries[place.number] = lease.entry.entry_id
             self._receive(held, taken.place, taken.token, lease)
 
-    def _cancel(self, held: _Held, place: Place) -> None:
+    def _cancel(self, held: _OwnedLife, place: StepPlace) -> None:
         """Ends a life at an unexecuted step whose caller has left."""
         is_here = place.number in held.entries and place.number > held.executed
         if is_here and not self.batcher.cancel(place.sequence, place.number):
             self._end(place, held.owned.token, Cancelled(LEFT))
 
-    def _receive(self, held: _Held, place: Place, token: int, lease: Lease) -> None:
+    def _receive(self, held: _OwnedLife, place: StepPlace, token: int, lease: Lease) -> None:
         is_apart = False
         try:
             request = self._reader.decode(lease.frame)
@@ -439,7 +439,7 @@ class SequenceService:
         else:
             self._admit(step)
 
-    def _pending(self, held: _Held, place: Place, lease: Lease, request: InferRequest) -> PendingStep:
+    def _pending(self, held: _OwnedLife, place: StepPlace, lease: Lease, request: InferRequest) -> PendingStep:
         enqueued_s = lease.entry.enqueued_s
         held.tell(request)
         return PendingStep(
@@ -457,7 +457,7 @@ class SequenceService:
         )
 
     async def _arrive(
-        self, held: _Held, before: "asyncio.Task[None] | None", step: PendingStep, *, is_apart: bool
+        self, held: _OwnedLife, before: "asyncio.Task[None] | None", step: PendingStep, *, is_apart: bool
     ) -> None:
         problem: QinferError | None = None
         if is_apart:
@@ -503,13 +503,13 @@ class SequenceService:
         if held.ending is not None:
             self._end_if_due(held, held.ending)
 
-    def _answer_repeated(self, held: _Held) -> None:
+    def _answer_repeated(self, held: _OwnedLife) -> None:
         ready = [step for step in held.repeated if step.place.number <= held.committed]
         held.repeated = [step for step in held.repeated if step not in ready]
         for step in ready:
             self._answer(step)
 
-    def _answer(self, step: Unanswered) -> None:
+    def _answer(self, step: UnansweredStep) -> None:
         self._spawn(partial(answer_step, self._parts.queue, self._sequences, step))
 
     def _forget(self, sequence: SequenceId) -> None:
@@ -524,7 +524,7 @@ class SequenceService:
         for sequence in list(self._held):
             self._forget(sequence)
 
-    def _end(self, place: Place, token: int, error: QinferError) -> None:
+    def _end(self, place: StepPlace, token: int, error: QinferError) -> None:
         """Ends a life once earlier steps are committed; a deadline ends it at once."""
         held = self._held.get(place.sequence)
         self._changed.set()  # fewer steps may wait
@@ -534,12 +534,12 @@ class SequenceService:
             held.ends_at, held.ending = place.number, error
             self._end_if_due(held, error)
 
-    def _end_if_due(self, held: _Held, error: QinferError) -> None:
+    def _end_if_due(self, held: _OwnedLife, error: QinferError) -> None:
         if isinstance(error, DeadlineExceeded) or not any(number < held.ends_at for number in held.entries):
             held.ending = None
-            self._end_now(Place(held.owned.sequence, held.owned.life, held.ends_at), held.owned.token, error)
+            self._end_now(StepPlace(held.owned.sequence, held.owned.life, held.ends_at), held.owned.token, error)
 
-    def _end_now(self, place: Place, token: int, error: QinferError) -> None:
+    def _end_now(self, place: StepPlace, token: int, error: QinferError) -> None:
         async def work() -> None:
             await self._sequences.fail(place, Failure.of(error), token)
             for _, failure in await answer_rest(self._parts.queue, self._sequences):
@@ -558,5 +558,5 @@ class SequenceService:
         self._parts.publisher.spawn(run)
 
 
-def _next_of(held: _Held) -> Place:
-    return Place(held.owned.sequence, held.owned.life, held.executed + 1)
+def _next_of(held: _OwnedLife) -> StepPlace:
+    return StepPlace(held.owned.sequence, held.owned.life, held.executed + 1)

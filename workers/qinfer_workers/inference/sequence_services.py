@@ -17,7 +17,7 @@ from qinfer.observe.latencies import latency_tally
 from qinfer_workers.inference.ensembles.runs import RunParts
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
 from qinfer_workers.inference.executor import ThreadExecutor
-from qinfer_workers.inference.loader import Loaded
+from qinfer_workers.inference.loader import LoadedVersion
 from qinfer_workers.inference.models import Key
 from qinfer_workers.inference.sequence_service import Parts, SequenceService
 from qinfer_workers.inference.version_pins import VersionPins
@@ -50,7 +50,7 @@ class SequenceServices:
         """Returns the batchers of all services, including ending ones."""
         return [service.batcher for service in self._all()]
 
-    def serve(self, model: LoadedModel, loaded: Loaded) -> None:
+    def serve(self, model: LoadedModel, loaded: LoadedVersion) -> None:
         """Serves a stateful model version; its earlier generation ends with its sequences."""
         key = model.spec.name, model.version
         before = self._services.get(key)
@@ -63,7 +63,7 @@ class SequenceServices:
         if before is not None:
             self._leaving[before] = self._parts.tasks.create_task(self._leave(before))
 
-    def go_on(self, loaded: Loaded, surplus: int) -> None:
+    def go_on(self, loaded: LoadedVersion, surplus: int) -> None:
         """Continues a version under a generation that changes only the number of instances."""
         service = self._services[loaded.spec.name, loaded.version]
         service.generations.add(loaded.generation)

@@ -20,7 +20,7 @@ from qinfer.batching.sequences.steps import PendingStep
 from qinfer.core.messages import Response
 from qinfer.core.retry import Backoff, OutageLog
 from qinfer.errors import BrokerUnavailable, QinferError
-from qinfer.queue.sequence_records import Committed, SequenceId
+from qinfer.queue.sequence_records import CommittedStep, SequenceId
 from qinfer.queue.sequences import AT_ONCE, Sequences
 from qinfer.wire.frame import encode_responses
 from qinfer.wire.states import encode_states
@@ -32,10 +32,10 @@ _TOGETHER = AT_ONCE  # one script: its steps are published during the next one
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 2.0
 
 
-class _Executed(msgspec.Struct, frozen=True, eq=False):
+class _ExecutedStep(msgspec.Struct, frozen=True, eq=False):
     step: PendingStep
     response: Response
-    committed: Committed
+    committed: CommittedStep
 
 
 class StepPublisher:
@@ -60,7 +60,7 @@ class StepPublisher:
         self._is_explicit = is_explicit
         self._settled = settled
         self._broken = broken
-        self._waiting: list[_Executed] = []
+        self._waiting: list[_ExecutedStep] = []
         self._work = asyncio.Event()
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -77,14 +77,14 @@ class StepPublisher:
             response = by_id[step.request.id]
             is_changed = step.state and (response.failure is None or step.changes_failing)
             state = encode_states(step.state) if is_changed else None
-            committed = Committed(
+            committed = CommittedStep(
                 place=step.place,
                 token=step.token,
                 response=encode_responses([response]),
                 state=state,
                 idle_s=self._idle_s,
             )
-            self._waiting.append(_Executed(step, response, committed))
+            self._waiting.append(_ExecutedStep(step, response, committed))
         if steps:
             self._quiet.clear()
             self._work.set()
@@ -108,9 +108,9 @@ class StepPublisher:
         flags = step.request.sequence
         return not self._is_explicit or step.end or (flags is not None and flags.step > 0)
 
-    def _next(self) -> list[_Executed]:
-        group: dict[SequenceId, _Executed] = {}
-        left: list[_Executed] = []
+    def _next(self) -> list[_ExecutedStep]:
+        group: dict[SequenceId, _ExecutedStep] = {}
+        left: list[_ExecutedStep] = []
         for executed in self._waiting:
             sequence = executed.step.place.sequence
             if sequence in group or len(group) == _TOGETHER:
@@ -120,7 +120,7 @@ class StepPublisher:
         self._waiting = left
         return list(group.values())
 
-    async def _commit(self, group: list[_Executed]) -> None:
+    async def _commit(self, group: list[_ExecutedStep]) -> None:
         begin_ns = time.perf_counter_ns()
         backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
         while True:
@@ -141,7 +141,7 @@ class StepPublisher:
                 self._settled(executed.step, is_committed)
             return
 
-    async def _commit_alone(self, group: list[_Executed], error: QinferError) -> None:
+    async def _commit_alone(self, group: list[_ExecutedStep], error: QinferError) -> None:
         """Finds the refused step of a commit."""
         if len(group) == 1:
             self._broken(group[0].step, error)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from qinfer.batching.execution import Pending
-from qinfer.batching.streams import Sent, Streams
+from qinfer.batching.execution import WorkItem
+from qinfer.batching.streams import Sent, WorkerStreams
 from qinfer.core.messages import Failure
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import BrokerUnavailable, PayloadTooLarge, QinferError, QueueFull, StreamBroken
@@ -37,14 +37,14 @@ class StreamPublisher:
     `resumes` returns whether a model repeats the same responses. A mark outlives its request by `mark_s`.
     """
 
-    streams: Streams
+    streams: WorkerStreams
 
     def __init__(
         self,
         queue: Queue,
         keeper: LeaseKeeper,
         publisher: Publisher,
-        resumes: Callable[[Pending], bool],
+        resumes: Callable[[WorkItem], bool],
         limits: LimitSettings,
         mark_s: float,
     ) -> None:
@@ -147,7 +147,7 @@ class StreamPublisher:
             self._drop([item])
         return None
 
-    def _drop(self, items: Sequence[Pending]) -> None:
+    def _drop(self, items: Sequence[WorkItem]) -> None:
         """Ends streams silently, because the rest can't be delivered."""
         self._keeper.drop(items)
         for item in items:

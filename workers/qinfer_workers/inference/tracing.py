@@ -13,12 +13,12 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from qinfer.batching.execution import Execution, Pending
+from qinfer.batching.execution import Execution, WorkItem
 from qinfer.core.clock import ServerClock
 from qinfer.errors import QinferError
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
-from qinfer.models.ensemble_graph import Plan
-from qinfer.observe.logs import Fence
+from qinfer.models.ensemble_graph import EnsemblePlan
+from qinfer.observe.logs import ErrorLogger
 from qinfer.observe.tracing import (
     ATTEMPT,
     BATCH_ID,
@@ -38,7 +38,7 @@ from qinfer.observe.tracing import (
 )
 from qinfer_workers.inference.ensembles.traces import RunTrace
 
-_FENCE = Fence(logging.getLogger(__name__), "spans lost")  # no failure of tracing stops the traced work
+_FENCE = ErrorLogger(logging.getLogger(__name__), "spans lost")  # no failure of tracing stops the traced work
 _Work = Callable[[], Awaitable[None]]
 
 
@@ -89,14 +89,14 @@ class Spans:
             if answer is not None and is_sampled(item.request.trace):
                 item.request.trace = batch.trace
 
-    def refused(self, items: Sequence[Pending], error: QinferError, now_s: float) -> None:
+    def refused(self, items: Sequence[WorkItem], error: QinferError, now_s: float) -> None:
         """Records items that were refused."""
         for item in items:
             if is_sampled(item.request.trace):
                 queue = self._tracer.start("queue", item.request.trace, item.enqueued_s)
                 queue.end(max(now_s, item.enqueued_s), _about(item), _told(error))
 
-    def ensemble(self, item: Pending, plan: Plan) -> RunTrace | None:
+    def ensemble(self, item: WorkItem, plan: EnsemblePlan) -> RunTrace | None:
         """Begins the spans of an ensemble's request; `None` = it is not recorded."""
         if not is_sampled(item.request.trace):
             return None
@@ -125,7 +125,7 @@ class Spans:
         with _FENCE:
             self._tracer.start("shard", record.trace, begin_s).end(self._now_s(), about, error)
 
-    def around(self, items: Sequence[Pending], publish: _Work) -> _Work:
+    def around(self, items: Sequence[WorkItem], publish: _Work) -> _Work:
         """Returns publishing work with a span of each attempt, if a request is recorded."""
         batches = list(dict.fromkeys(item.request.trace for item in items if is_sampled(item.request.trace)))
         if not batches:
@@ -157,7 +157,7 @@ class Spans:
                 span.end(self._now_s(), about, error)
 
 
-def _about(item: Pending) -> Attributes:
+def _about(item: WorkItem) -> Attributes:
     lane = item.lease.entry.lane
     return {
         MODEL: lane.model,

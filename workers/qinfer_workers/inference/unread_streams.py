@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from qinfer.backends.python_host.streams import OPEN_STREAMS
 from qinfer.batching.batcher import Batcher
-from qinfer.batching.execution import Pending
+from qinfer.batching.execution import WorkItem
 from qinfer.batching.sequences.iterations import IterativeBatcher
 from qinfer.batching.sequences.shares import PATIENCE_S, turns
-from qinfer.batching.streams import LEAST_RATE, Stream, StreamedExecution
+from qinfer.batching.streams import LEAST_RATE, ItemStream, StreamedExecution
 from qinfer.errors import Cancelled, QinferError, QuotaExceeded
 from qinfer.queue.dead_letters import head_of
 from qinfer.queue.entries import Share
@@ -50,9 +50,9 @@ class UnreadStreams:
         self._full: dict[Key, tuple[set[str], float]] = {}
         """Tenants that get no further instance, and until when."""
 
-    def found(self, streams: Sequence[Stream]) -> None:
+    def found(self, streams: Sequence[ItemStream]) -> None:
         """Looks for tenants that wait for the models of unread streams."""
-        by_key: dict[Key, list[Stream]] = {}
+        by_key: dict[Key, list[ItemStream]] = {}
         for stream in streams:
             if stream.item.request.tenant:
                 by_key.setdefault((stream.item.request.model, stream.item.request.version), []).append(stream)
@@ -61,7 +61,7 @@ class UnreadStreams:
                 self._looking.add(key)
                 self._tasks.create_task(self._look(key, group))
 
-    def refused(self, batcher: Batcher | IterativeBatcher, items: Sequence[Pending]) -> list[Pending]:
+    def refused(self, batcher: Batcher | IterativeBatcher, items: Sequence[WorkItem]) -> list[WorkItem]:
         """Answers items of tenants whose unread streams have their share of instances; returns the others."""
         spec = batcher.model.spec
         tenants, until_s = self._full.get((spec.name, batcher.model.version), (set(), 0.0))
@@ -70,7 +70,7 @@ class UnreadStreams:
             batcher.fail(over, QuotaExceeded(REFUSED.format(spec.name)))
         return [item for item in items if item not in over]
 
-    async def _look(self, key: Key, streams: list[Stream]) -> None:
+    async def _look(self, key: Key, streams: list[ItemStream]) -> None:
         try:
             serving = self._serving_of(key)
             if serving is None or isinstance(serving.batcher, EnsembleBatcher):
@@ -97,7 +97,7 @@ class UnreadStreams:
         self,
         key: Key,
         batcher: Batcher | IterativeBatcher,
-        streams: list[Stream],
+        streams: list[ItemStream],
         shares: Sequence[Share],
         guests: set[str],
     ) -> None:
@@ -126,13 +126,13 @@ class UnreadStreams:
             victim.cancel(Cancelled(UNREAD))
 
 
-def _tenants(items: Iterable[Pending]) -> set[str]:
+def _tenants(items: Iterable[WorkItem]) -> set[str]:
     return {item.request.tenant for item in items}
 
 
-def _end_blocking(batcher: IterativeBatcher, holding: Sequence[Stream]) -> list[Stream]:
+def _end_blocking(batcher: IterativeBatcher, holding: Sequence[ItemStream]) -> list[ItemStream]:
     """Ends unread streams that delay other tenants' requests; returns the others."""
-    waiting, left = batcher.waiting, list[Stream]()
+    waiting, left = batcher.waiting, list[ItemStream]()
     for stream in holding:
         unread = _tenants(one.item for one in holding if one.source is stream.source)
         batch = stream.source.items if isinstance(stream.source, StreamedExecution) else ()

@@ -20,7 +20,7 @@ import numpy as np
 from qinfer.backends.base import Array, Backend, Batch, OneResponse
 from qinfer.batching.policy import LatencyModel
 from qinfer.batching.sequences.controls import control_inputs
-from qinfer.batching.sequences.steps import Step
+from qinfer.batching.sequences.steps import SequenceStep
 from qinfer.core import messages
 from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import ModelLoadFailed, ModelNotReady, QinferError
@@ -115,10 +115,10 @@ def _batch(spec: ModelSpec, inputs: _Inputs, count: int, states: Sequence[Tensor
     }
     if spec.sequences is None:
         return Batch(requests=[InferRequest(model=spec.name, inputs=())] * count, rows=[1] * count, inputs=given)
-    steps = [Step[Any](item=None, start=True, end=True)] * count
+    steps = [SequenceStep[Any](item=None, start=True, end=True)] * count
     kept = {state.name: np.repeat(to_numpy(state), count, axis=0) if rows else to_numpy(state) for state in states}
     controls = control_inputs(steps, spec.sequences.controls, batched=bool(rows))
-    flags = messages.Sequence(id=0, start=True, end=True)
+    flags = messages.SequenceFlags(id=0, start=True, end=True)
     return Batch(
         requests=[InferRequest(model=spec.name, inputs=(), sequence=flags)] * count,
         rows=[1] * count,

@@ -39,7 +39,7 @@ Leave = Callable[[ExecutionClock], None]
 """Ends the worker because of an execution."""
 
 
-class _Watched(NamedTuple):
+class _WatchedExecution(NamedTuple):
     clock: ExecutionClock
     interrupt: Callable[[], bool] | None
     unready: Callable[[], str] | None
@@ -51,7 +51,7 @@ class ExecutionWatchdog:
     def __init__(self, table: DueTable | None = None) -> None:
         self.table = table
         self.changed: Callable[[], None] = lambda: None
-        self._watched: list[_Watched] = []
+        self._watched: list[_WatchedExecution] = []
         self._lock = threading.Lock()
         self._warned: dict[ExecutionClock, int] = {}
         self._ended: Counter[Key] = Counter()
@@ -64,7 +64,7 @@ class ExecutionWatchdog:
         if watched.interrupt is None and self.table is not None:
             clock.due = self.table.place(f"{spec.name}:{version}")
         with self._lock:
-            self._watched.append(_Watched(clock, watched.interrupt, watched.unready))
+            self._watched.append(_WatchedExecution(clock, watched.interrupt, watched.unready))
         return watched
 
     async def run(self, leave: Leave) -> None:

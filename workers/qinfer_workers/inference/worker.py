@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any
 
 from qinfer.batching.batcher import Batcher, Executor, LoadedModel
-from qinfer.batching.execution import Pending
+from qinfer.batching.execution import WorkItem
 from qinfer.batching.limited import LimitedBatcher
 from qinfer.batching.sequences.batcher import SequenceBatcher
 from qinfer.batching.sequences.iterations import IterativeBatcher
-from qinfer.batching.streams import Streams
+from qinfer.batching.streams import WorkerStreams
 from qinfer.batching.watched import ExecutionClock
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import Settings
@@ -33,21 +33,21 @@ from qinfer.queue.lanes import Queue
 from qinfer.submission.response_cache import ResponseCache
 from qinfer.traffic.controller import EndpointFollower
 from qinfer.traffic.store import EndpointStore
-from qinfer_workers.inference.caller import Caller, FarSteps
+from qinfer_workers.inference.caller import FarSteps, WorkerCaller
 from qinfer_workers.inference.cancels import CancelWatch
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
 from qinfer_workers.inference.ensembles.local import LocalSteps
-from qinfer_workers.inference.ensembles.plans import Planner
+from qinfer_workers.inference.ensembles.plans import EnsemblePlanner
 from qinfer_workers.inference.ensembles.runs import NestedCounts, NoInstances, RunParts
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.giving_up import cut_short, end_worker, fail_overdue, overdue_error
 from qinfer_workers.inference.heartbeat import AnyBatcher, Heartbeat
-from qinfer_workers.inference.intake import Intake
+from qinfer_workers.inference.intake import LeaseIntake
 from qinfer_workers.inference.limited_executors import PermitExecutor
-from qinfer_workers.inference.loader import Loaded, Loader
+from qinfer_workers.inference.loader import LoadedVersion, Loader
 from qinfer_workers.inference.lookout import Lookout
 from qinfer_workers.inference.models import Key, Models
-from qinfer_workers.inference.publisher import Held, LeaseKeeper, Publisher, Renewals
+from qinfer_workers.inference.publisher import HeldWork, LeaseKeeper, Publisher, Renewals
 from qinfer_workers.inference.rate_limiter import open_limiter
 from qinfer_workers.inference.sequence_service import Parts
 from qinfer_workers.inference.sequence_services import SequenceServices
@@ -99,7 +99,7 @@ class Worker:
         """If set, the requests of ensembles end, too."""
         self._keeper = LeaseKeeper(renewals, queue.clock, settings.worker.lease_s, self._lanes, self._lost)
         self._bulk = ShardService(settings, queue, self._keeper, worker_id)
-        self._planner = Planner(store, settings.limits)
+        self._planner = EnsemblePlanner(store, settings.limits)
         self._limiter = open_limiter(settings, queue, worker_id, self._keeper, loader)
         self._models = Models(store, settings.worker, settings.limits, loader, self)
         self._heartbeat = Heartbeat(store, worker_id, settings.worker, queue.clock, self._models.states, self._batchers)
@@ -122,7 +122,7 @@ class Worker:
                 self._publisher.durations, self._bulk.counts, self._nested, self._cached, self._models.counts,
                 self._watchdog,
             )  # fmt: skip
-            self._intake = Intake(self._queue, self._publisher, self._settings.max_deliveries)
+            self._intake = LeaseIntake(self._queue, self._publisher, self._settings.max_deliveries)
             self._caller = self._open_caller(tasks)
             self._local = LocalSteps(self._publisher, self._queue.clock, self._plain_batcher, self._step_called)
             self._caller.go_short(self._local)
@@ -165,8 +165,8 @@ class Worker:
                 await self._limiter.shared.leave()
             await end(renewals)
 
-    def _open_caller(self, tasks: asyncio.TaskGroup) -> Caller:
-        caller = Caller(self._queue, self.catalog, self._id, tasks, self._limits, self._called)
+    def _open_caller(self, tasks: asyncio.TaskGroup) -> WorkerCaller:
+        caller = WorkerCaller(self._queue, self.catalog, self._id, tasks, self._limits, self._called)
         caller.endpoints = EndpointFollower(self.catalog, self._store, f"worker-{self._id}", self._queue)
         if self._cache is not None:
             most = self._limits.max_in_flight
@@ -175,10 +175,10 @@ class Worker:
             caller.use(cache)
         return caller
 
-    def _open_streams(self, tasks: asyncio.TaskGroup) -> Streams:
+    def _open_streams(self, tasks: asyncio.TaskGroup) -> WorkerStreams:
         limits, lease_s = self._limits, self._settings.lease_s
         outlet = StreamPublisher(self._queue, self._keeper, self._publisher, self._resumes, limits, lease_s)
-        streams = outlet.streams = Streams(
+        streams = outlet.streams = WorkerStreams(
             outlet, self._caller.address, limits.stream_window_bytes, limits.stream_stall_s, self._queue.clock.now_s
         )
         self._caller.credited = streams.credit
@@ -186,7 +186,7 @@ class Worker:
         streams.unread = self._unread.found
         return streams
 
-    def serve(self, loaded: Loaded) -> None:
+    def serve(self, loaded: LoadedVersion) -> None:
         """Serves a model version, in place of its earlier generation."""
         spec, key = loaded.spec, (loaded.spec.name, loaded.version)
         if spec.is_cached and self._cache is None:
@@ -230,10 +230,10 @@ class Worker:
         self._begin(key, batcher, serving)
         self._serve_bulk(batcher, loaded)
 
-    def _begun(self, items: Sequence[Pending]) -> None:
+    def _begun(self, items: Sequence[WorkItem]) -> None:
         self._queue.marks.begin([item.lease for item in items if item.lease.consumer])
 
-    def _serve_ensemble(self, model: LoadedModel, loaded: Loaded, serving: Serving | None) -> None:
+    def _serve_ensemble(self, model: LoadedModel, loaded: LoadedVersion, serving: Serving | None) -> None:
         plan = loaded.plan
         assert plan is not None
         if serving is not None and isinstance(serving.batcher, EnsembleBatcher):
@@ -263,7 +263,7 @@ class Worker:
         serving = self._serving[key] = Serving(batcher, self._metrics)
         serving.fetcher = self._tasks.create_task(self._fetch_loop(serving))
 
-    def _serve_bulk(self, batcher: LaneBatcher, loaded: Loaded) -> None:
+    def _serve_bulk(self, batcher: LaneBatcher, loaded: LoadedVersion) -> None:
         if isinstance(batcher, Batcher):
             self._bulk.serve(batcher, loaded)
 
@@ -275,7 +275,7 @@ class Worker:
         serving.batcher.model.executor.retire()
         self._heartbeat.collect(serving.batcher)
 
-    def resize(self, loaded: Loaded, surplus: int) -> None:
+    def resize(self, loaded: LoadedVersion, surplus: int) -> None:
         """Changes the number of instances, under a new generation."""
         key = loaded.spec.name, loaded.version
         if key in self._sequences:
@@ -313,7 +313,7 @@ class Worker:
         serving.batcher.model.executor.retire()
         self._heartbeat.collect(serving.batcher)
 
-    def _resumes(self, item: Pending) -> bool:
+    def _resumes(self, item: WorkItem) -> bool:
         lane = item.lease.entry.lane
         serving = self._serving.get((lane.model, lane.version))
         return serving is not None and serving.batcher.model.spec.stream_resume
@@ -379,10 +379,10 @@ class Worker:
             else:
                 serving.reads.add(self._tasks.create_task(self._read(batcher, external)), len(external))
 
-    async def _read(self, batcher: LaneBatcher, external: Sequence[Pending]) -> None:
+    async def _read(self, batcher: LaneBatcher, external: Sequence[WorkItem]) -> None:
         self._admit(batcher, await self._intake.complete(batcher, external))
 
-    def _admit(self, batcher: LaneBatcher, items: Sequence[Pending]) -> None:
+    def _admit(self, batcher: LaneBatcher, items: Sequence[WorkItem]) -> None:
         if items and batcher.paused:
             self._publisher.give_back(items)
             return
@@ -390,13 +390,13 @@ class Worker:
             items = self._unread.refused(batcher, items)
         batcher.admit(items)
 
-    def _lost(self, item: Held) -> None:
+    def _lost(self, item: HeldWork) -> None:
         serving = self._serving.get((item.lease.entry.lane.model, item.lease.entry.lane.version))
-        if isinstance(item, Pending) and serving is not None:
+        if isinstance(item, WorkItem) and serving is not None:
             serving.batcher.lost(item)
         else:
             item.lose()
-        if isinstance(item, Pending):
+        if isinstance(item, WorkItem):
             for leaving in self._leaving.values():
                 leaving.batcher.lost(item)
             self._streams.lose(item)
@@ -460,7 +460,7 @@ class Worker:
                 # A crash of the next one must not count against this one.
                 await self._publisher.flush()
 
-    async def _next_suspect(self, serving: Serving) -> list[Pending]:
+    async def _next_suspect(self, serving: Serving) -> list[WorkItem]:
         """Takes at most one entry: a crash on it must not count against others."""
         for _ in range(_MAX_RECLAIMS):
             leases = await self._reclaim(serving)
@@ -589,7 +589,7 @@ async def end(*tasks: "asyncio.Task[Any]") -> None:
         _, pending = await asyncio.wait(pending, timeout=_AGAIN_S)
 
 
-def _log_reclaimed(item: Pending) -> None:
+def _log_reclaimed(item: WorkItem) -> None:
     lease, request = item.lease, item.request
     extra = {"request_id": request.id, "model": request.model, "version": request.version, "tenant": request.tenant}
     logger.warning("reclaimed", extra={**extra, "entry_id": lease.entry.entry_id, "deliveries": lease.deliveries})

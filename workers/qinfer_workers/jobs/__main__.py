@@ -34,9 +34,9 @@ from qinfer.queue.starting import wait_for_redis
 from qinfer.storage.open import store_for
 from qinfer_workers.health_files import open_health
 from qinfer_workers.jobs.app import UseCase, make_app
-from qinfer_workers.jobs.event_loop import TASKS_AT_ONCE, EventLoop, Stopped, Watchdog
+from qinfer_workers.jobs.event_loop import TASKS_AT_ONCE, EventLoop, Watchdog, WorkStopped
 from qinfer_workers.jobs.finalise import Finaliser
-from qinfer_workers.jobs.plan import Planner
+from qinfer_workers.jobs.plan import JobPlanner
 from qinfer_workers.jobs.services import JobServices
 from qinfer_workers.jobs.sweep import Sweeper
 from qinfer_workers.liveness import end
@@ -66,7 +66,7 @@ def serve(settings: Settings) -> int:
         loop.start(health.run())
     try:
         delivery, store = loop.run(_connect(settings), threading.TIMEOUT_MAX)
-    except Stopped:  # by a signal, while it waits for Redis
+    except WorkStopped:  # by a signal, while it waits for Redis
         return os.EX_OK
     try:
         services = JobServices(
@@ -87,7 +87,7 @@ def serve(settings: Settings) -> int:
 def _work(settings: Settings, loop: EventLoop, services: JobServices) -> int:
     tasks = BulkTasks(settings)
     use_cases: dict[str, UseCase] = {
-        PLAN: Planner(services, settings.limits).run,
+        PLAN: JobPlanner(services, settings.limits).run,
         FINALISE: Finaliser(services).run,
         SWEEP: Sweeper(services, tasks).run,
     }

@@ -14,7 +14,7 @@ from qinfer.core.retry import pause_s
 from qinfer.core.settings import Settings
 from qinfer.errors import QinferError
 from qinfer.jobs.tasks import FINALISE, PLAN, QUEUE, SWEEP, celery_app
-from qinfer_workers.jobs.event_loop import EventLoop, Stopped
+from qinfer_workers.jobs.event_loop import EventLoop, WorkStopped
 
 UseCase = Callable[[str], Coroutine[None, None, None]]
 """The work of a task on a job; a `retryable` error retries it later."""
@@ -84,7 +84,7 @@ def _register(app: Celery, name: str, work: Callable[[str], None], longest_s: fl
     def run(task: Task, job_id: str) -> None:
         try:
             work(job_id)
-        except Stopped:
+        except WorkStopped:
             raise Reject("the worker stops", requeue=True) from None
         except QinferError as error:
             if not error.retryable or name == SWEEP:  # the next sweep is due anyway

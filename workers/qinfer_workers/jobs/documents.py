@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import CorruptEntry, InvalidRequest, StoreNotFound
 from qinfer.jobs.manifest import (
     MANIFEST_NAME,
@@ -24,8 +24,8 @@ from qinfer.jobs.plan import (
     FAILED,
     PLAN_NAME,
     ExpectedParts,
+    JobPlan,
     PartInfo,
-    Plan,
     PlanNames,
     Shard,
     decode_plan,
@@ -35,7 +35,7 @@ from qinfer.jobs.plan import (
 from qinfer.jobs.queue.records import JobRecord, spec_of
 from qinfer.jobs.resumption import pieces_folder
 from qinfer.jobs.rows.text_streams import InputForm
-from qinfer.storage.store import BROKEN, Outcome, Store
+from qinfer.storage.store import BROKEN, CommitOutcome, Store
 
 StoreFor = Callable[[str], Store]
 
@@ -47,13 +47,13 @@ MAX_BYTES = 2**30
 _TRIES = 5
 
 
-def expected(plan: Plan, shards: Iterable[Shard], grant: Grant) -> ExpectedParts:
+def expected(plan: JobPlan, shards: Iterable[Shard], grant: UrlGrant) -> ExpectedParts:
     """Returns the planned parts of some shards."""
     output = plan.spec.output
     return ExpectedParts(plan.job_id, plan.model_hash, output.url, tuple(shards), grant, output.is_split)
 
 
-def read_plan(store_for: StoreFor, record: JobRecord) -> Plan | None:
+def read_plan(store_for: StoreFor, record: JobRecord) -> JobPlan | None:
     """Reads a job's plan, unless there is none, or one that the job will overwrite."""
     spec = spec_of(record)
     url = url_of(spec.output.url, PLAN_NAME)
@@ -78,7 +78,7 @@ def is_of(names: PlanNames, record: JobRecord) -> bool:
     return names.job_id == record.id and (names.created_at == record.created_at or not spec_of(record).overwrite)
 
 
-def write_manifest(store_for: StoreFor, plan: Plan, parts: Sequence[PartInfo], now_s: float) -> Manifest:
+def write_manifest(store_for: StoreFor, plan: JobPlan, parts: Sequence[PartInfo], now_s: float) -> Manifest:
     """Writes `_manifest.json` and then `_SUCCESS`, which completes the output."""
     manifest = make_manifest(plan, parts, now_s)
     data = encode_manifest(manifest)
@@ -87,14 +87,14 @@ def write_manifest(store_for: StoreFor, plan: Plan, parts: Sequence[PartInfo], n
     if plan.spec.output.is_split:
         _set_aside_others(store, plan, parts)
     for _ in range(_TRIES):  # others may write them, too, and existing ones may be outdated
-        if store.put_if_absent(data, manifest_url) is Outcome.EXISTS:
+        if store.put_if_absent(data, manifest_url) is CommitOutcome.EXISTS:
             there = _read(store, manifest_url)
             if there is None or not _is_same(there, manifest):
                 store.delete(success_url)
                 store.delete(manifest_url)
                 continue
             data = there
-        if store.put_if_absent(encode_success(manifest, data), success_url) is Outcome.EXISTS:
+        if store.put_if_absent(encode_success(manifest, data), success_url) is CommitOutcome.EXISTS:
             there = _read(store, success_url)
             if there is None or not _is_of(there, data):
                 store.delete(success_url)
@@ -109,7 +109,7 @@ def write_manifest(store_for: StoreFor, plan: Plan, parts: Sequence[PartInfo], n
 
 
 def write_partial(
-    store_for: StoreFor, plan: Plan, found: Sequence[tuple[Shard, PartInfo]], ended_at: float, now_s: float
+    store_for: StoreFor, plan: JobPlan, found: Sequence[tuple[Shard, PartInfo]], ended_at: float, now_s: float
 ) -> None:
     """Writes `_manifest.partial.json` with the validated parts of a job that ended early."""
     shards = tuple(shard for shard, _ in found)
@@ -123,7 +123,7 @@ def write_partial(
     store.put_if_absent(data, url)
 
 
-def _set_aside_others(store: Store, plan: Plan, parts: Sequence[PartInfo]) -> None:
+def _set_aside_others(store: Store, plan: JobPlan, parts: Sequence[PartInfo]) -> None:
     own = {url_of(plan.spec.output.url, part.failed) for part in parts}
     for found in list(store.scan(url_of(plan.spec.output.url, FAILED))):
         if found.url not in own and f"/{BROKEN}/" not in found.url:

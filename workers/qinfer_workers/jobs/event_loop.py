@@ -46,7 +46,7 @@ _QUIET_SWEEPS = 30
 _QUIET_S = 300.0
 
 
-class Stopped(Exception):
+class WorkStopped(Exception):
     """The process ends; another one has to do the work."""
 
 
@@ -84,7 +84,7 @@ class EventLoop:
         with self._lock:
             if self._stopping:
                 work.close()
-                raise Stopped
+                raise WorkStopped
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
             self._running.add(future)
             self._begun_s = time.monotonic()
@@ -128,7 +128,7 @@ class EventLoop:
         try:
             return future.result(limit_s)
         except (CancelledError, asyncio.CancelledError):
-            raise Stopped from None
+            raise WorkStopped from None
         except TimeoutError:
             if not future.cancel():  # it ended with its own `TimeoutError`, or just now
                 return future.result()

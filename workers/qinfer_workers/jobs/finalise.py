@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from qinfer.errors import CorruptEntry, InvalidRequest, QinferError
 from qinfer.jobs.examiner_pool import ExaminerDied
 from qinfer.jobs.job import ENDED_EARLY, JobState
-from qinfer.jobs.plan import ExpectedParts, PartInfo, Plan, Shard, frames_of
+from qinfer.jobs.plan import ExpectedParts, JobPlan, PartInfo, Shard, frames_of
 from qinfer.jobs.queue.records import JobRecord, too_many, why_failed
 from qinfer_workers.jobs.documents import write_manifest, write_partial
 from qinfer_workers.jobs.services import FINISHING, MAX_DEATHS, PLANNING, JobServices, NotWanted
@@ -68,7 +68,7 @@ class Finaliser:
         logger.info("job completed", extra={"job": record.id, "rows": manifest.rows, "errors": manifest.errors})
 
     async def _make_again(
-        self, record: JobRecord, plan: Plan, wrong: Sequence[tuple[Shard, str]], readers: int
+        self, record: JobRecord, plan: JobPlan, wrong: Sequence[tuple[Shard, str]], readers: int
     ) -> None:
         services, jobs = self._services, self._services.jobs
         first = wrong[0][1]

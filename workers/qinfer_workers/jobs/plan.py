@@ -19,9 +19,9 @@ from qinfer.jobs.pace import pace_of
 from qinfer.jobs.plan import (
     PLAN_NAME,
     SHOWN_FILES,
-    Plan,
+    JobPlan,
     Shard,
-    Unplanned,
+    UnplannedJob,
     decode_plan,
     encode_plan_head,
     frames_of,
@@ -34,7 +34,7 @@ from qinfer.models.installation import refuse_lost
 from qinfer.models.pins import executed, is_executed, joint_hash
 from qinfer.models.spec import ModelSpec
 from qinfer.models.state import StoredModel
-from qinfer.storage.store import Outcome
+from qinfer.storage.store import CommitOutcome
 from qinfer_workers.jobs.documents import MAX_BYTES, StoreFor, read_plan
 from qinfer_workers.jobs.finalise import leave_partial
 from qinfer_workers.jobs.overwrite import clear, earlier_output
@@ -43,7 +43,7 @@ from qinfer_workers.jobs.services import PLANNING, JobServices, NotWanted
 logger = logging.getLogger("qinfer_workers.jobs")
 
 
-class Planner:
+class JobPlanner:
     """Plans new and resumed jobs."""
 
     def __init__(self, services: JobServices, limits: LimitSettings) -> None:
@@ -117,7 +117,7 @@ class Planner:
         await jobs.advance(record.id, workers=await services.workers_for(record))
         logger.info("job planned", extra={"job": record.id, "shards": len(plan.shards), "rows": plan.rows})
 
-    async def _make(self, record: JobRecord, spec: JobSpec, readers: int) -> Plan:
+    async def _make(self, record: JobRecord, spec: JobSpec, readers: int) -> JobPlan:
         services = self._services
         stored = await services.store.model(record.model)
         if stored is None:
@@ -132,7 +132,7 @@ class Planner:
         stats = await services.store.stats(record.model, record.version)
         pace = pace_of(services.settings, stats, await services.workers_for(record))
         resolved = msgspec.structs.replace(spec, version=record.version)
-        job = Unplanned(
+        job = UnplannedJob(
             job_id=record.id,
             spec=resolved,
             model=model,
@@ -170,7 +170,7 @@ class Planner:
         await services.in_thread(clear, services.outputs_of(record), earlier, threads)
         await services.jobs.note(record.id, f"removed {len(earlier.files)} files of job '{earlier.job_id}'")
 
-    async def _check_model(self, record: JobRecord, plan: Plan) -> None:
+    async def _check_model(self, record: JobRecord, plan: JobPlan) -> None:
         """Refuses a plan of an earlier qinfer if the model has changed: one output would mix two models."""
         if is_executed(plan.model_hash):
             return
@@ -181,7 +181,7 @@ class Planner:
             )
 
     async def _to_be_made_again(
-        self, record: JobRecord, plan: Plan, outcomes: Mapping[int, ShardOutcome], readers: int
+        self, record: JobRecord, plan: JobPlan, outcomes: Mapping[int, ShardOutcome], readers: int
     ) -> list[Shard]:
         """Sets broken parts of a resumed job aside; returns the shards of broken and missing parts.
 
@@ -202,12 +202,12 @@ class Planner:
         return again
 
 
-def _written(store_for: StoreFor, record: JobRecord, data: bytes) -> Plan:
+def _written(store_for: StoreFor, record: JobRecord, data: bytes) -> JobPlan:
     output_url = spec_of(record).output.url
     url = url_of(output_url, PLAN_NAME)
     if len(data) > MAX_BYTES:  # readers would reject it
         raise InvalidRequest(f"the job's plan has {len(data)} bytes, {MAX_BYTES} are allowed; make several jobs of it")
-    if store_for(url).put_if_absent(data, url) is Outcome.CREATED:
+    if store_for(url).put_if_absent(data, url) is CommitOutcome.CREATED:
         return decode_plan(data)
     other = read_plan(store_for, record)
     if other is None:
@@ -226,7 +226,7 @@ def _changed(store_for: StoreFor, etags: Mapping[str, str], threads: int) -> lis
         return [text for text in pool.map(problem, etags) if text]
 
 
-def _summary(plan: Plan, committed: int, again: int) -> str:
+def _summary(plan: JobPlan, committed: int, again: int) -> str:
     text = f"planned: {len(plan.shards)} shards of {len(plan.sources)} files, {plan.rows} rows"
     if plan.skipped:
         text += f"; {len(plan.skipped)} files that can't be read are skipped"

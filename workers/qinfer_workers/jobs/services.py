@@ -14,16 +14,16 @@ from typing import Any, NamedTuple, TypeVar
 
 from qinfer.core.clock import ServerClock
 from qinfer.core.settings import Settings
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InvalidRequest, ModelNotReady, QinferError
 from qinfer.jobs.examiner_pool import DIED, ExaminerDied, ExaminerPool
 from qinfer.jobs.job import JobState
-from qinfer.jobs.plan import ExpectedParts, Plan, Shard, decode_plan_head
+from qinfer.jobs.plan import ExpectedParts, JobPlan, Shard, decode_plan_head
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, LogLine, granted
-from qinfer.models.pins import Executed, Pin, why_lost
+from qinfer.models.pins import ExecutedVersion, Pin, why_lost
 from qinfer.models.readiness import capacity_of
-from qinfer.models.state import Desired, WorkerRecord
+from qinfer.models.state import DesiredState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe.stats import PUT_OFF
 from qinfer.storage.store import Store
@@ -51,7 +51,7 @@ class NotWanted(Exception):
     """The job's state has changed, or this process already works on the job."""
 
 
-class Step(NamedTuple):
+class JobStep(NamedTuple):
     """A step: the job's state during it, and the states to which the step itself moves the job."""
 
     name: str
@@ -69,8 +69,8 @@ class Step(NamedTuple):
         return f"{self.name} is tried again: "
 
 
-PLANNING = Step("planning", JobState.PLANNING, frozenset({JobState.RUNNING, JobState.FINALIZING}))
-FINISHING = Step("finishing", JobState.FINALIZING, frozenset({JobState.RUNNING, JobState.COMPLETED}))
+PLANNING = JobStep("planning", JobState.PLANNING, frozenset({JobState.RUNNING, JobState.FINALIZING}))
+FINISHING = JobStep("finishing", JobState.FINALIZING, frozenset({JobState.RUNNING, JobState.COMPLETED}))
 
 
 class Attempts(NamedTuple):
@@ -81,7 +81,7 @@ class Attempts(NamedTuple):
     reason: str = ""
 
 
-def attempts_of(step: Step, log: Sequence[LogLine]) -> Attempts:
+def attempts_of(step: JobStep, log: Sequence[LogLine]) -> Attempts:
     """Returns the attempts since the job reached this step."""
     lines: list[LogLine] = []
     for line in reversed(log):
@@ -137,18 +137,18 @@ class JobServices:
                 future.add_done_callback(lambda done: self._left_s.pop(done, None))
             raise
 
-    async def plan_of(self, record: JobRecord) -> Plan | None:
+    async def plan_of(self, record: JobRecord) -> JobPlan | None:
         """Reads a job's plan, if it is planned."""
         return await self.in_thread(read_plan, self.outputs_of(record), record)
 
-    async def plan_there(self, record: JobRecord) -> Plan:
+    async def plan_there(self, record: JobRecord) -> JobPlan:
         """Reads the plan of a planned job."""
         plan = await self.plan_of(record)
         if plan is None:
             raise InvalidRequest("the job's plan is gone from its output; make a new job")
         return plan
 
-    def grant_of(self, record: JobRecord) -> Grant:
+    def grant_of(self, record: JobRecord) -> UrlGrant:
         """Returns the URL prefixes that a job may use."""
         return granted(record, self._stores)
 
@@ -160,7 +160,7 @@ class JobServices:
         """Returns the stores to write."""
         return writable(self.grant_of(record), self._store_for)
 
-    def parts_of(self, record: JobRecord, plan: Plan, shards: Iterable[Shard]) -> ExpectedParts:
+    def parts_of(self, record: JobRecord, plan: JobPlan, shards: Iterable[Shard]) -> ExpectedParts:
         """Returns the planned parts of some shards."""
         return expected(plan, shards, self.grant_of(record))
 
@@ -193,10 +193,10 @@ class JobServices:
 
     def pins_of(self, record: JobRecord) -> list[Pin]:
         """Returns the pins of a job on its model version, or those of an ensemble's steps."""
-        executes: tuple[Executed, ...] = ()
+        executes: tuple[ExecutedVersion, ...] = ()
         if record.head:
             head = decode_plan_head(record.head)
-            executes = head.executes or (Executed(record.model, record.version, head.model_hash),)
+            executes = head.executes or (ExecutedVersion(record.model, record.version, head.model_hash),)
         expires_at = self.clock.now_s() + PIN_TTL_S
         held = {(one.model, one.version): one.content_hash for one in executes} or {(record.model, record.version): ""}
         return [
@@ -216,7 +216,7 @@ class JobServices:
         for pin in self.pins_of(record):
             await self.store.put_pin(pin, PIN_TTL_S)
 
-    def why_lost(self, record: JobRecord, workers: Sequence[WorkerRecord], desired: Mapping[str, Desired]) -> str:
+    def why_lost(self, record: JobRecord, workers: Sequence[WorkerRecord], desired: Mapping[str, DesiredState]) -> str:
         """Returns why a job's model version is unavailable or changed, if known."""
         reasons = (why_lost(pin, workers, desired.get(pin.model)) for pin in self.pins_of(record))
         return next(filter(None, reasons), "")
@@ -232,7 +232,7 @@ class JobServices:
         await self.jobs.stop(record.id, JobState.FAILED, error=why)
         logger.warning("job failed", extra={"job": record.id, "reason": why})
 
-    async def attempt(self, step: Step, job_id: str, work: Work) -> None:
+    async def attempt(self, step: JobStep, job_id: str, work: Work) -> None:
         """Attempts a step of a job in the step's state; ends the job after too many or too long attempts.
 
         Errors that a retry can't mend end the job, too. A change of its state elsewhere cancels the work.
@@ -267,7 +267,7 @@ class JobServices:
             logger.exception("a job's step failed", extra={"job": record.id, "step": step.name})
             await self.fail(record, f"{step.name} failed: {type(error).__name__}; the bulk worker's log says more")
 
-    async def _begin(self, step: Step, record: JobRecord, attempts: Attempts, work: Work) -> None:
+    async def _begin(self, step: JobStep, record: JobRecord, attempts: Attempts, work: Work) -> None:
         limit_s = self.settings.plan_timeout_s
         spent_s = self.clock.now_s() - attempts.since_at if attempts.since_at else 0.0
         if attempts.deaths >= MAX_DEATHS:
@@ -324,12 +324,12 @@ class JobServices:
             self._in_hand.discard(record.id)
 
 
-def _given_up(step: Step, deaths: int, reason: str) -> str:
+def _given_up(step: JobStep, deaths: int, reason: str) -> str:
     if reason.startswith(DIED):
         return f"{step.name} was interrupted {deaths} times: {reason}; is a file damaged?"
     return f"{step.name} was interrupted {deaths} times by the end of the bulk worker; its log says why"
 
 
-def _too_long(step: Step, timeout_s: float, reason: str) -> str:
+def _too_long(step: JobStep, timeout_s: float, reason: str) -> str:
     why = f": {reason}" if reason else "; is a store slow or stuck? resume the job when it has recovered"
     return f"{step.name} took more than {timeout_s:g} s{why}"

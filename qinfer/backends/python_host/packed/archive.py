@@ -37,7 +37,7 @@ class ArchiveBounds(NamedTuple):
     max_members: int
 
 
-class _Decompressed:
+class _DecompressedFile:
     """The decompressed archive, and its last bytes."""
 
     def __init__(self, file: BinaryIO, max_bytes: int) -> None:
@@ -61,7 +61,7 @@ def unpack(archive: BinaryIO, target: Path, bounds: ArchiveBounds) -> int:
     """Unpacks an archive; returns the number of members. An error leaves those before it."""
     is_packed = archive.read(len(_GZIP)) == _GZIP
     archive.seek(0)
-    stream = _Decompressed(gzip.GzipFile(fileobj=archive) if is_packed else archive, bounds.max_bytes)  # type: ignore[arg-type]
+    stream = _DecompressedFile(gzip.GzipFile(fileobj=archive) if is_packed else archive, bounds.max_bytes)  # type: ignore[arg-type]
     try:
         with _bounded_memory():
             return _unpack(stream, target, bounds.max_members)
@@ -73,7 +73,7 @@ def unpack(archive: BinaryIO, target: Path, bounds: ArchiveBounds) -> int:
         raise ModelLoadFailed("the archive of its environment has members in the way of one another") from None
 
 
-def _unpack(stream: _Decompressed, target: Path, max_members: int) -> int:
+def _unpack(stream: _DecompressedFile, target: Path, max_members: int) -> int:
     links: dict[tuple[str, ...], str] = {}
     members = 0
     with tarfile.open(fileobj=stream, mode="r|", bufsize=_PIECE_BYTES) as tar:  # type: ignore[call-overload]

@@ -8,11 +8,19 @@ import pytest
 from qinfer.core.api_keys import Scope
 from qinfer.core.settings import Settings
 from qinfer.errors import InvalidRequest, ModelNotFound, QinferError
-from qinfer_api.auth import Context
+from qinfer_api.auth import CallerContext
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.call import Call
+from qinfer_api.http.call import FastCall
 from qinfer_api.http.head import MAX_FAST_BYTES, parse_target, read_head
-from qinfer_api.http.infer import InferCodec, Reply, Target, Writer, compile_forward, parse_json_length, parse_version
+from qinfer_api.http.infer import (
+    HttpReply,
+    InferCodec,
+    UrlTarget,
+    Writer,
+    compile_forward,
+    parse_json_length,
+    parse_version,
+)
 from qinfer_api.shared_memory import SharedMemory
 
 URL = b"/v2/models/m/infer"
@@ -22,8 +30,8 @@ LENGTH = (b"Content-Length", b"10")
 @pytest.mark.parametrize(
     ("url", "target"),
     [
-        (b"/v2/models/m/infer", Target("m", 0)),
-        (b"/v2/models/m/versions/12/infer", Target("m", 12)),
+        (b"/v2/models/m/infer", UrlTarget("m", 0)),
+        (b"/v2/models/m/versions/12/infer", UrlTarget("m", 12)),
         (b"/v2/models/m/infer/", None),
         (b"/v2/models//infer", None),
         (b"/v2/models/m/versions/x/infer", None),
@@ -35,7 +43,7 @@ LENGTH = (b"Content-Length", b"10")
         (b"/v2/models/m/ready", None),
     ],
 )
-def test_parse_target(url: bytes, target: Target | None) -> None:
+def test_parse_target(url: bytes, target: UrlTarget | None) -> None:
     """Only plain infer URLs; everything odd is the route's."""
     assert parse_target(url) == target
 
@@ -86,7 +94,7 @@ def test_the_head_of_a_plain_request() -> None:
     head = read_head(URL, headers)
 
     assert head is not None
-    assert (head.target, head.json_length, head.context.trace) == (Target("m", 0), "7", "00-1-2-01")
+    assert (head.target, head.json_length, head.context.trace) == (UrlTarget("m", 0), "7", "00-1-2-01")
 
 
 def test_headers_are_forwarded_only_when_asked_for() -> None:
@@ -116,7 +124,7 @@ def test_a_json_length_outside_the_body_is_refused(text: str, message: str) -> N
 
 def test_a_reply_is_one_piece_of_bytes() -> None:
     """Status line, common headers, own headers, body."""
-    whole = Writer().render(Reply(400, b"{}"), [(b"date", b"today")], "ID.0.é", close=True)
+    whole = Writer().render(HttpReply(400, b"{}"), [(b"date", b"today")], "ID.0.é", close=True)
 
     assert whole == (
         b"HTTP/1.1 400 Bad Request\r\ndate: today\r\nqinfer-request-id: ID.0.%C3%A9\r\n"
@@ -127,7 +135,7 @@ def test_a_reply_is_one_piece_of_bytes() -> None:
 @pytest.mark.parametrize("close", [False, True])
 def test_the_body_of_a_large_reply_is_not_copied(*, close: bool) -> None:
     body = b"0," * 200_000
-    reply = Reply(200, body)
+    reply = HttpReply(200, body)
 
     begin, rest = Writer().pieces(reply, [(b"date", b"today")], "ID", close=close)
 
@@ -138,9 +146,9 @@ def test_the_body_of_a_large_reply_is_not_copied(*, close: bool) -> None:
 def test_the_common_headers_are_renewed() -> None:
     """The server puts a new list in place each second."""
     writer = Writer()
-    writer.render(Reply(200, b""), [(b"date", b"then")], "", close=False)
+    writer.render(HttpReply(200, b""), [(b"date", b"then")], "", close=False)
 
-    assert b"date: now\r\n" in writer.render(Reply(200, b""), [(b"date", b"now")], "", close=False)
+    assert b"date: now\r\n" in writer.render(HttpReply(200, b""), [(b"date", b"now")], "", close=False)
 
 
 @pytest.mark.parametrize("text", ["9" * 19, "0" * 20 + "1", "1" * 5000])
@@ -162,9 +170,9 @@ def test_the_limit_may_be_below_that_of_the_fast_path() -> None:
 
 def test_a_reply_tells_when_to_try_again_and_what_to_present() -> None:
     """As headers of its own."""
-    assert b"\r\nretry-after: 7\r\n" in Reply(503, b"{}", retry_after_s=7).head()
-    assert Reply(401, b"{}").head().endswith(b"\r\nwww-authenticate: Bearer\r\n")
-    assert b"retry-after" not in Reply(503, b"{}").head()
+    assert b"\r\nretry-after: 7\r\n" in HttpReply(503, b"{}", retry_after_s=7).head()
+    assert HttpReply(401, b"{}").head().endswith(b"\r\nwww-authenticate: Bearer\r\n")
+    assert b"retry-after" not in HttpReply(503, b"{}").head()
 
 
 class _Connection:
@@ -176,7 +184,7 @@ class _Connection:
     def answered(self) -> None:
         self.has_reply.set()
 
-    def is_behind(self, call: Call) -> bool:
+    def is_behind(self, call: FastCall) -> bool:
         return False
 
 
@@ -186,7 +194,7 @@ class _Dispatcher:
     def __init__(self) -> None:
         self.submitted = 0
 
-    def authorize(self, context: Context, scope: Scope, peer: str) -> Context:
+    def authorize(self, context: CallerContext, scope: Scope, peer: str) -> CallerContext:
         return context
 
     def resolve(self, model: str, version: int) -> Any:
@@ -207,7 +215,7 @@ async def test_a_client_may_leave_while_its_inputs_are_read(leaves: bool) -> Non
     connection = _Connection()
     head = read_head(URL, [LENGTH])
     assert head is not None
-    call = Call(connection, head)
+    call = FastCall(connection, head)
     call.parts = [b'{"shared_memory_region": 1}']
 
     call.start(cast(Dispatcher, dispatcher), codec)

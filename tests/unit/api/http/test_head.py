@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from qinfer_api.http import head as heads
-from qinfer_api.http.head import Head, HeadReader, read_head
-from qinfer_api.http.infer import Target
+from qinfer_api.http.head import HeadReader, RequestHead, read_head
+from qinfer_api.http.infer import UrlTarget
 
 TRACE = b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 LENGTH = b"Content-Length: 4"
@@ -48,7 +48,7 @@ class _Parsed:
     def on_message_complete(self) -> None:
         self.ended += 1
 
-    def result(self) -> tuple[Head, bytes] | None:
+    def result(self) -> tuple[RequestHead, bytes] | None:
         if not self.is_http or self.ended != 1 or self._parser.get_method() != b"POST":
             return None
         if self._parser.get_http_version() != "1.1" or not self._parser.should_keep_alive():
@@ -57,7 +57,7 @@ class _Parsed:
         return None if head is None else (head, self.body)
 
 
-def comparable(found: tuple[Head, bytes] | None) -> tuple[Head, bytes, bytes] | None:
+def comparable(found: tuple[RequestHead, bytes] | None) -> tuple[RequestHead, bytes, bytes] | None:
     """Returns a head with its headers one by one, in whichever form it has them, its origin, and the body.
 
     Spaces behind a value are no part of it (RFC 9110 §5.5); httptools leaves them there.
@@ -153,7 +153,7 @@ def test_ids_traces_and_lengths_may_differ() -> None:
         found = reader.find(packet(*ids, body=bytes(number)))
 
         assert found is not None
-        assert (found[0].target, found[0].length) == (Target("m", 0), number)
+        assert (found[0].target, found[0].length) == (UrlTarget("m", 0), number)
         assert found[0].context.trace == f"{number:055d}"
     assert not any(reader._known)
 

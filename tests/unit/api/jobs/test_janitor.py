@@ -12,7 +12,7 @@ from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
-from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
 from qinfer.observe.catalogue import BACKLOG
 from qinfer.observe.stats import GatewayTally
 from qinfer.queue.entries import Lease, bulk_lanes
@@ -53,7 +53,7 @@ class Bench:
 
     async def workers(self, count: int) -> None:
         await self.store.put_model(StoredModel("m", 1, to_json(normalise(parse(CONFIG), "m")), (1,)))
-        await self.store.set_desired(Desired("m", 1))
+        await self.store.set_desired(DesiredState("m", 1))
         ready = {"m": {1: VersionState(State.READY, 1)}}
         for number in range(count):
             await self.store.heartbeat(WorkerRecord(id=f"w{number}", started_at=0.0, models=ready), ttl_s=3600)

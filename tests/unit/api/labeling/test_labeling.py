@@ -9,7 +9,7 @@ import pytest
 from qinfer.core.settings import LabelingSettings
 from qinfer.errors import InvalidRequest
 from qinfer.labeling.tasks import LabelState, LabelTask
-from qinfer_api.labeling.intake import Reason, _attempt
+from qinfer_api.labeling.intake import PredictionReason, _attempt
 from qinfer_api.labeling.studio import LabelStudio, StudioAway, StudioFailed, StudioRefused
 from qinfer_api.labeling.wire import EventCall, PredictCall, read_call, task_id
 from tests.support.servers.label_studio_server import LEGACY, PERSONAL, LabelStudioServer, label_studio
@@ -74,27 +74,27 @@ def entry(state: LabelState, *, attempt: int = 1, age_s: float = 0.0) -> LabelTa
 @pytest.mark.parametrize(
     ("known", "reason", "attempt"),
     [
-        (None, Reason.CREATED, 1),
-        (entry(LabelState.FAILED), Reason.CREATED, 0),
-        (entry(LabelState.DONE, age_s=9999), Reason.CREATED, 0),
-        (entry(LabelState.WAITING, age_s=9999), Reason.ORDERED, 0),
-        (entry(LabelState.OPEN, age_s=9999), Reason.ORDERED, 0),
-        (entry(LabelState.SENDING, age_s=9999), Reason.ASKED, 0),
-        (entry(LabelState.DONE), Reason.ASKED, 0),
-        (entry(LabelState.DONE, age_s=61), Reason.ASKED, 2),
-        (entry(LabelState.FAILED, age_s=61), Reason.ASKED, 0),
-        (entry(LabelState.FAILED, attempt=3), Reason.ORDERED, 4),
-        (entry(LabelState.DONE), Reason.ORDERED, 2),
+        (None, PredictionReason.CREATED, 1),
+        (entry(LabelState.FAILED), PredictionReason.CREATED, 0),
+        (entry(LabelState.DONE, age_s=9999), PredictionReason.CREATED, 0),
+        (entry(LabelState.WAITING, age_s=9999), PredictionReason.ORDERED, 0),
+        (entry(LabelState.OPEN, age_s=9999), PredictionReason.ORDERED, 0),
+        (entry(LabelState.SENDING, age_s=9999), PredictionReason.ASKED, 0),
+        (entry(LabelState.DONE), PredictionReason.ASKED, 0),
+        (entry(LabelState.DONE, age_s=61), PredictionReason.ASKED, 2),
+        (entry(LabelState.FAILED, age_s=61), PredictionReason.ASKED, 0),
+        (entry(LabelState.FAILED, attempt=3), PredictionReason.ORDERED, 4),
+        (entry(LabelState.DONE), PredictionReason.ORDERED, 2),
     ],
 )
-def test_what_is_asked_for_again(known: LabelTask | None, reason: Reason, attempt: int) -> None:
+def test_what_is_asked_for_again(known: LabelTask | None, reason: PredictionReason, attempt: int) -> None:
     """Never what is under way; what failed, by a person's order only: Label Studio asks at every look."""
     assert _attempt(known, NAME, reason, 1000.0) == attempt
 
 
 def test_other_data_is_another_request() -> None:
     """Whatever became of the one before."""
-    assert _attempt(entry(LabelState.OPEN, attempt=3), "ls-12-7-v1-ffff", Reason.CREATED, 1000.0) == 1
+    assert _attempt(entry(LabelState.OPEN, attempt=3), "ls-12-7-v1-ffff", PredictionReason.CREATED, 1000.0) == 1
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from qinfer.errors import QuotaExceeded
 from qinfer.labeling.tasks import Board
 from qinfer.testing import FakeClock
 from qinfer_api.auth import Auth
-from qinfer_api.labeling.intake import Pace
+from qinfer_api.labeling.intake import TaskPace
 
 BOARD = Board("text", "acme", 12)
 
@@ -21,7 +21,7 @@ def auth_with(rate_per_s: float, burst: int) -> Auth:
 
 async def test_without_keys_there_is_room_for_all() -> None:
     """And nothing is counted."""
-    pace = Pace(None, asyncio.Event().set)
+    pace = TaskPace(None, asyncio.Event().set)
 
     assert pace.room(BOARD, 16) == 16
     with pace.charged("acme"):
@@ -32,7 +32,7 @@ async def test_without_keys_there_is_room_for_all() -> None:
 async def test_there_is_no_room_for_a_tenant_without_a_key() -> None:
     """Its tasks wait on their board: the key may have been removed for good, or be replaced."""
     auth = auth_with(0.0, 0)
-    pace = Pace(auth, asyncio.Event().set)
+    pace = TaskPace(auth, asyncio.Event().set)
     assert pace.room(BOARD, 16) == 16
 
     auth.use([ApiKey(id="k2", sha256=hash_key("b-key"), tenant="other")])
@@ -42,7 +42,7 @@ async def test_there_is_no_room_for_a_tenant_without_a_key() -> None:
 
 async def test_room_is_what_the_rate_leaves() -> None:
     """At most as many as are asked for; what is not accepted leaves it as it was."""
-    pace = Pace(auth_with(1.0, 10), asyncio.Event().set)
+    pace = TaskPace(auth_with(1.0, 10), asyncio.Event().set)
 
     assert (pace.room(BOARD, 3), pace.room(BOARD, 16)) == (3, 5)
     with pytest.raises(ValueError, match="refused"), pace.charged("acme"):
@@ -59,7 +59,7 @@ async def test_room_is_what_the_rate_leaves() -> None:
 async def test_who_waits_for_the_rate_is_looked_at_again() -> None:
     """Soon, once; a board on which nothing is known to wait is not."""
     looked = asyncio.Event()
-    pace = Pace(auth_with(1.0, 1), looked.set)
+    pace = TaskPace(auth_with(1.0, 1), looked.set)
     with pace.charged("acme"):
         pass
 

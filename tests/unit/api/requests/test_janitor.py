@@ -14,10 +14,10 @@ from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
-from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
 from qinfer.observe.stats import GatewayTally
 from qinfer.queue.deliveries import DeliveryItem
-from qinfer.queue.entries import Acceptance, Address, Entry, Lane, RequestState
+from qinfer.queue.entries import Acceptance, Entry, EntryAddress, Lane, RequestState
 from qinfer.queue.lanes import Queue
 from qinfer.testing import EmbeddedServer, eventually
 from qinfer.wire.frame import encode_request
@@ -48,15 +48,15 @@ class Bench:
 
     async def start(self, *, workers: int = 0) -> None:
         await self.store.put_model(StoredModel("m", 1, to_json(normalise(parse(CONFIG), "m")), (1,)))
-        await self.store.set_desired(Desired("m", 1))
+        await self.store.set_desired(DesiredState("m", 1))
         ready = {"m": {1: VersionState(State.READY, 1)}}
         for number in range(workers):
             await self.store.heartbeat(WorkerRecord(id=f"w{number}", started_at=0.0, models=ready), ttl_s=3600)
         await self.catalog.refresh()
         await self.delivery.ensure([LANE])
 
-    async def accept(self, name: str, timeout_s: float = 1.0, webhook: str = "") -> Address:
-        address = Address("m", 0, name)
+    async def accept(self, name: str, timeout_s: float = 1.0, webhook: str = "") -> EntryAddress:
+        address = EntryAddress("m", 0, name)
         await self.delivery.requests.accept(
             Acceptance(address=address, lane=LANE, frame=self.frame(""), timeout_s=timeout_s, webhook=webhook)
         )
@@ -125,7 +125,7 @@ async def test_several_janitors_end_each_request_once(bench: Bench) -> None:
 async def test_requests_of_a_model_that_is_no_longer_desired_end_too(bench: Bench) -> None:
     """Also by a gateway that never saw it loaded."""
     await bench.accept("left over")
-    await bench.store.set_desired(Desired("m", 2, load=False))
+    await bench.store.set_desired(DesiredState("m", 2, load=False))
     await bench.catalog.refresh()
     bench.server.advance(2.0)
 
@@ -135,7 +135,7 @@ async def test_requests_of_a_model_that_is_no_longer_desired_end_too(bench: Benc
 
 async def test_a_model_that_is_out_of_reach_keeps_no_other_waiting(bench: Bench) -> None:
     """One node of a cluster is down: deadlines and webhooks of models on the others go on."""
-    await bench.store.set_desired(Desired("a", 1, load=False))
+    await bench.store.set_desired(DesiredState("a", 1, load=False))
     await bench.catalog.refresh()
     await bench.accept("r1", webhook="http://h/")
     bench.server.advance(2.0)
@@ -195,7 +195,7 @@ async def test_orphans_of_an_unloaded_model_are_finished(bench: Bench) -> None:
     await bench.submit(bench.frame("reply:gone"))
     bench.delivery.submit(other, bench.frame("reply:gone"), lambda _: None)
     await bench.accept("asynchronous", timeout_s=1000.0)
-    await bench.store.set_desired(Desired("m", 1, load=False))
+    await bench.store.set_desired(DesiredState("m", 1, load=False))
     await bench.catalog.refresh()
 
     assert await bench.janitor.finish_orphans() == 0
@@ -254,7 +254,7 @@ class Away:
         self.is_away = True
         due = delivery.requests.due
 
-        async def sometimes(model: str, partition: int, count: int) -> list[Address]:
+        async def sometimes(model: str, partition: int, count: int) -> list[EntryAddress]:
             self.rounds += 1
             if self.is_away:
                 raise BrokerUnavailable("away")
@@ -318,7 +318,7 @@ async def test_expired_objects_are_swept_again_and_again(
 async def test_a_webhook_whose_request_is_out_of_reach_comes_again(bench: Bench) -> None:
     """The task that delivers it does not end the janitor."""
 
-    async def record(address: Address) -> None:
+    async def record(address: EntryAddress) -> None:
         raise BrokerUnavailable("away")
 
     bench.delivery.requests.record = record  # type: ignore[method-assign]

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from qinfer.core.messages import Failure, InferRequest, Response, Sequence
+from qinfer.core.messages import Failure, InferRequest, Response, SequenceFlags
 from qinfer.errors import Cancelled
 from qinfer.observe.stats import GatewayTally
 from qinfer.queue.entries import CHUNK_BYTES, reply_address
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_records import Committed, Pin, SequenceId, Step, Submitted
+from qinfer.queue.sequence_records import CommittedStep, SequenceId, SequencePin, StepRequest, SubmittedStep
 from qinfer.tensors import from_numpy
 from qinfer.testing import EmbeddedServer, eventually
 from qinfer.wire.frame import decode_responses, encode_request, encode_responses
@@ -19,7 +19,7 @@ from qinfer_api.requests.sequence_janitor import SequenceJanitor
 from tests.support.servers.servers import Database
 
 SEVEN = SequenceId("", 7)
-PIN = Pin(version=1, generation=1, idle_s=5.0)
+PIN = SequencePin(version=1, generation=1, idle_s=5.0)
 
 
 class StatefulModels:
@@ -39,13 +39,20 @@ class Bench:
         self.janitor = SequenceJanitor(queue, StatefulModels(), self.tally)  # type: ignore[arg-type]  # all it asks
         self.heard: list[Response] = []
 
-    async def submit(self, name: str, *, start: bool = False, end: bool = False, timeout_s: float = 60.0) -> Submitted:
+    async def submit(
+        self, name: str, *, start: bool = False, end: bool = False, timeout_s: float = 60.0
+    ) -> SubmittedStep:
         request = InferRequest(
-            model="m", version=1, inputs=(), id=name, reply_to=reply_address("me"), sequence=Sequence(7, start, end)
+            model="m",
+            version=1,
+            inputs=(),
+            id=name,
+            reply_to=reply_address("me"),
+            sequence=SequenceFlags(7, start, end),
         )
         pin = PIN if start else None
         return await self.sequences.submit(
-            SEVEN, Step(frame=encode_request(request), timeout_s=timeout_s, start=pin, end=end)
+            SEVEN, StepRequest(frame=encode_request(request), timeout_s=timeout_s, start=pin, end=end)
         )
 
     async def own(self, worker: str = "w1") -> int:
@@ -55,8 +62,8 @@ class Bench:
         assert owned
         return owned[0].token
 
-    async def commit(self, step: Submitted, token: int, response: Response) -> None:
-        record = Committed(place=step.place, token=token, response=encode_responses([response]))
+    async def commit(self, step: SubmittedStep, token: int, response: Response) -> None:
+        record = CommittedStep(place=step.place, token=token, response=encode_responses([response]))
         assert await self.sequences.commit([record]) == [True]
 
     def take(self, blob: bytes) -> None:
@@ -138,7 +145,7 @@ async def test_a_sequence_that_nobody_owns_ends_at_its_deadline(bench: Bench) ->
 
 
 async def test_a_step_that_can_not_be_read_is_removed(bench: Bench) -> None:
-    broken = await bench.sequences.submit(SEVEN, Step(frame=b"?", timeout_s=60.0, start=PIN))
+    broken = await bench.sequences.submit(SEVEN, StepRequest(frame=b"?", timeout_s=60.0, start=PIN))
     await bench.sequences.fail(broken.place, Failure.of(Cancelled("nobody waits")))
 
     await bench.janitor.round()

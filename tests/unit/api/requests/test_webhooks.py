@@ -16,8 +16,8 @@ from qinfer.errors import DeadlineExceeded, InvalidRequest, SettingsError, Unrea
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.queue import keys
-from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
-from qinfer.queue.entries import Acceptance, Address, Lane, RequestState, Settlement
+from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, DeliveryKind
+from qinfer.queue.entries import Acceptance, EntryAddress, Lane, RequestState, Settlement
 from qinfer.queue.lanes import Queue
 from qinfer_api.jobs.records import message_of
 from qinfer_api.requests.records import failed_outcome
@@ -28,7 +28,7 @@ from tests.support.servers.receiver import Receiver, receiving
 from tests.support.servers.servers import Database
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
-ADDRESS = Address("digits", 0, "r1")
+ADDRESS = EntryAddress("digits", 0, "r1")
 PUBLIC = "93.184.216.34"
 
 
@@ -206,7 +206,7 @@ async def expired(delivery: Queue, webhook: str) -> DeliveryItem:
 
 async def taken(delivery: Queue) -> list[DeliveryItem]:
     """Takes the webhooks that there are, which are due again at once."""
-    return await delivery.deliveries.take("digits", 0, Kind(WEBHOOKS, 0.0, 0.0), 10)
+    return await delivery.deliveries.take("digits", 0, DeliveryKind(WEBHOOKS, 0.0, 0.0), 10)
 
 
 async def sent(

@@ -9,7 +9,7 @@ from qinfer_api.receiving import PATIENCE_S, ReceivingBudget, Reservation
 from qinfer_api.rpc import frames
 from qinfer_api.rpc.headers import Method
 from qinfer_api.rpc.heads import Server
-from qinfer_api.rpc.http2 import Connection
+from qinfer_api.rpc.http2 import Http2Connection
 from tests.support.http2 import DATA, LIMITS, RST_STREAM, WINDOW_UPDATE, Frame, Wire, prefixed, status_of, window
 
 MB = 2**20
@@ -159,7 +159,7 @@ async def test_what_comes_before_its_memory_is_kept_once() -> None:
     """Byte by byte: it is not copied for each of them."""
     (wire,) = wires(1)
     claim(wire, STREAMS)
-    connection: Connection = wire.connection
+    connection: Http2Connection = wire.connection
     waiting = connection._streams[2 * STREAMS - 1]
     before = waiting._unread  # type: ignore[attr-defined]  # it is a call
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from qinfer_api.rpc import frames
-from qinfer_api.rpc.streams import Output, Stream
+from qinfer_api.rpc.streams import FrameWriter, GrpcStream
 from tests.support.http2 import (
     CONTINUATION,
     DATA,
@@ -307,13 +307,13 @@ async def test_streams_without_a_window_are_not_looked_at_when_the_connections_g
     for number in range(1, 201, 2):
         wire.send(wire.call(number, b"waits"))
     looked_at: list[int] = []
-    pump = Output.pump
+    pump = FrameWriter.pump
 
-    def looking(self: Output, stream: Stream) -> None:
+    def looking(self: FrameWriter, stream: GrpcStream) -> None:
         looked_at.append(stream.number)
         pump(self, stream)
 
-    monkeypatch.setattr(Output, "pump", looking)
+    monkeypatch.setattr(FrameWriter, "pump", looking)
     wire.send(window(0, 1) * 10 + window(5, 100))
 
     assert looked_at == [5]

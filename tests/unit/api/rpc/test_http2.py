@@ -6,8 +6,8 @@ import struct
 import pytest
 
 from qinfer_api.rpc import frames
-from qinfer_api.rpc.frames import Limits
-from qinfer_api.rpc.http2 import Connection
+from qinfer_api.rpc.frames import ConnectionLimits
+from qinfer_api.rpc.http2 import Http2Connection
 from tests.support.http2 import (
     DATA,
     GOAWAY,
@@ -244,7 +244,7 @@ async def test_who_connects_while_the_port_closes_is_sent_away() -> None:
     mute = Wire()
     mute.connection.shutdown()
     mute.server.is_closing = True
-    late = Connection(mute.server)
+    late = Http2Connection(mute.server)
     was_closed, mute.is_closed = mute.is_closed, False
 
     late.connection_made(mute)  # type: ignore[arg-type]  # what it uses of a transport is here
@@ -258,11 +258,11 @@ async def test_who_connects_while_the_port_closes_is_sent_away() -> None:
 async def test_limits_of_time() -> None:
     now_s = asyncio.get_running_loop().time()
     mute, silent, stuck, idle, deaf = (
-        Wire(Limits(preface_s=1)),
-        Wire(Limits(preface_s=1)),
-        Wire(Limits(body_s=1)),
-        Wire(Limits(idle_s=1)),
-        Wire(Limits(ping_s=1, pong_s=1)),
+        Wire(ConnectionLimits(preface_s=1)),
+        Wire(ConnectionLimits(preface_s=1)),
+        Wire(ConnectionLimits(body_s=1)),
+        Wire(ConnectionLimits(idle_s=1)),
+        Wire(ConnectionLimits(ping_s=1, pong_s=1)),
     )
     for each in (stuck, idle, deaf):
         each.greet()
@@ -289,7 +289,7 @@ async def test_limits_of_time() -> None:
 async def test_a_client_that_waits_is_asked_for_a_sign_of_life(*, is_alive: bool) -> None:
     """One that is gone has its call cancelled; any frame is a sign."""
     now_s = asyncio.get_running_loop().time()
-    wire = Wire(Limits(ping_s=1, pong_s=1)).greet()
+    wire = Wire(ConnectionLimits(ping_s=1, pong_s=1)).greet()
     wire.send(wire.call(1, b"a", "/t.T/Hang"))
     wire.connection.check(now_s)
     wire.connection.check(now_s + 2)

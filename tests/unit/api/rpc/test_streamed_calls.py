@@ -6,10 +6,10 @@ import pytest
 
 from qinfer_api.receiving import ReceivingBudget
 from qinfer_api.rpc import frames
-from qinfer_api.rpc.frames import Limits
+from qinfer_api.rpc.frames import ConnectionLimits
 from qinfer_api.rpc.headers import Method
 from qinfer_api.rpc.heads import Server
-from qinfer_api.rpc.protocol import Call
+from qinfer_api.rpc.protocol import GrpcCall
 from tests.support.http2 import (
     DATA,
     GOAWAY,
@@ -27,19 +27,19 @@ PATH, MANY, WATCH = "/t.T/EchoAll", "/t.T/Many", "/t.T/Watch"
 MESSAGES = 300
 
 
-async def _echo_all(call: Call) -> None:
+async def _echo_all(call: GrpcCall) -> None:
     while (message := await call.read()) is not None:
         await call.write((message,))
     call.end()
 
 
-async def _many(call: Call) -> None:
+async def _many(call: GrpcCall) -> None:
     for _ in range(MESSAGES):
         await call.write((b"a message",))
     call.end()
 
 
-async def _watch(_: Call) -> None:
+async def _watch(_: GrpcCall) -> None:
     await asyncio.Event().wait()
 
 
@@ -51,7 +51,7 @@ METHODS = {
 
 
 def wire_of(methods: dict[str, Method]) -> Wire:
-    wire = Wire(Limits(idle_frames=50, idle_frames_per_s=1))
+    wire = Wire(ConnectionLimits(idle_frames=50, idle_frames_per_s=1))
     wire.server = wire.connection.service = Server(methods, wire.connection.service.limits, ReceivingBudget(10**9))
     return wire
 

@@ -9,7 +9,7 @@ import pytest
 
 from qinfer.backends.python_host import channel
 from qinfer.backends.python_host.channel import Channel, UnreadError
-from qinfer.backends.python_host.messages import Completed, Loaded
+from qinfer.backends.python_host.messages import CompletedConfig, ModelLoaded
 
 LARGE = 300_000
 
@@ -30,11 +30,11 @@ def large(value: int, size: int = LARGE) -> bytes:
 
 def test_small_buffers_arrive_aligned(ends: Ends) -> None:
     """Each begins where an array of any datatype may; all are writable."""
-    ends[0].send(Completed("text"), [b"abc", b"", b"defghijk"])
+    ends[0].send(CompletedConfig("text"), [b"abc", b"", b"defghijk"])
 
     message, buffers = ends[1].receive()
 
-    assert message == Completed("text")
+    assert message == CompletedConfig("text")
     assert [bytes(b) for b in buffers] == [b"abc", b"", b"defghijk"]
     assert buffers[2].ctypes.data % 8 == 0
     buffers[0][0] = 1
@@ -42,7 +42,7 @@ def test_small_buffers_arrive_aligned(ends: Ends) -> None:
 
 def test_large_buffers_arrive_in_shared_memory(ends: Ends) -> None:
     """Aligned, writable, any number of them."""
-    ends[0].send(Loaded(), [large(1), b"", b"abc", large(2)])
+    ends[0].send(ModelLoaded(), [large(1), b"", b"abc", large(2)])
 
     _, buffers = ends[1].receive()
 
@@ -54,11 +54,11 @@ def test_large_buffers_arrive_in_shared_memory(ends: Ends) -> None:
 def test_memory_is_used_again_once_nobody_looks_at_it(ends: Ends) -> None:
     """The receiver says so with its next message."""
     for value in range(10):
-        ends[0].send(Loaded(), [large(value)])
+        ends[0].send(ModelLoaded(), [large(value)])
         _, buffers = ends[1].receive()
         assert bytes(buffers[0]) == large(value)
         del buffers
-        ends[1].send(Loaded())
+        ends[1].send(ModelLoaded())
         ends[0].receive()
 
     assert ends[0]._count == 1
@@ -68,12 +68,12 @@ def test_memory_that_somebody_looks_at_stays(ends: Ends) -> None:
     """However it is looked at."""
     views = []
     for value in range(5):
-        ends[0].send(Loaded(), [large(value)])
+        ends[0].send(ModelLoaded(), [large(value)])
         (buffer,) = ends[1].receive()[1]
         views.append((buffer.view("<i4").reshape(-1, 4)[1:], buffer.data[10:20])[value % 2])
         del buffer
         gc.collect(0)  # young as it is; all generations take seconds in a large suite
-        ends[1].send(Loaded())
+        ends[1].send(ModelLoaded())
         ends[0].receive()
 
     assert [bytes(view)[0] for view in views] == [0, 1, 2, 3, 4]
@@ -86,12 +86,12 @@ def test_little_memory_is_kept(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(channel, "KEPT_COUNT", 2)
     kept = []
     for size in (LARGE, LARGE, LARGE, 5_000_000):
-        ends[0].send(Loaded(), [large(1, size)])
+        ends[0].send(ModelLoaded(), [large(1, size)])
         kept.append(ends[1].receive())
     kept.clear()
-    ends[1].send(Loaded())
+    ends[1].send(ModelLoaded())
     ends[0].receive()
-    ends[0].send(Loaded())
+    ends[0].send(ModelLoaded())
     ends[1].receive()
 
     assert [segment.capacity for segment in ends[0]._free] == [524_288, 524_288]
@@ -103,12 +103,12 @@ def test_memory_that_is_not_kept_is_given_back(ends: Ends, monkeypatch: pytest.M
     monkeypatch.setattr(channel, "KEPT_BYTES", 0)
     before = len(os.listdir("/proc/self/fd"))
 
-    ends[0].send(Loaded(), [large(1)])
+    ends[0].send(ModelLoaded(), [large(1)])
     ends[1].receive()
     during = len(os.listdir("/proc/self/fd"))
-    ends[1].send(Loaded())
+    ends[1].send(ModelLoaded())
     ends[0].receive()
-    ends[0].send(Loaded())
+    ends[0].send(ModelLoaded())
     ends[1].receive()
 
     assert during > before
@@ -122,12 +122,12 @@ def test_an_end_is_noticed(ends: Ends) -> None:
     with pytest.raises(EOFError):
         ends[0].receive()
     with pytest.raises(OSError, match="pipe"):
-        ends[0].send(Loaded())
+        ends[0].send(ModelLoaded())
 
 
 def test_an_end_before_a_message_was_read(ends: Ends) -> None:
     """Is another than one after it: the message did nothing."""
-    ends[0].send(Loaded())
+    ends[0].send(ModelLoaded())
     ends[1]._socket.close()
 
     with pytest.raises(UnreadError):

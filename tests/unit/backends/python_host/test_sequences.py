@@ -9,7 +9,7 @@ import pytest
 
 from qinfer.backends.base import Array, Batch
 from qinfer.backends.python import PythonBackend
-from qinfer.core.messages import InferRequest, Response, Sequence
+from qinfer.core.messages import InferRequest, Response, SequenceFlags
 from qinfer.errors import InferenceFailed, SequenceLost
 from qinfer.tensors import Tensor, from_numpy
 from qinfer.testing import wait_until
@@ -53,7 +53,7 @@ class Again(Answers):
 
 
 def step(correlation_id: int | str, *, start: bool = False, end: bool = False) -> InferRequest:
-    return InferRequest(model="m", inputs=(), sequence=Sequence(correlation_id, start, end))
+    return InferRequest(model="m", inputs=(), sequence=SequenceFlags(correlation_id, start, end))
 
 
 def controls(**rows: list[float]) -> dict[str, Array]:
@@ -109,9 +109,9 @@ return [reply(x(request)) for request in requests]
         backend.execute(batch_of(floats(1)), Answers(other))
 
     assert [request.sequence for request in asked] == [
-        Sequence(2**64 - 1, start=True),
-        Sequence("b", start=True, end=True),
-        Sequence("b"),
+        SequenceFlags(2**64 - 1, start=True),
+        SequenceFlags("b", start=True, end=True),
+        SequenceFlags("b"),
         None,
     ]
 

@@ -15,7 +15,7 @@ import pytest
 
 from qinfer.backends.python import PythonBackend
 from qinfer.backends.python_host import channel
-from qinfer.backends.python_host.messages import Loaded
+from qinfer.backends.python_host.messages import ModelLoaded
 from qinfer.errors import InferenceFailed, ModelNotReady
 from qinfer.observe.logs import MODELS
 from qinfer.testing import wait_until
@@ -231,14 +231,14 @@ def test_a_batch_that_an_unload_ends_is_refused_as_unloaded(tmp_path: Path) -> N
 def test_a_sender_that_waits_does_not_keep_its_process_from_receiving() -> None:
     """Else two processes whose sockets are full would wait for one another."""
     one, other = (channel.Channel(end) for end in socket.socketpair())
-    one.send(Loaded(), [bytes(300_000)])
+    one.send(ModelLoaded(), [bytes(300_000)])
     other.receive()
-    other.send(Loaded())
+    other.send(ModelLoaded())
 
     one._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
     def send() -> None:
-        one.send(Loaded(), [bytes(30_000)])
+        one.send(ModelLoaded(), [bytes(30_000)])
 
     def receive() -> None:
         one.receive()
@@ -263,7 +263,7 @@ def test_huge_memory_is_given_back_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     """Not when the next message comes: an idle model must not hold its last batch."""
     monkeypatch.setattr(channel, "KEPT_BYTES", 100_000)
     one, other = (channel.Channel(end) for end in socket.socketpair())
-    one.send(Loaded(), [b"x" * 300_000])
+    one.send(ModelLoaded(), [b"x" * 300_000])
 
     _, buffers = other.receive()
     (segment,) = one._used.values()

@@ -9,13 +9,13 @@ from amqp.basic_message import Message
 from amqp.method_framing import frame_handler, frame_writer
 from amqp.serialization import dumps, loads
 
-from qinfer_workers.bridge.messages import Delivered, Outgoing, Place, PublishGroup
+from qinfer_workers.bridge.messages import Destination, Outgoing, PublishGroup, SourceMessage
 from qinfer_workers.bridge.transports.amqp_frames import (
     AckLine,
     BrokenFrames,
     Due,
     FrameReader,
-    Returned,
+    ReturnedMessage,
     ack_frames,
     publish_frames,
 )
@@ -60,8 +60,8 @@ class Reading:
     def __init__(self) -> None:
         self.others: list[tuple[int, int, bytes]] = []
         self.confirms: list[tuple[int, bool, bool]] = []
-        self.returned: list[Returned] = []
-        self.messages: list[Delivered] = []
+        self.returned: list[ReturnedMessage] = []
+        self.messages: list[SourceMessage] = []
         self.reader = FrameReader(
             CHANNEL, EPOCH, self.others.append, lambda *news: self.confirms.append(news), self.returned.append
         )
@@ -88,7 +88,7 @@ def published(message: Outgoing, max_frame_bytes: int = FRAME_MAX) -> tuple[list
 
 
 def outgoing(**fields: Any) -> Outgoing:
-    return Outgoing(place=Place.REPLY, group=PublishGroup(), **fields)
+    return Outgoing(place=Destination.REPLY, group=PublishGroup(), **fields)
 
 
 def test_a_message_is_read_with_its_properties() -> None:
@@ -149,7 +149,7 @@ def test_confirms_and_returns_are_told() -> None:
     seen = Reading().feed(pipe.written + b"\x08\x00\x00\x00\x00\x00\x00\xce")
 
     assert seen.confirms == [(8, True, True), (9, False, False)]
-    assert seen.returned == [Returned(b"e", b"gone", b"m1")]
+    assert seen.returned == [ReturnedMessage(b"e", b"gone", b"m1")]
     assert [(kind, channel) for kind, channel, _ in seen.others] == [(1, CHANNEL), (8, 0)]
     assert seen.messages == []
 

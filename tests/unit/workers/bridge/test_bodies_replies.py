@@ -15,7 +15,7 @@ from qinfer.tensors import Tensor, from_numpy
 from qinfer.wire.outputs import OutputPlan
 from qinfer_workers.bridge.bodies.decode import BodyCodec
 from qinfer_workers.bridge.config import BodyOptions
-from qinfer_workers.bridge.replies import Encoded, ReplyEncoding, encode, encode_error
+from qinfer_workers.bridge.replies import EncodedReply, ReplyEncoding, encode, encode_error
 
 ROWS = b'{"X": 1}\n{"X": 2}'
 KSERVE = b'{"id": "q", "inputs": [{"name": "X", "datatype": "FP32", "shape": [2, 1], "data": [1, 2]}]%b}'
@@ -55,7 +55,7 @@ def reply(model: ModelSpec, form: Any = "same", body: bytes = ROWS, content_type
     return BodyCodec(BodyOptions(reply=form), model).decode(body, kind).reply
 
 
-def table(encoded: Encoded) -> pa.Table:
+def table(encoded: EncodedReply) -> pa.Table:
     is_file = encoded.content_type.endswith("file")
     return (pa.ipc.open_file if is_file else pa.ipc.open_stream)(encoded.body).read_all()
 
@@ -217,7 +217,7 @@ def test_outputs_of_different_rows() -> None:
 def test_errors() -> None:
     """KServe's, with the id where the request had one."""
     assert json.loads(encode_error("it failed", "q").body) == {"error": "it failed", "id": "q"}
-    assert encode_error("it failed") == Encoded("application/json", b'{"error":"it failed"}')
+    assert encode_error("it failed") == EncodedReply("application/json", b'{"error":"it failed"}')
 
 
 def test_plans_are_kept_only_where_needed() -> None:

@@ -10,12 +10,12 @@ import pytest
 
 from qinfer.errors import QinferError, SettingsError
 from qinfer.queue.deliveries import outbox as outbox_kind
-from qinfer.queue.entries import Address, Ending, RequestRecord, RequestState
+from qinfer.queue.entries import Ending, EntryAddress, RequestRecord, RequestState
 from qinfer.testing import eventually
 from qinfer_workers.bridge import endings
 from qinfer_workers.bridge.endings import Endings
 from qinfer_workers.bridge.messages import PublishGroup
-from qinfer_workers.bridge.rendering import Rendered
+from qinfer_workers.bridge.rendering import RenderedEnd
 
 MIB = 2**20
 
@@ -45,18 +45,18 @@ class Outbox:
             took=lambda: None,
         )
 
-    def rendered(self, ending: Ending, stored: Sequence[bytes]) -> Rendered:
+    def rendered(self, ending: Ending, stored: Sequence[bytes]) -> RenderedEnd:
         self.stored[ending.request_id] = list(stored)
-        return Rendered("succeeded", PublishGroup(ending_id=ending.id), [], ending, None)
+        return RenderedEnd("succeeded", PublishGroup(ending_id=ending.id), [], ending, None)
 
     def stream(self, number: int, count: int) -> None:
         """Makes an end that of a stream, with so many responses before it."""
-        address = Address("m", 0, f"r{number}")
+        address = EntryAddress("m", 0, f"r{number}")
         record = RequestRecord(address=address, state=RequestState.SUCCEEDED, version=1, decoupled=True)
         self.waiting[number] = msgspec.structs.replace(self.waiting[number], record=record)
         self.streams[address.id] = [b"%d" % index for index in range(count)]
 
-    async def read(self, address: Address, index: int) -> list[bytes]:
+    async def read(self, address: EntryAddress, index: int) -> list[bytes]:
         if self.read_errors:
             raise self.read_errors.pop()
         return self.streams[address.id][index : index + 2]

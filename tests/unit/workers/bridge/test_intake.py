@@ -8,26 +8,26 @@ import pytest
 
 from qinfer.bridge.reports import RouteTally
 from qinfer.errors import BrokerUnavailable, InvalidRequest, PayloadTooLarge, QinferError, QueueFull, SettingsError
-from qinfer.queue.entries import Acceptance, Accepted, Address, Lane
+from qinfer.queue.entries import Acceptance, AcceptOutcome, EntryAddress, Lane
 from qinfer.testing import eventually
-from qinfer_workers.bridge.intake import FEWEST_AT_ONCE, MOST_AT_ONCE, Disposition, Intake, disposition_of
+from qinfer_workers.bridge.intake import FEWEST_AT_ONCE, MOST_AT_ONCE, Disposition, MessageIntake, disposition_of
 from qinfer_workers.bridge.links import Refused
-from qinfer_workers.bridge.messages import Delivered, Receipt
+from qinfer_workers.bridge.messages import Receipt, SourceMessage
 from qinfer_workers.bridge.reading import Work
 
 
 def work(number: int, epoch: int = 1) -> Work:
-    address = Address("m", 0, f"r{number}")
+    address = EntryAddress("m", 0, f"r{number}")
     acceptance = Acceptance(address=address, lane=Lane("m", 1), frame=b"", timeout_s=1.0, body_hash="hash")
-    return Work(Delivered(receipt=Receipt(epoch, number), body=b""), acceptance, True)
+    return Work(SourceMessage(receipt=Receipt(epoch, number), body=b""), acceptance, True)
 
 
 @pytest.mark.parametrize(
     ("result", "disposition"),
     [
-        (Accepted("r1", is_new=True, body_hash="hash"), Disposition.NEW),
-        (Accepted("r1", is_new=False, body_hash="hash"), Disposition.KNOWN),
-        (Accepted("r1", is_new=False, body_hash="other"), Disposition.REFUSE),
+        (AcceptOutcome("r1", is_new=True, body_hash="hash"), Disposition.NEW),
+        (AcceptOutcome("r1", is_new=False, body_hash="hash"), Disposition.KNOWN),
+        (AcceptOutcome("r1", is_new=False, body_hash="other"), Disposition.REFUSE),
         (QueueFull("full"), Disposition.FULL),
         (BrokerUnavailable("away"), Disposition.AWAY),
         (SettingsError("the password is wrong"), Disposition.AWAY),
@@ -35,7 +35,7 @@ def work(number: int, epoch: int = 1) -> Work:
         (PayloadTooLarge("large"), Disposition.REFUSE),
     ],
 )
-def test_what_becomes_of_a_message(result: Accepted | QinferError, disposition: Disposition) -> None:
+def test_what_becomes_of_a_message(result: AcceptOutcome | QinferError, disposition: Disposition) -> None:
     """Only what is wrong with the message itself is held against it."""
     assert disposition_of(work(1), result)[0] is disposition
 
@@ -53,7 +53,7 @@ class Desk:
         self.epoch = 1
         self.repeated = asyncio.Event()
         self.tally = RouteTally("route")
-        self.intake = Intake(
+        self.intake = MessageIntake(
             name="route",
             accept=self.accept,
             done=lambda receipts: self.done.extend(receipt.tag for receipt in receipts),
@@ -63,21 +63,21 @@ class Desk:
             tally=self.tally,
         )
 
-    async def accept(self, acceptances: Sequence[Acceptance]) -> Sequence[Accepted | QinferError]:
+    async def accept(self, acceptances: Sequence[Acceptance]) -> Sequence[AcceptOutcome | QinferError]:
         await asyncio.sleep(0)
         self.batches.append(len(acceptances))
         return [self._accept(acceptance) for acceptance in acceptances]
 
-    def _accept(self, acceptance: Acceptance) -> Accepted | QinferError:
+    def _accept(self, acceptance: Acceptance) -> AcceptOutcome | QinferError:
         request_id = acceptance.address.id
         if self.is_away:
             return BrokerUnavailable("away")
         if request_id in self.accepted:
-            return Accepted(request_id, is_new=False, body_hash="hash")
+            return AcceptOutcome(request_id, is_new=False, body_hash="hash")
         if len(self.accepted) >= self.room:
             return QueueFull("full")
         self.accepted.append(request_id)
-        return Accepted(request_id, is_new=True, body_hash="hash")
+        return AcceptOutcome(request_id, is_new=True, body_hash="hash")
 
 
 @asynccontextmanager

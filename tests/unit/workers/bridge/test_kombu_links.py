@@ -8,7 +8,7 @@ import pytest
 from kombu import Connection, Producer
 
 from qinfer_workers.bridge.config import SourceOptions
-from qinfer_workers.bridge.messages import Delivered, Outgoing, Place, PublishGroup
+from qinfer_workers.bridge.messages import Destination, Outgoing, PublishGroup, SourceMessage
 from qinfer_workers.bridge.transports.kombu import KombuSink, KombuSource
 
 QUEUE = "bridge-kombu-links"
@@ -21,7 +21,7 @@ def client() -> Connection:
 
 
 def outgoing(number: int) -> Outgoing:
-    return Outgoing(place=Place.SINK, routing_key=QUEUE.encode(), body=b"%d" % number, group=PublishGroup(left=1))
+    return Outgoing(place=Destination.SINK, routing_key=QUEUE.encode(), body=b"%d" % number, group=PublishGroup(left=1))
 
 
 def bodies(connection: Connection) -> list[bytes]:
@@ -81,7 +81,7 @@ def test_texts_that_are_no_utf_8_break_no_connection() -> None:
     prepared = channel.prepare_message(b"body", headers={"a": "\ud800"}, properties=properties)
     channel.basic_publish(prepared, exchange="", routing_key=queue)
 
-    received: list[Delivered] = []
+    received: list[SourceMessage] = []
     while not received:
         received = source.receive(0.1)
 

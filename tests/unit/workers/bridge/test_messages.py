@@ -8,11 +8,11 @@ import pytest
 
 from qinfer.core.messages import Failure, Response, parse_request_id
 from qinfer.errors import InvalidRequest
-from qinfer.queue.entries import Address, Ending, RequestRecord, RequestState
+from qinfer.queue.entries import Ending, EntryAddress, RequestRecord, RequestState
 from qinfer.tensors import from_numpy
 from qinfer.wire.frame import encode_responses
 from qinfer_workers.bridge.config import RouteOptions, parse_config
-from qinfer_workers.bridge.messages import Delivered, Note, Place, Receipt, body_hash, identity, request_id
+from qinfer_workers.bridge.messages import Destination, Note, Receipt, SourceMessage, body_hash, identity, request_id
 from qinfer_workers.bridge.rendering import GONE, refusal, render
 from qinfer_workers.bridge.replies import ReplyEncoding
 from qinfer_workers.bridge.transports.amqp_frames import publish_frames
@@ -20,8 +20,8 @@ from qinfer_workers.bridge.transports.amqp_frames import publish_frames
 RECEIPT = Receipt(1, 1)
 
 
-def message(**fields: Any) -> Delivered:
-    return Delivered(receipt=RECEIPT, body=fields.pop("body", b"body"), **fields)
+def message(**fields: Any) -> SourceMessage:
+    return SourceMessage(receipt=RECEIPT, body=fields.pop("body", b"body"), **fields)
 
 
 def route(**sink: Any) -> RouteOptions:
@@ -64,7 +64,7 @@ def test_a_body_is_told_from_others() -> None:
 
 
 def ending(state: RequestState, *, blob: bytes | None = None, note: Note | None = None, **record: Any) -> Ending:
-    address = Address("m", 0, "id")
+    address = EntryAddress("m", 0, "id")
     known = RequestRecord(address=address, state=state, version=2, **record)
     given = note or Note(ReplyEncoding(), b"m1", b"", b"c1", {"batch": "7"})
     return Ending(id="1-0", request_id="id", record=known, notes=msgspec.msgpack.encode(given), blob=blob)
@@ -81,7 +81,7 @@ def test_a_prediction_goes_to_the_sink() -> None:
 
     assert rendered is not None
     (sent,) = rendered.messages
-    assert (sent.place, sent.exchange, sent.routing_key) == (Place.SINK, b"e", b"k")
+    assert (sent.place, sent.exchange, sent.routing_key) == (Destination.SINK, b"e", b"k")
     assert (sent.message_id, sent.correlation_id, sent.group.ending_id, sent.group.left) == (b"m1", b"c1", "1-0", 1)
     assert sent.headers == {
         "x-qinfer-request-id": "id",
@@ -101,7 +101,7 @@ def test_reply_to_is_a_queue_of_the_default_exchange() -> None:
 
     assert rendered is not None
     (sent,) = rendered.messages
-    assert (sent.place, sent.exchange, sent.routing_key) == (Place.REPLY, b"", b"replies")
+    assert (sent.place, sent.exchange, sent.routing_key) == (Destination.REPLY, b"", b"replies")
 
 
 @pytest.mark.parametrize("state", [RequestState.FAILED, RequestState.EXPIRED, RequestState.CANCELLED])
@@ -119,7 +119,7 @@ def test_a_failure_goes_to_the_dead_letters_and_the_caller(state: RequestState, 
     dead_letter, reply = rendered.messages
     assert rendered.group.left == 2
     assert (dead_letter.place, dead_letter.routing_key, dead_letter.reply_to) == (
-        Place.DEAD_LETTER,
+        Destination.DEAD_LETTER,
         b"tasks.dead",
         b"replies",
     )
@@ -127,7 +127,7 @@ def test_a_failure_goes_to_the_dead_letters_and_the_caller(state: RequestState, 
         failure.message,
         failure.code,
     )
-    assert (reply.place, reply.headers["x-qinfer-state"]) == (Place.REPLY, state.value)
+    assert (reply.place, reply.headers["x-qinfer-state"]) == (Destination.REPLY, state.value)
     assert msgspec.json.decode(reply.body) == {"error": "no such digit", "id": "mine"}
 
 
@@ -144,7 +144,11 @@ def test_a_prediction_that_has_expired_is_reported_as_gone(end: Ending) -> None:
 
     assert rendered is not None
     (dead_letter,) = rendered.messages
-    assert (rendered.state, dead_letter.place, dead_letter.headers["x-qinfer-state"]) == (GONE, Place.DEAD_LETTER, GONE)
+    assert (rendered.state, dead_letter.place, dead_letter.headers["x-qinfer-state"]) == (
+        GONE,
+        Destination.DEAD_LETTER,
+        GONE,
+    )
     assert "has expired since" in dead_letter.headers["x-qinfer-reason"]
 
 
@@ -166,7 +170,11 @@ def test_a_refused_message_is_kept_as_it_was() -> None:
 
     *_, dead_letter = refusal(route(), given, InvalidRequest("r" * 5000))
 
-    assert (dead_letter.place, dead_letter.routing_key, dead_letter.body) == (Place.DEAD_LETTER, b"tasks.dead", b"\x00")
+    assert (dead_letter.place, dead_letter.routing_key, dead_letter.body) == (
+        Destination.DEAD_LETTER,
+        b"tasks.dead",
+        b"\x00",
+    )
     assert (dead_letter.message_id, dead_letter.correlation_id, dead_letter.reply_to) == (b"m", b"c", b"r")
     assert dead_letter.group.receipt == RECEIPT
     assert dead_letter.headers == {
@@ -181,10 +189,10 @@ def test_the_sender_of_a_refused_message_gets_the_error() -> None:
     """It waits for a reply, and not at the dead letters; who gave no address is not told."""
     reply, _ = refusal(route(), message(reply_to=b"r", correlation_id=b"c"), InvalidRequest("no such input"))
 
-    assert (reply.place, reply.routing_key, reply.correlation_id) == (Place.REPLY, b"r", b"c")
+    assert (reply.place, reply.routing_key, reply.correlation_id) == (Destination.REPLY, b"r", b"c")
     assert reply.body == b'{"error":"no such input"}'
     assert (reply.headers["x-qinfer-state"], reply.headers["x-qinfer-code"]) == ("refused", "invalid_request")
-    assert [each.place for each in refusal(route(), message(), InvalidRequest("x"))] == [Place.DEAD_LETTER]
+    assert [each.place for each in refusal(route(), message(), InvalidRequest("x"))] == [Destination.DEAD_LETTER]
 
 
 @pytest.mark.parametrize(

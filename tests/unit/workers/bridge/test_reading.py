@@ -7,13 +7,13 @@ import pyarrow as pa
 import pytest
 
 from qinfer.errors import InvalidRequest
-from qinfer.models.catalog import Served
+from qinfer.models.catalog import ServedVersion
 from qinfer.models.routes import Routes
 from qinfer.queue.entries import Lane
 from qinfer.testing import stub_spec
 from qinfer.traffic.routing import Endpoints
 from qinfer_workers.bridge.config import RouteOptions
-from qinfer_workers.bridge.messages import Delivered, Receipt
+from qinfer_workers.bridge.messages import Receipt, SourceMessage
 from qinfer_workers.bridge.reading import Reader
 from qinfer_workers.bridge.versions import RouteVersions
 
@@ -27,23 +27,23 @@ def reader(*, decoupled: bool = True, **options: Any) -> Reader:
     parsed = RouteOptions.model_validate(route)
     versions = RouteVersions(parsed, Endpoints(None))  # type: ignore[arg-type]  # without endpoints nobody looks at models
     one = Reader(parsed, 60.0, "reply:bridge", 1000, versions)
-    one.use(Served(spec=spec, version=1, generation=1, lane=Lane("stub", 1), routes=Routes(spec, 1)))
+    one.use(ServedVersion(spec=spec, version=1, generation=1, lane=Lane("stub", 1), routes=Routes(spec, 1)))
     return one
 
 
-def arrow() -> Delivered:
+def arrow() -> SourceMessage:
     rows = pa.table({"x": [[1.0, 2.0]]})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema) as writer:
         writer.write_table(rows)
     content_type = "application/vnd.apache.arrow.stream"
-    return Delivered(receipt=Receipt(1, 1), body=sink.getvalue().to_pybytes(), content_type=content_type)
+    return SourceMessage(receipt=Receipt(1, 1), body=sink.getvalue().to_pybytes(), content_type=content_type)
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_a_request_tells_whether_it_has_many_responses(*, decoupled: bool) -> None:
     """So its responses are stored, and its end tells that there are some."""
-    message = Delivered(receipt=Receipt(1, 1), body=KSERVE)
+    message = SourceMessage(receipt=Receipt(1, 1), body=KSERVE)
 
     assert reader(decoupled=decoupled).read(message).acceptance.decoupled is decoupled
 

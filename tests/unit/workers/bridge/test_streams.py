@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from qinfer.core.messages import Failure, Response
-from qinfer.queue.entries import Address, Ending, RequestRecord, RequestState
+from qinfer.queue.entries import Ending, EntryAddress, RequestRecord, RequestState
 from qinfer.tensors import Tensor, from_numpy
 from qinfer.wire.frame import encode_responses
 from qinfer.wire.outputs import OutputPlan
 from qinfer_workers.bridge import rendering
 from qinfer_workers.bridge.config import RouteOptions, parse_config
-from qinfer_workers.bridge.messages import Note, Outgoing, Place
-from qinfer_workers.bridge.rendering import Rendered, render
+from qinfer_workers.bridge.messages import Destination, Note, Outgoing
+from qinfer_workers.bridge.rendering import RenderedEnd, render
 from qinfer_workers.bridge.replies import ReplyEncoding
 
 BROKEN = Failure("inference_failed", "no second token")
@@ -41,11 +41,11 @@ def stream(*given: "tuple[Tensor, ...] | Failure", final: tuple[Tensor, ...] = (
     return [*found, Response(request_id="id", model="m", version=2, index=len(given), outputs=final)]
 
 
-def rendered(responses: str, given: Sequence[Response], **reply: Any) -> Rendered:
+def rendered(responses: str, given: Sequence[Response], **reply: Any) -> RenderedEnd:
     """Renders the end of a stream, with all its stored responses."""
     note = Note(ReplyEncoding(**reply), b"m1", b"replies", b"c1")
     *stored, blob = [encode_responses([each]) for each in given]
-    record = RequestRecord(address=Address("m", 0, "id"), state=RequestState.SUCCEEDED, version=2, decoupled=True)
+    record = RequestRecord(address=EntryAddress("m", 0, "id"), state=RequestState.SUCCEEDED, version=2, decoupled=True)
     end = Ending(id="1-0", request_id="id", record=record, notes=msgspec.msgpack.encode(note), blob=blob)
     found = render(route(responses), end, stored)
     assert found is not None
@@ -68,7 +68,7 @@ def test_one_message_has_all_responses() -> None:
 
     found = msgspec.json.decode(sent.body)["responses"]
     assert [(each["id"], data(each)) for each in found] == [("mine", [0]), ("mine", [1])]
-    assert (sent.place, sent.message_id, sent.content_type) == (Place.REPLY, b"m1", "application/json")
+    assert (sent.place, sent.message_id, sent.content_type) == (Destination.REPLY, b"m1", "application/json")
     assert sent.headers["x-qinfer-state"] == "succeeded"
     assert "x-qinfer-response-index" not in sent.headers
 
@@ -130,7 +130,7 @@ def test_a_stream_that_lacks_responses_is_gone() -> None:
         found = rendered(responses, stream(y(0), y(1))[1:])
 
         assert found.state == "gone"
-        assert [each.place for each in found.messages] == [Place.DEAD_LETTER, Place.REPLY]
+        assert [each.place for each in found.messages] == [Destination.DEAD_LETTER, Destination.REPLY]
 
 
 def test_a_row_has_one_row() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 from qinfer.bridge.reports import RouteTally
 from qinfer.errors import InvalidRequest, ModelNotFound
 from qinfer.testing import wait_until
-from qinfer_workers.bridge.links import Consumer, Publisher, Refused
-from qinfer_workers.bridge.messages import Delivered, Outgoing, Place, PublishGroup, Receipt
+from qinfer_workers.bridge.links import Consumer, LinkPublisher, Refused
+from qinfer_workers.bridge.messages import Destination, Outgoing, PublishGroup, Receipt, SourceMessage
 from qinfer_workers.bridge.reading import Work
-from qinfer_workers.bridge.transports.base import MessageRefused, Settled
+from qinfer_workers.bridge.transports.base import MessageRefused, SettledMessages
 
 JOIN_S = 5.0
 
@@ -31,7 +31,7 @@ class FakeSource:
     def break_off(self) -> None:
         self._inbox.put(None)
 
-    def receive(self, timeout_s: float) -> list[Delivered]:
+    def receive(self, timeout_s: float) -> list[SourceMessage]:
         try:
             bodies = self._inbox.get(timeout=min(timeout_s, 0.05))
         except queue.Empty:
@@ -41,7 +41,7 @@ class FakeSource:
         messages = []
         for body in bodies:
             self._tag += 1
-            messages.append(Delivered(receipt=Receipt(self.epoch, self._tag), body=body))
+            messages.append(SourceMessage(receipt=Receipt(self.epoch, self._tag), body=body))
         return messages
 
     def acknowledge(self, receipts: Sequence[Receipt]) -> None:
@@ -75,7 +75,7 @@ class Scene:
 
     def use(self, _: object) -> None: ...
 
-    def read(self, message: Delivered) -> Work:
+    def read(self, message: SourceMessage) -> Work:
         if message.body == b"bad":
             raise InvalidRequest("bad")
         if message.body == b"bug":
@@ -176,19 +176,19 @@ class FakeSink:
     def __init__(self) -> None:
         self.sent: list[Outgoing] = []
         self.is_closed = False
-        self._news: queue.Queue[Settled | None] = queue.Queue()
+        self._news: queue.Queue[SettledMessages | None] = queue.Queue()
 
-    def confirm(self, settled: Settled | None) -> None:
+    def confirm(self, settled: SettledMessages | None) -> None:
         self._news.put(settled)
 
     def send(self, messages: Sequence[Outgoing]) -> None:
         self.sent += messages
 
-    def settle(self, timeout_s: float) -> Settled:
+    def settle(self, timeout_s: float) -> SettledMessages:
         try:
             settled = self._news.get(timeout=min(timeout_s, 0.05))
         except queue.Empty:
-            return Settled()
+            return SettledMessages()
         if settled is None:
             raise ConnectionResetError("broken")
         return settled
@@ -200,33 +200,33 @@ class FakeSink:
 
 
 def outgoing(number: int) -> Outgoing:
-    return Outgoing(place=Place.SINK, body=b"%d" % number, group=PublishGroup(left=1))
+    return Outgoing(place=Destination.SINK, body=b"%d" % number, group=PublishGroup(left=1))
 
 
-def publisher(sinks: list[FakeSink], settled: Callable[[Settled], None]) -> Publisher:
+def publisher(sinks: list[FakeSink], settled: Callable[[SettledMessages], None]) -> LinkPublisher:
     def connect() -> FakeSink:
         sinks.append(FakeSink())
         return sinks[-1]
 
-    return Publisher("route", "sink", connect, settled, RouteTally("route"))
+    return LinkPublisher("route", "sink", connect, settled, RouteTally("route"))
 
 
 def test_what_is_not_confirmed_is_published_again_over_the_next_connection() -> None:
     """In order, before what came later; what was confirmed is not."""
     sinks: list[FakeSink] = []
-    news: list[Settled] = []
+    news: list[SettledMessages] = []
     one, messages = publisher(sinks, news.append), [outgoing(number) for number in range(4)]
     one.start()
     one.post(messages[:3])
     wait_until(lambda: bool(sinks) and len(sinks[0].sent) == 3, 10.0)
-    sinks[0].confirm(Settled(taken=[messages[1]]))
+    sinks[0].confirm(SettledMessages(taken=[messages[1]]))
     wait_until(lambda: bool(news), 10.0)
     sinks[0].confirm(None)
     one.post(messages[3:])
     wait_until(lambda: len(sinks) == 2 and len(sinks[1].sent) == 3, 10.0)
     assert sinks[1].sent == [messages[0], messages[2], messages[3]]
     one.stop()
-    sinks[1].confirm(Settled([messages[0]], [messages[2]], [messages[3]]))
+    sinks[1].confirm(SettledMessages([messages[0]], [messages[2]], [messages[3]]))
 
     assert one.join(JOIN_S)
     assert [settled.taken for settled in news] == [[messages[1]], [messages[0]]]
@@ -241,11 +241,11 @@ class PickySink(FakeSink):
         super().__init__()
         self._bad = bad
 
-    def settle(self, timeout_s: float) -> Settled:
+    def settle(self, timeout_s: float) -> SettledMessages:
         if self._bad in self.sent:
             raise MessageRefused("too large")
         taken, self.sent = self.sent, []
-        return Settled(taken)
+        return SettledMessages(taken)
 
 
 def test_a_message_that_ends_the_connection_is_found_out() -> None:
@@ -259,12 +259,12 @@ def test_a_message_that_ends_the_connection_is_found_out() -> None:
         sinks.append(PickySink(messages[2]))
         return sinks[-1]
 
-    def settled(news: Settled) -> None:
+    def settled(news: SettledMessages) -> None:
         taken.extend(news.taken)
         refused.extend(news.refused)
 
     tally = RouteTally("route")
-    one = Publisher("route", "sink", connect, settled, tally)
+    one = LinkPublisher("route", "sink", connect, settled, tally)
     assert tally.connected == {"sink": False}
     one.post(messages[:4])
     one.start()
@@ -285,6 +285,6 @@ def test_a_publisher_ends_only_when_everything_is_settled() -> None:
     one.stop()
     wait_until(lambda: bool(sinks) and sinks[0].sent == [message], 10.0)
     assert not one.join(0.2)
-    sinks[0].confirm(Settled([message]))
+    sinks[0].confirm(SettledMessages([message]))
 
     assert one.join(JOIN_S)

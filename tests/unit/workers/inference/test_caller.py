@@ -30,7 +30,7 @@ from qinfer.errors import (
 )
 from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
-from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.queue.entries import Entry, Lane, Payload
 from qinfer.queue.lanes import Queue
@@ -38,7 +38,7 @@ from qinfer.submission.submit import PAYLOAD_MARGIN_S
 from qinfer.tensors import Bytes, from_numpy
 from qinfer.testing import FakeClock, eventually
 from qinfer.wire.frame import decode_request, encode_request, encode_responses
-from qinfer_workers.inference.caller import FRESH_S, RECHECK_S, Caller
+from qinfer_workers.inference.caller import FRESH_S, RECHECK_S, WorkerCaller
 from tests.support.servers.servers import Database
 
 LANE = Lane("back", 1)
@@ -67,7 +67,7 @@ class Store(ControlStore):
     reads = 0
     away = False
 
-    async def desired(self) -> dict[str, Desired]:
+    async def desired(self) -> dict[str, DesiredState]:
         self.reads += 1
         if self.away:
             raise BrokerUnavailable("the store is away")
@@ -101,7 +101,7 @@ class Scene:
         self.called: list[Lane] = []
         limits = limits or LimitSettings(wait_for_workers_s=0)
         catalog = Catalog(self.store, limits.model_copy(update={"max_timeout_s": 1000.0}))
-        self.caller = Caller(delivery, catalog, "w1", tasks, limits, self.called.append)
+        self.caller = WorkerCaller(delivery, catalog, "w1", tasks, limits, self.called.append)
         self.answer: Answer = echo
         self.requests: list[InferRequest] = []
 
@@ -109,7 +109,7 @@ class Scene:
         """Makes a model known, as one live worker has it."""
         config = to_json(normalise(parse(f'name: "{name}" {config}'), name))
         await self.store.put_model(StoredModel(name, 7, config, (1,)))
-        await self.store.set_desired(Desired(name, 7))
+        await self.store.set_desired(DesiredState(name, 7))
         models = {name: {1: VersionState(state, 7)}}
         await self.store.heartbeat(WorkerRecord(id=name, started_at=0.0, models=models), ttl_s=3600)
 
@@ -432,7 +432,7 @@ async def test_a_worker_that_ends_frees_its_threads() -> None:
 
 async def test_a_thread_that_outlives_the_loop_is_freed() -> None:
     """A worker whose event loop is gone takes no calls."""
-    kept: list[Caller] = []
+    kept: list[WorkerCaller] = []
 
     async def lived() -> None:
         async with scene() as one:

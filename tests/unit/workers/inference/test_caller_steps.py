@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from qinfer.core.messages import InferRequest, Response
-from qinfer.models.catalog import Served
+from qinfer.models.catalog import ServedVersion
 from qinfer.models.ensemble_graph import PlanStep
 from qinfer.queue.entries import Lane
-from qinfer.submission.pending import Pending
+from qinfer.submission.pending import PendingCall
 from qinfer.testing import eventually
 from qinfer.wire.frame import encode_responses
 from qinfer_workers.inference.ensembles.local import LocalSteps
@@ -21,7 +21,7 @@ async def test_large_outputs_of_what_a_batcher_gave_back_are_read_from_its_lane(
         answers: asyncio.Queue[Response] = asyncio.Queue()
         taken: list[tuple[InferRequest, Any]] = []
 
-        def take(_: Served, request: InferRequest, __: int, waiting: Pending, **___: object) -> bool:
+        def take(_: ServedVersion, request: InferRequest, __: int, waiting: PendingCall, **___: object) -> bool:
             taken.append((request, waiting))
             return True
 
@@ -52,9 +52,9 @@ async def test_steps_of_jobs_pass_the_response_cache_by() -> None:
         await one.model("kept", config=f"{CONFIG} response_cache {{ enable: true }}")
         asked_of_cache: list[str] = []
 
-        def cached(_: Served, request: InferRequest, *__: object) -> Pending:
+        def cached(_: ServedVersion, request: InferRequest, *__: object) -> PendingCall:
             asked_of_cache.append(request.model)
-            return Pending(request.id, "", request.model, 1, cast(Any, None), 0.0)
+            return PendingCall(request.id, "", request.model, 1, cast(Any, None), 0.0)
 
         async def idle() -> None:
             """Has nothing to do."""
@@ -80,7 +80,7 @@ async def waits(one: Scene) -> bool:
 async def test_what_is_given_back_after_its_deadline_goes_nowhere() -> None:
     async with scene(works=False) as one:
         await one.caller.listen()
-        pending = Pending("late", "", "back", 1, cast(Any, None), 0.0)
+        pending = PendingCall("late", "", "back", 1, cast(Any, None), 0.0)
 
         one.caller._submission.enqueue(pending, asked(id="late"), LANE)
 

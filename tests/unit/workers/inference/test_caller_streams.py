@@ -13,13 +13,13 @@ from qinfer.core.settings import LimitSettings
 from qinfer.errors import Cancelled, InferenceFailed, InvalidRequest, StreamBroken
 from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
-from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.state import DesiredState, State, StoredModel, VersionState, WorkerRecord
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
 from qinfer.tensors import from_numpy, to_numpy
 from qinfer.testing import eventually
-from qinfer_workers.inference.call_answers import Responses
-from qinfer_workers.inference.caller import Caller
+from qinfer_workers.inference.call_answers import CallResponses
+from qinfer_workers.inference.caller import WorkerCaller
 from tests.support.servers.servers import Database
 from tests.support.streaming import StreamWorker, stream_worker
 
@@ -33,10 +33,10 @@ WINDOW_BYTES = 1000
 class Scene:
     """A caller, and a worker by hand of the model that it calls."""
 
-    def __init__(self, queue: Queue, caller: Caller, worker: StreamWorker) -> None:
+    def __init__(self, queue: Queue, caller: WorkerCaller, worker: StreamWorker) -> None:
         self.queue, self.caller, self.worker = queue, caller, worker
 
-    async def stream(self) -> tuple[Responses, InferRequest]:
+    async def stream(self) -> tuple[CallResponses, InferRequest]:
         """Calls from a thread, and has the worker take the request."""
         request = InferRequest(model="flow", inputs=(from_numpy("x", np.ones((1, 2), "<f4")),))
         deadline_s = self.queue.clock.now_s() + 30.0
@@ -54,11 +54,11 @@ async def scene() -> AsyncIterator[Scene]:
         queue, store = await database.delivery(), database.store()
         config = to_json(normalise(parse(CONFIG), "flow"))
         await store.put_model(StoredModel("flow", 1, config, (1,)))
-        await store.set_desired(Desired("flow", 1))
+        await store.set_desired(DesiredState("flow", 1))
         models = {"flow": {1: VersionState(State.READY, 1)}}
         await store.heartbeat(WorkerRecord(id="w", started_at=0.0, models=models), ttl_s=3600)
         limits = LimitSettings(wait_for_workers_s=0, stream_window_bytes=WINDOW_BYTES)
-        caller = Caller(queue, Catalog(store, limits), "w1", tasks, limits)
+        caller = WorkerCaller(queue, Catalog(store, limits), "w1", tasks, limits)
         async with stream_worker(queue, "flow") as worker:
             yield Scene(queue, caller, worker)
         running = caller.close()

@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 
 from qinfer.batching.batcher import LoadedModel
-from qinfer.batching.execution import Pending
+from qinfer.batching.execution import WorkItem
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response
 from qinfer.core.settings_metrics import MetricsSettings
-from qinfer.models.ensemble_graph import PlanStep, Resolved, plan
+from qinfer.models.ensemble_graph import PlanStep, ResolvedModel, plan
 from qinfer.models.spec import EnsembleStep
 from qinfer.queue.entries import Entry, Lane, Lease
-from qinfer.submission.pending import Sink
+from qinfer.submission.pending import ResponseSink
 from qinfer.tensors import from_numpy
 from qinfer.testing import FakeClock, stub_spec
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
@@ -30,11 +30,11 @@ class Scene:
     def __init__(self) -> None:
         made = plan(
             replace(stub_spec("e"), steps=(EnsembleStep("m", 0, {"x": "x"}, {"y": "y"}),)),
-            lambda _: Resolved(stub_spec("m"), 1),
+            lambda _: ResolvedModel(stub_spec("m"), 1),
         )
         model = LoadedModel(spec=made.spec, version=1, generation=1, executor=NoInstances())
         parts = RunParts(ServerClock(FakeClock(1.0), 0.0), self, self, NestedCounts(MetricsSettings()), self._follow)
-        self.sinks: list[Sink] = []
+        self.sinks: list[ResponseSink] = []
         self.left: list[list[str]] = []
         self.is_taken = False
         self.batcher = EnsembleBatcher(model, made, parts, self)
@@ -42,7 +42,7 @@ class Scene:
     async def _follow(self) -> None:
         """Waits for nothing."""
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> "Scene":
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> "Scene":
         del step, request, timeout_s
         self.sinks.append(sink)
         return self
@@ -53,21 +53,21 @@ class Scene:
     def took(self, nbytes: int) -> None:
         raise AssertionError("no step is decoupled", nbytes)
 
-    def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
+    def answer(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
         assert [item.request.id for item in items] == [response.request_id for response in responses]
         self.left.append([response.request_id for response in responses])
 
-    def give_back(self, items: Sequence[Pending]) -> None:
+    def give_back(self, items: Sequence[WorkItem]) -> None:
         raise AssertionError("nothing is given back", items)
 
-    def delay(self, items: Sequence[Pending]) -> None:
+    def delay(self, items: Sequence[WorkItem]) -> None:
         raise AssertionError("nothing is delayed", items)
 
     def send(self, request_id: str) -> None:
         """Has the ensemble begin a request."""
         request = InferRequest(model="e", id=request_id, reply_to="reply:g", inputs=(INPUT,))
         lease = Lease(Entry(Lane("e", 1), "1-0"), "", b"")
-        self.batcher.admit([Pending(rows=1, key=None, enqueued_s=0.0, deadline_s=9.0, lease=lease, request=request)])
+        self.batcher.admit([WorkItem(rows=1, key=None, enqueued_s=0.0, deadline_s=9.0, lease=lease, request=request)])
 
     def end(self, number: int) -> None:
         """Answers the step of a request."""

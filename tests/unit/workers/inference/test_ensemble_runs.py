@@ -6,16 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from qinfer.batching.execution import Pending
-from qinfer.core.messages import Failure, InferRequest, Response, Scalar, Sequence
+from qinfer.batching.execution import WorkItem
+from qinfer.core.messages import Failure, InferRequest, Response, Scalar, SequenceFlags
 from qinfer.errors import InferenceFailed, QueueFull
-from qinfer.models.ensemble_graph import Plan, PlanStep, Resolved, plan
+from qinfer.models.ensemble_graph import EnsemblePlan, PlanStep, ResolvedModel, plan
 from qinfer.models.spec import EnsembleStep, ModelSpec
 from qinfer.queue.entries import Entry, Lane, Lease
-from qinfer.submission.pending import Sink
+from qinfer.submission.pending import ResponseSink
 from qinfer.tensors import Tensor, from_numpy, to_numpy
 from qinfer.testing import stub_spec
-from qinfer_workers.inference.ensembles.run import MAX_BRANCHES, Outcome, Run
+from qinfer_workers.inference.ensembles.run import MAX_BRANCHES, EnsembleRun, Outcome
 
 NBYTES = 4
 FAILED = Failure.of(InferenceFailed("no"))
@@ -33,7 +33,7 @@ def number_of(tensors: Iterable[Tensor]) -> float:
 class Open:
     """A step that was submitted: its request, its sink, and what was done with it."""
 
-    def __init__(self, step: PlanStep, request: InferRequest, sink: Sink) -> None:
+    def __init__(self, step: PlanStep, request: InferRequest, sink: ResponseSink) -> None:
         self.model, self.request, self.sink = step.model.name, request, sink
         self.number = number_of(request.inputs)
         self.taken_bytes = 0
@@ -72,7 +72,7 @@ class Scene:
         if dims is not None:
             outputs = tuple(replace(output, dims=dims, reshape=output.dims) for output in spec.outputs)
             spec = replace(spec, outputs=outputs)
-        self.plan: Plan = plan(spec, lambda step: Resolved(specs[step.model], 1))
+        self.plan: EnsemblePlan = plan(spec, lambda step: ResolvedModel(specs[step.model], 1))
         self.opened: list[Open] = []
         self.refused: set[str] = set()
         self.room = 10**6
@@ -80,16 +80,16 @@ class Scene:
         self.shapes: list[tuple[int, ...]] = []
         self.told: list[Mapping[str, Scalar]] = []
         self.outcome: Outcome | None = None
-        request = InferRequest(model="e", inputs=(value(7, "x"),), sequence=Sequence(5, end=True))
+        request = InferRequest(model="e", inputs=(value(7, "x"),), sequence=SequenceFlags(5, end=True))
         lease = Lease(Entry(Lane("e", 1), "1-0"), "", b"")
-        item = Pending(rows=1, key=None, enqueued_s=0.0, deadline_s=9.0, lease=lease, request=request)
-        self.run = Run(item, self.plan, self, lambda: 1.0, self._ended, self)
+        item = WorkItem(rows=1, key=None, enqueued_s=0.0, deadline_s=9.0, lease=lease, request=request)
+        self.run = EnsembleRun(item, self.plan, self, lambda: 1.0, self._ended, self)
         self.run.begin()
 
     def _model(self, name: str) -> ModelSpec:
         return replace(stub_spec(), name=name, decoupled=name.startswith("s"))
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Open:
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> Open:
         assert timeout_s == 8.0
         if step.model.name in self.refused:
             raise QueueFull("full")
@@ -107,7 +107,7 @@ class Scene:
     def open(self, model: str) -> list[Open]:
         return [one for one in self.opened if one.model == model and not one.is_cancelled]
 
-    def _ended(self, _: Run, __: Pending, outcome: Outcome) -> None:
+    def _ended(self, _: EnsembleRun, __: WorkItem, outcome: Outcome) -> None:
         assert self.outcome is None
         self.outcome = outcome
 

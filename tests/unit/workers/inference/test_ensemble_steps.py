@@ -11,15 +11,15 @@ from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.sequences.steps import PendingStep
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Failure, InferRequest, Response
-from qinfer.core.messages import Sequence as Flags
+from qinfer.core.messages import SequenceFlags as Flags
 from qinfer.core.settings_metrics import MetricsSettings
 from qinfer.errors import DeadlineExceeded, InferenceFailed, QinferError, QueueFull, SequenceLost
-from qinfer.models.ensemble_graph import PlanStep, Resolved, plan
+from qinfer.models.ensemble_graph import PlanStep, ResolvedModel, plan
 from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
 from qinfer.models.spec import EnsembleStep, ModelSpec
 from qinfer.queue.entries import Entry, Lane, Lease
-from qinfer.queue.sequence_records import Place, SequenceId
-from qinfer.submission.pending import Sink
+from qinfer.queue.sequence_records import SequenceId, StepPlace
+from qinfer.submission.pending import ResponseSink
 from qinfer.tensors import from_numpy, to_numpy
 from qinfer.testing import FakeClock, stub_spec
 from qinfer_workers.inference.ensembles.runs import NestedCounts, NoInstances, RunParts
@@ -38,7 +38,7 @@ def spec_of(name: str) -> ModelSpec:
 class Open:
     """A step of the plan that was submitted."""
 
-    def __init__(self, step: PlanStep, request: InferRequest, sink: Sink, *, is_near: bool) -> None:
+    def __init__(self, step: PlanStep, request: InferRequest, sink: ResponseSink, *, is_near: bool) -> None:
         self.model, self.request, self.is_near = step.model.name, request, is_near
         self._sink = sink
         self.is_taken = step.model.is_stateful
@@ -63,7 +63,7 @@ class Way:
     def __init__(self, opened: list[Open], *, is_near: bool) -> None:
         self._opened, self._is_near = opened, is_near
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Open:
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> Open:
         assert timeout_s > 0
         self._opened.append(Open(step, request, sink, is_near=self._is_near))
         return self._opened[-1]
@@ -77,7 +77,7 @@ class Scene:
         steps = tuple(
             EnsembleStep(name, 0, {"x": tensors[index]}, {"y": tensors[index + 1]}) for index, name in enumerate(models)
         )
-        made = plan(replace(stub_spec("e"), steps=steps), lambda step: Resolved(spec_of(step.model), 1))
+        made = plan(replace(stub_spec("e"), steps=steps), lambda step: ResolvedModel(spec_of(step.model), 1))
         self.opened: list[Open] = []
         self.done: list[tuple[PendingStep, Response]] = []
         self.ended: list[tuple[PendingStep, QinferError]] = []
@@ -119,7 +119,7 @@ class Scene:
             alone=deliveries > 1,
             lease=Lease(Entry(Lane("e", 1), "1-0"), "", b"", deliveries),
             request=request,
-            place=Place(ID, 1, number),
+            place=StepPlace(ID, 1, number),
             token=1,
             start=number == 1,
             end=end,

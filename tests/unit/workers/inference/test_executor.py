@@ -11,7 +11,7 @@ import pytest
 
 from qinfer.backends.base import Backend, Batch, Context
 from qinfer.backends.stub import StubBackend
-from qinfer.batching.execution import Execution, Pending
+from qinfer.batching.execution import Execution, WorkItem
 from qinfer.core.messages import InferRequest
 from qinfer.errors import InferenceFailed
 from qinfer.models.spec import Device
@@ -35,7 +35,7 @@ def executor(backend: Backend) -> ThreadExecutor:
 def execution() -> Execution:
     request = InferRequest(model="stub", inputs=())
     lease = Lease(Entry(Lane("stub", 1), "1000-0"), "w", b"")
-    item = Pending(rows=1, key=None, enqueued_s=1.0, deadline_s=61.0, lease=lease, request=request)
+    item = WorkItem(rows=1, key=None, enqueued_s=1.0, deadline_s=61.0, lease=lease, request=request)
     return Execution([item], Batch(requests=[request], rows=[1], inputs={"x": np.ones((1, 2), "<f4")}), 0)
 
 

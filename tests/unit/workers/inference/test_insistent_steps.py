@@ -15,9 +15,9 @@ from qinfer.errors import (
     QueueFull,
 )
 from qinfer.models.ensemble_graph import PlanStep
-from qinfer.submission.pending import Sink
+from qinfer.submission.pending import ResponseSink
 from qinfer.testing import eventually, stub_spec
-from qinfer_workers.inference.ensembles.insistent import InsistentSteps
+from qinfer_workers.inference.ensembles.insistent import RetryingSteps
 
 STEP = PlanStep(model=stub_spec(), version=1, inputs=(), outputs={})
 AWAY = Failure.of(BrokerUnavailable("away"))
@@ -29,12 +29,12 @@ class Way:
     def __init__(self, *, refusals: int = 0) -> None:
         self.refusals = refusals
         self.requests: list[InferRequest] = []
-        self.sink: Sink
+        self.sink: ResponseSink
         self.is_taken = False
         self.cancelled = 0
         self.submitted: Way | None = None
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> "Way":
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> "Way":
         assert timeout_s > 0
         if self.refusals:
             self.refusals -= 1
@@ -72,7 +72,7 @@ def asked() -> InferRequest:
 async def test_a_step_is_submitted_again() -> None:
     """As it was: what the submission has written to it is not."""
     way, taker = Way(), Taker()
-    InsistentSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
+    RetryingSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
     left: list[float] = []
 
     for count in (2, 3):
@@ -91,7 +91,7 @@ async def test_a_step_that_has_ended_is_freed_without_the_garbage_collector(requ
     request.addfinalizer(gc.enable)
     way, sent, taker = Way(), Way(), Taker()
     way.submitted = sent
-    InsistentSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
+    RetryingSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
     sent.sink = way.sink  # what was submitted refers to its sink; the way does so no longer
     del way.sink
     sent.sink.deliver(Response(request_id="s"))
@@ -106,7 +106,7 @@ async def test_a_step_that_has_ended_is_freed_without_the_garbage_collector(requ
 async def test_a_step_that_can_not_be_submitted_at_first() -> None:
     way, taker = Way(refusals=2), Taker()
 
-    InsistentSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
+    RetryingSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
 
     await eventually(lambda: bool(way.requests), description="it is submitted")
     assert taker.came == []
@@ -114,7 +114,7 @@ async def test_a_step_that_can_not_be_submitted_at_first() -> None:
 
 async def test_other_failures_are_answers() -> None:
     way, taker = Way(), Taker()
-    InsistentSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
+    RetryingSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
 
     way.fails(Failure.of(QueueFull("full")))
 
@@ -123,7 +123,7 @@ async def test_other_failures_are_answers() -> None:
 
 async def test_a_stream_that_has_begun_is_not_submitted_again() -> None:
     way, taker = Way(), Taker()
-    InsistentSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
+    RetryingSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
     way.sink.deliver(Response(request_id="s", final=False))
 
     way.fails()
@@ -134,11 +134,11 @@ async def test_a_stream_that_has_begun_is_not_submitted_again() -> None:
 async def test_no_time_is_left() -> None:
     """Then the failure is the answer, or the refusal of the first try."""
     way, taker = Way(), Taker()
-    InsistentSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 0.01)
+    RetryingSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 0.01)
     way.fails()
 
     with pytest.raises(BrokerUnavailable):
-        InsistentSteps(Way(refusals=1), is_stored=False).submit_step(STEP, asked(), taker, 0.01)
+        RetryingSteps(Way(refusals=1), is_stored=False).submit_step(STEP, asked(), taker, 0.01)
 
     assert [response.failure for response in taker.came] == [AWAY]
 
@@ -146,23 +146,23 @@ async def test_no_time_is_left() -> None:
 async def test_an_asynchronous_request_without_time_left_has_expired() -> None:
     """That Redis is away is not why it ends: it would have waited longer."""
     way, taker = Way(), Taker()
-    InsistentSteps(way, is_stored=True).submit_step(STEP, asked(), taker, 0.01)
+    RetryingSteps(way, is_stored=True).submit_step(STEP, asked(), taker, 0.01)
     way.fails()
 
     with pytest.raises(DeadlineExceeded):
-        InsistentSteps(Way(refusals=1), is_stored=True).submit_step(STEP, asked(), taker, 0.01)
+        RetryingSteps(Way(refusals=1), is_stored=True).submit_step(STEP, asked(), taker, 0.01)
 
     assert [response.failure for response in taker.came] == [Failure.of(DeadlineExceeded(TIMED_OUT))]
 
 
 async def test_what_is_cancelled_is_not_submitted_again() -> None:
     way, taker = Way(), Taker()
-    submitted = InsistentSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
+    submitted = RetryingSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
     way.fails()
 
     submitted.cancel()
     other = Taker()
-    InsistentSteps(way, is_stored=False).submit_step(STEP, asked(), other, 60.0)
+    RetryingSteps(way, is_stored=False).submit_step(STEP, asked(), other, 60.0)
     way.fails()
 
     await eventually(lambda: len(way.requests) == 3, description="the other one, which failed later, is tried again")
@@ -172,7 +172,7 @@ async def test_what_is_cancelled_is_not_submitted_again() -> None:
 async def test_a_step_of_a_sequence_that_was_taken_stays_so() -> None:
     """Though nothing is known of the next try yet."""
     way, taker = Way(), Taker()
-    submitted = InsistentSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
+    submitted = RetryingSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
     way.is_taken = True
     way.fails()
 
@@ -181,7 +181,7 @@ async def test_a_step_of_a_sequence_that_was_taken_stays_so() -> None:
 
 async def test_a_failure_of_a_later_try() -> None:
     way, taker = Way(), Taker()
-    InsistentSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
+    RetryingSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
     way.fails()
     await eventually(lambda: len(way.requests) == 2, description="another try")
 
@@ -193,10 +193,10 @@ async def test_a_failure_of_a_later_try() -> None:
 async def test_asynchronous_requests_wait_for_models_with_too_much_to_do() -> None:
     """As long as their deadline allows; then they expire, and do not fail."""
     way, taker = Way(), Taker()
-    InsistentSteps(way, is_stored=True).submit_step(STEP, asked(), taker, 60.0)
+    RetryingSteps(way, is_stored=True).submit_step(STEP, asked(), taker, 60.0)
     way.fails(Failure.of(QueueFull("full")))
     await eventually(lambda: len(way.requests) == 2, description="another try")
-    InsistentSteps(way, is_stored=True).submit_step(STEP, asked(), taker, 0.01)
+    RetryingSteps(way, is_stored=True).submit_step(STEP, asked(), taker, 0.01)
 
     way.fails(Failure.of(DeadlineInfeasible("too much", 1.0)))
 

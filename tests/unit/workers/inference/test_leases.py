@@ -5,13 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from qinfer.batching.execution import Pending
+from qinfer.batching.execution import WorkItem
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.testing import FakeClock, eventually
 from qinfer_workers.inference import publisher
-from qinfer_workers.inference.publisher import Held, LeaseKeeper, place_of
+from qinfer_workers.inference.publisher import HeldWork, LeaseKeeper, place_of
 
 LANE, OTHER = Lane("stub", 1), Lane("other", 1)
 LEASE_S = 10.0
@@ -42,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 
 @pytest.fixture
-def lost() -> list[Held]:
+def lost() -> list[HeldWork]:
     return []
 
 
@@ -52,14 +52,14 @@ def asked() -> Asked:
 
 
 @pytest.fixture
-def keeper(clock: FakeClock, lost: list[Held], asked: Asked) -> Iterator[LeaseKeeper]:
+def keeper(clock: FakeClock, lost: list[HeldWork], asked: Asked) -> Iterator[LeaseKeeper]:
     return LeaseKeeper(asked, ServerClock(clock, 0.0), LEASE_S, list, lost.append)  # type: ignore[return-value]
 
 
-def item(number: int = 0, lane: Lane = LANE, deadline_s: float = 1e6) -> Pending:
+def item(number: int = 0, lane: Lane = LANE, deadline_s: float = 1e6) -> WorkItem:
     request = InferRequest(model=lane.model, inputs=(), id=f"r{number}")
     lease = Lease(Entry(lane, f"1000-{number}"), "w", b"")
-    return Pending(rows=1, key=None, enqueued_s=1.0, deadline_s=deadline_s, lease=lease, request=request)
+    return WorkItem(rows=1, key=None, enqueued_s=1.0, deadline_s=deadline_s, lease=lease, request=request)
 
 
 def test_leases_are_sure_for_a_lease_time_after_a_renewal(keeper: LeaseKeeper, clock: FakeClock) -> None:
@@ -109,7 +109,7 @@ async def test_confirm_waits_for_a_renewal_that_began_later(
     await confirming
 
 
-def test_a_lost_lease_is_told_once(keeper: LeaseKeeper, clock: FakeClock, lost: list[Held]) -> None:
+def test_a_lost_lease_is_told_once(keeper: LeaseKeeper, clock: FakeClock, lost: list[HeldWork]) -> None:
     """What was dropped meanwhile, or fetched again since, is not lost."""
     gone, dropped, kept = item(1), item(2), item(3)
     keeper.hold([gone, dropped, kept])

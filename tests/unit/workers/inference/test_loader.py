@@ -23,7 +23,7 @@ from qinfer.models.state import StoredModel
 from qinfer.tensors import Tensor
 from qinfer.testing import FakeClock, stub_spec
 from qinfer_workers.inference.devices import devices_of, gpus_here, named
-from qinfer_workers.inference.loader import Change, Kind, Loaded, Loader
+from qinfer_workers.inference.loader import LoadChange, LoadedVersion, Loader, LoadKind
 
 CONFIG = """
 backend: "stub" max_batch_size: {rows}
@@ -46,7 +46,7 @@ class Scene:
         self.write("1/model.stub", "weights")
         self.loader = Loader(lambda model, version, *_: path / model / str(version), lambda _: self._make, _clock())
         self.generation = 0
-        self.serving: Loaded | None = None
+        self.serving: LoadedVersion | None = None
 
     def write(self, file: str, text: str) -> None:
         path = self.path / "m" / file
@@ -69,7 +69,7 @@ class Scene:
         spec: ModelSpec | None = None,
         more: str = "",
         pinned: Sequence[str] = (),
-    ) -> Change:
+    ) -> LoadChange:
         self.generation += 1
         config = to_json(normalise(parse(CONFIG.format(rows=rows, latest=latest, count=count) + more), "m"))
         stored = StoredModel("m", self.generation, config, (1,))
@@ -93,7 +93,7 @@ def test_what_has_not_changed_is_not_loaded(scene: Scene) -> None:
     scene.write("2/model.stub", "other")
     second = scene.load(latest=2)
 
-    assert (first.kind, second.kind) == (Kind.NEW, Kind.SAME)
+    assert (first.kind, second.kind) == (LoadKind.NEW, LoadKind.SAME)
     assert len(scene.made) == 1
     assert second.loaded.generation == 2
 
@@ -104,7 +104,7 @@ def test_any_file_that_it_may_read_counts(scene: Scene, file: str) -> None:
     scene.load()
     scene.write(file, "something new")
 
-    assert scene.load().kind is Kind.NEW
+    assert scene.load().kind is LoadKind.NEW
 
 
 def test_the_configuration_counts(scene: Scene) -> None:
@@ -114,9 +114,9 @@ def test_the_configuration_counts(scene: Scene) -> None:
     other = scene.load(count=2, rows=4)
 
     assert [(change.kind, len(change.loaded.instances), change.surplus) for change in (more, fewer, other)] == [
-        (Kind.RESIZED, 2, 0),
-        (Kind.RESIZED, 0, 1),
-        (Kind.NEW, 2, 0),
+        (LoadKind.RESIZED, 2, 0),
+        (LoadKind.RESIZED, 0, 1),
+        (LoadKind.NEW, 2, 0),
     ]
 
 
@@ -191,8 +191,8 @@ def test_other_content_than_was_pinned_is_not_loaded(scene: Scene) -> None:
         scene.load(pinned=("sha256:other",))
 
     assert len(scene.made) == 1
-    assert scene.load(pinned=("sha256:other", executed)).kind is Kind.NEW
-    assert scene.load(rows=4, pinned=("",)).kind is Kind.NEW
+    assert scene.load(pinned=("sha256:other", executed)).kind is LoadKind.NEW
+    assert scene.load(rows=4, pinned=("",)).kind is LoadKind.NEW
 
 
 def test_another_copy_of_the_same_remote_files_is_no_change(scene: Scene, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_another_copy_of_the_same_remote_files_is_no_change(scene: Scene, tmp_pa
     scene.load()
     scene.write("config.pbtxt", "# with more instances")
 
-    assert scene.load(count=2).kind is Kind.RESIZED
+    assert scene.load(count=2).kind is LoadKind.RESIZED
     assert copies[0] != copies[1]
 
 
@@ -219,10 +219,10 @@ def test_instances_of_several_devices_are_not_taken_away_singly(scene: Scene) ->
     one, two = on[:1], on
     spec = stub_spec("m")
 
-    def load(groups: list[InstanceSpec]) -> Kind:
+    def load(groups: list[InstanceSpec]) -> LoadKind:
         return scene.load(spec=_on(spec, groups)).kind
 
-    assert [load(one), load(two), load(one)] == [Kind.NEW, Kind.RESIZED, Kind.NEW]
+    assert [load(one), load(two), load(one)] == [LoadKind.NEW, LoadKind.RESIZED, LoadKind.NEW]
 
 
 def _on(spec: ModelSpec, groups: list[InstanceSpec]) -> ModelSpec:
@@ -301,12 +301,12 @@ def _stateful() -> ModelSpec:
 @pytest.mark.parametrize(
     ("kept", "kind"),
     [
-        ({}, Kind.RESIZED),
-        ({"iterative": True}, Kind.NEW),
-        ({"strategy": OldestSpec(preferred_sizes=(4,))}, Kind.NEW),
+        ({}, LoadKind.RESIZED),
+        ({"iterative": True}, LoadKind.NEW),
+        ({"strategy": OldestSpec(preferred_sizes=(4,))}, LoadKind.NEW),
     ],
 )
-def test_instances_of_the_strategy_direct_come_and_go(scene: Scene, kept: dict[str, Any], kind: Kind) -> None:
+def test_instances_of_the_strategy_direct_come_and_go(scene: Scene, kept: dict[str, Any], kind: LoadKind) -> None:
     """Another model with sequences is loaded anew."""
     sequences = _stateful().sequences
     assert sequences is not None
@@ -315,10 +315,10 @@ def test_instances_of_the_strategy_direct_come_and_go(scene: Scene, kept: dict[s
     scene.write("initial_state/zero.bin", "12345678")
     scene.load(spec=one)
 
-    assert scene.load(spec=one).kind is Kind.SAME
+    assert scene.load(spec=one).kind is LoadKind.SAME
     more, fewer = scene.load(spec=two), scene.load(spec=one)
 
-    is_new = kind is Kind.NEW
+    is_new = kind is LoadKind.NEW
     assert (more.kind, len(more.loaded.instances), more.surplus) == (kind, 2 if is_new else 1, 0)
     assert (fewer.kind, len(fewer.loaded.instances), fewer.surplus) == (kind, int(is_new), int(not is_new))
 
@@ -331,7 +331,7 @@ def test_initial_states_are_read_from_files(scene: Scene) -> None:
     second = scene.load(spec=_stateful())
 
     assert first.loaded.initial_states == (Tensor("si", "FP32", (1, 2), b"12345678"),)
-    assert second.kind is Kind.NEW
+    assert second.kind is LoadKind.NEW
     assert second.loaded.executed_hash != first.loaded.executed_hash
 
 

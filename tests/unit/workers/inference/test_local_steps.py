@@ -8,19 +8,19 @@ from typing import Any, cast
 import pytest
 
 from qinfer.batching.batcher import Batcher
-from qinfer.batching.execution import Pending as Item
+from qinfer.batching.execution import WorkItem as Item
 from qinfer.core.messages import InferRequest, Response
-from qinfer.models.catalog import Served
+from qinfer.models.catalog import ServedVersion
 from qinfer.models.routes import Routes
 from qinfer.queue.entries import Entry, Lane, Lease
-from qinfer.submission.pending import Pending
+from qinfer.submission.pending import PendingCall
 from qinfer.submission.submit import Submission
 from qinfer.testing import FakeClock, stub_spec
 from qinfer_workers.inference.ensembles.local import LocalSteps
 
 SPEC = stub_spec()
 LANE = Lane(SPEC.name, 1)
-SERVED = Served(spec=SPEC, version=1, generation=7, lane=LANE, routes=Routes(SPEC, 1))
+SERVED = ServedVersion(spec=SPEC, version=1, generation=7, lane=LANE, routes=Routes(SPEC, 1))
 
 
 class Fakes:
@@ -54,7 +54,7 @@ class Fakes:
     def give_back(self, items: Sequence[Item]) -> None:
         self.given_back += [item.request.id for item in items]
 
-    def enqueue(self, waiting: Pending, request: InferRequest, lane: Lane) -> None:
+    def enqueue(self, waiting: PendingCall, request: InferRequest, lane: Lane) -> None:
         self.enqueued.append((waiting.request_id, lane))
 
 
@@ -71,8 +71,8 @@ async def local(fakes: Fakes) -> LocalSteps:
     return one
 
 
-def waiting(name: str) -> Pending:
-    return Pending(name, "", SPEC.name, 1, cast(Any, None), 0.0)
+def waiting(name: str) -> PendingCall:
+    return PendingCall(name, "", SPEC.name, 1, cast(Any, None), 0.0)
 
 
 def take(local: LocalSteps, name: str, rows: int = 1) -> bool:

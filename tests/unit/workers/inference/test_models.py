@@ -13,14 +13,14 @@ from qinfer.errors import ModelFilesUnreachable, ModelLoadFailed
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.pins import Pin
 from qinfer.models.spec import Device, ModelSpec
-from qinfer.models.state import Desired, State, StoredModel, VersionState
+from qinfer.models.state import DesiredState, State, StoredModel, VersionState
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import Completion, find_completion
 from qinfer.queue import keys
 from qinfer.testing import eventually
 from qinfer_workers.inference import models as following_models
-from qinfer_workers.inference.ensembles.plans import Planned
-from qinfer_workers.inference.loader import Change, Kind, Loaded, Loader
+from qinfer_workers.inference.ensembles.plans import PlannedEnsemble
+from qinfer_workers.inference.loader import LoadChange, LoadedVersion, Loader, LoadKind
 from qinfer_workers.inference.models import Models
 
 HASH = "sha256:1"
@@ -36,7 +36,7 @@ class Slow:
         self.gates: dict[str, threading.Event] = {}
         self.began: list[str] = []
         self.executed: dict[int, str] = {}
-        self.discarded: list[Change] = []
+        self.discarded: list[LoadChange] = []
         self.completion: Completion | Exception = Completion(error="not asked for")
 
     def hold(self, model: str) -> None:
@@ -47,10 +47,10 @@ class Slow:
         spec: ModelSpec,
         version: int,
         stored: StoredModel,
-        serving: Loaded | None = None,
+        serving: LoadedVersion | None = None,
         pinned: Collection[str] = (),
-        _: Planned | None = None,
-    ) -> Change:
+        _: PlannedEnsemble | None = None,
+    ) -> LoadChange:
         self.began.append(spec.name)
         if spec.name in self.gates:
             assert self.gates[spec.name].wait(20)
@@ -58,7 +58,7 @@ class Slow:
             raise ModelLoadFailed("bad file")
         if stored.content_hash == "away" and len(self.began) < 3:
             raise ModelFilesUnreachable("can't be reached now")
-        loaded = Loaded(
+        loaded = LoadedVersion(
             spec=spec,
             version=version,
             generation=stored.generation,
@@ -68,14 +68,14 @@ class Slow:
         )
         if pinned and not loaded.executes(pinned):
             raise ModelLoadFailed("other content")
-        return Change(kind=Kind.NEW, loaded=loaded)
+        return LoadChange(kind=LoadKind.NEW, loaded=loaded)
 
     def complete(self, stored: StoredModel) -> Completion:
         if isinstance(self.completion, Exception):
             raise self.completion
         return self.completion
 
-    def discard(self, change: Change) -> None:
+    def discard(self, change: LoadChange) -> None:
         self.discarded.append(change)
 
 
@@ -85,10 +85,10 @@ class Host:
     def __init__(self) -> None:
         self.served: dict[tuple[str, int], int] = {}
 
-    def serve(self, loaded: Loaded) -> None:
+    def serve(self, loaded: LoadedVersion) -> None:
         self.served[loaded.spec.name, loaded.version] = loaded.generation
 
-    def resize(self, loaded: Loaded, surplus: int) -> None:
+    def resize(self, loaded: LoadedVersion, surplus: int) -> None:
         raise AssertionError
 
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
@@ -108,11 +108,11 @@ class Scene:
         config = to_json(normalise(parse(CONFIG), name))
         stored = StoredModel(name, generation, config, (version,), content_hash=digest, pending=pending)
         await self.store.put_model(stored)
-        await self.store.set_desired(Desired(name, generation))
+        await self.store.set_desired(DesiredState(name, generation))
         await self.store.wake()
 
     async def unwant(self, name: str, generation: int = 1) -> None:
-        await self.store.set_desired(Desired(name, generation, load=False))
+        await self.store.set_desired(DesiredState(name, generation, load=False))
         await self.store.wake()
 
     async def pin(self, content_hash: str = HASH, version: int = 1, ttl_s: float = 60.0) -> None:

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from qinfer.batching.execution import Pending
+from qinfer.batching.execution import WorkItem
 from qinfer.core.clock import SystemClock
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import InferenceFailed
 from qinfer.observe.stats import StatsTally
-from qinfer.queue.connection import Refused
+from qinfer.queue.connection import CommandRefused
 from qinfer.queue.entries import Entry, Lane, Lease, Settlement
 from qinfer.queue.lanes import Queue
 from qinfer.queue.router import Router
@@ -38,7 +38,7 @@ class Refusing(Offline):
     """A queue that takes nothing back."""
 
     async def release(self, leases: Sequence[Lease], *, rest_s: float = 0.0) -> None:
-        raise Refused("WRONGTYPE", "WRONGTYPE Operation against a key holding the wrong kind of value")
+        raise CommandRefused("WRONGTYPE", "WRONGTYPE Operation against a key holding the wrong kind of value")
 
 
 class Releasing(Offline):
@@ -64,7 +64,7 @@ class Burying(Offline):
         self.burying += 1
         await self.go.wait()
         if request_id == "r2":
-            raise Refused("WRONGTYPE", "WRONGTYPE Operation against a key holding the wrong kind of value")
+            raise CommandRefused("WRONGTYPE", "WRONGTYPE Operation against a key holding the wrong kind of value")
         return True
 
     async def publish(self, reply_to: str, blob: Bytes) -> bool:
@@ -112,10 +112,10 @@ class Noting(Offline):
         return [True] * len(settlements)
 
 
-def pending(number: int = 0, reply_to: str = "reply:g") -> Pending:
+def pending(number: int = 0, reply_to: str = "reply:g") -> WorkItem:
     request = InferRequest(model="stub", inputs=(), id=f"r{number}", reply_to=reply_to)
     lease = Lease(Entry(Lane("stub", 1), f"1000-{number}"), "w", b"")
-    return Pending(rows=1, key=None, enqueued_s=1.0, deadline_s=61.0, lease=lease, request=request)
+    return WorkItem(rows=1, key=None, enqueued_s=1.0, deadline_s=61.0, lease=lease, request=request)
 
 
 def keeper_of(delivery: Queue, lease_s: float = 10.0) -> LeaseKeeper:
@@ -226,7 +226,7 @@ async def test_a_refused_release_is_left_to_the_end_of_its_lease(caplog: pytest.
     assert "refused by the broker" in caplog.text
 
 
-def responses(items: Sequence[Pending]) -> list[Response]:
+def responses(items: Sequence[WorkItem]) -> list[Response]:
     return [Response(request_id=item.request.id) for item in items]
 
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from pydantic import SecretStr
 
-from qinfer.batching.execution import Pending
+from qinfer.batching.execution import WorkItem
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest
 from qinfer.core.processes import LENGTH, packed
@@ -27,7 +27,7 @@ from qinfer_workers import renewer
 from qinfer_workers.inference import renewals
 from qinfer_workers.inference.publisher import LeaseKeeper
 from qinfer_workers.inference.renewals import ProcessRenewals
-from qinfer_workers.renewer import Held, Hello, Report
+from qinfer_workers.renewer import HeldLeases, RenewalReport, RenewerHello
 
 LANE = Lane("stub", 1)
 NOWHERE = "redis://127.0.0.1:1"
@@ -38,10 +38,10 @@ def keeper_of(renews: ProcessRenewals) -> LeaseKeeper:
     return LeaseKeeper(renews, ServerClock(offset_s=0.0), 10.0, lambda: [LANE], lambda _: None)
 
 
-def item() -> Pending:
+def item() -> WorkItem:
     request = InferRequest(model="stub", inputs=(), id="r")
     lease = Lease(Entry(LANE, "1000-0"), "w", b"")
-    return Pending(rows=1, key=None, enqueued_s=1.0, deadline_s=time.monotonic() + 60.0, lease=lease, request=request)
+    return WorkItem(rows=1, key=None, enqueued_s=1.0, deadline_s=time.monotonic() + 60.0, lease=lease, request=request)
 
 
 @pytest.fixture
@@ -60,9 +60,9 @@ def tell(child: "subprocess.Popen[bytes]", *messages: msgspec.Struct) -> None:
     child.stdin.flush()
 
 
-def report_of(stream: IO[bytes]) -> Report:
+def report_of(stream: IO[bytes]) -> RenewalReport:
     (size,) = LENGTH.unpack(stream.read(LENGTH.size))
-    return msgspec.msgpack.decode(stream.read(size), type=Report)
+    return msgspec.msgpack.decode(stream.read(size), type=RenewalReport)
 
 
 @pytest.mark.parametrize("cluster", [False, True])
@@ -72,10 +72,10 @@ def test_who_asks_after_each_failure_does_not_make_it_fail_faster(
     """A pause comes after each; and a cluster that is away at the start does not end the renewer."""
     assert child.stdout is not None
     lane = b"qinfer:{stub#0}:1:p1"
-    tell(child, Hello(Login(NOWHERE, "", cluster, 1.0, 1.0), b"workers", b"w", b"", EVERY_S, 100.0))
+    tell(child, RenewerHello(Login(NOWHERE, "", cluster, 1.0, 1.0), b"workers", b"w", b"", EVERY_S, 100.0))
     reports = []
     for _ in range(4):
-        tell(child, Held({lane: {b"1-0": float("inf")}}, True))
+        tell(child, HeldLeases({lane: {b"1-0": float("inf")}}, True))
         reports.append(report_of(child.stdout))
 
     assert [list(report.failed) for report in reports] == [[lane]] * 4
@@ -125,14 +125,14 @@ def test_a_worker_that_does_not_read_keeps_nobody_from_renewing(monkeypatch: pyt
     sent = 0
     while select.select([], [writing], [], 0)[1]:
         sent += 1
-        outbox.send(Report(float(sent), [], {b"lane": "x" * 1000}))
-    outbox.send(Report(-1.0, [(b"lane", b"1-0")], {}))
-    outbox.send(Report(-2.0, [(b"lane", b"2-0")], {}))
+        outbox.send(RenewalReport(float(sent), [], {b"lane": "x" * 1000}))
+    outbox.send(RenewalReport(-1.0, [(b"lane", b"1-0")], {}))
+    outbox.send(RenewalReport(-2.0, [(b"lane", b"2-0")], {}))
     with open(reading, "rb") as stream:
         for number in range(sent):
             assert report_of(stream).began_s == number + 1.0
-        outbox.send(Report(-3.0, [(b"lane", b"3-0")], {}))
-        outbox.send(Report(-4.0, [], {}))
+        outbox.send(RenewalReport(-3.0, [(b"lane", b"3-0")], {}))
+        outbox.send(RenewalReport(-4.0, [], {}))
         last = [report_of(stream) for _ in range(2)]
     os.close(writing)
 

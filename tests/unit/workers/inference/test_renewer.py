@@ -16,10 +16,10 @@ from qinfer.core.settings import RedisSettings
 from qinfer.queue.clients import Login
 from qinfer.testing import wait_until
 from qinfer_workers import renewer
-from qinfer_workers.renewer import Held, Hello, Renewer, Report
+from qinfer_workers.renewer import HeldLeases, RenewalReport, Renewer, RenewerHello
 
 LANE, OTHER = b"qinfer:{a#0}:1:p1", b"qinfer:{b#0}:1:p1"
-HELLO = Hello(Login("redis://127.0.0.1:1", "", False, 1.0, 1.0), b"workers", b"w", b"the script", 3.0, 100.0)
+HELLO = RenewerHello(Login("redis://127.0.0.1:1", "", False, 1.0, 1.0), b"workers", b"w", b"the script", 3.0, 100.0)
 
 
 class FakeRedis:
@@ -73,7 +73,7 @@ def redis(monkeypatch: pytest.MonkeyPatch) -> FakeRedis:
     return FakeRedis()
 
 
-def kinds(report: Report) -> dict[bytes, str]:
+def kinds(report: RenewalReport) -> dict[bytes, str]:
     """Returns what failed, without the words of each failure."""
     return {what: text.partition(":")[0] for what, text in report.failed.items()}
 
@@ -81,7 +81,7 @@ def kinds(report: Report) -> dict[bytes, str]:
 def test_what_was_told_is_renewed_until_its_end(redis: FakeRedis) -> None:
     """And what is lost is reported."""
     one = Renewer(HELLO, redis)
-    one.report(Held({LANE: {b"1-0": 2000.0, b"2-0": 999.0, b"3-0": 2000.0}, OTHER: {}}))
+    one.report(HeldLeases({LANE: {b"1-0": 2000.0, b"2-0": 999.0, b"3-0": 2000.0}, OTHER: {}}))
     redis.lost = [b"3-0"]
 
     report = one.renew()
@@ -95,7 +95,7 @@ def test_what_was_fetched_since_is_renewed_when_the_worker_is_silent(
 ) -> None:
     """But not what the worker had long had and did not tell: it has let it go."""
     one = Renewer(HELLO, redis)
-    one.report(Held({LANE: {b"1-0": 2000.0, b"2-0": 1001.0}}))
+    one.report(HeldLeases({LANE: {b"1-0": 2000.0, b"2-0": 1001.0}}))
     redis.pending[LANE] = [(b"1-0", 100), (b"2-0", 100), (b"5-0", 60_000), (b"8-0", 4_000), (b"9-0", 10)]
     one.renew()
     assert redis.renewed.pop() == (LANE, [b"1-0", b"2-0"])
@@ -115,7 +115,7 @@ def test_what_was_fetched_since_is_found_behind_all_that_was_told(
 ) -> None:
     """Redis lists the oldest first, of a worker with large batches thousands."""
     one = Renewer(HELLO, redis)
-    one.report(Held({LANE: {b"%d-0" % number: 2000.0 for number in range(5000)}}))
+    one.report(HeldLeases({LANE: {b"%d-0" % number: 2000.0 for number in range(5000)}}))
     monkeypatch.setattr(Time, "now_s", 1002.5)
     one.renew()
 
@@ -125,11 +125,11 @@ def test_what_was_fetched_since_is_found_behind_all_that_was_told(
 def test_the_worker_tells_again(redis: FakeRedis, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then only that counts."""
     one = Renewer(HELLO, redis)
-    one.report(Held({LANE: {}}))
+    one.report(HeldLeases({LANE: {}}))
     redis.pending[LANE] = [(b"9-0", 10)]
     monkeypatch.setattr(Time, "now_s", 1002.5)
     one.renew()
-    one.report(Held({LANE: {b"1-0": 2000.0}}))
+    one.report(HeldLeases({LANE: {b"1-0": 2000.0}}))
     one.renew()
 
     assert redis.renewed == [(LANE, [b"9-0"]), (LANE, [b"1-0"])]
@@ -138,7 +138,7 @@ def test_the_worker_tells_again(redis: FakeRedis, monkeypatch: pytest.MonkeyPatc
 def test_a_node_that_is_away_is_told_and_the_others_renewed(redis: FakeRedis) -> None:
     """By the name of the error only, which has no address in it."""
     one = Renewer(HELLO, redis)
-    one.report(Held({LANE: {b"1-0": 2000.0}, OTHER: {b"2-0": 2000.0}}))
+    one.report(HeldLeases({LANE: {b"1-0": 2000.0}, OTHER: {b"2-0": 2000.0}}))
     redis.errors[LANE] = Away("to 10.0.0.1:6379")
 
     report = one.renew()
@@ -150,10 +150,10 @@ def test_a_node_that_is_away_is_told_and_the_others_renewed(redis: FakeRedis) ->
 def test_a_node_that_was_away_is_told_until_it_is_there_again(redis: FakeRedis) -> None:
     """Though nothing is held there any more: or the worker would fetch what can't be renewed."""
     one = Renewer(HELLO, redis)
-    one.report(Held({LANE: {b"1-0": 2000.0}}))
+    one.report(HeldLeases({LANE: {b"1-0": 2000.0}}))
     redis.errors[LANE] = Away("to 10.0.0.1:6379")
     one.renew()
-    one.report(Held({LANE: {}}))
+    one.report(HeldLeases({LANE: {}}))
 
     still = one.renew()
     del redis.errors[LANE]
@@ -166,7 +166,7 @@ def test_a_node_that_was_away_is_told_until_it_is_there_again(redis: FakeRedis) 
 def test_entries_of_a_deleted_lane_are_lost(redis: FakeRedis) -> None:
     """Redis knows no group then."""
     one = Renewer(HELLO, redis)
-    one.report(Held({LANE: {b"1-0": 2000.0}}))
+    one.report(HeldLeases({LANE: {b"1-0": 2000.0}}))
     redis.errors[LANE] = ResponseError("NOGROUP No such key")
 
     report = one.renew()
@@ -235,9 +235,9 @@ def test_owners_of_sequences_are_renewed_while_the_worker_is_silent() -> None:
                 raise Away("gone")
             return int(len(calls) == 1)
 
-    hello = Hello(HELLO.redis, b"workers", b"w", b"", 3.0, 100.0, b"the owners' script", 10.0)
+    hello = RenewerHello(HELLO.redis, b"workers", b"w", b"", 3.0, 100.0, b"the owners' script", 10.0)
     one = Renewer(hello, OwnersRedis())
-    one.report(Held({}, owners={"w.1": [b"owners", b"orphans", b"lane"]}))
+    one.report(HeldLeases({}, owners={"w.1": [b"owners", b"orphans", b"lane"]}))
 
     assert one.renew().failed == {}
     assert kinds(one.renew()) == {b"w.1": "ConnectionError"}

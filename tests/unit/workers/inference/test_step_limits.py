@@ -6,7 +6,7 @@ import pytest
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, QueueFull
 from qinfer.models.ensemble_graph import PlanStep
-from qinfer.submission.pending import Sink
+from qinfer.submission.pending import ResponseSink
 from qinfer.tensors import from_numpy
 from qinfer.testing import stub_spec
 from qinfer_workers.inference.ensembles.limits import StepLimits
@@ -21,7 +21,7 @@ class Step:
 
     is_taken = True
 
-    def __init__(self, name: str, sink: Sink, timeout_s: float) -> None:
+    def __init__(self, name: str, sink: ResponseSink, timeout_s: float) -> None:
         self.name, self.sink, self.timeout_s = name, sink, timeout_s
         self.is_cancelled = False
         self.taken_bytes = 0
@@ -43,7 +43,7 @@ class Scene:
         self.came: dict[str, list[Response]] = {}
         self.is_full = False
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Step:
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> Step:
         del step
         if self.is_full:
             raise QueueFull("full")

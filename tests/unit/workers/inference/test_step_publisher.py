@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from qinfer.batching.execution import Pending
+from qinfer.batching.execution import WorkItem
 from qinfer.batching.sequences.steps import PendingStep
-from qinfer.core.messages import Failure, InferRequest, Response, Sequence
+from qinfer.core.messages import Failure, InferRequest, Response, SequenceFlags
 from qinfer.errors import BrokerUnavailable, InferenceFailed, PayloadTooLarge, QinferError, QueueFull
-from qinfer.queue.connection import Refused
+from qinfer.queue.connection import CommandRefused
 from qinfer.queue.entries import Entry, Lane, Lease
-from qinfer.queue.sequence_records import Committed, Place, SequenceId
+from qinfer.queue.sequence_records import CommittedStep, SequenceId, StepPlace
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses
@@ -43,7 +43,7 @@ class Fakes:
     def __init__(self) -> None:
         self.events: list[tuple[str, Name]] = []
         self.commits: list[list[Name]] = []
-        self.committed: dict[Name, Committed] = {}
+        self.committed: dict[Name, CommittedStep] = {}
         self.published: list[Response] = []
         self.broken: list[tuple[Name, QinferError]] = []
         self.settled: list[tuple[Name, bool]] = []
@@ -54,7 +54,7 @@ class Fakes:
         self.go.set()
         self.tasks: list[asyncio.Task[None]] = []
 
-    async def commit(self, steps: Items[Committed]) -> list[bool]:
+    async def commit(self, steps: Items[CommittedStep]) -> list[bool]:
         """See `Sequences`."""
         self.commits.append([name_of(step.place) for step in steps])
         await self.go.wait()
@@ -68,7 +68,7 @@ class Fakes:
             self.events.append(("commit", name_of(step.place)))
         return [name_of(step.place)[0] not in self.lost for step in steps]
 
-    async def finish(self, answered: Iterable[tuple[Place, Entry]]) -> None:
+    async def finish(self, answered: Iterable[tuple[StepPlace, Entry]]) -> None:
         """See `Sequences`."""
         self.events += [("finish", name_of(place)) for place, _ in answered]
 
@@ -78,7 +78,7 @@ class Fakes:
         self.published += responses
         self.events += [("publish", name_of(step.place)) for step in steps]
 
-    def recorded(self, items: Items[Pending], work: Callable[[], Any]) -> Callable[[], Any]:
+    def recorded(self, items: Items[WorkItem], work: Callable[[], Any]) -> Callable[[], Any]:
         """See `Publisher`."""
         del items
         return work
@@ -97,7 +97,7 @@ class Fakes:
         self.broken.append((name_of(step.place), error))
 
 
-def name_of(place: Place) -> Name:
+def name_of(place: StepPlace) -> Name:
     return int(place.sequence.correlation_id), place.number
 
 
@@ -119,7 +119,7 @@ def executed(
 ) -> tuple[list[PendingStep], list[Response]]:
     """Returns a step that was executed, with its response."""
     entry = Entry(Lane("m", 0, "steps"), f"{sequence}-{number}")
-    flags = Sequence(sequence, end=end, step=told)
+    flags = SequenceFlags(sequence, end=end, step=told)
     request = InferRequest(model="m", inputs=(), id=f"r{sequence}.{number}", sequence=flags)
     step = PendingStep(
         rows=1,
@@ -128,7 +128,7 @@ def executed(
         deadline_s=60.0,
         lease=Lease(entry, "w1", b"", 1),
         request=request,
-        place=Place(SequenceId("", sequence), 1, number),
+        place=StepPlace(SequenceId("", sequence), 1, number),
         token=7,
         end=end,
         state=(Tensor("s", "UINT8", (1, len(state)), state),) if state else (),
@@ -219,7 +219,9 @@ async def test_what_another_worker_owns_is_not_published() -> None:
         assert [name for what, name in fakes.events if what != "commit"] == [(1, 1), (3, 1)] * 2
 
 
-@pytest.mark.parametrize("refusal", [PayloadTooLarge("too large"), QueueFull("full"), Refused("WRONGTYPE", "damaged")])
+@pytest.mark.parametrize(
+    "refusal", [PayloadTooLarge("too large"), QueueFull("full"), CommandRefused("WRONGTYPE", "damaged")]
+)
 async def test_a_step_that_is_refused_breaks_its_sequence(refusal: QinferError) -> None:
     """Those that were to be committed with it are, and those behind it."""
     async with publishing() as (one, fakes):

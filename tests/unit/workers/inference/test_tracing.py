@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from qinfer.backends.base import Batch
 from qinfer.backends.stub import StubBackend
-from qinfer.batching.execution import Execution, Pending
+from qinfer.batching.execution import Execution, WorkItem
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest
 from qinfer.errors import BrokerUnavailable, DeadlineExceeded, InferenceFailed
@@ -24,7 +24,7 @@ from qinfer.queue.lanes import Queue
 from qinfer.testing import FakeClock
 from qinfer_workers.inference.publisher import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
-from qinfer_workers.jobs.scoring.context import Abandoned, PutOff, ShardContext, Slots
+from qinfer_workers.jobs.scoring.context import Abandoned, PutOff, ShardContext, ShardSlots
 from qinfer_workers.jobs.scoring.shard_loop import JobRests, ShardTask
 from qinfer_workers.jobs.scoring.shard_run import ShardRun
 from tests.support.inline_workers import NoRenewals
@@ -55,7 +55,7 @@ def execution(*traces: str, error: InferenceFailed | None = None, apart: bool = 
         InferRequest(model="m", version=3, id=f"r{i}", inputs=(), trace=trace) for i, trace in enumerate(traces)
     ]
     items = [
-        Pending(
+        WorkItem(
             rows=2,
             key=None,
             enqueued_s=1.0,
@@ -226,7 +226,7 @@ async def run_shard(
         jobs=Jobs(delivery),
         keeper=keeper,
         worker_id="w",
-        slots=Slots(),
+        slots=ShardSlots(),
         lease_s=10.0,
         max_wait_s=1.0,
         spans=bench.spans,

@@ -13,10 +13,10 @@ import pytest
 from qinfer.errors import StoreUnavailable
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.parts import PartBroken, validate_part
-from qinfer.jobs.plan import FAILED, Plan, Shard
+from qinfer.jobs.plan import FAILED, JobPlan, Shard
 from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.storage.local import LocalStore
-from qinfer.storage.store import Outcome
+from qinfer.storage.store import CommitOutcome
 from qinfer_workers.jobs.documents import write_manifest
 from qinfer_workers.jobs.scoring.context import Abandoned
 from tests.unit.workers.jobs.test_shard_run import Ground, Model, one_shard
@@ -47,7 +47,7 @@ def splitting(folder: Path, format_: Any, rows: int = 1000, **options: Any) -> t
 class NoParts(LocalStore):
     """Fails where a part would be committed, and not where its failed rows are."""
 
-    def commit_if_absent(self, local: Path, url: str) -> Outcome:
+    def commit_if_absent(self, local: Path, url: str) -> CommitOutcome:
         if f"/{FAILED}/" in url:
             return super().commit_if_absent(local, url)
         raise StoreUnavailable(f"'{local}' does not reach '{url}'")
@@ -110,7 +110,7 @@ async def test_failed_rows_are_those_of_the_attempt_whose_part_is_there(tmp_path
     assert info.errors == 1
     assert ids_of([ground.output / info.failed]) == [7]
     assert len(list((ground.output / FAILED).iterdir())) == 2
-    plan = Plan(job_id="job1", spec=spec, model_hash="h", schema="", sources=(), shards=(shard,), rows=100)
+    plan = JobPlan(job_id="job1", spec=spec, model_hash="h", schema="", sources=(), shards=(shard,), rows=100)
     manifest = write_manifest(lambda _: store, plan, [info], 1.0)
     assert [path.name for path in (ground.output / FAILED).glob("part-*")] == [info.failed.removeprefix("_failed/")]
     assert (manifest.parts[0].failed, manifest.ok, manifest.errors) == (info.failed, 99, 1)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from qinfer.core.settings import BulkSettings, LimitSettings, Settings, StoreSettings
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import BrokerUnavailable, ModelNotReady, StoreUnavailable
 from qinfer.jobs.examiner_pool import ExaminerDied, ExaminerPool
 from qinfer.jobs.job import JobState
@@ -18,12 +18,12 @@ from qinfer.jobs.pace import rows_per_s
 from qinfer.jobs.plan import encode_plan
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.pins import joint_hash
-from qinfer.models.state import Desired, State, StepVersion, VersionState, WorkerRecord
+from qinfer.models.state import DesiredState, State, StepVersion, VersionState, WorkerRecord
 from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, PUT_OFF, StatsTally
 from qinfer.queue import keys
 from qinfer.testing import eventually
 from qinfer_workers.jobs import services
-from qinfer_workers.jobs.plan import Planner
+from qinfer_workers.jobs.plan import JobPlanner
 from qinfer_workers.jobs.sweep import Sweeper
 from tests.support.jobs.bulk_bench import HASH, MODEL, Bench, bench, record_of, spec, write_inputs
 from tests.support.jobs.examiner_stub import STUB
@@ -401,7 +401,7 @@ async def test_deaths_over_a_jobs_files_fail_it_in_the_end(database: Database, t
     await one.jobs.create(record_of(spec(tmp_path)))
     for _ in range(services.MAX_DEATHS - 1):
         with pytest.raises(ExaminerDied):
-            await Planner(one.other_services(), LimitSettings()).run("job")
+            await JobPlanner(one.other_services(), LimitSettings()).run("job")
 
     await one.planner().run("job")
 
@@ -541,7 +541,7 @@ async def test_a_job_of_an_ensemble_pins_all_its_steps(database: Database, tmp_p
         ("b", 1, "sha256:b"),
     }
     assert one.services.why_lost(await one.record(), await one.store.workers(), {}) == ""
-    gone = Desired("a", 1, load=False)
+    gone = DesiredState("a", 1, load=False)
     why = one.services.why_lost(await one.record(), await one.store.workers(), {"a": gone})
     assert why == "version 3 of model 'a' can't be kept: the model was unloaded"
 
@@ -623,7 +623,7 @@ def test_the_speed_is_that_of_the_best_batch_size() -> None:
 
 def grant(directory: Path, read: str = "", write: str = "") -> bytes:
     """Returns the grant of a tenant that has a folder to read and one to write."""
-    return msgspec.json.encode(Grant((f"file://{directory}/{read}",), (f"file://{directory}/{write}",), "acme"))
+    return msgspec.json.encode(UrlGrant((f"file://{directory}/{read}",), (f"file://{directory}/{write}",), "acme"))
 
 
 @pytest.mark.parametrize(("read", "write", "use"), [("other", "out", "read"), ("in", "other", "write")])

@@ -14,12 +14,12 @@ from qinfer.errors import Cancelled, DeadlineExceeded, InferenceFailed, OutputMi
 from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.tensors import Tensor, from_numpy
 from qinfer.testing import stub_spec
-from qinfer_workers.jobs.scoring.row_streams import Bounds, RowStreams
+from qinfer_workers.jobs.scoring.row_streams import RowStreams, StreamBounds
 from tests.support.backends import Answers
 from tests.support.jobs.shard_runs import read_parts
 from tests.unit.workers.jobs.test_shard_run import Ground, Model, one_shard
 
-BOUNDS = Bounds(10_000, 60.0)
+BOUNDS = StreamBounds(10_000, 60.0)
 
 
 class Stoppable(Answers):
@@ -103,7 +103,7 @@ def test_outputs_that_are_not_the_configuration_s_fail_the_row() -> None:
 @pytest.mark.parametrize("response", [outputs(1.0), ()], ids=["outputs", "empty"])
 def test_the_responses_of_a_row_are_bounded(response: tuple[Tensor, ...]) -> None:
     """Also those without outputs, so that a model which never ends is stopped."""
-    streams = RowStreams(1, Bounds(10 * RESPONSE_OVERHEAD_BYTES, 60.0), fine, Answers())
+    streams = RowStreams(1, StreamBounds(10 * RESPONSE_OVERHEAD_BYTES, 60.0), fine, Answers())
     sent = 0
     with pytest.raises(Cancelled):  # noqa: PT012  the loop has no other end
         while sent < 11:
@@ -117,7 +117,7 @@ def test_the_responses_of_a_row_are_bounded(response: tuple[Tensor, ...]) -> Non
 
 
 def test_rows_without_a_final_response_are_given_up() -> None:
-    streams = RowStreams(2, Bounds(10_000, 0.0), fine, Answers())
+    streams = RowStreams(2, StreamBounds(10_000, 0.0), fine, Answers())
     streams.respond(0, outputs(1.0))
     streams.respond(1, outputs(2.0), final=False)
     streams.wait(lambda: None)

@@ -19,7 +19,7 @@ from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.jobs.resumption import CHECKPOINTS, MOST_DEATHS, decode_resumption, encode_resumption, rows_of
 from qinfer.jobs.rows.shard_rows import ShardReader
 from qinfer.storage.local import LocalStore
-from qinfer.storage.store import Outcome
+from qinfer.storage.store import CommitOutcome
 from qinfer.testing import eventually, stub_spec
 from qinfer_workers.jobs.scoring import shard_files
 from qinfer_workers.jobs.scoring.context import Abandoned, GivenUp, PutOff
@@ -166,7 +166,7 @@ async def test_a_part_that_is_uploaded_as_its_worker_is_stopped_is_committed(
     ground, (shard, spec) = Ground(tmp_path, Stopping()), one_shard(tmp_path, 100)
     began, goes_on, commit = threading.Event(), threading.Event(), LocalStore.commit_if_absent
 
-    def wait(store: LocalStore, local: Path, url: str) -> Outcome:
+    def wait(store: LocalStore, local: Path, url: str) -> CommitOutcome:
         began.set()
         goes_on.wait()
         return commit(store, local, url)
@@ -186,7 +186,7 @@ async def test_who_is_in_a_hurry_waits_for_no_upload(tmp_path: Path, monkeypatch
     ground, (shard, spec) = Ground(tmp_path, Stopping()), one_shard(tmp_path, ROWS)
     goes_on, began, commit = threading.Event(), threading.Event(), LocalStore.commit_if_absent
 
-    def wait(store: LocalStore, local: Path, url: str) -> Outcome:
+    def wait(store: LocalStore, local: Path, url: str) -> CommitOutcome:
         began.set()
         goes_on.wait()
         return commit(store, local, url)

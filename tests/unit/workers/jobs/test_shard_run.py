@@ -20,35 +20,35 @@ import pytest
 from qinfer.backends.base import Batch, Context, respond_rows
 from qinfer.backends.stub import StubBackend
 from qinfer.batching.batcher import Batcher, LoadedModel
-from qinfer.batching.execution import Pending
+from qinfer.batching.execution import WorkItem
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest
 from qinfer.core.settings import StoreSettings
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import UrlGrant
 from qinfer.errors import InferenceFailed, QueueFull, StoreUnavailable
 from qinfer.jobs.columns.schemas import encode_schema
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import RECORDS, PlanHead, Range, Shard, decode_plan_head
 from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.jobs.rows.arrow_footer import FOOTER_BYTES
-from qinfer.jobs.rows.source import Limits
+from qinfer.jobs.rows.source import ReadLimits
 from qinfer.models.spec import Device as DeviceSpec
 from qinfer.models.spec import ModelSpec
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.storage.local import LocalStore
-from qinfer.storage.store import Outcome
+from qinfer.storage.store import CommitOutcome
 from qinfer.tensors import from_numpy
 from qinfer.testing import eventually, stub_spec
 from qinfer_workers.inference.executor import ThreadExecutor
-from qinfer_workers.inference.loader import Loaded
+from qinfer_workers.inference.loader import LoadedVersion
 from qinfer_workers.jobs.scoring import scoring, shard_files
 from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter
 from qinfer_workers.jobs.scoring.batch_size import BatchSize
 from qinfer_workers.jobs.scoring.chunks import Chunk
-from qinfer_workers.jobs.scoring.context import Abandoned, PutOff, Served
+from qinfer_workers.jobs.scoring.context import Abandoned, PutOff, ScoredVersion
 from qinfer_workers.jobs.scoring.resuming import Resuming
 from qinfer_workers.jobs.scoring.scoring import Purpose
-from qinfer_workers.jobs.scoring.shard_files import SPOOL_PREFIX, ShardFiles, Task, clear_spool
+from qinfer_workers.jobs.scoring.shard_files import SPOOL_PREFIX, ShardFiles, ShardTask, clear_spool
 from qinfer_workers.jobs.scoring.shard_run import ShardRun
 from tests.support.batching import Bench
 from tests.support.jobs.bulk_data import ANY_FILE
@@ -103,18 +103,18 @@ class Ground:
         self.progress: Callable[[], None] = lambda: None
         self.worker, self.noted, self.log = "w1", list[bytes](), list[str]()
 
-    def task(self, shard: Shard, spec: JobSpec, **options: Any) -> Task:
+    def task(self, shard: Shard, spec: JobSpec, **options: Any) -> ShardTask:
         head = decode_plan_head(plan_head([shard], "h"))
         options = {
             "head": head,
             "model_hash": "h",
             "max_errors": -1,
             "spool": self.folder,
-            "limits": Limits.of(2**26),
+            "limits": ReadLimits.of(2**26),
             "grant": ANY_FILE,
             **options,
         }
-        return Task(job_id="job1", spec=spec, shard=shard, model=self.spec, **options)
+        return ShardTask(job_id="job1", spec=spec, shard=shard, model=self.spec, **options)
 
     async def note(self, was: bytes, now: bytes, line: str) -> bool:
         """Notes what is known of the one shard, as the queue does."""
@@ -128,9 +128,9 @@ class Ground:
     ) -> ShardRun:
         files = ShardFiles(self.task(shard, spec, **options))
         size = BatchSize(self.spec.max_batch_size, 1.0)
-        served = Served(
+        served = ScoredVersion(
             batcher=self.batcher,
-            loaded=Loaded(spec=self.spec, version=1, generation=1, identity="", devices=()),
+            loaded=LoadedVersion(spec=self.spec, version=1, generation=1, identity="", devices=()),
             arbiter=self.arbiter,
             size=size,
             clock=self.clock,
@@ -342,7 +342,7 @@ async def test_a_part_is_committed_when_its_rows_are_no_longer_held(
     ground, (shard, spec) = Ground(tmp_path, Model()), one_shard(tmp_path, 100)
     committed, held = LocalStore.commit_if_absent, list[object]()
 
-    def commit(store: LocalStore, path: Path, url: str) -> Outcome:
+    def commit(store: LocalStore, path: Path, url: str) -> CommitOutcome:
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             held.extend(value for value in frame.f_locals.values() if isinstance(value, Chunk | pa.RecordBatch))
@@ -589,10 +589,10 @@ def test_what_dead_workers_left_in_the_spool_goes(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([new.name, other.name])
 
 
-def online(ground: Ground, name: str) -> Pending:
+def online(ground: Ground, name: str) -> WorkItem:
     """Returns an online request that has just come."""
     now_s = ground.clock.now_s()
-    item = Pending(
+    item = WorkItem(
         rows=1,
         key=None,
         enqueued_s=now_s,
@@ -647,7 +647,7 @@ async def test_a_part_that_is_there_counts_though_the_model_has_changed_here(tmp
 async def test_a_shard_beyond_what_was_granted_is_not_scored(tmp_path: Path, read: str, write: str, use: str) -> None:
     """A plan says what is to be read and written; what may be is decided here, too."""
     ground, (shard, spec) = Ground(tmp_path, Model()), one_shard(tmp_path, 100)
-    grant = Grant((f"file://{tmp_path}/{read}".rstrip("/"),), (f"file://{tmp_path}/{write}",), "acme")
+    grant = UrlGrant((f"file://{tmp_path}/{read}".rstrip("/"),), (f"file://{tmp_path}/{write}",), "acme")
 
     outcome = await ground.run(shard, spec, grant=grant).run()
 
@@ -659,7 +659,7 @@ async def test_a_shard_beyond_what_was_granted_is_not_scored(tmp_path: Path, rea
 async def test_a_part_is_not_written_through_a_link_out_of_what_was_granted(tmp_path: Path) -> None:
     ground, (shard, spec) = Ground(tmp_path, Model()), one_shard(tmp_path, 100)
     (tmp_path / "other").mkdir()
-    grant = Grant((f"file://{tmp_path}",), (f"file://{tmp_path}/own",), "acme")
+    grant = UrlGrant((f"file://{tmp_path}",), (f"file://{tmp_path}/own",), "acme")
     spec = msgspec.structs.replace(spec, output=msgspec.structs.replace(spec.output, url=f"file://{tmp_path}/own/out"))
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "out").symlink_to("../other")
@@ -677,7 +677,7 @@ class FullStore(LocalStore):
         super().__init__()
         self.fails = fails
 
-    def commit_if_absent(self, local: Path, url: str) -> Outcome:
+    def commit_if_absent(self, local: Path, url: str) -> CommitOutcome:
         self.fails -= 1
         if self.fails >= 0:
             raise StoreUnavailable(f"there is no space left for '{url}'")
@@ -704,7 +704,7 @@ async def test_a_scored_part_whose_store_is_full_is_committed_later_and_not_scor
 class LostStore(LocalStore):
     """Fails where a part would be committed: what was written before stays."""
 
-    def commit_if_absent(self, local: Path, url: str) -> Outcome:
+    def commit_if_absent(self, local: Path, url: str) -> CommitOutcome:
         raise StoreUnavailable(f"'{local}' does not reach '{url}'")
 
 

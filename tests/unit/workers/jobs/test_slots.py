@@ -2,12 +2,12 @@
 
 import asyncio
 
-from qinfer_workers.jobs.scoring.context import Slots
+from qinfer_workers.jobs.scoring.context import ShardSlots
 
 
 async def test_a_suspect_waits_until_all_slots_are_free() -> None:
     """And nothing is taken beside it."""
-    slots = Slots()
+    slots = ShardSlots()
     assert slots.take()
     order: list[str] = []
 
@@ -31,7 +31,7 @@ async def test_a_suspect_waits_until_all_slots_are_free() -> None:
 
 async def test_nothing_is_fetched_until_the_suspect_has_ended() -> None:
     """Its run goes on in the background."""
-    slots = Slots()
+    slots = ShardSlots()
     order: list[str] = []
 
     async def suspect() -> None:

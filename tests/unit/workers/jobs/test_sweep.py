@@ -11,7 +11,7 @@ from qinfer.errors import StoreUnavailable
 from qinfer.jobs.job import JobState, encode_spec
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.pins import Pin
-from qinfer.models.state import Desired
+from qinfer.models.state import DesiredState
 from qinfer.testing import eventually
 from qinfer_workers.jobs.services import PIN_TTL_S
 from qinfer_workers.jobs.sweep import CREATION_S, RESUMED_S, Sweeper
@@ -181,7 +181,7 @@ async def test_a_job_of_a_model_that_was_unloaded_says_so(scene: Make, tmp_path:
     """No worker reports anything of it."""
     one = await scene()
     await one.bench.planner().run("job")
-    await one.bench.store.set_desired(Desired("stub", 1, load=False))
+    await one.bench.store.set_desired(DesiredState("stub", 1, load=False))
 
     await one.sweep()
 

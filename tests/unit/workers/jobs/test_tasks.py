@@ -13,7 +13,7 @@ from qinfer.core.settings import BulkSettings, RedisSettings, Settings
 from qinfer.errors import InvalidRequest, QinferError, StoreUnavailable
 from qinfer.jobs.tasks import FINALISE, PLAN, QUEUE, SWEEP
 from qinfer_workers.jobs.app import SWEEP_LIMIT_S, longest_pause_s, make_app
-from qinfer_workers.jobs.event_loop import EventLoop, Stopped, TimedOut
+from qinfer_workers.jobs.event_loop import EventLoop, TimedOut, WorkStopped
 
 SETTINGS = Settings(
     redis=RedisSettings(url=SecretStr("rediss://:secret@queue/1")),
@@ -137,7 +137,7 @@ def test_what_can_not_be_cured_by_trying_is_shown_as_failed(name: str, error: Qi
 def test_a_task_that_is_broken_off_goes_back_to_the_queue() -> None:
     """The process ends; another does it."""
     with pytest.raises(Reject) as caught:
-        app_with(Inline(Stopped()), []).tasks[PLAN].run("job")
+        app_with(Inline(WorkStopped()), []).tasks[PLAN].run("job")
 
     assert caught.value.requeue is True
 
@@ -159,9 +159,9 @@ def test_the_bridge_runs_coroutines_of_threads_until_it_is_stopped() -> None:
         closed.append(begun.is_set())
 
     assert loop.run(five(), LONG_S) == 5
-    with pytest.raises(Stopped):
+    with pytest.raises(WorkStopped):
         loop.run(never(), LONG_S)
-    with pytest.raises(Stopped):
+    with pytest.raises(WorkStopped):
         loop.run(five(), LONG_S)
     loop.close(close())
     assert closed == [True]

@@ -113,7 +113,7 @@ _SAME: Mapping[Kind, Form] = {
 _ARROW_FILE = b"ARROW1"  # https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format
 
 
-class Decoded(NamedTuple):
+class DecodedMessage(NamedTuple):
     """A message as a validated request."""
 
     request: InferRequest
@@ -145,7 +145,7 @@ class BodyCodec:
         content_type: str | None = "",
         headers: Mapping[str, object] | None = None,
         content_encoding: str | None = "",
-    ) -> Decoded:
+    ) -> DecodedMessage:
         """Makes a request of a message; binary tensors become views into the body.
 
         `content_encoding` may be a character set, as kombu gives it.
@@ -164,7 +164,7 @@ class BodyCodec:
         content_type: str | None,
         headers: Mapping[str, object] | None,
         content_encoding: str | None,
-    ) -> Decoded:
+    ) -> DecodedMessage:
         compression = headers.get(COMPRESSION_HEADER) if headers else None
         body = unpacked(body, content_encoding, self._options.max_bytes, compression)
         content = parse_content_type(content_type or "")
@@ -181,7 +181,7 @@ class BodyCodec:
         else:
             inputs = self._rows.decode(body, kind)
         request = InferRequest(model=self.spec.name, inputs=inputs, version=self._version)
-        return Decoded(request, self._replies[self._form(kind)], validate(request, self.spec))
+        return DecodedMessage(request, self._replies[self._form(kind)], validate(request, self.spec))
 
     def _kind(self, body: Bytes, content: Content, headers: Mapping[str, object] | None) -> tuple[Kind, int | None]:
         wanted = self._options.format
@@ -203,7 +203,7 @@ class BodyCodec:
             kind = "row" if self._options.columns and not _has_inputs(body) else "kserve"
         return kind, None
 
-    def _kserve(self, body: Bytes, length: int | None, *, is_guess: bool) -> Decoded:
+    def _kserve(self, body: Bytes, length: int | None, *, is_guess: bool) -> DecodedMessage:
         try:
             request, plan = decode_infer(body, length, self.spec.name, self._version, self._bounds, _REGIONS)
             rows = validate(request, self.spec)
@@ -218,7 +218,7 @@ class BodyCodec:
         reply = self._replies[self._form("kserve")]
         if request.client_id or plan != _PLAIN_PLAN:
             reply = self._kept(reply, request.client_id, plan)
-        return Decoded(request, reply, rows)
+        return DecodedMessage(request, reply, rows)
 
     def _kept(self, reply: ReplyEncoding, client_id: str, plan: OutputPlan) -> ReplyEncoding:
         """Returns how to answer a KServe request; refuses what is too large to be kept."""

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.columns.casts import is_text
 from qinfer.jobs.columns.fields import pruned
-from qinfer.jobs.columns.inputs import Decoded, InputColumns
+from qinfer.jobs.columns.inputs import DecodedBatch, InputColumns
 from qinfer.jobs.columns.schemas import without_views
 from qinfer.jobs.job import shown
 from qinfer.jobs.rows.arrow_footer import BLOCK, TAIL, open_arrow
@@ -335,7 +335,7 @@ class RowInputs:
         inputs = ", ".join(tensor.name for tensor in self._spec.inputs) or "none"
         return f"the rows have {listed(names)}, and no column for an input of '{self._spec.name}', which has {inputs}"
 
-    def _tensors(self, decoded: Decoded) -> tuple[Tensor, ...]:
+    def _tensors(self, decoded: DecodedBatch) -> tuple[Tensor, ...]:
         errors, pieces = decoded.errors, decoded.pieces
         if (bad := errors.bad) is not None:
             row = int(np.flatnonzero(bad)[0])

@@ -17,9 +17,16 @@ from amqp.exceptions import ChannelError, NotFound
 from kombu import Connection
 
 from qinfer_workers.bridge.config import SourceOptions
-from qinfer_workers.bridge.messages import Delivered, Outgoing, Receipt
-from qinfer_workers.bridge.transports.amqp_frames import AckLine, Due, FrameReader, Returned, ack_frames, publish_frames
-from qinfer_workers.bridge.transports.base import MessageRefused, Settled
+from qinfer_workers.bridge.messages import Outgoing, Receipt, SourceMessage
+from qinfer_workers.bridge.transports.amqp_frames import (
+    AckLine,
+    Due,
+    FrameReader,
+    ReturnedMessage,
+    ack_frames,
+    publish_frames,
+)
+from qinfer_workers.bridge.transports.base import MessageRefused, SettledMessages
 
 
 class Waker:
@@ -101,7 +108,7 @@ class _Link:
         self._reader = reader
         self._waker = Waker(self._connection.transport.sock)
 
-    def _read(self, timeout_s: float) -> list[Delivered]:
+    def _read(self, timeout_s: float) -> list[SourceMessage]:
         now_s = time.monotonic()
         if now_s - self._beat_at_s >= _BEAT_EVERY_S:
             self._beat_at_s = now_s
@@ -151,7 +158,7 @@ class AmqpSource(_Link):
         self._channel.basic_consume(options.queue, callback=_unexpected)
         self._begin(FrameReader(self._channel.channel_id, epoch, self._connection.on_inbound_frame))
 
-    def receive(self, timeout_s: float) -> list[Delivered]:
+    def receive(self, timeout_s: float) -> list[SourceMessage]:
         """Implements `Source.receive`."""
         if self._acks.waits:
             timeout_s = min(timeout_s, _ACK_PATIENCE_S)
@@ -216,13 +223,13 @@ class AmqpSink(_Link):
         if pieces:
             self._write(b"".join(pieces))
 
-    def settle(self, timeout_s: float) -> Settled:
+    def settle(self, timeout_s: float) -> SettledMessages:
         """Implements `Sink.settle`."""
         try:
             self._read(0.0 if self._refused else timeout_s)
         except ChannelError as error:  # such as a too large message
             raise MessageRefused(str(error)) from error
-        settled = Settled(self._taken, self._refused, self._unroutable)
+        settled = SettledMessages(self._taken, self._refused, self._unroutable)
         self._taken, self._refused, self._unroutable = [], [], []
         return settled
 
@@ -240,7 +247,7 @@ class AmqpSink(_Link):
             else:
                 self._refused.append(message)
 
-    def _on_return(self, returned: Returned) -> None:
+    def _on_return(self, returned: ReturnedMessage) -> None:
         for tag, message in self._sent.items():
             if tag not in self._returned and returned == (message.exchange, message.routing_key, message.message_id):
                 self._returned.add(tag)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from amqp.exceptions import AMQPError
 from amqp.serialization import loads
 
-from qinfer_workers.bridge.messages import Delivered, Outgoing, Receipt
+from qinfer_workers.bridge.messages import Outgoing, Receipt, SourceMessage
 
 
 class Due(NamedTuple):
@@ -101,7 +101,7 @@ class BrokenFrames(Exception):
     """The received bytes are no AMQP."""
 
 
-class Returned(NamedTuple):
+class ReturnedMessage(NamedTuple):
     """A message that no queue took."""
 
     exchange: bytes
@@ -125,7 +125,7 @@ class FrameReader:
         epoch: int,
         other: Callable[[Frame], object],
         confirmed: Callable[[int, bool, bool], None] = _ignore,
-        returned: Callable[[Returned], None] = _ignore,
+        returned: Callable[[ReturnedMessage], None] = _ignore,
     ) -> None:
         self._channel = channel
         self._epoch = epoch
@@ -138,11 +138,11 @@ class FrameReader:
         self._left_bytes = 0
         self._parts: list[bytes] = []
 
-    def feed(self, data: bytes) -> list[Delivered]:
+    def feed(self, data: bytes) -> list[SourceMessage]:
         """Adds received data, and returns the complete messages."""
         if self._rest:
             data = self._rest + data
-        messages: list[Delivered] = []
+        messages: list[SourceMessage] = []
         position, end = 0, len(data)
         while end - position > 7:
             kind, channel, size = _HEAD.unpack_from(data, position)
@@ -158,7 +158,7 @@ class FrameReader:
         self._rest = data[position:]
         return messages
 
-    def _take(self, kind: int, payload: bytes, messages: list[Delivered]) -> bool:
+    def _take(self, kind: int, payload: bytes, messages: list[SourceMessage]) -> bool:
         if kind == _METHOD:
             method = payload[:4]
             if method in (_DELIVER, _RETURN):
@@ -182,7 +182,7 @@ class FrameReader:
             self._complete(messages)
         return True
 
-    def _complete(self, messages: list[Delivered]) -> None:
+    def _complete(self, messages: list[SourceMessage]) -> None:
         method, body = self._method, b"".join(self._parts)
         self._method, self._parts = b"", []
         if method.startswith(_DELIVER):
@@ -193,12 +193,12 @@ class FrameReader:
         exchange, position = _short_at(method, position)
         routing_key, _ = _short_at(method, position)
         message_id = message_of(Receipt(self._epoch, 0), self._header, b"").message_id
-        self._returned(Returned(exchange, routing_key, message_id))
+        self._returned(ReturnedMessage(exchange, routing_key, message_id))
 
 
-def message_of(receipt: Receipt, header: bytes, body: bytes) -> Delivered:
+def message_of(receipt: Receipt, header: bytes, body: bytes) -> SourceMessage:
     """Makes a message; notes unreadable properties in `broken`."""
-    message = Delivered(receipt=receipt, body=body)
+    message = SourceMessage(receipt=receipt, body=body)
     try:
         _read_properties(message, header)
     except _UNREADABLE:
@@ -206,7 +206,7 @@ def message_of(receipt: Receipt, header: bytes, body: bytes) -> Delivered:
     return message
 
 
-def _read_properties(message: Delivered, header: bytes) -> None:
+def _read_properties(message: SourceMessage, header: bytes) -> None:
     flags = _CONTENT.unpack_from(header)[3]
     position = _CONTENT.size
     if flags & 0x8000:

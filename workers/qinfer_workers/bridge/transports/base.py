@@ -8,19 +8,19 @@ a new epoch.
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from qinfer_workers.bridge.messages import Delivered, Outgoing, Receipt
+from qinfer_workers.bridge.messages import Outgoing, Receipt, SourceMessage
 
 
 class MessageRefused(Exception):
     """A published message ended the connection; which one is unknown."""
 
 
-class Source(Protocol):
+class MessageSource(Protocol):
     """Consumes one queue; unacknowledged messages return to it at the end."""
 
     epoch: int
 
-    def receive(self, timeout_s: float) -> list[Delivered]:
+    def receive(self, timeout_s: float) -> list[SourceMessage]:
         """Waits for messages or `wake`; also acknowledges, and sends heartbeats.
 
         At most the source's prefetch is unacknowledged.
@@ -40,7 +40,7 @@ class Source(Protocol):
         ...
 
 
-class Settled(NamedTuple):
+class SettledMessages(NamedTuple):
     """Messages that a queue has, the broker refused, or no queue takes."""
 
     taken: Sequence[Outgoing] = ()
@@ -48,14 +48,14 @@ class Settled(NamedTuple):
     unroutable: Sequence[Outgoing] = ()
 
 
-class Sink(Protocol):
+class MessageSink(Protocol):
     """A connection that publishes."""
 
     def send(self, messages: Sequence[Outgoing]) -> None:
         """Publishes messages, without waiting for confirms."""
         ...
 
-    def settle(self, timeout_s: float) -> Settled:
+    def settle(self, timeout_s: float) -> SettledMessages:
         """Waits for outcomes or `wake`; each message is settled once.
 
         Raises:

@@ -13,15 +13,15 @@ from kombu import Connection
 
 from qinfer_workers.bridge.bodies.content import COMPRESSION_HEADER
 from qinfer_workers.bridge.config import SourceOptions
-from qinfer_workers.bridge.messages import Delivered, Outgoing, Receipt
+from qinfer_workers.bridge.messages import Outgoing, Receipt, SourceMessage
 from qinfer_workers.bridge.transports.amqp import CONNECT_S, HEARTBEAT_S, AmqpSink, AmqpSource, missing_queues
-from qinfer_workers.bridge.transports.base import Settled, Sink, Source
+from qinfer_workers.bridge.transports.base import MessageSink, MessageSource, SettledMessages
 from qinfer_workers.bridge.transports.redis_list import ListSource, check_lists, is_redis
 
 _SQS_WAIT_S = 1  # kombu's 10 s would delay acknowledgements and the end
 
 
-def open_source(options: SourceOptions, max_bytes: int, epoch: int) -> Source:
+def open_source(options: SourceOptions, max_bytes: int, epoch: int) -> MessageSource:
     """Connects, makes a missing queue, and begins to consume; any exception means that the broker can't be used."""
     with _connected(options.url.get_secret_value(), options.options) as client:
         if is_redis(client):
@@ -29,7 +29,7 @@ def open_source(options: SourceOptions, max_bytes: int, epoch: int) -> Source:
         return (AmqpSource if _is_amqp(client) else KombuSource)(client, options, epoch)
 
 
-def open_sink(url: str, options: Mapping[str, Any], queues: Sequence[str], exchange: str = "") -> Sink:
+def open_sink(url: str, options: Mapping[str, Any], queues: Sequence[str], exchange: str = "") -> MessageSink:
     """Connects to publish, and makes missing queues."""
     with _connected(url, options) as client:
         return AmqpSink(client, queues, exchange) if _is_amqp(client) else KombuSink(client, queues)
@@ -75,7 +75,7 @@ _MOST_AT_ONCE = 100
 
 
 class KombuSource:
-    """`Source` over a queue that kombu emulates; waits are short, because they can't be interrupted."""
+    """`MessageSource` over a queue that kombu emulates; waits are short, because they can't be interrupted."""
 
     def __init__(self, client: Connection, options: SourceOptions, epoch: int) -> None:
         self.epoch = epoch
@@ -84,15 +84,15 @@ class KombuSource:
         self._channel.Message = _compressed(self._channel.Message)
         self._prefetch = options.prefetch
         self._outstanding: set[str] = set()
-        self._received: list[Delivered] = []
+        self._received: list[SourceMessage] = []
         self._awake = threading.Event()
         if options.declare:
             self._channel.queue_declare(options.queue, durable=True)
         self._channel.basic_qos(0, options.prefetch, False)
         self._channel.basic_consume(options.queue, no_ack=False, callback=self._on_message, consumer_tag="bridge")
 
-    def receive(self, timeout_s: float) -> list[Delivered]:
-        """Implements `Source.receive`."""
+    def receive(self, timeout_s: float) -> list[SourceMessage]:
+        """Implements `MessageSource.receive`."""
         if len(self._outstanding) >= self._prefetch:
             self._awake.wait(timeout_s)
             self._awake.clear()
@@ -110,7 +110,7 @@ class KombuSource:
         return received
 
     def acknowledge(self, receipts: Sequence[Receipt]) -> None:
-        """Implements `Source.acknowledge`."""
+        """Implements `MessageSource.acknowledge`."""
         for receipt in receipts:
             if receipt.epoch == self.epoch:
                 self._channel.basic_ack(receipt.tag)
@@ -134,7 +134,7 @@ class KombuSource:
 
 
 class KombuSink:
-    """`Sink` over a queue that kombu emulates.
+    """`MessageSink` over a queue that kombu emulates.
 
     kombu does not tell whether the connection or the message fails: the message counts as refused, and another
     connection continues after it.
@@ -151,7 +151,7 @@ class KombuSink:
             self._channel.queue_declare(queue, durable=True)
 
     def send(self, messages: Sequence[Outgoing]) -> None:
-        """Implements `Sink.send`."""
+        """Implements `MessageSink.send`."""
         for message in messages:
             if self._broken is not None:
                 return  # the next connection sends the rest
@@ -162,9 +162,9 @@ class KombuSink:
                 self._broken = error
                 self._refused.append(message)
 
-    def settle(self, timeout_s: float) -> Settled:
-        """Implements `Sink.settle`."""
-        settled = Settled(self._taken, self._refused)
+    def settle(self, timeout_s: float) -> SettledMessages:
+        """Implements `MessageSink.settle`."""
+        settled = SettledMessages(self._taken, self._refused)
         if not any(settled):
             if self._broken is not None:
                 raise self._broken
@@ -219,10 +219,10 @@ def _compressed(kind: Any) -> Any:
     return Compressed
 
 
-def _delivered(receipt: Receipt, message: Any) -> Delivered:
+def _delivered(receipt: Receipt, message: Any) -> SourceMessage:
     properties = message.properties
     body = message.body or b""
-    return Delivered(
+    return SourceMessage(
         receipt=receipt,
         body=body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body),
         content_type=_text(message.content_type),

@@ -26,7 +26,7 @@ from kombu import Connection
 from qinfer.errors import SettingsError
 from qinfer.queue.router import load_script, ttl_ms
 from qinfer_workers.bridge.config import SourceOptions
-from qinfer_workers.bridge.messages import Delivered, Receipt
+from qinfer_workers.bridge.messages import Receipt, SourceMessage
 
 _PACKAGE = "qinfer_workers.bridge.transports"
 _TAKE = load_script("take", "now_ms", package=_PACKAGE).text
@@ -98,7 +98,7 @@ class ListSource:
         self._take_script = self._redis.register_script(_TAKE)
         self._lease_script = self._redis.register_script(_LEASE)
 
-    def receive(self, timeout_s: float) -> list[Delivered]:
+    def receive(self, timeout_s: float) -> list[SourceMessage]:
         """Implements `Source.receive`."""
         self._renew()
         if len(self._outstanding) >= self._prefetch or self._outstanding_bytes >= MAX_BYTES_IN_HAND:
@@ -137,11 +137,11 @@ class ListSource:
         with suppress(Exception):  # it may be broken in any way
             self._client.release()
 
-    def _take(self) -> list[Delivered]:
+    def _take(self) -> list[SourceMessage]:
         most = min(self._prefetch - len(self._outstanding), _MOST_AT_ONCE)
         arguments = (secrets.token_hex(8), ttl_ms(self._lease_s), most, _ENOUGH_BYTES, self._largest_bytes)
         words = iter(self._take_script(self._keys, arguments))
-        found: list[Delivered] = []
+        found: list[SourceMessage] = []
         for tag, size, text in zip(words, words, words, strict=True):
             name = tag.decode()
             if name not in self._outstanding:  # else our own, whose lease was renewed too late
@@ -151,13 +151,13 @@ class ListSource:
                 found.append(self._too_large(receipt, tag, size) if text is None else delivered(receipt, tag, text))
         return found
 
-    def _too_large(self, receipt: Receipt, tag: bytes, size: int) -> Delivered:
+    def _too_large(self, receipt: Receipt, tag: bytes, size: int) -> SourceMessage:
         reason = (
             f"the entry has {size} bytes, and the bridge takes up to {self._largest_bytes}; it is kept in the hash "
             f"'{self._oversized}' as field '{receipt.tag}'; send less in a message, or raise 'max_bytes' of the "
             "route's 'body'"
         )
-        return Delivered(receipt=receipt, body=b"", broker_id=tag, broken=reason)
+        return SourceMessage(receipt=receipt, body=b"", broker_id=tag, broken=reason)
 
     def _renew(self) -> None:
         if time.monotonic() - self._renewed_s >= self._lease_s / 3:
@@ -190,14 +190,14 @@ class _Envelope(msgspec.Struct, rename={"content_type": "content-type", "content
 _envelopes = msgspec.json.Decoder(_Envelope)
 
 
-def delivered(receipt: Receipt, tag: bytes, text: bytes) -> Delivered:
+def delivered(receipt: Receipt, tag: bytes, text: bytes) -> SourceMessage:
     """Makes a message of a list's entry, or of kombu's envelope in it."""
     try:
         envelope = _envelopes.decode(text) if b'"delivery_tag"' in text else None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         envelope = None
     if envelope is None:
-        return Delivered(receipt=receipt, body=text, broker_id=tag)
+        return SourceMessage(receipt=receipt, body=text, broker_id=tag)
     about, broken = envelope.properties, ""
     body = envelope.body.encode("utf-8", "surrogatepass")
     if about.body_encoding == "base64":
@@ -205,7 +205,7 @@ def delivered(receipt: Receipt, tag: bytes, text: bytes) -> Delivered:
             body = base64.b64decode(body, validate=True)
         except binascii.Error:
             broken = "the message's body is not base64, which its envelope says that it is"
-    return Delivered(
+    return SourceMessage(
         receipt=receipt,
         body=body,
         content_type=envelope.content_type or "",

@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Sequence
 
 from qinfer.batching.batcher import LoadedModel, Outlet
-from qinfer.batching.execution import Execution, Pending
+from qinfer.batching.execution import Execution, WorkItem
 from qinfer.batching.policy import NEVER_S
 from qinfer.core.messages import Response
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, QinferError
-from qinfer.models.ensemble_graph import Plan
+from qinfer.models.ensemble_graph import EnsemblePlan
 from qinfer.observe.stats import StatsTally
 from qinfer.queue.entries import Lane
 from qinfer_workers.inference.ensembles.runs import RunParts, Runs
@@ -29,12 +29,12 @@ MAX_BYTES = 256 * 2**20
 class EnsembleBatcher:
     """Holds the requests of an ensemble."""
 
-    def __init__(self, model: LoadedModel, plan: Plan, parts: RunParts, outlet: Outlet) -> None:
+    def __init__(self, model: LoadedModel, plan: EnsemblePlan, parts: RunParts, outlet: Outlet) -> None:
         self.model = model
         self._parts = parts
         self._outlet = outlet
         self._runs = Runs(model, plan, parts, self._answered)
-        self._answers: list[tuple[Pending, Response]] = []
+        self._answers: list[tuple[WorkItem, Response]] = []
         self._call_soon = asyncio.get_running_loop().call_soon
         self._held_bytes = 0
         self._fetchable, self._idle = asyncio.Event(), asyncio.Event()
@@ -43,7 +43,7 @@ class EnsembleBatcher:
         self.expected_ends: dict[Execution, float] = {}
         self._look()
 
-    def replace_plan(self, model: LoadedModel, plan: Plan) -> None:
+    def replace_plan(self, model: LoadedModel, plan: EnsemblePlan) -> None:
         """Continues with another generation; current requests keep their plan."""
         self.model = model
         self._runs.replace(model, plan)
@@ -72,10 +72,10 @@ class EnsembleBatcher:
         """Returns 0: the steps' models are shared with other requests."""
         return 0.0
 
-    def classify(self, item: Pending) -> None:
+    def classify(self, item: WorkItem) -> None:
         """Does nothing: requests of an ensemble are not batched."""
 
-    def admit(self, items: Sequence[Pending]) -> None:
+    def admit(self, items: Sequence[WorkItem]) -> None:
         """Begins items."""
         now_s = self._parts.clock.now_s()
         for item in items:
@@ -103,14 +103,14 @@ class EnsembleBatcher:
         """Returns how many entries to fetch, waiting without limit for the first."""
         return max(MAX_REQUESTS - len(self._runs), 1), NEVER_S
 
-    def lost(self, item: Pending) -> None:
+    def lost(self, item: WorkItem) -> None:
         """Ends an item whose lease is lost."""
         item.lose()
         if item in self._runs:
             self._runs.stop(item)
             self._forget(item)
 
-    def fail(self, items: Sequence[Pending], error: QinferError) -> None:
+    def fail(self, items: Sequence[WorkItem], error: QinferError) -> None:
         """Answers items with an error."""
         self._outlet.answer(items, self._runs.failures(items, error))
 
@@ -133,7 +133,7 @@ class EnsembleBatcher:
         self.paused = False
         self._look()
 
-    def _answered(self, item: Pending, response: Response | None) -> None:
+    def _answered(self, item: WorkItem, response: Response | None) -> None:
         """Notes the end of a request; responses of one turn of the event loop leave together.
 
         Requests that began apart end together, with the batch of their last step.
@@ -149,7 +149,7 @@ class EnsembleBatcher:
         self._outlet.answer([item for item, _ in answers], [response for _, response in answers])
         self._look()
 
-    def _forget(self, item: Pending) -> None:
+    def _forget(self, item: WorkItem) -> None:
         self._held_bytes -= _nbytes(item)
         self._look()
 
@@ -159,5 +159,5 @@ class EnsembleBatcher:
         (self._fetchable.set if is_open else self._fetchable.clear)()
 
 
-def _nbytes(item: Pending) -> int:
+def _nbytes(item: WorkItem) -> int:
     return sum([tensor.nbytes for tensor in item.request.inputs])

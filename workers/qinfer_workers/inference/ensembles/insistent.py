@@ -15,38 +15,38 @@ from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.retry import pause_s
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, ErrorCode, QinferError
 from qinfer.models.ensemble_graph import PlanStep
-from qinfer.submission.pending import Sink
-from qinfer_workers.inference.ensembles.run import Steps, Submitted
+from qinfer.submission.pending import ResponseSink
+from qinfer_workers.inference.ensembles.run import StepHandle, StepSubmitter
 
 _FIRST_S, _LAST_S = 0.05, 1.0
 _AWAY = frozenset({ErrorCode.BROKER_UNAVAILABLE.value})
 _OF_STORED = _AWAY | {ErrorCode.QUEUE_FULL.value, ErrorCode.DEADLINE_INFEASIBLE.value}
 
 
-class InsistentSteps:
+class RetryingSteps:
     """Submits steps repeatedly; `is_stored` marks an asynchronous request."""
 
-    def __init__(self, steps: Steps, *, is_stored: bool) -> None:
+    def __init__(self, steps: StepSubmitter, *, is_stored: bool) -> None:
         self.steps = steps
         self.is_stored = is_stored
         self.failures = _OF_STORED if is_stored else _AWAY
         self.loop = asyncio.get_running_loop()
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
         """Submits a step, repeatedly if that may help."""
-        insisted = _Insisted(self, step, request, sink)
+        insisted = _RetriedStep(self, step, request, sink)
         insisted.begin(timeout_s)
         return insisted
 
 
-class _Insisted:
+class _RetriedStep:
     __slots__ = (
         "_failures", "_has_responded", "_queue_timeout_s", "_request", "_sink", "_step", "_submitted", "_timer",
         "_until_s", "_was_taken", "_way",
     )  # fmt: skip
     no_stream = ""
 
-    def __init__(self, way: InsistentSteps, step: PlanStep, request: InferRequest, sink: Sink) -> None:
+    def __init__(self, way: RetryingSteps, step: PlanStep, request: InferRequest, sink: ResponseSink) -> None:
         self._way = way
         self._step = step
         self._request = request
@@ -54,7 +54,7 @@ class _Insisted:
         self._queue_timeout_s = request.timeout_s
         self._until_s = 0.0
         self._failures = 0
-        self._submitted: Submitted | None = None
+        self._submitted: StepHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._was_taken = self._has_responded = False
 

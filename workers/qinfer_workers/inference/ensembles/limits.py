@@ -13,8 +13,8 @@ from collections.abc import Callable
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, QinferError
 from qinfer.models.ensemble_graph import PlanStep
-from qinfer.submission.pending import Sink, Timer
-from qinfer_workers.inference.ensembles.run import Steps, Submitted
+from qinfer.submission.pending import ResponseSink, Timer
+from qinfer_workers.inference.ensembles.run import StepHandle, StepSubmitter
 
 
 class StepLimits:
@@ -27,14 +27,14 @@ class StepLimits:
         self.call_later = call_later
         self._most = most
         self._in_flight: Counter[int] = Counter()
-        self._parked: dict[int, OrderedDict[_Limited, None]] = {}
+        self._parked: dict[int, OrderedDict[_LimitedStep, None]] = {}
         self._is_going_on = False
 
-    def over(self, steps: Steps) -> Steps:
+    def over(self, steps: StepSubmitter) -> StepSubmitter:
         """Returns a way of one request's steps that keeps the bound."""
         return _LimitedSteps(steps, self)
 
-    def enter(self, limited: "_Limited") -> bool:
+    def enter(self, limited: "_LimitedStep") -> bool:
         """Counts a request of a step; parks it if there is no room."""
         if self._in_flight[limited.key] < self._most:
             self._in_flight[limited.key] += 1
@@ -42,7 +42,7 @@ class StepLimits:
         self._parked.setdefault(limited.key, OrderedDict())[limited] = None
         return False
 
-    def unpark(self, limited: "_Limited") -> None:
+    def unpark(self, limited: "_LimitedStep") -> None:
         """Removes a parked request."""
         parked = self._parked[limited.key]
         del parked[limited]
@@ -61,7 +61,7 @@ class StepLimits:
         finally:
             self._is_going_on = False
 
-    def _next(self) -> "_Limited | None":
+    def _next(self) -> "_LimitedStep | None":
         for key, parked in self._parked.items():
             if self._in_flight[key] < self._most:
                 self._in_flight[key] += 1
@@ -72,20 +72,20 @@ class StepLimits:
 
 
 class _LimitedSteps:
-    def __init__(self, steps: Steps, limits: StepLimits) -> None:
+    def __init__(self, steps: StepSubmitter, limits: StepLimits) -> None:
         self._steps = steps
         self._limits = limits
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
         until_s = self._limits.now_s() + timeout_s
 
-        def submit(taker: Sink) -> Submitted:
+        def submit(taker: ResponseSink) -> StepHandle:
             left_s = until_s - self._limits.now_s()
             if left_s <= 0:
                 raise DeadlineExceeded(TIMED_OUT)
             return self._steps.submit_step(step, request, taker, left_s)
 
-        limited = _Limited(self._limits, id(step), submit, sink)
+        limited = _LimitedStep(self._limits, id(step), submit, sink)
         if self._limits.enter(limited):
             limited.begin()
         else:
@@ -93,16 +93,18 @@ class _LimitedSteps:
         return limited
 
 
-class _Limited:
+class _LimitedStep:
     __slots__ = ("_has_begun", "_is_over", "_limits", "_sink", "_submit", "_submitted", "_timer", "_was_taken", "key")
     no_stream = ""
 
-    def __init__(self, limits: StepLimits, key: int, submit: Callable[[Sink], Submitted], sink: Sink) -> None:
+    def __init__(
+        self, limits: StepLimits, key: int, submit: Callable[[ResponseSink], StepHandle], sink: ResponseSink
+    ) -> None:
         self.key = key
         self._limits = limits
         self._submit = submit
         self._sink = sink
-        self._submitted: Submitted | None = None
+        self._submitted: StepHandle | None = None
         self._timer: Timer | None = None
         self._has_begun = self._is_over = self._was_taken = False
 

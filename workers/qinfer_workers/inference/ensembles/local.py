@@ -16,16 +16,16 @@ from qinfer.batching.batcher import Batcher, Outlet
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.errors import QinferError
-from qinfer.models.catalog import Served
+from qinfer.models.catalog import ServedVersion
 from qinfer.queue.entries import Entry, Lane, Lease
-from qinfer.submission.pending import Pending
+from qinfer.submission.pending import PendingCall
 from qinfer.submission.submit import Submission
 
 
-class LocalItem(execution.Pending, kw_only=True, eq=False, gc=False):
+class LocalItem(execution.WorkItem, kw_only=True, eq=False, gc=False):
     """A step in a batcher of this worker; its lease names the lane only."""
 
-    waiting: Pending
+    waiting: PendingCall
 
 
 class LocalSteps:
@@ -53,7 +53,7 @@ class LocalSteps:
         self._leases: dict[Lane, Lease] = {}
 
     def take(
-        self, served: Served, request: InferRequest, rows: int, waiting: Pending, *, must_join: bool = True
+        self, served: ServedVersion, request: InferRequest, rows: int, waiting: PendingCall, *, must_join: bool = True
     ) -> bool:
         """Takes a step if its batcher is here."""
         batcher = self._batcher_of(served.spec.name, served.version)
@@ -96,7 +96,7 @@ class LocalSteps:
         lanes = [item.lease.entry.lane for item in self._items.values()]
         return dict(Counter((lane.model, lane.version) for lane in lanes))
 
-    def leave(self, waiting: Pending) -> None:
+    def leave(self, waiting: PendingCall) -> None:
         """Drops a step whose caller has left."""
         item = self._items.pop(waiting.request_id, None)
         if item is None:
@@ -106,7 +106,7 @@ class LocalSteps:
         if batcher is not None:
             batcher.lost(item)
 
-    def answer(self, items: Sequence[execution.Pending], responses: Sequence[Response]) -> None:
+    def answer(self, items: Sequence[execution.WorkItem], responses: Sequence[Response]) -> None:
         """Delivers answers of steps; others go to the outlet."""
         if not self._items:
             self._outlet.answer(items, responses)
@@ -122,7 +122,7 @@ class LocalSteps:
         if others:
             self._outlet.answer(others, [one for one in responses if one.request_id not in mine])
 
-    def give_back(self, items: Sequence[execution.Pending]) -> None:
+    def give_back(self, items: Sequence[execution.WorkItem]) -> None:
         """Puts steps into their lanes; others go to the outlet."""
         for item in items:
             if isinstance(item, LocalItem):
@@ -130,7 +130,7 @@ class LocalSteps:
         if others := [item for item in items if not isinstance(item, LocalItem)]:
             self._outlet.give_back(others)
 
-    def delay(self, items: Sequence[execution.Pending]) -> None:
+    def delay(self, items: Sequence[execution.WorkItem]) -> None:
         """Passes items to the outlet."""
         self._outlet.delay(items)
 

@@ -11,11 +11,11 @@ from qinfer.core.settings import LimitSettings
 from qinfer.errors import ModelLoadFailed, QinferError
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.dependents import labels_of, users_of
-from qinfer.models.ensemble_graph import Plan, Resolved, plan
-from qinfer.models.pins import Executed, executed_hash
-from qinfer.models.readiness import ModelStatus, Progress, assess, lacking, outcome
+from qinfer.models.ensemble_graph import EnsemblePlan, ResolvedModel, plan
+from qinfer.models.pins import ExecutedVersion, executed_hash
+from qinfer.models.readiness import LoadProgress, ModelStatus, assess, lacking, outcome
 from qinfer.models.spec import EnsembleStep, ModelSpec
-from qinfer.models.state import StepVersion, StoredModel, Use, WorkerRecord
+from qinfer.models.state import ModelUse, StepVersion, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 
 
@@ -23,28 +23,28 @@ class NotYet(QinferError):
     """A model that an ensemble uses is still being loaded."""
 
 
-class Planned(NamedTuple):
+class PlannedEnsemble(NamedTuple):
     """The plan of an ensemble version, and its models' versions in the order of the steps."""
 
-    plan: Plan
+    plan: EnsemblePlan
     steps: tuple[StepVersion, ...] = ()
 
 
 class PlannedAgain(NamedTuple):
     """The plan of an ensemble as a job runs it, and its models' generations."""
 
-    plan: Plan
+    plan: EnsemblePlan
     generations: Mapping[str, int]
 
 
-class Planner:
+class EnsemblePlanner:
     """Plans ensembles by the state of the store."""
 
     def __init__(self, store: ControlStore, limits: LimitSettings) -> None:
         self._store = store
         self._limits = limits
 
-    async def look(self, spec: ModelSpec) -> Planned:
+    async def look(self, spec: ModelSpec) -> PlannedEnsemble:
         """Plans an ensemble, if all models that it uses are loaded.
 
         Raises:
@@ -61,17 +61,17 @@ class Planner:
             if step.model not in stored and (hint := await self._store.hint_of_endpoint(step.model)):
                 raise ModelLoadFailed(f"{_unknown(spec.name, step.model)}{hint}")
         statuses = assess({name: wish for name, wish in desired.items() if name in stored}, stored, workers)
-        view = _View(spec, stored, statuses, workers, self._limits)
+        view = _ModelsView(spec, stored, statuses, workers, self._limits)
         steps: dict[StepVersion, None] = {}
 
-        def resolve(step: EnsembleStep) -> Resolved:
+        def resolve(step: EnsembleStep) -> ResolvedModel:
             found = view.resolve(step)
             steps[StepVersion(step.model, step.version, found.version)] = None
             return found
 
-        return Planned(plan(spec, resolve), tuple(steps))
+        return PlannedEnsemble(plan(spec, resolve), tuple(steps))
 
-    async def again(self, executes: Sequence[Executed]) -> PlannedAgain:
+    async def again(self, executes: Sequence[ExecutedVersion]) -> PlannedAgain:
         """Plans an ensemble with a job's versions, itself first.
 
         Raises:
@@ -87,11 +87,11 @@ class Planner:
                 )
         versions = {(one.model, one.asked): one.version for one in executes[1:]}
 
-        def resolve(step: EnsembleStep) -> Resolved:
+        def resolve(step: EnsembleStep) -> ResolvedModel:
             version = versions.get((step.model, step.version))
             if version is None:
                 raise NotYet(f"model '{step.model}' is not a step of the ensemble that the job was planned with")
-            return Resolved(_spec_of(stored[step.model], self._limits), version)
+            return ResolvedModel(_spec_of(stored[step.model], self._limits), version)
 
         own = stored[executes[0].model]
         spec = to_spec(from_json(own.config), self._limits, labels_of(own, stored))
@@ -112,26 +112,26 @@ class Planner:
         return found
 
 
-class _View(NamedTuple):
+class _ModelsView(NamedTuple):
     ensemble: ModelSpec
     stored: Mapping[str, StoredModel]
     statuses: Mapping[str, ModelStatus]
     workers: Sequence[WorkerRecord]
     limits: LimitSettings
 
-    def resolve(self, step: EnsembleStep) -> Resolved:
+    def resolve(self, step: EnsembleStep) -> ResolvedModel:
         """Returns the highest READY version, except those that only pins keep."""
         stored, status = self.stored.get(step.model), self.statuses.get(step.model)
         if stored is None or status is None:
             raise ModelLoadFailed(_unknown(self.ensemble.name, step.model))
         progress, reason = outcome(stored, self.workers)
-        if progress is Progress.WAITING:
+        if progress is LoadProgress.WAITING:
             raise NotYet(f"ensemble '{self.ensemble.name}' waits for '{step.model}': {reason}")
-        if lack := lacking(self.ensemble.name, Use(step.model, step.version), self.statuses):
+        if lack := lacking(self.ensemble.name, ModelUse(step.model, step.version), self.statuses):
             why = f". Model '{step.model}' loading failed with error: {reason}" if reason else ""
             raise ModelLoadFailed(lack + why)
         ready = [version for version in status.ready_versions if not status.versions[version].pinned]
-        return Resolved(_spec_of(stored, self.limits), step.version or max(ready or status.ready_versions))
+        return ResolvedModel(_spec_of(stored, self.limits), step.version or max(ready or status.ready_versions))
 
 
 def _unknown(ensemble: str, model: str) -> str:

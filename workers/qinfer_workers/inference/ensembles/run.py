@@ -18,12 +18,12 @@ from typing import Protocol
 
 import msgspec
 
-from qinfer.batching.execution import Pending, due
+from qinfer.batching.execution import WorkItem, due
 from qinfer.core.call_chain import extended
-from qinfer.core.messages import Failure, Holder, InferRequest, Response, Scalar, Sequence, Timing
+from qinfer.core.messages import Failure, InferRequest, ResourceHolder, Response, Scalar, SequenceFlags, Timing
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, InferenceFailed, InvalidRequest, OutputMismatch, QinferError
-from qinfer.models.ensemble_graph import Flow, Plan, PlanStep
-from qinfer.submission.pending import Sink
+from qinfer.models.ensemble_graph import EnsemblePlan, Flow, PlanStep
+from qinfer.submission.pending import ResponseSink
 from qinfer.tensors import Tensor
 from qinfer_workers.inference.ensembles.values import Value, renamed, reshaped
 
@@ -31,7 +31,7 @@ MAX_BRANCHES = 16
 """Default of `max_inflight_requests`, for the responses of a decoupled step."""
 
 
-class Submitted(Protocol):
+class StepHandle(Protocol):
     """A step that was submitted."""
 
     @property
@@ -48,19 +48,19 @@ class Submitted(Protocol):
         ...
 
 
-class Steps(Protocol):
+class StepSubmitter(Protocol):
     """Submits steps to their models."""
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
         """Submits a step; its answer or failure goes to the sink later."""
         ...
 
 
-class Responses(Protocol):
+class EnsembleResponses(Protocol):
     """Takes the responses of a decoupled ensemble, except a failure or an empty one at its end."""
 
     def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
-        """Sends a response; false = no room: call `Run.go_on` when there is."""
+        """Sends a response; false = no room: call `EnsembleRun.go_on` when there is."""
         ...
 
 
@@ -68,7 +68,7 @@ Outcome = tuple[Tensor, ...] | Failure
 """The outputs (none if decoupled), or the failure."""
 
 
-class Spent(msgspec.Struct):
+class StepTimes(msgspec.Struct):
     """The time that steps have taken together."""
 
     begin_ns: int
@@ -102,9 +102,9 @@ class _Branch:
 
     def __init__(self, flow: Flow[Value], nbytes: int = 0) -> None:
         self.flow = flow
-        self.open: dict[int, Submitted] = {}
+        self.open: dict[int, StepHandle] = {}
         self.failure: tuple[Failure, tuple[int, ...]] | None = None
-        self.source: tuple[int, Submitted] | None = None
+        self.source: tuple[int, StepHandle] | None = None
         self.came: deque[Response] = deque()
         self.parts: deque[_Branch] = deque()
         self.nbytes = nbytes
@@ -126,7 +126,7 @@ class _Branch:
         self.came.clear()
 
 
-class Run:
+class EnsembleRun:
     """Runs one request of an ensemble.
 
     `ended` is called once, unless the run is stopped. `nested` and `failed_in` have positions of nested ensembles;
@@ -140,16 +140,16 @@ class Run:
 
     def __init__(
         self,
-        item: Pending,
-        plan: Plan,
-        steps: Steps,
+        item: WorkItem,
+        plan: EnsemblePlan,
+        steps: StepSubmitter,
         now_s: Callable[[], float],
-        ended: "Callable[[Run, Pending, Outcome], None]",
-        responses: Responses | None = None,
+        ended: "Callable[[EnsembleRun, WorkItem, Outcome], None]",
+        responses: EnsembleResponses | None = None,
     ) -> None:
         self.plan = plan
-        self.spent = Spent(time.perf_counter_ns())
-        self.nested: dict[int, Spent] = {}
+        self.spent = StepTimes(time.perf_counter_ns())
+        self.nested: dict[int, StepTimes] = {}
         self.failed_in: tuple[int, ...] = ()
         self.parameters: Mapping[str, Scalar] = {}
         self._item = item
@@ -259,7 +259,7 @@ class Run:
             step = self.plan.steps[number]
             for position in step.within:
                 if position not in self.nested:
-                    self.nested[position] = Spent(time.perf_counter_ns())
+                    self.nested[position] = StepTimes(time.perf_counter_ns())
             try:
                 self._submit(branch, number, step)
             except QinferError as error:
@@ -292,7 +292,7 @@ class Run:
             calls=asked.calls,
         )
         if asked.holders:  # a model called the ensemble, and its instance waits
-            request.holders = extended([asked.holders], Holder("", asked.model, {}, asked.version))
+            request.holders = extended([asked.holders], ResourceHolder("", asked.model, {}, asked.version))
         take = self.streamed if model.decoupled else self.stepped
         submitted = self._steps.submit_step(step, request, _StepSink(partial(take, branch, number), rows), timeout_s)
         branch.open[number] = submitted
@@ -337,14 +337,14 @@ class Run:
         self._ended(self, self._item, outcome)
 
 
-def _of_sequence(flags: Sequence | None, made: list[Value]) -> dict[str, Scalar]:
+def _of_sequence(flags: SequenceFlags | None, made: list[Value]) -> dict[str, Scalar]:
     """Returns the sequence of a request as parameters of its response, as Triton's ensembles do.
 
     A step's response may name another sequence.
     """
     if not made:
         return {}
-    flags = flags or Sequence(0)
+    flags = flags or SequenceFlags(0)
     told: dict[str, Scalar] = {"sequence_id": flags.callers_id}
     told |= {"sequence_start": flags.start, "sequence_end": flags.end}
     for value in made:

@@ -11,18 +11,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from qinfer.batching.batcher import LoadedModel
-from qinfer.batching.execution import Execution, Pending, Responder, due
+from qinfer.batching.execution import Execution, Responder, WorkItem, due
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Failure, Response, Timing
 from qinfer.core.settings_metrics import MetricsSettings
 from qinfer.errors import OutputMismatch, QinferError
-from qinfer.models.ensemble_graph import Plan
+from qinfer.models.ensemble_graph import EnsemblePlan
 from qinfer.observe.latencies import latency_tally
 from qinfer.observe.responses import end_of
 from qinfer.observe.stats import ModelCounts, StatsTally
-from qinfer_workers.inference.ensembles.insistent import InsistentSteps
+from qinfer_workers.inference.ensembles.insistent import RetryingSteps
 from qinfer_workers.inference.ensembles.limits import StepLimits
-from qinfer_workers.inference.ensembles.run import Outcome, Run, Spent, Steps
+from qinfer_workers.inference.ensembles.run import EnsembleRun, Outcome, StepSubmitter, StepTimes
 from qinfer_workers.inference.ensembles.streams import StreamedResponses
 from qinfer_workers.inference.ensembles.traces import RunTrace
 from qinfer_workers.inference.tracing import Spans
@@ -84,14 +84,14 @@ class RunParts(NamedTuple):
     """
 
     clock: ServerClock
-    near: Steps
-    far: Steps
+    near: StepSubmitter
+    far: StepSubmitter
     nested: NestedCounts
     follow: Callable[[], Awaitable[None]]
 
-    def way_of(self, item: Pending) -> Steps:
+    def way_of(self, item: WorkItem) -> StepSubmitter:
         """Returns the way of a request's steps: a suspect's go through the queue, so that a crash is counted."""
-        return InsistentSteps(self.far if item.alone else self.near, is_stored=not item.request.reply_to)
+        return RetryingSteps(self.far if item.alone else self.near, is_stored=not item.request.reply_to)
 
 
 class Runs:
@@ -103,20 +103,20 @@ class Runs:
     def __init__(
         self,
         model: LoadedModel,
-        plan: Plan,
+        plan: EnsemblePlan,
         parts: RunParts,
-        answered: Callable[[Pending, Response | None], None],
+        answered: Callable[[WorkItem, Response | None], None],
     ) -> None:
         self._clock, self._nested = parts.clock, parts.nested
         self._answered = answered
-        self._runs: dict[Pending, Run] = {}
-        self._streamed: dict[Pending, StreamedResponses] = {}
-        self._traces: dict[Pending, RunTrace] = {}
+        self._runs: dict[WorkItem, EnsembleRun] = {}
+        self._streamed: dict[WorkItem, StreamedResponses] = {}
+        self._traces: dict[WorkItem, RunTrace] = {}
         self.tally = StatsTally()
         self.completed = 0
         self.replace(model, plan)
 
-    def replace(self, model: LoadedModel, plan: Plan) -> None:
+    def replace(self, model: LoadedModel, plan: EnsemblePlan) -> None:
         """Continues with another generation; current requests keep their plan."""
         self._model = model
         self._plan = plan
@@ -128,7 +128,7 @@ class Runs:
     def __len__(self) -> int:
         return len(self._runs)
 
-    def __contains__(self, item: Pending) -> bool:
+    def __contains__(self, item: WorkItem) -> bool:
         return item in self._runs
 
     @property
@@ -136,25 +136,25 @@ class Runs:
         """The model versions that current and future requests run."""
         return self._plan.versions.union(*[run.plan.versions for run in self._runs.values()])
 
-    def begin(self, item: Pending, steps: Steps) -> None:
+    def begin(self, item: WorkItem, steps: StepSubmitter) -> None:
         """Begins a request."""
         streamed = self._open_stream(item)
         recorded = self._recorded(item, steps if self._limits is None else self._limits.over(steps))
-        run = self._runs[item] = Run(item, self._plan, recorded, self._clock.now_s, self._ended, streamed)
+        run = self._runs[item] = EnsembleRun(item, self._plan, recorded, self._clock.now_s, self._ended, streamed)
         if streamed is not None:
             streamed.follow(run)
         run.begin()
 
-    def stop(self, item: Pending) -> None:
+    def stop(self, item: WorkItem) -> None:
         """Ends a request without an answer."""
         self._runs[item].stop()
         self._forget(item)
 
-    def failures(self, items: Sequence[Pending], error: QinferError) -> list[Response]:
+    def failures(self, items: Sequence[WorkItem], error: QinferError) -> list[Response]:
         """Answers requests that do not begin."""
         return self._responder.failures(items, error, self._clock.now_s(), self.tally)
 
-    def _recorded(self, item: Pending, steps: Steps) -> Steps:
+    def _recorded(self, item: WorkItem, steps: StepSubmitter) -> StepSubmitter:
         spans = self._model.observer
         trace = spans.ensemble(item, self._plan) if isinstance(spans, Spans) else None
         if trace is None:
@@ -162,7 +162,7 @@ class Runs:
         self._traces[item] = trace
         return trace.over(steps)
 
-    def _open_stream(self, item: Pending) -> StreamedResponses | None:
+    def _open_stream(self, item: WorkItem) -> StreamedResponses | None:
         table = self._model.streams
         if table is None:
             return None
@@ -170,12 +170,12 @@ class Runs:
         self._streamed[item] = streamed
         return streamed
 
-    def _leave(self, item: Pending) -> None:
+    def _leave(self, item: WorkItem) -> None:
         if item in self._runs:
             self.stop(item)
             self._answered(item, None)
 
-    def _ended(self, run: Run, item: Pending, outcome: Outcome) -> None:
+    def _ended(self, run: EnsembleRun, item: WorkItem, outcome: Outcome) -> None:
         failure = outcome if isinstance(outcome, Failure) else None
         if item in self._traces:
             self._traces[item].ended(failure)
@@ -188,7 +188,7 @@ class Runs:
         else:
             self._answered(item, self._response(run, item, outcome))
 
-    def _response(self, run: Run, item: Pending, outcome: Outcome) -> Response:
+    def _response(self, run: EnsembleRun, item: WorkItem, outcome: Outcome) -> Response:
         waited_ns = self._waited_ns(run, item)
         failure = outcome if isinstance(outcome, Failure) else None
         if not isinstance(outcome, Failure):
@@ -209,11 +209,11 @@ class Runs:
             called=() if item.request.calls is None else item.request.calls.ended,
         )
 
-    def _waited_ns(self, run: Run, item: Pending) -> int:
+    def _waited_ns(self, run: EnsembleRun, item: WorkItem) -> int:
         lasted_ns = (run.spent.end_ns or time.perf_counter_ns()) - run.spent.begin_ns
         return max(int((self._clock.now_s() - item.enqueued_s) * 1e9) - lasted_ns, 0)
 
-    def _count_stream(self, run: Run, item: Pending, response: Response) -> None:
+    def _count_stream(self, run: EnsembleRun, item: WorkItem, response: Response) -> None:
         timing = response.timing or Timing()
         self.tally.responses.responded(response.index, end_of(response), timing.infer_ns)
         if not response.index and response.failure is None:
@@ -222,7 +222,7 @@ class Runs:
             run.spent.end_ns = run.spent.end_ns or time.perf_counter_ns()
             self._count(run, item, self._waited_ns(run, item), response.failure)
 
-    def _count(self, run: Run, item: Pending, waited_ns: int, failure: Failure | None) -> None:
+    def _count(self, run: EnsembleRun, item: WorkItem, waited_ns: int, failure: Failure | None) -> None:
         begin_s = self._clock.now_s() - (time.perf_counter_ns() - run.spent.begin_ns) / 1e9
         if failure is None:
             _count_success(self.tally, item.rows, run.spent, waited_ns, begin_s)
@@ -238,13 +238,13 @@ class Runs:
                 tally.failed(STEP_FAILED)
                 tally.spent_failing(run.spent.end_ns - spent.begin_ns)
 
-    def _forget(self, item: Pending) -> None:
+    def _forget(self, item: WorkItem) -> None:
         del self._runs[item]
         self._streamed.pop(item, None)
         if item in self._traces:
             self._traces.pop(item).close()
 
 
-def _count_success(tally: StatsTally, rows: int, spent: Spent, waited_ns: int, begin_s: float) -> None:
+def _count_success(tally: StatsTally, rows: int, spent: StepTimes, waited_ns: int, begin_s: float) -> None:
     tally.executed(rows, [waited_ns], spent.input_ns, spent.infer_ns, spent.output_ns, begin_s)
     tally.lasted_longer(spent.end_ns - spent.begin_ns - spent.computed_ns)

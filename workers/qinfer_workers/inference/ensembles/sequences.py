@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from qinfer.batching.batcher import LoadedModel
-from qinfer.batching.execution import Execution, Pending
+from qinfer.batching.execution import Execution, WorkItem
 from qinfer.batching.sequences.batcher import StepOutlet
 from qinfer.batching.sequences.execution import States
 from qinfer.batching.sequences.steps import PendingStep
 from qinfer.core.messages import InferRequest, Response
-from qinfer.core.messages import Sequence as Flags
+from qinfer.core.messages import SequenceFlags as Flags
 from qinfer.errors import (
     LEFT,
     TIMED_OUT,
@@ -31,13 +31,13 @@ from qinfer.errors import (
     SequenceEnded,
     SequenceLost,
 )
-from qinfer.models.ensemble_graph import Plan, PlanStep
+from qinfer.models.ensemble_graph import EnsemblePlan, PlanStep
 from qinfer.models.sequence_spec import MAX_ENSEMBLE_SEQUENCES
 from qinfer.observe.stats import StatsTally
 from qinfer.queue.sequence_records import SequenceId, start_missing
-from qinfer.submission.pending import Sink
+from qinfer.submission.pending import ResponseSink
 from qinfer.tensors import from_numpy, to_numpy
-from qinfer_workers.inference.ensembles.run import Steps, Submitted
+from qinfer_workers.inference.ensembles.run import StepHandle, StepSubmitter
 from qinfer_workers.inference.ensembles.runs import RunParts, Runs
 
 _STATE = "steps"
@@ -47,7 +47,7 @@ _ENDINGS: dict[str, type[QinferError]] = {
 """Failures that may have ended the step's sequence."""
 
 
-class _Kept:
+class _EnsembleSequence:
     __slots__ = ("counts", "is_over", "running", "waiting")
 
     def __init__(self, counts: dict[str, int]) -> None:
@@ -60,13 +60,13 @@ class _Kept:
 class EnsembleSteps:
     """Runs the sequences of an ensemble."""
 
-    def __init__(self, model: LoadedModel, plan: Plan, parts: RunParts, outlet: StepOutlet) -> None:
+    def __init__(self, model: LoadedModel, plan: EnsemblePlan, parts: RunParts, outlet: StepOutlet) -> None:
         self.model = model
         self._parts = parts
         self._outlet = outlet
         self._stateful = plan.stateful
         self._runs = Runs(model, plan, parts, self._answered)
-        self._kept: dict[SequenceId, _Kept] = {}
+        self._kept: dict[SequenceId, _EnsembleSequence] = {}
         self._ready: dict[SequenceId, None] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -117,7 +117,7 @@ class EnsembleSteps:
         """Takes a sequence that this worker now owns."""
         del committed
         counts = to_numpy(states[0]).tolist() if states else [0] * len(self._stateful)
-        self._kept[sequence] = _Kept(dict(zip(self._stateful, counts, strict=True)))
+        self._kept[sequence] = _EnsembleSequence(dict(zip(self._stateful, counts, strict=True)))
 
     def admit(self, step: PendingStep) -> None:
         """Takes the next step of an adopted sequence; call `pump` afterwards."""
@@ -178,7 +178,7 @@ class EnsembleSteps:
         for sequence in list(self._kept):
             self.drop(sequence)
 
-    def _begin(self, kept: _Kept) -> None:
+    def _begin(self, kept: _EnsembleSequence) -> None:
         if kept.running is not None or kept.is_over or not kept.waiting:
             return
         step = kept.waiting.popleft()
@@ -190,7 +190,7 @@ class EnsembleSteps:
         self._runs.begin(step, kept.running)
         self._look()
 
-    def _answered(self, item: Pending, response: Response | None) -> None:
+    def _answered(self, item: WorkItem, response: Response | None) -> None:
         self._look()
         assert isinstance(item, PendingStep), "it was admitted here"
         assert response is not None, "no stateful ensemble is decoupled"
@@ -213,7 +213,7 @@ class EnsembleSteps:
         """Returns whether it is known which models have got a failed step: a dead worker may have got further."""
         return steps.are_known and (item.lease.deliveries <= 1 or steps.are_all(self._stateful))
 
-    def _break(self, kept: _Kept, step: PendingStep, error: QinferError) -> None:
+    def _break(self, kept: _EnsembleSequence, step: PendingStep, error: QinferError) -> None:
         kept.is_over = True
         self._outlet.broken(step, error)
 
@@ -222,7 +222,7 @@ class EnsembleSteps:
 
 
 class _NumberedSteps:
-    def __init__(self, steps: Steps, item: PendingStep, counts: dict[str, int]) -> None:
+    def __init__(self, steps: StepSubmitter, item: PendingStep, counts: dict[str, int]) -> None:
         self.item = item
         self._steps = steps
         self._counts = counts
@@ -239,7 +239,7 @@ class _NumberedSteps:
         taken = [model for model, step in self._submitted.items() if step.is_taken]
         return self._counts | {model: self._counts[model] + 1 for model in taken}
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
         if not step.model.is_stateful:
             return self._steps.submit_step(step, request, sink, timeout_s)
         model, flags = step.model.name, self.item.request.sequence
@@ -262,8 +262,8 @@ class _NumberedSteps:
 class _NumberedStep:
     no_stream = ""
 
-    def __init__(self, sink: Sink) -> None:
-        self.submitted: Submitted
+    def __init__(self, sink: ResponseSink) -> None:
+        self.submitted: StepHandle
         self._sink = sink
         self._has_ended = self._is_answered = False
 

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from qinfer.batching.execution import Pending, Responder
-from qinfer.batching.streams import Stream, Streams
+from qinfer.batching.execution import Responder, WorkItem
+from qinfer.batching.streams import ItemStream, WorkerStreams
 from qinfer.core.messages import Failure, Response, Timing
 from qinfer.errors import Cancelled, OutputMismatch
 from qinfer.tensors import Tensor
-from qinfer_workers.inference.ensembles.run import Run
+from qinfer_workers.inference.ensembles.run import EnsembleRun
 
 
 class StreamedResponses:
@@ -27,11 +27,11 @@ class StreamedResponses:
 
     def __init__(
         self,
-        table: Streams,
-        item: Pending,
+        table: WorkerStreams,
+        item: WorkItem,
         responder: Responder,
-        counted: Callable[[Run, Pending, Response], None],
-        dropped: Callable[[Pending], None],
+        counted: Callable[[EnsembleRun, WorkItem, Response], None],
+        dropped: Callable[[WorkItem], None],
     ) -> None:
         self.responder = responder
         self._table = table
@@ -39,10 +39,10 @@ class StreamedResponses:
         self._counted = counted
         self._dropped = dropped
         self._begin_ns = time.perf_counter_ns()
-        self._run: Run
+        self._run: EnsembleRun
         self._stream = table.open(item, self)
 
-    def follow(self, run: Run) -> None:
+    def follow(self, run: EnsembleRun) -> None:
         """Takes the responses of a run."""
         self._run = run
         self._stream.on_taken(self._took)
@@ -63,13 +63,13 @@ class StreamedResponses:
         with suppress(Cancelled, OutputMismatch):
             self._stream.send(failure or (), final=True, wait=False)
 
-    def timing(self, item: Pending, now_s: float) -> Timing:
+    def timing(self, item: WorkItem, now_s: float) -> Timing:
         """Returns the times of the request so far."""
         lasted_ns = time.perf_counter_ns() - self._begin_ns
         waited_ns = int((now_s - item.enqueued_s) * 1e9) - lasted_ns
         return Timing(max(waited_ns, 0), 0, lasted_ns, 0, item.rows)
 
-    def count(self, stream: Stream, response: Response) -> None:
+    def count(self, stream: ItemStream, response: Response) -> None:
         """Counts a response."""
         del stream
         self._counted(self._run, self._item, response)

@@ -12,22 +12,22 @@
 import logging
 from collections.abc import Callable
 
-from qinfer.batching.execution import Pending
+from qinfer.batching.execution import WorkItem
 from qinfer.core.messages import Failure, InferRequest, Response
-from qinfer.models.ensemble_graph import Plan, PlanStep
-from qinfer.observe.logs import Fence
+from qinfer.models.ensemble_graph import EnsemblePlan, PlanStep
+from qinfer.observe.logs import ErrorLogger
 from qinfer.observe.tracing import ATTEMPT, MODEL, REQUEST_ID, VERSION, Attributes, Span, Tracer, of_tenant
-from qinfer.submission.pending import Sink
-from qinfer_workers.inference.ensembles.run import Steps, Submitted
+from qinfer.submission.pending import ResponseSink
+from qinfer_workers.inference.ensembles.run import StepHandle, StepSubmitter
 
-_FENCE = Fence(logging.getLogger(__name__), "spans lost")
+_FENCE = ErrorLogger(logging.getLogger(__name__), "spans lost")
 _LEFT = Failure("cancelled", "the caller has left")
 
 
 class RunTrace:
     """The spans of one recorded request, made before its first steps."""
 
-    def __init__(self, tracer: Tracer, now_s: Callable[[], float], item: Pending, plan: Plan) -> None:
+    def __init__(self, tracer: Tracer, now_s: Callable[[], float], item: WorkItem, plan: EnsemblePlan) -> None:
         self._tracer = tracer
         self._now_s = now_s
         self._plan = plan
@@ -46,7 +46,7 @@ class RunTrace:
         queue.end(max(begin_s, item.enqueued_s), self._about)
         request.trace = self._span.trace
 
-    def over(self, steps: Steps) -> Steps:
+    def over(self, steps: StepSubmitter) -> StepSubmitter:
         """Returns a way of steps that records them."""
         return _TracedSteps(self, steps)
 
@@ -80,11 +80,11 @@ class RunTrace:
 
 
 class _TracedSteps:
-    def __init__(self, trace: RunTrace, steps: Steps) -> None:
+    def __init__(self, trace: RunTrace, steps: StepSubmitter) -> None:
         self._trace = trace
         self._steps = steps
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
         traced: _TracedSink | None = None
         with _FENCE:  # the step runs without it
             traced = _TracedSink(self._trace, step, sink, self._trace.start(step))
@@ -102,7 +102,7 @@ class _TracedSteps:
 class _TracedSink:
     no_stream = ""
 
-    def __init__(self, trace: RunTrace, step: PlanStep, sink: Sink, span: Span) -> None:
+    def __init__(self, trace: RunTrace, step: PlanStep, sink: ResponseSink, span: Span) -> None:
         self.span = span
         self._has_ended = False
         self._trace = trace
@@ -121,7 +121,7 @@ class _TracedSink:
 
 
 class _TracedSubmitted:
-    def __init__(self, submitted: Submitted, sink: _TracedSink) -> None:
+    def __init__(self, submitted: StepHandle, sink: _TracedSink) -> None:
         self._submitted = submitted
         self._sink = sink
 

@@ -48,7 +48,7 @@ class Turn:
         self,
         mine: JobBatcher,
         batchers: Sequence[JobBatcher],
-        lines: "Sequence[_Line]",
+        lines: "Sequence[_DeviceLock]",
         *,
         is_forced: bool = False,
         is_shared: bool = False,
@@ -70,7 +70,7 @@ class Turn:
         return time.monotonic() < self._ends_s or not any(line.waiting for line in self._lines)
 
 
-class _Line:
+class _DeviceLock:
     def __init__(self) -> None:
         self.lock = asyncio.Lock()  # first come, first served
         self.waiting = 0
@@ -93,7 +93,7 @@ class DeviceArbiter:
 
     def __init__(self) -> None:
         self._places: dict[JobBatcher, frozenset[Device]] = {}
-        self._lines: dict[Device, _Line] = {}
+        self._lines: dict[Device, _DeviceLock] = {}
         self._batch_s = PATIENCE_S
         """How long the last forced turn took."""
         self._online_s = float("-inf")
@@ -111,7 +111,7 @@ class DeviceArbiter:
     async def turn(self, batcher: JobBatcher) -> AsyncIterator[Turn]:
         """Waits until the devices have no online work, or bulk has waited long enough."""
         devices = self._devices(batcher)
-        lines = [self._lines.setdefault(device, _Line()) for device in sorted(devices)]
+        lines = [self._lines.setdefault(device, _DeviceLock()) for device in sorted(devices)]
         async with AsyncExitStack() as mine:
             for line in lines:
                 await mine.enter_async_context(line.mine())

@@ -18,8 +18,8 @@ import numpy as np
 
 from qinfer.backends.base import Array
 from qinfer.errors import ErrorCode
-from qinfer.jobs.columns.inputs import Decoded, Piece
-from qinfer.jobs.columns.outputs import Scored
+from qinfer.jobs.columns.inputs import DecodedBatch, Piece
+from qinfer.jobs.columns.outputs import ScoredRows
 from qinfer.jobs.columns.row_errors import Indices
 from qinfer.jobs.rows.shard_rows import RowBatch
 from qinfer_workers.jobs.scoring.batch_size import BatchSize
@@ -34,7 +34,7 @@ SHARED_AHEAD_S = 1.0
 """The same beside online requests, which slow down reading."""
 
 Outputs = Mapping[str, Array]
-"""Output tensor → array, rows first; for decoupled models as in `Scored.outputs`."""
+"""Output tensor → array, rows first; for decoupled models as in `ScoredRows.outputs`."""
 
 
 class Slice(NamedTuple):
@@ -69,7 +69,7 @@ class Slice(NamedTuple):
 class Chunk:
     """Rows that were read together, and their tensors."""
 
-    def __init__(self, batch: RowBatch, decoded: Decoded) -> None:
+    def __init__(self, batch: RowBatch, decoded: DecodedBatch) -> None:
         self.batch = batch
         self.errors = decoded.errors
         self.pieces: tuple[Piece, ...] = decoded.pieces
@@ -98,11 +98,11 @@ class Chunk:
         self.errors.mark(~settled, ErrorCode.CANCELLED, "")
         return int(np.argmin(settled))
 
-    def scored(self) -> list[Scored]:
+    def scored(self) -> list[ScoredRows]:
         """Returns the executed rows, grouped by output shape."""
         return [one for piece, done in enumerate(self._done) for one in self._joined(piece, sorted(done, key=_start))]
 
-    def _joined(self, piece: int, done: list["_Done"]) -> list[Scored]:
+    def _joined(self, piece: int, done: list["_Done"]) -> list[ScoredRows]:
         alike: dict[tuple[tuple[int, ...], ...], list[_Done]] = {}
         for one in done:
             alike.setdefault(tuple(array.shape[1:] for array in one.outputs.values()), []).append(one)
@@ -114,7 +114,7 @@ class Chunk:
             outputs = group[0].outputs
             if len(group) > 1:
                 outputs = {name: np.concatenate([one.outputs[name] for one in group]) for name in outputs}
-            joined.append(Scored(rows, outputs))
+            joined.append(ScoredRows(rows, outputs))
         return joined
 
     def _numbers(self, piece: int, start: int, stop: int) -> Indices:

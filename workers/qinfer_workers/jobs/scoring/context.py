@@ -20,7 +20,7 @@ from qinfer.jobs.queue.records import JobRecord
 from qinfer.observe.stats import ModelCounts
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
-from qinfer_workers.inference.loader import Loaded
+from qinfer_workers.inference.loader import LoadedVersion
 from qinfer_workers.inference.publisher import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter, JobBatcher
@@ -49,7 +49,7 @@ class HeldShard:
         self.on_lost()
 
 
-class Slots:
+class ShardSlots:
     """The slots of a worker for shards; for the event loop."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Slots:
 
 
 @dataclass(slots=True, kw_only=True)
-class Served:
+class ScoredVersion:
     """A served model version, its shard loop, and how its shards are scored.
 
     Attributes:
@@ -115,7 +115,7 @@ class Served:
     """
 
     batcher: JobBatcher
-    loaded: Loaded
+    loaded: LoadedVersion
     arbiter: DeviceArbiter
     size: BatchSize
     clock: ServerClock
@@ -138,7 +138,7 @@ class ShardContext:
     jobs: Jobs
     keeper: LeaseKeeper
     worker_id: str
-    slots: Slots
+    slots: ShardSlots
     lease_s: float
     max_wait_s: float
     hurry: asyncio.Event = field(default_factory=asyncio.Event)

@@ -19,19 +19,19 @@ from typing import Any, NamedTuple, TypeVar
 
 from qinfer.backends.base import Array, Batch, Context
 from qinfer.batching.batcher import LoadedModel
-from qinfer.batching.execution import Pending
+from qinfer.batching.execution import WorkItem
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Failure, InferRequest
 from qinfer.errors import Cancelled, ErrorCode, InferenceFailed, QinferError
 from qinfer.models.ensemble_graph import PlanStep
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.queue.entries import Entry, Lane, Lease
-from qinfer.submission.pending import Sink
+from qinfer.submission.pending import ResponseSink
 from qinfer.tensors import Tensor, from_numpy
-from qinfer_workers.inference.caller import Caller
-from qinfer_workers.inference.ensembles.plans import PlannedAgain, Planner
-from qinfer_workers.inference.ensembles.run import Outcome, Responses, Run, Submitted
-from qinfer_workers.inference.executor import Borrower
+from qinfer_workers.inference.caller import WorkerCaller
+from qinfer_workers.inference.ensembles.plans import EnsemblePlanner, PlannedAgain
+from qinfer_workers.inference.ensembles.run import EnsembleResponses, EnsembleRun, Outcome, StepHandle
+from qinfer_workers.inference.executor import InstanceBorrower
 
 T = TypeVar("T")
 
@@ -48,17 +48,17 @@ _CHANGED = "a model of a step has changed while rows were scored"
 class EnsembleParts(NamedTuple):
     """The parts of a worker that run ensembles."""
 
-    planner: Planner
-    caller: Caller
+    planner: EnsemblePlanner
+    caller: WorkerCaller
 
 
 class BulkSteps:
     """Submits a job's steps to their models, with the lowest priority."""
 
-    def __init__(self, caller: Caller) -> None:
+    def __init__(self, caller: WorkerCaller) -> None:
         self._caller = caller
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
         """Submits a step, as `run.Steps` says."""
         batching = step.model.batching
         request.priority = 0 if batching is None else batching.priority_levels
@@ -110,10 +110,10 @@ class EnsembleExecutor:
         self._clock = clock
         self._lease = Lease(Entry(Lane(model.spec.name, model.version), "0-0"), "", b"")
         self._loop = asyncio.get_running_loop()
-        self._open: dict[Run, asyncio.Future[Outcome]] = {}
+        self._open: dict[EnsembleRun, asyncio.Future[Outcome]] = {}
         self._is_stopped = False
 
-    def lend(self, borrower: Borrower, done: Callable[[Borrower], None]) -> None:
+    def lend(self, borrower: InstanceBorrower, done: Callable[[InstanceBorrower], None]) -> None:
         """Lends an instance in its own thread, then calls `done` on the event loop."""
 
         def use() -> None:
@@ -146,7 +146,7 @@ class EnsembleExecutor:
             item = self._item(batch.requests[number], 1, inputs)
             answer: tuple[Tensor, ...] | QinferError = ()
             try:
-                await self._run(item, partial(_Row, ctx, number))
+                await self._run(item, partial(_RowResponses, ctx, number))
             except QinferError as error:
                 answer = error
             with suppress(Cancelled):  # the row has failed already
@@ -155,7 +155,7 @@ class EnsembleExecutor:
         await asyncio.gather(*[row(number) for number in range(len(batch.requests))])
 
     async def _run(
-        self, item: Pending, responses: Callable[[Callable[[], None]], Responses] | None = None
+        self, item: WorkItem, responses: Callable[[Callable[[], None]], EnsembleResponses] | None = None
     ) -> tuple[Tensor, ...]:
         if self._is_stopped:
             raise Cancelled(_LEFT)
@@ -167,7 +167,7 @@ class EnsembleExecutor:
 
         way = None if responses is None else responses(end)
         plan, now_s = self._planned.plan, self._clock.now_s
-        run = Run(item, plan, self._steps, now_s, lambda _, __, outcome: end(outcome), way)
+        run = EnsembleRun(item, plan, self._steps, now_s, lambda _, __, outcome: end(outcome), way)
         self._open[run] = ended
         try:
             run.begin()
@@ -183,7 +183,7 @@ class EnsembleExecutor:
             raise Cancelled(outcome.message)
         raise InferenceFailed(outcome.message)
 
-    def _item(self, request: InferRequest, rows: int, arrays: Mapping[str, Array]) -> Pending:
+    def _item(self, request: InferRequest, rows: int, arrays: Mapping[str, Array]) -> WorkItem:
         now_s = self._clock.now_s()
         datatypes = {tensor.name: tensor.datatype for tensor in self.spec.inputs}
         asked = InferRequest(
@@ -194,7 +194,7 @@ class EnsembleExecutor:
             outputs=request.outputs,
             tenant=request.tenant,
         )
-        return Pending(
+        return WorkItem(
             rows=rows,
             key=None,
             enqueued_s=now_s,
@@ -204,8 +204,8 @@ class EnsembleExecutor:
         )
 
 
-class _Row:
-    """The `Responses` to one row, which never make the steps wait."""
+class _RowResponses:
+    """The `EnsembleResponses` to one row, which never make the steps wait."""
 
     def __init__(self, ctx: Context, number: int, left: Callable[[], None]) -> None:
         self._ctx = ctx

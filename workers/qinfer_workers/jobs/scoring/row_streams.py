@@ -17,14 +17,14 @@ from qinfer.tensors import Tensor, to_numpy
 _LOOK_S = 0.5  # between two checks whether the shard is stopped
 
 
-class Bounds(NamedTuple):
+class StreamBounds(NamedTuple):
     """Limits of the responses to a row, and of the model's silence."""
 
     row_bytes: int
     idle_s: float
 
 
-class _Row:
+class _RowStream:
     __slots__ = ("error", "is_open", "nbytes", "responses")
 
     def __init__(self) -> None:
@@ -38,9 +38,9 @@ class RowStreams:
     """The `Context` of a decoupled model's bulk batch; an item is a row. Thread-safe."""
 
     def __init__(
-        self, rows: int, bounds: Bounds, problem: Callable[[Sequence[Tensor]], str | None], calls: Context
+        self, rows: int, bounds: StreamBounds, problem: Callable[[Sequence[Tensor]], str | None], calls: Context
     ) -> None:
-        self._rows = [_Row() for _ in range(rows)]
+        self._rows = [_RowStream() for _ in range(rows)]
         self._bounds = bounds
         self._problem = problem
         self._calls = calls
@@ -139,7 +139,7 @@ class RowStreams:
         """Returns the errors of failed rows, by position in the batch."""
         return {number: row.error for number, row in enumerate(self._rows) if row.error is not None}
 
-    def _take(self, row: _Row, outputs: Answer) -> None:
+    def _take(self, row: _RowStream, outputs: Answer) -> None:
         if isinstance(outputs, QinferError):
             row.error = outputs
             return

@@ -17,10 +17,10 @@ import numpy as np
 
 from qinfer.backends.base import Array, Backend, Batch, OneResponse
 from qinfer.batching.batcher import LoadedModel
-from qinfer.batching.execution import Answer, Caller, Responder, new_batch_id
+from qinfer.batching.execution import Answer, ModelCaller, Responder, new_batch_id
 from qinfer.core.call_chain import extended
 from qinfer.core.clock import ServerClock
-from qinfer.core.messages import Holder, InferRequest, Response, Scalar
+from qinfer.core.messages import InferRequest, ResourceHolder, Response, Scalar
 from qinfer.errors import (
     Cancelled,
     DeliveryError,
@@ -35,7 +35,7 @@ from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, StatsTally
 from qinfer.tensors import Tensor, to_numpy
 from qinfer_workers.jobs.scoring.arbiter import Turn
 from qinfer_workers.jobs.scoring.chunks import Chunks, Outputs, Slice
-from qinfer_workers.jobs.scoring.row_streams import Bounds, RowStreams
+from qinfer_workers.jobs.scoring.row_streams import RowStreams, StreamBounds
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Scorer:
         )
         self._is_warned = False
 
-    def run(self, instance: Backend, part: Slice, watch: "Watch") -> None:
+    def run(self, instance: Backend, part: Slice, watch: "DeviceStopwatch") -> None:
         """Executes a slice; `watch` also covers the time since the previous slice."""
         try:
             outputs, failed = self._execute(instance, part, watch)
@@ -112,7 +112,9 @@ class Scorer:
             else:
                 self.chunks.done(part, outputs, watch.seconds())
 
-    def _execute(self, instance: Backend, part: Slice, watch: "Watch") -> tuple[Outputs, Mapping[int, QinferError]]:
+    def _execute(
+        self, instance: Backend, part: Slice, watch: "DeviceStopwatch"
+    ) -> tuple[Outputs, Mapping[int, QinferError]]:
         inputs = part.inputs()
         is_batched = self._spec.max_batch_size > 0
         if not is_batched:
@@ -120,7 +122,7 @@ class Scorer:
         if self._spec.decoupled:
             return self._stream(instance, inputs, part.rows, watch)
         rows = part.rows if is_batched else 1
-        way = _Way(self)
+        way = _BulkContext(self)
         watch.lap()
         instance.execute(Batch(requests=[self._request], rows=[rows], inputs=inputs), way)
         watch.lap()
@@ -136,11 +138,11 @@ class Scorer:
         return arrays if is_batched else {name: array[np.newaxis] for name, array in arrays.items()}, {}
 
     def _stream(
-        self, instance: Backend, inputs: Mapping[str, Array], rows: int, watch: "Watch"
+        self, instance: Backend, inputs: Mapping[str, Array], rows: int, watch: "DeviceStopwatch"
     ) -> tuple[Outputs, Mapping[int, QinferError]]:
         purpose = self.purpose
-        bounds = Bounds(purpose.row_bytes, self._spec.default_timeout_s)
-        streams = RowStreams(rows, bounds, partial(self._problem, rows=1), _Way(self))
+        bounds = StreamBounds(purpose.row_bytes, self._spec.default_timeout_s)
+        streams = RowStreams(rows, bounds, partial(self._problem, rows=1), _BulkContext(self))
         watch.lap()
         try:
             instance.execute(Batch(requests=[self._request] * rows, rows=[1] * rows, inputs=inputs), streams)
@@ -229,7 +231,7 @@ class Executions:
             return self._tally.drain() | {field: count for field, count in counted.items() if count}
 
 
-class Watch:
+class DeviceStopwatch:
     """Measures how long the device was busy; if this thread is the device, in its own time."""
 
     def __init__(self) -> None:
@@ -253,7 +255,7 @@ class Watch:
         return time.perf_counter() - self._began_s
 
 
-class Borrowed:
+class BorrowedInstance:
     """An instance lent to a shard for one turn (`ThreadExecutor.lend`)."""
 
     def __init__(self, scorer: Scorer, turn: Turn) -> None:
@@ -264,11 +266,11 @@ class Borrowed:
         """Scores slices until the turn is over, or no slice is left."""
         chunks = self._scorer.chunks
         chunks.begin()
-        watch = Watch()
+        watch = DeviceStopwatch()
         try:
             while (part := chunks.take()) is not None:
                 self._scorer.run(instance, part, watch)
-                watch = Watch()
+                watch = DeviceStopwatch()
                 self._scorer.purpose.progress()
                 if not self._turn.goes_on():
                     break
@@ -276,7 +278,7 @@ class Borrowed:
             chunks.leave()
 
 
-class _Way(OneResponse):
+class _BulkContext(OneResponse):
     """The `Context` of a bulk batch, an item with many rows."""
 
     def __init__(self, scorer: Scorer) -> None:
@@ -304,7 +306,7 @@ class _Way(OneResponse):
     def stream(self, request: InferRequest) -> Iterator[Response]:
         return self._call(request, lambda caller: caller.stream)
 
-    def _call(self, request: InferRequest, way: Callable[[Caller], Callable[[InferRequest, float], T]]) -> T:
+    def _call(self, request: InferRequest, way: Callable[[ModelCaller], Callable[[InferRequest, float], T]]) -> T:
         purpose = self._scorer.purpose
         caller, spec = purpose.model.caller, purpose.model.spec
         if caller is None:
@@ -315,7 +317,7 @@ class _Way(OneResponse):
         whose = msgspec.structs.replace(
             request,
             tenant=request.tenant or purpose.tenant,
-            holders=extended([()], Holder(self._token, spec.name, {}, purpose.model.version)),
+            holders=extended([()], ResourceHolder(self._token, spec.name, {}, purpose.model.version)),
         )
         try:
             return way(caller)(whose, purpose.clock.now_s() + spec.default_timeout_s)

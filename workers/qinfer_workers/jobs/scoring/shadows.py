@@ -14,14 +14,14 @@ from functools import partial
 from qinfer.backends.base import Backend
 from qinfer.batching.assemble import assemble
 from qinfer.batching.batcher import Batcher
-from qinfer.batching.execution import Execution, Pending, Responder
+from qinfer.batching.execution import Execution, Responder, WorkItem
 from qinfer.core.retry import OutageLog
 from qinfer.errors import QinferError
 from qinfer.queue.entries import Lane, shadow_lane
 from qinfer.traffic.endpoints import Role, why_no_shadow
 from qinfer.traffic.store import EndpointStore
 from qinfer_workers.inference.executor import ThreadExecutor
-from qinfer_workers.inference.intake import Intake
+from qinfer_workers.inference.intake import LeaseIntake
 from qinfer_workers.inference.publisher import Publisher
 from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter, JobBatcher, Turn
 from qinfer_workers.jobs.scoring.batch_size import BatchSize
@@ -38,11 +38,11 @@ _MOST_LEFT = 100
 Key = tuple[str, int]
 
 
-class Shadows:
+class ShadowLoops:
     """The shadow loops of a worker, started and stopped with its models; for the event loop."""
 
     def __init__(
-        self, context: ShardContext, batch_s: float, endpoints: EndpointStore, publisher: Publisher, intake: Intake
+        self, context: ShardContext, batch_s: float, endpoints: EndpointStore, publisher: Publisher, intake: LeaseIntake
     ) -> None:
         self.queue = context.delivery
         self.publisher, self.intake, self.context = publisher, intake, context
@@ -105,7 +105,7 @@ class ShadowLoop:
     `is_open` is set while an endpoint declares the version as a shadow.
     """
 
-    def __init__(self, shadows: Shadows, batcher: Batcher, arbiter: DeviceArbiter) -> None:
+    def __init__(self, shadows: ShadowLoops, batcher: Batcher, arbiter: DeviceArbiter) -> None:
         self.lane: Lane = shadow_lane(batcher.model.spec.name, batcher.model.version)
         self.size = BatchSize(1, 1.0)
         self.is_open = asyncio.Event()
@@ -113,7 +113,7 @@ class ShadowLoop:
         self._shadows = shadows
         self._batcher = batcher
         self._arbiter = arbiter
-        self._waiting: list[Pending] = []
+        self._waiting: list[WorkItem] = []
         self._look_at_s = 0.0
         self._outage = OutageLog(logger, "no shadows fetched", "shadows are fetched again")
 
@@ -182,9 +182,9 @@ class ShadowLoop:
         await self._lend(execution, Responder(model.spec, model.version, model.observer))
         self.size.observe(sum(rows), (time.perf_counter_ns() - begin_ns) / 1e9)
 
-    def _next_batch(self) -> list[Pending]:
+    def _next_batch(self) -> list[WorkItem]:
         model, now_s = self._batcher.model, self._shadows.queue.clock.now_s()
-        chosen: list[Pending] = []
+        chosen: list[WorkItem] = []
         waiting, self._waiting = self._waiting, []
         for item in waiting:
             if item.lost:
@@ -199,7 +199,7 @@ class ShadowLoop:
                 self._waiting.append(item)
         return chosen
 
-    def _joins(self, item: Pending, chosen: list[Pending]) -> bool:
+    def _joins(self, item: WorkItem, chosen: list[WorkItem]) -> bool:
         first = chosen[0]
         has_room = item.rows + sum(each.rows for each in chosen) <= self.size.rows
         return has_room and item.key == first.key and not (item.alone or first.alone)
@@ -217,7 +217,7 @@ class ShadowLoop:
             back.set_result(None)
 
         batcher.lend(1)
-        executor.lend(_Borrowed(execution), ended)
+        executor.lend(_BorrowedDevice(execution), ended)
         try:
             await asyncio.shield(back)
         except asyncio.CancelledError:
@@ -235,7 +235,7 @@ class ShadowLoop:
         if items:
             shadows.publisher.answer(items, responses)
 
-    def _again(self, items: list[Pending], error: QinferError) -> None:
+    def _again(self, items: list[WorkItem], error: QinferError) -> None:
         if len(items) == 1:
             self._batcher.fail(items, error)
             return
@@ -244,7 +244,7 @@ class ShadowLoop:
         self._waiting += items
 
 
-class _Borrowed:
+class _BorrowedDevice:
     def __init__(self, execution: Execution) -> None:
         self.run: Callable[[Backend], None] = partial(Execution.run, execution)
 

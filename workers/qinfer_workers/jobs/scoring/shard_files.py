@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from qinfer.core.retry import Backoff
-from qinfer.core.store_urls import Grant, is_below
+from qinfer.core.store_urls import UrlGrant, is_below
 from qinfer.errors import Conflict, ErrorCode, QinferError, StoreNotFound, StoreUnavailable
 from qinfer.jobs.columns.fields import select
 from qinfer.jobs.columns.inputs import InputColumns
@@ -22,16 +22,16 @@ from qinfer.jobs.columns.row_errors import BAD_FILE, RowErrors
 from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.columns.texts import TypedColumns, typed
 from qinfer.jobs.job import JobSpec
-from qinfer.jobs.parts import PartBroken, PartWriter, Split, part_metadata, validate_part
+from qinfer.jobs.parts import PartBroken, PartColumns, PartWriter, part_metadata, validate_part
 from qinfer.jobs.plan import PlanHead, Shard, url_of
 from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.jobs.resumption import KeptPiece, RowSpan, pieces_folder, rows_of
 from qinfer.jobs.rows.shard_rows import RowBatch, ShardReader
-from qinfer.jobs.rows.source import Limits
+from qinfer.jobs.rows.source import ReadLimits
 from qinfer.jobs.rows.text_streams import InputForm
 from qinfer.models.spec import ModelSpec
 from qinfer.storage.open import store_for
-from qinfer.storage.store import Outcome, Store
+from qinfer.storage.store import CommitOutcome, Store
 from qinfer.storage.within import Within, readable, writable
 from qinfer_workers.jobs.scoring.chunks import Chunk, Chunks
 from qinfer_workers.jobs.scoring.pieces import fetched, store_piece
@@ -71,7 +71,7 @@ class TooManyFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class ShardTask:
     """A shard to score; `model_hash` is that of the files here, `max_errors` the job's limit (-1 = none)."""
 
     job_id: str
@@ -82,8 +82,8 @@ class Task:
     model_hash: str
     max_errors: int
     spool: Path
-    limits: Limits
-    grant: Grant
+    limits: ReadLimits
+    grant: UrlGrant
     store_for: Callable[[str], Store] = store_for
 
     @property
@@ -109,7 +109,7 @@ class ShardFiles:
     `keeps` saves the scored rows of stopped chunks for `take_piece`.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: ShardTask) -> None:
         self.on_delay: Callable[[QinferError], None] = lambda _: None
         self.faults: dict[str, None] = {}
         self.step = RowSpan(0, task.shard.rows)
@@ -207,7 +207,7 @@ class ShardFiles:
 
     def _new_writer(self, outputs: OutputColumns) -> PartWriter:
         task = self._task
-        split = Split(outputs.good, outputs.failed) if task.spec.output.is_split else None
+        split = PartColumns(outputs.good, outputs.failed) if task.spec.output.is_split else None
         metadata = part_metadata(task.job_id, task.shard, task.model_hash)
         return PartWriter(self._spooled(), outputs.schema, task.spec.output, metadata, split)
 
@@ -295,7 +295,7 @@ class ShardFiles:
         store = task.outputs(task.url)
         writer.prepare(store, task.spec.output.url.rstrip("/"), task.shard.part)
         for _ in range(_COMMITS):
-            if store.commit_if_absent(path, task.url) is Outcome.CREATED:
+            if store.commit_if_absent(path, task.url) is CommitOutcome.CREATED:
                 return ShardOutcome(task.shard.index, task.shard.rows, writer.errors)
             found = store.stat(task.url)
             if found is not None:

@@ -22,17 +22,17 @@ from qinfer.jobs.job import decode_spec
 from qinfer.jobs.plan import PlanHead, ShardTicket, decode_plan_head
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, granted
 from qinfer.jobs.resumption import bound_to
-from qinfer.jobs.rows.source import Limits
+from qinfer.jobs.rows.source import ReadLimits
 from qinfer.models.pins import is_executed
-from qinfer_workers.inference.executor import Borrower, ThreadExecutor, in_thread
+from qinfer_workers.inference.executor import InstanceBorrower, ThreadExecutor, in_thread
 from qinfer_workers.jobs.scoring.arbiter import Turn
 from qinfer_workers.jobs.scoring.chunks import Chunks
-from qinfer_workers.jobs.scoring.context import Abandoned, GivenUp, HeldShard, PutOff, Served
+from qinfer_workers.jobs.scoring.context import Abandoned, GivenUp, HeldShard, PutOff, ScoredVersion
 from qinfer_workers.jobs.scoring.ensembles import EnsembleExecutor
 from qinfer_workers.jobs.scoring.pieces import PieceLost
 from qinfer_workers.jobs.scoring.resuming import Resuming
-from qinfer_workers.jobs.scoring.scoring import Borrowed, Purpose, Scorer
-from qinfer_workers.jobs.scoring.shard_files import ShardFiles, Task, TooManyFailed, streamed_bytes
+from qinfer_workers.jobs.scoring.scoring import BorrowedInstance, Purpose, Scorer
+from qinfer_workers.jobs.scoring.shard_files import ShardFiles, ShardTask, TooManyFailed, streamed_bytes
 from qinfer_workers.jobs.scoring.shard_loop import STALLED_S
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class ShardRun:
         self,
         files: ShardFiles,
         purpose: Purpose,
-        served: Served,
+        served: ScoredVersion,
         free: asyncio.Event,
         resuming: Resuming,
         *,
@@ -264,7 +264,7 @@ class ShardRun:
         left = executor.count
         back = asyncio.get_running_loop().create_future()
 
-        def ended(_: Borrower) -> None:
+        def ended(_: InstanceBorrower) -> None:
             nonlocal left
             left -= 1
             if isinstance(batcher, Batcher) and batcher.model.executor is executor:
@@ -275,7 +275,7 @@ class ShardRun:
         if isinstance(batcher, Batcher):
             batcher.lend(executor.count)
         for _ in range(executor.count):
-            executor.lend(Borrowed(self._scorer, turn), ended)
+            executor.lend(BorrowedInstance(self._scorer, turn), ended)
         try:
             await asyncio.shield(back)
         except asyncio.CancelledError:
@@ -302,7 +302,7 @@ async def release_memory() -> None:
 
 
 async def make_run(
-    served: Served, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event
+    served: ScoredVersion, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event
 ) -> ShardRun:
     """Makes the run of a shard; `PutOff` if this worker can't read the job, or lacks the planned model."""
     try:
@@ -322,7 +322,7 @@ async def make_run(
     def progress() -> None:
         held.deadline_s = served.clock.now_s() + STALLED_S
 
-    task = Task(
+    task = ShardTask(
         job_id=record.id,
         spec=spec,
         shard=ticket.shard,
@@ -331,7 +331,7 @@ async def make_run(
         model_hash=model_hash,
         max_errors=record.max_errors,
         spool=served.spool,
-        limits=Limits.of(served.read_bytes, served.footer_bytes),
+        limits=ReadLimits.of(served.read_bytes, served.footer_bytes),
         grant=grant,
     )
     name = f"{record.id}-{ticket.shard.index}"
@@ -349,7 +349,7 @@ async def make_run(
     return ShardRun(ShardFiles(task), purpose, served, free, resuming, ensemble=ensemble)
 
 
-async def _ensemble_of(served: Served, model: LoadedModel, head: PlanHead) -> EnsembleExecutor:
+async def _ensemble_of(served: ScoredVersion, model: LoadedModel, head: PlanHead) -> EnsembleExecutor:
     assert served.ensembles is not None
     try:
         await served.ensembles.caller.follow()

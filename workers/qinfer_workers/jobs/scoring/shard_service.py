@@ -24,15 +24,15 @@ from qinfer.queue.entries import bulk_lanes
 from qinfer.queue.lanes import Queue
 from qinfer.traffic.store import EndpointStore
 from qinfer_workers.inference.executor import in_thread
-from qinfer_workers.inference.intake import Intake
-from qinfer_workers.inference.loader import Loaded
+from qinfer_workers.inference.intake import LeaseIntake
+from qinfer_workers.inference.loader import LoadedVersion
 from qinfer_workers.inference.publisher import LeaseKeeper, Publisher
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter, JobBatcher
 from qinfer_workers.jobs.scoring.batch_size import BatchSize
-from qinfer_workers.jobs.scoring.context import HeldShard, Served, ShardContext, Slots
+from qinfer_workers.jobs.scoring.context import HeldShard, ScoredVersion, ShardContext, ShardSlots
 from qinfer_workers.jobs.scoring.ensembles import EnsembleParts
-from qinfer_workers.jobs.scoring.shadows import Shadows
+from qinfer_workers.jobs.scoring.shadows import ShadowLoops
 from qinfer_workers.jobs.scoring.shard_loop import ShardLoop
 
 if TYPE_CHECKING:
@@ -59,15 +59,15 @@ class ShardService:
             jobs=Jobs(delivery),
             keeper=keeper,
             worker_id=worker_id,
-            slots=Slots(),
+            slots=ShardSlots(),
             lease_s=settings.worker.lease_s,
             max_wait_s=settings.worker.max_wait_s,
         )
         self.counts = self._context.counts
         self._arbiter = DeviceArbiter()
-        self._served: dict[Key, Served] = {}
+        self._served: dict[Key, ScoredVersion] = {}
         self._spool = Path(settings.bulk.spool_dir or tempfile.gettempdir())
-        self._shadows: Shadows | None = None
+        self._shadows: ShadowLoops | None = None
         self._is_paused = False
         self._is_prepared = False
 
@@ -79,9 +79,11 @@ class ShardService:
         self._context = replace(self._context, spans=spans)
         return tasks.create_task(self._look())
 
-    def start_shadows(self, endpoints: EndpointStore, publisher: Publisher, intake: Intake) -> "asyncio.Task[None]":
+    def start_shadows(
+        self, endpoints: EndpointStore, publisher: Publisher, intake: LeaseIntake
+    ) -> "asyncio.Task[None]":
         """Starts looking for shadows; returns the task, to be cancelled."""
-        self._shadows = Shadows(self._context, self._settings.batch_ms / 1000, endpoints, publisher, intake)
+        self._shadows = ShadowLoops(self._context, self._settings.batch_ms / 1000, endpoints, publisher, intake)
         return self._tasks.create_task(self._shadows.look())
 
     async def _look(self) -> None:
@@ -117,14 +119,14 @@ class ShardService:
         clear_spool(self._spool, time.time() - _LEFT_S)
         return True
 
-    def serve(self, batcher: JobBatcher, loaded: Loaded) -> None:
+    def serve(self, batcher: JobBatcher, loaded: LoadedVersion) -> None:
         """Takes shards of a model version, or of its new generation, from now on."""
         self._arbiter.place(batcher, loaded.devices)
         key = (loaded.spec.name, loaded.version)
         known = self._served.get(key)
         size = BatchSize(loaded.spec.max_batch_size, self._settings.batch_ms / 1000)
         if known is None:
-            known = Served(
+            known = ScoredVersion(
                 batcher=batcher,
                 loaded=loaded,
                 arbiter=self._arbiter,
@@ -144,7 +146,7 @@ class ShardService:
         self._start(known)
         self._serve_shadows(known)
 
-    def _serve_shadows(self, served: Served) -> None:
+    def _serve_shadows(self, served: ScoredVersion) -> None:
         if self._shadows is not None and not self._is_paused:
             self._shadows.serve(served.batcher, self._arbiter, self._tasks)
 
@@ -181,7 +183,7 @@ class ShardService:
         shards = [served.loop for served in self._served.values() if served.loop is not None]
         return [*shards, *(self._shadows.tasks() if self._shadows is not None else ())]
 
-    def _start(self, served: Served) -> None:
+    def _start(self, served: ScoredVersion) -> None:
         is_over = self._is_paused or self._context.hurry.is_set()
         if is_over or not self._settings.enabled or served.loop is not None:
             return
@@ -191,14 +193,14 @@ class ShardService:
 
 
 async def _make_run(
-    served: Served, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event
+    served: ScoredVersion, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event
 ) -> "ShardRun":
     from qinfer_workers.jobs.scoring.shard_run import make_run
 
     return await make_run(served, held, ticket, record, free)
 
 
-async def _ended(served: Collection[Served]) -> None:
+async def _ended(served: Collection[ScoredVersion]) -> None:
     loops = [one.loop for one in served if one.loop is not None]
     for loop in loops:
         loop.cancel()
