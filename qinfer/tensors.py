@@ -33,7 +33,7 @@ class Datatype:
         config: The name in `config.pbtxt`, such as `TYPE_FP32`.
         itemsize: Bytes of one element; 0 for BYTES, whose elements vary.
         numpy: The numpy dtype string of the raw bytes; `None` for BYTES and BF16.
-        typecode: The `struct`/`array`/`memoryview.cast` code of one element; empty where Python has none.
+        typecode: The `struct`/`array`/`memoryview.cast` code of one element; empty where Python has no such code.
     """
 
     name: str

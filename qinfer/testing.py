@@ -187,7 +187,7 @@ def wait_until(
     Args:
         predicate: The condition.
         timeout_s: The longest wait.
-        description: What is missing if the wait fails; a callable is called then.
+        description: The name of the condition in the error; a callable is called when the wait fails.
 
     Raises:
         TimeoutError: The condition did not hold in time.

@@ -129,7 +129,7 @@ ROWS = (
         _ID,
     ),
     Row(
-        keys.responses,
+        keys.stored_responses,
         "list",
         "as long as its request's record; after the end, the result's time to live",
         "the responses of an asynchronous request to a decoupled model, except the final one",

@@ -42,7 +42,7 @@ def main() -> int:
         logs.configure(settings.log, "gateway", unknown=settings.unknown)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run(settings))
+            runner.run(_run_gateway(settings))
     except SettingsError as error:
         logs.cannot_start(os.environ, "qinfer_api", error.message)
         return 2
@@ -56,7 +56,7 @@ def main() -> int:
     return 0
 
 
-async def _run(settings: Settings) -> None:
+async def _run_gateway(settings: Settings) -> None:
     loop, starting = asyncio.get_running_loop(), asyncio.current_task()
     assert starting is not None
     loop.add_signal_handler(signal.SIGTERM, starting.cancel)

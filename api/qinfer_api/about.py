@@ -76,8 +76,8 @@ def model_metadata(endpoints: Endpoints, name: str, version: int) -> ModelMetada
         name=name,
         versions=[str(v) for v in ((version,) if version else catalog.ready_versions(model))],
         platform=spec.platform or spec.backend,
-        inputs=[_tensor(tensor, spec) for tensor in spec.inputs],
-        outputs=[_tensor(tensor, spec) for tensor in spec.outputs],
+        inputs=[_tensor_metadata(tensor, spec) for tensor in spec.inputs],
+        outputs=[_tensor_metadata(tensor, spec) for tensor in spec.outputs],
     )
 
 
@@ -122,6 +122,6 @@ def is_model_ready(endpoints: Endpoints, name: str, version: int) -> bool:
     return catalog.says_ready(model, version)
 
 
-def _tensor(tensor: TensorSpec, spec: ModelSpec) -> TensorMetadata:
+def _tensor_metadata(tensor: TensorSpec, spec: ModelSpec) -> TensorMetadata:
     shape = [-1, *tensor.dims] if spec.max_batch_size > 0 else list(tensor.dims)
     return TensorMetadata(tensor.name, tensor.datatype, shape)

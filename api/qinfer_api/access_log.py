@@ -37,14 +37,14 @@ class AccessLog:
 
     def refused(self, context: CallerContext, model: tuple[str, int], code: str) -> None:
         """Logs a request that was not queued."""
-        self._write(code, _who(context), {"model": model[0], "version": model[1]})
+        self._write_line(code, _who(context), {"model": model[0], "version": model[1]})
 
     def accepted(self, context: CallerContext, request: InferRequest, request_id: str) -> None:
         """Logs a stored request, but not its end."""
         about = {"request_id": request_id, "model": request.model, "version": request.version}
-        self._write(ACCEPTED, _who(context), {**about, **_sent(request)})
+        self._write_line(ACCEPTED, _who(context), {**about, **_sent(request)})
 
-    def ended(self, sink: "LoggedSink", code: str, response: Response | None) -> None:
+    def write_request(self, sink: "LoggedSink", code: str, response: Response | None) -> None:
         """Logs an ended request."""
         took_s = time.monotonic() - sink.began_s
         about: dict[str, Any] = {"bytes_out": sink.nbytes, "responses": sink.responses, "total_ms": _ms(took_s * 1e9)}
@@ -53,9 +53,9 @@ class AccessLog:
             if (timing := response.timing) is not None:
                 executed_ns = timing.input_ns + timing.infer_ns + timing.output_ns
                 about |= {"queue_ms": _ms(timing.queue_ns), "execute_ms": _ms(executed_ns)}
-        self._write(code, sink.about, about)
+        self._write_line(code, sink.about, about)
 
-    def _write(self, code: str, who: dict[str, Any], about: dict[str, Any]) -> None:
+    def _write_line(self, code: str, who: dict[str, Any], about: dict[str, Any]) -> None:
         is_failure = code not in (OK, ACCEPTED)
         if is_failure or random.random() < self._share:  # noqa: S311  a sample
             status = {OK: 200, ACCEPTED: 202}.get(code) or http_status(code)
@@ -84,18 +84,18 @@ class LoggedSink:
             self.inner.deliver(response)
         finally:
             if response.final:
-                self.end(OK if response.failure is None else response.failure.code, response)
+                self.finish_line(OK if response.failure is None else response.failure.code, response)
 
-    def end(self, code: str, response: Response | None = None) -> None:
+    def finish_line(self, code: str, response: Response | None = None) -> None:
         """Writes the line, once."""
         log, self._log = self._log, None
         if log is not None:
-            log.ended(self, code, response)
+            log.write_request(self, code, response)
 
     def left(self, request_id: str, version: int) -> None:
         """Logs a request whose caller went away."""
         self.about |= {"request_id": request_id, "version": version}
-        self.end(ErrorCode.CANCELLED)
+        self.finish_line(ErrorCode.CANCELLED)
 
 
 def inner_of(sink: ResponseSink) -> ResponseSink:

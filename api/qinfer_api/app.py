@@ -199,7 +199,7 @@ class Gateway:
         self._server = HttpServer(settings.http, app, fast, self._serving)
         self.rpc = rpc
         if rpc is not None:
-            rpc.use(services)
+            rpc.set_services(services)
         self.metrics: MetricsPort | None = None
         self._reloading = self._reloading_of(settings, auth)
         self._quotas = None if auth is None else auth.lease(Quotas(delivery.router, self.name))
@@ -233,7 +233,7 @@ class Gateway:
         if (plan := settings.cache.plan) is not None:
             summaries = settings.metrics.summary_latencies
             cache = ResponseCache(plan, queue, tally.refusals, limits.max_in_flight, summaries=summaries)
-            dispatcher.submission.use(cache)
+            dispatcher.submission.set_cache(cache)
         return dispatcher
 
     def _open_reporting(self, settings: Settings, tally: GatewayTally) -> Reporting:
@@ -322,7 +322,7 @@ class Gateway:
         """Serves until `stop`, then drains for at most `http.drain_s`."""
         try:
             with contextlib.suppress(BrokerUnavailable):
-                await patiently(self._http, self._listener, self._look, self._stopping)
+                await patiently(self._http, self._listener, self._load_models, self._stopping)
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(self._listen()),
@@ -368,9 +368,9 @@ class Gateway:
             await self._delivery.close()
             await self._store.close()
 
-    async def _look(self) -> None:
+    async def _load_models(self) -> None:
         await self.catalog.refresh()
-        await self._endpoints.look()
+        await self._endpoints.refresh_endpoints()
         await self._files.write()
 
     async def _listen(self) -> None:
@@ -416,7 +416,7 @@ class Gateway:
     def _drain(self) -> None:
         """Health answers 503 from here on."""
         self.dispatcher.draining = True
-        self.requests.waits.end()
+        self.requests.waits.end_waits()
         self._server.turn_away()
         asyncio.get_running_loop().call_later(self._drain_s, self._give_up)
 
@@ -426,7 +426,7 @@ class Gateway:
             self._give_up()
 
     def _give_up(self) -> None:
-        self.models.end()
+        self.models.cancel_loads()
         self._pending.fail_all(Overloaded("Server exiting"))
         if self.dispatcher.shadows is not None:
             self.dispatcher.shadows.close()
@@ -464,9 +464,9 @@ class RepositoryWatch:
         """Polls until cancelled."""
         while True:
             await asyncio.sleep(self._every_s)
-            await self.look()
+            await self.sync_models()
 
-    async def look(self) -> None:
+    async def sync_models(self) -> None:
         """Writes the changes since the last poll."""
         try:
             found = await sync(self._source, self._store, self._delivery, min_workers=self._min_workers)

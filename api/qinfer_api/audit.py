@@ -48,9 +48,9 @@ class RefusedKeys:
         if self._seen[reason] <= MOST_A_SECOND:
             logger.warning("key refused", extra={"reason": reason, "key": key, "peer": peer})
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._second_s, self._tell)
+            self._timer = asyncio.get_running_loop().call_later(self._second_s, self._log_refused)
 
-    def _tell(self) -> None:
+    def _log_refused(self) -> None:
         self._timer = None
         for reason, count in self._seen.items():
             if count > MOST_A_SECOND:

@@ -62,9 +62,9 @@ class Auth:
         self._known: dict[str, Principal] = {}
         self._tenants: set[str] = set()
         self.refused: Callable[[str, str, str], None] = lambda _, __, ___: None
-        self.use(keys)
+        self.replace_keys(keys)
 
-    def use(self, keys: Iterable[ApiKey]) -> None:
+    def replace_keys(self, keys: Iterable[ApiKey]) -> None:
         """Replaces the keys; remaining tenants keep their use of quotas."""
         quotas: dict[str, Quota] = {}
         known: dict[str, Principal] = {}
@@ -103,7 +103,7 @@ class Auth:
         if found is None:
             self.refused("unknown", "", peer)
             raise Unauthorized("the API key is not known; ask for another")
-        self._check(found, scope, peer)
+        self._check_scope(found, scope, peer)
         return CallerContext(found.tenant, context.trace, "", found, scope)
 
     def identify(self, context: CallerContext) -> CallerContext:
@@ -120,7 +120,7 @@ class Auth:
         if principal is None or principal.tenant != before.tenant:
             self.refused("revoked", before.key_id, "")
             raise Unauthorized(f"key '{before.key_id}' was revoked; use another")
-        self._check(principal, context.scope)
+        self._check_scope(principal, context.scope)
 
     def _find(self, presented: str) -> Principal | None:
         digest = hash_key(presented)
@@ -130,7 +130,7 @@ class Auth:
                 found = principal
         return found
 
-    def _check(self, principal: Principal, scope: Scope, peer: str = "") -> None:
+    def _check_scope(self, principal: Principal, scope: Scope, peer: str = "") -> None:
         if principal.expires_at_s <= self._epoch_s():
             self.refused("expired", principal.key_id, peer)
             raise Unauthorized(f"key '{principal.key_id}' has expired; use another")
@@ -169,7 +169,7 @@ class Auth:
         """Returns how many of a tenant's background requests have room."""
         return self._quotas[tenant].spare(self._now_s()) if tenant in self._quotas else math.inf
 
-    def admit(self, context: CallerContext) -> CallerContext:
+    def authorize_inference(self, context: CallerContext) -> CallerContext:
         """Authorizes an infer request and charges quotas."""
         if context.principal is None:
             context = self.authorize(context, Scope.INFER)

@@ -68,7 +68,7 @@ class Dispatcher:
         self._auth = auth
         self._clock = SystemClock()
         self._new_id = IdFactory().ulid
-        self.submission = Submission(delivery, catalog, limits, owner, self._answered, self._failed)
+        self.submission = Submission(delivery, catalog, limits, owner, self._on_response, self._on_failure)
         self._ordering = Ordering(self.submission, limits.max_in_flight)
         self.endpoints = Endpoints(catalog)
         self.targets = TargetTally(self.endpoints, owner)
@@ -105,13 +105,13 @@ class Dispatcher:
         if self._auth is not None and context.principal is not None:
             self._auth.charge(context.principal)
 
-    def admit(
+    def choose_route(
         self, served: ServedVersion, priority: int, timeout_s: float, asked_s: float = 0.0, *, tenant: str = ""
     ) -> LaneRoute:
         """Admits a request that the caller enqueues."""
         if self.draining:
             raise Overloaded("Server exiting")
-        route = served.routes.of(priority)
+        route = served.routes.for_priority(priority)
         self.submission.admit(served, route, timeout_s, asked_s, tenant=tenant)
         return route
 
@@ -158,7 +158,7 @@ class Dispatcher:
         """
         quota = None
         if self._auth is not None:
-            context = self._auth.admit(context)
+            context = self._auth.authorize_inference(context)
             if context.principal is not None:
                 quota = context.principal.quota
         if self.draining and not is_taken:
@@ -183,22 +183,22 @@ class Dispatcher:
         try:
             pending = submit(served, request, sink, timeout_s, quota)
         except QinferError as error:
-            self._refused(request, error, shadows, given_s)
+            self._on_refusal(request, error, shadows, given_s)
             raise
         for shadow in shadows:
             shadow.start(request)
         return pending
 
-    def _refused(self, request: InferRequest, error: QinferError, shadows: Sequence[Shadow], given_s: float) -> None:
+    def _on_refusal(self, request: InferRequest, error: QinferError, shadows: Sequence[Shadow], given_s: float) -> None:
         for shadow in shadows:
             shadow.left()
         if isinstance(error, InvalidRequest | Overloaded):
             if request.endpoint:
                 self.targets.failed(key_of(request), error.code, witness_of(request), given_s)
-            self._name(request, error)
+            self._add_request_id(request, error)
 
-    def _name(self, request: InferRequest, error: QinferError) -> None:
-        """Creates an id if there is none."""
+    def _add_request_id(self, request: InferRequest, error: QinferError) -> None:
+        """Creates an id for a request without one."""
         if not request.client_id and not request.id:
             request.id = self._new_id()
         if has_id(error):
@@ -209,7 +209,7 @@ class Dispatcher:
         try:
             check(request, served)
         except InvalidRequest as error:
-            self._name(request, error)
+            self._add_request_id(request, error)
             raise
 
     def refuse(self, model: str, version: int, error: QinferError, context: CallerContext = ANONYMOUS) -> QinferError:
@@ -249,7 +249,7 @@ class Dispatcher:
             if isinstance(error, QuotaExceeded):
                 with suppress(QinferError):
                     served = self.resolve(model, version)
-                    self._tally.ended(served.spec.name, served.version, error.code)
+                    self._tally.count_ended(served.spec.name, served.version, error.code)
             return error
         try:
             served = self.resolve(model, version)
@@ -259,7 +259,7 @@ class Dispatcher:
             return first.with_traceback(None)
         self._tally.failed(served.spec.name, served.version, error.code)
         if isinstance(error, Overloaded):
-            self._tally.ended(served.spec.name, served.version, error.code)
+            self._tally.count_ended(served.spec.name, served.version, error.code)
         return error
 
     def named(self, model: str, version: int) -> tuple[str, int]:
@@ -273,39 +273,39 @@ class Dispatcher:
         is_waiting = is_unanswered = self.submission.pending.cancel(pending)
         if isinstance(pending.sink, OrderedSink):
             is_waiting = True
-            pending.sink.leave()
+            pending.sink.give_up_place()
         if is_unanswered:
-            self._tally.ended(pending.model, pending.version, "cancelled", pending.started_s)
+            self._tally.count_ended(pending.model, pending.version, "cancelled", pending.started_s)
         if is_waiting:
             for sink in wrappers_of(pending.sink):
                 sink.left(pending.request_id, pending.version)
 
-    def _answered(self, pending: PendingCall, response: Response) -> None:
+    def _on_response(self, pending: PendingCall, response: Response) -> None:
         if self.tenants is not None and response.final and isinstance(pending.quota, Quota):
             self._count_for(pending.quota.tenant, self.tenants, pending, response)
         if response.failure is not None:
             if response.final:
                 self._tally.failed(pending.model, pending.version, response.failure.code)
             if pending.step is not None and is_callers(response.failure):
-                self._tally.ended(pending.model, pending.version, response.failure.code, pending.started_s)
+                self._tally.count_ended(pending.model, pending.version, response.failure.code, pending.started_s)
             failure = told(response.failure, pending.client_id or pending.request_id)
             response = msgspec.structs.replace(response, failure=failure)
         elif response.final:
-            self._tally.answered(pending.model, pending.version, self._clock.monotonic_s() - pending.started_s)
+            self._tally.count_answered(pending.model, pending.version, self._clock.monotonic_s() - pending.started_s)
         pending.sink.deliver(response)
 
     def _count_for(self, tenant: str, tally: TenantTally, pending: PendingCall, response: Response) -> None:
         if response.failure is not None:
             tally.failed(tenant, pending.model, response.failure.code)
         else:
-            tally.answered(tenant, pending.model, self._clock.monotonic_s() - pending.started_s)
+            tally.count_answered(tenant, pending.model, self._clock.monotonic_s() - pending.started_s)
 
-    def _failed(self, pending: PendingCall, error: Exception) -> None:
-        failure = Failure.of(error)
+    def _on_failure(self, pending: PendingCall, error: Exception) -> None:
+        failure = Failure.from_error(error)
         if pending.step is None or not is_callers(failure):  # counted when answered
-            self._tally.ended(pending.model, pending.version, failure.code, pending.started_s)
+            self._tally.count_ended(pending.model, pending.version, failure.code, pending.started_s)
         answer = Response(request_id=pending.request_id, model=pending.model, version=pending.version, failure=failure)
-        self._answered(pending, answer)
+        self._on_response(pending, answer)
 
 
 def _given_s(request: InferRequest, spec: ModelSpec, timeout_s: float) -> float:

@@ -45,7 +45,7 @@ class Ordering:
         try:
             pending = place.pending = self._submission.submit(served, request, place, timeout_s, quota)
         except BaseException:
-            place.leave()
+            place.give_up_place()
             raise
         order.advance()
         return pending
@@ -83,7 +83,7 @@ class OrderedSink(Inner):
 
     def deliver(self, response: Response) -> None:
         """Stores the response for its turn."""
-        self._came.append((self._table.answer, response))
+        self._came.append((self._table.answer_caller, response))
         self._order.advance()
 
     def fail(self, error: Exception) -> None:
@@ -91,7 +91,7 @@ class OrderedSink(Inner):
         self._came.append((self._table.fail, error))
         self._order.advance()
 
-    def leave(self) -> None:
+    def give_up_place(self) -> None:
         """Gives up the place: the caller has left."""
         self._has_left = True
         self._came.clear()

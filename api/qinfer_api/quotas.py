@@ -60,7 +60,7 @@ class Quota:
         """Charges a request to the rate."""
         if not self._rate:
             return
-        self._ask(now_s)
+        self._count_request(now_s)
         self._fill(now_s)
         if self._tokens < 1.0:
             self.wake(self)
@@ -89,7 +89,7 @@ class Quota:
         most = self._max_in_flight
         if not most:
             return
-        self._ask(now_s)
+        self._count_request(now_s)
         if self.in_flight >= (min(self._places, most) if self._is_leased(now_s) else most):
             self.wake(self)
             raise QuotaExceeded(
@@ -113,7 +113,7 @@ class Quota:
         self._level, self._part, self._places = leased.level, leased.part, leased.places
         self._filled_at_s, self._leased_until_s = now_s, now_s + LEASE_S
 
-    def leave(self, leased: QuotaLease, now_s: float) -> None:
+    def return_lease(self, leased: QuotaLease, now_s: float) -> None:
         """Ends the lease; the level over all gateways judges next requests."""
         self._tokens, self._filled_at_s, self._leased_until_s = leased.level - self._used, now_s, -math.inf
 
@@ -121,7 +121,7 @@ class Quota:
         """Returns whether there is no recent request."""
         return not self.in_flight and now_s - self._asked_at_s > _IDLE_S
 
-    def _ask(self, now_s: float) -> None:
+    def _count_request(self, now_s: float) -> None:
         """A first request needs a lease."""
         was_idle = now_s - self._asked_at_s > _IDLE_S
         self._asked_at_s = now_s
@@ -184,6 +184,6 @@ class QuotaLeases:
         if not leaves:
             quota.lease(leased, self._now_s())
             return
-        quota.leave(leased, self._now_s())
+        quota.return_lease(leased, self._now_s())
         if quota.is_idle(self._now_s()):
             self._active.pop(quota.tenant, None)

@@ -388,7 +388,7 @@ class AnswerMemory:
         self._owner = owner
         self.memory: Reservation | None = None
 
-    async def room(self, nbytes: int) -> None:
+    async def reserve_memory(self, nbytes: int) -> None:
         """Waits for memory before an answer is read."""
         self.memory = self.memory or await self._budget.lent(self._owner, nbytes)
 

@@ -27,7 +27,7 @@ class KeyFile:
         self._content: bytes | None = None
         self._problem = ""
 
-    async def look(self) -> None:
+    async def refresh_keys(self) -> None:
         """Reloads a changed file; logs each problem once."""
         try:
             keys = await asyncio.to_thread(self._changed)
@@ -40,7 +40,7 @@ class KeyFile:
             self._problem = ""
             logger.info("API keys can be read again")
         if keys is not None:
-            self._auth.use(keys)
+            self._auth.replace_keys(keys)
             logger.info("API keys read", extra={"path": str(self._path), "count": len(keys)})
 
     def _changed(self) -> tuple[ApiKey, ...] | None:
@@ -68,7 +68,7 @@ class Reloading:
         """Follows the files until cancelled."""
         while True:
             if self._keys is not None:
-                await self._keys.look()
+                await self._keys.refresh_keys()
             try:
                 async with asyncio.timeout(LOOK_EVERY_S if self._keys is not None else None):
                     await self._asked.wait()
@@ -77,9 +77,9 @@ class Reloading:
             self._asked.clear()
             logger.info("files are read again")
             for show in self._certificates:
-                await self._shown(show)
+                await self._show_certificate(show)
 
-    async def _shown(self, show: Callable[[], Awaitable[None]]) -> None:
+    async def _show_certificate(self, show: Callable[[], Awaitable[None]]) -> None:
         try:
             await show()
         except SettingsError as error:

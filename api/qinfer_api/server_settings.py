@@ -89,11 +89,11 @@ class SharedLogSettings:
 
     def __init__(self, store: ControlStore, start: LogStart) -> None:
         self._store = store
-        self.first = Switches.of(start)
+        self.first = Switches.from_settings(start)
 
     async def read(self) -> LogValues:
         """Returns the settings."""
-        return _shown(await self._switches())
+        return _current_values(await self._switches())
 
     async def update(self, changes: Changes) -> LogValues:
         """Applies changes here at once, elsewhere within two seconds.
@@ -103,7 +103,7 @@ class SharedLogSettings:
         await put_group(self._store, LOGGING, _log_values(changes))
         switches = await self._switches()
         logs.apply(switches)
-        return _shown(switches)
+        return _current_values(switches)
 
     async def _switches(self) -> Switches:
         return switches_of(of_group(await self._store.settings(), LOGGING), self.first)
@@ -127,7 +127,7 @@ class SharedTraceSettings:
 
     async def read(self, model: str = "") -> TraceValues:
         """Returns a ready model's or (empty) the server's settings."""
-        self._check(model)
+        self._check_model(model)
         traces = self._traces
         stored = await (self._store.settings() if traces is None else traces.refresh(self._store))
         groups = groups_of(stored, self._start)
@@ -140,7 +140,7 @@ class SharedTraceSettings:
 
     async def update(self, changes: Changes, model: str = "") -> TraceValues:
         """Applies changes here at once, elsewhere within two seconds."""
-        self._check(model)
+        self._check_model(model)
         asked = convert_json(changes, TraceChanges)
         values = checked(asked, is_written=self._traces is not None)
         if values:
@@ -148,12 +148,12 @@ class SharedTraceSettings:
             await put_group(self._store, group_of(model), values)
         return await self.read(model)
 
-    def _check(self, model: str) -> None:
+    def _check_model(self, model: str) -> None:
         if model and not self._catalog.ready_versions(model):
             raise InvalidRequest(f"Request for unknown model : {model}")
 
 
-def _shown(switches: Switches) -> LogValues:
+def _current_values(switches: Switches) -> LogValues:
     return LogValues(
         log_file="",
         log_info=switches.info,

@@ -105,7 +105,7 @@ class OnlineShadows:
         self._bytes += size
         return self._bytes <= self._settings.max_shadow_bytes
 
-    def answered(self) -> None:
+    def end_wait(self) -> None:
         """Counts an answered shadow."""
         self.waiting -= 1
 
@@ -122,9 +122,9 @@ class OnlineShadows:
         is_batched = shadow.served.spec.max_batch_size > 0
         differences = self._of(shadow.key)
         found = self._thread.submit(differences.add, shadow.name, stable, other, is_batched=is_batched)
-        found.add_done_callback(lambda each: self._told(shadow, each))
+        found.add_done_callback(lambda each: self._on_compared(shadow, each))
 
-    def _told(self, shadow: "Shadow", found: "Future[bool]") -> None:
+    def _on_compared(self, shadow: "Shadow", found: "Future[bool]") -> None:
         with suppress(RuntimeError):
             self._call_soon(shadow.compared, found)
 
@@ -140,7 +140,7 @@ class OnlineShadows:
             del self._differences[next(iter(self._differences))]
         return known
 
-    def ended(self, shadow: "Shadow", outcome: "ShadowOutcome", size: int) -> None:
+    def release_shadow(self, shadow: "Shadow", outcome: "ShadowOutcome", size: int) -> None:
         """Counts an ended shadow, and releases its memory."""
         self._in_flight -= 1
         self._bytes -= size
@@ -185,10 +185,10 @@ class Shadow(Inner):
             self._pending = self._shadows.submit(self, request)
         except QinferError as error:
             logger.debug("shadow refused", extra={"target": self.key[1], "reason": error.message})
-            self._end(ShadowOutcome.DROPPED)
+            self._end_shadow(ShadowOutcome.DROPPED)
         except Exception:  # the request continues
             logger.exception("shadow not submitted", extra={"target": self.key[1]})
-            self._end(ShadowOutcome.DROPPED)
+            self._end_shadow(ShadowOutcome.DROPPED)
         else:
             self.name = request.client_id or self._pending.request_id
 
@@ -197,18 +197,18 @@ class Shadow(Inner):
         if self._has_ended:
             return
         if response.failure is not None:
-            self._end(ShadowOutcome.DROPPED)
+            self._end_shadow(ShadowOutcome.DROPPED)
             return
         try:
-            self._stable = self._kept(response)
+            self._stable = self._copy_outputs(response)
             self._compare()
         except Exception:  # the caller has its answer
             logger.exception("shadow not compared", extra={"target": self.key[1]})
-            self._end(ShadowOutcome.DROPPED)
+            self._end_shadow(ShadowOutcome.DROPPED)
 
     def left(self) -> None:
         """Drops the shadow of an unanswered request."""
-        self._end(ShadowOutcome.DROPPED)
+        self._end_shadow(ShadowOutcome.DROPPED)
 
     def deliver(self, response: Response) -> None:
         """Stores the shadow's answer."""
@@ -218,7 +218,7 @@ class Shadow(Inner):
         if response.failure is not None:
             self._fail(response.failure.code)
             return
-        self._other = self._kept(response)
+        self._other = self._copy_outputs(response)
         self._compare()
 
     def fail(self, error: Exception) -> None:
@@ -230,23 +230,23 @@ class Shadow(Inner):
         """Handles the result of the comparison."""
         error = None if found.cancelled() else found.exception()
         if found.cancelled():
-            self._end(ShadowOutcome.DROPPED)
+            self._end_shadow(ShadowOutcome.DROPPED)
         elif error is not None:
             if not isinstance(error, InvalidRequest):
                 logger.error("shadow not compared", exc_info=error, extra={"target": self.key[1]})
-            self._end(ShadowOutcome.FAILED)
+            self._end_shadow(ShadowOutcome.FAILED)
         else:
-            self._end(ShadowOutcome.AGREED if found.result() else ShadowOutcome.DISAGREED)
+            self._end_shadow(ShadowOutcome.AGREED if found.result() else ShadowOutcome.DISAGREED)
 
     def _fail(self, code: str) -> None:
-        self._end(ShadowOutcome.DROPPED if code in _NOT_EXECUTED else ShadowOutcome.FAILED)
+        self._end_shadow(ShadowOutcome.DROPPED if code in _NOT_EXECUTED else ShadowOutcome.FAILED)
 
-    def _kept(self, response: Response) -> Sequence[Tensor]:
+    def _copy_outputs(self, response: Response) -> Sequence[Tensor]:
         """Copies outputs that may share memory."""
         size = sum(len(tensor.data) for tensor in response.outputs)
         self._size += size
         if not self._shadows.took(size):
-            self._end(ShadowOutcome.DROPPED)
+            self._end_shadow(ShadowOutcome.DROPPED)
             return ()
         return [Tensor(each.name, each.datatype, each.shape, bytes(each.data)) for each in response.outputs]
 
@@ -257,9 +257,9 @@ class Shadow(Inner):
     def _take_pending(self) -> None:
         if self._pending is not None:
             self._pending = None
-            self._shadows.answered()
+            self._shadows.end_wait()
 
-    def _end(self, outcome: ShadowOutcome) -> None:
+    def _end_shadow(self, outcome: ShadowOutcome) -> None:
         if self._has_ended:
             return
         self._has_ended = True
@@ -267,4 +267,4 @@ class Shadow(Inner):
         pending, self._pending = self._pending, None
         if pending is not None:
             self._shadows.cancel(pending)
-        self._shadows.ended(self, outcome, self._size)
+        self._shadows.release_shadow(self, outcome, self._size)

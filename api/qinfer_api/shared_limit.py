@@ -21,12 +21,12 @@ class SharedLimit:
         free = most - self.taken
         return free > (self._by_tenant[tenant] if tenant else 0)
 
-    def take(self, tenant: str) -> None:
+    def take_place(self, tenant: str) -> None:
         """Takes a place."""
         self.taken += 1
         self._by_tenant[tenant] += 1
 
-    def give_back(self, tenant: str) -> None:
+    def free_place(self, tenant: str) -> None:
         """Frees a place of the tenant."""
         self.taken -= 1
         self._by_tenant[tenant] -= 1
@@ -36,8 +36,8 @@ class SharedLimit:
     @contextlib.contextmanager
     def place(self, tenant: str) -> Iterator[None]:
         """Takes a place during the block."""
-        self.take(tenant)
+        self.take_place(tenant)
         try:
             yield
         finally:
-            self.give_back(tenant)
+            self.free_place(tenant)

@@ -129,7 +129,7 @@ class SharedMemory:
         self._regions: dict[str, _OpenRegion] = {}
         self._lock = threading.RLock()  # requests may end wherever memory is freed
 
-    def of(self, tenant: str) -> "SharedMemory":
+    def for_tenant(self, tenant: str) -> "SharedMemory":
         """Returns the regions of a tenant."""
         known = self._tenants.get(tenant)
         return known or self._tenants.setdefault(tenant, SharedMemory(allowed=self.allowed, tenants=self._tenants))
@@ -151,7 +151,7 @@ class SharedMemory:
             )
         with self._lock:
             self._check_free(name)
-            descriptor = _open(name, key)
+            descriptor = _open_object(name, key)
             try:
                 if byte_size <= 0 or offset + byte_size > os.fstat(descriptor).st_size:
                     raise InvalidRequest(f"failed to register shared memory region '{name}': invalid args")
@@ -189,7 +189,7 @@ class SharedMemory:
             for each in [name] if name else list(self._regions):
                 opened = self._regions.get(each)
                 if opened is not None and isinstance(opened.region, kind):
-                    self._leave(each)
+                    self._release_region(each)
 
     def hold(self, names: Iterable[str]) -> list[_OpenRegion]:
         """Adds a user to each existing region, until `release`."""
@@ -264,7 +264,7 @@ class SharedMemory:
         own, sharing = len(self._regions), len([count for count in counts if count])
         return sum(counts) >= MAX_REGIONS and own * sharing >= MAX_REGIONS
 
-    def _leave(self, name: str) -> None:
+    def _release_region(self, name: str) -> None:
         opened = self._regions.get(name)
         if opened is not None and opened.users:
             opened.is_leaving = True
@@ -343,7 +343,7 @@ class RequestRegions:
         self._memory.write(name, offset, data)
 
 
-def _open(name: str, key: str) -> int:
+def _open_object(name: str, key: str) -> int:
     """As `shm_open` does, and nothing else."""
     if not _KEY.fullmatch(key):
         raise InvalidRequest(f"failed to register shared memory region '{name}': invalid shm key '{key[:100]}'")

@@ -48,7 +48,7 @@ class TargetSink:
                 answered_by = self._key[0], f"{response.model}:{response.version}"
                 self._tally.moved(answered_by, time.monotonic() - self._began_s, response)
             elif response.failure is None:
-                self._tally.answered(self._key, time.monotonic() - self._began_s, response, self._witness)
+                self._tally.count_answered(self._key, time.monotonic() - self._began_s, response, self._witness)
             else:
                 self._tally.failed(self._key, response.failure.code, self._witness, self._given_s)
         self.inner.deliver(response)

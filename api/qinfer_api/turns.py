@@ -35,14 +35,14 @@ class Turns:
         """Returns whether large reads may be parsed."""
         now_s = time.monotonic()
         if not self._is_running:
-            self._begin(now_s)
+            self._start_turn(now_s)
         return now_s < self._ends_s
 
     def wait(self, go_on: Callable[[], None], *, is_fresh: bool) -> None:
         """Calls `go_on` in a later turn; `is_fresh` = nothing is parsed."""
         (self._fresh if is_fresh else self._others).append(go_on)
 
-    def _begin(self, now_s: float) -> None:
+    def _start_turn(self, now_s: float) -> None:
         self._is_running, self._ends_s = True, now_s + TURN_S
         asyncio.get_running_loop().call_soon(self._next)
 
@@ -50,13 +50,13 @@ class Turns:
         self._is_running = False
         if not (self._fresh or self._others):
             return
-        self._begin(time.monotonic())
-        self._serve(self._fresh)
+        self._start_turn(time.monotonic())
+        self._run_waiting(self._fresh)
         if self._others:
             self._ends_s = max(self._ends_s, time.monotonic() + LEAST_S)
-            self._serve(self._others)
+            self._run_waiting(self._others)
 
-    def _serve(self, waiting: deque[Callable[[], None]]) -> None:
+    def _run_waiting(self, waiting: deque[Callable[[], None]]) -> None:
         for _ in range(len(waiting)):
             if time.monotonic() >= self._ends_s:
                 return

@@ -50,89 +50,89 @@ class Cuda:
         """Returns the number of GPUs."""
         count = _int(0)
         with suppress(CudaError):
-            self._call("cudaGetDeviceCount", ctypes.byref(count))
+            self._call_library("cudaGetDeviceCount", ctypes.byref(count))
         return count.value
 
-    def use(self, device: int) -> None:
+    def set_device(self, device: int) -> None:
         """Selects a GPU for the calling thread."""
-        self._call("cudaSetDevice", _int(device))
+        self._call_library("cudaSetDevice", _int(device))
 
     def describe(self, device: int) -> str:
         """Returns a GPU's name and compute capability."""
         properties = ctypes.create_string_buffer(_PROPERTIES_BYTES)
-        self._call("cudaGetDeviceProperties", properties, _int(device))
+        self._call_library("cudaGetDeviceProperties", properties, _int(device))
         major, minor = (self._attribute(attribute, device) for attribute in (_MAJOR, _MINOR))
         return f"{properties.value.decode(errors='replace')} {major}.{minor}"
 
     def allocate(self, size_bytes: int) -> int:
         """Allocates memory on the GPU; returns its address."""
         address = _pointer()
-        self._call("cudaMalloc", ctypes.byref(address), _size(max(size_bytes, 1)))
+        self._call_library("cudaMalloc", ctypes.byref(address), _size(max(size_bytes, 1)))
         return address.value or 0
 
     def free(self, address: int) -> None:
         """Frees memory on the GPU."""
-        self._call("cudaFree", _pointer(address))
+        self._call_library("cudaFree", _pointer(address))
 
     def allocate_pinned(self, size_bytes: int) -> tuple[int, Array]:
         """Allocates pinned host memory; returns address and array."""
         address = _pointer()
-        self._call("cudaHostAlloc", ctypes.byref(address), _size(max(size_bytes, 1)), _uint(0))
+        self._call_library("cudaHostAlloc", ctypes.byref(address), _size(max(size_bytes, 1)), _uint(0))
         memory = (ctypes.c_ubyte * max(size_bytes, 1)).from_address(address.value or 0)
         return address.value or 0, np.ctypeslib.as_array(memory)
 
     def free_pinned(self, address: int) -> None:
         """Frees pinned memory."""
-        self._call("cudaFreeHost", _pointer(address))
+        self._call_library("cudaFreeHost", _pointer(address))
 
     def stream(self) -> int:
         """Makes a stream."""
         stream = _pointer()
-        self._call("cudaStreamCreateWithFlags", ctypes.byref(stream), _uint(_NON_BLOCKING))
+        self._call_library("cudaStreamCreateWithFlags", ctypes.byref(stream), _uint(_NON_BLOCKING))
         return stream.value or 0
 
     def destroy_stream(self, stream: int) -> None:
         """Destroys a stream."""
-        self._call("cudaStreamDestroy", _pointer(stream))
+        self._call_library("cudaStreamDestroy", _pointer(stream))
 
     def copy(self, to: int, source: int, size_bytes: int, direction: int, stream: int) -> None:
         """Queues a copy; `direction` is `TO_DEVICE` or `TO_HOST`."""
-        self._call(
+        self._call_library(
             "cudaMemcpyAsync", _pointer(to), _pointer(source), _size(size_bytes), _int(direction), _pointer(stream)
         )
 
     def synchronize(self, stream: int) -> None:
         """Waits until a stream is empty."""
-        self._call("cudaStreamSynchronize", _pointer(stream))
+        self._call_library("cudaStreamSynchronize", _pointer(stream))
 
     def begin_capture(self, stream: int) -> None:
         """Begins to record the operations of a stream."""
-        self._call("cudaStreamBeginCapture", _pointer(stream), _int(_THREAD_LOCAL))
+        self._call_library("cudaStreamBeginCapture", _pointer(stream), _int(_THREAD_LOCAL))
 
     def end_capture(self, stream: int) -> int:
         """Ends a recording; returns an executable graph."""
         graph, executable = _pointer(), _pointer()
-        self._call("cudaStreamEndCapture", _pointer(stream), ctypes.byref(graph))
+        self._call_library("cudaStreamEndCapture", _pointer(stream), ctypes.byref(graph))
         try:
-            self._call("cudaGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
+            self._call_library("cudaGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
         finally:
-            self._call("cudaGraphDestroy", graph)
+            self._call_library("cudaGraphDestroy", graph)
         return executable.value or 0
 
     def launch(self, graph: int, stream: int) -> None:
         """Queues a graph."""
-        self._call("cudaGraphLaunch", _pointer(graph), _pointer(stream))
+        self._call_library("cudaGraphLaunch", _pointer(graph), _pointer(stream))
 
     def destroy_graph(self, graph: int) -> None:
         """Destroys a graph."""
-        self._call("cudaGraphExecDestroy", _pointer(graph))
+        self._call_library("cudaGraphExecDestroy", _pointer(graph))
 
     def _attribute(self, attribute: int, device: int) -> int:
         value = _int(0)
-        self._call("cudaDeviceGetAttribute", ctypes.byref(value), _int(attribute), _int(device))
+        self._call_library("cudaDeviceGetAttribute", ctypes.byref(value), _int(attribute), _int(device))
         return value.value
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def _call_library(self, name: str, *arguments: Any) -> None:
         status = getattr(self._library, name)(*arguments)
         if status:
             reason = self._library.cudaGetErrorString(status).decode()
@@ -145,7 +145,7 @@ def end_if_lost(device: int) -> None:
     """Ends this process by SIGTERM if CUDA is broken in it; the supervisor starts a new one."""
     try:
         cuda = Cuda()
-        cuda.use(device)
+        cuda.set_device(device)
         cuda.destroy_stream(cuda.stream())
     except BackendUnavailable:
         return

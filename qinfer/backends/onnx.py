@@ -217,11 +217,11 @@ class OnnxBackend:
 
     def _run_bf16(self, names: Sequence[str], inputs: Mapping[str, Array]) -> list[Array]:
         """Passes the bits unchanged."""
-        values = {name: self._value(name, array) for name, array in inputs.items()}
+        values = {name: self._to_ort_value(name, array) for name, array in inputs.items()}
         outputs = self._session.run_with_ort_values(names, values, self._run_options)
         return [_widened(o) if o.data_type() == "tensor(bfloat16)" else o.numpy() for o in outputs]
 
-    def _value(self, name: str, array: Array) -> Any:
+    def _to_ort_value(self, name: str, array: Array) -> Any:
         if name in self._narrow:
             return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(to_bf16(array), _ONNX_BFLOAT16)
         return ort.OrtValue.ortvalue_from_numpy(array)

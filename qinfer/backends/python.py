@@ -25,7 +25,6 @@ from qinfer.backends.python_host.messages import (
     SEQUENCE_START,
     CancelledAnswer,
     Close,
-    CommandFailed,
     Complete,
     CompletedConfig,
     EnvironmentReady,
@@ -33,6 +32,7 @@ from qinfer.backends.python_host.messages import (
     ExecutedAnswers,
     HostAnswer,
     HostCall,
+    HostFailure,
     HostRequest,
     IsCancelled,
     LoadModel,
@@ -96,7 +96,7 @@ class PythonBackend:
         self._memory: HostProcess | None = None
         self._longest_s = spec.max_timeout_s
         self._streams: HostStreams | None = None
-        self._instance_name = _names.take(spec, device)
+        self._instance_name = _names.allocate(spec, device)
         self._numbers = count(1)
         message = LoadModel(
             str(version_dir),
@@ -130,7 +130,7 @@ class PythonBackend:
         try:
             self._instance.start()
         except BaseException:
-            _names.give_back(self._instance_name)
+            _names.release(self._instance_name)
             raise
 
     def execute(self, batch: Batch, ctx: Context) -> None:
@@ -150,7 +150,7 @@ class PythonBackend:
             return
         self._instance.well()
         outcome, data = executed
-        if isinstance(outcome, CommandFailed):
+        if isinstance(outcome, HostFailure):
             raise InferenceFailed(failed_text(self._model, outcome))
         if not isinstance(outcome, ExecutedAnswers):
             raise InferenceFailed(f"the process of model '{self._model}' answered with {type(outcome).__name__}")
@@ -167,7 +167,7 @@ class PythonBackend:
 
     def unready(self) -> str:
         """Returns why the model's `is_ready` says no, or ""."""
-        return "" if self._probe is None else self._probe.look()
+        return "" if self._probe is None else self._probe.poll_answer()
 
     def memory(self) -> tuple[MemoryUse, ...]:
         """Returns resident memory, with children's."""
@@ -182,7 +182,7 @@ class PythonBackend:
         if self._streams is not None:
             self._streams.drain(self._longest_s)
         self._instance.stop()
-        _names.give_back(self._instance_name)
+        _names.release(self._instance_name)
 
     def _inputs(self, batch: Batch) -> tuple[list[TensorMeta], list[Bytes]]:
         metas, buffers = [], []
@@ -273,7 +273,7 @@ class PythonBackend:
         finally:
             self._instance.is_busy = False
             if calls is not None:
-                calls.end()
+                calls.end_streams()
 
     def _respond(self, ctx: Context, answers: Sequence[HostAnswer], data: Sequence[Buffer]) -> None:
         position = 0
@@ -337,9 +337,9 @@ def ask(
         raise ModelLoadFailed(f"the process of model '{model}' died while it was loaded ({process.death()})") from None
     if isinstance(answer, expected):
         return answer
-    text = answer.message if isinstance(answer, CommandFailed) else f"unexpected {type(answer).__name__}"
+    text = answer.message if isinstance(answer, HostFailure) else f"unexpected {type(answer).__name__}"
     hint = ""
-    if isinstance(answer, CommandFailed) and answer.missing:
+    if isinstance(answer, HostFailure) and answer.missing:
         where = "the worker's environment" if process.environment is None else f"its environment ({ENVIRONMENT})"
         hint = f"; install what provides '{answer.missing}' in {where}"
     raise ModelLoadFailed(f"model '{model}' failed to load: {text}{hint}")
@@ -391,14 +391,14 @@ class _Names:
         self._lock = threading.Lock()
         self._taken: set[str] = set()
 
-    def take(self, spec: ModelSpec, device: Device) -> str:
+    def allocate(self, spec: ModelSpec, device: Device) -> str:
         group = next((g.name for g in spec.instances if g.device == device and g.name), spec.name)
         with self._lock:
             name = next(name for n in count() if (name := f"{group}_{n}") not in self._taken)
             self._taken.add(name)
         return name
 
-    def give_back(self, name: str) -> None:
+    def release(self, name: str) -> None:
         with self._lock:
             self._taken.discard(name)
 

@@ -38,7 +38,7 @@ class _ReshapedTensor:
         inputs = dict(batch.inputs)
         for name, reshape in self._inward.items():
             if name in inputs:
-                inputs[name] = inputs[name].reshape(reshape.of(inputs[name].shape))
+                inputs[name] = inputs[name].reshape(reshape.apply_to(inputs[name].shape))
         seen = msgspec.structs.replace(batch, inputs=inputs)
         self._backend.execute(seen, _Answers(ctx, self._outward, len(batch.states)))
 
@@ -112,7 +112,7 @@ class _Answers:
         reshape = self._outward.get(tensor.name)
         if reshape is None:
             return tensor
-        shape = reshape.of(tensor.shape)
+        shape = reshape.apply_to(tensor.shape)
         if element_count(shape) != element_count(tensor.shape):
             raise OutputMismatch(
                 f"the model returned output '{tensor.name}' as {tensor.datatype}{list(tensor.shape)}; "

@@ -139,12 +139,12 @@ class TensorrtBackend:
                 "set the instance group's kind to KIND_GPU and its gpus to existing ones"
             )
         self._device, self._name = device.number, spec.name
-        self._cuda.use(device.number)
+        self._cuda.set_device(device.number)
         path = model_file(spec, version_dir, "model.plan", "model.onnx")
         if path.suffix == ".onnx":
             path = _engine_of(self._cuda, spec, path, device.number)
         try:
-            self._open(spec, path)
+            self._open_engine(spec, path)
         except QinferError:
             raise
         except Exception as error:  # pybind11 raises any class
@@ -156,8 +156,8 @@ class TensorrtBackend:
         if missing:
             raise InvalidRequest(f"input '{missing[0]}' is missing, and the model requires it")
         try:
-            self._cuda.use(self._device)  # per thread
-            outputs = self._run(batch.inputs)
+            self._cuda.set_device(self._device)  # per thread
+            outputs = self._run_engine(batch.inputs)
         except QinferError:
             raise
         except Exception as error:  # as in `load`
@@ -167,7 +167,7 @@ class TensorrtBackend:
 
     def unload(self) -> None:
         """Frees all GPU memory."""
-        self._cuda.use(self._device)
+        self._cuda.set_device(self._device)
         for graph in self._graphs.values():
             self._cuda.destroy_graph(graph)
         self._graphs.clear()
@@ -176,7 +176,7 @@ class TensorrtBackend:
         self._buffers.free()
         self._cuda.destroy_stream(self._stream)
 
-    def _open(self, spec: ModelSpec, path: Path) -> None:
+    def _open_engine(self, spec: ModelSpec, path: Path) -> None:
         log = trt.Logger(trt.Logger.WARNING)
         trt.init_libnvinfer_plugins(log, "")
         self._runtime = trt.Runtime(log)
@@ -234,7 +234,7 @@ class TensorrtBackend:
             context.set_tensor_address(name, address)
         return context
 
-    def _run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    def _run_engine(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         shapes = tuple(tuple(inputs[name].shape) for name in self._shapes_max)
         for name in self._shapes_max:
             self._fits(name, inputs[name].shape)

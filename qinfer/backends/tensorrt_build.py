@@ -22,7 +22,7 @@ def main() -> int:
     """Builds the engine of standard input."""
     build = msgspec.json.decode(sys.stdin.buffer.read(), type=Build)
     try:
-        Cuda().use(build.device)
+        Cuda().set_device(build.device)
         engine = built(build)
     except Exception as error:  # noqa: BLE001  the boundary of the process: the last line of its output is the reason
         sys.stderr.write(f"\n{str(error).replace(os.sep, ' ')}\n")

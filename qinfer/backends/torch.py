@@ -187,7 +187,7 @@ class TorchBackend:
             set_threads(self._threads)
         try:
             if self._stream is None:
-                outputs = self._run(batch.inputs)
+                outputs = self._run_module(batch.inputs)
             else:
                 outputs = self._run_on_stream(batch.inputs, self._stream)
         except QinferError:
@@ -261,9 +261,9 @@ class TorchBackend:
             except Exception as error:
                 raise ModelLoadFailed(f"torch.compile of model '{spec.name}' failed: {_first_line(error)}") from error
 
-    def _run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    def _run_module(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         narrow = self._narrow
-        tensors = {name: _tensor(array) for name, array in inputs.items()}
+        tensors = {name: _to_torch(array) for name, array in inputs.items()}
         for name in narrow:
             if name in tensors:
                 tensors[name] = tensors[name].to(narrow[name])
@@ -274,7 +274,7 @@ class TorchBackend:
         with torch.cuda.stream(stream):
             tensors = {}
             for name, array in inputs.items():
-                tensor = _tensor(array)
+                tensor = _to_torch(array)
                 if array.nbytes >= _PINNED_MIN_BYTES:
                     tensor = tensor.pin_memory()
                 tensors[name] = tensor.to(self._device, self._narrow.get(name), non_blocking=True)
@@ -384,7 +384,7 @@ def _configure(spec: ModelSpec) -> None:
             apply(flag(spec, name))
 
 
-def _tensor(array: Array) -> torch.Tensor:
+def _to_torch(array: Array) -> torch.Tensor:
     """Except a request's own bytes."""
     return torch.from_numpy(array if array.flags.writeable else np.array(array))
 

@@ -136,7 +136,7 @@ class LoadedModel:
 class Outlet(Protocol):
     """Receives finished items; its calls don't block."""
 
-    def answer(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
+    def publish_responses(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
         """Publishes responses, then finishes the items' entries."""
         ...
 
@@ -184,9 +184,9 @@ class Batcher:
         self._key_of: KeyFunction = key_function(model.spec)
         self._ragged = frozenset(i.name for i in model.spec.inputs if i.ragged)
         self._has_strings = any(i.datatype == "BYTES" for i in model.spec.inputs)
-        self._rules = Rules.of(model.spec)
+        self._rules = Rules.from_spec(model.spec)
         self._responder = Responder(model.spec, model.version, model.observer)
-        self._done = partial(self._ended, self._responder)
+        self._done = partial(self._on_execution_end, self._responder)
         self._latency = latency or LatencyModel()
         self.expected_ends: dict[Execution, float] = {}
         self._ahead: Sequence[WorkItem] = ()  # placed ahead, for `begun`
@@ -217,7 +217,7 @@ class Batcher:
         item.queue_deadline_s = item.enqueued_s + timeout_s if timeout_s and not item.alone else NEVER_S
         item.delays = batching.policy(item.level).delay
 
-    def admit(self, items: Sequence[WorkItem]) -> None:
+    def add_items(self, items: Sequence[WorkItem]) -> None:
         """Takes fetched items and starts batches; call it after an empty fetch, too.
 
         Items whose queue timeout delays them go to the `.delayed` lane.
@@ -246,7 +246,7 @@ class Batcher:
         last, names = self._last_lane, [lane.name for lane in lanes]
         return lanes[: names.index(last)] if last in names else lanes
 
-    def room(self) -> tuple[int, float]:
+    def plan_fetch(self) -> tuple[int, float]:
         """Returns how many entries to fetch, and how long to wait."""
         batches = max(self._idle_count(), 1)
         if not self._rules.merge:
@@ -277,9 +277,9 @@ class Batcher:
 
     def fail(self, items: Sequence[WorkItem], error: QinferError) -> None:
         """Answers items with an error, without executing them."""
-        self._outlet.answer(items, self._responder.failures(items, error, self._clock.now_s(), self.tally))
+        self._outlet.publish_responses(items, self._responder.failures(items, error, self._clock.now_s(), self.tally))
 
-    async def pause(self) -> None:
+    async def pause_batching(self) -> None:
         """Gives back waiting items, and awaits the others."""
         self.paused = True
         self._recall()
@@ -322,7 +322,7 @@ class Batcher:
         self._lent.change(count)
         self._pump()
 
-    def resume(self) -> None:
+    def resume_batching(self) -> None:
         """Ends a pause."""
         self.paused = False
         self._pump()
@@ -335,7 +335,7 @@ class Batcher:
         """Below 0, a batch is placed ahead."""
         if self._nested.depth == 1:
             return self._free_count
-        return max(min(self._free_count, self._nested.room(0, self.expected_ends, self.model.executor.count)), 0)
+        return max(min(self._free_count, self._nested.count_free(0, self.expected_ends, self.model.executor.count)), 0)
 
     @property
     def _waiting_rows(self) -> int:
@@ -387,7 +387,7 @@ class Batcher:
             if is_short and policy.is_worth_filling(decision.run, now_s, self._rules, self._latency):
                 self._pending, wake_at_s = decision.run, now_s + policy.FETCH_S
                 break
-            self._start(decision.run, now_s)
+            self._start_batch(decision.run, now_s)
         wake_at_s = min(wake_at_s, self._set_gate(now_s, wake_at_s), self._nested.first_deadline_s)
         waits = self._pending or self._bisection or self._nested.waiting
         has_work = self.executing or waits or (self._lent.is_overdue and not self.paused)
@@ -397,7 +397,7 @@ class Batcher:
         wait_s = min(wake_at_s, self._ahead_until_s) - now_s
         self._timer = None if wait_s == NEVER_S else self._loop.call_later(max(wait_s, 0.0), self._pump)
         while self._unanswered:
-            self._answer(self._responder, self._unanswered.pop(0))
+            self._answer_items(self._responder, self._unanswered.pop(0))
 
     def _set_gate(self, now_s: float, wake_at_s: float) -> float:
         open_at_s = again_at_s = NEVER_S
@@ -433,14 +433,14 @@ class Batcher:
         return min(again_at_s, open_at_s)
 
     def _wait_for_lent(self, now_s: float) -> float:
-        is_open, again_at_s = self._lent.look(now_s, len(self._pending))
+        is_open, again_at_s = self._lent.decide_fetch(now_s, len(self._pending))
         (self._fetchable.set if is_open else self._fetchable.clear)()
         self._fetch_wait_s = NEVER_S
         if self._lent.is_overdue:
             self._give_back()
         return again_at_s
 
-    def _start(self, items: list[WorkItem], now_s: float, *, apart: bool = False) -> None:
+    def _start_batch(self, items: list[WorkItem], now_s: float, *, apart: bool = False) -> None:
         begin_ns = time.perf_counter_ns()
         rows, requests = [item.rows for item in items], [item.request for item in items]
         is_late = self._has_strings and takes_long(requests)
@@ -474,7 +474,7 @@ class Batcher:
         self.executing += len(items)
         may_run_now = later is None and not apart and self.model.streams is None
         if may_run_now and self.model.executor.run_now(execution, expected_s):
-            self._count(execution)
+            self._count_execution(execution)
             self._unanswered.append(execution)
         else:
             self.model.executor.start(execution, self._done)
@@ -499,11 +499,11 @@ class Batcher:
         if late:
             self.fail(late, DeadlineExceeded(TIMED_OUT))
         while self._bisection and self._idle_count() > 0:
-            self._start(self._bisection.popleft(), now_s, apart=True)
+            self._start_batch(self._bisection.popleft(), now_s, apart=True)
 
     def _take_nested(self, items: Sequence[WorkItem]) -> list[WorkItem]:
         depth = self._nested.depth
-        others = self._nested.take(items)
+        others = self._nested.split_off(items)
         if self._nested.depth > depth:
             self._recall()  # it could take an instance kept for calls
         return others
@@ -516,7 +516,7 @@ class Batcher:
             self.fail(late, DeadlineExceeded(TIMED_OUT))
         count = self.model.executor.count
         while self._free_count > 0 and (item := self._nested.next(self.expected_ends, count)) is not None:
-            self._start([item], now_s)
+            self._start_batch([item], now_s)
         gone = [one for one in self.expected_ends if one.gives_way]
         if self._free_count <= 0 and (victim := self._nested.victim(self.expected_ends)) is not None:
             victim.gives_way = not (victim.is_decoupled or victim.earlier)
@@ -525,7 +525,7 @@ class Batcher:
             if refused := self._nested.waiting_for(one):
                 self.fail(refused, InferenceFailed(_ALL_WAIT.format(count, self.model.spec.name)))
 
-    def _count(self, execution: Execution) -> None:
+    def _count_execution(self, execution: Execution) -> None:
         again: Sequence[WorkItem] = execution.unanswered if execution.error is not None else ()
         if execution.gives_way:
             again = [item for item in execution.items if not item.lost]
@@ -542,7 +542,7 @@ class Batcher:
         if again:
             self.tally.retried(len(again))
             if is_current and not self.paused and execution.gives_way:
-                self._pending = [*self._nested.take(again), *self._pending]
+                self._pending = [*self._nested.split_off(again), *self._pending]
             elif is_current and not self.paused:
                 # Each may last as long: run each alone.
                 self._bisection.cut(again, alone=isinstance(execution.error, ExecutionOverdue))
@@ -560,22 +560,22 @@ class Batcher:
         oldest_s = now_s if has_grown else min(execution.items[0].enqueued_s, execution.items[-1].enqueued_s)
         self._latency.observe_gap(begin_s, end_s, now_s - oldest_s, self.model.executor.count)
 
-    def _ended(self, responder: Responder, execution: Execution) -> None:
+    def _on_execution_end(self, responder: Responder, execution: Execution) -> None:
         """Starts the next batch before it answers this one."""
-        self._count(execution)
+        self._count_execution(execution)
         self._pump()
-        self._answer(responder, execution)
+        self._answer_items(responder, execution)
 
-    def _answer(self, responder: Responder, execution: Execution) -> None:
+    def _answer_items(self, responder: Responder, execution: Execution) -> None:
         if execution.gives_way:
             return
         begin_s = self._clock.now_s() - (time.perf_counter_ns() - execution.begin_ns) / 1e9
         if execution.is_decoupled:
             responder.observe(execution, begin_s)
             return
-        items, responses = responder.responses(execution, begin_s, self.tally)
+        items, responses = responder.build_responses(execution, begin_s, self.tally)
         if items:
-            self._outlet.answer(items, responses)
+            self._outlet.publish_responses(items, responses)
 
     def _recall(self) -> None:
         self._ahead_until_s = NEVER_S
@@ -585,7 +585,7 @@ class Batcher:
             self.executing -= len(execution.items)
             items = [item for item in execution.items if not item.lost]
             if items and self._nested.depth > 1:
-                items = self._nested.take(items)
+                items = self._nested.split_off(items)
             if execution.apart and items:
                 self._bisection.appendleft(items)
             else:

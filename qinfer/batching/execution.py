@@ -134,13 +134,13 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
 
     def call(self, request: InferRequest) -> Response:
         """Runs another model; see `Context.call`."""
-        return self._call(request, lambda caller: caller.call)
+        return self._call_model(request, lambda caller: caller.call)
 
     def stream(self, request: InferRequest) -> Iterator[Response]:
         """Runs another model; see `Context.stream`."""
-        return self._call(request, lambda caller: caller.stream)
+        return self._call_model(request, lambda caller: caller.stream)
 
-    def _call(self, request: InferRequest, way: Callable[[ModelCaller], Callable[[InferRequest, float], T]]) -> T:
+    def _call_model(self, request: InferRequest, way: Callable[[ModelCaller], Callable[[InferRequest, float], T]]) -> T:
         if self.caller is None:
             raise InferenceFailed("this model runs where it can't call other models")
         waited_for = [item for item in self.items if not item.lost]
@@ -186,7 +186,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         except BaseException as error:  # the model's code may call `sys.exit`
             # Log once: its parts mostly raise the same.
             level = logging.DEBUG if self.apart else logging.ERROR
-            logger.log(level, "execution failed", exc_info=True, extra=self._told())
+            logger.log(level, "execution failed", exc_info=True, extra=self._log_fields())
             self.error = InferenceFailed(str(error) or type(error).__name__)
         self.end_ns = time.perf_counter_ns()
         if self.error is not None and (len(self.items) == 1 or isinstance(self.error, SHARED)):
@@ -221,7 +221,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
             "of its batch; every item needs a final answer"
         )
 
-    def _told(self) -> dict[str, object]:
+    def _log_fields(self) -> dict[str, object]:
         requests = [item.request for item in self.items]
         return {
             "model": requests[0].model,
@@ -316,7 +316,7 @@ class Responder:
         self._fine: dict[str, tuple[str, tuple[int, ...], int]] = {}
         """Each output's last accepted (datatype, shape, rows)."""
 
-    def responses(
+    def build_responses(
         self, execution: Execution, begin_s: float, tally: StatsTally
     ) -> tuple[list[WorkItem], list[Response]]:
         """Answers the items that are neither lost nor run again."""
@@ -369,9 +369,9 @@ class Responder:
         if isinstance(answer, Failure):
             failure = answer
         elif not isinstance(answer, tuple):
-            failure = Failure.of(answer)
+            failure = Failure.from_error(answer)
         elif problem := self._problem_of_any(answer, due(item.request)):
-            failure, final = Failure.of(OutputMismatch(problem)), True
+            failure, final = Failure.from_error(OutputMismatch(problem)), True
         else:
             outputs = answer
         return Response(
@@ -404,7 +404,7 @@ class Responder:
         self, items: Sequence[WorkItem], error: QinferError, now_s: float, tally: StatsTally
     ) -> list[Response]:
         """Answers items that were not executed."""
-        failure = Failure.of(error)
+        failure = Failure.from_error(error)
         tally.failed(failure.code, len(items))
         tally.spent_failing(int(sum(max(now_s - item.enqueued_s, 0.0) for item in items) * 1e9))
         if self._observer is not None:
@@ -425,9 +425,9 @@ class Responder:
         outputs: tuple[Tensor, ...] = ()
         failure: Failure | None = None
         if not isinstance(answer, tuple):
-            failure = Failure.of(answer)
+            failure = Failure.from_error(answer)
         elif problem := self.problem(answer, due(item.request), item.rows):
-            failure = Failure.of(OutputMismatch(problem))
+            failure = Failure.from_error(OutputMismatch(problem))
         else:
             outputs = answer
         return Response(
@@ -455,7 +455,7 @@ class Responder:
             if expected is None:
                 return f"the model returned an output '{tensor.name}' that its configuration does not have"
             if self._batched and tensor.shape[:1] != (rows,) and not self._may_have_other_rows:
-                return _text(tensor, f"its first dimension must be {rows}; {OTHER_ROWS}")
+                return _mismatch_text(tensor, f"its first dimension must be {rows}; {OTHER_ROWS}")
             if other := self._other(tensor, rows, *expected):
                 if self._is_strict:
                     return other
@@ -466,11 +466,13 @@ class Responder:
     def _other(self, tensor: Tensor, rows: int, datatype: str, dims: tuple[int, ...], fixed: bool) -> str:  # noqa: FBT001
         shape = tensor.shape[1:] if self._batched else tensor.shape
         if tensor.datatype != datatype:
-            return _text(tensor, f"its configuration says {datatype}")
+            return _mismatch_text(tensor, f"its configuration says {datatype}")
         if self._batched and tensor.shape[:1] != (rows,):
-            return _text(tensor, f"its first dimension is not {rows}, the rows of the request")
+            return _mismatch_text(tensor, f"its first dimension is not {rows}, the rows of the request")
         if shape != dims and (fixed or not _fits(shape, dims)):
-            return _text(tensor, f"its configuration says {list(dims)}{' after the batch' if self._batched else ''}")
+            return _mismatch_text(
+                tensor, f"its configuration says {list(dims)}{' after the batch' if self._batched else ''}"
+            )
         return ""
 
     def _warn(self, other: str) -> None:
@@ -502,7 +504,7 @@ class Responder:
                     model=self._model,
                     version=self._version,
                     outputs=answer if isinstance(answer, tuple) else (),
-                    failure=Failure.of(answer) if isinstance(answer, QinferError) else None,
+                    failure=Failure.from_error(answer) if isinstance(answer, QinferError) else None,
                     attempt=item.lease.deliveries,
                     index=len(mine),
                     final=False,
@@ -526,5 +528,5 @@ def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
     return len(shape) == len(dims) and all(d in (-1, s) for s, d in zip(shape, dims, strict=True))
 
 
-def _text(tensor: Tensor, rule: str) -> str:
+def _mismatch_text(tensor: Tensor, rule: str) -> str:
     return f"the model returned output '{tensor.name}' as {tensor.datatype}{list(tensor.shape)}; {rule}"

@@ -50,7 +50,7 @@ class LimitedBatcher(Batcher):
         self._executor.permitted = self._permitted
         super()._adopt(model, latency)
 
-    def admit(self, items: Sequence[WorkItem]) -> None:
+    def add_items(self, items: Sequence[WorkItem]) -> None:
         """Takes items; refuses those whose callers would wait for themselves."""
         self._permits_until_s = 0.0
         refused = [(item, self._executor.refusal(item.request.holders)) for item in items if item.request.holders]
@@ -58,7 +58,7 @@ class LimitedBatcher(Batcher):
             if reason:
                 self.fail([item], InferenceFailed(reason))
         failed = {item for item, reason in refused if reason}
-        super().admit([item for item in items if item not in failed] if failed else items)
+        super().add_items([item for item in items if item not in failed] if failed else items)
 
     def _permitted(self) -> None:
         self._blocked = LentInstances()
@@ -94,9 +94,9 @@ class LimitedBatcher(Batcher):
 
     def _pump(self, *, more: bool = False) -> None:
         super()._pump(more=more)
-        self._ask()
+        self._request_permits()
 
-    def _ask(self) -> None:
+    def _request_permits(self) -> None:
         now_s, idle = self._clock.now_s(), max(super()._idle_count(), 0)
         count = 0
         if self._has_waiting:
@@ -137,7 +137,7 @@ class LimitedBatcher(Batcher):
             self._fetchable.set()
             self._fetch_wait_s = max(due_s - now_s, 0.001)
             return due_s
-        is_open, again_at_s = self._blocked.look(now_s, len(self._pending) + len(self._bisection))
+        is_open, again_at_s = self._blocked.decide_fetch(now_s, len(self._pending) + len(self._bisection))
         (self._fetchable.set if is_open and self._has_room else self._fetchable.clear)()
         self._fetch_wait_s = NEVER_S
         if self._blocked.is_overdue:

@@ -23,7 +23,7 @@ class NestedRequests:
         self.depth = 1
         self.waiting: list[WorkItem] = []
 
-    def take(self, items: Sequence[WorkItem]) -> list[WorkItem]:
+    def split_off(self, items: Sequence[WorkItem]) -> list[WorkItem]:
         """Takes the nested requests; returns the others."""
         others = [item for item in items if not level(item)]
         if len(others) < len(items):
@@ -43,7 +43,7 @@ class NestedRequests:
         self.waiting = [item for item in self.waiting if item.ends_s > now_s]
         return late
 
-    def room(self, of_level: int, executions: Collection[Execution], count: int) -> int:
+    def count_free(self, of_level: int, executions: Collection[Execution], count: int) -> int:
         """Returns how many executions of a level fit."""
         kept = max(min(self.depth, count) - 1 - of_level, 0)
         return count - kept - sum(level(one.items[0]) <= of_level for one in executions)
@@ -51,7 +51,7 @@ class NestedRequests:
     def next(self, executions: Collection[Execution], count: int) -> WorkItem | None:
         """Removes and returns the next request."""
         for item in self.waiting:
-            if self.room(level(item), executions, count) > 0:
+            if self.count_free(level(item), executions, count) > 0:
                 self.waiting.remove(item)
                 return item
         return None

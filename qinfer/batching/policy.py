@@ -226,7 +226,7 @@ class Rules:
     levels: bool = False
 
     @classmethod
-    def of(cls, spec: ModelSpec) -> "Rules":
+    def from_spec(cls, spec: ModelSpec) -> "Rules":
         """Derives the rules from a model's configuration."""
         limit = max(spec.max_batch_size, 1)
         prefetch = spec.batching is None or spec.batching.may_prefetch
@@ -423,7 +423,7 @@ class LentInstances:
         if count < 0 or not self.count:
             self.is_overdue, self._waiting, self._since_s = False, 0, NEVER_S
 
-    def look(self, now_s: float, waiting: int) -> tuple[bool, float]:
+    def decide_fetch(self, now_s: float, waiting: int) -> tuple[bool, float]:
         """Returns whether to fetch now, and when to look again."""
         if self.is_overdue or not waiting:
             return not self.is_overdue, NEVER_S

@@ -169,14 +169,14 @@ class Ledger:
         for instance in instances:
             instance.executions = first // instance.priority
         self._instances += instances
-        self._count()
+        self._update_maxima()
 
     def remove(self, instances: Sequence[LimitedInstance]) -> None:
         """Removes instances that execute nothing."""
         for instance in instances:
-            self.leave(instance)
+            self.leave_queue(instance)
             self._instances.remove(instance)
-        self._count()
+        self._update_maxima()
 
     def wait(self, instance: LimitedInstance, callers: tuple[ResourceHolder, ...] = ()) -> None:
         """Adds an instance with work, and its callers."""
@@ -185,7 +185,7 @@ class Ledger:
             instance.order = next(self._numbers)
             self._waiting.append(instance)
 
-    def leave(self, instance: LimitedInstance) -> None:
+    def leave_queue(self, instance: LimitedInstance) -> None:
         """Removes an instance without work."""
         if instance.order:
             instance.order, instance.callers = 0, ()
@@ -216,7 +216,7 @@ class Ledger:
                 found.setdefault(tuple((r.name, count) for r, count in sorted(units.items())), bool(instance.callers))
         return [(dict(units), is_callee) for units, is_callee in found.items()]
 
-    def ended(self, instance: LimitedInstance, *, has_executed: bool = True) -> None:
+    def release_grant(self, instance: LimitedInstance, *, has_executed: bool = True) -> None:
         """Takes back a grant, except lent units."""
         grant = instance.grant
         assert grant is not None, "nothing was granted"
@@ -265,7 +265,7 @@ class Ledger:
                 )
         return ""
 
-    def _count(self) -> None:
+    def _update_maxima(self) -> None:
         self.maxima = maxima_of([instance.needs for instance in self._instances], self._given)
 
     def _free(self) -> dict[Resource, int]:
@@ -285,14 +285,14 @@ class Ledger:
             own, lenders = self._plan(instance)
             yield instance, own, lenders
             if instance.grant is not None:
-                _keep(free, own)
+                _reserve_units(free, own)
         for instance in callees:
             if instance.grant is None:
-                _keep(free, self._plan(instance)[0])
+                _reserve_units(free, self._plan(instance)[0])
         for instance in waiting:
             if not instance.callers and instance.grant is None:
                 yield instance, instance.needs, {}
-                _keep(free, instance.needs)
+                _reserve_units(free, instance.needs)
 
     def _plan(self, instance: LimitedInstance) -> tuple[Own, dict[Resource, ResourceGrant]]:
         shares = [self._share(caller) for caller in instance.callers]
@@ -331,7 +331,7 @@ class Ledger:
             if lender.is_elsewhere:
                 self._grants[lender.token] = lender
         self._grants[grant.token] = grant
-        self.leave(instance)
+        self.leave_queue(instance)
         instance.grant = grant
 
     def _give_up(self, grant: ResourceGrant, resource: Resource, count: int) -> None:
@@ -346,6 +346,6 @@ class Ledger:
             self._grants.pop(lender.token, None)
 
 
-def _keep(free: dict[Resource, int], own: Own) -> None:
+def _reserve_units(free: dict[Resource, int], own: Own) -> None:
     for resource, count in (own or {}).items():
         free[resource] = max(free[resource] - count, 0)

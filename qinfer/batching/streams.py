@@ -310,7 +310,7 @@ class WorkerStreams:
         self._timer: asyncio.TimerHandle | None = None
         self._closed = asyncio.Event()
 
-    async def ended(self) -> None:
+    async def wait_closed(self) -> None:
         """Waits until no stream is open."""
         while self._open:
             await self._closed.wait()
@@ -324,7 +324,7 @@ class WorkerStreams:
                 self._loop.call_soon_threadsafe(self.lose, item)
         return stream
 
-    def resume(self, item: WorkItem, source: StreamSource) -> ItemStream:
+    def reopen_stream(self, item: WorkItem, source: StreamSource) -> ItemStream:
         """Returns an item's stream, once its window has room."""
         stream = self._open.get((item.request.id, item.lease.deliveries))
         if stream is None or stream.item is not item:
@@ -375,7 +375,7 @@ class WorkerStreams:
         if stream is not None:
             stream.cancel(error)
 
-    def leave(self, reply_to: str) -> None:
+    def cancel_streams_to(self, reply_to: str) -> None:
         """Cancels the streams of an ended process."""
         for stream in list(self._open.values()):
             if stream.item.request.reply_to == reply_to:
@@ -399,9 +399,9 @@ class WorkerStreams:
     def watch(self) -> None:
         """Checks for late and stalled streams."""
         if self._timer is None and self._open:
-            self._timer = self._loop.call_later(_LOOK_S, self._look)
+            self._timer = self._loop.call_later(_LOOK_S, self._check_streams)
 
-    def _look(self) -> None:
+    def _check_streams(self) -> None:
         self._timer = None
         time_s, now_s = time.monotonic(), self.now_s()
         unread: list[ItemStream] = []
@@ -485,7 +485,7 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
 
     def run(self, backend: Backend) -> None:
         """Executes the batch; an error ends streams that can't run again."""
-        self.streams = self._open()
+        self.streams = self._open_streams()
         super().run(backend)
         error = self.error
         if error is None:
@@ -498,7 +498,7 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
                 with suppress(OutputMismatch, Cancelled):
                     stream.send(told, final=True, wait=False)
 
-    def _open(self) -> list[ItemStream]:
+    def _open_streams(self) -> list[ItemStream]:
         return [self.table.open(item, self) for item in self.items]
 
     def _ended_by(self, error: QinferError, stream: ItemStream) -> QinferError | None:

@@ -51,7 +51,7 @@ class TimeLimits(NamedTuple):
     execute: TimeLimit
 
     @classmethod
-    def of(cls, spec: ModelSpec) -> "TimeLimits":
+    def from_spec(cls, spec: ModelSpec) -> "TimeLimits":
         """Returns the limits of a model's configuration."""
         return cls(
             TimeLimit("the load", LOAD_TIMEOUT, spec.load_timeout_s or math.inf),
@@ -99,11 +99,11 @@ class ExecutionClock:
         self._called_s = NONE
         self._streaming: set[_Streaming] = set()
 
-    def use(self, limit: TimeLimit) -> None:
+    def set_limit(self, limit: TimeLimit) -> None:
         """Switches the limit, while idle."""
         self.limit, self._limit_s = limit, limit.seconds
 
-    def begin(self, ctx: Context | None) -> None:
+    def start_clock(self, ctx: Context | None) -> None:
         """Starts the clock, without a lock: every batch does it."""
         now_s = time.monotonic()
         self.ctx = ctx
@@ -112,7 +112,7 @@ class ExecutionClock:
         due[place] = now_s + self._limit_s
         self._since_s = now_s
 
-    def end(self) -> None:
+    def stop_clock(self) -> None:
         """Stops the clock, unless streams are open."""
         with self._lock:
             self.ctx = None
@@ -145,7 +145,7 @@ class ExecutionClock:
             self._calls += 1
             if self._calls == 1:
                 self._called_s = time.monotonic()
-                self._write(math.inf)
+                self._write_due(math.inf)
         try:
             yield
         finally:
@@ -159,7 +159,7 @@ class ExecutionClock:
     def elapsed_s(self) -> float:
         """Returns seconds since the last sign of life; 0 = idle."""
         for streaming in list(self._streaming):
-            if streaming.look():
+            if streaming.drop_abandoned():
                 self.restart()
         with self._lock:
             return self._elapsed_s()
@@ -178,9 +178,9 @@ class ExecutionClock:
                     timed.overdue = error
             return True
 
-    def leave(self) -> None:
+    def release_place(self) -> None:
         """Frees its place in `due` after an unload."""
-        self._write(NONE)
+        self._write_due(NONE)
         self._left(self)
         self.due = ([NONE], 0)
 
@@ -202,9 +202,9 @@ class ExecutionClock:
 
     def _set(self, since_s: float) -> None:
         self._since_s = since_s
-        self._write(since_s + self._limit_s if since_s else NONE)
+        self._write_due(since_s + self._limit_s if since_s else NONE)
 
-    def _write(self, due_s: float) -> None:
+    def _write_due(self, due_s: float) -> None:
         due, place = self.due
         due[place] = due_s
 
@@ -223,33 +223,33 @@ class WatchedBackend:
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
         """Loads the model."""
-        self.clock.begin(None)
+        self.clock.start_clock(None)
         try:
             self.backend.load(spec, version_dir, device)
         finally:
-            self.clock.end()
+            self.clock.stop_clock()
         self.short_on_loop = self.backend.short_on_loop  # perhaps known only after the load
 
     def execute(self, batch: Batch, ctx: Context) -> None:
         """Runs the batch; raises `ExecutionOverdue` if it was ended."""
         if self.short_on_loop:  # no calls, no streams
-            self.clock.begin(ctx)
+            self.clock.start_clock(ctx)
             try:
                 self.backend.execute(batch, ctx)
             finally:
-                self.clock.end()
+                self.clock.stop_clock()
             return
         timed = _Streaming(ctx, self.clock, len(batch.requests)) if ctx.is_decoupled else _TimedContext(ctx, self.clock)
-        self.clock.begin(timed)
+        self.clock.start_clock(timed)
         try:
             self.backend.execute(batch, timed)
         except BaseException as error:
             timed.abandon()
             if timed.overdue is not None:
-                raise timed.ended(error) from None
+                raise timed.overdue_error(error) from None
             raise
         finally:
-            self.clock.end()
+            self.clock.stop_clock()
 
     def memory(self) -> tuple[MemoryUse, ...]:
         """Returns the memory that the model holds."""
@@ -262,7 +262,7 @@ class WatchedBackend:
     def unload(self) -> None:
         """Unloads the model."""
         self.backend.unload()
-        self.clock.leave()
+        self.clock.release_place()
 
 
 class _TimedContext:
@@ -286,7 +286,7 @@ class _TimedContext:
     def abandon(self) -> None:
         """Does nothing."""
 
-    def ended(self, error: BaseException) -> QinferError:
+    def overdue_error(self, error: BaseException) -> QinferError:
         """The limit's error, not its interruption's."""
         assert self.overdue is not None
         if isinstance(error, SequenceLost):
@@ -325,10 +325,10 @@ class _Streaming(_TimedContext):
         self.respond, self.offer, self.reschedule = self._respond, self._offer, self._reschedule
         clock.opened(self)
 
-    def look(self) -> bool:
+    def drop_abandoned(self) -> bool:
         """Returns whether a stream waits for its caller."""
         for item in [item for item in tuple(self.open) if self.cancelled(item)]:
-            self._end(item)
+            self._close_item(item)
         return any(self._waits(item) for item in tuple(self.open))
 
     def abandon(self) -> None:
@@ -338,31 +338,33 @@ class _Streaming(_TimedContext):
     def _respond(
         self, item: int, outputs: _Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
     ) -> None:
-        self._send(self.inner.respond, item, outputs, final=final, parameters=parameters)
+        self._send_outputs(self.inner.respond, item, outputs, final=final, parameters=parameters)
 
     def _offer(
         self, item: int, outputs: _Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
     ) -> None:
-        self._send(self.inner.offer, item, outputs, final=final, parameters=parameters)
+        self._send_outputs(self.inner.offer, item, outputs, final=final, parameters=parameters)
 
     def _reschedule(self, item: int, states: tuple[Tensor, ...] = ()) -> None:
         """Ends the item's time here; its next execution has its own context."""
         self.inner.reschedule(item, states)
-        self._end(item)
+        self._close_item(item)
 
-    def _send(self, way: Callable[..., None], item: int, outputs: _Answer, *, final: bool, parameters: Any) -> None:
+    def _send_outputs(
+        self, way: Callable[..., None], item: int, outputs: _Answer, *, final: bool, parameters: Any
+    ) -> None:
         if self.overdue is not None and isinstance(outputs, InferenceFailed):
             outputs = self.overdue
         try:
             way(item, outputs, final=final, parameters=parameters)
         except Cancelled:
-            self._end(item)
+            self._close_item(item)
             raise
         if final:
-            self._end(item)
+            self._close_item(item)
         self._clock.restart()
 
-    def _end(self, item: int) -> None:
+    def _close_item(self, item: int) -> None:
         self.open.discard(item)
         if not self.open:
             self._clock.closed(self)

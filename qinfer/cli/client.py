@@ -34,11 +34,11 @@ class GatewayClient(Client):
 
     def metrics(self) -> str:
         """Returns the Prometheus text."""
-        return self._run(call(self._policy, Send("GET", "/metrics", {}))).text
+        return self._run_flow(call(self._policy, Send("GET", "/metrics", {}))).text
 
     def endpoints(self) -> list[dict[str, Any]]:
         """Returns the endpoints and their states."""
-        reply = self._run(call(self._policy, Send("GET", _ENDPOINTS, {})))
+        reply = self._run_flow(call(self._policy, Send("GET", _ENDPOINTS, {})))
         return decode_json(reply.content, list[dict[str, Any]])
 
     def endpoint(self, name: str) -> dict[str, Any]:
@@ -61,12 +61,12 @@ class GatewayClient(Client):
         """Removes an endpoint."""
         query = "" if revision is None else f"?revision={revision}"
         path = f"{_ENDPOINTS}/{quote(name, safe='')}{query}"
-        self._run(call(self._policy, Send("DELETE", path, {}), not_found=EndpointNotFound))
+        self._run_flow(call(self._policy, Send("DELETE", path, {}), not_found=EndpointNotFound))
 
     def _on_endpoint(self, method: str, name: str, body: bytes = b"", suffix: str = "") -> dict[str, Any]:
         path = f"{_ENDPOINTS}/{quote(name, safe='')}{suffix}"
         send = Send(method, path, {"content-type": "application/json"}, body)
-        reply = self._run(call(self._policy, send, not_found=EndpointNotFound))
+        reply = self._run_flow(call(self._policy, send, not_found=EndpointNotFound))
         return decode_json(reply.content, dict[str, Any])
 
 

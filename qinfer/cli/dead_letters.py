@@ -84,7 +84,7 @@ def require_yes(*, yes: bool) -> None:
 
 def run_list(settings: RedisSettings, model: str, after: str, count: int) -> list[DeadLetterRow]:
     """Returns a page of a model's dead letters."""
-    page = _run(settings, lambda letters: letters.list(model, after=after, count=count), needs_payloads=False)
+    page = _run_operation(settings, lambda letters: letters.list(model, after=after, count=count), needs_payloads=False)
     return [_row(letter) for letter in page]
 
 
@@ -103,7 +103,7 @@ def run_list_all(settings: RedisSettings, count: int) -> list[DeadLetterRow]:
 def run_show(settings: RedisSettings, model: str, letter_id: str, directory: Path | None) -> DeadLetterDetails:
     """Returns a decoded dead letter; writes its tensors to `directory`."""
     place_after(letter_id)
-    letter = _run(settings, lambda letters: letters.show(model, letter_id))
+    letter = _run_operation(settings, lambda letters: letters.show(model, letter_id))
     if letter is None:
         raise _missing(model, letter_id)
     try:
@@ -131,15 +131,15 @@ def run_replay(settings: RedisSettings, model: str, ids: Sequence[str] | None) -
                 raise _missing(model, letter_id, f"; {count} were put back")
         return count
 
-    return _run(settings, replay)
+    return _run_operation(settings, replay)
 
 
 def run_purge(settings: RedisSettings, model: str, ids: Sequence[str] | None) -> int:
     """Removes dead letters; returns their number."""
-    return _run(settings, lambda letters: letters.purge(model, ids))
+    return _run_operation(settings, lambda letters: letters.purge(model, ids))
 
 
-def _run(
+def _run_operation(
     settings: RedisSettings, operation: Callable[[DeadLetters], Awaitable[T]], *, needs_payloads: bool = True
 ) -> T:
     limits = load_settings().limits if needs_payloads else None  # with the payload store
@@ -207,7 +207,7 @@ def _written(
         for number, tensor in enumerate(tensors):
             # A name in a request must not become a path.
             stem = f"{number}-{_UNSAFE.sub('_', tensor.name)[:100]}"
-            paths.append(str(_write(directory / stem, tensor)))
+            paths.append(str(_write_tensor(directory / stem, tensor)))
         for name, data in (files or {}).items():
             (directory / name).write_bytes(data)
             paths.append(str(directory / name))
@@ -216,7 +216,7 @@ def _written(
     return tuple(paths)
 
 
-def _write(stem: Path, tensor: Tensor) -> Path:
+def _write_tensor(stem: Path, tensor: Tensor) -> Path:
     """Writes a tensor as .npy; as raw bytes if it is BYTES, or damaged."""
     try:
         array = to_numpy(tensor)

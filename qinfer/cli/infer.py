@@ -180,7 +180,7 @@ def _encoder(
 
     def encode(parameters: "Mapping[str, Scalar]") -> LoadTarget:
         body, json_length = encode_request(list(asked["inputs"].values()), parameters=parameters, binary=binary)
-        return LoadTarget.of(url, path, body, json_length if binary else None, api_key())
+        return LoadTarget.for_url(url, path, body, json_length if binary else None, api_key())
 
     return encode
 

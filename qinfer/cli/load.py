@@ -44,7 +44,7 @@ class LoadTarget:
     request: bytes
 
     @classmethod
-    def of(cls, url: str, path: str, body: bytes, json_length: int | None, api_key: str | None = None) -> Self:
+    def for_url(cls, url: str, path: str, body: bytes, json_length: int | None, api_key: str | None = None) -> Self:
         """Prepares a target; `json_length` is set if tensors are binary."""
         parts = urlsplit(url)
         tls = parts.scheme == "https"
@@ -173,7 +173,7 @@ class LoadConnection(asyncio.Protocol):
         """Sends the first request."""
         # uvloop's transports do not inherit from asyncio.Transport
         self._transport = cast("asyncio.Transport", transport)
-        self._send()
+        self._send_request()
 
     def data_received(self, data: bytes) -> None:
         """Reads a piece of an answer."""
@@ -193,7 +193,7 @@ class LoadConnection(asyncio.Protocol):
             self._buffer += data
         self._missing_bytes -= len(data)
         if self._missing_bytes <= 0:
-            self._answered()
+            self._on_response()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Reports the end of the connection, an error unless stopped."""
@@ -211,12 +211,12 @@ class LoadConnection(asyncio.Protocol):
         self.stopping = True
         self._transport.abort()
 
-    def _send(self) -> None:
+    def _send_request(self) -> None:
         self._missing_bytes = -1
         self._sent_s = time.perf_counter()
         self._transport.write(self._request)
 
-    def _answered(self) -> None:
+    def _on_response(self) -> None:
         if self._status == 200:
             self._report.latencies_s.append(time.perf_counter() - self._sent_s)
         else:
@@ -228,7 +228,7 @@ class LoadConnection(asyncio.Protocol):
         if self.stopping:
             self._transport.close()
         else:
-            self._send()
+            self._send_request()
 
 
 class StreamConnection(LoadConnection):
@@ -242,10 +242,10 @@ class StreamConnection(LoadConnection):
         self._last_s = 0.0
         self._error = b""
 
-    def _send(self) -> None:
+    def _send_request(self) -> None:
         self._last_s = 0.0
         self._error = b""
-        super()._send()
+        super()._send_request()
 
     def _body_received(self, data: bytes) -> None:
         if self._status != 200:
@@ -267,7 +267,7 @@ class StreamConnection(LoadConnection):
                 self._report.failed(self._error.decode(errors="replace")[:300])
                 self._go_on()
             else:
-                self._answered()
+                self._on_response()
 
 
 class StepRequests:
@@ -301,7 +301,7 @@ class SequenceConnection(LoadConnection):
         self._report.sequences_lost += self._number > 0
         super().connection_lost(exc)
 
-    def _send(self) -> None:
+    def _send_request(self) -> None:
         if not self._number:
             self._id = self._steps.next_id()
         self._number += 1
@@ -310,20 +310,20 @@ class SequenceConnection(LoadConnection):
             self._request = self._steps.encode(
                 sequence_parameters(self._id, start=self._number == 1, end=self._is_last)
             )
-        super()._send()
+        super()._send_request()
 
-    def _answered(self) -> None:
+    def _on_response(self) -> None:
         if self._status != 200:
             self._report.sequences_lost += 1
             self._number = 0
         elif self._is_last:
             self._report.sequences_ended = (self._report.sequences_ended or 0) + 1
             self._number = 0
-        super()._answered()
+        super()._on_response()
 
     def _go_on(self) -> None:
         if self._number:
-            self._send()
+            self._send_request()
         else:
             super()._go_on()
 

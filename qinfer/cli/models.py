@@ -156,13 +156,13 @@ def load_model(
     """Load a model, or reload it if it has changed, and wait until it is ready. Requires control mode explicit."""
     from qinfer.cli.client import GatewayClient
 
-    text = config if config.lstrip().startswith("{") else _text(config) if config else None
+    text = config if config.lstrip().startswith("{") else _read_text(config) if config else None
     contents: dict[str, bytes] = {}
     for entry in files or []:
         name, _, path = entry.partition("=")
         if not path:
             raise CommandFailed(f"--file {entry}: write VERSION/NAME=FILE, such as 1/model.onnx=new.onnx")
-        contents[name] = _read(path)
+        contents[name] = _read_file(path)
     with GatewayClient(url, timeout_s=timeout) as client, _with_remedy():
         client.load(model, config=text, files=contents)
     show({"loaded": model}, f"{model} is loaded", as_json=as_json)
@@ -192,15 +192,15 @@ def _with_remedy() -> Iterator[None]:
         raise CommandFailed(f"{error.message}; {remedy}") from None
 
 
-def _read(path: str) -> bytes:
+def _read_file(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
         raise CommandFailed(f"{path} can't be read: {error.strerror}") from None
 
 
-def _text(path: str) -> str:
+def _read_text(path: str) -> str:
     try:
-        return _read(path).decode()
+        return _read_file(path).decode()
     except UnicodeDecodeError:
         raise CommandFailed(f"{path} is not text; --config takes a model configuration in JSON") from None

@@ -85,7 +85,7 @@ def models_table(models: Iterable[ModelRow]) -> Table:
 def sequences_table(sequences: Iterable[SequencesRow]) -> Table:
     """Returns the sequences of each stateful model."""
     numbers = [_number(name) for name in ("open", "waiting", "handed over", "lost")]
-    table = _table("Sequences", _name("model"), *numbers)
+    table = _table("Sequences", _name_column("model"), *numbers)
     for of in sequences:
         counts = (of.open, of.waiting, of.handed_over, of.lost)
         table.add_row(Text(of.model), *(f"{count:,}" for count in counts))
@@ -163,7 +163,7 @@ def _number(name: str) -> Column:
     return Column(name, justify="right", no_wrap=True)
 
 
-def _name(name: str) -> Column:
+def _name_column(name: str) -> Column:
     return Column(name, overflow="fold")
 
 
@@ -184,7 +184,7 @@ def _work(row: WorkRow | None) -> tuple[str, str]:
 
 def _models_with_work(models: Iterable[ModelRow], work: dict[tuple[str, int], WorkRow]) -> Table:
     numbers = [_number(name) for name in ("workers", "depth", "oldest", "rows", "work")]
-    table = _table("Models", _name("model"), _number("version"), "state", *numbers)
+    table = _table("Models", _name_column("model"), _number("version"), "state", *numbers)
     for model in models:
         row = work.get((model.name, model.version))
         counts = (str(row.workers), f"{row.requests:,}", _age(row, row.requests)) if row else ("-", "-", "-")
@@ -196,7 +196,7 @@ def _models_with_work(models: Iterable[ModelRow], work: dict[tuple[str, int], Wo
 def _lanes_table(lanes: Sequence[LaneRow], work: dict[tuple[str, int], WorkRow], *, has_work: bool = False) -> Table:
     more = [_number("rows"), _number("work"), _number("workers")] if has_work else []
     numbers = [_number(name) for name in ("depth", "in flight", "oldest")]
-    table = _table("Lanes", _name("model"), _number("version"), "lane", *numbers, *more)
+    table = _table("Lanes", _name_column("model"), _number("version"), "lane", *numbers, *more)
     for key, group in groupby(lanes, key=lambda lane: (lane.model, lane.version)):
         row = work.get(key)
         of_version = [*_work(row), str(row.workers) if row else "-"] if has_work else []
@@ -208,7 +208,7 @@ def _lanes_table(lanes: Sequence[LaneRow], work: dict[tuple[str, int], WorkRow],
 
 
 def _shares_table(lanes: Iterable[LaneRow]) -> Table:
-    names = (_name("model"), _number("version"), "lane", _name("tenants"))
+    names = (_name_column("model"), _number("version"), "lane", _name_column("tenants"))
     table = _table("Shares of tenants", *names, *map(_number, ("weight", "share", "depth")))
     for lane in lanes:
         for share in lane.shares if len(lane.shares) > 1 else ():
@@ -222,9 +222,9 @@ def _shares_table(lanes: Iterable[LaneRow]) -> Table:
 def _workers_table(workers: Iterable[WorkerRow], *, is_whole: bool = False) -> Table:
     workers = list(workers)
     has_host = is_whole and not all(worker.id.startswith(f"{worker.host}-") for worker in workers)
-    host, clock = [_name("host")] if has_host else [], [_number("clock")] if is_whole else []
+    host, clock = [_name_column("host")] if has_host else [], [_number("clock")] if is_whole else []
     numbers = [_number(name) for name in ("executing", "requests/s", "up")]
-    table = _table("Workers", _name("id"), *host, "state", "device", _name("ready"), *numbers, *clock)
+    table = _table("Workers", _name_column("id"), *host, "state", "device", _name_column("ready"), *numbers, *clock)
     for worker in workers:
         table.add_row(
             Text(worker.id),

@@ -13,7 +13,7 @@ import httpx
 from qinfer.client import flows, job_flows
 from qinfer.client.budget import RETRY_SHARE
 from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
-from qinfer.client.flows import Ask, Keys, SubmitOptions
+from qinfer.client.flows import Ask, Keys, SubmitArguments
 from qinfer.client.hedging import HedgeAfter, HedgedTasks, Hedging
 from qinfer.client.job_flows import JobEstimate, JobFilters, JobOptions, JobStatus, Location, OnMissing, job_body
 from qinfer.client.jobs import AsyncJob
@@ -101,7 +101,7 @@ class AsyncClient(AsyncModelCalls):
     ) -> InferResult:
         """Sends a request to a model and waits for its answer; see `Client.infer`."""
         ask = Ask(model, inputs, version, outputs, parameters, priority, id, timeout_s, headers)
-        return await self._run(flows.infer(self._policy, ask))
+        return await self._run_flow(flows.infer(self._policy, ask))
 
     def infer_stream(
         self,
@@ -136,7 +136,7 @@ class AsyncClient(AsyncModelCalls):
     ) -> dict[str, Any]:
         """Sends free-form JSON to a model and returns its answer's JSON; see `Client.generate`."""
         ask = Ask(model, inputs, version, None, parameters, 0, id, timeout_s, headers)
-        return await self._run(flows.generate(self._policy, ask))
+        return await self._run_flow(flows.generate(self._policy, ask))
 
     def generate_stream(
         self,
@@ -174,29 +174,29 @@ class AsyncClient(AsyncModelCalls):
     ) -> RequestHandle:
         """Submits a request, to fetch its result later; see `Client.submit`."""
         ask = Ask(model, inputs, version, outputs, parameters, priority, id, headers=headers)
-        submission = SubmitOptions(idempotency_key, request_id, timeout_s, webhook)
-        return await self._run(flows.submit(self._policy, ask, submission))
+        submission = SubmitArguments(idempotency_key, request_id, timeout_s, webhook)
+        return await self._run_flow(flows.submit(self._policy, ask, submission))
 
     async def result(self, request: RequestHandle | str, *, wait_s: float = DEFAULT_TIMEOUT_S) -> InferResult:
         """Returns a request's result; see `Client.result`."""
-        return await self._run(flows.result(self._policy, handle_of(request), wait_s))
+        return await self._run_flow(flows.result(self._policy, handle_of(request), wait_s))
 
     async def responses(self, request: RequestHandle | str) -> AsyncIterator[InferResult]:
         """Yields the responses of a stored request as they come; see `Client.responses`."""
         handle, follower, tries = handle_of(request), Follower(), 0
         while not follower.has_ended:
             flow = flows.follow(self._policy, handle, follower, tries)
-            async for result in self._results(flow, follower.take, resumes=True):
+            async for result in self._results(flow, follower.result_of, resumes=True):
                 yield result
             tries += 1
 
     async def status(self, request: RequestHandle | str) -> RequestStatus:
         """Returns the state of a request; see `Client.status`."""
-        return await self._run(flows.status(self._policy, handle_of(request)))
+        return await self._run_flow(flows.status(self._policy, handle_of(request)))
 
     async def cancel(self, request: RequestHandle | str) -> str:
         """Cancels a request and returns its state; see `Client.cancel`."""
-        return await self._run(flows.cancel(self._policy, handle_of(request)))
+        return await self._run_flow(flows.cancel(self._policy, handle_of(request)))
 
     def stream(
         self,
@@ -222,7 +222,7 @@ class AsyncClient(AsyncModelCalls):
                 model=model, inputs=item, version=version, outputs=outputs, parameters=parameters, priority=priority
             )
             key = None if keys is None else keys(index, item)
-            return await self._run(flows.infer_or_resume(self._policy, ask, key))
+            return await self._run_flow(flows.infer_or_resume(self._policy, ask, key))
 
         return stream_in_tasks(inputs, ask_one, concurrency=concurrency, ordered=ordered)
 
@@ -230,7 +230,7 @@ class AsyncClient(AsyncModelCalls):
         self, model: str, *, correlation_id: int | str | None = None, version: int | None = None
     ) -> AsyncSequence:
         """Begins a sequence of requests to a stateful model; see `Client.sequence`."""
-        return AsyncSequence(self._run, StepFlags(self._policy, model, version, correlation_id))
+        return AsyncSequence(self._run_flow, StepFlags(self._policy, model, version, correlation_id))
 
     async def submit_job(
         self,
@@ -246,21 +246,21 @@ class AsyncClient(AsyncModelCalls):
         """Submits a bulk job; see `Client.submit_job`."""
         body = job_body(model, inputs, output, options)
         flow = job_flows.submit_job(self._policy, body, resume=resume, wait_s=wait_for_inputs_s, on_missing=on_missing)
-        return self.job((await self._run(flow)).id)
+        return self.job((await self._run_flow(flow)).id)
 
     async def validate_job(
         self, model: str, inputs: Location | Sequence[Location], output: Location, **options: Unpack[JobOptions]
     ) -> JobEstimate:
         """Checks and estimates a bulk job; see `Client.validate_job`."""
-        return await self._run(job_flows.validate_job(self._policy, job_body(model, inputs, output, options)))
+        return await self._run_flow(job_flows.validate_job(self._policy, job_body(model, inputs, output, options)))
 
     def job(self, job_id: str) -> AsyncJob:
         """Returns the job of an id, without a check that it exists; see `Client.job`."""
-        return AsyncJob(self._run, self._policy, job_id)
+        return AsyncJob(self._run_flow, self._policy, job_id)
 
     async def jobs(self, *, limit: int = 100, **filters: Unpack[JobFilters]) -> list[JobStatus]:
         """Returns the status of the newest jobs; see `Client.jobs`."""
-        return await self._run(job_flows.newest_jobs(self._policy, limit, filters))
+        return await self._run_flow(job_flows.newest_jobs(self._policy, limit, filters))
 
     async def _results(
         self,
@@ -276,7 +276,7 @@ class AsyncClient(AsyncModelCalls):
         """
         http, reader = self._pool.take(), EventReader()
         try:
-            async with aclosing(await self._run(flow, partial(_open, http))) as reply:
+            async with aclosing(await self._run_flow(flow, partial(_open_stream, http))) as reply:
                 async for piece in reply.aiter_bytes():
                     for event in reader.feed(piece):
                         if (result := take(event)) is not None:
@@ -288,7 +288,7 @@ class AsyncClient(AsyncModelCalls):
         finally:
             self._pool.give(http)
 
-    async def _run(self, flow: Flow[T], exchange: Callable[[Send], Awaitable[Outcome]] | None = None) -> T:
+    async def _run_flow(self, flow: Flow[T], exchange: Callable[[Send], Awaitable[Outcome]] | None = None) -> T:
         """Executes a flow; `exchange` sends its requests."""
         exchange = exchange or self._exchange
         outcome: Outcome = None
@@ -321,7 +321,7 @@ class AsyncClient(AsyncModelCalls):
             self._pool.give(http)
 
 
-async def _open(http: httpx.AsyncClient, send: Send) -> Outcome:
+async def _open_stream(http: httpx.AsyncClient, send: Send) -> Outcome:
     """Sends a request of a flow whose last reply is a stream."""
     request = http.build_request(
         send.method, send.url, headers=send.headers, content=send.content, timeout=send.http_timeout

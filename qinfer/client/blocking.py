@@ -14,7 +14,7 @@ import httpx
 from qinfer.client import flows, job_flows
 from qinfer.client.budget import RETRY_SHARE
 from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
-from qinfer.client.flows import Ask, Keys, SubmitOptions
+from qinfer.client.flows import Ask, Keys, SubmitArguments
 from qinfer.client.hedging import Attempt, HedgeAfter, HedgedThreads, Hedging
 from qinfer.client.job_flows import JobEstimate, JobFilters, JobOptions, JobStatus, Location, OnMissing, job_body
 from qinfer.client.jobs import Job
@@ -152,7 +152,7 @@ class Client(ModelCalls):
             QinferError: Any other error of the server.
         """
         ask = Ask(model, inputs, version, outputs, parameters, priority, id, timeout_s, headers)
-        return self._run(flows.infer(self._policy, ask))
+        return self._run_flow(flows.infer(self._policy, ask))
 
     def infer_stream(
         self,
@@ -210,7 +210,7 @@ class Client(ModelCalls):
             QinferError: As `infer`.
         """
         ask = Ask(model, inputs, version, None, parameters, 0, id, timeout_s, headers)
-        return self._run(flows.generate(self._policy, ask))
+        return self._run_flow(flows.generate(self._policy, ask))
 
     def generate_stream(
         self,
@@ -273,8 +273,8 @@ class Client(ModelCalls):
             QinferError: As `infer`.
         """
         ask = Ask(model, inputs, version, outputs, parameters, priority, id, headers=headers)
-        submission = SubmitOptions(idempotency_key, request_id, timeout_s, webhook)
-        return self._run(flows.submit(self._policy, ask, submission))
+        submission = SubmitArguments(idempotency_key, request_id, timeout_s, webhook)
+        return self._run_flow(flows.submit(self._policy, ask, submission))
 
     def result(self, request: RequestHandle | str, *, wait_s: float = DEFAULT_TIMEOUT_S) -> InferResult:
         """Returns a request's result, which can be read repeatedly until its retention is over.
@@ -292,7 +292,7 @@ class Client(ModelCalls):
             InferenceFailed: The model raised an error.
             QinferError: As `infer`.
         """
-        return self._run(flows.result(self._policy, handle_of(request), wait_s))
+        return self._run_flow(flows.result(self._policy, handle_of(request), wait_s))
 
     def responses(self, request: RequestHandle | str) -> Iterator[InferResult]:
         """Yields the responses of a stored request as they come, until it has ended: any number of a decoupled model.
@@ -309,7 +309,7 @@ class Client(ModelCalls):
         handle, follower, tries = handle_of(request), Follower(), 0
         while not follower.has_ended:
             flow = flows.follow(self._policy, handle, follower, tries)
-            yield from self._results(flow, follower.take, resumes=True)
+            yield from self._results(flow, follower.result_of, resumes=True)
             tries += 1
 
     def status(self, request: RequestHandle | str) -> RequestStatus:
@@ -319,7 +319,7 @@ class Client(ModelCalls):
             RequestNotFound: The request does not exist.
             QinferError: As `infer`.
         """
-        return self._run(flows.status(self._policy, handle_of(request)))
+        return self._run_flow(flows.status(self._policy, handle_of(request)))
 
     def cancel(self, request: RequestHandle | str) -> str:
         """Cancels a request; an execution that has begun may still run to its end.
@@ -333,7 +333,7 @@ class Client(ModelCalls):
             RequestNotFound: The request does not exist.
             QinferError: As `infer`.
         """
-        return self._run(flows.cancel(self._policy, handle_of(request)))
+        return self._run_flow(flows.cancel(self._policy, handle_of(request)))
 
     def stream(
         self,
@@ -376,7 +376,7 @@ class Client(ModelCalls):
                 model=model, inputs=item, version=version, outputs=outputs, parameters=parameters, priority=priority
             )
             key = None if keys is None else keys(index, item)
-            return self._run(flows.infer_or_resume(self._policy, ask, key), stop)
+            return self._run_flow(flows.infer_or_resume(self._policy, ask, key), stop)
 
         return stream_in_threads(inputs, ask_one, stop, concurrency=concurrency, ordered=ordered)
 
@@ -393,7 +393,7 @@ class Client(ModelCalls):
         Raises:
             InvalidRequest: The id is neither a positive integer below 2**64 nor a text.
         """
-        return ModelSequence(self._run, StepFlags(self._policy, model, version, correlation_id))
+        return ModelSequence(self._run_flow, StepFlags(self._policy, model, version, correlation_id))
 
     def submit_job(
         self,
@@ -436,7 +436,7 @@ class Client(ModelCalls):
         """
         body = job_body(model, inputs, output, options)
         flow = job_flows.submit_job(self._policy, body, resume=resume, wait_s=wait_for_inputs_s, on_missing=on_missing)
-        return self.job(self._run(flow).id)
+        return self.job(self._run_flow(flow).id)
 
     def validate_job(
         self, model: str, inputs: Location | Sequence[Location], output: Location, **options: Unpack[JobOptions]
@@ -448,11 +448,11 @@ class Client(ModelCalls):
         Raises:
             QinferError: As `submit_job`.
         """
-        return self._run(job_flows.validate_job(self._policy, job_body(model, inputs, output, options)))
+        return self._run_flow(job_flows.validate_job(self._policy, job_body(model, inputs, output, options)))
 
     def job(self, job_id: str) -> Job:
         """Returns the job of an id, without a check that it exists."""
-        return Job(self._run, self._policy, job_id)
+        return Job(self._run_flow, self._policy, job_id)
 
     def jobs(self, *, limit: int = 100, **filters: Unpack[JobFilters]) -> list[JobStatus]:
         """Returns the status of the newest jobs.
@@ -461,7 +461,7 @@ class Client(ModelCalls):
             limit: The most jobs to return.
             filters: Which jobs; see `JobFilters`.
         """
-        return self._run(job_flows.newest_jobs(self._policy, limit, filters))
+        return self._run_flow(job_flows.newest_jobs(self._policy, limit, filters))
 
     def _results(
         self,
@@ -477,7 +477,7 @@ class Client(ModelCalls):
         """
         http, reader = self._pool.take(), EventReader()
         try:
-            with closing(self._run(flow, exchange=partial(_open, http))) as reply:
+            with closing(self._run_flow(flow, exchange=partial(_open_stream, http))) as reply:
                 for piece in reply.iter_bytes():
                     for event in reader.feed(piece):
                         if (result := take(event)) is not None:
@@ -489,7 +489,9 @@ class Client(ModelCalls):
         finally:
             self._pool.give(http)
 
-    def _run(self, flow: Flow[T], stop: Event | None = None, *, exchange: Callable[[Send], Outcome] | None = None) -> T:
+    def _run_flow(
+        self, flow: Flow[T], stop: Event | None = None, *, exchange: Callable[[Send], Outcome] | None = None
+    ) -> T:
         """Executes a flow; `stop` ends it between two steps, `exchange` sends its requests."""
         exchange = exchange or self._exchange
         outcome: Outcome = None
@@ -532,7 +534,7 @@ class Client(ModelCalls):
             self._pool.give(http)
 
 
-def _open(http: httpx.Client, send: Send) -> Outcome:
+def _open_stream(http: httpx.Client, send: Send) -> Outcome:
     """Sends a request of a flow whose last reply is a stream."""
     request = http.build_request(
         send.method, send.url, headers=send.headers, content=send.content, timeout=send.http_timeout

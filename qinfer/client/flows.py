@@ -59,12 +59,12 @@ class Ask:
 
     def send(self, path: str, headers: dict[str, str]) -> Send:
         """Encodes the request for one of the model's routes."""
-        self._check()
+        self._check_arguments()
         parameters = dict(self.parameters or {})
         if self.priority:
             parameters["priority"] = self.priority
         body, json_length = encode_request(
-            [_tensor(name, value) for name, value in self.inputs.items()],
+            [_to_tensor(name, value) for name, value in self.inputs.items()],
             outputs=self.outputs or (),
             parameters=parameters,
             client_id=self.id or "",
@@ -72,7 +72,7 @@ class Ask:
         own = {JSON_LENGTH_HEADER: str(json_length), "Content-Type": "application/octet-stream"} | headers
         return Send("POST", path, checked_headers(self.headers) | own, body)
 
-    def _check(self) -> None:
+    def _check_arguments(self) -> None:
         """Checks the types of all arguments but the arrays; the gateway's errors would be about its own format."""
         if not isinstance(self.inputs, Mapping):
             raise InvalidRequest(f"inputs are of type {type(self.inputs).__name__}; make them a dict of arrays by name")
@@ -92,7 +92,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class SubmitOptions:
+class SubmitArguments:
     """The arguments of `submit` besides those of `infer`; see `Client.submit`."""
 
     idempotency_key: str | None = None
@@ -143,7 +143,7 @@ def infer(policy: Policy, ask: Ask) -> Flow[InferResult]:
         policy = policy._replace(max_retries=0)
     ask = yield from _typed(policy, ask)
     send = infer_request(ask)._replace(repeats=policy.resend or is_step)
-    return (yield from _refreshing(policy, ask, answer(policy, send)))
+    return (yield from _refreshing(policy, ask, send_encoded(policy, send)))
 
 
 def infer_request(ask: Ask) -> Send:
@@ -151,7 +151,7 @@ def infer_request(ask: Ask) -> Send:
     return ask.send(f"{model_path(ask.model, ask.version)}/infer", {})
 
 
-def answer(policy: Policy, send: Send) -> Flow[InferResult]:
+def send_encoded(policy: Policy, send: Send) -> Flow[InferResult]:
     """Sends an encoded request to a model, and returns the answer."""
     return _result_of((yield from call(policy, send)))
 
@@ -177,7 +177,7 @@ def generate_stream(policy: Policy, ask: Ask) -> Flow[httpx.Response]:
     return (yield from call(policy, _generate_request(policy, ask, "generate_stream")._replace(streams=True)))
 
 
-def submit(policy: Policy, ask: Ask, submission: SubmitOptions) -> Flow[RequestHandle]:
+def submit(policy: Policy, ask: Ask, submission: SubmitArguments) -> Flow[RequestHandle]:
     """Submits a request, and returns its handle once the gateway has accepted it."""
     path = f"{model_path(ask.model, ask.version, 'v1')}/requests"
     headers = submission.headers()
@@ -234,7 +234,7 @@ def infer_or_resume(policy: Policy, ask: Ask, key: str | None) -> Flow[InferResu
     """Sends a request; with a key it is asynchronous, and its result may exist from an earlier submission."""
     if key is None:
         return (yield from infer(policy, ask))
-    handle = yield from submit(policy, ask, SubmitOptions(key))
+    handle = yield from submit(policy, ask, SubmitArguments(key))
     return (yield from result(policy, handle, math.inf))
 
 
@@ -321,7 +321,7 @@ def _seconds(value: float) -> str:
         raise InvalidRequest(f"timeout_s is {value!r}; make it a number of seconds") from None
 
 
-def _tensor(name: str, value: object) -> Tensor:
+def _to_tensor(name: str, value: object) -> Tensor:
     if isinstance(value, Tensor):
         return value if value.name == name else Tensor(name, value.datatype, value.shape, value.data)
     if isinstance(value, np.ma.MaskedArray):

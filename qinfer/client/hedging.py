@@ -58,7 +58,7 @@ class Hedging:
             return None
         return send._replace(base=self._policy.gateways.after(send.base).base)
 
-    def answered(self, send: Send, outcome: Outcome, began_s: float) -> None:
+    def record_latency(self, send: Send, outcome: Outcome, began_s: float) -> None:
         """Records the latency of an answer, unless the gateway was asked to hold it back."""
         if send.hedges and not send.hold_s and is_answer(outcome):
             self._latencies.setdefault(send.method, deque(maxlen=_LATEST)).append(self.now_s() - began_s)
@@ -84,7 +84,7 @@ class HedgedTasks:
         """Returns the first answer, or without one the first request's outcome."""
         began_s, after_s = self._hedging.now_s(), self._hedging.after_s(send)
         outcome = await (transmit(send) if after_s is None else self._race(send, transmit, after_s))
-        self._hedging.answered(send, outcome, began_s)
+        self._hedging.record_latency(send, outcome, began_s)
         return outcome
 
     async def _race(self, send: Send, transmit: Callable[[Send], Awaitable[Outcome]], after_s: float) -> Outcome:
@@ -118,7 +118,7 @@ class HedgedThreads:
         began_s, after_s = self._hedging.now_s(), self._hedging.after_s(send)
         first = Attempt(self._connections)
         outcome = transmit(send, first) if after_s is None else self._race(send, transmit, after_s)
-        self._hedging.answered(send, outcome, began_s)
+        self._hedging.record_latency(send, outcome, began_s)
         return outcome
 
     def _race(self, send: Send, transmit: Callable[[Send, "Attempt"], Outcome], after_s: float) -> Outcome:

@@ -79,7 +79,7 @@ def read_output(
     with store_errors(status.output_url):
         manifest = _manifest(files, f"{folder}/{name}") if name == MANIFEST else _listed(files, folder, status)
         _check_own(manifest, status)
-        table = _read(files, folder, manifest, columns)
+        table = _read_table(files, folder, manifest, columns)
         if name == MANIFEST:  # otherwise its parts may be those of two jobs
             _check_own(_manifest(files, f"{folder}/{name}"), status)
     rows = manifest.ok if manifest.failed_rows == "separate" else manifest.rows
@@ -172,7 +172,7 @@ def open_folder(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     return files, path.rstrip("/")
 
 
-def _read(files: Any, folder: str, manifest: _Manifest, columns: Sequence[str] | None) -> "pyarrow.Table":
+def _read_table(files: Any, folder: str, manifest: _Manifest, columns: Sequence[str] | None) -> "pyarrow.Table":
     try:
         import pyarrow as pa
     except ImportError:

@@ -57,7 +57,7 @@ def _numbers(wanted: np.dtype[Any], value: object) -> Array:
 def _to_int(element: object) -> int:
     if isinstance(element, int) or (isinstance(element, float) and element.is_integer()):
         return int(element)
-    raise ValueError(f"{_shown(element)} instead of an integer")
+    raise ValueError(f"{_describe(element)} instead of an integer")
 
 
 def _to_bytes(element: object) -> bytes:
@@ -65,8 +65,8 @@ def _to_bytes(element: object) -> bytes:
         return element
     if isinstance(element, str | int | float) and not isinstance(element, bool):
         return str(element).encode()
-    raise ValueError(f"{_shown(element)} instead of a text")
+    raise ValueError(f"{_describe(element)} instead of a text")
 
 
-def _shown(element: object) -> str:
+def _describe(element: object) -> str:
     return "lists of different lengths" if isinstance(element, list) else json.dumps(element)

@@ -47,7 +47,7 @@ def with_datatypes(policy: Policy, model: str, version: int | None, inputs: Inpu
         known = policy.datatypes[key] = {one.name: one.datatype for one in described.inputs}
     try:
         return {
-            name: _tensor(model, name, value, known) if isinstance(value, LISTS) else value
+            name: _convert_input(model, name, value, known) if isinstance(value, LISTS) else value
             for name, value in inputs.items()
         }
     except InvalidRequest:
@@ -78,7 +78,7 @@ def is_live(policy: Policy) -> Flow[bool]:
         outcome = yield Send("GET", "/v2/health/live", {}, timeout_s=LIVE_TIMEOUT_S, base=gateway.base)
         if isinstance(outcome, httpx.Response) and outcome.is_success:
             return True
-        policy.gateways.leave(gateway)
+        policy.gateways.fail_over(gateway)
     return False
 
 
@@ -149,7 +149,7 @@ def _encoded(what: str, value: Mapping[str, Any]) -> bytes:
         raise InvalidRequest(f"{what} can't be written as JSON: {error}") from None
 
 
-def _tensor(model: str, name: str, value: object, known: Mapping[str, str]) -> Tensor:
+def _convert_input(model: str, name: str, value: object, known: Mapping[str, str]) -> Tensor:
     wire = known.get(name)
     if wire is None:
         raise InvalidRequest(f"model '{model}' has no input '{name}'; its inputs are: {', '.join(known)}")

@@ -17,7 +17,7 @@ class ModelCalls(ABC):
     _policy: Policy
 
     @abstractmethod
-    def _run(self, flow: Flow[T]) -> T:
+    def _run_flow(self, flow: Flow[T]) -> T:
         """Executes a flow."""
 
     def metadata(self, model: str, version: int | None = None) -> ModelMetadata:
@@ -27,7 +27,7 @@ class ModelCalls(ABC):
             ModelNotFound: The model or version does not exist.
             QinferError: As `infer`.
         """
-        return self._run(model_flows.metadata(self._policy, model, version))
+        return self._run_flow(model_flows.metadata(self._policy, model, version))
 
     def config(self, model: str, version: int | None = None) -> dict[str, Any]:
         """Returns a model's configuration in Triton's JSON.
@@ -36,7 +36,7 @@ class ModelCalls(ABC):
             ModelNotFound: The model or version does not exist.
             QinferError: As `infer`.
         """
-        return self._run(model_flows.config(self._policy, model, version))
+        return self._run_flow(model_flows.config(self._policy, model, version))
 
     def index(self, *, ready: bool = False) -> list[ModelIndexEntry]:
         """Returns the models of the repositories: an entry per version that was ever loaded, or one for the model.
@@ -44,7 +44,7 @@ class ModelCalls(ABC):
         Args:
             ready: Only versions that are ready.
         """
-        return self._run(model_flows.index(self._policy, ready=ready))
+        return self._run_flow(model_flows.index(self._policy, ready=ready))
 
     def statistics(self, model: str | None = None, version: int | None = None) -> list[ModelStatistics]:
         """Returns the statistics of a model's versions, or those of all models.
@@ -57,7 +57,7 @@ class ModelCalls(ABC):
             InvalidRequest: The model or version is not available.
             QinferError: As `infer`.
         """
-        return self._run(model_flows.statistics(self._policy, model, version))
+        return self._run_flow(model_flows.statistics(self._policy, model, version))
 
     def load(
         self,
@@ -79,7 +79,7 @@ class ModelCalls(ABC):
             ControlDisabled: The server's control mode is none or poll.
             QinferError: The model can't be loaded; as `infer`.
         """
-        self._run(model_flows.load(self._policy.within(timeout_s), model, config, files))
+        self._run_flow(model_flows.load(self._policy.within(timeout_s), model, config, files))
 
     def unload(self, model: str, *, unload_dependents: bool = False) -> None:
         """Unloads a model: new requests are refused, waiting ones are answered.
@@ -92,7 +92,7 @@ class ModelCalls(ABC):
             ControlDisabled: The server's control mode is none or poll.
             QinferError: As `infer`.
         """
-        self._run(model_flows.unload(self._policy, model, unload_dependents=unload_dependents))
+        self._run_flow(model_flows.unload(self._policy, model, unload_dependents=unload_dependents))
 
     def is_ready(self, model: str | None = None, version: int | None = None) -> bool:
         """Returns whether a model can answer now; without a model, whether all models of the server can.
@@ -103,11 +103,11 @@ class ModelCalls(ABC):
             Unreachable: No gateway answers.
             QinferError: As `infer`.
         """
-        return self._run(model_flows.is_ready(self._policy, model, version))
+        return self._run_flow(model_flows.is_ready(self._policy, model, version))
 
     def is_live(self) -> bool:
         """Returns whether a gateway answers."""
-        return self._run(model_flows.is_live(self._policy))
+        return self._run_flow(model_flows.is_live(self._policy))
 
 
 class AsyncModelCalls(ABC):
@@ -116,24 +116,24 @@ class AsyncModelCalls(ABC):
     _policy: Policy
 
     @abstractmethod
-    async def _run(self, flow: Flow[T]) -> T:
+    async def _run_flow(self, flow: Flow[T]) -> T:
         """Executes a flow."""
 
     async def metadata(self, model: str, version: int | None = None) -> ModelMetadata:
         """Returns a model's versions, inputs and outputs; see `Client.metadata`."""
-        return await self._run(model_flows.metadata(self._policy, model, version))
+        return await self._run_flow(model_flows.metadata(self._policy, model, version))
 
     async def config(self, model: str, version: int | None = None) -> dict[str, Any]:
         """Returns a model's configuration; see `Client.config`."""
-        return await self._run(model_flows.config(self._policy, model, version))
+        return await self._run_flow(model_flows.config(self._policy, model, version))
 
     async def index(self, *, ready: bool = False) -> list[ModelIndexEntry]:
         """Returns the models of the repositories; see `Client.index`."""
-        return await self._run(model_flows.index(self._policy, ready=ready))
+        return await self._run_flow(model_flows.index(self._policy, ready=ready))
 
     async def statistics(self, model: str | None = None, version: int | None = None) -> list[ModelStatistics]:
         """Returns the statistics of a model's versions, or those of all models; see `Client.statistics`."""
-        return await self._run(model_flows.statistics(self._policy, model, version))
+        return await self._run_flow(model_flows.statistics(self._policy, model, version))
 
     async def load(
         self,
@@ -144,16 +144,16 @@ class AsyncModelCalls(ABC):
         timeout_s: float | None = None,
     ) -> None:
         """Loads a model, or its changes, and waits until it is ready; see `Client.load`."""
-        await self._run(model_flows.load(self._policy.within(timeout_s), model, config, files))
+        await self._run_flow(model_flows.load(self._policy.within(timeout_s), model, config, files))
 
     async def unload(self, model: str, *, unload_dependents: bool = False) -> None:
         """Unloads a model; see `Client.unload`."""
-        await self._run(model_flows.unload(self._policy, model, unload_dependents=unload_dependents))
+        await self._run_flow(model_flows.unload(self._policy, model, unload_dependents=unload_dependents))
 
     async def is_ready(self, model: str | None = None, version: int | None = None) -> bool:
         """Returns whether a model, or the whole server, can answer now; see `Client.is_ready`."""
-        return await self._run(model_flows.is_ready(self._policy, model, version))
+        return await self._run_flow(model_flows.is_ready(self._policy, model, version))
 
     async def is_live(self) -> bool:
         """Returns whether a gateway answers; see `Client.is_live`."""
-        return await self._run(model_flows.is_live(self._policy))
+        return await self._run_flow(model_flows.is_live(self._policy))

@@ -56,15 +56,15 @@ class Follower:
         self.seen = ""
         self.has_ended = False
 
-    def take(self, event: Event) -> InferResult | None:
+    def result_of(self, event: Event) -> InferResult | None:
         """Returns the result in an event, if there is one; raises the error of a request that ended badly."""
         result = result_of(event)
         self.seen = event.id or self.seen
         if event.name == "state":
-            self._end(_object(b"\n".join(event.data)))
+            self._apply_state(_object(b"\n".join(event.data)))
         return result
 
-    def _end(self, record: dict[str, Any]) -> None:
+    def _apply_state(self, record: dict[str, Any]) -> None:
         state, problem = record.get("state"), record.get("error")
         self.has_ended = state in ENDED
         if not self.has_ended or state == "succeeded":

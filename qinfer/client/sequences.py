@@ -17,7 +17,7 @@ from threading import Lock
 from types import TracebackType
 from typing import Self
 
-from qinfer.client.flows import Ask, answer, infer_request
+from qinfer.client.flows import Ask, infer_request, send_encoded
 from qinfer.client.model_flows import Inputs, with_datatypes
 from qinfer.client.results import InferResult
 from qinfer.client.steps import AsyncRun, Flow, FlowRunner, Policy, Send
@@ -52,17 +52,17 @@ class StepFlags:
         send = self._request(inputs, outputs, parameters or {}, end=end)
         self._unanswered = send
         try:
-            result = yield from answer(self._policy, send)
+            result = yield from send_encoded(self._policy, send)
         except (InferenceFailed, OutputMismatch):
             # The failure is the step's answer; the state is the one before the step.
-            self._answered(end=end)
+            self._complete_step(end=end)
             raise
         except (RequestError, SequenceEnded) as error:
             self._unanswered = None
             if self._number > 1 and error.message.endswith(START_MISSING):
                 raise SequenceEnded(self._over("the server no longer has it")) from None
             raise
-        self._answered(end=end)
+        self._complete_step(end=end)
         return result
 
     def _request(
@@ -82,7 +82,7 @@ class StepFlags:
             )
         return send
 
-    def _answered(self, *, end: bool) -> None:
+    def _complete_step(self, *, end: bool) -> None:
         self._number += 1
         self._has_ended = end
         self._unanswered = None

@@ -271,7 +271,7 @@ class Gateways:
         index = next((number for number, one in enumerate(self._all) if one.base == base), 0)
         return self._all[(index + 1) % len(self._all)]
 
-    def leave(self, gateway: GatewayUrl) -> None:
+    def fail_over(self, gateway: GatewayUrl) -> None:
         """Moves to the next gateway, unless another call has done so."""
         if self.current is gateway:
             self._index = (self._index + 1) % len(self._all)
@@ -376,7 +376,7 @@ class _Attempts:
         """Returns the pause before the next attempt (0 = another gateway can be asked at once), or raises the error."""
         error, most = problem.error, self._policy.max_retries
         if isinstance(error, Unreachable):
-            self._policy.gateways.leave(gateway)
+            self._policy.gateways.fail_over(gateway)
         is_final = problem.is_final or not error.retryable or isinstance(error, SequenceLost)
         if is_final or not (self._repeats or problem.is_refused):
             raise error

@@ -61,7 +61,7 @@ class _Reorder(Generic[T]):
         """The number of answers that wait for an earlier one."""
         return len(self._held)
 
-    def take(self, index: int, value: T) -> Iterator[tuple[int, T]]:
+    def add_answer(self, index: int, value: T) -> Iterator[tuple[int, T]]:
         """Adds an answer; yields all that can be handed out now. Each index, from 0, comes once."""
         if not self._ordered:
             yield index, value
@@ -94,7 +94,7 @@ def _answers_of_threads(
                 if not calls.has_ended:
                     continue
             if calls.running:
-                yield from order.take(*calls.take())
+                yield from order.add_answer(*calls.next_answer())
     finally:
         stop.set()
         calls.close()
@@ -129,10 +129,10 @@ class _ThreadCalls(Generic[T, R]):
         self.running += 1
         if self.running > self._threads:
             self._threads += 1
-            Thread(target=self._serve, name=f"qinfer-stream-{self._threads}", daemon=True).start()
+            Thread(target=self._process_calls, name=f"qinfer-stream-{self._threads}", daemon=True).start()
         self._todo.put((index, item))
 
-    def take(self) -> tuple[int, R | QinferError]:
+    def next_answer(self) -> tuple[int, R | QinferError]:
         """Waits until a call has ended; returns its index and answer, or raises its error."""
         index, outcome = self._done.get()
         self.running -= 1
@@ -145,7 +145,7 @@ class _ThreadCalls(Generic[T, R]):
         for _ in range(self._threads):
             self._todo.put(None)
 
-    def _serve(self) -> None:
+    def _process_calls(self) -> None:
         while (job := self._todo.get()) is not None:
             index, item = job
             try:
@@ -167,7 +167,7 @@ async def _answers_of_tasks(
     running = asyncio.create_task(calls.run())
     try:
         while (found := await calls.done.get()) is not None:
-            for answer in order.take(*found):
+            for answer in order.add_answer(*found):
                 calls.places.release()
                 yield answer
         try:

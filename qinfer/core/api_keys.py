@@ -148,7 +148,7 @@ def add_key(
         except msgspec.ValidationError as error:
             rule = "1 to 64 letters, digits and ._~-"
             raise SettingsError(f"no key was made: tenant and id are {rule} each, got '{tenant}' ({error})") from None
-        _write(path, (*keys, entry))
+        _write_keys(path, (*keys, entry))
     return entry, key
 
 
@@ -162,7 +162,7 @@ def revoke_key(path: Path, key_id: str) -> ApiKey:
             raise SettingsError(
                 f"{path}: '{key_id}' is the only key, and gateways accept no file without keys; make another first"
             )
-        _write(path, left)
+        _write_keys(path, left)
     return entry
 
 
@@ -185,7 +185,7 @@ def rotate_key(path: Path, key_id: str, overlap: timedelta, lifetime: timedelta 
             created_at=now,
             expires_at=None if lifetime is None else now + lifetime,
         )
-        _write(path, (*(ending if known is old else known for known in keys), entry))
+        _write_keys(path, (*(ending if known is old else known for known in keys), entry))
     return entry, key
 
 
@@ -205,7 +205,7 @@ def _decoded(path: Path, content: bytes) -> tuple[ApiKey, ...]:
     except ValueError as error:  # a string that is no UTF-8
         problem = _LONG_WORD.sub(r"\1…", str(error))
         raise SettingsError(f"{path}: {problem}; `qinfer keys new` writes entries as they should be") from None
-    _check(path, keys)
+    _check_keys(path, keys)
     return keys
 
 
@@ -224,12 +224,12 @@ def _new_id(tenant: str) -> str:
     return f"{tenant[:48]}-{secrets.token_hex(4)}"
 
 
-def _write(path: Path, keys: tuple[ApiKey, ...]) -> None:
-    _check(path, keys)
+def _write_keys(path: Path, keys: tuple[ApiKey, ...]) -> None:
+    _check_keys(path, keys)
     _replace(path, msgspec.json.format(msgspec.json.encode(_KeyFile(keys)), indent=2) + b"\n")
 
 
-def _check(path: Path, keys: tuple[ApiKey, ...]) -> None:
+def _check_keys(path: Path, keys: tuple[ApiKey, ...]) -> None:
     quotas: dict[str, tuple[float, int, int, int]] = {}
     for number, key in enumerate(keys):
         where = f"{path}: keys[{number}]"

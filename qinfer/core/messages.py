@@ -197,7 +197,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     retryable: bool = False
 
     @classmethod
-    def of(cls, error: BaseException) -> "Failure":
+    def from_error(cls, error: BaseException) -> "Failure":
         """Describes an error; foreign ones as `internal`, without their text."""
         if isinstance(error, QinferError):
             return cls(error.code.value, error.message, error.retryable)

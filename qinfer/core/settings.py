@@ -354,7 +354,7 @@ class LabelingSettings(Section):
     file_hosts: tuple[str, ...] = Field(
         (),
         description="Hosts from which files of tasks may be downloaded: `example.org`, `*.example.org`, `host:port`. "
-        "Those of `url`, and of the stores in `stores.allow`, need not be listed.",
+        "The hosts of `url` and of the stores in `stores.allow` need not be listed.",
     )
     file_hosts_private: bool = Field(
         False, description="File hosts may resolve to loopback, private or link-local addresses."
@@ -505,7 +505,7 @@ class LogSettings(Section):
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severe level logged.")
     format: Literal["json", "text"] = Field("json", description="`json`: an object per line; `text`: for people.")
     model_output: bool = Field(
-        False, description="Log what Python models print and log at INFO and above, whatever the level is."
+        False, description="Log the output of Python models, and their log messages at INFO and above, at any level."
     )
     access: float = Field(
         0.0,

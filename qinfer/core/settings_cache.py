@@ -31,7 +31,7 @@ class CacheSettings(Section):
 
     @field_validator("config")
     @classmethod
-    def _check(cls, text: str) -> str:
+    def _check_config(cls, text: str) -> str:
         plan_of(text)
         return text
 

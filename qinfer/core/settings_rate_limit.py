@@ -34,7 +34,7 @@ class RateLimitSettings(Section):
 
     @field_validator("resources")
     @classmethod
-    def _check(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_resources(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
         for text in texts:
             maximum_of(text)
         return texts

@@ -69,7 +69,7 @@ def not_allowed(url: str, use: str = "use", tenant: str = "") -> Forbidden:
     """Returns the error for a URL that no prefix allows."""
     who, setting = (f"tenant '{tenant}'", "TENANTS") if tenant else ("this server", "ALLOW (qinfer up --allow-store)")
     return Forbidden(
-        f"'{_shown(url)}' is in none of the stores that {who} may {use}; "
+        f"'{_printable(url)}' is in none of the stores that {who} may {use}; "
         f"the operator allows them with QINFER_STORES__{setting}"
     )
 
@@ -124,15 +124,15 @@ def _parsed(url: str) -> _Place:
         raise InvalidRequest("a store's URL with '::' chains several stores; name one")
     if not separator or not _SCHEME.fullmatch(scheme):
         raise InvalidRequest(
-            f"'{_shown(url)}' is no URL of a store; expected such as s3://bucket/key or file:///data/x"
+            f"'{_printable(url)}' is no URL of a store; expected such as s3://bucket/key or file:///data/x"
         )
     authority, _, path = rest.partition("/")
     if "@" in authority and not (scheme in _WITH_ACCOUNT and ":" not in authority):
         raise InvalidRequest("a store's URL may not hold credentials; they come from the store's own variables")
     if _UNSAFE.search(rest) or _QUERY.search(rest) or _hides(path):
         raise InvalidRequest(
-            f"'{_shown(url.partition('?')[0])}': a store's URL may hold no control characters, '\\', no space at an "
-            "end, no query with a version or credentials, and no '..', '.' or '\\' that is percent-encoded"
+            f"'{_printable(url.partition('?')[0])}': a store's URL may hold no control characters, '\\', no space at "
+            "an end, no query with a version or credentials, and no '..', '.' or '\\' that is percent-encoded"
         )
     if "@" in authority:
         _check_account(authority)
@@ -142,7 +142,7 @@ def _parsed(url: str) -> _Place:
     segments = tuple(path.removesuffix("/").split("/")) if path.removesuffix("/") else ()
     if any(segment in ("", ".", "..") for segment in segments):
         raise InvalidRequest(
-            f"'{_shown(url)}': a store's URL may not hold '..', '.' or empty parts; write out where it leads"
+            f"'{_printable(url)}': a store's URL may not hold '..', '.' or empty parts; write out where it leads"
         )
     return scheme, authority.removesuffix("localhost") if scheme == "file" else authority, segments
 
@@ -168,9 +168,9 @@ def _check_account(authority: str) -> None:
 def _check_authority(scheme: str, authority: str, url: str) -> None:
     if scheme == "file":
         if authority not in ("", "localhost"):
-            raise InvalidRequest(f"'{_shown(url)}' is not an absolute path; expected file:///directory/file")
+            raise InvalidRequest(f"'{_printable(url)}' is not an absolute path; expected file:///directory/file")
     elif not _AUTHORITY.fullmatch(authority):
-        raise InvalidRequest(f"'{_shown(url)}' names no bucket; expected such as s3://bucket/key")
+        raise InvalidRequest(f"'{_printable(url)}' names no bucket; expected such as s3://bucket/key")
 
 
 def _holds(prefix: _Place, place: _Place) -> bool:
@@ -189,6 +189,6 @@ def _spelled(place: _Place) -> str:
     return f"{scheme}://{authority}{'/' if segments or scheme == 'file' else ''}{'/'.join(segments)}"
 
 
-def _shown(url: str) -> str:
+def _printable(url: str) -> str:
     text = "".join(character if character.isprintable() else "?" for character in url)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"

@@ -30,11 +30,11 @@ _BOUNDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "greater_than_equal": lambda of: f"at least {_plain(of['ge'])}",
     "less_than": lambda of: f"less than {_plain(of['lt'])}",
     "less_than_equal": lambda of: f"at most {_plain(of['le'])}",
-    "string_too_short": lambda of: f"at least {_count(of['min_length'], 'character', 'characters')}",
-    "string_too_long": lambda of: f"at most {_count(of['max_length'], 'character', 'characters')}",
+    "string_too_short": lambda of: f"at least {_format_count(of['min_length'], 'character', 'characters')}",
+    "string_too_long": lambda of: f"at most {_format_count(of['max_length'], 'character', 'characters')}",
     "string_pattern_mismatch": lambda of: f"a text of the form {of['pattern']}",
-    "too_short": lambda of: f"at least {_count(of['min_length'], 'entry', 'entries')}",
-    "too_long": lambda of: f"at most {_count(of['max_length'], 'entry', 'entries')}",
+    "too_short": lambda of: f"at least {_format_count(of['min_length'], 'entry', 'entries')}",
+    "too_long": lambda of: f"at most {_format_count(of['max_length'], 'entry', 'entries')}",
     "literal_error": lambda of: str(of["expected"]),
     "enum": lambda of: str(of["expected"]),
 }
@@ -58,5 +58,5 @@ def _plain(bound: Any) -> Any:
     return int(bound) if isinstance(bound, float) and bound.is_integer() else bound
 
 
-def _count(number: int, one: str, more: str) -> str:
+def _format_count(number: int, one: str, more: str) -> str:
     return f"{number} {one if number == 1 else more}"

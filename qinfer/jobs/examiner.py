@@ -190,14 +190,14 @@ def main() -> int:
     _limit(hello.max_bytes)
     do, notes = _loaded(hello.allow, hello.footer_bytes), _ReadingNotes(hello.notes)
     has_come = packed(ExaminerReply())
-    _write(outbox, has_come)
+    _write_all(outbox, has_come)
     while True:
         message = messages.get()
         notes.clear()
-        _write(outbox, has_come)
-        answer = _answered(do, message, notes)
+        _write_all(outbox, has_come)
+        answer = _handle_request(do, message, notes)
         signal.alarm(0)
-        _write(outbox, packed(answer))
+        _write_all(outbox, packed(answer))
 
 
 def _listen(inbox: BinaryIO, messages: "queue.SimpleQueue[bytes]") -> None:
@@ -209,7 +209,7 @@ def _listen(inbox: BinaryIO, messages: "queue.SimpleQueue[bytes]") -> None:
     os._exit(0)
 
 
-def _write(outbox: int, data: bytes) -> None:
+def _write_all(outbox: int, data: bytes) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(outbox, rest) :]
@@ -274,7 +274,7 @@ def _loaded(allow: Sequence[str], footer_bytes: int) -> _Do:
     return do
 
 
-def _answered(do: _Do, message: bytes, notes: _ReadingNotes) -> ExaminerReply:
+def _handle_request(do: _Do, message: bytes, notes: _ReadingNotes) -> ExaminerReply:
     try:
         request = _decoder.decode(message)
         signal.alarm(request.limit_s)

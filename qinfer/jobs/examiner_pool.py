@@ -148,7 +148,7 @@ class ExaminerPool:
 
     async def _ask_gateway(self, work: Work, spec: JobSpec) -> bytes:
         try:
-            return await self._ask(work, CHECK_S)
+            return await self._run_work(work, CHECK_S)
         except ExaminerDied as died:
             more = f" and {len(spec.inputs) - 1} more" if len(spec.inputs) > 1 else ""
             raise InvalidRequest(
@@ -158,21 +158,21 @@ class ExaminerPool:
 
     async def plan(self, job: UnplannedJob, pace: ShardPace, threads: int) -> bytes:
         """Plans a job and returns the plan's JSON; `ExaminerDied` if the process died."""
-        return await self._ask(PlanJob(job, pace, threads), self._plan_s)
+        return await self._run_work(PlanJob(job, pace, threads), self._plan_s)
 
     async def read_parts(self, parts: ExpectedParts, threads: int) -> list[PartInfo | str]:
         """Validates parts; returns each part, or a message."""
         found: list[PartInfo | str] = []
         for some in _pieces(parts):
-            found += parts_found(await self._ask(ReadParts(some, threads), self._plan_s))
+            found += parts_found(await self._run_work(ReadParts(some, threads), self._plan_s))
         return found
 
     async def set_aside(self, parts: ExpectedParts, threads: int) -> None:
         """Frees the names of broken parts (`qinfer.jobs.parts.set_aside`)."""
         for some in _pieces(parts):
-            await self._ask(SetAside(some, threads), self._plan_s)
+            await self._run_work(SetAside(some, threads), self._plan_s)
 
-    async def _ask(self, work: Work, limit_s: int) -> bytes:
+    async def _run_work(self, work: Work, limit_s: int) -> bytes:
         request, answer = packed(ExaminerRequest(work, limit_s)), None
         while answer is None:
             child = await self._next()
@@ -247,7 +247,7 @@ class ExaminerPool:
             reason = ended.how
         finally:
             if child is not None:
-                await child.end()
+                await child.shut_down()
             self._count -= 1
             self._is_starting = self._is_starting and not reason
         output = child.output if child is not None else ""
@@ -348,7 +348,7 @@ class _ExaminerChild:
         try:
             async with asyncio.timeout(_START_S):
                 await self._say(packed(ExaminerHello(allow, max_bytes, self._notes.fileno(), footer_bytes)))
-                await self._answer()
+                await self._receive_answer()
         except TimeoutError:
             raise _ExaminerEnded(f"it is not ready after {_START_S:g} s") from None
 
@@ -356,10 +356,10 @@ class _ExaminerChild:
         """Sends an encoded request; `None` = the process had ended before it took the request."""
         try:
             await self._say(request)
-            await self._answer()
+            await self._receive_answer()
         except _ExaminerEnded:
             return None
-        return await self._answer(_MAX_RESULT_BYTES)
+        return await self._receive_answer(_MAX_RESULT_BYTES)
 
     async def wait(self) -> None:
         await self._is_gone.wait()
@@ -368,7 +368,7 @@ class _ExaminerChild:
         if not self._is_gone.is_set():  # after its end another process may have its number
             os.kill(self._process.pid, signal.SIGKILL)
 
-    async def end(self) -> None:
+    async def shut_down(self) -> None:
         self.kill()
         with suppress(TimeoutError):  # a hanging store may hold it in the kernel
             async with asyncio.timeout(_END_S):
@@ -383,7 +383,7 @@ class _ExaminerChild:
             self._writer.write(message)
             await self._writer.drain()
 
-    async def _answer(self, max_bytes: int = _MAX_ANSWER_BYTES) -> ExaminerReply:
+    async def _receive_answer(self, max_bytes: int = _MAX_ANSWER_BYTES) -> ExaminerReply:
         try:
             return msgspec.msgpack.decode(await received(self._reader, max_bytes), type=ExaminerReply)
         except (asyncio.IncompleteReadError, ConnectionError, ValueError, msgspec.MsgspecError):
@@ -404,11 +404,11 @@ class _ExaminerChild:
         self.output = tail.decode(errors="replace").strip()
         os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         try:
-            loop.call_soon_threadsafe(self._ended)
+            loop.call_soon_threadsafe(self._on_exit)
         except RuntimeError:  # the loop is closed
             self._process.wait()
 
-    def _ended(self) -> None:
+    def _on_exit(self) -> None:
         self._process.wait()
         with self._notes:
             self.files = notes_of(self._notes.fileno())

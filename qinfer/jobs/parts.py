@@ -145,9 +145,9 @@ class PartWriter:
         if not self._has_ended and self.rows != self._metadata.rows:
             self.abort()
             raise ValueError(f"a part of {self._metadata.rows} rows has {self.rows}")
-        self.end()
+        self.close_files()
 
-    def end(self) -> None:
+    def close_files(self) -> None:
         """Ends the file as a piece of a part, with any number of rows."""
         if not self._has_ended:
             self._has_ended = True

@@ -103,7 +103,7 @@ def examine(spec: JobSpec, model: ModelSpec, grant: UrlGrant, footer_bytes: int 
 
 
 def _with_escape(spec: JobSpec, files: Sequence[Stat]) -> JobSpec:
-    form = InputForm.of(spec)
+    form = InputForm.from_spec(spec)
     if spec.csv is not msgspec.UNSET and spec.csv.escape:
         return spec
     url, head = _csv_head(spec, files)
@@ -116,7 +116,7 @@ def _csv_head(spec: JobSpec, files: Sequence[Stat]) -> tuple[str, bytes]:
         return "", b""
     try:
         with store_for(file.url).open_known(file) as content:
-            return file.url, open_stream(content, file.url, "csv", InputForm.of(spec)).peek(BLOCK_BYTES)
+            return file.url, open_stream(content, file.url, "csv", InputForm.from_spec(spec)).peek(BLOCK_BYTES)
     except (pa.ArrowException, ValueError, OSError, StoreDenied):  # the next reader of the file reports it
         return file.url, b""
 
@@ -365,7 +365,7 @@ class _CommonColumns:
             return
         if any(schema.equals(fine) for fine in self._fine):
             return
-        self._check(file.url, schema)
+        self._check_file(file.url, schema)
         if self._has_rows:
             if self._merges:
                 new = schema
@@ -379,7 +379,7 @@ class _CommonColumns:
         if len(self._fine) < _MOST_SCHEMAS:
             self._fine.append(schema)
 
-    def _check(self, url: str, schema: pa.Schema) -> None:
+    def _check_file(self, url: str, schema: pa.Schema) -> None:
         if self._merges:
             if not (self._used(schema) or copied_columns(self._spec, schema) == schema.names):
                 raise InvalidRequest(f"'{url}' has none of the columns that the job reads; leave it out")

@@ -135,7 +135,7 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
         """Marks a step as begun by a worker."""
         return self._next(begun=Begun(step.stop - step.first, worker))
 
-    def ended(self, step: RowSpan, piece: KeptPiece) -> "Resumption":
+    def with_piece(self, step: RowSpan, piece: KeptPiece) -> "Resumption":
         """Adds the piece of a finished step."""
         size = self.size * FAN_OUT if step.stop >= self.until else self.size
         deadly = self.deadly + step.is_deadly

@@ -67,13 +67,13 @@ class BulkTasks:
         broker_of(self._settings)
         self._producer()
 
-    def plan(self, job_id: str) -> None:
+    def request_plan(self, job_id: str) -> None:
         """Requests planning of a job; safe to repeat after `BrokerUnavailable`."""
-        self._send(PLAN, job_id)
+        self._send_task(PLAN, job_id)
 
     def finalise(self, job_id: str) -> None:
         """Requests the end of a job whose shards are all settled."""
-        self._send(FINALISE, job_id)
+        self._send_task(FINALISE, job_id)
 
     def waiting(self) -> int:
         """Returns how many tasks no bulk worker has taken yet."""
@@ -96,7 +96,7 @@ class BulkTasks:
         if app is not None:
             app.close()
 
-    def _send(self, name: str, job_id: str) -> None:
+    def _send_task(self, name: str, job_id: str) -> None:
         from kombu.exceptions import KombuError
         from redis.exceptions import RedisError
 

@@ -59,7 +59,7 @@ class TextFile:
         """Appends the rows of another file of this kind."""
         codec = None if self._compression == "none" else self._compression
         with pa.input_stream(str(path), compression=codec) as text:
-            text.read(self._rows.begin())
+            text.read(self._rows.prepare_append())
             while data := text.read(_SLICE_BYTES):
                 self._sink.write(data)
 
@@ -74,7 +74,7 @@ class _Rows(Protocol):
 
     def write(self, record: pa.RecordBatch) -> None: ...
 
-    def begin(self) -> int:
+    def prepare_append(self) -> int:
         """Prepares for rows from another file; returns the number of bytes to skip before its first row."""
 
     def close(self) -> None: ...
@@ -91,7 +91,7 @@ class _CsvRows:
         columns = [csv_column(*pair) for pair in zip(record.columns, self._fields, strict=True)]
         self._writer.write(pa.RecordBatch.from_arrays(columns, schema=self._schema))
 
-    def begin(self) -> int:
+    def prepare_append(self) -> int:
         header = pa.BufferOutputStream()
         pa.csv.CSVWriter(header, self._schema).close()
         return int(header.getvalue().size)
@@ -111,7 +111,7 @@ class _JsonRows:
         self._sink.write("".join(lines.to_pylist()).encode())
         self._is_empty = False
 
-    def begin(self) -> int:
+    def prepare_append(self) -> int:
         self._is_empty = False
         return 0
 

@@ -43,7 +43,9 @@ class InputField(BaseModel):
 
 def file_references(inputs: AnyMapping[str, InputField], task: Task) -> tuple[str, ...]:
     """Returns the references of the inputs' files, each once."""
-    found = [_text(task, each.field) for each in inputs.values() if each.kind == "file" and _has(task, each.field)]
+    found = [
+        _text_field(task, each.field) for each in inputs.values() if each.kind == "file" and _has(task, each.field)
+    ]
     return tuple(dict.fromkeys(found))
 
 
@@ -54,7 +56,7 @@ def make_request(
     if unknown := next((name for name in inputs if all(name != each.name for each in spec.inputs)), ""):
         raise InvalidRequest(f"model '{spec.name}' has no input '{unknown}', which the mapping names")
     return tuple(
-        _tensor(each, inputs[each.name], task, files, is_batched=spec.max_batch_size > 0)
+        _input_tensor(each, inputs[each.name], task, files, is_batched=spec.max_batch_size > 0)
         for each in spec.inputs
         if each.name in inputs and not (each.optional and not _has(task, inputs[each.name].field))
     )
@@ -77,7 +79,7 @@ def input_problems(inputs: AnyMapping[str, InputField], spec: ModelSpec) -> Iter
             yield f"input '{name}' of model '{spec.name}' has no field; name it in 'inputs'"
 
 
-def _tensor(
+def _input_tensor(
     spec: TensorSpec, source: InputField, task: Task, files: AnyMapping[str, bytes], *, is_batched: bool
 ) -> Tensor:
     try:
@@ -107,7 +109,7 @@ def _encoded(value: object) -> bytes:
 
 
 def _content(source: InputField, task: Task, files: AnyMapping[str, bytes]) -> bytes:
-    text = _text(task, source.field)
+    text = _text_field(task, source.field)
     if source.kind == "file":
         if text not in files:
             raise InvalidRequest(f"the file of field '{source.field}' was not fetched")
@@ -173,7 +175,7 @@ def _has(task: Task, field: str) -> bool:
     return True
 
 
-def _text(task: Task, field: str) -> str:
+def _text_field(task: Task, field: str) -> str:
     value = field_of(task, field)
     if isinstance(value, str) and value:
         return value
@@ -375,7 +377,7 @@ class Mappings:
     def __iter__(self) -> Iterator[Mapping]:
         return iter(self._mappings)
 
-    def of(self, model: str, project: int | None = None) -> Mapping:
+    def for_model(self, model: str, project: int | None = None) -> Mapping:
         """Returns the project's own mapping for a model, else the one for any project."""
         found = self._found.get((model, project)) or self._found.get((model, None))
         if found is None:

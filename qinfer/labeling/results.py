@@ -36,7 +36,7 @@ class Choice(msgspec.Struct, frozen=True):
 class Box(msgspec.Struct, frozen=True):
     """A rectangle on an image, in 0 … 1 of its width and height.
 
-    `size` is the image's in pixels. `category` is the label's id in COCO files; 0 = it has none.
+    `size` is the image's in pixels. `category` is the label's id in COCO files; 0 = no id.
     """
 
     from_name: str

@@ -110,7 +110,7 @@ class LabelTasks:
     async def claim(self, board: Board, count: int, *, lease_s: float) -> list[LabelTask]:
         """Claims up to `count` waiting tasks, oldest first."""
         kind = DeliveryKind(_kind_name(board), lease_s, lease_s)
-        items = await self._deliveries.take(board.model, 0, kind, count)
+        items = await self._deliveries.take_due(board.model, 0, kind, count)
         tasks = await self.get(board, [int(item.text) for item in items], with_data=True)
         gone = [item.id for item, task in zip(items, tasks, strict=True) if task is None]
         await self._deliveries.done(board.model, 0, kind, gone)
@@ -125,11 +125,11 @@ class LabelTasks:
 
     async def get(self, board: Board, ids: Sequence[int], *, with_data: bool = False) -> list[LabelTask | None]:
         """Returns the entries of tasks, with data on request."""
-        call, tasks = self._call(board), list[LabelTask | None]()
+        call, tasks = self._call_for(board), list[LabelTask | None]()
         for start in range(0, len(ids), _STEP):
             part = ids[start : start + _STEP]
-            entries = await call(b"HMGET", _key(board, "entries"), *part)
-            data = await call(b"HMGET", _key(board, "data"), *part) if with_data else [None] * len(part)
+            entries = await call(b"HMGET", _board_key(board, "entries"), *part)
+            data = await call(b"HMGET", _board_key(board, "data"), *part) if with_data else [None] * len(part)
             tasks += [None if entry is None else _task_of(entry, its) for entry, its in zip(entries, data, strict=True)]
         return tasks
 
@@ -140,19 +140,19 @@ class LabelTasks:
         above = f"({after}"
         ids: set[int] = set()
         for each in states:
-            name = _key(board, each.value)
-            found = await self._call(board)(b"ZRANGEBYSCORE", name, above, b"+inf", b"LIMIT", 0, count)
+            name = _board_key(board, each.value)
+            found = await self._call_for(board)(b"ZRANGEBYSCORE", name, above, b"+inf", b"LIMIT", 0, count)
             ids.update(map(int, found))
         return [task for task in await self.get(board, sorted(ids)[:count]) if task is not None]
 
     async def counts(self, board: Board) -> Mapping[LabelState, int]:
         """Counts the tasks of a project by state."""
-        return {state: await self._count(board, state) for state in _STATES}
+        return {state: await self._count_tasks(board, state) for state in _STATES}
 
     async def unfinished(self, model: str) -> int:
         """Counts a model's unfinished tasks on all boards."""
         boards, states = await self.boards(model), [state for state in _STATES if not state.is_over]
-        return sum(await asyncio.gather(*(self._count(board, state) for board in boards for state in states)))
+        return sum(await asyncio.gather(*(self._count_tasks(board, state) for board in boards for state in states)))
 
     async def boards(self, model: str) -> list[Board]:
         """Returns the boards of a model with recent tasks."""
@@ -165,8 +165,8 @@ class LabelTasks:
         self, what: str, board: Board, tasks: Sequence[LabelTask], ttl_s: float, wait_s: float = 0.0, limit: int = 0
     ) -> list[int]:
         queue = keys.deliveries(board.model, 0, _kind_name(board)).encode()
-        names = [_key(board, "entries"), _key(board, "data"), queue, _key(board, "ended")]
-        names += [keys.label_boards(board.model).encode(), *(_key(board, state.value) for state in _STATES)]
+        names = [_board_key(board, "entries"), _board_key(board, "data"), queue, _board_key(board, "ended")]
+        names += [keys.label_boards(board.model).encode(), *(_board_key(board, state.value) for state in _STATES)]
         about = (what, f"{board.project}:{board.tenant}", int(wait_s * 1000), max(int(ttl_s * 1000), 1), limit)
         placed: list[int] = []
         for words in _steps(tasks):
@@ -176,22 +176,24 @@ class LabelTasks:
                 return await run_script(call, _STEP_SCRIPT, names, *arguments)
 
             is_promise = what == "put"
-            found = await (self._durability.write(board.model, 0, write) if is_promise else write(self._call(board)))
+            found = await (
+                self._durability.write(board.model, 0, write) if is_promise else write(self._call_for(board))
+            )
             placed += found
         return placed
 
-    async def _count(self, board: Board, state: LabelState) -> int:
-        return int(await self._call(board)(b"ZCARD", _key(board, state.value)))
+    async def _count_tasks(self, board: Board, state: LabelState) -> int:
+        return int(await self._call_for(board)(b"ZCARD", _board_key(board, state.value)))
 
-    def _call(self, board: Board) -> Call:
-        return partial(self._router.call, keys.slot(_key(board, "entries")))
+    def _call_for(self, board: Board) -> Call:
+        return partial(self._router.call, keys.slot(_board_key(board, "entries")))
 
 
 def _kind_name(board: Board) -> str:
     return f"labels:{board.project}:{board.tenant}"
 
 
-def _key(board: Board, part: str) -> bytes:
+def _board_key(board: Board, part: str) -> bytes:
     return keys.label_board(board.model, board.tenant, board.project, part).encode()
 
 

@@ -100,14 +100,14 @@ class Catalog:
         """Replaces the view, unless the store has lost data."""
         async with self._refreshing:
             workers = tuple(await self._store.workers())  # first: they must not be ahead of the configurations
-            now = await self._read(workers)
+            now = await self._read_models(workers)
             if now is None:
                 return
             desired, stored = now.desired, now.stored
             statuses = assess(desired, stored, workers)
             capacities = await self._capacities(statuses, workers)
             waits_s = await self._waits_s(statuses, capacities)
-            served, accepting = self._serve(statuses, stored, waits_s)
+            served, accepting = self._servable_models(statuses, stored, waits_s)
             self._changes.log(self._view.statuses, statuses)
             self._seen_versions = {
                 name: self._seen_versions.get(name, set()).union(statuses[name].versions if name in statuses else ())
@@ -125,7 +125,7 @@ class Catalog:
             self._refreshed = True
             self._started = self._started or have_begun(statuses.values())
 
-    async def _read(self, workers: Sequence[WorkerRecord]) -> InstallationState | None:
+    async def _read_models(self, workers: Sequence[WorkerRecord]) -> InstallationState | None:
         now = await self._guard.read()
         if now is None:
             self._is_whole, self._beaten_by_s = False, time.monotonic() + _BEAT_S
@@ -286,7 +286,7 @@ class Catalog:
         """Returns the live workers."""
         return list(self._view.workers)
 
-    def _serve(
+    def _servable_models(
         self,
         statuses: Mapping[str, ModelStatus],
         stored: Mapping[str, StoredModel],

@@ -100,7 +100,7 @@ class ModelControl:
         or
         `Overloaded` at shutdown.
         """
-        self._check(model)
+        self._check_request(model)
         if "/" in model or "\\" in model or model.strip() in (".", ".."):
             raise InvalidRequest("model name must not contain path traversal characters")
         if files and not config:
@@ -117,7 +117,7 @@ class ModelControl:
 
     async def unload(self, model: str, *, unload_dependents: bool = False) -> None:
         """Unloads a model, perhaps with dependents; its waiting requests are still answered."""
-        self._check(model)
+        self._check_request(model)
         desired = await self._store.desired()
         wish = desired.get(model)
         if wish is None:
@@ -131,7 +131,7 @@ class ModelControl:
         await self._store.wake()
         await self._refresh()
 
-    def end(self) -> None:
+    def cancel_loads(self) -> None:
         """Ends the waits for loads; the models stay desired."""
         for load in self._loads:
             load.cancel()
@@ -141,7 +141,7 @@ class ModelControl:
         if not load.cancelled() and (error := load.exception()) is not None:
             logger.warning("model load failed", extra={"reason": str(error)})
 
-    def _check(self, model: str) -> None:
+    def _check_request(self, model: str) -> None:
         if self._settings.control_mode != "explicit":
             raise ControlDisabled("explicit model load / unload is not allowed if polling is enabled")
         if not model.strip():
@@ -203,7 +203,7 @@ class ModelControl:
         config = config or await self._kept_override(model)
         location = await asyncio.to_thread(source.put_files, model, files) if files else ""
         try:
-            found = await self._read(source, model, config, location)
+            found = await self._read_model(source, model, config, location)
             await self._bring_about(found, before, dependent=dependent)
         finally:
             await self._drop_unused(source, model, {location, before.location if before else ""} - {""})
@@ -242,7 +242,7 @@ class ModelControl:
         for location in locations - {stored.location if stored else ""}:
             await asyncio.to_thread(source.drop_files, location)
 
-    async def _read(self, source: Repositories, model: str, config: str, location: str) -> StoredModel:
+    async def _read_model(self, source: Repositories, model: str, config: str, location: str) -> StoredModel:
         try:
             found = await asyncio.to_thread(source.read, model, config, location)
         except ModelNotFound:

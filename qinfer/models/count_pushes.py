@@ -50,15 +50,15 @@ class CountPushes:
         """Asks the models' workers; returns the question's id."""
         fields = {"models": msgspec.json.encode(sorted(models))}
         with translated():
-            return _text(await self._client.xadd(keys.counts_asked(), fields, maxlen=_KEPT, approximate=False))
+            return _decode_text(await self._client.xadd(keys.counts_asked(), fields, maxlen=_KEPT, approximate=False))
 
     async def asked(self, last: str) -> CountQuestions:
         """Waits a while for questions after the id `last`; `0-0` = all."""
-        found = await self._read(keys.counts_asked(), last, _MAX_BLOCK_S)
+        found = await self._read_stream(keys.counts_asked(), last, _MAX_BLOCK_S)
         names = (name for _, fields in found for name in _names(fields.get(b"models", b"")))
         return CountQuestions(found[-1][0] if found else last, frozenset(names))
 
-    async def answer(self, worker: str, question: str, underway: Underway) -> None:
+    async def send_answer(self, worker: str, question: str, underway: Underway) -> None:
         """Reports pushed counts and requests under way."""
         fields = {"worker": worker, "question": question, "underway": msgspec.json.encode(underway)}
         with translated():
@@ -69,19 +69,19 @@ class CountPushes:
         found: dict[str, Underway | None] = {}
         last, end_s = _just_before(question), time.monotonic() + within_s
         while not found.keys() >= set(workers) and (left_s := end_s - time.monotonic()) > 0:
-            for entry, fields in await self._read(keys.counts_added(), last, left_s):
+            for entry, fields in await self._read_stream(keys.counts_added(), last, left_s):
                 last = entry
-                if _order(_text(fields.get(b"question", b""))) >= _order(question):
-                    found[_text(fields.get(b"worker", b""))] = _underway(fields.get(b"underway", b""))
+                if _order(_decode_text(fields.get(b"question", b""))) >= _order(question):
+                    found[_decode_text(fields.get(b"worker", b""))] = _underway(fields.get(b"underway", b""))
         return found
 
-    async def _read(self, key: str, last: str, block_s: float) -> list[tuple[str, Mapping[bytes, bytes]]]:
+    async def _read_stream(self, key: str, last: str, block_s: float) -> list[tuple[str, Mapping[bytes, bytes]]]:
         with translated():
             streams = await self._client.xread({key: last}, block=max(int(block_s * 1000), 1))
         if not streams:
             return []
         entries = next(iter(streams.values()))[0] if isinstance(streams, dict) else streams[0][1]
-        return [(_text(entry), fields) for entry, fields in entries]
+        return [(_decode_text(entry), fields) for entry, fields in entries]
 
 
 def _names(text: bytes) -> list[str]:
@@ -110,5 +110,5 @@ def _just_before(question: str) -> str:
     return str(_order(question)[0] - 1)
 
 
-def _text(value: bytes | str) -> str:
+def _decode_text(value: bytes | str) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value

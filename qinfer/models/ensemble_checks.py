@@ -117,8 +117,8 @@ def _compare(ensemble: ModelSpec, tensor: str, node: _Node, tensors: dict[str, _
         )
     if not is_like(before.dims, node.dims) and not is_like(before.full_dims, node.full_dims):
         raise ModelLoadFailed(
-            f"{where} inconsistent shape: {_shown(before.full_dims)} is inferred from model {before.model} while "
-            f"{_shown(node.full_dims)} is inferred from model {node.model}"
+            f"{where} inconsistent shape: {_format_dims(before.full_dims)} is inferred from model {before.model} while "
+            f"{_format_dims(node.full_dims)} is inferred from model {node.model}"
         )
 
 
@@ -131,5 +131,5 @@ def _config_type(node: _Node) -> str:
     return DATATYPES[node.datatype].config
 
 
-def _shown(dims: Sequence[int]) -> str:
+def _format_dims(dims: Sequence[int]) -> str:
     return f"[{','.join(map(str, dims))}]"

@@ -90,7 +90,7 @@ class _OutputPath(NamedTuple):
 
 
 class EnsemblePlan:
-    """The steps of an ensemble version; made by `plan`.
+    """The steps of an ensemble version; made by `plan_ensemble`.
 
     Attributes:
         spec: Decoupled or with sequences if one of the steps is.
@@ -184,7 +184,7 @@ class Flow(Generic[T]):
         """Begins with a response of the previous stage, which may lack outputs."""
         return self._add({tensor: outputs.get(name) for name, tensor in self._plan.steps[number].outputs.items()})
 
-    def take(self, number: int) -> list[tuple[str, T]]:
+    def step_inputs(self, number: int) -> list[tuple[str, T]]:
         """Returns a step's inputs, and drops unneeded tensors."""
         self.running += 1
         inputs, found = self._plan.steps[number].inputs, []
@@ -230,7 +230,7 @@ class Flow(Generic[T]):
         return ready
 
 
-def plan(spec: ModelSpec, resolve: Callable[[EnsembleStep], ResolvedModel]) -> EnsemblePlan:
+def plan_ensemble(spec: ModelSpec, resolve: Callable[[EnsembleStep], ResolvedModel]) -> EnsemblePlan:
     """Checks and plans an ensemble, or raises `ModelLoadFailed`."""
     planner = _Planner(resolve)
     views = planner.add(spec, {}, (spec.name,), ())

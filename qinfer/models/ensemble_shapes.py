@@ -22,6 +22,6 @@ def fit(shape: tuple[int, ...], rows: int, dims: Sequence[int], *, batched: bool
 def refit(shape: tuple[int, ...], rows: int, reshapes: Iterable[Reshape]) -> tuple[tuple[int, ...], int]:
     """Returns shape and rows after reshapes; a misfit changes the number of elements."""
     for reshape in reshapes:
-        shape = reshape.of(fit(shape, rows, reshape.before, batched=reshape.batched))
+        shape = reshape.apply_to(fit(shape, rows, reshape.before, batched=reshape.batched))
         rows = shape[0] if reshape.batched and shape else 0
     return shape, rows

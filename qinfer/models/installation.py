@@ -117,21 +117,21 @@ class InstallationGuard:
                 return None
             kept = {name: was for name, was in self._whole.stored.items() if name in now.desired}
             now = replace(now, stored={**kept, **now.stored})
-        elif not await self._check(now, self._queue):
+        elif not await self._check_snapshot(now, self._queue):
             return None
         elif not now.installation:
             now = replace(now, installation=await self._store.exchange_installation("", self._new_id()))
         self._whole, self._is_told = now, False
         return now
 
-    async def _check(self, now: InstallationState, queue: Queue) -> bool:
+    async def _check_snapshot(self, now: InstallationState, queue: Queue) -> bool:
         before = self._whole
         if is_claimed(now.installation):
             return not before.installation
         found = await self._confirmed(loss(before, now))
         if found is None:
             return True
-        self._tell(found)
+        self._log_loss(found)
         if not (found.wishes or found.configs or found.settings):
             return True
         await self._restore(now, found, queue)
@@ -145,7 +145,7 @@ class InstallationGuard:
         kept = replace(found, wishes=() if wishes else found.wishes, configs=tuple(configs))
         return kept if kept.wishes or kept.configs else None
 
-    def _tell(self, found: Loss) -> None:
+    def _log_loss(self, found: Loss) -> None:
         if self._is_told:
             return
         self._is_told = True

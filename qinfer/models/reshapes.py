@@ -17,7 +17,7 @@ class Reshape(NamedTuple):
     after: Dims
     batched: bool
 
-    def of(self, shape: Dims) -> Dims:
+    def apply_to(self, shape: Dims) -> Dims:
         """Returns the new shape; a missing variable dimension becomes 0."""
         lead = 1 if self.batched else 0
         sizes = iter([size for size, dim in zip(shape[lead:], self.before, strict=False) if dim == -1])

@@ -36,7 +36,7 @@ class Routes:
         self.are_plain = spec.batching is None or spec.batching.is_plain
         self.default = self._of_level(0 if spec.batching is None else spec.batching.default_priority)
 
-    def of(self, priority: int) -> LaneRoute:
+    def for_priority(self, priority: int) -> LaneRoute:
         """Returns the route of a priority."""
         batching = self._batching
         if batching is None or not batching.priority_levels:

@@ -60,12 +60,12 @@ class ControlStore:
         """Returns the id of the data, if any."""
         with translated():
             value = await self.client.get(keys.installation())
-        return "" if value is None else _text(value)
+        return "" if value is None else _decode_text(value)
 
     async def exchange_installation(self, seen: str, new: str, ttl_s: float = 0.0) -> str:
         """Replaces the id if it is `seen` (empty = none); returns the present id."""
         with translated():
-            return _text(await self.client.eval(_EXCHANGE, 1, keys.installation(), seen, new, int(ttl_s * 1000)))
+            return _decode_text(await self.client.eval(_EXCHANGE, 1, keys.installation(), seen, new, int(ttl_s * 1000)))
 
     async def has_model(self, name: str) -> bool:
         """Tells whether a configuration is stored, readable or not."""
@@ -75,13 +75,13 @@ class ControlStore:
     async def wished(self) -> set[str]:
         """Returns the desired models, readable or not."""
         with translated():
-            return {_text(name) for name in await self.client.hgetall(keys.desired())}
+            return {_decode_text(name) for name in await self.client.hgetall(keys.desired())}
 
     async def desired(self) -> dict[str, DesiredState]:
         """Returns all wishes; damaged records keep their last."""
         with translated():
             values = await self.client.hgetall(keys.desired())
-        read = {_text(model): value for model, value in values.items()}
+        read = {_decode_text(model): value for model, value in values.items()}
         known = {model: desired for model, desired in self._desired.items() if model in read}
         self._desired = known | self._records.all(read, DesiredState)
         return dict(self._desired)
@@ -146,7 +146,7 @@ class ControlStore:
     async def workers(self) -> list[WorkerRecord]:
         """Returns live workers; removes dead ones from the index."""
         with translated():
-            ids = [_text(id_) for id_ in await self.client.zrange(keys.workers(), 0, -1)]
+            ids = [_decode_text(id_) for id_ in await self.client.zrange(keys.workers(), 0, -1)]
             values = await self._fields([(keys.worker(worker_id), "record") for worker_id in ids])
             # A worker that beats now returns with its next heartbeat.
             dead = [worker_id for worker_id, value in zip(ids, values, strict=True) if value is None]
@@ -158,7 +158,7 @@ class ControlStore:
         """Returns each worker's last heartbeat by its own clock."""
         with translated():
             found = await self.client.zrange(keys.workers(), 0, -1, withscores=True)
-        return {_text(worker_id): at for worker_id, at in found}
+        return {_decode_text(worker_id): at for worker_id, at in found}
 
     async def report_liveness(self, program: str, process: str, ttl_s: float) -> None:
         """Marks a process of a program as live."""
@@ -168,7 +168,7 @@ class ControlStore:
     async def live_processes(self, program: str) -> list[str]:
         """Returns a program's live processes, sorted."""
         with translated():
-            return sorted(map(_text, await self.client.eval(_LIVENESS, 1, keys.liveness(program))))
+            return sorted(map(_decode_text, await self.client.eval(_LIVENESS, 1, keys.liveness(program))))
 
     async def put_scaler(self, record: ScalerRecord, counts: Mapping[str, int], ttl_s: float) -> None:
         """Writes an autoscaler's record, and adds to all counts."""
@@ -218,7 +218,7 @@ class ControlStore:
         """Returns the value of `put_completion`."""
         with translated():
             value = await self.client.hget(keys.completions(), content_hash)
-        return None if value is None else _text(value)
+        return None if value is None else _decode_text(value)
 
     async def put_setting(self, name: str, value: str) -> None:
         """Stores a setting (JSON), such as `logging`."""
@@ -229,7 +229,7 @@ class ControlStore:
         """Returns the values of `put_setting`, by name."""
         with translated():
             values = await self.client.hgetall(keys.settings())
-        read = {_text(name): value for name, value in values.items()}
+        read = {_decode_text(name): value for name, value in values.items()}
         return {name: value.decode() for name, value in read.items() if self._records.is_setting(value, name)}
 
     async def wake(self) -> None:
@@ -286,7 +286,7 @@ class ControlStore:
                 if wrong is not None:
                     raise wrong
         pairs = zip(versions, found, strict=True)
-        return {version: self._records.counts(values, _shown(version)) for version, values in pairs}
+        return {version: self._records.counts(values, _format_version(version)) for version, values in pairs}
 
     async def some_stats(
         self, versions: Collection[tuple[str, int]], fields: Collection[str]
@@ -297,7 +297,7 @@ class ControlStore:
             values = iter(await self._fields(wanted))
         read = {key: {name.encode(): next(values) for name in fields} for key in versions}
         return {
-            key: self._records.counts({name: raw for name, raw in of.items() if raw is not None}, _shown(key))
+            key: self._records.counts({name: raw for name, raw in of.items() if raw is not None}, _format_version(key))
             for key, of in read.items()
         }
 
@@ -308,7 +308,7 @@ class ControlStore:
     async def _live(self, key: str, kind: type[T]) -> list[T]:
         with translated():
             words = iter(await self.client.eval(_EXPIRING, 1, key))
-        read = self._records.all(dict(zip(map(_text, words), words, strict=True)), kind)
+        read = self._records.all(dict(zip(map(_decode_text, words), words, strict=True)), kind)
         return [read[id_] for id_ in sorted(read)]
 
     async def _fields(self, wanted: list[tuple[str, str]]) -> list[bytes | None]:
@@ -371,7 +371,7 @@ class StoredRecords:
         try:
             record = decode_document(value, kind)
         except (NewerVersion, msgspec.DecodeError) as error:
-            self._failed(kind.__name__, whose, str(error))
+            self._log_unusable(kind.__name__, whose, str(error))
             return None
         self._is_well(kind.__name__, whose)
         return record
@@ -384,16 +384,16 @@ class StoredRecords:
     def counts(self, values: Mapping[bytes, bytes] | Exception, whose: str) -> dict[str, int]:
         """Returns the numeric fields of a hash."""
         if isinstance(values, Exception):
-            self._failed("counts", whose, str(values))
+            self._log_unusable("counts", whose, str(values))
             return {}
         self._is_well("counts", whose)
         found = {}
         for field, value in values.items():
-            name = _text(field)
+            name = _decode_text(field)
             try:
                 found[name] = _number(value)
             except ValueError:
-                self._failed("counts", f"{whose}: {name}", "it is not a number")
+                self._log_unusable("counts", f"{whose}: {name}", "it is not a number")
             else:
                 self._is_well("counts", f"{whose}: {name}")
         return found
@@ -403,7 +403,7 @@ class StoredRecords:
         try:
             msgspec.json.decode(value, type=SettingValue)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            self._failed("setting", name, str(error))
+            self._log_unusable("setting", name, str(error))
             return False
         self._is_well("setting", name)
         return True
@@ -412,7 +412,7 @@ class StoredRecords:
         if self._reasons:
             self._reasons.pop((kind, whose), None)
 
-    def _failed(self, kind: str, whose: str, reason: str) -> None:
+    def _log_unusable(self, kind: str, whose: str, reason: str) -> None:
         if self._reasons.get((kind, whose)) == reason:
             return
         if len(self._reasons) >= _MOST_REASONS:  # damaged records may have arbitrary names
@@ -431,7 +431,7 @@ def _is_wrong_type(error: Exception) -> bool:
     return isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")
 
 
-def _shown(version: tuple[str, int]) -> str:
+def _format_version(version: tuple[str, int]) -> str:
     return f"version {version[1]} of {version[0]}"
 
 
@@ -439,11 +439,11 @@ def _speed_field(version: int) -> str:
     return f"speed:{version}"
 
 
-def _text(value: bytes | str) -> str:
+def _decode_text(value: bytes | str) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def _last_id(streams: Any) -> str:
     """The reply to XREAD is a map with RESP3."""
     entries = next(iter(streams.values()))[0] if isinstance(streams, dict) else streams[0][1]
-    return _text(entries[-1][0])
+    return _decode_text(entries[-1][0])

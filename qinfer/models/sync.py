@@ -69,11 +69,11 @@ async def sync(
         if desired[name].load:
             await store.set_desired(msgspec.structs.replace(desired[name], load=False))
             synced.append(SyncedModel(model=name, generation=desired[name].generation, changed=True, removed=True))
-    await _end(synced, store)
+    await _reload_dependents(synced, store)
     return sorted(synced, key=lambda model: (model.removed, model.model))
 
 
-async def _end(synced: Sequence[SyncedModel], store: ControlStore) -> None:
+async def _reload_dependents(synced: Sequence[SyncedModel], store: ControlStore) -> None:
     changed = {model.model for model in synced if model.changed}
     if changed:
         await renew_users(changed, store, without=changed)
@@ -105,7 +105,7 @@ async def start(
                 continue
             wish = wanted_for_another(model.model, wish)
         synced.append(await _sync_model(model, wish, workers, store, delivery, settings.min_workers))
-    await _end(synced, store)
+    await _reload_dependents(synced, store)
     return synced
 
 
@@ -132,7 +132,7 @@ def _names_to_load(repository: Repositories, named: tuple[str, ...]) -> list[str
 
 
 def _with_uses(repository: Repositories, names: Sequence[str]) -> list[StoredModel]:
-    found, unknown = {name: _read(repository, name) for name in names}, set[str]()
+    found, unknown = {name: _read_model(repository, name) for name in names}, set[str]()
     while missing := missing_uses(list(found.values()), {*found, *unknown}):
         for name in missing:
             try:
@@ -142,7 +142,7 @@ def _with_uses(repository: Repositories, names: Sequence[str]) -> list[StoredMod
     return in_order(found.values())
 
 
-def _read(repository: Repositories, name: str) -> StoredModel:
+def _read_model(repository: Repositories, name: str) -> StoredModel:
     try:
         return repository.read(name)
     except ModelNotFound:

@@ -321,7 +321,7 @@ REDIS_INFO = _gauge(
 )
 REDIS_LOADING = _gauge("qinfer_redis_loading", "1 while a node reads its files after a start.", _NODE)
 REDIS_MEMORY_USED = _gauge("qinfer_redis_memory_used_bytes", "Memory that a node has allocated.", _NODE)
-REDIS_MEMORY_MAX = _gauge("qinfer_redis_memory_max_bytes", "`maxmemory` of a node; 0 = it has none.", _NODE)
+REDIS_MEMORY_MAX = _gauge("qinfer_redis_memory_max_bytes", "`maxmemory` of a node; 0 = no limit.", _NODE)
 REDIS_MEMORY_RATIO = _gauge(
     "qinfer_redis_memory_used_ratio",
     "Share of `maxmemory` that a node uses, or of the machine's memory where it has none; at 1 it refuses writes.",

@@ -180,10 +180,10 @@ class GpuMeter:
         """Returns the use of the GPUs; empty without NVML."""
         if not self._is_open:
             self._is_open = True
-            self._open()
+            self._find_gpus()
         return tuple(use for number, handle in self._handles if (use := self._use(number, handle)) is not None)
 
-    def _open(self) -> None:
+    def _find_gpus(self) -> None:
         if not self._names:
             return
         try:

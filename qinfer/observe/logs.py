@@ -102,7 +102,7 @@ class Switches(msgspec.Struct, frozen=True, kw_only=True):
     iso8601: bool = False
 
     @classmethod
-    def of(cls, log: LogSettings) -> "Switches":
+    def from_settings(cls, log: LogSettings) -> "Switches":
         """Returns the switches at the start."""
         return cls(
             info=log.level in ("DEBUG", "INFO"),

@@ -64,7 +64,7 @@ class ResponseTally:
         self._deltas[f"{_NS}{index}:{what}"] += ns
 
 
-def responses(stats: Mapping[str, int]) -> dict[int, dict[str, tuple[int, int]]]:
+def response_counts(stats: Mapping[str, int]) -> dict[int, dict[str, tuple[int, int]]]:
     """Returns index → (count, nanoseconds) by `FIELDS`."""
     indexes = sorted({int(field.split(":")[1]) for field in stats if field.startswith(_COUNT)})
     return {

@@ -344,7 +344,7 @@ class GatewayTally:
         for key, objective in objectives.items():
             self._series(key).within_s = objective.latency_s
 
-    def answered(self, model: str, version: int, seconds: float) -> None:
+    def count_answered(self, model: str, version: int, seconds: float) -> None:
         """Counts a request with outputs."""
         series = self.durations.get((model, version)) or self._series((model, version))
         series.counts[bisect_left(QUEUE_BUCKETS_S, seconds)] += 1
@@ -367,7 +367,7 @@ class GatewayTally:
         key = (model, version, reason)
         self.failures[key] = self.failures.get(key, 0) + 1
 
-    def ended(self, model: str, version: int, reason: str, started_s: float | None = None) -> None:
+    def count_ended(self, model: str, version: int, reason: str, started_s: float | None = None) -> None:
         """Counts a request that this gateway ended; `started_s` is monotonic."""
         seconds = 0.0 if started_s is None else time.monotonic() - started_s
         self.refusals.refused(model, version, reason, seconds)

@@ -28,9 +28,9 @@ class TenantTally:
         self._failures: Counter[tuple[str, str]] = Counter()
         self._durations: dict[str, Durations] = {}
 
-    def answered(self, tenant: str, model: str, seconds: float) -> None:
+    def count_answered(self, tenant: str, model: str, seconds: float) -> None:
         """Counts a request with outputs."""
-        name = self._name(tenant)
+        name = self._tenant_label(tenant)
         self._requests[name, model] += 1
         series = self._durations.get(name)
         if series is None:
@@ -40,11 +40,11 @@ class TenantTally:
 
     def accepted(self, tenant: str, model: str) -> None:
         """Counts a request stored for later execution."""
-        self._requests[self._name(tenant), model] += 1
+        self._requests[self._tenant_label(tenant), model] += 1
 
     def failed(self, tenant: str, model: str, reason: str) -> None:
         """Counts a failed request; unknown models have no name."""
-        name = self._name(tenant)
+        name = self._tenant_label(tenant)
         self._requests[name, model] += 1
         self._failures[name, reason] += 1
 
@@ -62,7 +62,7 @@ class TenantTally:
         waiting = Counter(dict.fromkeys((name for name, _ in self._requests), 0))  # dashboards know tenants by it
         for tenant, count in self.in_flight().items():
             if tenant in self._named or count:
-                waiting[self._name(tenant)] += count
+                waiting[self._tenant_label(tenant)] += count
         yield family(catalogue.TENANT_IN_FLIGHT, ((count, {"tenant": name, **own}) for name, count in waiting.items()))
         durations = Family(catalogue.TENANT_DURATION)
         for name, series in self._durations.items():
@@ -78,13 +78,13 @@ class TenantTally:
         backlog: dict[tuple[tuple[str, str], ...], float] = {}
         parts: dict[tuple[tuple[str, str], ...], float] = {}
         for lane, tenants, entries, part in shares:
-            key = (*lane.items(), ("tenant", self._name(tenants[0]) if len(tenants) == 1 else OTHERS))
+            key = (*lane.items(), ("tenant", self._tenant_label(tenants[0]) if len(tenants) == 1 else OTHERS))
             backlog[key] = backlog.get(key, 0) + entries
             parts[key] = parts.get(key, 0) + part
         yield family(catalogue.TENANT_BACKLOG, ((count, dict(key)) for key, count in backlog.items()))
         yield family(catalogue.TENANT_SHARE, ((part, dict(key)) for key, part in parts.items()))
 
-    def _name(self, tenant: str) -> str:
+    def _tenant_label(self, tenant: str) -> str:
         name = self._named.get(tenant)
         if name is None:
             if len(self._named) >= self._most:

@@ -30,7 +30,7 @@ class Login(msgspec.Struct, array_like=True, frozen=True):
     command_timeout_s: float
 
     @classmethod
-    def of(cls, settings: "RedisSettings") -> Self:
+    def from_settings(cls, settings: "RedisSettings") -> Self:
         """Returns that part of the settings."""
         return cls(
             settings.url.get_secret_value(),
@@ -44,7 +44,7 @@ class Login(msgspec.Struct, array_like=True, frozen=True):
 def admin_client(settings: "RedisSettings") -> "redis.asyncio.Redis | redis.asyncio.RedisCluster":
     """Returns a client for set-up and control: replies are bytes, reads may block for 2 s."""
     longest_s = settings.command_timeout_s + _LONGEST_ADMIN_BLOCK_S  # redis-py 8 would cut reads off after 5 s
-    client: redis.asyncio.Redis = _client(redis.asyncio, _AsyncPrimary, Login.of(settings), longest_s)
+    client: redis.asyncio.Redis = _client(redis.asyncio, _AsyncPrimary, Login.from_settings(settings), longest_s)
     _have_files_read(client)
     return client
 

@@ -232,7 +232,7 @@ class RedisConnection(asyncio.Protocol):
         try:
             self._reader.feed(data)
             while (reply := self._reader.gets()) is not _NOTHING:
-                self._answer(reply)
+                self._deliver_reply(reply)
         except ProtocolError:
             logger.exception("redis sent data that is not RESP; reconnecting")
             self.abort()
@@ -253,7 +253,7 @@ class RedisConnection(asyncio.Protocol):
             self._watchdog.cancel()
         error = self._farewell or BrokerUnavailable(_LOST)
         while self._owed:
-            self._answer(error)
+            self._deliver_reply(error)
         self.lost.set()
 
     def expect(self, timeout_s: float) -> None:
@@ -268,7 +268,7 @@ class RedisConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _answer(self, reply: Any) -> None:
+    def _deliver_reply(self, reply: Any) -> None:
         try:
             callback = self._owed.popleft()
         except IndexError:  # an unsolicited reply says why the server closes the connection
@@ -343,13 +343,13 @@ class Link:
     async def open(self) -> None:
         """Connects within `connect_timeout_s`, and stays connected."""
         deadline_s = asyncio.get_running_loop().time() + self._settings.connect_timeout_s
-        self._take(await self._dial(deadline_s))
+        self._set_connection(await self._dial(deadline_s))
         self.start()
 
     def start(self) -> None:
         """Connects in the background, and stays connected."""
         if self._keeper is None:
-            self._keeper = asyncio.create_task(self._keep(), name=f"redis link {self._name}")
+            self._keeper = asyncio.create_task(self._keep_connected(), name=f"redis link {self._name}")
 
     def send(self, packed: bytes, reply: Reply) -> None:
         """Sends a command as `RedisConnection.send` does."""
@@ -395,12 +395,12 @@ class Link:
             connection.abort()
             await connection.lost.wait()
 
-    async def _keep(self) -> None:
+    async def _keep_connected(self) -> None:
         loop = asyncio.get_running_loop()
         backoff = Backoff(*_BACKOFF_S, jitter=0.5)
         while True:
             if self._connection is None:
-                self._take(await self._dial(None))
+                self._set_connection(await self._dial(None))
             assert self._connection is not None
             began_s = loop.time()
             await self._connection.lost.wait()
@@ -410,18 +410,18 @@ class Link:
             if loop.time() - began_s > _BACKOFF_S[1]:
                 backoff.reset()
                 self._told = None
-                self._tell("redis connection lost")
+                self._log_once("redis connection lost")
                 continue
-            self._tell("redis connection lost as soon as it was made")  # no longer a primary
+            self._log_once("redis connection lost as soon as it was made")  # no longer a primary
             await asyncio.sleep(backoff.next_s())
 
-    def _tell(self, event: str, reason: str = "") -> None:
+    def _log_once(self, event: str, reason: str = "") -> None:
         """Logs a repeated problem once."""
         if self._told != (event, reason):
             self._told = (event, reason)
             logger.warning(event, extra={"link": self._name, "reason": reason} if reason else {"link": self._name})
 
-    def _take(self, connection: RedisConnection) -> None:
+    def _set_connection(self, connection: RedisConnection) -> None:
         if self._told is not None:
             logger.info("redis connection restored", extra={"link": self._name})
         self._connection = connection
@@ -455,7 +455,7 @@ class Link:
             if deadline_s is not None and (isinstance(problem, SettingsError) or loop.time() + pause_s > deadline_s):
                 raise _dial_error(problem)
             if deadline_s is None:  # with a deadline the caller reports it
-                self._tell(_UNREACHABLE, _reason(problem))
+                self._log_once(_UNREACHABLE, _reason(problem))
             if self._on_trouble is not None:
                 self._on_trouble()
             await asyncio.sleep(pause_s)
@@ -542,7 +542,7 @@ class SentinelResolver:
             host, port = places[(self._first + number) % len(places)]
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    found = await self._ask(host, port)
+                    found = await self._ask_sentinel(host, port)
             except (OSError, QinferError) as error:  # TimeoutError is an OSError
                 if isinstance(error, SettingsError):
                     problem = error
@@ -555,7 +555,7 @@ class SentinelResolver:
             )
         raise problem
 
-    async def _ask(self, host: str, port: int) -> tuple[str, int] | None:
+    async def _ask_sentinel(self, host: str, port: int) -> tuple[str, int] | None:
         place = NodeAddress(host=host, port=port, tls=self._sentinels.node.tls)
         connection = await open_connection(place, self._settings, self._timeout_s)
         try:

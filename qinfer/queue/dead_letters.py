@@ -83,11 +83,11 @@ class DeadLetters:
     async def list(self, model: str, *, after: str = "", count: int = 100) -> "list[DeadLetter]":
         """Lists dead letters behind the id `after`, without their bytes."""
         millisecond, number = place_after(after)
-        return [found.letter for found in await self._read(model, f"({millisecond}-{number}", count, _BYTES)]
+        return [found.letter for found in await self._read_letters(model, f"({millisecond}-{number}", count, _BYTES)]
 
     async def count(self, model: str) -> int:
         """Returns the number of dead letters."""
-        key = _key(model)
+        key = _letters_key(model)
         return int(await self._router.call(keys.slot(key), b"XLEN", key))
 
     async def show(self, model: str, letter_id: str) -> DeadLetter | None:
@@ -111,10 +111,10 @@ class DeadLetters:
         payload = keys.payload(model, partition, letter.request_id).encode()
         record = keys.request(model, partition, letter.request_id).encode()
         names = [
-            *(_key(model), keys.lane(letter.lane), payload, record),
+            *(_letters_key(model), keys.lane(letter.lane), payload, record),
             keys.result(model, partition, letter.request_id).encode(),
             keys.due(model, partition).encode(),
-            keys.responses(model, partition, letter.request_id).encode(),
+            keys.stored_responses(model, partition, letter.request_id).encode(),
         ]
         ttl_s = payload_ttl_s(letter.frame)
         copied: tuple[int, str, int] | tuple[()] = ()
@@ -124,24 +124,24 @@ class DeadLetters:
                 raise CorruptEntry(_GONE.format(letter_id))
             copied = (copy.version, copy.name, copy.size)
         arguments = (letter_id, letter.request_id, int(ttl_s * 1000), letter.lane.name, int(MARGIN_S * 1000), *copied)
-        replayed = await self._run(model, _REPLAY, names, *arguments)
+        replayed = await self._run_script(model, _REPLAY, names, *arguments)
         if replayed is None:
-            self._values.forget([copied[1].encode()] if copied else [])
+            self._values.delete_objects([copied[1].encode()] if copied else [])
             return False
-        self._values.forget(replayed[1])
+        self._values.delete_objects(replayed[1])
         return True
 
     async def purge(self, model: str, letter_ids: "Sequence[str] | None" = None) -> int:
         """Removes the named dead letters, or all; returns how many."""
-        key = _key(model)
+        key = _letters_key(model)
         ids = None if letter_ids is None else [each for each in letter_ids if id_of(each) is not None]
         objects = await self._objects(model, ids) if self._values.objects is not None else []
         if ids is None:
             count = await self._router.call(keys.slot(key), b"XTRIM", key, b"MAXLEN", 0)
         else:
             count = await self._router.call(keys.slot(key), b"XDEL", key, *ids) if ids else 0
-        self._values.forget(objects)
-        await self._values.settle()
+        self._values.delete_objects(objects)
+        await self._values.wait_for_deletions()
         return int(count)
 
     async def _objects(self, model: str, ids: "Sequence[str] | None") -> Sequence[bytes]:
@@ -150,7 +150,7 @@ class DeadLetters:
             return [found.payload.name.encode() for found in chosen if found and found.payload]
         names = []
         start = "-"
-        while page := await self._read(model, start, _PAGE, _BYTES):
+        while page := await self._read_letters(model, start, _PAGE, _BYTES):
             names += [found.payload.name.encode() for found in page if found.payload]
             start = f"({page[-1].letter.id}"
         return names
@@ -162,18 +162,18 @@ class DeadLetters:
         return sum(map(int, times)) / 1000 + MARGIN_S if times[0] else 0.0
 
     async def _one(self, model: str, letter_id: str, left_out: Sequence[bytes]) -> _Found | None:
-        found = await self._read(model, letter_id, 1, left_out) if id_of(letter_id) is not None else []
+        found = await self._read_letters(model, letter_id, 1, left_out) if id_of(letter_id) is not None else []
         return found[0] if found and found[0].letter.id == letter_id else None
 
-    async def _read(self, model: str, start: str, count: int, left_out: Sequence[bytes]) -> Sequence[_Found]:
-        found = await self._run(model, _LETTERS, [_key(model)], start, count, *left_out)
+    async def _read_letters(self, model: str, start: str, count: int, left_out: Sequence[bytes]) -> Sequence[_Found]:
+        found = await self._run_script(model, _LETTERS, [_letters_key(model)], start, count, *left_out)
         return [_found(model, letter_id, fields) for letter_id, fields in found]
 
-    async def _run(self, model: str, script: Script, names: Sequence[bytes], *arguments: Any) -> Any:
-        return await self._router.run(keys.slot(_key(model)), script, names, *arguments)
+    async def _run_script(self, model: str, script: Script, names: Sequence[bytes], *arguments: Any) -> Any:
+        return await self._router.run(keys.slot(_letters_key(model)), script, names, *arguments)
 
 
-def _key(model: str) -> bytes:
+def _letters_key(model: str) -> bytes:
     return keys.dead_letters(model, _PARTITION).encode()
 
 

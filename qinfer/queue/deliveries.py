@@ -66,7 +66,7 @@ class Deliveries:
     def __init__(self, router: Router) -> None:
         self._router = router
 
-    async def take(self, model: str, partition: int, kind: DeliveryKind, count: int) -> list[DeliveryItem]:
+    async def take_due(self, model: str, partition: int, kind: DeliveryKind, count: int) -> list[DeliveryItem]:
         """Takes up to `count` due items, which others do not get for a while."""
         name = keys.deliveries(model, partition, kind.name).encode()
         times = (int(kind.pause_s * 1000), int(kind.longest_pause_s * 1000))

@@ -79,7 +79,7 @@ class Doorbell:
         if not self._tasks:
             self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
 
-    def leave(self, sleeper: Sleeper) -> None:
+    def remove_sleeper(self, sleeper: Sleeper) -> None:
         """Stops passing rings to a reader."""
         self._sleepers.discard(sleeper)
 
@@ -93,9 +93,9 @@ class Doorbell:
         place = place_of(lane)
         if place not in self._unrung:
             self._unrung.add(place)
-            asyncio.get_running_loop().call_soon(self._send, place)
+            asyncio.get_running_loop().call_soon(self._send_ring, place)
 
-    def _send(self, place: bytes) -> None:
+    def _send_ring(self, place: bytes) -> None:
         words = (b"EVAL", _RING.text, 1, self._key, place, _KEPT, _KEPT_MS)
         self._unrung.discard(place)  # later events need a ring of their own
         try:
@@ -106,7 +106,7 @@ class Doorbell:
     def _sent(self, place: bytes, reply: Any) -> None:
         if isinstance(reply, QinferError) and not self._is_closed:
             self._unrung.add(place)
-            asyncio.get_running_loop().call_later(_RETRY_S, self._send, place)
+            asyncio.get_running_loop().call_later(_RETRY_S, self._send_ring, place)
 
     def alarm(self) -> None:
         """Rings for all lanes of this process: a worker is gone, or rings may be lost."""

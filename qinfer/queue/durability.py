@@ -192,12 +192,12 @@ class _Rounds:
         if self._next is None:
             self._next = self._loop.create_future()
             if not self._is_waiting:
-                self._loop.call_soon(self._begin)  # covers all writes answered in this tick
+                self._loop.call_soon(self._start_round)  # covers all writes answered in this tick
         problem = await asyncio.shield(self._next)
         if problem:
             raise BrokerUnavailable(_IN_DOUBT.format(problem))
 
-    def _begin(self) -> None:
+    def _start_round(self) -> None:
         current, self._next = self._next, None
         if current is None:
             return
@@ -207,21 +207,21 @@ class _Rounds:
         def collect(reply: Any) -> None:
             replies.append(reply)
             if len(replies) > len(self._waits):
-                self._end(current, replies)
+                self._finish_round(current, replies)
 
         try:
             self.connection.send(self._mark, collect)
             for wait in self._waits:
                 self.connection.send(wait.packed, collect)
         except BrokerUnavailable as error:
-            self._end(current, [error])
+            self._finish_round(current, [error])
 
-    def _end(self, current: "asyncio.Future[str]", replies: Sequence[Any]) -> None:
+    def _finish_round(self, current: "asyncio.Future[str]", replies: Sequence[Any]) -> None:
         self._is_waiting = False
         if not current.done():
             current.set_result(_problem(replies, self._waits))
         if self._next is not None:
-            self._begin()
+            self._start_round()
 
 
 def _problem(replies: Sequence[Any], waits: Sequence[_Wait]) -> str:

@@ -217,7 +217,7 @@ class EmbeddedRedis:
 
     def _end_orphan(self, server_lock: IO[str]) -> None:
         with suppress(OSError):  # it is ending; the lock shows when it is gone
-            self._ask(b"SHUTDOWN")
+            self._send_inline(b"SHUTDOWN")
         if not _wait_until(lambda: _try_lock(server_lock), _STOP_S):
             raise SettingsError(
                 f"a redis-server of an earlier run still uses {self._data_dir} and does not end; end it, then try again"
@@ -225,11 +225,11 @@ class EmbeddedRedis:
 
     def _answers(self) -> bool:
         try:
-            return self._ask(b"PING") == b"+PONG"
+            return self._send_inline(b"PING") == b"+PONG"
         except OSError:
             return False
 
-    def _ask(self, command: bytes) -> bytes:
+    def _send_inline(self, command: bytes) -> bytes:
         """redis-py would cost the supervisor 18 MB."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_ANSWER_S)

@@ -216,7 +216,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
         outbox: For the end, instead of a webhook; trimmed by age, so that its requests should have equal times.
         notes: Opaque bytes for the outbox's reader.
         watcher: A reply address, notified of the end.
-        is_told: Workers report executing entries; others that they hold count as waiting.
+        reports_start: Workers report executing entries; others that they hold count as waiting.
         endpoint: Set if `Moves` may move it.
         share: The tenant whose stored results may take all free memory; empty = no limit.
     """
@@ -240,7 +240,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
     notes: bytes = b""
     watcher: str = ""
     limit: int = 0
-    is_told: bool = False
+    reports_start: bool = False
     endpoint: str = ""
     share: str = ""
 

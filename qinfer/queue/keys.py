@@ -68,7 +68,7 @@ def result(model: str, partition: int, request_id: str) -> str:
     return f"{_partition(model, partition)}result:{request_id}"
 
 
-def responses(model: str, partition: int, request_id: str) -> str:
+def stored_responses(model: str, partition: int, request_id: str) -> str:
     """List of a request's stored responses."""
     return f"{_partition(model, partition)}responses:{request_id}"
 

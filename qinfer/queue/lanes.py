@@ -188,7 +188,7 @@ class Queue:
         reader = self._readers.get(_reading(lanes))
         return reader is None or self.doorbell.is_stirred(reader.stirred_at_s)
 
-    async def leave(self, lanes: Sequence[Lane]) -> None:
+    async def close_reader(self, lanes: Sequence[Lane]) -> None:
         """Frees what `fetch` keeps for these lanes."""
         reader = self._readers.pop(_reading(lanes), None)
         if reader is not None:
@@ -208,7 +208,7 @@ class Queue:
         """Returns unexecuted entries to the queue after `rest_s`, below an hour; suspects to `reclaim`."""
         await _all(
             [
-                self._run(
+                self._run_on_entries(
                     lane,
                     _RELEASE,
                     (consumer, keys.SUSPECTS if suspect else keys.RELEASED, int(rest_s * 1000)),
@@ -233,7 +233,7 @@ class Queue:
                 names = [keys.lane(lane), _moved(lane), *_payloads(part)]
                 words = (keys.RELEASED, keys.SUSPECTS, f"{lane.version}:{lane.name}")
                 counts, gone = await self._script(lane, _WITHDRAW, names, words, part)
-                self._values.forget(gone)
+                self._values.delete_objects(gone)
                 removed.update(entry for entry, count in zip(part, counts, strict=True) if count)
 
         await _all([run(lane, group) for lane, group in by_lane(entries)])
@@ -258,9 +258,9 @@ class Queue:
         arguments = (lease.consumer, entry.entry_id, *about, int(MAX_AGE_S * 1000), MAX_BYTES, *kept)
         buried = await self._script(lane, _BURY, names, arguments, ())
         if buried is None:
-            self._values.forget(name.encode() for name in kept)
+            self._values.delete_objects(name.encode() for name in kept)
             return False
-        self._values.forget(buried[1])
+        self._values.delete_objects(buried[1])
         return True
 
     async def payload(self, entry: Entry, request_id: str, tenant: str = "") -> bytes | None:
@@ -305,7 +305,7 @@ class Queue:
 
     async def finish(self, entries: Sequence[Entry]) -> None:
         """Removes entries with their payloads."""
-        await _all([self._run(lane, _FINISH, (), group) for lane, group in by_lane(entries)])
+        await _all([self._run_on_entries(lane, _FINISH, (), group) for lane, group in by_lane(entries)])
 
     async def publish(self, reply_to: str, blob: Bytes) -> bool:
         """Appends responses to a reply stream; False if it is gone."""
@@ -336,7 +336,9 @@ class Queue:
     async def cancel(self, entries: Sequence[Entry]) -> None:
         """Removes entries as `finish` does, and notifies their workers."""
         lanes = by_lane(entries)
-        await _all([self._run(lane, _CANCEL, (f"{lane.version}:{lane.name}",), group) for lane, group in lanes])
+        await _all(
+            [self._run_on_entries(lane, _CANCEL, (f"{lane.version}:{lane.name}",), group) for lane, group in lanes]
+        )
 
     async def shares(self, lanes: Sequence[Lane], *, named: bool = False) -> list[list[Share]]:
         """Returns each lane's shares, itself first; `named` adds waiting entries and tenants."""
@@ -397,7 +399,7 @@ class Queue:
         await self._submitter.close()
         await self.doorbell.close()
         for reader in self._readers.values():
-            await reader.settle()
+            await reader.wait_for_release()
         await self._values.close()
         await self.router.close()
 
@@ -436,7 +438,9 @@ class Queue:
             names = [keys.lane(lane), keys.lane(other), *records]
             await self._script(lane, _DELAY, names, (consumer, name), [entry for entry, _ in part])
 
-    async def _run(self, lane: Lane, script: Script, arguments: Sequence[Argument], entries: Sequence[Entry]) -> None:
+    async def _run_on_entries(
+        self, lane: Lane, script: Script, arguments: Sequence[Argument], entries: Sequence[Entry]
+    ) -> None:
         for part in (entries,) if len(entries) <= _MAX_IDS else _parts(entries):
             is_end = script in (_FINISH, _CANCEL)
             names = [keys.lane(lane), *(_payloads(part) if is_end else ())]
@@ -445,7 +449,7 @@ class Queue:
                 names.append(keys.cancels(lane.model, lane.partition).encode())
             gone = await self._script(lane, script, names, arguments, part)
             if gone and is_end:
-                self._values.forget(gone)
+                self._values.delete_objects(gone)
 
     async def _script(
         self,

@@ -59,11 +59,11 @@ class Nodes:
         """Returns the nodes, at most `KEPT_S` old; never fails."""
         async with self._reading:
             if time.monotonic() - self._read_at >= KEPT_S:
-                self._read = await asyncio.gather(*(self._ask(*each) for each in self._router.owners().items()))
+                self._read = await asyncio.gather(*(self._ask_node(*each) for each in self._router.owners().items()))
                 self._read_at = time.monotonic()
             return self._read
 
-    async def _ask(self, label: str, link: Link) -> RedisNode:
+    async def _ask_node(self, label: str, link: Link) -> RedisNode:
         info: Fields | None
         try:
             async with asyncio.timeout(_ANSWERS_WITHIN_S):

@@ -107,12 +107,14 @@ class ObjectStore:
     async def write(self, owner: str, data: Bytes, kept_s: float) -> Reference:
         """Writes an object for `kept_s` seconds; the hash of `owner` in its name is for people."""
         reference = Reference(self._new_name(owner, kept_s), len(data))
-        await self._used(partial(self._write, reference.name, bytes(data)), self._transfer_s(reference))
+        await self._used(partial(self._write_object, reference.name, bytes(data)), self._transfer_s(reference))
         return reference
 
     async def read(self, reference: Reference) -> bytes | None:
         """Returns an object; `None` if it is gone, `CorruptEntry` if its size differs."""
-        data = await self._used(partial(self._read, _checked(reference), reference.size), self._transfer_s(reference))
+        data = await self._used(
+            partial(self._read_object, _checked(reference), reference.size), self._transfer_s(reference)
+        )
         if data is not None and len(data) != reference.size:
             raise CorruptEntry(f"the payload store has {len(data)} of {reference.size} bytes")
         return data
@@ -129,7 +131,7 @@ class ObjectStore:
         if self._to_delete and self._deleting is None:
             self._deleting = asyncio.create_task(self._delete(), name="delete objects")
 
-    async def settle(self) -> None:
+    async def wait_for_deletions(self) -> None:
         """Waits until scheduled objects are deleted, or left to the sweep."""
         while self._deleting is not None:
             await asyncio.wait([self._deleting])
@@ -216,18 +218,18 @@ class ObjectStore:
     async def _try(self) -> None:
         data = secrets.token_bytes(16)
         name = self._new_name("", 0.0)
-        await self._in_thread(partial(self._write, name, data), self._small_s)
-        found = await self._in_thread(partial(self._read, name, len(data)), self._small_s)
+        await self._in_thread(partial(self._write_object, name, data), self._small_s)
+        found = await self._in_thread(partial(self._read_object, name, len(data)), self._small_s)
         await self._in_thread(partial(self._remove, name), self._small_s)
         if found != data:
             raise CorruptEntry("it does not give back what was written to it")
 
     # --- in threads ---
 
-    def _write(self, name: str, data: bytes) -> None:
+    def _write_object(self, name: str, data: bytes) -> None:
         self._store.write(data, f"{self._folder}/{name}", synced=self._synced)
 
-    def _read(self, name: str, size: int) -> bytes | None:
+    def _read_object(self, name: str, size: int) -> bytes | None:
         try:
             return self._store.read_range(f"{self._folder}/{name}", 0, size + 1)  # one that is longer is noticed
         except StoreNotFound:
@@ -295,7 +297,7 @@ class _Threads:
         self._work.put((work, future))
         if self._count < _THREADS:
             self._count += 1
-            threading.Thread(target=self._run, name=f"qinfer-objects-{self._count}", daemon=True).start()
+            threading.Thread(target=self._process_queue, name=f"qinfer-objects-{self._count}", daemon=True).start()
         return future
 
     def close(self) -> None:
@@ -303,7 +305,7 @@ class _Threads:
         for _ in range(self._count):
             self._work.put(None)
 
-    def _run(self) -> None:
+    def _process_queue(self) -> None:
         while (job := self._work.get()) is not None:
             _fulfil(*job)
             del job  # or it would hold a payload until the next job

@@ -118,10 +118,10 @@ class LaneReader:
         if self._sleep is not None:
             self._link.rouse(self._sleep.task.done)
 
-    async def settle(self) -> None:
+    async def wait_for_release(self) -> None:
         """Waits, for a bounded time, for the release of a cancelled fetch's entries."""
         if self._bell is not None:
-            self._bell.leave(self)
+            self._bell.remove_sleeper(self)
         self._end_sleep()
         if self._was_cancelled:
             with suppress(BrokerUnavailable, TimeoutError):
@@ -131,7 +131,7 @@ class LaneReader:
 
     async def close(self) -> None:
         """Settles, and closes the connection."""
-        await self.settle()
+        await self.wait_for_release()
         await self._link.close()
 
     async def _fetch_again(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
@@ -155,7 +155,7 @@ class LaneReader:
             is_single = len(lanes) == 1 and not self.shares
             if not is_single or wait_s <= 0 or now_s - self._took_at_s >= RELEASED_EVERY_S:
                 self._took_at_s = now_s
-                leases = await self._take(lanes, consumer, count)
+                leases = await self._fetch_available(lanes, consumer, count)
                 if leases or (now_s := self._monotonic_s()) >= until_s:
                     return leases
             if now_s - self._got_at_s >= AWAKE_S and self._may_sleep():
@@ -252,13 +252,13 @@ class LaneReader:
     def _look_again(self) -> None:
         self.shares, self._took_at_s = [], float("-inf")
 
-    async def _take(self, lanes: Sequence[Lane], consumer: str, count: int) -> list[Lease]:
+    async def _fetch_available(self, lanes: Sequence[Lane], consumer: str, count: int) -> list[Lease]:
         names, rings = [keys.lane(lane) for lane in lanes], self._rings
-        call = partial(self._call, lambda reply: leases_of(lanes, consumer, reply[0]))
+        call = partial(self._call_for_leases, lambda reply: leases_of(lanes, consumer, reply[0]))
         taken, divided = await run_script(call, _FETCH, names, keys.GROUP, consumer, keys.RELEASED, count)
         self.shares = [share_of(lanes[number - 1], share) for number, share in divided]
         self._looked = -1 if taken else rings
-        self._tell(lanes[0], (fields for _, _, fields, *_ in taken))
+        self._note_division(lanes[0], (fields for _, _, fields, *_ in taken))
         return leases_of(lanes, consumer, taken)
 
     async def _wait(self, lanes: Sequence[Lane], consumer: str, count: int, block_s: float) -> list[Lease]:
@@ -272,7 +272,9 @@ class LaneReader:
         block = (b"BLOCK", max(1, int(block_s * 1000)))  # BLOCK 0 would wait for ever
         if count == 1 or (len(streams) == 1 and not self._is_busy):
             most = count if len(streams) == 1 else 1
-            return to_leases(await self._call(to_leases, *_read(streams, consumer, most, *block)))
+            return to_leases(
+                await self._call_for_leases(to_leases, *_xreadgroup_command(streams, consumer, most, *block))
+            )
         first: list[Lease] = []
         is_late = False
 
@@ -283,11 +285,13 @@ class LaneReader:
                 first.extend(to_leases(reply))
 
         with suppress(BrokerUnavailable):  # `_call` waits for the connection
-            self._link.send(pack(_read(streams, consumer, 1, *block)), answered)
+            self._link.send(pack(_xreadgroup_command(streams, consumer, 1, *block)), answered)
         try:
             if len(streams) > 1:
-                return first + await self._take(lanes, consumer, count - 1)
-            return first + to_leases(await self._call(to_leases, *_read(lanes, consumer, count - 1)))
+                return first + await self._fetch_available(lanes, consumer, count - 1)
+            return first + to_leases(
+                await self._call_for_leases(to_leases, *_xreadgroup_command(lanes, consumer, count - 1))
+            )
         except QinferError:
             if not first:
                 raise
@@ -297,7 +301,7 @@ class LaneReader:
             self._give_back(first)
             raise
 
-    async def _call(self, to_leases: Callable[[Any], list[Lease]], *command: Any) -> Any:
+    async def _call_for_leases(self, to_leases: Callable[[Any], list[Lease]], *command: Any) -> Any:
         answered = False
 
         def late(reply: Any) -> None:
@@ -322,11 +326,11 @@ class LaneReader:
             lane = by_key[key]
             for entry_id, fields in entries:
                 leases.append(Lease(_entry(lane, entry_id, fields), consumer, fields[1]))
-                if len(fields) > 2 and self._tell(lane, [fields]):
+                if len(fields) > 2 and self._note_division(lane, [fields]):
                     self._look_again()
         return leases
 
-    def _tell(self, lane: Lane, entries: Iterable[Sequence[bytes]]) -> bool:
+    def _note_division(self, lane: Lane, entries: Iterable[Sequence[bytes]]) -> bool:
         """Also rings for other readers."""
         is_news = any(len(fields) > 2 and _DIVIDED in fields[2::2] for fields in entries)
         if is_news and self._bell is not None:
@@ -334,7 +338,7 @@ class LaneReader:
         return is_news
 
 
-def _read(lanes: Sequence[Lane], consumer: str, count: int, *block: Any) -> tuple[Any, ...]:
+def _xreadgroup_command(lanes: Sequence[Lane], consumer: str, count: int, *block: Any) -> tuple[Any, ...]:
     names = [keys.lane(lane) for lane in lanes]
     options = (b"GROUP", keys.GROUP, consumer, b"COUNT", count, *block)
     return (b"XREADGROUP", *options, b"STREAMS", *names, *([b">"] * len(names)))
@@ -373,13 +377,13 @@ class TicketReader:
 
     async def wait(self, after: str, wait_s: float, *, has_slots: bool) -> bool:
         """Waits up to `wait_s` for `take` or, with free slots, `own`; returns whether there is something."""
-        return await self._read(after, min(wait_s, MAX_BLOCK_S), has_slots=has_slots)
+        return await self._wait_for_entry(after, min(wait_s, MAX_BLOCK_S), has_slots=has_slots)
 
     async def sleep(self, after: str, *, has_slots: bool) -> bool:
         """Waits as `wait` does, until the bell or for the doorbell's long sleep."""
         self._bell.join(self)
         block_s = self._bell.sleep_s() if self._bell.is_armed else MAX_BLOCK_S
-        return await self._read(after, block_s, has_slots=has_slots)
+        return await self._wait_for_entry(after, block_s, has_slots=has_slots)
 
     def ring(self) -> None:
         """Ends the sleeping read."""
@@ -388,10 +392,10 @@ class TicketReader:
 
     async def close(self) -> None:
         """Closes the connection."""
-        self._bell.leave(self)
+        self._bell.remove_sleeper(self)
         await self._link.close()
 
-    async def _read(self, after: str, block_s: float, *, has_slots: bool) -> bool:
+    async def _wait_for_entry(self, after: str, block_s: float, *, has_slots: bool) -> bool:
         others = self._waiting if has_slots else ()
         ids = [after or "0", *["0"] * len(others)]
         self._link.expect(block_s)
@@ -449,7 +453,7 @@ class ReplyReader:
                 if ready is not None:
                     ready()
                     ready = None
-                await self._read()
+                await self._read_replies()
                 if self._outage.is_out:
                     self._outage.over()
             except QinferError as error:
@@ -472,7 +476,7 @@ class ReplyReader:
                     self._lost()
             self._is_made = True
 
-    async def _read(self) -> None:
+    async def _read_replies(self) -> None:
         command = (b"XREAD", b"COUNT", _READ_COUNT, b"BLOCK", int(BLOCK_S * 1000), b"STREAMS", self._key, self._last)
         reply = await self._link.call(*command)
         self._is_idle = reply is None

@@ -113,7 +113,7 @@ class Requests:
     """Asynchronous requests."""
 
     def __init__(self, router: Router, values: Values, durability: Durability, places: Places) -> None:
-        self.responses = StoredResponses(router, values, self._tell)
+        self.responses = StoredResponses(router, values, self._send_hint)
         self._router = router
         self._values = values
         self._durability = durability
@@ -187,7 +187,7 @@ class Requests:
         results = await self._staged_results(settlements)
         parts = _parts_of([each.address for each in settlements], [len(result.data) for result in results])
         ended = await asyncio.gather(
-            *(self._settle([settlements[i] for i in part], [results[i] for i in part]) for part in parts),
+            *(self._settle_partition([settlements[i] for i in part], [results[i] for i in part]) for part in parts),
             return_exceptions=True,
         )
         if len(parts) < len(settlements) and any(isinstance(answers, CommandRefused) for answers in ended):
@@ -200,7 +200,7 @@ class Requests:
                 for reply_to in waiting or ():
                     waiters.setdefault(reply_to, []).append(settlements[number].address)
         for reply_to, addresses in waiters.items():
-            self._tell(reply_to, addresses)
+            self._send_hint(reply_to, addresses)
         for answers in ended:
             if isinstance(answers, BaseException):
                 raise answers
@@ -219,12 +219,12 @@ class Requests:
         name = keys.result(address.model, address.partition, address.id)
         return await self._values.get(keys.slot(name), name, tenant, room)
 
-    async def forget(self, address: EntryAddress) -> None:
+    async def remove_result(self, address: EntryAddress) -> None:
         """Removes a request's result, unless its end goes to an outbox; the record stays."""
         names = [_record_key(address), _result_name(address).encode()]
-        names.append(keys.responses(address.model, address.partition, address.id).encode())
+        names.append(keys.stored_responses(address.model, address.partition, address.id).encode())
         prefix = keys.prefix(address.model, address.partition)
-        self._values.forget(await self._router.run(keys.slot(names[0]), _FORGET, names, prefix, address.id))
+        self._values.delete_objects(await self._router.run(keys.slot(names[0]), _FORGET, names, prefix, address.id))
 
     async def watch(self, address: EntryAddress, reply_to: str) -> RequestRecord | None:
         """Returns the record; `reply_to` gets a hint at the end, which may be lost."""
@@ -251,7 +251,7 @@ class Requests:
         return [whole.get(number, ending) for number, (ending, _) in enumerate(found)]
 
     async def _record(self, address: EntryAddress, watcher: str = "") -> RequestRecord | None:
-        responses = keys.responses(address.model, address.partition, address.id).encode()
+        responses = keys.stored_responses(address.model, address.partition, address.id).encode()
         names = (_record_key(address), _result_name(address).encode(), responses)
         prefix = keys.prefix(address.model, address.partition)
         arguments = (prefix, keys.GROUP, keys.RELEASED, keys.SUSPECTS, watcher, MAX_WATCHERS)
@@ -285,7 +285,7 @@ class Requests:
 
     def _accepted(self, reply: Sequence[Any]) -> AcceptOutcome | QinferError:
         what, request_id, body_hash, objects = reply
-        self._values.forget(objects)
+        self._values.delete_objects(objects)
         if what == b"full":
             return QueueFull(FULL)
         if what == b"over":
@@ -330,14 +330,14 @@ class Requests:
             kept_s = int(await self._router.call(keys.slot(key), b"HGET", key, b"result_ttl_ms") or 0) / 1000
         return await self._values.stage(_result_name(address), blob, kept_s, settlement.tenant)
 
-    async def _settle(
+    async def _settle_partition(
         self, settlements: Sequence[Settlement], results: Sequence[StagedValue]
     ) -> list[Sequence[str] | None]:
         """Returns the watchers of each request, `None` if it had ended before."""
         call = partial(self._router.call, keys.slot(_record_key(settlements[0].address)))
         replies = await run_each(call, _SETTLE, list(map(_settlement, settlements, results)))
         for _, _, objects in replies:
-            self._values.forget(objects)
+            self._values.delete_objects(objects)
         if any(what == b"gone" for what, _, _ in replies):
             raise BrokerUnavailable(_NOT_IN_TIME)
         ended = [watchers.decode().split() if what == b"first" else None for what, watchers, _ in replies]
@@ -345,7 +345,7 @@ class Requests:
             if what == b"over":
                 refused = _without_result(settlements[number])
                 result = given(_result_name(refused.address), refused.outcome.blob)
-                (ended[number],) = await self._settle([refused], [result])
+                (ended[number],) = await self._settle_partition([refused], [result])
         return ended
 
     async def _settle_apart(self, settlements: Sequence[Settlement]) -> list[bool]:
@@ -358,7 +358,7 @@ class Requests:
             firsts += answers
         return firsts
 
-    def _tell(self, reply_to: str, addresses: Sequence[EntryAddress]) -> None:
+    def _send_hint(self, reply_to: str, addresses: Sequence[EntryAddress]) -> None:
         """A lost hint costs its reader only time."""
         key = keys.reply(reply_to).encode()
         packed = pack((b"XADD", key, b"NOMKSTREAM", b"*", b"r", hint(addresses)))
@@ -369,7 +369,7 @@ class Requests:
 
 
 def _without_result(settlement: Settlement) -> Settlement:
-    failure, outcome = Failure.of(QuotaExceeded(TOO_MUCH_STORED)), settlement.outcome
+    failure, outcome = Failure.from_error(QuotaExceeded(TOO_MUCH_STORED)), settlement.outcome
     blob = encode_responses([Response(request_id=settlement.address.id, failure=failure, attempt=outcome.attempt or 1)])
     failed = {"state": RequestState.FAILED, "blob": blob, "code": failure.code, "message": failure.message}
     return msgspec.structs.replace(settlement, outcome=msgspec.structs.replace(outcome, **failed))
@@ -482,7 +482,7 @@ def _acceptance(acceptance: Acceptance, payload: StagedValue, weight: int) -> Sc
     arguments: list[Argument] = [
         keys.GROUP,
         *(address.id, packable(acceptance.frame), payload.place, packable(payload.data)),
-        *(acceptance.limit, int(acceptance.is_told)),
+        *(acceptance.limit, int(acceptance.reports_start)),
         *map(ttl_ms, times),
         ttl_ms(acceptance.idempotency_ttl_s) if acceptance.idempotency_key else 0,
         *(acceptance.body_hash, acceptance.lane.version, acceptance.lane.name),
@@ -505,7 +505,7 @@ def _settlement(settlement: Settlement, result: StagedValue) -> ScriptArguments:
         keys.due(model, partition).encode(),
         keys.deliveries(model, partition, WEBHOOKS).encode(),
         _payload_name(address).encode(),
-        keys.responses(model, partition, address.id).encode(),
+        keys.stored_responses(model, partition, address.id).encode(),
         keys.cancels(model, partition).encode(),
     )
     where = (keys.lane(entry.lane), entry.entry_id) if entry is not None else (b"", b"")

@@ -109,7 +109,7 @@ class Resources:
         wanted = frozenset(name for owner, units in wishes if owner != self.owner for name in units)
         return ResourceEvents(entries[-1][0].decode(), any(kind == b"freed" for kind, _ in told), wanted)
 
-    async def leave(self) -> None:
+    async def end_lease(self) -> None:
         """Ends the lease."""
         await self._router.run(self._slot, _LEAVE, self._names, self.owner)
 

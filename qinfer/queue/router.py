@@ -74,7 +74,7 @@ class Router:
                 await router._learn()
                 for link in list(router._links.values()):
                     await link.call(b"PING")
-                router._keeper = asyncio.create_task(router._keep(), name="redis cluster map")
+                router._keeper = asyncio.create_task(router._maintain_map(), name="redis cluster map")
         except BaseException:
             await router.close()
             raise
@@ -187,7 +187,7 @@ class Router:
 
         return follow
 
-    async def _keep(self) -> None:
+    async def _maintain_map(self) -> None:
         while True:
             await self._in_doubt.wait()
             self._in_doubt.clear()

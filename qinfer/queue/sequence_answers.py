@@ -58,7 +58,7 @@ async def _response(sequences: Sequences, place: StepPlace, request: InferReques
         try:
             return await stored_response(sequences, place, request.id)
         except (SequenceEnded, CorruptEntry) as error:
-            failure = Failure.of(error)
+            failure = Failure.from_error(error)
     return Response(request_id=request.id, model=request.model, version=request.version, failure=failure)
 
 
@@ -70,6 +70,6 @@ async def _publish(queue: Queue, step: UnansweredStep, reply_to: str, response: 
         try:
             await queue.store_result(step.entry.lane, response.request_id, blob, STORED_TTL_S, tenant)
         except QuotaExceeded as error:
-            apart = msgspec.structs.replace(response, outputs=(), failure=Failure.of(error))
+            apart = msgspec.structs.replace(response, outputs=(), failure=Failure.from_error(error))
         blob = encode_responses([apart])
     await queue.publish(reply_to, blob)

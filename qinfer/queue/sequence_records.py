@@ -34,7 +34,7 @@ class SequenceId(msgspec.Struct, frozen=True):
         return _spell(self.tenant, self.correlation_id)
 
     @classmethod
-    def of(cls, name: str) -> "SequenceId":
+    def parse(cls, name: str) -> "SequenceId":
         """Reads a name; a damaged one matches no sequence."""
         tenant, _, rest = name.partition(":")
         is_number = rest[:1] == "n" and rest[1:].isdecimal() and len(rest) <= _MAX_NUMBER

@@ -197,7 +197,7 @@ class Sequences:
         """Returns the KEYS of `RENEW_OWNER`."""
         return [self._owners, self._orphans, *(self._own_lane(version, worker_id) for version in versions)]
 
-    async def leave(self, worker_id: str, versions: Items[int]) -> bool:
+    async def end_lease(self, worker_id: str, versions: Items[int]) -> bool:
         """Ends the lease of a worker; False if it owns sequences."""
         owned = keys.sequence_owned(self._model, self._partition, worker_id).encode()
         names = [self._owners, owned, *(self._own_lane(version, worker_id) for version in versions)]
@@ -214,12 +214,12 @@ class Sequences:
             return []
         names = [*self._waiting(version), self._own_lane(version, worker_id)]
         bits = "" if told_bits is None else told_bits
-        is_alive, found = await self._run(_OWN, names, worker_id, min(count, AT_ONCE), bits)
+        is_alive, found = await self._run_script(_OWN, names, worker_id, min(count, AT_ONCE), bits)
         return list(map(_owned, found)) if is_alive else None
 
     async def shares(self, version: int) -> list[SlotShare]:
         """Returns a version's tenants with open or waiting sequences."""
-        found = await self._run(_SHARES, self._waiting(version))
+        found = await self._run_script(_SHARES, self._waiting(version))
         return [
             SlotShare(read_tenant(tenant.decode(errors="replace")), weight, held, waited_ms / 1000)
             for tenant, weight, held, waited_ms in found
@@ -231,13 +231,13 @@ class Sequences:
         words = (b"SET", key.encode(), b"1", b"NX", b"PX", ttl_ms(turn_s))
         return await self._router.call(self._slot, *words) is not None
 
-    async def tell(self, sequence: SequenceId, bits: int) -> Renaming:
+    async def assign_id(self, sequence: SequenceId, bits: int) -> Renaming:
         """Chooses the id that a model without sequences sees: 32 or 64 `bits`, or text (0)."""
         key = keys.sequence_told(self._model, self._partition, sequence.name).encode()
-        is_other, number = await self._run(_TELL, [key], sequence.name, bits)
+        is_other, number = await self._run_script(_TELL, [key], sequence.name, bits)
         return Renaming(bool(is_other), number)
 
-    async def take(
+    async def take_steps(
         self, worker_id: str, version: int, after: str = "", count: int = 100, max_bytes: int = 2**20
     ) -> DeliveredSteps | None:
         """Returns new steps of a worker's sequences in order, and ended lives; `None` if its lease has ended.
@@ -245,7 +245,7 @@ class Sequences:
         `after` is the previous `DeliveredSteps.ticket`. After a reconnect a step may come again.
         """
         names = [self._own_lane(version, worker_id)]
-        is_alive, ticket, told = await self._run(_TAKE, names, worker_id, after, count, max_bytes)
+        is_alive, ticket, told = await self._run_script(_TAKE, names, worker_id, after, count, max_bytes)
         if not is_alive:
             return None
         return DeliveredSteps(ticket.decode(), [self._taken(worker_id, each) for each in told])
@@ -273,7 +273,7 @@ class Sequences:
             write = partial(run_each, script=_COMMIT, requests=words[start : start + AT_ONCE])
             replies += await self._durability.write(self._model, self._partition, write)
         for _, gone in replies:
-            self._values.forget(gone)
+            self._values.delete_objects(gone)
         if any(what == b"gone" for what, _ in replies):
             raise BrokerUnavailable(_STAGED_LATE)
         return [what != b"lost" for what, _ in replies]
@@ -281,11 +281,13 @@ class Sequences:
     async def state(self, sequence: SequenceId) -> bytes | None:
         """Returns the last committed state."""
         name = keys.sequence_state(self._model, self._partition, sequence.name)
-        return await self._value(sequence, b"state", name)
+        return await self._fetch_value(sequence, b"state", name)
 
     async def response(self, place: StepPlace) -> bytes | None:
         """Returns the stored response to a committed step, if it is kept."""
-        return await self._value(place.sequence, b"answer:%d.%d" % (place.life, place.number), self._answer(place))
+        return await self._fetch_value(
+            place.sequence, b"answer:%d.%d" % (place.life, place.number), self._answer_key(place)
+        )
 
     async def finish(self, answered: Iterable[tuple[StepPlace, Entry]]) -> None:
         """Removes steps whose response was published; may be repeated."""
@@ -293,7 +295,7 @@ class Sequences:
         call = partial(self._router.call, self._slot)
         for start in range(0, len(words), AT_ONCE):
             for gone in await run_each(call, _FINISH, words[start : start + AT_ONCE]):
-                self._values.forget(gone)
+                self._values.delete_objects(gone)
 
     async def fail(self, place: StepPlace, failure: Failure, token: int | None = None) -> bool:
         """Ends a life with the failure of a step; returns whether it ends.
@@ -308,14 +310,14 @@ class Sequences:
         """Ends a life that is idle for too long by Redis' clock."""
         return await self._fail(place, "", "", token)
 
-    async def give_back(self, worker_id: str, sequences: Iterable[SequenceId]) -> int:
+    async def hand_over(self, worker_id: str, sequences: Iterable[SequenceId]) -> int:
         """Hands over a draining worker's sequences without an executing step; `explicit` ones are lost."""
         names = [sequence.name for sequence in sequences]
         owned = keys.sequence_owned(self._model, self._partition, worker_id).encode()
         given = 0
         for start in range(0, len(names), AT_ONCE):
-            count, gone = await self._run(_GIVE_BACK, [owned], worker_id, *names[start : start + AT_ONCE])
-            self._values.forget(gone)
+            count, gone = await self._run_script(_GIVE_BACK, [owned], worker_id, *names[start : start + AT_ONCE])
+            self._values.delete_objects(gone)
             given += count
         return given
 
@@ -330,7 +332,7 @@ class Sequences:
     async def unanswered(self, count: int = AT_ONCE, max_bytes: int = 2**20) -> list[UnansweredStep]:
         """Returns steps of ended lives to be answered and finished; unfinished ones come again after 10 s."""
         name = keys.sequence_endings(self._model, self._partition).encode()
-        return [self._left(each) for each in await self._run(_UNANSWERED, [name], count, max_bytes)]
+        return [self._left(each) for each in await self._run_script(_UNANSWERED, [name], count, max_bytes)]
 
     async def sizes(self, versions: Items[int]) -> SequenceCounts:
         """Counts the sequences, and those of these versions without an owner."""
@@ -340,7 +342,7 @@ class Sequences:
 
     async def backlog(self, version: int) -> int:
         """Counts the steps of a version's sequences without an owner."""
-        return int(await self._run(_BACKLOG, [self._open, *self._waiting(version)]))
+        return int(await self._run_script(_BACKLOG, [self._open, *self._waiting(version)]))
 
     async def _submit(self, sequence: SequenceId, step: StepRequest, limits: SubmitLimits) -> Items[Any]:
         payload = step.payload
@@ -355,7 +357,7 @@ class Sequences:
                 await self._values.remove(self._slot, key)
         return reply  # type: ignore[no-any-return]  # a list
 
-    async def _value(self, sequence: SequenceId, field: bytes, name: str) -> bytes | None:
+    async def _fetch_value(self, sequence: SequenceId, field: bytes, name: str) -> bytes | None:
         kept = await self._router.call(self._slot, b"HGET", self._record(sequence), field)
         return kept if isinstance(kept, bytes) else await self._values.get(self._slot, name, sequence.tenant)
 
@@ -392,7 +394,7 @@ class Sequences:
                 f"the response to step {step.number} of {of} is no longer kept: step {about[0]} is committed"
             )
         if what == b"ended":
-            return self._ended(sequence, *about)
+            return self._ended_error(sequence, *about)
         return start_missing(self._model, sequence.correlation_id)
 
     async def _renew(self, worker_id: str, versions: Items[int], lease_s: float, *, is_new: bool) -> bool:
@@ -404,18 +406,18 @@ class Sequences:
         return bool(await self._counted(_FAIL, [self._record(place.sequence)], *about))
 
     async def _counted(self, script: Script, names: Items[bytes], *arguments: Any) -> int:
-        count, gone = await self._run(script, names, *arguments)
-        self._values.forget(gone)
+        count, gone = await self._run_script(script, names, *arguments)
+        self._values.delete_objects(gone)
         return int(count)
 
-    def _run(self, script: Script, names: Items[bytes], *arguments: Any) -> Awaitable[Any]:
+    def _run_script(self, script: Script, names: Items[bytes], *arguments: Any) -> Awaitable[Any]:
         return self._router.run(self._slot, script, names, *self._begin, *arguments)
 
     async def _stage(self, step: CommittedStep) -> Items[Any]:
         sequence = step.place.sequence
         name = keys.sequence_state(self._model, self._partition, sequence.name)
         state = await self._values.stage(name, step.state or b"", step.idle_s + _KEPT_S, sequence.tenant)
-        response = await self._values.stage(self._answer(step.place), step.response, _KEPT_S, sequence.tenant)
+        response = await self._values.stage(self._answer_key(step.place), step.response, _KEPT_S, sequence.tenant)
         return [*_words(state), *_words(response)]
 
     def _commit_words(self, step: CommittedStep, values: Items[Any]) -> ScriptArguments:
@@ -430,36 +432,36 @@ class Sequences:
 
     def _taken(self, worker_id: str, told: Items[Any]) -> DeliveredStep:
         name, life, number, token, entry_id, fields, deliveries = told
-        place = StepPlace(SequenceId.of(name.decode(errors="replace")), life, number)
+        place = StepPlace(SequenceId.parse(name.decode(errors="replace")), life, number)
         if not fields:
             return DeliveredStep(place, token, None, is_cancelled=number > 0)
-        entry, frame = self._read(place.sequence, entry_id, fields)
+        entry, frame = self._parse_entry(place.sequence, entry_id, fields)
         return DeliveredStep(place, token, Lease(entry, worker_id, frame, deliveries, suspect=deliveries > 1))
 
     def _left(self, told: Items[Any]) -> UnansweredStep:
         name, life, number, entry_id, fields, is_stored, code, text, failed = told
-        place = StepPlace(SequenceId.of(name.decode(errors="replace")), life, number)
-        entry, frame = self._read(place.sequence, entry_id, fields)
+        place = StepPlace(SequenceId.parse(name.decode(errors="replace")), life, number)
+        entry, frame = self._parse_entry(place.sequence, entry_id, fields)
         failure = None
         if not is_stored and not code:
-            failure = Failure.of(SequenceEnded(NOT_KEPT))
+            failure = Failure.from_error(SequenceEnded(NOT_KEPT))
         elif not is_stored and number == failed and code != SequenceLost.code.encode():
             failure = Failure(code.decode(errors="replace"), text.decode(errors="replace"))
         elif not is_stored and text == BACKLOG_TIMED_OUT.encode():
-            failure = Failure.of(DeadlineExceeded(BACKLOG_TIMED_OUT))
+            failure = Failure.from_error(DeadlineExceeded(BACKLOG_TIMED_OUT))
         elif not is_stored:
-            ended = self._ended(place.sequence, code, text, failed)
+            ended = self._ended_error(place.sequence, code, text, failed)
             # In Triton, cancelling one step cancels all waiting steps.
-            failure = Failure.of(Cancelled(ended.message) if code == Cancelled.code.encode() else ended)
+            failure = Failure.from_error(Cancelled(ended.message) if code == Cancelled.code.encode() else ended)
         return UnansweredStep(place, entry, frame, failure)
 
-    def _read(self, sequence: SequenceId, entry_id: bytes, fields: Items[bytes]) -> tuple[Entry, bytes]:
+    def _parse_entry(self, sequence: SequenceId, entry_id: bytes, fields: Items[bytes]) -> tuple[Entry, bytes]:
         of = dict(zip(fields[::2], fields[1::2], strict=True))
         return Entry(
             self._steps(sequence), entry_id.decode(), payload_id=of.get(b"p", b"").decode(errors="replace")
         ), of[b"f"]
 
-    def _ended(self, sequence: SequenceId, code: bytes, text: bytes, number: int) -> SequenceEnded:
+    def _ended_error(self, sequence: SequenceId, code: bytes, text: bytes, number: int) -> SequenceEnded:
         error = SequenceLost if code == SequenceLost.code.encode() else SequenceEnded
         return error(ended_text(self._model, sequence.correlation_id, number, text.decode(errors="replace")))
 
@@ -469,7 +471,7 @@ class Sequences:
     def _record(self, sequence: SequenceId) -> bytes:
         return self._records + sequence.name.encode()
 
-    def _answer(self, place: StepPlace) -> str:
+    def _answer_key(self, place: StepPlace) -> str:
         step = f"{place.life}.{place.number}"
         return keys.sequence_answer(self._model, self._partition, place.sequence.name, step)
 
@@ -497,7 +499,7 @@ def _given(step: CommittedStep) -> Items[Any]:
 def _owned(found: Items[Any]) -> OwnedLife:
     name, life, token, committed, generation, kind, idle_ms, is_other, number = found
     return OwnedLife(
-        sequence=SequenceId.of(name.decode(errors="replace")),
+        sequence=SequenceId.parse(name.decode(errors="replace")),
         life=life,
         token=token,
         committed=committed,

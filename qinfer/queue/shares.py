@@ -56,7 +56,7 @@ class Places:
         kept_s = CROWDED_S if is_shared else KNOWN_S
         self._places[lane, tenant] = share_of(lane, number), self._monotonic_s() + kept_s
 
-    def forget(self, lane: Lane, tenant: str) -> None:
+    def drop_place(self, lane: Lane, tenant: str) -> None:
         """Forgets a tenant's stream, which is gone."""
         self._places.pop((lane, tenant), None)
 

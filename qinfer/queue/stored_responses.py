@@ -55,7 +55,7 @@ class StoredResponses:
             *(keys.lane(entry.lane), entry.entry_id, int(resumes), max_bytes, index),
             *map(packable, blobs),
         ]
-        call = self._call(address, sum(map(len, blobs)))
+        call = self._call_for(address, sum(map(len, blobs)))
         what, count, watchers = await run_script(call, _APPEND, [_record(address), _responses(address)], *arguments)
         if what == b"broken":
             raise StreamBroken(
@@ -75,13 +75,13 @@ class StoredResponses:
     async def read(self, address: EntryAddress, index: int) -> list[bytes]:
         """Returns responses from `index` on, at least one if there is any, and about 1 MiB."""
         name = _responses(address)
-        found = await run_script(self._call(address, 0), _RESPONSES, [name], index, LARGE_BYTES)
+        found = await run_script(self._call_for(address, 0), _RESPONSES, [name], index, LARGE_BYTES)
         if isinstance(found, int):
-            (response,) = await self._call(address, found)(b"LRANGE", name, index, index)
+            (response,) = await self._call_for(address, found)(b"LRANGE", name, index, index)
             return [response]
         return list(found)
 
-    def _call(self, address: EntryAddress, nbytes: int) -> Call:
+    def _call_for(self, address: EntryAddress, nbytes: int) -> Call:
         slot = keys.slot(_responses(address))
         if nbytes <= LARGE_BYTES:
             return partial(self._router.call, slot)
@@ -93,4 +93,4 @@ def _record(address: EntryAddress) -> bytes:
 
 
 def _responses(address: EntryAddress) -> bytes:
-    return keys.responses(address.model, address.partition, address.id).encode()
+    return keys.stored_responses(address.model, address.partition, address.id).encode()

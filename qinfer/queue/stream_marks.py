@@ -27,24 +27,24 @@ class StreamMarks:
     def __init__(self, router: Router) -> None:
         self._router = router
 
-    def begin(self, leases: Sequence[Lease]) -> None:
+    def mark_begun(self, leases: Sequence[Lease]) -> None:
         """Marks entries as executing, for their lane's limit; never blocks."""
         for (lane, consumer, _), group in grouped(leases, owner_of):
             ids = [lease.entry.entry_id for lease in group]
             for start in range(0, len(ids), _MOST_AT_ONCE):
-                self._begin(lane, consumer, ids[start : start + _MOST_AT_ONCE])
+                self._mark_in_lane(lane, consumer, ids[start : start + _MOST_AT_ONCE])
 
-    def _begin(self, lane: Lane, consumer: str, ids: Sequence[str]) -> None:
+    def _mark_in_lane(self, lane: Lane, consumer: str, ids: Sequence[str]) -> None:
         slot = keys.lane_slot(lane)
         words: tuple[Argument, ...] = (1, keys.lane(lane), keys.GROUP, consumer, *ids)
 
         def answered(reply: Any) -> None:
             if type(reply) is CommandRefused and reply.kind == "NOSCRIPT":
-                self._send(slot, (b"EVAL", _BEGIN.text, *words), lambda _: None)
+                self._send_command(slot, (b"EVAL", _BEGIN.text, *words), lambda _: None)
 
-        self._send(slot, (b"EVALSHA", _BEGIN.sha, *words), answered)
+        self._send_command(slot, (b"EVALSHA", _BEGIN.sha, *words), answered)
 
-    def _send(self, slot: int, words: tuple[Argument, ...], answered: Callable[[Any], None]) -> None:
+    def _send_command(self, slot: int, words: tuple[Argument, ...], answered: Callable[[Any], None]) -> None:
         with suppress(BrokerUnavailable):
             self._router.send(slot, pack(words), answered)
 
@@ -58,12 +58,12 @@ class StreamMarks:
         slot, key = keys.lane_slot(entry.lane), keys.sent(entry.lane, entry.entry_id)
         return bool(await self._router.call(slot, b"EXISTS", key))
 
-    async def forget(self, entries: Sequence[Entry]) -> None:
+    async def remove_marks(self, entries: Sequence[Entry]) -> None:
         """Removes the marks of ended entries."""
         for lane, group in by_lane(entries):
             await self._router.call(keys.lane_slot(lane), b"UNLINK", *[keys.sent(lane, one.entry_id) for one in group])
 
-    async def cancelled(self, model: str, partition: int, after: str) -> list[tuple[str, Lane, str]]:
+    async def list_cancelled(self, model: str, partition: int, after: str) -> list[tuple[str, Lane, str]]:
         """Returns mark, lane and id of the last thousand cancelled entries of workers.
 
         `after` is the last known mark, or an instant in ms of Redis' time.

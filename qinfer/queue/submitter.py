@@ -71,7 +71,7 @@ class Submitter:
             slot, command = adding(lane, endpoint)
             self._router.send(slot, command.pack(frame), partial(_added, lane, done))
         elif (stream := self._places.find(lane, tenant)) is None:
-            self._run(lane, _Sender(tenant, endpoint), [(frame, done)])
+            self._send_script(lane, _Sender(tenant, endpoint), [(frame, done)])
         elif stream is lane:
             slot, command = adding(lane, endpoint, tenant if endpoint else "")
             self._router.send(slot, command.pack(frame), partial(_added, lane, done))
@@ -92,7 +92,7 @@ class Submitter:
         if reply is not None:
             _added(stream, done, reply)
             return
-        self._places.forget(lane, sender.tenant)
+        self._places.drop_place(lane, sender.tenant)
         self._run_later(lane, sender, [(frame, done)])
 
     def _gather(self, where: tuple[Lane, int, str, str], entry: tuple[Bytes, Done]) -> None:
@@ -114,7 +114,7 @@ class Submitter:
     def _run_later(self, lane: Lane, sender: _Sender, entries: Sequence[tuple[Bytes, Done]], limit: int = 0) -> None:
         """A missing connection is reported by `done`: the submitter has gone on."""
         try:
-            self._run(lane, sender, entries, limit)
+            self._send_script(lane, sender, entries, limit)
         except BrokerUnavailable as error:
             for _, done in entries:
                 done(error)
@@ -124,7 +124,7 @@ class Submitter:
     ) -> None:
         if not self._values.is_apart(len(payload.data)):
             about = (payload.request_id, max(1, int(payload.ttl_s * 1000)), packable(payload.data))
-            self._run(lane, sender, [(frame, done)], limit, about)
+            self._send_script(lane, sender, [(frame, done)], limit, about)
         else:
             self._router.check_up(keys.lane_slot(lane))  # else it would wait for the connection
             storing = self._submit_large(lane, frame, done, payload, limit, sender)
@@ -132,7 +132,7 @@ class Submitter:
             self._large.add(task)
             task.add_done_callback(self._large.discard)
 
-    def _run(
+    def _send_script(
         self,
         lane: Lane,
         sender: _Sender,
@@ -182,7 +182,7 @@ class Submitter:
         future: asyncio.Future[Entry | QinferError] = asyncio.get_running_loop().create_future()
         try:
             await self._values.set(slot, key, payload.data, payload.ttl_s, tenant=sender[0])
-            self._run(lane, sender, [(frame, future.set_result)], limit, (payload.request_id, 0, b""))
+            self._send_script(lane, sender, [(frame, future.set_result)], limit, (payload.request_id, 0, b""))
             answer = await asyncio.shield(future)
         except QinferError as error:
             answer = error

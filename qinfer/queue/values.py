@@ -102,7 +102,7 @@ class Values:
         if self.objects is not None and len(value) > self.objects.min_bytes:
             async with self._transfers.turn(tenant, len(value)):
                 reference = await self.objects.write(_owner(key), value, ttl_s + later_s)
-            self.forget(await self._run(slot, _REFER, key, ttl_ms, *reference.fields))
+            self.delete_objects(await self._run_script(slot, _REFER, key, ttl_ms, *reference.fields))
             return
         if len(value) > MAX_BYTES:
             raise PayloadTooLarge(f"{len(value)} bytes in one piece are more than the {MAX_BYTES} that the queue takes")
@@ -127,12 +127,12 @@ class Values:
 
     async def get(self, slot: int, key: str | bytes, tenant: str = "", room: Room | None = None) -> bytes | None:
         """Returns a value, awaiting `room` before a large one; `CorruptEntry` = only its object is gone."""
-        value, _ = await self._read(slot, key, tenant, room)
+        value, _ = await self._read_value(slot, key, tenant, room)
         return value
 
     async def take(self, slot: int, key: str | bytes, tenant: str = "", room: Room | None = None) -> bytes | None:
         """Returns a value as `get` does, and removes it."""
-        value, reference = await self._read(slot, key, tenant, room)
+        value, reference = await self._read_value(slot, key, tenant, room)
         if value is not None:
             with suppress(BrokerUnavailable):  # it expires
                 self._router.send(slot, pack((b"UNLINK", key)), lambda _: None)
@@ -142,21 +142,21 @@ class Values:
 
     async def remove(self, slot: int, key: str | bytes) -> None:
         """Removes a value; on an error it may exist."""
-        self.forget(await self._run(slot, _REMOVE, key))
+        self.delete_objects(await self._run_script(slot, _REMOVE, key))
 
-    def forget(self, names: Iterable[bytes]) -> None:
+    def delete_objects(self, names: Iterable[bytes]) -> None:
         """Schedules the deletion of objects that scripts no longer reference."""
         if names and self.objects is not None:
             self.objects.delete(name.decode() for name in names)
 
-    async def settle(self) -> None:
+    async def wait_for_deletions(self) -> None:
         """Waits until scheduled objects are deleted, or left to the sweep."""
         if self.objects is not None:
-            await self.objects.settle()
+            await self.objects.wait_for_deletions()
 
     async def reference(self, slot: int, key: str | bytes) -> Reference | None:
         """Returns the reference of a value; `None` for bytes."""
-        found = await self._run(slot, _READ, key, 0)
+        found = await self._run_script(slot, _READ, key, 0)
         return _reference(found) if isinstance(found, list) else None
 
     async def copy_object(self, reference: Reference, key: str | bytes, kept_s: float) -> Reference | None:
@@ -176,10 +176,10 @@ class Values:
         if self.objects is not None:
             await self.objects.close()
 
-    async def _read(
+    async def _read_value(
         self, slot: int, key: str | bytes, tenant: str, room: Room | None
     ) -> tuple[bytes | None, Reference | None]:
-        found = await self._run(slot, _READ, key, LARGE_BYTES)
+        found = await self._run_script(slot, _READ, key, LARGE_BYTES)
         for _ in range(2):
             if room is not None and not isinstance(found, bytes | None):
                 await room(found if isinstance(found, int) else _reference(found).size)
@@ -193,7 +193,7 @@ class Values:
             if data is not None:
                 return data, reference
             before = found
-            found = await self._run(slot, _READ, key, LARGE_BYTES)
+            found = await self._run_script(slot, _READ, key, LARGE_BYTES)
             if found == before:
                 break  # else it was finished meanwhile, or stored again
         raise CorruptEntry(_LOST)
@@ -203,7 +203,7 @@ class Values:
             raise BrokerUnavailable(_NO_STORE)
         return self.objects
 
-    async def _run(self, slot: int, script: Script, key: str | bytes, *arguments: Any) -> Any:
+    async def _run_script(self, slot: int, script: Script, key: str | bytes, *arguments: Any) -> Any:
         name = key if isinstance(key, bytes) else key.encode()
         return await self._router.run(slot, script, [name], *arguments)
 

@@ -127,7 +127,7 @@ class ScalingState:
     patience: int = 1
 
     @classmethod
-    def begin(cls, now_s: float, target: int) -> "ScalingState":
+    def initial(cls, now_s: float, target: int) -> "ScalingState":
         """Returns the first state, with `target` workers."""
         return cls(target=target, since_s=now_s, active_at_s=now_s, grown_at_s=now_s)
 

@@ -62,7 +62,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     versions: tuple[VersionTrace, ...] = ()
 
     @classmethod
-    def of(
+    def from_decision(
         cls,
         at_s: float,
         seen: QueueObservation,
@@ -161,7 +161,7 @@ class RecordFile:
                         rows_per_s=round(one.rows_per_s, 3),
                     )
                 )
-        moment = Moment.of(
+        moment = Moment.from_decision(
             seen.now_s + self._offset_s, seen, decision, before=before, draining=draining, versions=tuple(versions)
         )
         was_broken = self._is_broken

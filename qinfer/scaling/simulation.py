@@ -34,7 +34,7 @@ class WorkerProfile:
     floor: int = 0
 
     @classmethod
-    def of(cls, traffic: Traffic) -> "WorkerProfile":
+    def from_traffic(cls, traffic: Traffic) -> "WorkerProfile":
         """Returns the profile of a record's workers."""
         return cls(rows_per_s=traffic.rows_per_s, load_s=traffic.load_s, drain_s=traffic.drain_s, floor=traffic.floor)
 
@@ -108,7 +108,7 @@ class _WaitingRows:
             self._groups.append((now, count))
             self.count += count
 
-    def take(self, now: int, count: int, outcome: SimulationOutcome) -> None:
+    def take_rows(self, now: int, count: int, outcome: SimulationOutcome) -> None:
         self.count -= count
         while count:
             arrived, there = self._groups.popleft()
@@ -118,15 +118,15 @@ class _WaitingRows:
             if there > taken:
                 self._groups.appendleft((arrived, there - taken))
 
-    def end(self, now: int, outcome: SimulationOutcome) -> None:
+    def take_rest(self, now: int, outcome: SimulationOutcome) -> None:
         outcome.left = self.count
-        self.take(now, self.count, outcome)
+        self.take_rows(now, self.count, outcome)
 
 
 def simulate(policy: ScalingPolicy, arrivals: Sequence[int], profile: WorkerProfile | None = None) -> SimulationOutcome:
     """Runs a policy on arriving rows per second."""
     profile = profile or WorkerProfile()
-    state = ScalingState.begin(0.0, policy.min_workers)
+    state = ScalingState.initial(0.0, policy.min_workers)
     throughput, outcome = Throughput(), SimulationOutcome(ideal_s=sum(arrivals) / profile.rows_per_s)
     ready_at: list[float] = [profile.load_s] * policy.min_workers
     leaving: list[float] = []
@@ -140,7 +140,7 @@ def simulate(policy: ScalingPolicy, arrivals: Sequence[int], profile: WorkerProf
         served = min(waiting.count, int(credit))
         credit -= served
         served_rows += served
-        waiting.take(now, served, outcome)
+        waiting.take_rows(now, served, outcome)
         leaving = [ends_s for ends_s in leaving if ends_s > now]
         outcome.worker_s += len(ready_at) + len(leaving)
         there = waiting.count + min(live, served)
@@ -164,7 +164,7 @@ def simulate(policy: ScalingPolicy, arrivals: Sequence[int], profile: WorkerProf
             ready_at.remove(max(ready_at))
             leaving.append(now + profile.drain_s)
     outcome.most = max(outcome.targets, default=0)
-    waiting.end(len(arrivals), outcome)
+    waiting.take_rest(len(arrivals), outcome)
     return outcome
 
 
@@ -179,6 +179,6 @@ def as_recorded(traffic: Traffic) -> SimulationOutcome:
     waiting = _WaitingRows()
     for now, (count, served) in enumerate(zip(traffic.arrivals, traffic.served, strict=True)):
         waiting.add(now, count)
-        waiting.take(now, min(served, waiting.count), outcome)
-    waiting.end(len(traffic.arrivals), outcome)
+        waiting.take_rows(now, min(served, waiting.count), outcome)
+    waiting.take_rest(len(traffic.arrivals), outcome)
     return outcome

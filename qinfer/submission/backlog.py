@@ -44,7 +44,7 @@ class _Group:
         self.asked_s: float | None = None
 
 
-class LaneBacklog:
+class LaneLoads:
     """The loads of the lanes in use."""
 
     def __init__(self, queue: Queue, catalog: Catalog) -> None:
@@ -58,7 +58,7 @@ class LaneBacklog:
         """Returns the load of a lane, polled from now on."""
         found = self._loads.get(lane)
         if found is None:
-            found = self._begin(served, lane)
+            found = self._add_group(served, lane)
         load, group = found
         group.asked, group.served = True, served
         return load
@@ -101,9 +101,9 @@ class LaneBacklog:
                 del self._groups[key]
                 for lane in group.lanes:
                     del self._loads[lane]
-        await asyncio.gather(*(self._look(group) for group in self._groups.values()))
+        await asyncio.gather(*(self._poll_group(group) for group in self._groups.values()))
 
-    async def _look(self, group: _Group) -> None:
+    async def _poll_group(self, group: _Group) -> None:
         own = [load.own for load in group.loads]
         # Tenants with unknown places are in some share of their lane.
         unplaced = {undivided(load.lane.name): load.own for load in group.loads if not is_placed(load.lane)}
@@ -129,7 +129,7 @@ class LaneBacklog:
             _note(load, of_lane[lane], mine + nobodys, unplaced.get(lane, 0))
             load.most = most
 
-    def _begin(self, served: ServedVersion, lane: Lane) -> tuple[LaneLoad, _Group]:
+    def _add_group(self, served: ServedVersion, lane: Lane) -> tuple[LaneLoad, _Group]:
         key, most = (served.spec.name, served.version), self._most(served)
         known = self._groups.get(key)  # a new generation may have other lanes
         lanes = dict.fromkeys((*self._catalog.lanes(*key), lane, *(known.lanes if known else ())))

@@ -304,7 +304,7 @@ class PendingRequests:
         """Removes a request; returns whether it was pending."""
         if self._pending.pop(pending.request_id, None) is None:
             return False
-        self._forget(pending)
+        self._remove_entry(pending)
         return True
 
     def submitted(self, pending: PendingCall, outcome: Entry | QinferError) -> None:
@@ -331,7 +331,7 @@ class PendingRequests:
         for response in responses:
             self.deliver(response)
 
-    def take(self, response: Response) -> PendingCall | None:
+    def request_of(self, response: Response) -> PendingCall | None:
         """Returns a response's request, removed with the last response unless outputs are yet to be fetched.
 
         `None` for an unknown id, another attempt than the followed one, and a stream's response out of order.
@@ -348,7 +348,7 @@ class PendingRequests:
             return None
         if response.final and not response.stored:
             del self._pending[response.request_id]
-            self._forget(pending)
+            self._remove_entry(pending)
         return pending
 
     def cancel(self, pending: PendingCall) -> bool:
@@ -439,7 +439,7 @@ class PendingRequests:
             before.own -= 1
             self.count(pending, load)
 
-    def _forget(self, pending: PendingCall) -> None:
+    def _remove_entry(self, pending: PendingCall) -> None:
         if pending.turn is not None:
             pending.turn.set()
         bucket = self._buckets[pending.bucket]
@@ -483,7 +483,7 @@ class PendingRequests:
 
     def deliver(self, response: Response) -> None:
         """Delivers a response, after fetching stored outputs."""
-        pending = self.take(response)
+        pending = self.request_of(response)
         if pending is None:
             if response.stored and response.request_id in self._left:
                 self._unread.append(self._left.pop(response.request_id))
@@ -497,9 +497,9 @@ class PendingRequests:
                 self._stored.append(pending)
                 self._work.set()
             return
-        self.answer(pending, response)
+        self.answer_caller(pending, response)
 
-    def answer(self, pending: PendingCall, response: Response) -> None:
+    def answer_caller(self, pending: PendingCall, response: Response) -> None:
         """Passes on the response of a request, which has left the table if it is final."""
         if response.version != pending.version and response.version:
             pending.version = response.version  # it was moved while it waited
@@ -528,7 +528,7 @@ class PendingRequests:
         step = pending.step
         if step is not None:
             if error is not None and not (step.is_numbered and isinstance(error, Cancelled)):
-                step.failure = Failure.of(error)
+                step.failure = Failure.from_error(error)
             if step.failure is not None and step.place is not None:
                 self._broken.append(step)
                 self._work.set()
@@ -571,7 +571,7 @@ class PendingRequests:
         if pending not in self or step is None or step.place is None:
             return
         try:
-            if await step.sequences.fail(step.place, Failure.of(error), NOBODYS):
+            if await step.sequences.fail(step.place, Failure.from_error(error), NOBODYS):
                 if self.remove(pending):
                     self.fail(pending, error)
                 await answer_rest(self._queue, step.sequences)
@@ -595,7 +595,7 @@ class PendingRequests:
         # Another attempt may have replaced the announced outputs: harmless.
         is_awaited = self.remove(pending)
         if is_awaited:
-            self.answer(pending, msgspec.structs.replace(response, stored=False))
+            self.answer_caller(pending, msgspec.structs.replace(response, stored=False))
         if not is_awaited or pending.holder is None:
             pending.forget_memory()
 

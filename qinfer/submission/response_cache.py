@@ -159,11 +159,11 @@ class ResponseCache:
         if found is not None:
             self._count_hit(pending)
             if self._call_soon is None:
-                self._table.answer(pending, _of(pending, found, "hit"))
+                self._table.answer_caller(pending, _of(pending, found, "hit"))
             else:
-                self._call_soon(self._table.answer, pending, _of(pending, found, "hit"))
+                self._call_soon(self._table.answer_caller, pending, _of(pending, found, "hit"))
             return pending
-        route = served.routes.default if served.routes.are_plain else served.routes.of(request.priority)
+        route = served.routes.default if served.routes.are_plain else served.routes.for_priority(request.priority)
         place = (key, route.lane, 0.0 if served.routes.are_plain else request.timeout_s)
         flight = self._flights.get(place)
         if flight is None or flight.ends_s < started_s + timeout_s:
@@ -187,16 +187,16 @@ class ResponseCache:
                 for flight in unseen:
                     group.create_task(self._look_up(flight), name="cached response")
                 for write in unwritten:
-                    group.create_task(self._write(write), name="response to be cached")
+                    group.create_task(self._write_shared(write), name="response to be cached")
 
     def landed(self, flight: Flight, response: Response) -> None:
         """Stores the response of a flight and delivers it."""
         if not response.final:  # its model's responses are not cached; its sinks refuse it
             flight.is_whole = False
             for caller in flight.callers:
-                self._table.answer(caller, _of(caller, response, ""))
+                self._table.answer_caller(caller, _of(caller, response, ""))
             return
-        callers, stored_ns = self._forget(flight), 0
+        callers, stored_ns = self._detach_flight(flight), 0
         is_whole = response.failure is None and flight.is_whole and not response.index
         if is_whole and are_declared(response.outputs, flight.request, flight.served.spec):
             started_s = self._now_s()
@@ -212,18 +212,18 @@ class ResponseCache:
             if caller is not flight.first:
                 self._count_joined(caller, response)
             how = "miss" if caller is flight.first else "hit"
-            self._table.answer(caller, _of(caller, response, how if response.failure is None else ""))
+            self._table.answer_caller(caller, _of(caller, response, how if response.failure is None else ""))
 
     def crashed(self, flight: Flight, error: Exception) -> None:
         """Fails the callers of a flight."""
-        for caller in self._forget(flight):
+        for caller in self._detach_flight(flight):
             if self._table.remove(caller):
                 self._table.fail(caller, error)
 
     def abandon(self, flight: Flight) -> None:
         """Cancels a flight."""
         pending = flight.pending
-        self._forget(flight)
+        self._detach_flight(flight)
         if pending is not None:
             self._table.cancel(pending)
 
@@ -237,7 +237,7 @@ class ResponseCache:
         flight.ends_s = pending.started_s + max(timeout_s, min(2 * spec.default_timeout_s, spec.max_timeout_s))
         submission.prepare(flight.request, served)
         # With its caller's timeout, not the flight's.
-        route = served.routes.of(request.priority)
+        route = served.routes.for_priority(request.priority)
         submission.admit(served, route, timeout_s, request.timeout_s, tenant=request.tenant)
         pending.shared = flight
         self._flights[place] = flight
@@ -251,7 +251,7 @@ class ResponseCache:
             self._execute(flight)
         except QinferError:
             self._table.remove(pending)
-            self._forget(flight)
+            self._detach_flight(flight)
             raise
 
     def _execute(self, flight: Flight) -> None:
@@ -260,7 +260,7 @@ class ResponseCache:
         if flight.callers:  # it has not failed already
             flight.pending = pending
 
-    def _forget(self, flight: Flight) -> tuple[PendingCall, ...]:
+    def _detach_flight(self, flight: Flight) -> tuple[PendingCall, ...]:
         if self._flights.get(flight.place) is flight:
             del self._flights[flight.place]
         callers = tuple(flight.callers)
@@ -280,7 +280,7 @@ class ResponseCache:
         self._unwritten_bytes += len(blob)
         self._work.set()
 
-    async def _write(self, write: _Write) -> None:
+    async def _write_shared(self, write: _Write) -> None:
         assert self._shared is not None, "only responses for Redis wait"
         try:
             if self._shared.takes(len(write.blob)):
@@ -308,10 +308,10 @@ class ResponseCache:
             except QinferError as error:
                 self.crashed(flight, error)
             return
-        for caller in self._forget(flight):
+        for caller in self._detach_flight(flight):
             if self._table.remove(caller):
                 self._count_hit(caller)
-                self._table.answer(caller, _of(caller, found, "hit"))
+                self._table.answer_caller(caller, _of(caller, found, "hit"))
 
     def _count_hit(self, caller: PendingCall) -> None:
         """It also counts as a success, as in Triton."""

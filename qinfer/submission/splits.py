@@ -61,7 +61,7 @@ class Whole:
         """Records a submitted part."""
         self._parts.append(part)
         if self._is_over:  # an earlier part has failed, or this one was answered at once
-            self._end()
+            self._cancel_parts()
 
     def landed(self, place: int, response: Response) -> None:
         """Takes a part's response; the last, or a failure, ends the request."""
@@ -73,10 +73,10 @@ class Whole:
         self._responses[place] = response
         self._missing -= 1
         if response.failure is not None:
-            self._answer(response)
+            self._deliver_answer(response)
         elif not self._missing:
             try:
-                self._answer(merged([each for each in self._responses if each is not None]))
+                self._deliver_answer(merged([each for each in self._responses if each is not None]))
             except QinferError as error:
                 self.crashed(error)
 
@@ -84,21 +84,23 @@ class Whole:
         """Fails the whole request."""
         if self._is_over:
             return
-        self._end()
+        self._cancel_parts()
         if self._table.remove(self._pending):
             self._table.fail(self._pending, error)
 
     def left(self, caller: PendingCall) -> None:
         """Cancels every part."""
         del caller
-        self._end()
+        self._cancel_parts()
 
-    def _answer(self, response: Response) -> None:
-        self._end()
+    def _deliver_answer(self, response: Response) -> None:
+        self._cancel_parts()
         if self._table.remove(self._pending):
-            self._table.answer(self._pending, msgspec.structs.replace(response, request_id=self._pending.request_id))
+            self._table.answer_caller(
+                self._pending, msgspec.structs.replace(response, request_id=self._pending.request_id)
+            )
 
-    def _end(self) -> None:
+    def _cancel_parts(self) -> None:
         self._is_over = True
         parts, self._parts = self._parts, []
         for part in parts:

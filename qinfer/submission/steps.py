@@ -85,7 +85,7 @@ class SequenceSteps:
             outcome: SubmittedStep | QinferError = await each.of.submit(each.sequence, each.step, self._limits)
         except QinferError as error:
             outcome = error
-        await self._settle(each.pending, outcome)
+        await self._handle_outcome(each.pending, outcome)
 
     async def _submit_together(self, sequences: Sequences, steps: "list[_WaitingStep]") -> None:
         outcomes: list[SubmittedStep | QinferError]
@@ -94,9 +94,9 @@ class SequenceSteps:
         except QinferError as error:
             outcomes = [error] * len(steps)
         for each, outcome in zip(steps, outcomes, strict=True):
-            await self._settle(each.pending, outcome)
+            await self._handle_outcome(each.pending, outcome)
 
-    async def _settle(self, pending: PendingCall, outcome: SubmittedStep | QinferError) -> None:
+    async def _handle_outcome(self, pending: PendingCall, outcome: SubmittedStep | QinferError) -> None:
         of_step = pending.step
         assert of_step is not None, "it is a step"
         if isinstance(outcome, QinferError):

@@ -161,13 +161,13 @@ class Credits:
                 async with asyncio.timeout(_LAZY_S):
                     await self._urgent.wait()
             try:
-                await self.tell()
+                await self.send_credits()
             except DeliveryError:
                 await asyncio.sleep(backoff.next_s())
             else:
                 backoff.reset()
 
-    async def tell(self) -> None:
+    async def send_credits(self) -> None:
         """Sends all credit; after a `DeliveryError` the rest is still owed."""
         owing, self._owing = self._owing, {}
         self._owed.clear()
@@ -177,13 +177,13 @@ class Credits:
             if self._is_open(reader.request_id):
                 by_worker.setdefault(reader.credit_to, []).append(reader)
         outcomes = await asyncio.gather(
-            *(self._tell(worker, readers) for worker, readers in by_worker.items()), return_exceptions=True
+            *(self._send_to_worker(worker, readers) for worker, readers in by_worker.items()), return_exceptions=True
         )
         for outcome in outcomes:
             if outcome is not None:
                 raise outcome
 
-    async def _tell(self, worker: str, readers: list[StreamReader]) -> None:
+    async def _send_to_worker(self, worker: str, readers: list[StreamReader]) -> None:
         told = [
             Credit(reader.request_id, reader.attempt, reader.taken_bytes, reader.is_cancelled) for reader in readers
         ]

@@ -32,7 +32,7 @@ from qinfer.models.sequence_spec import check_sequence
 from qinfer.models.validate import validate
 from qinfer.queue.entries import FULL, EntryAddress, Lane, Payload, reply_address
 from qinfer.queue.lanes import Queue
-from qinfer.submission.backlog import LaneBacklog, queue_timeout_s
+from qinfer.submission.backlog import LaneLoads, queue_timeout_s
 from qinfer.submission.cache_key import inputs_digest
 from qinfer.submission.pending import Counter, LaneLoad, PendingCall, PendingRequests, ResponseSink
 from qinfer.submission.response_cache import Flight, ResponseCache
@@ -59,10 +59,10 @@ Kind = tuple[object, ...]
 class LocalBatcher(Protocol):
     """A way past the lane into a batcher of this process."""
 
-    def take(
-        self, served: ServedVersion, request: InferRequest, rows: int, waiting: PendingCall, *, must_join: bool = True
+    def try_admit(
+        self, served: ServedVersion, request: InferRequest, rows: int, waiting: PendingCall, *, next_batch: bool = True
     ) -> bool:
-        """Takes a checked and stamped request; `must_join` = only into the next batch."""
+        """Admits a checked and stamped request, only into the next batch if so asked; returns whether it did."""
         ...
 
 
@@ -91,12 +91,12 @@ class Submission:
         call_later = asyncio.get_running_loop().call_later
         window_bytes = limits.stream_window_bytes
         self.pending = PendingRequests(queue, self._clock, call_later, answered, failed, window_bytes)
-        self.backlog = LaneBacklog(queue, catalog)
+        self.backlog = LaneLoads(queue, catalog)
         self.pending.load_of = self.backlog.known
         self._steps = SequenceSteps(queue, limits, self.pending)
         self._cache: ResponseCache | None = None
 
-    def use(self, cache: ResponseCache) -> None:
+    def set_cache(self, cache: ResponseCache) -> None:
         """Caches responses of models that enable it; call before `run`."""
         cache.serve(self)
         self._cache = cache
@@ -119,7 +119,7 @@ class Submission:
             special := self._submit_special(served, request, sink, timeout_s, quota)
         ) is not None:
             return special
-        route = None if served.routes.are_plain else served.routes.of(request.priority)
+        route = None if served.routes.are_plain else served.routes.for_priority(request.priority)
         lane = served.lane if route is None else route.lane
         is_usual = route is None or route.is_usual
         if len(self.pending) >= self._max_in_flight:
@@ -158,51 +158,51 @@ class Submission:
         return pending
 
     def submit_near(
-        self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float, door: LocalBatcher
+        self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float, local: LocalBatcher
     ) -> PendingCall:
-        """Submits a plain request through the door if nothing waits, else by `submit`."""
+        """Submits a plain request to a batcher of this process if nothing waits, else by `submit`."""
         spec = served.spec
         is_plain = served.routes.are_plain and not (served.wait_s or spec.decoupled or spec.is_stateful)
         if not is_plain or spec.is_cached or spec.splits or self._is_crowded(served):
             return self.submit(served, request, sink, timeout_s)
-        pending = self._by_door(served, request, sink, timeout_s, partial(door.take, must_join=True))
+        pending = self._submit_local(served, request, sink, timeout_s, partial(local.try_admit, next_batch=True))
         return pending or self.submit(served, request, sink, timeout_s)
 
     def submit_here(
-        self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float, door: LocalBatcher
+        self, served: ServedVersion, request: InferRequest, sink: ResponseSink, timeout_s: float, local: LocalBatcher
     ) -> PendingCall | None:
-        """Submits through the door, past all; `None` if it can't take it."""
+        """Submits to a batcher of this process, past all waiting requests; `None` if it refuses."""
         spec = served.spec
         # A sequence's id for the model is chosen by the lane's reader.
         names_sequence = spec.sequences is not None or request.sequence is not None
         if spec.decoupled or names_sequence or validate(request, spec) > max(spec.max_batch_size, 1):
             return None
-        return self._by_door(served, request, sink, timeout_s, partial(door.take, must_join=False))
+        return self._submit_local(served, request, sink, timeout_s, partial(local.try_admit, next_batch=False))
 
     def _is_crowded(self, served: ServedVersion) -> bool:
         load = self.backlog.load(served, served.lane)
         return load.others > 0 or load.beside > 0
 
-    def _by_door(
+    def _submit_local(
         self,
         served: ServedVersion,
         request: InferRequest,
         sink: ResponseSink,
         timeout_s: float,
-        take: Callable[..., bool],
+        try_admit: Callable[..., bool],
     ) -> PendingCall | None:
         now_s, rows = self._clock.monotonic_s(), validate(request, served.spec)
         request.id = self._new_id(served.spec.name, served.lane.partition)
         request.version, request.generation, request.timeout_s = served.version, served.generation, timeout_s
         pending = PendingCall(request.id, request.client_id, served.spec.name, served.version, sink, now_s)
-        if not take(served, request, rows, pending):
+        if not try_admit(served, request, rows, pending):
             request.timeout_s = 0.0  # plain models need no policy
             return None
         self.pending.add(pending, now_s + timeout_s)
         return pending
 
     def enqueue(self, waiting: PendingCall, request: InferRequest, lane: Lane) -> None:
-        """Enqueues a pending request that a door took and did not execute."""
+        """Enqueues a pending request that a local batcher admitted and did not execute."""
         if waiting not in self.pending:
             return
         self.pending.count(waiting, self.backlog.known(lane))
@@ -214,7 +214,7 @@ class Submission:
     def admit(
         self, served: ServedVersion, route: LaneRoute, timeout_s: float, asked_s: float, *, tenant: str = ""
     ) -> None:
-        """Raises `Overloaded` as `LaneBacklog.judge` decides."""
+        """Raises `Overloaded` as `LaneLoads.judge` decides."""
         refusal = self.backlog.judge(served, route, timeout_s, asked_s, tenant=tenant)
         if refusal is not None:
             raise refusal
@@ -356,7 +356,7 @@ class StampedRequest(NamedTuple):
     frame: bytes
     payload: Bytes
     limit: int
-    is_told: bool
+    reports_start: bool
     endpoint: str
 
 
@@ -381,7 +381,7 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
     check_stateless(served)
     check_whole(request, served.spec)
     if route is None:
-        route = served.routes.of(request.priority)
+        route = served.routes.for_priority(request.priority)
     request.id = address.id
     request.tenant = tenant
     request.trace = trace
@@ -390,9 +390,9 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
     frame, payload = lay_out(request, inline_max_bytes)
     limits = (route.policy.max_queue_size, served.spec.lane_capacity, max_waiting)
     limit = min((limit for limit in limits if limit), default=0)
-    is_told = served.spec.batching is not None and served.spec.batching.is_bounded
+    reports_start = served.spec.batching is not None and served.spec.batching.is_bounded
     return StampedRequest(
-        route.lane, frame, payload.data if payload is not None else b"", limit, is_told, request.moves_by
+        route.lane, frame, payload.data if payload is not None else b"", limit, reports_start, request.moves_by
     )
 
 

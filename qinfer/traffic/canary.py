@@ -265,7 +265,7 @@ def _check_numbers(check: Check) -> None:
         )
 
 
-def begin(plan: CanaryPlan, stable: int, canary: int, revision: int, now_s: float) -> CanaryState:
+def initial_state(plan: CanaryPlan, stable: int, canary: int, revision: int, now_s: float) -> CanaryState:
     """Returns the state at the first step's beginning."""
     return CanaryState(
         stable=stable,
@@ -321,9 +321,9 @@ def decide(plan: CanaryPlan, state: CanaryState, seen: CanaryCounts) -> tuple[Ca
     silent_s = seen.now_s - min(state.stable_at_s, state.canary_at_s)
     if silent_s >= plan.no_data_s and not state.paused:
         target = "stable" if state.stable_at_s < state.canary_at_s else "the canary"
-        return pause(plan, state, NO_DATA, f"{target} has had no requests for {silent_s:.0f} s")
+        return pause_canary(plan, state, NO_DATA, f"{target} has had no requests for {silent_s:.0f} s")
     if state.paused == NO_DATA and silent_s < plan.no_data_s:
-        return resume(plan, state, "there are requests again")
+        return resume_canary(plan, state, "there are requests again")
     if reason := _why_not_yet(plan, state, seen.now_s, names) or "; ".join(_doubts(plan, state, verdicts, names)):
         return _decision(plan, state, Action.HOLD, reason), state
     return promote(plan, state, seen.now_s, f"no check has found the canary worse in {state.requests:,} requests")
@@ -403,13 +403,13 @@ def roll_back(plan: CanaryPlan, state: CanaryState, reason: str) -> tuple[Canary
     return _decision(plan, ended, Action.ROLL_BACK, reason), ended
 
 
-def pause(plan: CanaryPlan, state: CanaryState, why: str, reason: str) -> tuple[CanaryDecision, CanaryState]:
+def pause_canary(plan: CanaryPlan, state: CanaryState, why: str, reason: str) -> tuple[CanaryDecision, CanaryState]:
     """Keeps the canary in its step; checks go on."""
     paused = replace(state, revision=state.revision + 1, paused=why)
     return _decision(plan, paused, Action.PAUSE, f"{why}: {reason}" if reason else why), paused
 
 
-def resume(plan: CanaryPlan, state: CanaryState, reason: str) -> tuple[CanaryDecision, CanaryState]:
+def resume_canary(plan: CanaryPlan, state: CanaryState, reason: str) -> tuple[CanaryDecision, CanaryState]:
     """Ends a pause."""
     resumed = replace(state, revision=state.revision + 1, paused="")
     return _decision(plan, resumed, Action.RESUME, reason), resumed

@@ -52,7 +52,7 @@ class TargetSplit:
                 return target
         if not self._has_shares:
             return self._stable
-        key = self._key(asked)
+        key = self._sticky_key(asked)
         return by_chance(self._weights, self._chance()) if key is None else by_key(self._weights, self._name, key)
 
     def is_steered(self, asked: ChoiceInput) -> bool:
@@ -61,7 +61,7 @@ class TargetSplit:
             (condition.headers or condition.parameters) and meets(asked, condition) for condition, _ in self._conditions
         )
 
-    def _key(self, asked: ChoiceInput) -> str | None:
+    def _sticky_key(self, asked: ChoiceInput) -> str | None:
         if asked.sequence is not None:
             return f"{asked.tenant}\0{asked.sequence.id!r}"
         match self._kind:

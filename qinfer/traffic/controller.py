@@ -65,7 +65,7 @@ class CanaryController:
             if self._decides:
                 with suppress(BrokerUnavailable, TimeoutError):  # the lease expires
                     async with asyncio.timeout(EVERY_S):
-                        await self._trials.leave(self._owner)
+                        await self._trials.release_lease(self._owner)
 
     async def _work(self) -> None:
         outage = OutageLog(logger, "canaries not checked", "canaries checked again")
@@ -80,13 +80,13 @@ class CanaryController:
 
     async def round(self) -> None:
         """Confirms, counts, and decides if this gateway has the lease."""
-        if not self._view.is_deaf:
+        if not self._view.is_stale:
             await self._trials.confirm(self._owner, self._view.revision)
         stored = await self._trials.read()
         known = {name: trial for name, trial in self._view.trials.items() if name in self._view.by_name}
         lost = {name: trial for name, trial in known.items() if name not in stored}
         self._view.trials = lost | {name: one.trial for name, one in stored.items()}
-        for name, revision, counts, latencies in self._observed.take():
+        for name, revision, counts, latencies in self._observed.new_counts():
             await self._trials.count(name, revision, counts, latencies)
         declared = {name: routed.endpoint for name, routed in self._view.by_name.items()}
         self._observed.follow(declared, self._view.trials)
@@ -155,9 +155,9 @@ class EndpointFollower:
         self._watch = EndpointWatch(store, self.view, queue.clock.now_s)
         self._canaries = CanaryController(store, trials, self.view, self.observed, owner, queue, decides=False)
 
-    async def look(self) -> None:
+    async def load_endpoints(self) -> None:
         """Reads the declarations for the first time."""
-        await self._watch.look()
+        await self._watch.refresh_endpoints()
 
     async def run(self) -> None:
         """Follows the declarations until cancelled."""

@@ -40,7 +40,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     relative: float = 0.0
     nan: Literal["equal", "differs"] = "equal"
 
-    def of(self, values: Values) -> "Rule":
+    def for_values(self, values: Values) -> "Rule":
         """Fills in the default for these values, or raises `InvalidRequest`."""
         one = values if isinstance(values, np.ndarray) else next(iter(values), np.empty(0))
         axes = one.ndim - isinstance(values, np.ndarray)
@@ -145,7 +145,7 @@ class Samples:
         self._redact = redact
         self._kept: list[Sample] = []
 
-    def take(self, output: str, names: Sequence[str], stable: Values, canary: Values, rows: RowComparison) -> None:
+    def add_rows(self, output: str, names: Sequence[str], stable: Values, canary: Values, rows: RowComparison) -> None:
         """Adds the most different rows of a batch."""
         for row in rows.most_different(self._most):
             distance = float(rows.distances[row])
@@ -175,7 +175,7 @@ def compared(rule: Rule, stable: Values, canary: Values) -> RowComparison:
         raise InvalidRequest(
             f"the targets have {len(stable)} and {len(canary)} rows; only equal numbers can be compared"
         )
-    rule = rule.of(stable)
+    rule = rule.for_values(stable)
     if isinstance(stable, np.ndarray) and isinstance(canary, np.ndarray) and stable.shape == canary.shape:
         return _alike(rule, stable, canary)
     rows = len(stable)

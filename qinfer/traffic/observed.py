@@ -74,13 +74,13 @@ class TargetCounts:
         self._samples: dict[str, deque[tuple[str, int, float]]] = {}
         self._last_ns = -1
 
-    def use(self, limits: Mapping[str, Mapping[str, float]]) -> None:
+    def set_limits(self, limits: Mapping[str, Mapping[str, float]]) -> None:
         """Uses the limits of a trial."""
         own = [(one.check, one.limits) for timed in self._timed.values() for one in timed]
         for name, known in (*own, (DEADLINE, self._deadline)):
             known.update({int(stratum or _WHOLE): at for stratum, at in limits.get(name, {}).items()})
 
-    def answered(self, seconds: float, response: Response, tenant: str = "") -> None:
+    def count_answered(self, seconds: float, response: Response, tenant: str = "") -> None:
         """Counts a request with outputs."""
         if self.executed(response, tenant):
             self._time(_LATENCY, _WHOLE, tenant, seconds)
@@ -111,18 +111,18 @@ class TargetCounts:
         self._requests["disagreements", _WHOLE, tenant] += 1
         self._bad["disagreements", _WHOLE, tenant] += disagrees
 
-    def take(self) -> tuple[dict[str, int], list[str]]:
+    def new_counts(self) -> tuple[dict[str, int], list[str]]:
         """Returns new counts, and latencies for missing limits."""
         counts: dict[str, int] = {}
         for (check, stratum, tenant), requests in self._requests.items():
-            of_all, of_bad = count_names(self._role, check, _text(stratum), tenant)
+            of_all, of_bad = count_names(self._role, check, _stratum_text(stratum), tenant)
             counts[of_all] = requests
             if bad := self._bad[check, stratum, tenant]:
                 counts[of_bad] = bad
         self._requests.clear()
         self._bad.clear()
         latencies = [
-            written_latency(of, _text(stratum), seconds, tenant)
+            written_latency(of, _stratum_text(stratum), seconds, tenant)
             for tenant, sample in self._samples.items()
             for of, stratum, seconds in sample
         ]
@@ -142,7 +142,7 @@ class TargetCounts:
             self._samples.setdefault(tenant, deque(maxlen=MOST_LATENCIES)).append((of, stratum, seconds))
 
 
-def _text(stratum: int) -> str:
+def _stratum_text(stratum: int) -> str:
     return str(stratum) if stratum else ""
 
 
@@ -176,15 +176,15 @@ class ObservedTrials:
             model, (_, *both) = endpoint.stable.model, observation
             labels = f"{model}:{state.stable}", f"{trial.model or model}:{state.canary}"
             for label, counts in zip(labels, both, strict=True):
-                counts.use(state.limits)
+                counts.set_limits(state.limits)
                 by_target[name, label] = counts
             known[name] = observation
         self._known, self.by_target = known, by_target
 
-    def take(self) -> Iterator[tuple[str, int, dict[str, int], list[str]]]:
+    def new_counts(self) -> Iterator[tuple[str, int, dict[str, int], list[str]]]:
         """Yields endpoint, revision, new counts and latencies."""
         for name, observation in self._known.items():
-            counts, latencies = observation.stable.take()
-            counts |= observation.canary.take()[0]
+            counts, latencies = observation.stable.new_counts()
+            counts |= observation.canary.new_counts()[0]
             if counts or latencies:
                 yield name, observation.revision, counts, latencies

@@ -70,7 +70,7 @@ class Endpoints:
         self.revision = declared.revision
 
     @property
-    def is_deaf(self) -> bool:
+    def is_stale(self) -> bool:
         """Tells by the clock whether changes may have been missed.
 
         A process that was stopped for long reads requests first.
@@ -96,12 +96,12 @@ class Endpoints:
             return False
         if request.version:
             model, version = self._version_of(routed, request.version)
-            if self.is_deaf and (model, version) != routed.stable.place:
+            if self.is_stale and (model, version) != routed.stable.place:
                 raise BrokerUnavailable(
                     f"this gateway has not read the endpoints for {DEAF_AFTER_S:g} s; until it can, '{request.model}' "
                     f"answers only by its stable target, {routed.stable.label}; try again"
                 )
-        elif self.is_deaf:
+        elif self.is_stale:
             self.unheard += 1
             model, version = routed.stable.place
         else:
@@ -116,7 +116,7 @@ class Endpoints:
     def shadows(self, request: InferRequest) -> list[Target]:
         """Draws the shadows of a request to stable."""
         routed = self.by_name.get(request.endpoint)
-        if routed is None or not routed.shadows or self.is_deaf:
+        if routed is None or not routed.shadows or self.is_stale:
             return []
         if (request.model, request.version) != routed.stable.place or request.sequence is not None:
             return []
@@ -239,7 +239,7 @@ class EndpointWatch:
         self._looking = asyncio.Lock()  # the later of two looks must not be overtaken
         self._looked_s = -math.inf
 
-    async def look(self) -> None:
+    async def refresh_endpoints(self) -> None:
         """Reads the declarations, and restores lost ones."""
         async with self._looking:
             began_s = time.monotonic()  # the look may miss later changes
@@ -261,7 +261,7 @@ class EndpointWatch:
         while True:
             try:
                 await self.store.wait(LOOK_EVERY_S)
-                await self.look()
+                await self.refresh_endpoints()
             except BrokerUnavailable as error:
                 outage.failed(error.message)
                 await asyncio.sleep(_RETRY_S)  # the store can't wake it

@@ -74,7 +74,7 @@ class Differences:
             self._summaries[output] = self._summaries.get(output, Summary()).with_rows(rows)
             names = [name] if len(values) == 1 else [f"{name}[{row}]" for row in range(len(values))]
             if not rows.agrees.all():
-                self._samples.take(output, names, values, theirs[output], rows)
+                self._samples.add_rows(output, names, values, theirs[output], rows)
         return agrees
 
     def found(self) -> Found:

@@ -125,18 +125,18 @@ class KeptTargets:
     ) -> Kept:
         """Keeps a target unless one other than `gone` is kept; returns the kept one."""
         wanted = [keys.kept_target(endpoint, tenant, name).encode() for name in names]
-        return _read(await _keep(self._call(wanted[0]), wanted, target, ttl_s, gone))
+        return _decode_target(await _store_target(self._call_of_slot(wanted[0]), wanted, target, ttl_s, gone))
 
     async def find(self, endpoint: str, tenant: str, names: Sequence[str]) -> Kept | None:
         """Returns the first kept target."""
         for name in names:
             key = keys.kept_target(endpoint, tenant, name).encode()
-            found = await self._call(key)(b"GET", key)
+            found = await self._call_of_slot(key)(b"GET", key)
             if found is not None:
-                return _read(found)
+                return _decode_target(found)
         return None
 
-    def _call(self, key: bytes) -> Call:
+    def _call_of_slot(self, key: bytes) -> Call:
         self._router.check_up(keys.slot(key))  # an immediate refusal tells the caller when to try again
         return partial(self._router.call, keys.slot(key))
 
@@ -146,7 +146,7 @@ def names_of(request_id: str, key_hash: str = "") -> list[str]:
     return [f"key:{key_hash}"] * bool(key_hash) + [f"id:{request_id}"] * bool(request_id)
 
 
-async def _keep(call: Call, names: Sequence[bytes], target: Kept, ttl_s: float, gone: Kept | None) -> bytes:
+async def _store_target(call: Call, names: Sequence[bytes], target: Kept, ttl_s: float, gone: Kept | None) -> bytes:
     words = _written(target), ttl_ms(ttl_s), b"" if gone is None else _written(gone)
     return bytes(await run_script(call, _KEEP, names, *words))
 
@@ -155,6 +155,6 @@ def _written(target: Kept) -> bytes:
     return f"{target.version}:{target.model}".encode()
 
 
-def _read(value: bytes) -> Kept:
+def _decode_target(value: bytes) -> Kept:
     version, _, model = value.decode().partition(":")
     return Kept(model, int(version))

@@ -45,11 +45,11 @@ class TargetTally:
         """Counts a request stored for later."""
         self._requests[key_of(request)] += 1
 
-    def answered(self, key: Key, seconds: float, response: Response, tenant: str | None = "") -> None:
+    def count_answered(self, key: Key, seconds: float, response: Response, tenant: str | None = "") -> None:
         """Counts a request with outputs; without a tenant, it is no evidence."""
         self._requests[key] += 1
         if tenant is not None and (on_trial := self.observed.by_target.get(key)) is not None:
-            on_trial.answered(seconds, response, tenant)
+            on_trial.count_answered(seconds, response, tenant)
         self._time(key, seconds)
 
     def failed(self, key: Key, reason: str, tenant: str | None = "", given_s: float = math.inf) -> None:

@@ -64,14 +64,14 @@ class TrialStore:
         """Returns each endpoint's last readable trial."""
         with translated():
             found = await self._control.client.hgetall(keys.trials())
-        read = {name.decode(errors="replace"): _read(raw) for name, raw in found.items()}
+        read = {name.decode(errors="replace"): _decode_trial(raw) for name, raw in found.items()}
         return {name: stored for name, stored in read.items() if stored is not None}
 
     async def find(self, name: str) -> StoredTrial | None:
         """Returns an endpoint's last trial, if any."""
         with translated():
             raw = await self._control.client.hget(keys.trials(), name)
-        return None if raw is None else _read(raw)
+        return None if raw is None else _decode_trial(raw)
 
     async def change(self, endpoint: Endpoint, seen: StoredTrial | None, change: TrialChange) -> bool:
         """Writes a change, unless endpoint or trial have changed."""
@@ -127,7 +127,7 @@ class TrialStore:
         with translated():
             return bool(await self._control.client.eval(_LEAD, 1, keys.trial_lease(), owner, ttl_ms(LEASE_S)))
 
-    async def leave(self, owner: str) -> None:
+    async def release_lease(self, owner: str) -> None:
         """Gives the lease back."""
         with translated():
             await self._control.client.eval(_LEAVE, 1, keys.trial_lease(), owner)
@@ -151,7 +151,7 @@ def written_latency(of: str, stratum: str, seconds: float, tenant: str = "") -> 
     return f"{of}|{stratum}|{seconds:.9f}" + (f"|{tenant}" if tenant else "")
 
 
-def _read(raw: bytes) -> StoredTrial | None:
+def _decode_trial(raw: bytes) -> StoredTrial | None:
     revision, _, record = raw.partition(b":")
     try:
         trial = TRIALS.decode(record)

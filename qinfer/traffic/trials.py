@@ -139,11 +139,11 @@ def begun(endpoint: Endpoint, trial: Trial | None, ready: Collection[int], now_s
     model = _other_model(endpoint)
     if trial is not None and (model, version) == (trial.model, trial.state.canary) and trial.is_rolled_back:
         return None
-    return _begin(endpoint, endpoint.canary, version, f"{_shown(model, version)} is ready", now_s)
+    return _begin_trial(endpoint, endpoint.canary, version, f"{_format_target(model, version)} is ready", now_s)
 
 
-def _begin(endpoint: Endpoint, plan: CanaryPlan, version: int, reason: str, now_s: float) -> TrialChange:
-    state = canary.begin(plan, endpoint.stable.number, version, endpoint.revision, now_s)
+def _begin_trial(endpoint: Endpoint, plan: CanaryPlan, version: int, reason: str, now_s: float) -> TrialChange:
+    state = canary.initial_state(plan, endpoint.stable.number, version, endpoint.revision, now_s)
     return _change(endpoint, plan, state, BEGIN, reason, now_s)
 
 
@@ -172,7 +172,7 @@ def by_hand(
     if trial is None or not trial.is_on or trial.state.revision != endpoint.revision:
         version = candidate(endpoint, ready)
         if action is Action.RESUME and version and trial is not None and trial.is_rolled_back:
-            return _begin(endpoint, plan, version, reason, now_s)
+            return _begin_trial(endpoint, plan, version, reason, now_s)
         raise Conflict(f"endpoint '{endpoint.name}' has no canary on trial: {_why_none(endpoint, trial)}")
     decision, after = _decided_by_hand(plan, trial.state, action, reason, now_s)
     return _change(endpoint, plan, after, decision.action.value, decision.reason, now_s)
@@ -181,7 +181,7 @@ def by_hand(
 def _why_none(endpoint: Endpoint, trial: Trial | None) -> str:
     if trial is None:
         return "the first trial begins when a version of the canary target is ready"
-    version = _shown(trial.model, trial.state.canary)
+    version = _format_target(trial.model, trial.state.canary)
     if trial.is_rolled_back:
         return f"{version} was rolled back; resume tries it again while it is ready"
     if trial.state.ended:
@@ -198,9 +198,9 @@ def _decided_by_hand(
         case Action.ROLL_BACK:
             return canary.roll_back(plan, state, reason)
         case Action.PAUSE if not state.paused:
-            return canary.pause(plan, state, canary.BY_HAND, reason)
+            return canary.pause_canary(plan, state, canary.BY_HAND, reason)
         case Action.RESUME if state.paused:
-            return canary.resume(plan, state, reason)
+            return canary.resume_canary(plan, state, reason)
     raise Conflict(f"the canary is {'paused' if state.paused else 'not paused'} already")
 
 
@@ -261,7 +261,7 @@ def _event(plan: CanaryPlan | None, trial: Trial, event: str, reason: str, now_s
     )
 
 
-def _shown(model: str, version: int) -> str:
+def _format_target(model: str, version: int) -> str:
     return f"{model}:{version}" if model else f"version {version}"
 
 

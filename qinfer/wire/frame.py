@@ -201,7 +201,7 @@ def decode_request(frame: Bytes, payload: Bytes | None = None) -> InferRequest:
         NewerVersion: The frame's version is above `FRAME_VERSION`.
         CorruptEntry: The frame or the payload is damaged.
     """
-    view, end = _open(frame, _REQUEST)
+    view, end = _read_prelude(frame, _REQUEST)
     if end > MAX_HEADER_BYTES:
         raise CorruptEntry(f"frame header of {end} bytes is larger than {MAX_HEADER_BYTES}")
     try:
@@ -279,7 +279,7 @@ def encode_responses(responses: Items[Response]) -> bytes:
 
 def decode_responses(blob: Bytes) -> list[Response]:
     """Decodes responses; their tensors are views into `blob`."""
-    view, end = _open(blob, _RESPONSES)
+    view, end = _read_prelude(blob, _RESPONSES)
     try:
         headers = _responses_decoder.decode(view[_PRELUDE.size : end])
     except _UNREADABLE as error:
@@ -317,7 +317,7 @@ def encode_credits(credits_: Items[Credit]) -> bytes:
 
 def decode_credits(blob: Bytes) -> list[Credit]:
     """Decodes credits; raises as `decode_responses`."""
-    view, end = _open(blob, _CREDITS)
+    view, end = _read_prelude(blob, _CREDITS)
     try:
         return _credits_decoder.decode(view[_PRELUDE.size : end])
     except _UNREADABLE as error:
@@ -360,7 +360,7 @@ def _join(kind: int, header: bytes, parts: list[Bytes]) -> bytes:
     return b"".join((prelude, header, _PADDING[-size % ALIGNMENT], *parts))
 
 
-def _open(frame: Bytes, kind: int) -> tuple[memoryview, int]:
+def _read_prelude(frame: Bytes, kind: int) -> tuple[memoryview, int]:
     view = memoryview(frame)
     if len(view) < _PRELUDE.size:
         raise CorruptEntry(f"frame of {len(view)} bytes is too short")
@@ -377,7 +377,7 @@ def _open(frame: Bytes, kind: int) -> tuple[memoryview, int]:
 
 def tensor_places(frame: Bytes) -> tuple[int, list[tuple[int, int]]]:
     """Returns the tensor area's offset, and each tensor's range."""
-    view, end = _open(frame, _REQUEST)
+    view, end = _read_prelude(frame, _REQUEST)
     headers = _request_decoder.decode(view[_PRELUDE.size : end]).inputs
     return _aligned(end), [(header.offset, header.offset + header.size) for header in headers]
 

@@ -94,7 +94,9 @@ class LongArray:
     def __init__(self, text: Bytes, span: TextSpan, *, is_text: bool = False) -> None:
         self._view, self._span = memoryview(text), span
         self.is_text, self.size = is_text, span.end - span.begin
-        is_empty = not (span.commas or span.arrays or is_text) and not self._text(span.begin + 1, span.end - 1).strip()
+        is_empty = (
+            not (span.commas or span.arrays or is_text) and not self._slice_bytes(span.begin + 1, span.end - 1).strip()
+        )
         self.top, self.most = (0, 0) if is_empty else (span.top + 1, span.commas + 1)
         self.least = max(self.most - span.arrays, 0)
         self.is_read = False
@@ -133,7 +135,7 @@ class LongArray:
         at, end, begin = span.begin + 1, span.end - 1, len(out)
         out += bytes(_LENGTH.size)
         while at < end:
-            piece = self._text(at, min(at + WINDOW_BYTES, end))
+            piece = self._slice_bytes(at, min(at + WINDOW_BYTES, end))
             if at + len(piece) < end and (whole := _WHOLE.match(piece)) is not None:
                 piece = piece[: whole.end()] or piece
             try:
@@ -184,7 +186,7 @@ class LongArray:
             if len(levels):
                 depth = int(levels[-1])
 
-    def _text(self, begin: int, end: int) -> bytes:
+    def _slice_bytes(self, begin: int, end: int) -> bytes:
         return bytes(self._view[begin:end])
 
 

@@ -165,7 +165,7 @@ class _Finder:
             if self._open is not None:
                 run = self._go_on(self._open, run)
             if len(run.at):
-                self._look(run)
+                self._scan_run(run)
             if last < len(kinds):
                 self._open = None
 
@@ -180,11 +180,11 @@ class _Finder:
         """Returns the marks after the open array."""
         taken = one.add(run.kinds)
         if not one.depth and taken:
-            self._keep(one.span(int(run.at[taken - 1]) + 1))
+            self._add_span(one.span(int(run.at[taken - 1]) + 1))
             self._open = None
         return Marks(run.at[taken:], run.kinds[taken:])
 
-    def _look(self, run: Marks) -> None:
+    def _scan_run(self, run: Marks) -> None:
         at, kinds = run
         deltas = _DELTAS[kinds].astype(np.int64)
         after = np.cumsum(deltas)
@@ -196,12 +196,12 @@ class _Finder:
         for k in np.flatnonzero(lengths + 1 >= self._min_bytes):
             one = _OpenArray(int(at[opens[k]]))
             one.add(kinds[opens[k] : closes[k] + 1])
-            self._keep(one.span(int(at[closes[k]]) + 1))
+            self._add_span(one.span(int(at[closes[k]]) + 1))
         if len(opens) > len(closes):
             self._open = _OpenArray(int(at[opens[-1]]))
             self._open.add(kinds[opens[-1] :])
 
-    def _keep(self, span: TextSpan) -> None:
+    def _add_span(self, span: TextSpan) -> None:
         if span.end - span.begin >= self._min_bytes:
             self.found.append(span)
 

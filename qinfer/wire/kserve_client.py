@@ -88,7 +88,7 @@ def decode_response(body: Bytes, json_length: int | None) -> tuple[Response, str
     length = len(view) if json_length is None else json_length
     if not 0 <= length <= len(view):
         raise OutputMismatch(f"a reply of {len(view)} bytes says that {json_length} of them are JSON; it was cut off")
-    reply = _read(bytes(view[:length]))
+    reply = _decode_reply(bytes(view[:length]))
     outputs = []
     position = length
     for entry in reply.outputs:
@@ -129,7 +129,7 @@ def _elements(tensor: Tensor) -> bytes:
     return json.dumps(values, separators=(",", ":")).encode()
 
 
-def _read(text: bytes) -> _ReplyJson:
+def _decode_reply(text: bytes) -> _ReplyJson:
     try:
         try:
             return _decoder.decode(text)

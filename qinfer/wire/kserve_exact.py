@@ -44,7 +44,7 @@ def build(document: Any) -> Request:
     if not isinstance(document, dict):
         raise _missing("inputs")
     request_id = document.get("id", "")
-    _check(isinstance(request_id, str), "id", _NOT_STRING)
+    _require(isinstance(request_id, str), "id", _NOT_STRING)
     parameters = document.get("parameters", UNSET)
     if parameters is not UNSET and not isinstance(parameters, dict):
         raise MalformedJson("failed to get request params.: attempt to get members for non-object")
@@ -70,10 +70,10 @@ def read_input(entry: Any) -> Input:
         raise InvalidRequest(f"the shape of input '{name}' has {given.top} dimensions, more than any tensor")
     shape = _array(fields, "shape")
     for dimension in shape:
-        _check(_is_unsigned(dimension), "shape", _NOT_UNSIGNED)
+        _require(_is_unsigned(dimension), "shape", _NOT_UNSIGNED)
         if dimension >= 2**63:
             raise InvalidRequest(f"a dimension of input '{name}' is {dimension}, larger than any tensor can be")
-    _check(size is UNSET or _is_unsigned(size), "binary_data_size", _NOT_UNSIGNED)
+    _require(size is UNSET or _is_unsigned(size), "binary_data_size", _NOT_UNSIGNED)
     parameters = InputParameters(size, *_shared_memory(raw))
     cls = INPUTS.get(datatype)
     if cls is None:
@@ -94,10 +94,10 @@ def _data(fields: Mapping[str, Any], datatype: str) -> list[Any] | LongArray:
 
 def _shared_memory(raw: Mapping[str, Any]) -> tuple[Any, int, int]:
     region = raw.get("shared_memory_region", UNSET)
-    _check(region is UNSET or isinstance(region, str), "shared_memory_region", _NOT_STRING)
+    _require(region is UNSET or isinstance(region, str), "shared_memory_region", _NOT_STRING)
     offset, size = raw.get("shared_memory_offset", 0), raw.get("shared_memory_byte_size", 0)
-    _check(_is_unsigned(offset), "shared_memory_offset", _NOT_UNSIGNED)
-    _check(_is_unsigned(size), "shared_memory_byte_size", _NOT_UNSIGNED)
+    _require(_is_unsigned(offset), "shared_memory_offset", _NOT_UNSIGNED)
+    _require(_is_unsigned(size), "shared_memory_byte_size", _NOT_UNSIGNED)
     return region, offset, size
 
 
@@ -118,7 +118,7 @@ def _output(entry: Any) -> RequestedOutput:
     raw = fields.get("parameters")
     raw = raw if isinstance(raw, dict) else {}
     binary, classes = raw.get("binary_data", UNSET), raw.get("classification", UNSET)
-    _check(binary is UNSET or isinstance(binary, bool), "binary_data", _NOT_BOOLEAN)
+    _require(binary is UNSET or isinstance(binary, bool), "binary_data", _NOT_BOOLEAN)
     if classes is not UNSET and not _is_unsigned(classes):
         raise MalformedJson(f"Unable to set 'classification': {_NOT_UNSIGNED}")
     return RequestedOutput(_string(fields, "name"), OutputParameters(binary, classes, *_shared_memory(raw)))
@@ -129,15 +129,15 @@ def flat(data: list[Any], datatype: str) -> list[Any]:
     data = list(_leaves(data))
     types = set(map(type, data))
     if datatype == "BOOL":
-        _check(types <= {bool}, "data", _NOT_BOOLEAN)
+        _require(types <= {bool}, "data", _NOT_BOOLEAN)
     elif datatype == "BYTES":
-        _check(types <= {str}, "data", _NOT_STRING)
+        _require(types <= {str}, "data", _NOT_STRING)
     elif datatype in ("FP32", "FP64"):
-        _check(types <= {int, float}, "data", _NOT_NUMBER)
+        _require(types <= {int, float}, "data", _NOT_NUMBER)
     elif datatype.startswith("U"):
-        _check(types <= {int} and all(0 <= e < 2**64 for e in data), "data", _NOT_UNSIGNED)
+        _require(types <= {int} and all(0 <= e < 2**64 for e in data), "data", _NOT_UNSIGNED)
     elif datatype.startswith("I"):
-        _check(types <= {int} and all(-(2**63) <= e < 2**63 for e in data), "data", _NOT_SIGNED)
+        _require(types <= {int} and all(-(2**63) <= e < 2**63 for e in data), "data", _NOT_SIGNED)
     return data
 
 
@@ -222,7 +222,7 @@ def _of_sequence(key: str, value: Any) -> Any:
             )
         return value
     if key == "sequence_id":
-        _check(_is_unsigned(value) or isinstance(value, str), key, _NOT_STRING)
+        _require(_is_unsigned(value) or isinstance(value, str), key, _NOT_STRING)
         return value
     return _boolean(key, value)
 
@@ -235,12 +235,12 @@ def _put_sequence(sequence: dict[str, Any], fields: dict[str, Any]) -> None:
 
 
 def _unsigned(key: str, value: Any) -> int:
-    _check(_is_unsigned(value), key, _NOT_UNSIGNED)
+    _require(_is_unsigned(value), key, _NOT_UNSIGNED)
     return int(value)
 
 
 def _boolean(key: str, value: Any) -> bool:
-    _check(isinstance(value, bool), key, _NOT_BOOLEAN)
+    _require(isinstance(value, bool), key, _NOT_BOOLEAN)
     return bool(value)
 
 
@@ -252,7 +252,7 @@ def _string(fields: Mapping[str, Any], name: str) -> str:
     if name not in fields:
         raise _missing(name)
     value = fields[name]
-    _check(isinstance(value, str), name, _NOT_STRING)
+    _require(isinstance(value, str), name, _NOT_STRING)
     return str(value)
 
 
@@ -260,7 +260,7 @@ def _array(fields: Mapping[str, Any], name: str) -> list[Any]:
     if name not in fields:
         raise _missing(name)
     value = fields[name]
-    _check(isinstance(value, list), name, _NOT_ARRAY)
+    _require(isinstance(value, list), name, _NOT_ARRAY)
     return list(value)
 
 
@@ -268,6 +268,6 @@ def _missing(name: str) -> MalformedJson:
     return MalformedJson(f"Unable to parse '{name}': attempt to access non-existing object member '{name}'")
 
 
-def _check(good: bool, name: str, text: str) -> None:  # noqa: FBT001  # private; reads as an assertion
+def _require(good: bool, name: str, text: str) -> None:  # noqa: FBT001  # private; reads as an assertion
     if not good:
         raise MalformedJson(f"Unable to parse '{name}': {text}")

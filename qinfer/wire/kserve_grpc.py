@@ -109,7 +109,7 @@ def apply_request_parameters(parameters: Mapping[str, Any], request: InferReques
     custom: dict[str, Scalar] = {}
     empty_final = False
     for name, parameter in parameters.items():
-        kind, value = _value(parameter)
+        kind, value = _parameter_value(parameter)
         if name in _KINDS:
             known[name] = _known(name, kind, value)
         elif name == _EMPTY_FINAL:
@@ -145,7 +145,7 @@ def shared_memory_of(tensor: Any) -> RegionPart | None:
             if name in parameters:
                 raise InvalidRequest(f"'{name}' can not be specified without 'shared_memory_region' parameter {where}")
         return None
-    kind, region = _value(parameters["shared_memory_region"])
+    kind, region = _parameter_value(parameters["shared_memory_region"])
     if kind != "string_param":
         raise InvalidRequest(f"invalid value type for 'shared_memory_region' parameter {where}, expected string_param.")
     if "shared_memory_byte_size" not in parameters:
@@ -155,7 +155,7 @@ def shared_memory_of(tensor: Any) -> RegionPart | None:
     numbers = [0, 0]
     for position, name in enumerate(("shared_memory_offset", "shared_memory_byte_size")):
         if name in parameters:
-            kind, number = _value(parameters[name])
+            kind, number = _parameter_value(parameters[name])
             if kind not in _INTEGERS or number < 0:
                 raise InvalidRequest(f"invalid value type for '{name}' parameter {where}, expected int64_param.")
             numbers[position] = number
@@ -191,7 +191,7 @@ def to_parameter(value: Scalar) -> dict[str, Scalar]:
 
 
 def _classes(parameter: Any) -> int:
-    kind, count = _value(parameter)
+    kind, count = _parameter_value(parameter)
     if kind not in _INTEGERS:
         raise InvalidRequest("invalid value type for 'classification' parameter, expected int64_param")
     if count <= 0:
@@ -199,7 +199,7 @@ def _classes(parameter: Any) -> int:
     return int(count)
 
 
-def _value(parameter: Any) -> tuple[str, Any]:
+def _parameter_value(parameter: Any) -> tuple[str, Any]:
     kind = parameter.WhichOneof("parameter_choice") or ""
     return kind, getattr(parameter, kind) if kind else None
 

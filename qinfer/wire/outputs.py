@@ -53,7 +53,7 @@ def classify(tensor: Tensor, count: int, labels: Sequence[str] = (), *, batched:
         values = to_numpy(tensor).reshape(rows, elements)
         best = greatest(values, kept)
         ranked = zip(np.take_along_axis(values, best, 1).flat, best.flat, strict=True)
-        texts = [_text(value.item(), int(index), labels, plain=plain) for value, index in ranked]
+        texts = [_format_class(value.item(), int(index), labels, plain=plain) for value, index in ranked]
     shape = (rows, kept) if is_batched else (kept,)
     return Tensor(tensor.name, "BYTES", shape, pack_bytes(texts))
 
@@ -103,7 +103,7 @@ def _partitioned(values: Array, count: int) -> Indices:
     return best
 
 
-def _text(value: float, index: int, labels: Sequence[str], *, plain: bool) -> bytes:
+def _format_class(value: float, index: int, labels: Sequence[str], *, plain: bool) -> bytes:
     text = f"{value}:{index}" if plain else f"{value:.6f}:{index}"
     return (f"{text}:{labels[index]}" if index < len(labels) and labels[index] else text).encode()
 

@@ -58,7 +58,7 @@ class TypedContents:
             return self._strings(name, count, most)
         is_fixed = self.field in _WIDTHS
         text = memoryview(self._numbers)
-        found = len(text) // itemsize if is_fixed else _count(text)
+        found = len(text) // itemsize if is_fixed else _count_numbers(text)
         if found != count:
             raise _miscounted(name, found, count)
         if is_fixed:
@@ -107,7 +107,7 @@ class TypedContents:
         out, found = bytearray(), 0
         while position < end:
             window = np.frombuffer(text[position : position + WINDOW_BYTES], np.uint8)
-            run = None if (window[1:3] >= 0x80).sum() == 2 else _run(window)
+            run = None if (window[1:3] >= 0x80).sum() == 2 else _find_strings(window)
             if run is None:  # long
                 position = self._long_string(position, out)
                 found += 1
@@ -144,7 +144,7 @@ class _StringRun(NamedTuple):
     end: int
 
 
-def _run(window: _Bytes) -> _StringRun | None:
+def _find_strings(window: _Bytes) -> _StringRun | None:
     """`None` if the first is incomplete or long."""
     count = len(window)
     padded = np.concatenate((window, np.zeros(2, np.uint8)))
@@ -190,7 +190,7 @@ def _joined(window: _Bytes, run: _StringRun) -> bytes:
     return out.tobytes()
 
 
-def _count(text: memoryview) -> int:
+def _count_numbers(text: memoryview) -> int:
     """Counts last bytes, which have no high bit."""
     return sum(
         int(np.count_nonzero(np.frombuffer(text[at : at + WINDOW_BYTES], np.uint8) < 0x80))

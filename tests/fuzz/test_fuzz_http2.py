@@ -137,7 +137,7 @@ async def play(steps: Sequence[Step], pieces: Sequence[int]) -> bytes:
     wire.connection.connection_lost(None)
     await asyncio.sleep(0)
     assert wire.server.receiving.held_bytes == 0
-    await wire.server.ended()
+    await wire.server.wait_idle()
     return written
 
 

@@ -180,7 +180,7 @@ class BatcherMachine(RuleBasedStateMachine):
     def placed(self, bench: WatchedBench, execution: Execution) -> None:
         """Checks a batch that the batcher formed."""
         self.settle()
-        items, rules, now_s = list(execution.items), Rules.of(self.batcher.model.spec), self.clock.now_s()
+        items, rules, now_s = list(execution.items), Rules.from_spec(self.batcher.model.spec), self.clock.now_s()
         assert bench is self.benches[-1], "a batch for instances that are to be unloaded"
         assert 1 <= sum(item.rows for item in items) <= MAX_ROWS
         assert len({item.request.inputs[0].shape[1:] for item in items}) == 1
@@ -271,7 +271,7 @@ class BatcherMachine(RuleBasedStateMachine):
         self.admitted = [*(item for item in self.admitted if id(item) not in again), *items]
         self.waiting += items
         with self.running():
-            self.batcher.admit(items)
+            self.batcher.add_items(items)
 
     @precondition(lambda self: any(bench.running for bench in self.benches))
     @rule(choice=st.integers(0, 7))
@@ -303,7 +303,7 @@ class BatcherMachine(RuleBasedStateMachine):
     @rule()
     def pause(self) -> None:
         """The worker empties its hands."""
-        self.pausing = self.loop.create_task(self.batcher.pause())
+        self.pausing = self.loop.create_task(self.batcher.pause_batching())
         with self.running():
             pass
 
@@ -315,7 +315,7 @@ class BatcherMachine(RuleBasedStateMachine):
         self.pausing.cancel()
         self.pausing = None
         with self.running():
-            self.batcher.resume()
+            self.batcher.resume_batching()
 
     @rule(batching=batchings, instances=st.integers(1, 2))
     def replace(self, batching: BatchingSpec, instances: int) -> None:
@@ -373,7 +373,7 @@ class BatcherMachine(RuleBasedStateMachine):
 
         What another generation left may wait for a look for requests of higher levels, which ends before time passes.
         """
-        rules, now_s = Rules.of(self.batcher.model.spec), self.clock.now_s()
+        rules, now_s = Rules.from_spec(self.batcher.model.spec), self.clock.now_s()
         if now_s < self.batcher._look_until_s < NEVER_S:
             return
         pending = {id(item) for item in self.batcher._pending}
@@ -390,7 +390,7 @@ class BatcherMachine(RuleBasedStateMachine):
             assert not asks
         elif len(bench.running) + len(bench.queued) < bench.count:
             assert asks
-        assert self.batcher.room()[0] >= 1
+        assert self.batcher.plan_fetch()[0] >= 1
 
     def teardown(self) -> None:
         """Lets everything end: then everything has left, and the statistics agree with the answers."""

@@ -18,9 +18,9 @@ from qinfer.traffic.canary import (
     CanaryState,
     Check,
     Step,
-    begin,
     checked,
     decide,
+    initial_state,
     with_limits,
 )
 from qinfer.traffic.evidence import Counts, EvidenceBlock
@@ -70,7 +70,7 @@ class Simulation:
 
     def run(self) -> CanaryDecision:
         """Returns the decision that ends the canary, or the last before its requests have ended."""
-        state = self._limited(begin(PLAN, 3, 4, 1, 0.0))
+        state = self._limited(initial_state(PLAN, 3, 4, 1, 0.0))
         while True:
             seen = self._seen(state)
             decision, after = decide(PLAN, state, seen)
@@ -182,7 +182,7 @@ def test_every_state_can_be_stored_and_leads_to_another(
     seen: list[tuple[float, dict[str, dict[str, EvidenceBlock]]]],
 ) -> None:
     """Whatever is counted: transitions raise the revision by one, steps go up, and what has ended stays so."""
-    now_s, state = 0.0, begin(PLAN, 3, 4, 1, 0.0)
+    now_s, state = 0.0, initial_state(PLAN, 3, 4, 1, 0.0)
     for after_s, blocks in seen:
         now_s += after_s
         decision, after = decide(

@@ -12,9 +12,9 @@ from qinfer.traffic.canary import (
     CanaryState,
     Check,
     Step,
-    begin,
     checked,
     decide,
+    initial_state,
 )
 from qinfer.traffic.evidence import Blocks, Counts, EvidenceBlock, merged
 from tests.property.test_canary import most
@@ -56,7 +56,7 @@ class Simulation:
     def __init__(self, seed: int, *tenants: Tenant) -> None:
         self._random = np.random.default_rng(seed)
         self._tenants = {f"t{number}": tenant for number, tenant in enumerate(tenants)}
-        self.state = begin(PLAN, 3, 4, 1, 0.0)
+        self.state = initial_state(PLAN, 3, 4, 1, 0.0)
         self.requests = 0
 
     def run(self) -> CanaryDecision:

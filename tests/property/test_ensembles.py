@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sized
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qinfer.models.ensemble_graph import Flow, ResolvedModel, plan
+from qinfer.models.ensemble_graph import Flow, ResolvedModel, plan_ensemble
 from qinfer.models.reshapes import inward, outward
 from qinfer.models.spec import EnsembleStep, ModelSpec, TensorSpec
 
@@ -100,7 +100,7 @@ def test_a_flow_gives_what_plain_evaluation_gives(seed: int, order: random.Rando
     spec = world.ensemble(DEPTH)
     given_in = {i.name: f"<{i.name}>" for i in spec.inputs}
     wanted = tuple(o.name for o in spec.outputs if order.random() < 0.6)
-    made = plan(spec, world.resolve)
+    made = plan_ensemble(spec, world.resolve)
     flow: Flow[str] = made.flow(wanted)
 
     ran, ready = list[int](), flow.start(given_in)
@@ -108,7 +108,7 @@ def test_a_flow_gives_what_plain_evaluation_gives(seed: int, order: random.Rando
     while ready or running:
         if ready and (not running or order.random() < 0.5):
             number = ready.pop(order.randrange(len(ready)))
-            running.append((number, turned(dict(flow.take(number)), made.steps[number].reshapes)))
+            running.append((number, turned(dict(flow.step_inputs(number)), made.steps[number].reshapes)))
         else:
             number, taken = running.pop(order.randrange(len(running)))
             ran.append(number)

@@ -66,14 +66,14 @@ class Traffic(RuleBasedStateMachine):
     def end(self, data: st.DataObject, *, has_executed: bool) -> None:
         ended = data.draw(st.sampled_from(self.executing))
         self.calls.pop(ended, None)
-        self.ledger.ended(ended, has_executed=has_executed)
+        self.ledger.release_grant(ended, has_executed=has_executed)
         self.decide()
 
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         left = data.draw(st.sampled_from(self.instances))
         if left.order:
-            self.ledger.leave(left)
+            self.ledger.leave_queue(left)
             self.calls.pop(left, None)
             self.decide()
 
@@ -119,9 +119,9 @@ class Traffic(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         for one in self.instances:
-            self.ledger.leave(one)
+            self.ledger.leave_queue(one)
         while self.executing:
-            self.ledger.ended(self.executing[0])
+            self.ledger.release_grant(self.executing[0])
         assert not any(self.ledger._used.values())
         assert not self.ledger._grants
 
@@ -146,7 +146,7 @@ def test_whoever_always_has_work_executes(needs: list[Needs], weights: list[int]
         running += ledger.decide()
         assert running
         ended = running.pop(0)
-        ledger.ended(ended)
+        ledger.release_grant(ended)
         ledger.wait(ended)
 
     assert all(one.executions for one in instances)

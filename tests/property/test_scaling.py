@@ -49,7 +49,7 @@ def stories(draw: st.DrawFn) -> list[QueueObservation]:
 
 
 def told(policy: ScalingPolicy, story: list[QueueObservation]) -> ScalingState:
-    state = ScalingState.begin(0.0, policy.min_workers)
+    state = ScalingState.initial(0.0, policy.min_workers)
     for seen in story:
         _, state = decide(policy, state, seen)
     return state
@@ -59,7 +59,7 @@ def told(policy: ScalingPolicy, story: list[QueueObservation]) -> ScalingState:
 @given(policies(), stories())
 def test_the_number_stays_within_its_limits(policy: ScalingPolicy, story: list[QueueObservation]) -> None:
     """Whatever is seen."""
-    state = ScalingState.begin(0.0, policy.min_workers)
+    state = ScalingState.initial(0.0, policy.min_workers)
     for seen in story:
         decision, state = decide(policy, state, seen)
 
@@ -72,7 +72,7 @@ def test_the_number_stays_within_its_limits(policy: ScalingPolicy, story: list[Q
 @given(policies(), stories())
 def test_work_never_finds_nobody(policy: ScalingPolicy, story: list[QueueObservation]) -> None:
     """Where anything waits or executes there is a worker, at once; and as many as a model wants."""
-    state = ScalingState.begin(0.0, policy.min_workers)
+    state = ScalingState.initial(0.0, policy.min_workers)
     for seen in story:
         decision, state = decide(policy, state, seen)
 
@@ -85,7 +85,7 @@ def test_work_never_finds_nobody(policy: ScalingPolicy, story: list[QueueObserva
 @given(policies(), stories())
 def test_open_sequences_keep_their_slots(policy: ScalingPolicy, story: list[QueueObservation]) -> None:
     """No step down leaves fewer slots than there are open sequences; a step up gives all of them some, in its time."""
-    state = ScalingState.begin(0.0, policy.min_workers)
+    state = ScalingState.initial(0.0, policy.min_workers)
     for seen in story:
         before = state.target
         decision, state = decide(policy, state, seen)
@@ -115,7 +115,7 @@ def test_more_work_never_means_fewer_workers(
 @given(policies(), stories())
 def test_a_step_down_keeps_its_distance(policy: ScalingPolicy, story: list[QueueObservation]) -> None:
     """From the last step up: the cooldown and the load time."""
-    state = ScalingState.begin(0.0, policy.min_workers)
+    state = ScalingState.initial(0.0, policy.min_workers)
     for seen in story:
         before = state
         decision, state = decide(policy, state, seen)

@@ -120,10 +120,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         sequence, starts = self.last.get(id_of(step)), step.start or self.spec.iterative
         if not (starts or (sequence and sequence.open)):
             with pytest.raises((InvalidRequest, SequenceEnded)):
-                self.scheduler.admit(step, self.now_s)
+                self.scheduler.add_step(step, self.now_s)
             return
         ends = step.end or self.spec.iterative
-        self.scheduler.admit(step, self.now_s)
+        self.scheduler.add_step(step, self.now_s)
         if sequence is None or starts:
             if sequence:
                 sequence.open = False
@@ -293,7 +293,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 sequence.fates[step] = became
             if became == "died" or step in self.cancelled:
                 sequence.broken, sequence.open = True, False
-        self.scheduler.ended(batch, self.now_s, by_fate["again"], by_fate["died"])
+        self.scheduler.end_batch(batch, self.now_s, by_fate["again"], by_fate["died"])
         if by_fate["died"] or self.cancelled.intersection(batch.steps):
             self.decide()
 
@@ -376,7 +376,7 @@ def test_every_sequence_that_has_a_slot_is_scheduled_again_soon(
     slots = spec.slots * instances
     since: Counter[int] = Counter()
     for correlation_id, key in enumerate(keys, start=1):
-        scheduler.admit(_eager(correlation_id, key, now_s, start=True), now_s)
+        scheduler.add_step(_eager(correlation_id, key, now_s, start=True), now_s)
 
     for _ in range(5 * slots):
         decision = scheduler.decide(now_s, Speed())
@@ -385,9 +385,9 @@ def test_every_sequence_that_has_a_slot_is_scheduled_again_soon(
             since[correlation_id] = 0 if correlation_id in ran else since[correlation_id] + 1
             assert since[correlation_id] <= spec.slots
         for batch in decision.batches:
-            scheduler.ended(batch, now_s)
+            scheduler.end_batch(batch, now_s)
             for step in batch.steps:
-                scheduler.admit(_eager(id_of(step), step.item.key, now_s, start=False), now_s)
+                scheduler.add_step(_eager(id_of(step), step.item.key, now_s, start=False), now_s)
         now_s += 1.0
 
 

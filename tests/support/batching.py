@@ -128,7 +128,7 @@ class Bench:
         """Request id → error code of what failed, and empty for what succeeded."""
         return {r.request_id: "" if r.failure is None else r.failure.code for _, r in self.answered if r.final}
 
-    def answer(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
+    def publish_responses(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
         """See `Outlet`."""
         waiting = {item.request.id: item for item in items}
         self.answered.extend((waiting[response.request_id], response) for response in responses)

@@ -134,7 +134,7 @@ async def bridge(scene: InlineWorkers | WorkerProcesses, document: Mapping[str, 
     catalog = Catalog(scene.store, LimitSettings())
     await catalog.refresh()
     endpoints = EndpointFollower(catalog, scene.store, f"bridge-{IdFactory().ulid()}", scene.delivery)
-    await endpoints.look()
+    await endpoints.load_endpoints()
     one = Bridge(config, scene.delivery, endpoints, Settings())
     stop = asyncio.Event()
     running = asyncio.create_task(one.run(stop))

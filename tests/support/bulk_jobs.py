@@ -23,7 +23,7 @@ def shards(*indices: int, job_id: str = "j1") -> list[tuple[int, bytes]]:
 async def planned(delivery: Queue, count: int, job_id: str = "j1", **changes: object) -> None:
     """Makes a job of so many shards with ten rows each run; nothing is in its lane yet."""
     assert await Jobs(delivery).create(record(job_id, **{"state": "planning"} | changes))
-    assert await Jobs(delivery).plan(job_id, shards(*range(count), job_id=job_id), 10 * count, complete=True)
+    assert await Jobs(delivery).add_shards(job_id, shards(*range(count), job_id=job_id), 10 * count, complete=True)
 
 
 async def running(delivery: Queue, count: int, job_id: str = "j1", **changes: object) -> None:
@@ -62,7 +62,7 @@ async def finish(delivery: Queue, lease: Lease, job_id: str = "j1", failed_rows:
 
 async def noticed(delivery: Queue) -> list[str]:
     """Takes what is to be looked at, and is done with it; returns which jobs these are."""
-    found = await delivery.deliveries.take("digits", 0, JOBS, 100)
+    found = await delivery.deliveries.take_due("digits", 0, JOBS, 100)
     await delivery.deliveries.done("digits", 0, JOBS, [item.id for item in found])
     return [item.text for item in found]
 

@@ -187,7 +187,7 @@ def _echo(call: GrpcCall, message: Any) -> None:
 async def _chat(call: GrpcCall) -> None:
     while (message := await call.read()) is not None:
         await call.write((message,))
-    call.end()
+    call.finish_stream()
 
 
 def _busy(call: GrpcCall, _: Any) -> None:

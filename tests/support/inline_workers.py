@@ -54,7 +54,7 @@ class InlineRenewals(ProcessRenewals):
             self._asked.clear()
             renewer.report(self._held(keeper))
             report = await asyncio.to_thread(renewer.renew)
-            self._take(report, keeper)
+            self._handle_report(report, keeper)
             if report.failed:  # whoever waits for a success asks again at once
                 await asyncio.sleep(min(0.5, self._hello.every_s))
                 continue

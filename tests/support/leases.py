@@ -13,7 +13,7 @@ from qinfer.queue.lanes import RENEW, Queue
 
 def renew(queue: Queue, leases: Sequence[Lease]) -> list[Lease]:
     """Renews leases; returns those that are lost: finished by another, or owned by another."""
-    client = blocking_client(Login.of(queue.router._settings))
+    client = blocking_client(Login.from_settings(queue.router._settings))
     try:
         return [lease for lease in leases if _is_lost(client, lease)]
     finally:

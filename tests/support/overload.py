@@ -27,7 +27,7 @@ from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import BatchingSpec, Device, InstanceSpec, ModelSpec
 from qinfer.queue.entries import DELAYED, Entry, Lane, Lease, Share
 from qinfer.queue.lanes import Queue
-from qinfer.submission.backlog import POLL_S, LaneBacklog, queue_timeout_s
+from qinfer.submission.backlog import POLL_S, LaneLoads, queue_timeout_s
 from qinfer.submission.pending import LaneLoad
 from qinfer.tensors import Tensor, from_numpy
 from qinfer.testing import FakeClock, stub_spec
@@ -269,7 +269,7 @@ class _Door:
     capacity_now: Capacity = field(default_factory=Capacity)
 
     def __post_init__(self) -> None:
-        self.backlog = LaneBacklog(cast(Queue, self), cast(Catalog, self))
+        self.backlog = LaneLoads(cast(Queue, self), cast(Catalog, self))
 
     async def shares(self, lanes: Sequence[Lane]) -> list[list[Share]]:
         await asyncio.sleep(TRIP_S)
@@ -322,7 +322,7 @@ class _Simulation:
             counts[load.lane.name] += 1
         return [counts[lane.name] for lane in lanes]
 
-    def answer(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
+    def publish_responses(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
         """See `Outlet`."""
         now_s = self._clock.now_s() - self._begin_s
         for response in responses:
@@ -358,11 +358,11 @@ class _Simulation:
     async def _work(self, batcher: Batcher) -> None:
         while True:
             await batcher.fetchable()
-            count, wait_s = batcher.room()
+            count, wait_s = batcher.plan_fetch()
             items = await self._queue.fetch(batcher.welcome(self.lanes), count, min(wait_s, 2.0))
             for item in items:
                 batcher.classify(item)
-            batcher.admit(items)
+            batcher.add_items(items)
             await asyncio.sleep(0)
 
     async def _poll(self, door: _Door) -> None:
@@ -383,7 +383,7 @@ class _Simulation:
             self._all_answered.set()
 
     def _arrive(self, number: int, caller: Caller) -> None:
-        door, route = self._doors[number % len(self._doors)], self._routes.of(caller.level)
+        door, route = self._doors[number % len(self._doors)], self._routes.for_priority(caller.level)
         if self._setting.has_door and door.backlog.judge(self._served, route, caller.deadline_s, caller.asked_s):
             caller.answered_s, caller.is_turned_away = caller.arrives_s, True
             self._count_down()

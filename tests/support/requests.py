@@ -66,7 +66,7 @@ async def settle(delivery: Queue, *settlements: Settlement) -> list[bool]:
 
 
 async def webhooks(delivery: Queue, model: str = "digits") -> list[DeliveryItem]:
-    return await delivery.deliveries.take(model, 0, HOOKS, 10)
+    return await delivery.deliveries.take_due(model, 0, HOOKS, 10)
 
 
 async def fetch(delivery: Queue, consumer: str = "a", lane: Lane = LANE) -> list[Lease]:

@@ -119,7 +119,7 @@ class Worker:
 
     async def take(self) -> list[DeliveredStep]:
         """Takes steps; what it has already, and what is of sequences that it does not hold, is dropped."""
-        news = await self.sequences.take(self.name, self.version, self.ticket)
+        news = await self.sequences.take_steps(self.name, self.version, self.ticket)
         if news is None:
             self.held, self.waiting = {}, []
             return []

@@ -115,12 +115,12 @@ class StepWorker:
 
         await eventually(is_told, description="the word of a cancelled step")
         taken = self.cancelled.pop()
-        await self.sequences.fail(taken.place, Failure.of(Cancelled(LEFT)), taken.token)
+        await self.sequences.fail(taken.place, Failure.from_error(Cancelled(LEFT)), taken.token)
 
     async def _take_new(self) -> None:
         for owned in await self.sequences.own(self._name, 1, 10) or []:
             self._owned[owned.sequence] = owned
-        news = await self.sequences.take(self._name, 1, self._ticket)
+        news = await self.sequences.take_steps(self._name, 1, self._ticket)
         assert news is not None, "its lease goes on"
         self._ticket = news.ticket
         for taken in news.taken:

@@ -64,9 +64,9 @@ class DueReader:
 
     def overdue(self, now_s: float) -> list[str]:
         """Returns the names of the instances whose instant and grace have passed."""
-        return [self._name(place) for place in overdue(self._due, now_s)]
+        return [self._read_name(place) for place in overdue(self._due, now_s)]
 
-    def _name(self, place: int) -> str:
+    def _read_name(self, place: int) -> str:
         begin = _DOUBLES + place * NAME_BYTES
         return self._memory[begin : begin + NAME_BYTES].rstrip(b"\0").decode(errors="replace")
 

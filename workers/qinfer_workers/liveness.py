@@ -6,7 +6,7 @@ import sys
 from typing import NoReturn
 
 
-def end(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Ends the process without waiting for its threads."""
     logging.shutdown()
     sys.stdout.flush()

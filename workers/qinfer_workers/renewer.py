@@ -110,7 +110,7 @@ class Renewer:
             try:
                 self._client = self._client or blocking_client(self._hello.redis)
                 if is_silent:
-                    self._look(lane, began_s)
+                    self._note_fetched(lane, began_s)
                 both = entries | self._unreported.get(lane, {})
                 ids = [entry_id for entry_id, until_s in both.items() if until_s > began_s]
                 for start in range(0, max(len(ids), int(lane in self._failed)), _PAGE):  # 1: test a failed node
@@ -131,7 +131,7 @@ class Renewer:
         self._failed = set(report.failed)
         return report
 
-    def _look(self, lane: bytes, now_s: float) -> None:
+    def _note_fetched(self, lane: bytes, now_s: float) -> None:
         group, consumer, known = self._hello.group, self._hello.consumer, self._reported.lanes[lane]
         unreported = self._unreported.setdefault(lane, {})
         since_s = now_s - self._reported_s + self._hello.every_s  # its reply may have been in transit
@@ -170,7 +170,7 @@ class _Inbox:
         self._bytes += found
         return bool(found)
 
-    def take(self) -> bytes | None:
+    def pop_messages(self) -> bytes | None:
         if len(self._bytes) < LENGTH.size:
             return None
         end = LENGTH.size + LENGTH.unpack_from(self._bytes)[0]
@@ -215,11 +215,11 @@ def _guard(parent: int, due: DueReader, hello: RenewerHello) -> None:
             os.write(sys.stderr.fileno(), line.encode())
             os.kill(parent, signal.SIGKILL)
             with suppress(RedisError, RedisClusterException, OSError):
-                _count(overdue, hello)
+                _count_overdue(overdue, hello)
             return
 
 
-def _count(overdue: list[str], hello: RenewerHello) -> None:
+def _count_overdue(overdue: list[str], hello: RenewerHello) -> None:
     client: Any = blocking_client(hello.redis)
     for name in overdue:
         model, _, version = name.rpartition(":")
@@ -236,11 +236,11 @@ def killed_line(models: list[str], pid: int, log_format: str) -> str:
     return msgspec.json.encode(fields | {"process": "renewer", "models": models, "pid": pid}).decode() + "\n"
 
 
-def _serve(parent: int) -> None:
+def _renew_leases(parent: int) -> None:
     inbox, outbox, renewer, due_s, is_well = _Inbox(), _Outbox(), None, 0.0, True
     decoder = msgspec.msgpack.Decoder(HeldLeases)
     while inbox.read(due_s - time.monotonic() if renewer else _RETRY_S) and os.getppid() == parent:
-        while (message := inbox.take()) is not None:
+        while (message := inbox.pop_messages()) is not None:
             if renewer is None:
                 hello = msgspec.msgpack.decode(message, type=RenewerHello)
                 renewer, due_s = Renewer(hello), time.monotonic() + hello.every_s
@@ -268,7 +268,7 @@ def main() -> int:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # they are for the worker, which needs its leases to drain
     try:
-        _serve(int(sys.argv[1]))
+        _renew_leases(int(sys.argv[1]))
     except BrokenPipeError:
         return 0  # the worker is gone
     return 0

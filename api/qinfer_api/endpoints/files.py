@@ -44,14 +44,14 @@ class EndpointFiles:
         """Writes declarations whose models exist, once per file."""
         for name, endpoint in list(self._left.items()):
             reason = "; ".join(self._watch.view.refusals(endpoint))
-            if not reason and await self._write(endpoint):
+            if not reason and await self._write_endpoint(endpoint):
                 del self._left[name]
             elif reason and self._reasons.get(name) != reason:
                 self._reasons[name] = reason
                 logger.error("endpoint of a file not used yet", extra={"endpoint": name, "reason": reason})
-        await self._watch.look()
+        await self._watch.refresh_endpoints()
 
-    async def _write(self, endpoint: Endpoint) -> bool:
+    async def _write_endpoint(self, endpoint: Endpoint) -> bool:
         before = (await self._watch.store.read()).endpoints.get(endpoint.name)
         if before is not None and before.file == endpoint.file:
             return True

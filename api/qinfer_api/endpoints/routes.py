@@ -12,21 +12,27 @@ from qinfer.traffic.canary import Action
 from qinfer.traffic.endpoints import Endpoint, read_endpoint
 from qinfer_api.endpoints.service import EndpointDifferences, EndpointService, EndpointState
 from qinfer_api.http.infer import HttpReply
-from qinfer_api.rest.openapi import answer, body, errors, operation, query
+from qinfer_api.rest.openapi import body, describe_response, errors, operation, query
 from qinfer_api.rest.services import Services, guarded, read_json, send, send_json
 
-_STATE = answer("The endpoint, its present targets, and their problems.", EndpointState)
+_STATE = describe_response("The endpoint, its present targets, and their problems.", EndpointState)
 _REVISION = query("revision", "Only if this is the present revision.", type="integer", minimum=1, examples=[7])
 _LIST = operation(
-    "List the endpoints", {200: answer("The endpoints, by name.", list[EndpointState]), **errors(401, 403, 503)}
+    "List the endpoints",
+    {200: describe_response("The endpoints, by name.", list[EndpointState]), **errors(401, 403, 503)},
 )
 _SHOW = operation("Look at an endpoint", {200: _STATE, **errors(401, 403, 404, 503)})
 _DIFFERENCES = operation(
     "Look at the differences of shadows",
-    {200: answer("The differences that this gateway has found.", EndpointDifferences), **errors(401, 403, 404, 503)},
+    {
+        200: describe_response("The differences that this gateway has found.", EndpointDifferences),
+        **errors(401, 403, 404, 503),
+    },
 )
 _PUT = operation("Declare an endpoint", {200: _STATE, **errors(400, 401, 403, 404, 409, 503)}, takes=body(Endpoint))
-_DELETE = operation("Remove an endpoint", {200: answer("Done."), **errors(400, 401, 403, 404, 409, 503)}, _REVISION)
+_DELETE = operation(
+    "Remove an endpoint", {200: describe_response("Done."), **errors(400, 401, 403, 404, 409, 503)}, _REVISION
+)
 _DECIDE = operation("Decide about a canary on trial", {200: _STATE, **errors(400, 401, 403, 404, 409, 503)})
 _ACTIONS = {"promote": Action.PROMOTE, "rollback": Action.ROLL_BACK, "pause": Action.PAUSE, "resume": Action.RESUME}
 

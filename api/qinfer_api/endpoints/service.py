@@ -161,7 +161,7 @@ class EndpointService:
             ready = self._view.ready_to_try(endpoint)
             change = by_hand(endpoint, trial, action, reason, ready, self._now_s())
             if await self._trials.change(endpoint, stored, change):
-                await self._watch.look()
+                await self._watch.refresh_endpoints()
                 return await self.find(name)
         raise Conflict(f"endpoint '{name}' is being changed by others; try again")
 
@@ -186,21 +186,21 @@ class EndpointService:
 
     async def put(self, endpoint: Endpoint) -> EndpointState:
         """Writes a valid declaration over its revision or the present one."""
-        self._check(endpoint)
+        self._check_endpoint(endpoint)
         if endpoint.webhook:
             await self._check_url(endpoint.webhook)
         before = (await self._store.read()).endpoints.get(endpoint.name)
         declared_by = "" if before is None else before.file
         written = await self._store.put(msgspec.structs.replace(endpoint, file=declared_by), endpoint.revision or None)
-        await self._watch.look()
+        await self._watch.refresh_endpoints()
         return self._state(written, None)
 
     async def delete(self, name: str, seen: int | None) -> None:
         """Removes an endpoint."""
         await self._store.delete(name, seen)
-        await self._watch.look()
+        await self._watch.refresh_endpoints()
 
-    def _check(self, endpoint: Endpoint) -> None:
+    def _check_endpoint(self, endpoint: Endpoint) -> None:
         if reasons := [*self._view.refusals(endpoint)]:
             raise InvalidRequest(f"endpoint '{endpoint.name}': {'; '.join(reasons)}")
 

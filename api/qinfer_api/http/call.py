@@ -37,7 +37,7 @@ class FastConnection(Protocol):
     peer: str
     """The address of the client."""
 
-    def answered(self) -> None:
+    def on_reply(self) -> None:
         """Called when a call has a reply."""
         ...
 
@@ -86,10 +86,10 @@ class FastCall:
         """Encodes the response, a large one in a thread."""
         if not response.final or self.reply is not None:
             if self.reply is None:
-                self.answer(error_reply(501, DECOUPLED))
+                self.set_reply(error_reply(501, DECOUPLED))
             return
         if response.nbytes <= MAX_FAST_BYTES:
-            self.answer(self._encoded(response))
+            self.set_reply(self._encoded(response))
         else:
             thread = asyncio.get_running_loop().run_in_executor(None, self._encoded, response)
             thread.add_done_callback(self._encoded_in_thread)
@@ -103,9 +103,9 @@ class FastCall:
         error = done.exception()
         if error is not None:
             logger.error("reply could not be encoded", exc_info=error)
-        self.answer(done.result() if error is None else failure_reply(error))
+        self.set_reply(done.result() if error is None else failure_reply(error))
 
-    def answer(self, reply: HttpReply) -> None:
+    def set_reply(self, reply: HttpReply) -> None:
         """Sets the reply and notifies the connection."""
         if self._pending is not None and (memory := self._pending.memory) is not None:
             memory.become(len(reply.body))
@@ -113,7 +113,7 @@ class FastCall:
         self._pending = None  # breaks the reference cycle call - pending
         self._plan = _NO_PLAN  # the plan may hold shared memory
         self.reply = reply
-        self._connection.answered()
+        self._connection.on_reply()
 
     def start(self, dispatcher: Dispatcher, codec: InferCodec) -> None:
         """Decodes and submits the request."""
@@ -175,7 +175,7 @@ class FastCall:
             error = dispatcher.refuse(head.target.model, head.target.version, error, head.context)
         else:
             logger.error("request failed", exc_info=error, extra={"model": head.target.model})
-        self.answer(failure_reply(error))
+        self.set_reply(failure_reply(error))
 
     def cancel(self, dispatcher: Dispatcher) -> None:
         """Cancels the request of a lost connection."""

@@ -275,7 +275,7 @@ class HttpConnection(asyncio.Protocol):
             if problem:
                 self._refuse(403, problem)
             else:
-                self._take()
+                self._dispatch_request()
             self._closing = self._closing or self._is_old() or not self._parser.should_keep_alive()
 
     def on_body(self, body: bytes) -> None:
@@ -290,12 +290,12 @@ class HttpConnection(asyncio.Protocol):
         cycle, self._reading = self._reading, None
         self._receiving = False
         if isinstance(cycle, Cycle):
-            cycle.end()
+            cycle.end_body()
 
     def _is_old(self) -> bool:
         return self._parser.get_http_version() != "1.1"
 
-    def _take(self) -> None:
+    def _dispatch_request(self) -> None:
         """Refuses unknown transfer codings (RFC 9112 §6.1)."""
         codings = transfer_codings(self.headers)
         if codings and codings != [b"chunked"]:
@@ -334,7 +334,7 @@ class HttpConnection(asyncio.Protocol):
 
     # -- answering ----------------------------------------------------------------------------------------------------
 
-    def answered(self) -> None:
+    def on_reply(self) -> None:
         """Writes finished replies; starts the next request."""
         queue, port = self._queue, self.port
         while queue:
@@ -432,7 +432,7 @@ class HttpConnection(asyncio.Protocol):
             return
         if self._withdraw():
             self._queue.append(_RefusedRequest(error_reply(status, message)))
-            self.answered()
+            self.on_reply()
         else:
             self.transport.close()
 
@@ -442,7 +442,7 @@ class HttpConnection(asyncio.Protocol):
         if isinstance(exchange, Cycle):
             if exchange.has_begun or exchange.reply is not None:
                 return False
-            exchange.leave()
+            exchange.disconnect()
         if exchange is not None:
             self._queue.pop()
         return True
@@ -472,7 +472,7 @@ class HttpConnection(asyncio.Protocol):
             if exchange.memory is not None:
                 exchange.memory.release()
             if isinstance(exchange, Cycle):
-                exchange.leave()
+                exchange.disconnect()
         self._give_back()
         self._queue.clear()
         self._reading = None

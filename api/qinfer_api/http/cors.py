@@ -37,7 +37,7 @@ class Cors:
         ]
 
     @classmethod
-    def of(cls, settings: CorsSettings) -> "Cors | None":
+    def from_settings(cls, settings: CorsSettings) -> "Cors | None":
         """Returns CORS as set; `None` = off."""
         return cls(settings) if settings.allow_origins else None
 
@@ -63,7 +63,7 @@ class CorsApp:
         """Answers a preflight, or calls the wrapped application."""
         origin = origin_in(scope["headers"])
         if scope["method"] == "OPTIONS" and origin and _asks_for_a_method(scope["headers"]):
-            await _answer(self._cors.preflight(origin), origin)(scope, receive, send)
+            await _preflight_response(self._cors.preflight(origin), origin)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -72,7 +72,7 @@ def _asks_for_a_method(headers: Headers) -> bool:
     return any(name == b"access-control-request-method" for name, _ in headers)
 
 
-def _answer(allowed: Headers | None, origin: bytes) -> Response:
+def _preflight_response(allowed: Headers | None, origin: bytes) -> Response:
     if allowed is None:
         text = f"pages of '{origin.decode('latin-1')[:200]}' may not call this server: QINFER_CORS__ALLOW_ORIGINS"
         return Response(error_reply(403, text).body, 403, media_type="application/json")

@@ -87,7 +87,7 @@ class Cycle:
         if not self._is_started:
             self._is_started = True
             tasks = self._connection.port.tasks
-            task = asyncio.get_running_loop().create_task(self._run())
+            task = asyncio.get_running_loop().create_task(self._run_app())
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 
@@ -101,12 +101,12 @@ class Cycle:
             self._body += body
             self._news.set()
 
-    def end(self) -> None:
+    def end_body(self) -> None:
         """Marks the body as complete."""
         self._is_whole = True
         self._news.set()
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Notifies the application that its client has left."""
         self._is_gone = True
         self._news.set()
@@ -114,9 +114,9 @@ class Cycle:
         if on_leave is not None:
             on_leave()
 
-    async def _run(self) -> None:
+    async def _run_app(self) -> None:
         try:
-            await self._connection.port.app(self.scope, self._receive, self._send)
+            await self._connection.port.app(self.scope, self._receive, self._send_message)
             if self.reply is None and not self._is_gone:
                 raise RuntimeError("the application has not sent a whole reply")
         except Exception as error:
@@ -136,7 +136,7 @@ class Cycle:
         self.reply = reply
         self._body.clear()
         self._news.set()
-        self._connection.answered()
+        self._connection.on_reply()
 
     async def _receive(self) -> Message:
         if self._expects_continue and not (self._body or self._is_whole or self.has_begun or self._is_gone):
@@ -152,7 +152,7 @@ class Cycle:
         self._is_taken = self._is_whole
         return {"type": "http.request", "body": body, "more_body": not self._is_whole}
 
-    async def _send(self, message: Message) -> None:
+    async def _send_message(self, message: Message) -> None:
         await self._connection.writable.wait()
         if self._is_gone:
             return
@@ -188,7 +188,7 @@ class Cycle:
             self.memory.become(length)
         if self.closes or connection.is_last(self):
             lines.append(b"connection: close\r\n")
-        begin = connection.writer_of(self).begin(
+        begin = connection.writer_of(self).encode_head(
             status, connection.port.common, self.request_id or connection.port.new_id()
         )
         self.has_begun = True

@@ -37,7 +37,7 @@ class FastPath(HttpPort):
         receiving: ReceivingBudget,
     ) -> None:
         http = settings.http
-        super().__init__(http, Cors.of(settings.cors), Visitors.of(settings))
+        super().__init__(http, Cors.from_settings(settings.cors), Visitors.from_settings(settings))
         self.dispatcher, self.codec, self.receiving = dispatcher, codec, receiving
         self.forward = compile_forward("QINFER_HTTP__HEADER_FORWARD_PATTERN", http.header_forward_pattern)
         enabled = http.fast_path and not restrictions.covers("inference")
@@ -93,12 +93,12 @@ class QinferHttpProtocol(HttpConnection):
         self._queue.append(call)
         return call
 
-    def _take(self) -> None:
+    def _dispatch_request(self) -> None:
         head = None
         if not self._has_cycle() and self._parser.get_method() == b"POST" and not self._is_old():
             head = self._fast.heads.read(self._url, self.headers)
         if head is None:
-            super()._take()
+            super()._dispatch_request()
         else:
             self._reading = self._append(head)
             self._body_left = head.length

@@ -135,14 +135,14 @@ def _only(values: list[bytes]) -> bytes:
 def _caller(trace: str, authorization: bytes | None, key: bytes | None) -> CallerContext:
     if authorization is None and key is None:
         return CallerContext("", trace) if trace else ANONYMOUS
-    return CallerContext("", trace, presented_key(_text(authorization), _text(key)))
+    return CallerContext("", trace, presented_key(_decode_header(authorization), _decode_header(key)))
 
 
 def _trace(parent: bytes | None, state: bytes | None) -> str:
-    return "" if parent is None else context_text(_text(parent), _text(state))
+    return "" if parent is None else context_text(_decode_header(parent), _decode_header(state))
 
 
-def _text(value: bytes | None) -> str:
+def _decode_header(value: bytes | None) -> str:
     return "" if value is None else value.decode("latin-1")
 
 

@@ -226,7 +226,7 @@ class HttpReply(msgspec.Struct, frozen=True, gc=False):
 
 def failure_reply(error: BaseException, *, v1: bool = False) -> HttpReply:
     """Returns the reply to an exception."""
-    failure = Failure.of(error)
+    failure = Failure.from_error(error)
     v1 = v1 and type(error) is not Overloaded
     return error_reply(http_status(failure.code, v1=v1), failure.message, retry_after_s(failure.code, error))
 
@@ -243,7 +243,7 @@ def answered_by(response: Response, endpoint: str) -> str:
 
 
 def error_reply(status: int, message: str, again_s: int = 0) -> HttpReply:
-    """Returns an error; `again_s` is the `Retry-After`, 0 for none."""
+    """Returns an error; `again_s` is the `Retry-After`, 0 = no header."""
     return HttpReply(status, msgspec.json.encode({"error": message}), retry_after_s=again_s)
 
 
@@ -264,7 +264,7 @@ class Writer:
         """Renders a reply; a large body is its own piece, to save a copy."""
         if len(reply.body) <= LARGE_BYTES:
             return [self.render(reply, common, request_id, close=close)]
-        begin, end = self.begin(reply.status, common, request_id), _CLOSE if close else b"\r\n"
+        begin, end = self.encode_head(reply.status, common, request_id), _CLOSE if close else b"\r\n"
         return [b"".join((begin, reply.head(), end)), reply.body]
 
     def render(self, reply: HttpReply, common: Headers, request_id: str, *, close: bool) -> bytes:
@@ -282,7 +282,7 @@ class Writer:
         end = _CLOSE if close else b"\r\n"
         return b"".join((_STATUS_LINES[reply.status], self._block, name, b"\r\n", reply.head(), end, body))
 
-    def begin(self, status: int, common: Headers, request_id: str) -> bytes:
+    def encode_head(self, status: int, common: Headers, request_id: str) -> bytes:
         """Renders status line, common headers and request id."""
         self._renew(common)
         return b"%b%b%b\r\n" % (_STATUS_LINES[status], self._block, header_value(request_id))
@@ -327,7 +327,7 @@ class InferCodec:
         if length == 0:
             served = served or self._dispatcher.resolve(target.model, target.version)
             return read_raw(body, target.model, target.version, served.spec)
-        regions = self.memory.of(tenant).limited(self._max_input_bytes) if self.shares_memory else self.memory
+        regions = self.memory.for_tenant(tenant).limited(self._max_input_bytes) if self.shares_memory else self.memory
         bounds = self.bounds
         if served is not None and served.spec.name == target.model:
             bounds = bounds._replace(check=partial(check_announced, spec=served.spec))
@@ -479,14 +479,14 @@ _PLAN = OutputPlan(binary=True)
 def read_raw(body: Bytes, model: str, version: int, spec: ModelSpec) -> tuple[InferRequest, OutputPlan]:
     """Returns a raw body's request: one row if there is a batch dimension."""
     if len(spec.inputs) != 1:
-        raise _refused(
+        raise _request_error(
             f"Raw request must only have 1 input (found 1) to be deduced but got {len(spec.inputs)} inputs in "
             f"'{spec.name}' model configuration"
         )
     (expected,) = spec.inputs
     variable = [position for position, size in enumerate(expected.dims) if size == -1]
     if len(variable) > 1:
-        raise _refused(
+        raise _request_error(
             f"The shape of the raw input '{expected.name}' can not be deduced because there are more than one "
             "variable-sized dimension"
         )
@@ -494,7 +494,7 @@ def read_raw(body: Bytes, model: str, version: int, spec: ModelSpec) -> tuple[In
     fixed = prod(size for size in shape if size != -1)
     if expected.datatype == "BYTES":
         if variable or fixed != 1:
-            raise _refused(f"For BYTE datatype raw input '{expected.name}', the model must have input shape [1]")
+            raise _request_error(f"For BYTE datatype raw input '{expected.name}', the model must have input shape [1]")
         data = _LENGTH.pack(len(body)) + body
     elif variable:
         shape[variable[0]] = len(body) // (fixed * DATATYPES[expected.datatype].itemsize)
@@ -503,5 +503,5 @@ def read_raw(body: Bytes, model: str, version: int, spec: ModelSpec) -> tuple[In
     return InferRequest(model=model, inputs=(tensor,), version=version), _PLAN
 
 
-def _refused(text: str) -> InvalidRequest:
+def _request_error(text: str) -> InvalidRequest:
     return InvalidRequest(of_request("") + text)

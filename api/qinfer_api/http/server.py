@@ -114,7 +114,7 @@ class HttpServer:
             if self._serving is not None:
                 self._serving()
             await self._ends.wait()
-            await self.end()
+            await self.shut_down()
             ticking.cancel()
 
     async def _tick(self, listener: socket.socket) -> None:
@@ -132,7 +132,7 @@ class HttpServer:
         for connection in tuple(self.port.connections):
             connection.shutdown()
 
-    async def end(self) -> None:
+    async def shut_down(self) -> None:
         """Drains the requests in flight, then aborts the rest."""
         self.turn_away()
         port = self.port

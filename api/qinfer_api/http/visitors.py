@@ -31,7 +31,7 @@ class Visitors:
         self._hosts = None if hosts is None else frozenset(hosts)
 
     @classmethod
-    def of(cls, settings: Settings) -> "Visitors | None":
+    def from_settings(cls, settings: Settings) -> "Visitors | None":
         """Returns the rules of the settings; `None` allows every request."""
         cors, named = settings.cors.allow_origins, settings.http.allow_hosts
         has_keys = settings.auth.mode == "keys"

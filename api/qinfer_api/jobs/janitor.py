@@ -54,20 +54,20 @@ class JobJanitor:
         await self.attend()
         if now_s >= self._look_at_s:
             self._look_at_s = now_s + LOOK_EVERY_S
-            await self.look()
+            await self.fill_lanes()
 
     async def attend(self) -> int:
         """Handles present notices; failed ones come again."""
         outcomes: list[BaseException | None] = []
         for model, partition in await self._known():
-            notices = await self._deliveries.take(model, partition, JOBS, _NOTICES)
+            notices = await self._deliveries.take_due(model, partition, JOBS, _NOTICES)
             outcomes += await asyncio.gather(*map(self._act_on, notices), return_exceptions=True)
         for outcome in outcomes:
             if outcome is not None:
                 raise outcome
         return len(outcomes)
 
-    async def look(self) -> None:
+    async def fill_lanes(self) -> None:
         """Fills running jobs' lanes, highest priority first."""
         for record in await self._jobs.unfinished():
             if record.state == JobState.RUNNING:

@@ -27,7 +27,17 @@ from qinfer_api.jobs.records import (
     shown_log,
 )
 from qinfer_api.jobs.service import BulkJobs
-from qinfer_api.rest.openapi import LAST_EVENT, Json, answer, body, errors, followed, header, operation, query
+from qinfer_api.rest.openapi import (
+    LAST_EVENT,
+    Json,
+    body,
+    describe_response,
+    errors,
+    followed,
+    header,
+    operation,
+    query,
+)
 from qinfer_api.rest.services import (
     ServerSentEvent,
     Services,
@@ -63,8 +73,8 @@ _LOCATION = {"Location": "The path of the job."}
 _CREATE = operation(
     "Create a job",
     {
-        201: answer("Created: its model, inputs and output fit together.", JobBody, headers=_LOCATION),
-        200: answer(
+        201: describe_response("Created: its model, inputs and output fit together.", JobBody, headers=_LOCATION),
+        200: describe_response(
             "It had been created before, with the same id or key.",
             JobBody,
             headers={**_LOCATION, "Idempotent-Replayed": "`true`: it had been created before."},
@@ -87,14 +97,14 @@ _CREATE = operation(
 _VALIDATE = operation(
     "Validate a job",
     {
-        200: answer("The job could be created, and has this size.", EstimateBody),
+        200: describe_response("The job could be created, and has this size.", EstimateBody),
         **_refusals(400, 401, 403, 404, 429, 500, 501, 503),
     },
     takes=body(NewJob),
 )
 _LIST = operation(
     "List the jobs",
-    {200: answer("The jobs.", JobsBody), **_refusals(400, 401, 403, 503)},
+    {200: describe_response("The jobs.", JobsBody), **_refusals(400, 401, 403, 503)},
     query("state", "Only jobs in this state.", enum=list(JobState)),
     query("model", "Only jobs of this model or endpoint.", type="string"),
     query("output", "Only jobs that write to this folder, or below it.", type="string"),
@@ -102,24 +112,28 @@ _LIST = operation(
     query("after", "`next` of the page before.", type="string"),
     query("limit", "How many at most.", type="integer", minimum=1, maximum=MAX_LIMIT, default=_DEFAULT_LIMIT),
 )
-_SHOW = operation("Look at a job", {200: answer("The job.", JobBody), **_refusals(401, 403, 404, 503)})
-_DELETE = operation("Delete a job", {204: answer("Deleted; its output stays."), **_refusals(401, 403, 404, 409, 503)})
+_SHOW = operation("Look at a job", {200: describe_response("The job.", JobBody), **_refusals(401, 403, 404, 503)})
+_DELETE = operation(
+    "Delete a job", {204: describe_response("Deleted; its output stays."), **_refusals(401, 403, 404, 409, 503)}
+)
 _CANCEL = operation(
     "Cancel a job",
     {
-        200: answer("The job: cancelling, cancelled, or ended before.", JobBody),
+        200: describe_response("The job: cancelling, cancelled, or ended before.", JobBody),
         **_refusals(401, 403, 404, 503),
     },
 )
 _RESUME = operation(
     "Resume a job",
     {
-        200: answer("The job, planned again or active.", JobBody),
+        200: describe_response("The job, planned again or active.", JobBody),
         **_refusals(400, 401, 403, 404, 409, 429, 501, 503),
     },
     takes=body(Changes, required=False),
 )
-_LOG = operation("Read a job's log", {200: answer("Its latest lines.", JobLog), **_refusals(401, 403, 404, 503)})
+_LOG = operation(
+    "Read a job's log", {200: describe_response("Its latest lines.", JobLog), **_refusals(401, 403, 404, 503)}
+)
 _EVENT = 'event: progress\nid: 7\ndata: {"id": "…", "state": "running", …}\n\n'
 _EVENTS = operation(
     "Follow a job",
@@ -149,7 +163,7 @@ def job_routes(services: Services, jobs: BulkJobs) -> APIRouter:
     @router.get("/v1/jobs/{job_id}", name="job", **_SHOW)
     async def show(job_id: str, request: Request) -> HttpResponse:
         """Returns a job."""
-        return _shown(jobs, await jobs.get(_context(services, request), job_id))
+        return _send_record(jobs, await jobs.get(_context(services, request), job_id))
 
     @router.delete("/v1/jobs/{job_id}", name="delete_job", **_DELETE)
     async def delete(job_id: str, request: Request) -> HttpResponse:
@@ -160,14 +174,14 @@ def job_routes(services: Services, jobs: BulkJobs) -> APIRouter:
     @router.post("/v1/jobs/{job_id}/cancel", name="cancel_job", **_CANCEL)
     async def cancel(job_id: str, request: Request) -> HttpResponse:
         """Stops a job, unless it has ended; its parts stay, and it can be resumed."""
-        return _shown(jobs, await jobs.cancel(_context(services, request), job_id))
+        return _send_record(jobs, await jobs.cancel(_context(services, request), job_id))
 
     @router.post("/v1/jobs/{job_id}/resume", name="resume_job", **_RESUME)
     async def resume(job_id: str, request: Request) -> HttpResponse:
         """Resumes a failed, expired or cancelled job; finished work is kept."""
         context = _context(services, request)
         changes = decode_changes(await _body_of(services, request))
-        return _shown(jobs, await jobs.resume(context, job_id, changes))
+        return _send_record(jobs, await jobs.resume(context, job_id, changes))
 
     @router.get("/v1/jobs/{job_id}/log", name="job_log", **_LOG)
     async def log(job_id: str, request: Request) -> HttpResponse:
@@ -196,7 +210,7 @@ async def _create(services: Services, jobs: BulkJobs, request: Request) -> HttpR
     key = idempotency_key(request)
     resume = _flag(request, "resume")
     ticket = await jobs.create(context, await _body_of(services, request), key or "", resume=resume)
-    response = _shown(jobs, ticket.record, 201 if ticket.is_new else 200)
+    response = _send_record(jobs, ticket.record, 201 if ticket.is_new else 200)
     response.headers["location"] = job_path(ticket.record)
     if not ticket.is_new:
         response.headers["idempotent-replayed"] = "true"
@@ -249,7 +263,7 @@ def _body(jobs: BulkJobs, record: JobRecord) -> JobBody:
     return shown_job(record, jobs.now_s())
 
 
-def _shown(jobs: BulkJobs, record: JobRecord, status: int = 200) -> HttpResponse:
+def _send_record(jobs: BulkJobs, record: JobRecord, status: int = 200) -> HttpResponse:
     return send_json(_body(jobs, record), status)
 
 

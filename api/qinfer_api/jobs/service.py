@@ -331,7 +331,7 @@ class BulkJobs:
     async def _planned(self, job_id: str) -> None:
         """Deletes the job if Celery's broker is away."""
         try:
-            await _in_thread(self.tasks.plan, job_id)
+            await _in_thread(self.tasks.request_plan, job_id)
         except QinferError:
             await self.jobs.stop(job_id, JobState.CANCELLED, in_hand=True)
             await self.jobs.delete(job_id)
@@ -340,7 +340,7 @@ class BulkJobs:
     async def _sent(self, job_id: str) -> None:
         """The sweep repeats it if Celery's broker is away."""
         try:
-            await _in_thread(self.tasks.plan, job_id)
+            await _in_thread(self.tasks.request_plan, job_id)
         except BrokerUnavailable as error:
             logger.warning("job waits to be planned", extra={"job_id": job_id, "error": error.message})
 

@@ -62,7 +62,7 @@ class Files:
         if self._http is not None:
             await self._http.aclose()
 
-    def of(self, tenant: str, projects: Sequence[int]) -> Callable[[str], Awaitable[bytes]]:
+    def fetcher_for(self, tenant: str, projects: Sequence[int]) -> Callable[[str], Awaitable[bytes]]:
         """Returns `fetch` for a tenant's task."""
         return partial(self.fetch, tenant=tenant, projects=projects)
 
@@ -135,7 +135,7 @@ class Files:
         try:
             async with self._client().stream("GET", at, headers=headers, extensions=named) as reply:
                 if reply.status_code != 200:
-                    raise _refused(target.host, reply.status_code)
+                    raise _status_error(target.host, reply.status_code)
                 if reply.headers.get("content-encoding", "identity") != "identity":
                     raise InvalidRequest(f"file host '{target.host}' sends the file encoded; have it sent as it is")
                 async for chunk in reply.aiter_raw():
@@ -191,7 +191,7 @@ def targets_of(settings: LabelingSettings, resolve: Resolve | None = None) -> Ta
     return Targets(allowing, resolve, _WORDS)
 
 
-def _refused(host: str, status: int) -> Exception:
+def _status_error(host: str, status: int) -> Exception:
     if status in (408, 425, 429) or status >= 500:
         return Unreachable(f"file host '{host}' answers with status {status}")
     if 300 <= status < 400:

@@ -60,7 +60,7 @@ class TaskPace:
         self._behind: set[Board] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    def room(self, board: Board, most: int) -> int:
+    def task_capacity(self, board: Board, most: int) -> int:
         """Returns how many tasks may become requests now."""
         if self._auth is None:
             return most
@@ -68,7 +68,7 @@ class TaskPace:
             return 0
         room = int(min(self._auth.spare(board.tenant), most))
         if not room and board in self._behind and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._look)
+            self._timer = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._on_timer)
         return room
 
     def took(self, board: Board, count: int, room: int) -> None:
@@ -91,7 +91,7 @@ class TaskPace:
             self._auth.give_back(tenant)
             raise
 
-    def _look(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
         self._look_again()
 
@@ -233,7 +233,7 @@ class TaskIntake:
 
     async def feed(self, board: Board) -> int:
         """Turns waiting tasks into requests; 0 = no more now."""
-        room = self._pace.room(board, _AT_ONCE)
+        room = self._pace.task_capacity(board, _AT_ONCE)
         if not room:
             return 0
         claimed = await self._tasks.claim(board, room, lease_s=LEASE_S)
@@ -265,7 +265,7 @@ class TaskIntake:
                 await self.fail(board, entry, error.message)
         except Exception as error:  # the others continue
             logger.exception("task can't be queued", extra={"model": board.model, "request_id": entry.request_id})
-            await self.fail(board, entry, InferenceFailed(Failure.of(error).message).message)
+            await self.fail(board, entry, InferenceFailed(Failure.from_error(error).message).message)
         else:
             await self.move(board, made, LabelState.OPEN)
         return True
@@ -277,7 +277,7 @@ class TaskIntake:
         is_endpoint = board.model in self._requests.dispatcher.endpoints.by_name
         served = self._requests.resolve(board.model, mapping.version if is_endpoint else entry.version)
         task = await self.task_of(board, entry)
-        request = await request_of(mapping, served, task, self._files.of(board.tenant, mapping.project))
+        request = await request_of(mapping, served, task, self._files.fetcher_for(board.tenant, mapping.project))
         context = CallerContext(board.tenant)
         if not self._requests.dispatcher.choose(context, request):
             request.version = entry.version

@@ -43,14 +43,14 @@ class MappingBook:
             )
         async with self._looking:
             if time.monotonic() - self._looked_s >= LOOK_EVERY_S:
-                await asyncio.to_thread(self._look, self._directory)
+                await asyncio.to_thread(self._reload_changed, self._directory)
                 self._looked_s = time.monotonic()
         return self._mappings
 
-    async def of(self, model: str, project: int | None) -> Mapping:
+    async def mapping_for(self, model: str, project: int | None) -> Mapping:
         """Returns a model's mapping for a project."""
         try:
-            return (await self.current()).of(model, project)
+            return (await self.current()).for_model(model, project)
         except InvalidRequest as error:
             raise InvalidRequest(f"{error.message}; write one into the directory that {_NAME} names") from None
 
@@ -60,7 +60,7 @@ class MappingBook:
         If several tenants have keys, a mapping without tenants is refused: it leads to all that Label Studio shows to
         the server.
         """
-        mapping = await self.of(model, project)
+        mapping = await self.mapping_for(model, project)
         if mapping.tenant and tenant not in mapping.tenant:
             raise Forbidden(f"the labeling mapping '{mapping.name}' is for other tenants than '{tenant}'")
         if is_shared and not mapping.tenant:
@@ -70,7 +70,7 @@ class MappingBook:
             )
         return mapping
 
-    def _look(self, directory: Path) -> None:
+    def _reload_changed(self, directory: Path) -> None:
         signature = _signature(directory)
         if signature == self._signature:
             return

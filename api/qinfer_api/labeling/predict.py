@@ -120,7 +120,7 @@ class _Run:
                 self._answers[place] = FailedTask(error)
             except Exception as error:  # the others are answered
                 logger.exception("task failed", extra={"model": self._call.mapping.model, "error": str(error)})
-                self._answers[place] = FailedTask(InferenceFailed(Failure.of(error).message))
+                self._answers[place] = FailedTask(InferenceFailed(Failure.from_error(error).message))
 
     async def _one(self, task: Mapping[str, Any]) -> dict[str, Any]:
         sink = FutureSink()
@@ -137,7 +137,7 @@ class _Run:
 
     async def _sent(self, task: Mapping[str, Any], sink: FutureSink) -> PendingCall:
         mapping, context = self._call.mapping, self._call.context
-        fetch = self._files.of(context.tenant, mapping.project)
+        fetch = self._files.fetcher_for(context.tenant, mapping.project)
         request = await request_of(mapping, self._call.served, task, fetch)
         if not self._dispatcher.choose(context, request):
             request.version = self._call.served.version

@@ -202,7 +202,7 @@ class Pusher:
             await self._fail(board, ending, entry, error.message, LabelFailure.NOT_PREDICTED)
         except Exception as error:  # the others continue
             logger.exception("prediction can't be made", extra={"request_id": entry.request_id, "model": board.model})
-            await self._fail(board, ending, entry, Failure.of(error).message, LabelFailure.NOT_PREDICTED)
+            await self._fail(board, ending, entry, Failure.from_error(error).message, LabelFailure.NOT_PREDICTED)
         return None
 
     async def _item(self, board: Board, ending: Ending, entry: LabelTask) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class Pusher:
             response = decode_responses(ending.blob)[-1]
         except (CorruptEntry, IndexError):
             raise InferenceFailed(_DELETED) from None
-        mapping = await self._book.of(board.model, board.project)
+        mapping = await self._book.mapping_for(board.model, board.project)
         label_config = parse_label_config(await self._studio.label_config(board.project))
         task = await self._intake.task_of(board, entry)
         return {"task": entry.task, **await prediction_of(mapping, task, response, label_config)}

@@ -36,7 +36,7 @@ from qinfer_api.labeling.wire import (
     SetupCall,
     read_call,
 )
-from qinfer_api.rest.openapi import Json, answer, body, errors, operation, query
+from qinfer_api.rest.openapi import Json, body, describe_response, errors, operation, query
 from qinfer_api.rest.services import Services, authorize, context_of, read_body, send, send_json, unless_left
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,9 @@ _REFUSALS = errors(400, 401, 403, 404, 500, 501, 503)
 
 
 def _about(summary: str, schema: type, description: str, *parameters: Json, takes: Json | None = None) -> Json:
-    return operation(summary, {200: answer(description, schema), **_REFUSALS}, *parameters, takes=takes, basic=True)
+    return operation(
+        summary, {200: describe_response(description, schema), **_REFUSALS}, *parameters, takes=takes, basic=True
+    )
 
 
 _HEALTH = _about("Check the model", LabelHealth, "It takes tasks.")
@@ -55,7 +57,7 @@ _VERSIONS = _about("List the versions", LabelVersions, "The versions.")
 _PREDICT = _about("Predict tasks", LabelPredictions, "The predictions.", takes=body(PredictCall))
 _EVENT = operation(
     "Report an event",
-    {201: answer("The event's tasks are stored.", LabelEvent), **_REFUSALS},
+    {201: describe_response("The event's tasks are stored.", LabelEvent), **_REFUSALS},
     takes=body(EventCall),
     basic=True,
 )
@@ -70,7 +72,7 @@ _TASKS = _about(
 _TASK = _about("Look at a task", LabelTaskBody, "The task.")
 _ORDER = operation(
     "Queue the tasks of a project",
-    {202: answer("They are queued.", LabelOrder), **_REFUSALS, **errors(429)},
+    {202: describe_response("They are queued.", LabelOrder), **_REFUSALS, **errors(429)},
     query("page", "`next` of the call before.", type="integer", minimum=1),
     query("all", "Also tasks with predictions, unless this version made them.", type="boolean", default=False),
     basic=True,
@@ -96,8 +98,8 @@ def _add_calls(router: APIRouter, services: Services, labeling: Labeling) -> Non
     async def setup(model: str, request: Request) -> HttpResponse:
         """Checks that a project's mapping fits its label config and the model."""
         context = _context(services, request)
-        with _call(model, "setup"):
-            asked = await _read(services, request, SetupCall)
+        with _log_errors(model, "setup"):
+            asked = await _read_call(services, request, SetupCall)
             return send_json(await labeling.setup(context, model, asked))
 
     @router.get("/label-studio/{model}/versions", name="label_studio_versions", **_VERSIONS)
@@ -152,8 +154,8 @@ def _add_tasks(router: APIRouter, services: Services, labeling: Labeling) -> Non
 
 async def _predict(services: Services, labeling: Labeling, model: str, request: Request) -> HttpResponse:
     context = _context(services, request)
-    with _call(model, "predict"):
-        asked = await _read(services, request, PredictCall)
+    with _log_errors(model, "predict"):
+        asked = await _read_call(services, request, PredictCall)
         found = await unless_left(request.receive, labeling.predict(context, model, asked))
     if len(found.results) > 100:
         return send(HttpReply(200, await asyncio.to_thread(msgspec.json.encode, found)))
@@ -163,12 +165,12 @@ async def _predict(services: Services, labeling: Labeling, model: str, request: 
 async def _event(services: Services, labeling: Labeling, model: str, request: Request) -> HttpResponse:
     """Goes on if its sender leaves: Label Studio waits only for a second."""
     context = _context(services, request)
-    with _call(model, "webhook"):
-        event = await _read(services, request, EventCall)
+    with _log_errors(model, "webhook"):
+        event = await _read_call(services, request, EventCall)
         return send_json(await labeling.event(context, model, event), 201)
 
 
-async def _read(services: Services, request: Request, kind: type[Call]) -> Call:
+async def _read_call(services: Services, request: Request, kind: type[Call]) -> Call:
     depth, most = services.settings.limits.max_json_depth, services.settings.http.max_input_bytes
     return await read_body(services, request, most, partial(read_call, max_depth=depth, kind=kind))
 
@@ -186,7 +188,7 @@ def _context(services: Services, request: Request) -> CallerContext:
 
 
 @contextlib.contextmanager
-def _call(model: str, name: str) -> Iterator[None]:
+def _log_errors(model: str, name: str) -> Iterator[None]:
     """Label Studio does not show errors."""
     try:
         yield

@@ -114,7 +114,9 @@ class Labeling:
         version = model_version(served.spec.name, served.version)
         if mapping.mode == PUSH:
             project = asked.project or _project_of(asked)
-            await self._take(self._board(context, model, project), mapping, served, asked.tasks, PredictionReason.ASKED)
+            await self._queue_tasks(
+                self._board(context, model, project), mapping, served, asked.tasks, PredictionReason.ASKED
+            )
             return LabelPredictions([[] for _ in asked.tasks], version)
         config = _parsed(asked.label_config)
         mapping.check(served.spec, config)
@@ -137,7 +139,7 @@ class Labeling:
         if event.tasks is None:
             raise InvalidRequest("the webhook has no tasks; switch on its payload in Label Studio")
         board = self._board(context, model, event.project)
-        queued = await self._take(board, mapping, served, event.tasks, PredictionReason.CREATED)
+        queued = await self._queue_tasks(board, mapping, served, event.tasks, PredictionReason.CREATED)
         return LabelEvent(event.action, queued)
 
     async def order(self, context: CallerContext, model: str, project: int, page: int, *, every: bool) -> LabelOrder:
@@ -174,18 +176,18 @@ class Labeling:
         self, context: CallerContext, model: str, project: int, state: str, after: int, limit: int
     ) -> LabelTasksBody:
         """Calls `Statuses.page`."""
-        return await self._statuses.page(await self._kept(context, model, project), state, after, limit)
+        return await self._statuses.page(await self._checked_board(context, model, project), state, after, limit)
 
     async def one(self, context: CallerContext, model: str, project: int, task: int) -> LabelTaskBody:
         """Calls `Statuses.one`."""
-        return await self._statuses.one(await self._kept(context, model, project), task)
+        return await self._statuses.one(await self._checked_board(context, model, project), task)
 
-    async def _kept(self, context: CallerContext, model: str, project: int) -> Board:
+    async def _checked_board(self, context: CallerContext, model: str, project: int) -> Board:
         await self._known(model)
         self._requests.check_up(model)
         return Board(model, context.tenant, project)
 
-    async def _take(
+    async def _queue_tasks(
         self,
         board: Board,
         mapping: TaskMapping,

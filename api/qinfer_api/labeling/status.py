@@ -104,7 +104,7 @@ class Statuses:
     async def page(self, board: Board, state: str, after: int, limit: int) -> LabelTasksBody:
         """Returns a page of tasks by id, with counts; with a `state` it may be short and have a successor."""
         found = await self._found(board, state, after, limit)
-        shown = await self._shown(board, found)
+        shown = await self._task_bodies(board, found)
         following = found[-1].task if len(found) == limit else None
         tasks = [task for task in shown if not state or task.state == state]
         return LabelTasksBody(await self.counts(board), tasks, following)
@@ -117,12 +117,12 @@ class Statuses:
                 f"task {task} of project {board.project} is not known for model '{board.model}': it was not queued, "
                 "or it ended too long ago"
             )
-        return (await self._shown(board, [entry]))[0]
+        return (await self._task_bodies(board, [entry]))[0]
 
     async def counts(self, board: Board) -> LabelCounts:
         """Counts a project's tasks by state."""
         known = await self._tasks.counts(board)
-        opened = await self._shown(board, await self._tasks.page(board, LabelState.OPEN, 0, COUNTED_OPEN))
+        opened = await self._task_bodies(board, await self._tasks.page(board, LabelState.OPEN, 0, COUNTED_OPEN))
         counts = Counter[TaskState](task.state for task in opened)
         since = max(len(opened) - known[LabelState.OPEN], 0)
         counts["queued"] += max(known[LabelState.WAITING] - since, 0) + max(known[LabelState.OPEN] - len(opened), 0)
@@ -136,7 +136,7 @@ class Statuses:
         pages = [await self._tasks.page(board, each, after, limit) for each in _BOARD_STATES[state]]
         return sorted((entry for page in pages for entry in page), key=lambda entry: entry.task)[:limit]
 
-    async def _shown(self, board: Board, entries: Sequence[LabelTask]) -> list[LabelTaskBody]:
+    async def _task_bodies(self, board: Board, entries: Sequence[LabelTask]) -> list[LabelTaskBody]:
         opened = {entry.task for entry in entries if entry.state is LabelState.OPEN}
         addresses = [chosen_address(entry.model or board.model, entry.request_id, board.tenant) for entry in entries]
         asked = [address for address, entry in zip(addresses, entries, strict=True) if entry.task in opened]

@@ -142,13 +142,13 @@ class LabelStudio:
         status, text = 401, b""
         for _ in range(2 if self._is_jwt else 1):
             authorization = await self._authorization()
-            status, text = await self._send(method, path, words, body, authorization, max_bytes)
+            status, text = await self._send_request(method, path, words, body, authorization, max_bytes)
             if status != 401:
                 break
             self._access = ""
         return status, text
 
-    async def _send(
+    async def _send_request(
         self,
         method: str,
         path: str,
@@ -183,7 +183,7 @@ class LabelStudio:
         async with self._refreshing:
             if not self._access or time.monotonic() >= self._access_until_s:
                 body = msgspec.json.encode({"refresh": self._token})
-                status, text = await self._send("POST", "/api/token/refresh/", None, body, "", _MAX_REPLY_BYTES)
+                status, text = await self._send_request("POST", "/api/token/refresh/", None, body, "", _MAX_REPLY_BYTES)
                 if not 200 <= status < 300:
                     raise StudioAway(f"Label Studio does not take the token of {_TOKEN}: {_reason(text)}")
                 self._access, self._access_until_s = _access_of(text)

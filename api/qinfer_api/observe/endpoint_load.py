@@ -59,17 +59,17 @@ class EndpointLoad:
         self._gauges: list[ModelSeries] = []
         self._read_at_s = float("-inf")
 
-    async def of(self, model: str, form: str) -> dict[str, str]:
+    async def load_header(self, model: str, form: str) -> dict[str, str]:
         """Returns the reply header with a model's load, if any."""
         async with self._reading:
             if time.monotonic() - self._read_at_s >= READ_EVERY_S:
-                self._gauges = await self._read()
+                self._gauges = await self._read_gauges()
                 self._read_at_s = time.monotonic()
         load = load_of(self._gauges, model)
         value = "" if load is None else load.shown(form)
         return {HEADER: value} if value else {}
 
-    async def _read(self) -> list[ModelSeries]:
+    async def _read_gauges(self) -> list[ModelSeries]:
         try:
             async with asyncio.timeout(_WITHIN_S):
                 records = await self._store.model_metrics([record.id for record in self._catalog.workers()])

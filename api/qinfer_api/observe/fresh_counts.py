@@ -50,11 +50,11 @@ class FreshCounts:
             await asyncio.sleep(max(self._even_at_s - AHEAD_S - time.monotonic(), 0.0))
             self._even_at_s = max(self._even_at_s, time.monotonic()) + EVERY_S
             reads, models = self._reads, set(self._wanted)
-            await self._ask(models)
+            await self._request_counts(models)
             self._answered = reads
             self._wanted = {name: last for name, last in self._wanted.items() if last > reads}
 
-    async def _ask(self, models: set[str]) -> None:
+    async def _request_counts(self, models: set[str]) -> None:
         self.underway = {}
         try:
             question, workers = await self._pushes.ask(models), self._hosts(models)

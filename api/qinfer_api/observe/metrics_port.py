@@ -41,7 +41,7 @@ class MetricsPort:
         try:
             await self._server.serve(self._listener)
         except asyncio.CancelledError:
-            await self._server.end()
+            await self._server.shut_down()
             raise
         finally:
             self.close()

@@ -13,7 +13,7 @@ from qinfer.models.catalog import Catalog
 from qinfer.models.store import ControlStore
 from qinfer.observe import stats
 from qinfer.observe.host import MemoryUse, added_up
-from qinfer.observe.responses import responses
+from qinfer.observe.responses import response_counts
 from qinfer.traffic.routing import Endpoints
 
 
@@ -168,7 +168,7 @@ def model_statistics(
         ),
         response_stats={
             str(index): ResponseStatistics(**{what: Duration(*counted) for what, counted in fields_of.items()})
-            for index, fields_of in responses(fields).items()
+            for index, fields_of in response_counts(fields).items()
         },
         memory_usage=[MemoryUsage(use.kind, use.number, use.nbytes) for use in memory],
         batch_stats=[

@@ -41,8 +41,8 @@ _RANGES = {
 }
 _MODE = "triton"
 _OFF = (
-    "traces are not written on this server; whoever runs it sets QINFER_TRACE__FILE to the file that they are to be "
-    "written to"
+    "traces are not written on this server; set QINFER_TRACE__FILE to the file to which "
+    "the server is to write them"
 )
 _OTHER_MODE = (
     "trace mode can not be updated through network protocol; the server's own environment switches OpenTelemetry on, "
@@ -216,7 +216,7 @@ class Sampling:
         self._weight = 0
         self._is_over = False
 
-    def take(self) -> bool:
+    def count_request(self) -> bool:
         """Counts a request; if it is traced, call `add`."""
         rule = self.rule
         if not rule.is_on or not rule.rate or not self.left:
@@ -237,26 +237,26 @@ class Sampling:
         frequency = self.rule.frequency
         is_last = not self._open and (self._is_over or not self.left)
         if is_last or self._weight >= MOST_HELD or (frequency and len(self._held) >= frequency):
-            self._write(numbered=not self._is_over or bool(frequency))
+            self._write_held(numbered=not self._is_over or bool(frequency))
 
-    def give_back(self) -> None:
+    def uncount_request(self) -> None:
         """Undoes the counting of a request that has no trace."""
         self._open -= 1
         self.left += self.left >= 0
         if self._is_over and not self._open:
-            self._write(numbered=bool(self.rule.frequency))
+            self._write_held(numbered=bool(self.rule.frequency))
 
     def _trace(self, about: About, stamps: Stamps, tensors: Taken, calls: Sequence[CallTrace]) -> _Trace:
         number = self._output.number()
         inner = [self._trace({**call.about, "parent_id": number}, *call[1:]) for call in calls]
         return _Trace(number, about, stamps if self.rule.has_stamps else None, tensors, inner)
 
-    def end(self) -> None:
+    def flush_traces(self) -> None:
         """Writes finished traces; others are written later."""
         self._is_over = True
-        self._write(numbered=bool(self.rule.frequency))
+        self._write_held(numbered=bool(self.rule.frequency))
 
-    def _write(self, *, numbered: bool) -> None:
+    def _write_held(self, *, numbered: bool) -> None:
         if self._held:
             held, self._held, self._weight = self._held, [], 0
             self._output.write(held, numbered=numbered)
@@ -284,7 +284,7 @@ class TraceFile:
         """Returns the sampling of a model's request, if traced."""
         samplings = self._samplings
         sampling = samplings.get(model) or samplings.get("")
-        return sampling if sampling is not None and sampling.take() else None
+        return sampling if sampling is not None and sampling.count_request() else None
 
     def left(self, model: str) -> int | None:
         """Returns the traces left, -1 = unlimited; `None` before `apply`."""
@@ -296,7 +296,7 @@ class TraceFile:
         rules = {model: _rule(values) for model, values in groups_of(stored, self._start).items()}
         for model in [*self._samplings]:
             if rules.get(model) != self._samplings[model].rule:
-                self._samplings.pop(model).end()
+                self._samplings.pop(model).flush_traces()
         for model, rule in rules.items():
             if model not in self._samplings:
                 self._samplings[model] = Sampling(rule, self)
@@ -338,7 +338,7 @@ class TraceFile:
     async def close(self) -> None:
         """Ends all traces, and waits for writes."""
         for sampling in self._samplings.values():
-            sampling.end()
+            sampling.flush_traces()
         self._samplings = {}
         if self._writing:
             await asyncio.wait(self._writing)

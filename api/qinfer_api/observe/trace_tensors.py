@@ -23,7 +23,7 @@ Taken = list[tuple[str, Tensor]]
 """Tensors of a trace, with their activities."""
 
 
-def take(activity: str, tensors: Sequence[Tensor]) -> Taken:
+def copy_tensors(activity: str, tensors: Sequence[Tensor]) -> Taken:
     """Copies the beginnings of tensors."""
     return [(activity, Tensor(t.name, t.datatype, t.shape, bytes(memoryview(t.data)[:MOST_BYTES]))) for t in tensors]
 

@@ -49,7 +49,7 @@ from qinfer_api.http.call import FastCall, FastConnection
 from qinfer_api.http.head import RequestHead
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.observe.trace_file import CallTrace, Sampling, Stamps, TraceFile, start_of
-from qinfer_api.observe.trace_tensors import INPUT, OUTPUT, Taken, called, take, weight_of
+from qinfer_api.observe.trace_tensors import INPUT, OUTPUT, Taken, called, copy_tensors, weight_of
 from qinfer_api.status import GRPC_CODES, grpc_status, http_status
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class TracedDispatcher(Dispatcher):
     ) -> PendingCall:
         """Submits a request, as `Dispatcher.submit`, within a span."""
         sampling = self._sample(request.model)
-        span = self._begin(context, sink)
+        span = self._start_span(context, sink)
         if span is not None:
             context = msgspec.structs.replace(context, trace=span.trace)
             if not span.is_recorded:
@@ -144,7 +144,7 @@ class TracedDispatcher(Dispatcher):
         try:
             pending = super().submit(context, request, traced, within_s, asked_s=asked_s, is_taken=is_taken)
         except QinferError as error:
-            traced.end(Failure.of(error))
+            traced.end_traces(Failure.from_error(error))
             raise
         traced.submitted(pending)
         return pending
@@ -154,7 +154,7 @@ class TracedDispatcher(Dispatcher):
             return None if self._file is None else self._file.sample(model)
         return None
 
-    def _begin(self, context: CallerContext, sink: ResponseSink) -> Span | None:
+    def _start_span(self, context: CallerContext, sink: ResponseSink) -> Span | None:
         if self._tracer is None:
             return None
         begin_s = self._server_clock.now_s()
@@ -168,15 +168,15 @@ class TracedDispatcher(Dispatcher):
         """Cancels a request, as `Dispatcher.cancel`."""
         super().cancel(pending)
         if isinstance(sink := inner_of(pending.sink), TracedSink):
-            sink.end(Failure.of(Cancelled("the caller went away")))
+            sink.end_traces(Failure.from_error(Cancelled("the caller went away")))
 
-    def _answered(self, pending: PendingCall, response: Response) -> None:
+    def _on_response(self, pending: PendingCall, response: Response) -> None:
         """A recorded request becomes an exemplar of its latency."""
         sink = inner_of(pending.sink)
         if response.final and response.failure is None and isinstance(sink, TracedSink) and sink.trace_id:
             seconds = time.monotonic() - pending.started_s
             self._tally.traced(pending.model, pending.version, seconds, sink.trace_id)
-        super()._answered(pending, response)
+        super()._on_response(pending, response)
 
     def trace_of(self, context: CallerContext, served: ServedVersion, name: Attributes) -> str:
         """Records an acceptance as a span; returns its trace context."""
@@ -209,13 +209,13 @@ class TracedDispatcher(Dispatcher):
         finally:
             with _FENCE:  # as above
                 if told:
-                    taken = take(INPUT, request.inputs) if sampling.rule.has_tensors else None
+                    taken = copy_tensors(INPUT, request.inputs) if sampling.rule.has_tensors else None
                     follow = self._follow(sampling, _about(request), begin_s, taken, told[0])
                     task = asyncio.get_running_loop().create_task(follow)
                     self._following.add(task)
                     task.add_done_callback(self._following.discard)
                 else:
-                    sampling.give_back()
+                    sampling.uncount_request()
 
     async def _follow(
         self,
@@ -235,7 +235,7 @@ class TracedDispatcher(Dispatcher):
                     if record.finished_at:
                         stamps.append(("REQUEST_END", record.finished_at))
                 if taken is not None and response is not None:
-                    taken += take(OUTPUT, response.outputs)
+                    taken += copy_tensors(OUTPUT, response.outputs)
                 calls += [] if response is None else [_trace_of(call, stamps[-1][1]) for call in response.called]
         except QinferError as error:
             logger.debug("end of a traced request not seen", extra={"reason": error.message})
@@ -272,7 +272,7 @@ class TracedSink:
         self._tensors: Taken | None = None
         if sampling is not None and sampling.rule.has_tensors:
             with _FENCE:
-                self._tensors = take(INPUT, request.inputs)
+                self._tensors = copy_tensors(INPUT, request.inputs)
 
     @property
     def trace_id(self) -> str:
@@ -288,7 +288,7 @@ class TracedSink:
         """Passes responses on; the last ends the traces."""
         if self._tensors is not None and weight_of(self._tensors) < _MOST_WEIGHT:
             with _FENCE:
-                self._tensors += take(OUTPUT, response.outputs)
+                self._tensors += copy_tensors(OUTPUT, response.outputs)
         if not response.final or self._request is None:
             self._sink.deliver(response)
             return
@@ -296,9 +296,9 @@ class TracedSink:
         try:
             self._sink.deliver(response)
         finally:
-            self.end(response.failure, response, end_s)
+            self.end_traces(response.failure, response, end_s)
 
-    def end(self, failure: Failure | None, response: Response | None = None, end_s: float = 0.0) -> None:
+    def end_traces(self, failure: Failure | None, response: Response | None = None, end_s: float = 0.0) -> None:
         """Ends the traces once; logs lost ones."""
         request, self._request = self._request, None
         if request is None:

@@ -48,11 +48,11 @@ class StoredEnds:
         for shadow in drawn:
             shadow.start(request)
             loop.call_later(SHADOW_WAIT_S, shadow.left)
-        self._waiting[key].take(tenant)
+        self._waiting[key].take_place(tenant)
         task = loop.create_task(self._follow(key, drawn, ending, witness, given_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: self._waiting[key].give_back(tenant))
+        task.add_done_callback(lambda _: self._waiting[key].free_place(tenant))
 
     async def close(self) -> None:
         """Stops watching."""

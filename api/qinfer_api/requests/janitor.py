@@ -150,7 +150,7 @@ class Janitor:
             room = self._webhooks.free - len(taken)
             if room <= 0:
                 break
-            taken += await self._delivery.deliveries.take(model, _PARTITION, self._webhooks.kind, room)
+            taken += await self._delivery.deliveries.take_due(model, _PARTITION, self._webhooks.kind, room)
         return taken
 
     async def _sweep(self) -> None:
@@ -181,7 +181,7 @@ class Janitor:
             for record in await asyncio.gather(*map(requests.record, ended)):
                 self._tally.failed(model, record.version if record is not None else 0, error.code)
                 if record is not None:
-                    self._tally.ended(model, record.version, error.code)
+                    self._tally.count_ended(model, record.version, error.code)
             count += len(ended)
 
     async def _finish_orphans(self, lane: Lane) -> int:
@@ -196,7 +196,7 @@ class Janitor:
                 await self._delivery.finish(over)
                 for _ in over:
                     self._tally.failed(lane.model, lane.version, DeadlineExceeded.code)
-                    self._tally.ended(lane.model, lane.version, DeadlineExceeded.code)
+                    self._tally.count_ended(lane.model, lane.version, DeadlineExceeded.code)
             count += len(over)
             if len(over) < _ORPHANS:
                 break

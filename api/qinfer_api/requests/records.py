@@ -150,7 +150,7 @@ def expired(record: RequestRecord) -> ResultExpired:
 
 def failed_outcome(address: EntryAddress, state: RequestState, error: QinferError, version: int = 0) -> RequestOutcome:
     """Returns the outcome of a request that never executed."""
-    failure = Failure.of(error)
+    failure = Failure.from_error(error)
     response = Response(request_id=address.id, model=address.model, version=version, failure=failure)
     return RequestOutcome(state=state, blob=encode_responses([response]), code=failure.code, message=failure.message)
 

@@ -31,7 +31,7 @@ from qinfer_api.http.infer import JSON_LENGTH_HEADER, HttpReply, UrlTarget, read
 from qinfer_api.http.responses import encode_event
 from qinfer_api.requests.records import RequestBody, address_of, made_by_server, path_of, shown_record
 from qinfer_api.requests.service import RequestTicket, SubmitOptions
-from qinfer_api.rest.openapi import LAST_EVENT, answer, errors, followed, header, operation, query
+from qinfer_api.rest.openapi import LAST_EVENT, describe_response, errors, followed, header, operation, query
 from qinfer_api.rest.services import (
     INFER_BODY,
     JSON_LENGTH,
@@ -75,7 +75,7 @@ PREFER = header(
 
 _LIST = 'Of a decoupled model the object is `{"responses": […]}`: a list of such objects.'
 _STATE = {"Qinfer-Request-State": "The state."}
-ACCEPTED = answer(
+ACCEPTED = describe_response(
     "Accepted: it will end in exactly one terminal state.",
     RequestBody,
     headers={
@@ -104,12 +104,14 @@ _SUBMIT = operation(
     PREFER,
     takes=INFER_BODY,
 )
-_RECORD = operation("Look at a request", {200: answer("The request.", RequestBody), **errors(401, 403, 404, 503)})
+_RECORD = operation(
+    "Look at a request", {200: describe_response("The request.", RequestBody), **errors(401, 403, 404, 503)}
+)
 _RESULT = operation(
     "Read a result",
     {
-        200: {**OUTPUTS, **answer(f"{OUTPUTS['description']} {_LIST}", headers=_STATE)},
-        202: answer(
+        200: {**OUTPUTS, **describe_response(f"{OUTPUTS['description']} {_LIST}", headers=_STATE)},
+        202: describe_response(
             "It has not ended.", RequestBody, headers={"Retry-After": "When to ask again, in seconds.", **_STATE}
         ),
         **errors(400, 401, 403, 404, 410, 500, 503),
@@ -118,7 +120,7 @@ _RESULT = operation(
 )
 _CANCEL = operation(
     "Cancel a request, or remove its result",
-    {200: answer("The request as it ended.", RequestBody), **errors(401, 403, 404, 503)},
+    {200: describe_response("The request as it ended.", RequestBody), **errors(401, 403, 404, 503)},
 )
 
 _EVENT = 'event: state\nid: 1-succeeded\ndata: {"id": "…", "state": "succeeded", …}\n\n'
@@ -154,7 +156,7 @@ def request_routes(services: Services) -> APIRouter:
     async def record(request: Request) -> HttpResponse:
         """Returns the state of a request; one with a client's id is below its model."""
         context, address = await _located(services, request)
-        return _shown(services, await services.requests.record(context, address), 200)
+        return _send_state(services, await services.requests.record(context, address), 200)
 
     @router.get("/v1/models/{model}/requests/{request_id}/result", name="result_of_model", **_RESULT)
     @router.get("/v1/requests/{request_id}/result", name="result", **_RESULT)
@@ -173,7 +175,7 @@ def request_routes(services: Services) -> APIRouter:
         Its record and idempotency key stay. A request with a client's id is below its model.
         """
         context, address = await _located(services, request)
-        return _shown(services, await services.requests.cancel(context, address), 200)
+        return _send_state(services, await services.requests.cancel(context, address), 200)
 
     @router.get("/v1/models/{model}/requests/{request_id}/events", name="events_of_model", **_EVENTS)
     @router.get("/v1/requests/{request_id}/events", name="events", **_EVENTS)
@@ -198,7 +200,7 @@ async def submit(services: Services, target: UrlTarget, request: Request, prefer
         preferences = preferences._replace(wait_s=min(preferences.wait_s, int(services.settings.requests.max_wait_s)))
         record = await unless_left(request.receive, requests.wait(context, address, preferences.wait_s or 0))
     ended = record.state.is_terminal and preferences.wait_s is not None
-    response = await _outcome(services, request, record) if ended else _shown(services, record, 202)
+    response = await _outcome(services, request, record) if ended else _send_state(services, record, 202)
     response.headers["location"] = path_of(address)
     if not ticket.is_new:
         response.headers["idempotent-replayed"] = "true"
@@ -271,10 +273,10 @@ async def _result(services: Services, request: Request) -> HttpResponse:
     record = await unless_left(request.receive, services.requests.wait(context, address, _wait_s(request)))
     if record.state.is_terminal:
         return await _outcome(services, request, record)
-    return _shown(services, record, 202, AGAIN_S)
+    return _send_state(services, record, 202, AGAIN_S)
 
 
-def _shown(services: Services, record: RequestRecord, status: int, again_s: int = 0) -> HttpResponse:
+def _send_state(services: Services, record: RequestRecord, status: int, again_s: int = 0) -> HttpResponse:
     response = send(HttpReply(status, _state(services, record), retry_after_s=again_s))
     response.headers["qinfer-request-state"] = record.state.value
     return response
@@ -307,7 +309,7 @@ async def _events(services: Services, request: Request) -> HttpResponse:
     context, address = await _located(services, request)
     record = await services.requests.record(context, address)
     seen = request.headers.get("last-event-id", "")
-    if record.state.is_terminal and _seen(seen)[0] == _told(record):
+    if record.state.is_terminal and _seen(seen)[0] == _state_tag(record):
         return HttpResponse(status_code=204)
     if services.dispatcher.draining:
         raise Overloaded("Server exiting")
@@ -328,22 +330,22 @@ async def _told_events(
         if record is None:
             yield None
             continue
-        if not record.state.is_terminal and told != _told(record):
-            told = _told(record)
+        if not record.state.is_terminal and told != _state_tag(record):
+            told = _state_tag(record)
             yield ServerSentEvent("state", _event_id(told, taken), _state(services, record))
         if record.decoupled:
             async for data in _responses(services, record, taken, room, strict=strict):
                 taken += 1
                 yield ServerSentEvent("response", _event_id(told, taken), data)
         if record.state.is_terminal:
-            yield ServerSentEvent("state", _event_id(_told(record), taken), _state(services, record))
+            yield ServerSentEvent("state", _event_id(_state_tag(record), taken), _state(services, record))
 
 
 async def _responses(
     services: Services, record: RequestRecord, index: int, room: Room, *, strict: bool
 ) -> AsyncIterator[bytes]:
     requests = services.requests
-    plan = strictly(requests.plan(record)) if strict else requests.plan(record)
+    plan = strictly(requests.decode_plan(record)) if strict else requests.decode_plan(record)
     with suppress(ResultExpired):
         async for response in requests.stored(record, index):
             yield await _encoded(services, response, record.client_id, plan)
@@ -362,7 +364,7 @@ def _state(services: Services, record: RequestRecord) -> bytes:
     return msgspec.json.encode(shown_record(record, services.requests.now_s()))
 
 
-def _told(record: RequestRecord) -> str:
+def _state_tag(record: RequestRecord) -> str:
     return f"{record.attempts}-{record.state.value}"
 
 

@@ -50,5 +50,5 @@ class SequenceJanitor:
                 pass
             for request, failure in await answer_rest(self._queue, sequences):
                 if failure.code not in _COUNTED:
-                    self._tally.ended(model, request.version, failure.code)
+                    self._tally.count_ended(model, request.version, failure.code)
                 logger.info("step not executed", extra={"model": model, "request_id": request.id, "code": failure.code})

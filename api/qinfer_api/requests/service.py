@@ -122,7 +122,7 @@ class AsyncRequests:
         else:
             self.tally.failed(served.spec.name, served.version, error.code)
             if isinstance(error, Overloaded):
-                self.tally.ended(served.spec.name, served.version, error.code)
+                self.tally.count_ended(served.spec.name, served.version, error.code)
         self.dispatcher.note_refusal(model, version, error, context)
         return error
 
@@ -207,15 +207,15 @@ class AsyncRequests:
             return record
         wait_s = min(wait_s, self.settings.max_wait_s)
         check = functools.partial(self.dispatcher.recheck, context)
-        return own_record(context.tenant, address, await self.waits.ended(address, wait_s, check, tenant))
+        return own_record(context.tenant, address, await self.waits.wait_for_end(address, wait_s, check, tenant))
 
-    def plan(self, record: RequestRecord) -> OutputPlan:
+    def decode_plan(self, record: RequestRecord) -> OutputPlan:
         """Returns how the outputs travel."""
         return msgspec.msgpack.decode(record.plan, type=OutputPlan) if record.plan else OutputPlan()
 
     async def result(self, record: RequestRecord, room: Room | None = None) -> tuple[Response, OutputPlan]:
         """Returns an ended request's response."""
-        plan = self.plan(record)
+        plan = self.decode_plan(record)
         if record.state is not RequestState.SUCCEEDED:
             if record.expires_at <= self.now_s():
                 raise expired(record)
@@ -244,15 +244,15 @@ class AsyncRequests:
         """Cancels a request, or removes an ended one's result."""
         record = await self.record(context, address)
         if record.state.is_terminal:
-            await self.delivery.requests.forget(address)
+            await self.delivery.requests.remove_result(address)
             return await self.record(context, address)
         outcome = failed_outcome(address, RequestState.CANCELLED, Cancelled(LEFT), record.version)
         (is_first,) = await self.delivery.requests.settle([Settlement(address=address, outcome=outcome)])
         if is_first:
             self.tally.failed(address.model, record.version, Cancelled.code)
-            self.tally.ended(address.model, record.version, Cancelled.code)
+            self.tally.count_ended(address.model, record.version, Cancelled.code)
         else:
-            await self.delivery.requests.forget(address)
+            await self.delivery.requests.remove_result(address)
         return await self.record(context, address)
 
     def check_up(self, model: str, partition: int = 0) -> None:
@@ -284,7 +284,7 @@ class AsyncRequests:
         """If it is not admitted, finds an earlier acceptance."""
         try:
             timeout_s, tenant = acceptance.timeout_s, context.tenant
-            route = self.dispatcher.admit(served, request.priority, timeout_s, request.timeout_s, tenant=tenant)
+            route = self.dispatcher.choose_route(served, request.priority, timeout_s, request.timeout_s, tenant=tenant)
         except Overloaded as refusal:
             if not acceptance.idempotency_key and shown_id(acceptance.address) == acceptance.address.id:
                 raise
@@ -328,11 +328,11 @@ class AsyncRequests:
     async def _ending(
         self, address: EntryAddress, timeout_s: float, tenant: str
     ) -> AsyncIterator[tuple[RequestRecord | None, Response | None]]:
-        record = await self.waits.ended(address, timeout_s + _GRACE_S, lambda: None, tenant)
+        record = await self.waits.wait_for_end(address, timeout_s + _GRACE_S, lambda: None, tenant)
         memory = AnswerMemory(self.receiving, tenant or address)
         try:
             read = self.delivery.requests.result
-            blob = None if record is None else await read(address, record.tenant, memory.room)
+            blob = None if record is None else await read(address, record.tenant, memory.reserve_memory)
             yield record, decode_responses(blob)[-1] if blob else None
         finally:
             memory.release()

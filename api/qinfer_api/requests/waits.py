@@ -38,14 +38,14 @@ class Waits:
         for event in self._events.get(request_id, ()):
             event.set()
 
-    def end(self) -> None:
+    def end_waits(self) -> None:
         """Ends all waits, as the gateway shuts down."""
         self.ending = True
         for events in self._events.values():
             for event in events:
                 event.set()
 
-    async def ended(
+    async def wait_for_end(
         self, address: EntryAddress, wait_s: float, check: Callable[[], None], tenant: str
     ) -> RequestRecord | None:
         """Returns the record at its end or after `wait_s`, if any."""

@@ -36,14 +36,14 @@ def docs_routes() -> APIRouter:
 
 
 async def _page() -> HttpResponse:
-    return _response(await _read("index.html"), "text/html; charset=utf-8")
+    return _response(await _read_asset("index.html"), "text/html; charset=utf-8")
 
 
 async def _part(request: Request) -> HttpResponse:
     name = request.url.path.rpartition("/")[2]
     if not name.startswith("swagger-ui"):
-        return _response(await _read(name), _KINDS[name])
-    content, encoding = await _read(f"{name}.gz"), {"vary": "accept-encoding"}
+        return _response(await _read_asset(name), _KINDS[name])
+    content, encoding = await _read_asset(f"{name}.gz"), {"vary": "accept-encoding"}
     if response_encoding(request.headers.get("accept-encoding")) == "gzip":
         encoding["content-encoding"] = "gzip"
     else:
@@ -51,7 +51,7 @@ async def _part(request: Request) -> HttpResponse:
     return _response(content, _KINDS[name], encoding)
 
 
-async def _read(name: str) -> bytes:
+async def _read_asset(name: str) -> bytes:
     return await asyncio.to_thread((_FILES / name).read_bytes)
 
 

@@ -53,7 +53,7 @@ from qinfer_api.http.infer import (
 from qinfer_api.http.responses import coded_refusal, encode_event, event_text
 from qinfer_api.observe.endpoint_load import FORMAT_HEADER
 from qinfer_api.requests.routes import ACCEPTED, PREFER, submit
-from qinfer_api.rest.openapi import Json, answer, body, header, operation
+from qinfer_api.rest.openapi import Json, body, describe_response, header, operation
 from qinfer_api.rest.services import (
     INFER_BODY,
     INFER_ERRORS,
@@ -95,12 +95,12 @@ _FREE: Json = {
     },
     "example": {"image": [0.0, 0.5, 0.5, 1.0], "temperature": 0.5},
 }
-_OUTPUTS = answer(
+_OUTPUTS = describe_response(
     "Each output under its own name, flat; one element is a scalar.",
     {"type": "object"},
     example={"model_name": "digits", "model_version": "1", "label": 7},
 )
-_STREAM = answer(
+_STREAM = describe_response(
     'Server-sent events: one for each response; a later failure is `{"error": …}`.',
     {"type": "string"},
     kind="text/event-stream",
@@ -109,7 +109,7 @@ _STREAM = answer(
 _INFER_STREAM = operation(
     "Run a model, and stream its responses",
     {
-        200: answer(
+        200: describe_response(
             "Server-sent events: `response` with the JSON of each, and with the bytes of binary outputs in base64 as a "
             "second line of `data`; `error` with text and code, which ends the stream.",
             {"type": "string"},
@@ -191,7 +191,7 @@ async def _submit_infer(
         async with received(services, request, services.settings.http.max_input_bytes) as content:
             decoded, plan = await decoded_infer(services, served, target, request, content)
         answers(request, decoded)
-        pending = _kept(request, dispatcher.submit(context, decoded, sink, asked_s=asked_s))
+        pending = _hold_memory(request, dispatcher.submit(context, decoded, sink, asked_s=asked_s))
         hold(plan)
         return pending, decoded.client_id, plan
     except QinferError as error:
@@ -208,7 +208,7 @@ class _InTurn:
 _IN_TURN = _InTurn()
 
 
-def _kept(request: Request, pending: PendingCall) -> PendingCall:
+def _hold_memory(request: Request, pending: PendingCall) -> PendingCall:
     pending.holder = _IN_TURN
     request.scope["state"][BORROWER] = pending
     return pending
@@ -285,7 +285,7 @@ async def _submit(
             decode = partial(_decode, services, served, target, request, content)
             asked = await decoded_tensors(services, len(content), len(content), decode)
         answers(request, asked.request)
-        return _kept(request, dispatcher.submit(context, asked.request, sink, asked_s=asked_s)), asked
+        return _hold_memory(request, dispatcher.submit(context, asked.request, sink, asked_s=asked_s)), asked
     except QinferError as error:
         raise dispatcher.refuse(target.model, target.version, error, context_of(request)) from None
 
@@ -321,7 +321,7 @@ async def _load(services: Services, request: Request) -> dict[str, str]:
     form = request.headers.get(FORMAT_HEADER)
     if form is None:
         return {}
-    return await services.reporting.load.of(services.dispatcher.named(*target_of(request))[0], form)
+    return await services.reporting.load.load_header(services.dispatcher.named(*target_of(request))[0], form)
 
 
 async def _generate_stream(services: Services, target: UrlTarget, request: Request) -> HttpResponse:
@@ -396,7 +396,7 @@ async def _events(
             check()
             yield (await event(response)).body
     except QinferError as error:
-        yield (await event(Response(request_id="", failure=Failure.of(error)))).body
+        yield (await event(Response(request_id="", failure=Failure.from_error(error)))).body
 
 
 async def _encoded(response: Response, asked: "_FreeRequest") -> HttpReply:
@@ -447,7 +447,7 @@ def read_generate(text: Bytes, model: str, version: int, spec: ModelSpec, bounds
             if key in inputs:
                 if key in tensors:
                     raise InvalidRequest(f"input '{key}' already exists in request")
-                tensors[key] = _tensor(inputs[key], value, left, spec)
+                tensors[key] = _parse_tensor(inputs[key], value, left, spec)
                 left -= tensors[key].nbytes
             elif key == STRICT_JSON or (key in SEQUENCE_KEYS and spec.sequences is not None):
                 flags[key] = value
@@ -475,7 +475,7 @@ def encode_generate(response: Response, client_id: str, *, strict: bool = False)
     rendered |= {"model_name": response.model, "model_version": str(response.version)}
     members: Mapping[str, Any] = {**response.parameters, **rendered}
     outputs = {
-        tensor.name: msgspec.Raw(_value(tensor, strict=strict))
+        tensor.name: msgspec.Raw(_encode_elements(tensor, strict=strict))
         for tensor in response.outputs
         if tensor.name not in members
     }
@@ -500,12 +500,12 @@ def _may_repeat(text: bytes, document: Mapping[str, Any]) -> bool:
     return any(text.count(b'"%b"' % key.encode()) > 1 for key in keys)
 
 
-def _value(tensor: Tensor, *, strict: bool) -> bytes:
+def _encode_elements(tensor: Tensor, *, strict: bool) -> bytes:
     text = elements(tensor, strict=strict)
     return text[1:-1] if element_count(tensor.shape) == 1 else text
 
 
-def _tensor(expected: TensorSpec, value: Any, most: int, spec: ModelSpec) -> Tensor:
+def _parse_tensor(expected: TensorSpec, value: Any, most: int, spec: ModelSpec) -> Tensor:
     data = value if isinstance(value, list | LongArray) else [value]
     count = data.top if isinstance(data, LongArray) else len(data)
     shape = _shape(expected, count, batched=spec.max_batch_size > 0)

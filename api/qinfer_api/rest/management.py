@@ -22,20 +22,20 @@ from qinfer_api.http.infer import HttpReply, error_reply
 from qinfer_api.json_types import decode_json
 from qinfer_api.observe.statistics import ModelStats
 from qinfer_api.observe.trace_file import TraceChanges
-from qinfer_api.rest.openapi import Json, answer, body, errors, operation, query
+from qinfer_api.rest.openapi import Json, body, describe_response, errors, operation, query
 from qinfer_api.rest.services import Services, caller, guarded, read_body, read_json, send, send_json, target_of
 from qinfer_api.server_settings import LogChanges, LogValues, TraceValues
 from qinfer_api.shared_memory import CudaRegion, Region
 
 _DONE = HttpReply(200, b"")
 
-_METADATA = operation("", {200: answer("The metadata.", about.ServerMetadata), **errors(401, 403)})
-_LIVE = operation("", {200: answer("It is running."), **errors(403, 503)})
+_METADATA = operation("", {200: describe_response("The metadata.", about.ServerMetadata), **errors(401, 403)})
+_LIVE = operation("", {200: describe_response("It is running."), **errors(403, 503)})
 _READY = operation(
     "",
     {
-        200: answer("It may get requests."),
-        400: answer("Not yet, or a model is not ready; no body."),
+        200: describe_response("It may get requests."),
+        400: describe_response("Not yet, or a model is not ready; no body."),
         **errors(403, 503),
     },
 )
@@ -46,7 +46,9 @@ _SCOPE = query(
     default="",
     examples=["cluster"],
 )
-_METRICS = operation("", {200: answer("The metrics.", {"type": "string"}, kind="text/plain"), **errors(400)}, _SCOPE)
+_METRICS = operation(
+    "", {200: describe_response("The metrics.", {"type": "string"}, kind="text/plain"), **errors(400)}, _SCOPE
+)
 
 
 def server_routes(services: Services) -> APIRouter:
@@ -85,10 +87,12 @@ def _exiting() -> HttpResponse:
     return send(error_reply(503, "Server exiting", 1))
 
 
-_DESCRIBE = operation("", {200: answer("The metadata.", ModelMetadata), **errors(400, 401, 403, 404, 503)})
-_IS_READY = operation("", {200: answer("It is ready."), **errors(400, 403, 404, 503)})
-_CONFIG = operation("", {200: answer("The configuration.", {"type": "object"}), **errors(400, 401, 403, 404, 503)})
-_STATISTICS = operation("", {200: answer("The statistics.", ModelStats), **errors(400, 401, 403, 503)})
+_DESCRIBE = operation("", {200: describe_response("The metadata.", ModelMetadata), **errors(400, 401, 403, 404, 503)})
+_IS_READY = operation("", {200: describe_response("It is ready."), **errors(400, 403, 404, 503)})
+_CONFIG = operation(
+    "", {200: describe_response("The configuration.", {"type": "object"}), **errors(400, 401, 403, 404, 503)}
+)
+_STATISTICS = operation("", {200: describe_response("The statistics.", ModelStats), **errors(400, 401, 403, 503)})
 
 
 def statistics_routes(services: Services) -> APIRouter:
@@ -141,7 +145,10 @@ def model_routes(services: Services) -> APIRouter:
     return router
 
 
-_LOG, _TRACE = {200: answer("The settings.", LogValues)}, {200: answer("The settings.", TraceValues)}
+_LOG, _TRACE = (
+    {200: describe_response("The settings.", LogValues)},
+    {200: describe_response("The settings.", TraceValues)},
+)
 _LOG_READ = operation("", {**_LOG, **errors(401, 403, 503)})
 _LOG_UPDATE = operation("", {**_LOG, **errors(400, 401, 403, 500, 501, 503)}, takes=body(LogChanges))
 _TRACE_READ = operation("", {**_TRACE, **errors(400, 401, 403, 503)})
@@ -239,11 +246,13 @@ class UnloadCall(msgspec.Struct, frozen=True):
 _REFUSALS = errors(400, 401, 403, 500, 501, 503)
 _INDEX = operation(
     "List the models",
-    {200: answer("The models.", list[IndexEntry]), **_REFUSALS},
+    {200: describe_response("The models.", list[IndexEntry]), **_REFUSALS},
     takes=body(IndexCall, required=False),
 )
-_LOAD = operation("Load a model", {200: answer("Done."), **_REFUSALS}, takes=body(LoadCall, required=False))
-_UNLOAD = operation("Unload a model", {200: answer("Done."), **_REFUSALS}, takes=body(UnloadCall, required=False))
+_LOAD = operation("Load a model", {200: describe_response("Done."), **_REFUSALS}, takes=body(LoadCall, required=False))
+_UNLOAD = operation(
+    "Unload a model", {200: describe_response("Done."), **_REFUSALS}, takes=body(UnloadCall, required=False)
+)
 
 
 def repository_routes(services: Services) -> APIRouter:
@@ -349,11 +358,11 @@ class CudaRegionCall(msgspec.Struct, frozen=True):
 
 
 _CALL = "Shared memory register request"
-_OK, _REFUSED = {200: answer("Done.")}, errors(400, 401, 403, 500, 501)
+_OK, _REFUSED = {200: describe_response("Done.")}, errors(400, 401, 403, 500, 501)
 _STATUS, _CUDA_STATUS = (
     operation(
         "Look at shared memory regions",
-        {200: answer("The regions; none where client memory is off.", kind), **errors(400, 401, 403, 404)},
+        {200: describe_response("The regions; none where client memory is off.", kind), **errors(400, 401, 403, 404)},
     )
     for kind in (list[Region], list[CudaRegion])
 )
@@ -376,12 +385,12 @@ def _add_system(router: APIRouter, services: Services) -> None:
     @router.get(f"{_SYSTEM}/status", name="system_regions", **_STATUS)
     async def system_regions(request: Request) -> HttpResponse:
         """Lists the registered regions of the caller's tenant."""
-        return send_json(memory.of(caller(request).tenant).status())
+        return send_json(memory.for_tenant(caller(request).tenant).status())
 
     @router.get(f"{_SYSTEM}/region/{{region}}/status", name="system_region", **_STATUS)
     async def system_region(region: str, request: Request) -> HttpResponse:
         """Returns one region."""
-        return send_json(memory.of(caller(request).tenant).status(region))
+        return send_json(memory.for_tenant(caller(request).tenant).status(region))
 
     @router.post(f"{_SYSTEM}/register", include_in_schema=False)
     async def register_nothing() -> HttpResponse:
@@ -396,20 +405,20 @@ def _add_system(router: APIRouter, services: Services) -> None:
         depth = services.settings.limits.max_json_depth
         decode = partial(decode_json, kind=RegionCall, max_depth=depth, call=_CALL)
         call = await read_body(services, request, _MAX_BODY_BYTES, decode)
-        own = memory.of(caller(request).tenant)
+        own = memory.for_tenant(caller(request).tenant)
         await asyncio.to_thread(own.register, region, call.key, call.offset, call.byte_size)
         return send(_DONE)
 
     @router.post(f"{_SYSTEM}/unregister", name="unregister_system_regions", **_ACTION)
     async def unregister_system_regions(request: Request) -> HttpResponse:
         """Unregisters all regions of the caller's tenant."""
-        memory.of(caller(request).tenant).unregister()
+        memory.for_tenant(caller(request).tenant).unregister()
         return send(_DONE)
 
     @router.post(f"{_SYSTEM}/region/{{region}}/unregister", name="unregister_system_region", **_ACTION)
     async def unregister_system_region(region: str, request: Request) -> HttpResponse:
         """Unregisters a region; succeeds also if it is not registered."""
-        memory.of(caller(request).tenant).unregister(region)
+        memory.for_tenant(caller(request).tenant).unregister(region)
         return send(_DONE)
 
 
@@ -419,26 +428,26 @@ def _add_cuda(router: APIRouter, services: Services) -> None:
     @router.get(f"{_CUDA}/status", name="cuda_regions", **_CUDA_STATUS)
     async def cuda_regions(request: Request) -> HttpResponse:
         """Lists the registered GPU memory regions of the caller's tenant."""
-        return send_json(memory.of(caller(request).tenant).cuda_status())
+        return send_json(memory.for_tenant(caller(request).tenant).cuda_status())
 
     @router.post(f"{_CUDA}/region/{{region}}/unregister", name="unregister_cuda_region", **_ACTION)
     @router.post(f"{_CUDA}/unregister", name="unregister_cuda_regions", **_ACTION)
     async def unregister_cuda_regions(request: Request) -> HttpResponse:
         """Unregisters one GPU memory region, or all of the caller's tenant."""
-        own = memory.of(caller(request).tenant)
+        own = memory.for_tenant(caller(request).tenant)
         await asyncio.to_thread(own.unregister, request.path_params.get("region", ""), CudaRegion)
         return send(_DONE)
 
     @router.get(f"{_CUDA}/region/{{region}}/status", name="cuda_region", **_CUDA_STATUS)
     async def cuda_region(region: str, request: Request) -> HttpResponse:
         """Returns one GPU memory region."""
-        return send_json(memory.of(caller(request).tenant).cuda_status(region))
+        return send_json(memory.for_tenant(caller(request).tenant).cuda_status(region))
 
     @router.post(f"{_CUDA}/register", include_in_schema=False)
     @router.post(f"{_CUDA}/region/{{region}}/register", name="register_cuda_region", **_REGISTER_CUDA)
     async def register_cuda_region(request: Request) -> HttpResponse:
         """Registers memory on a GPU of this host, by the CUDA handle that its owner has made."""
-        own, region = memory.of(caller(request).tenant), request.path_params.get("region", "")
+        own, region = memory.for_tenant(caller(request).tenant), request.path_params.get("region", "")
         await asyncio.to_thread(own.check_cuda, region)
         depth = services.settings.limits.max_json_depth
         decode = partial(decode_json, kind=CudaRegionCall, max_depth=depth, call=_CALL)

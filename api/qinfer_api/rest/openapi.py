@@ -63,7 +63,7 @@ def operation(
     return {"summary": summary or None, "openapi_extra": extra}
 
 
-def answer(
+def describe_response(
     description: str,
     schema: Any = None,
     *,
@@ -82,7 +82,7 @@ def answer(
 
 def errors(*statuses: int, **meanings: str) -> dict[int, Json]:
     """Returns error responses; `s404=…` replaces a meaning."""
-    return {status: answer(meanings.get(f"s{status}", _MEANING[status]), ErrorBody) for status in statuses}
+    return {status: describe_response(meanings.get(f"s{status}", _MEANING[status]), ErrorBody) for status in statuses}
 
 
 def body(schema: Any, *, required: bool = True) -> Json:
@@ -98,8 +98,8 @@ def header(name: str, description: str, **schema: Any) -> Json:
 def followed(description: str, event: str) -> dict[int, Json]:
     """Describes an event stream; 204 = the reader saw the end."""
     return {
-        200: answer(description, {"type": "string"}, kind="text/event-stream", example=event),
-        204: answer("`Last-Event-ID` was the end: do not reconnect."),
+        200: describe_response(description, {"type": "string"}, kind="text/event-stream", example=event),
+        204: describe_response("`Last-Event-ID` was the end: do not reconnect."),
     }
 
 

@@ -265,7 +265,7 @@ class InferBody(msgspec.Struct, frozen=True):
     """The answer of a model.
 
     Attributes:
-        id: The request's id; omitted if it had none.
+        id: The request's id; omitted if the request had no id.
         parameters: Additional values of the model.
 
     Example:
@@ -426,7 +426,7 @@ def room_of_answer(services: Services, request: Request) -> Room:
     """Returns a wait for the reply's memory."""
     borrowed = AnswerMemory(services.receiving, caller(request).tenant or request.client)
     request.scope["state"][BORROWER] = borrowed
-    return borrowed.room
+    return borrowed.reserve_memory
 
 
 async def off_loop(nbytes: float, work: Callable[[*Ts], T], *arguments: *Ts) -> T:

@@ -84,7 +84,7 @@ class Server:
         if not self._calls:
             self._ended.set()
 
-    async def ended(self) -> None:
+    async def wait_idle(self) -> None:
         """Waits until no awaited call is in flight."""
         while self._calls:
             self._ended.clear()

@@ -63,8 +63,8 @@ class Decoder:
                     if index:
                         name = (_STATIC[index] if index < _FIRST_OWN else entries[_FIRST_OWN - 1 - index])[0]
                     else:
-                        name, position = _text(block, position, _unpack_name)
-                    value, position = _text(block, position, _unpack)
+                        name, position = _read_string(block, position, _unpack_name)
+                    value, position = _read_string(block, position, _unpack)
                     found = name, value
                     fields.append(found)
                     literals.append(found)
@@ -117,7 +117,7 @@ def _long_integer(block: bytes, position: int, value: int) -> tuple[int, int]:
     raise HpackError("an integer is too large")
 
 
-def _text(block: bytes, position: int, unpack: Callable[[bytes], bytes]) -> tuple[bytes, int]:
+def _read_string(block: bytes, position: int, unpack: Callable[[bytes], bytes]) -> tuple[bytes, int]:
     """Section 5.2; returns the next position, too."""
     byte = block[position]
     length, position = byte & 0x7F, position + 1

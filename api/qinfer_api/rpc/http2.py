@@ -141,7 +141,7 @@ class Http2Connection(asyncio.Protocol):
             stream.withdraw()
         for stream in streams:
             self._drop(stream)
-            stream.cancelled()
+            stream.on_reset()
 
     def pause_writing(self) -> None:
         """Pauses reading while replies are unread."""
@@ -269,7 +269,7 @@ class Http2Connection(asyncio.Protocol):
         head = self._heads.get(block)
         if head is not None and number > self._last:
             self._last = number
-            self._open(number, head, is_ended=is_ended)
+            self._open_stream(number, head, is_ended=is_ended)
             return
         fields, literals = self._decoder.decode(block)
         is_stable = self._generation == self._decoder.generation
@@ -294,9 +294,9 @@ class Http2Connection(asyncio.Protocol):
             return
         if is_stable and len(block) <= _CACHED_BLOCK_BYTES:
             self._heads[block] = head
-        self._open(number, head, is_ended=is_ended)
+        self._open_stream(number, head, is_ended=is_ended)
 
-    def _open(self, number: int, head: Any, *, is_ended: bool) -> None:
+    def _open_stream(self, number: int, head: Any, *, is_ended: bool) -> None:
         if number > self._last_taken:
             return  # the client knows by GOAWAY
         if len(self._streams) >= self.service.limits.streams:
@@ -402,7 +402,7 @@ class Http2Connection(asyncio.Protocol):
         stream = self._streams.get(number)
         if stream is not None:
             self._drop(stream)
-            stream.cancelled()
+            stream.on_reset()
             self._close_if_done()
 
     def _check_opened(self, number: int, what: str) -> None:
@@ -438,7 +438,7 @@ class Http2Connection(asyncio.Protocol):
 
     def _reset(self, stream: GrpcStream, code: int) -> None:
         self.abandon(stream, code)
-        stream.cancelled()
+        stream.on_reset()
 
     def _write_reset(self, number: int, code: int) -> None:
         self._abandoned.append(number)
@@ -447,7 +447,7 @@ class Http2Connection(asyncio.Protocol):
     def _drop(self, stream: GrpcStream) -> None:
         stream.is_closed = stream.is_ended = True
         if stream.queue:
-            self.output.forget(stream)
+            self.output.drop_queued(stream)
         if self._streams.pop(stream.number, None) is not None:
             stream.closed()
 
@@ -485,7 +485,7 @@ class Http2Connection(asyncio.Protocol):
         if self._last_taken < frames.LAST_STREAM and not self._streams:
             self.close()
 
-    def leave(self) -> None:
+    def close_now(self) -> None:
         """Ends the connection now, without answers."""
         if not self.output.is_closed:
             self._fail(frames.NO_ERROR, "the server ends")

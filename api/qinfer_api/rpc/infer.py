@@ -168,7 +168,7 @@ class Infer:
             await stream.serve()
         finally:
             self.streams.discard(stream)
-        call.end()
+        call.finish_stream()
 
     def drain(self) -> None:
         """Ends every stream after its requests in flight."""
@@ -191,7 +191,7 @@ class Infer:
             try:
                 return self._submit(self._completed(decoded, call), call, sink)
             except QinferError as error:
-                raise self._refused(decoded.request.model, decoded.version, error, call) from None
+                raise self._refuse_request(decoded.request.model, decoded.version, error, call) from None
         message = parse_infer(blob)
         sink.client_id = message.fields.id
         try:
@@ -200,7 +200,7 @@ class Infer:
             return self._submit(self._completed(decoded, call), call, sink)
         except QinferError as error:
             fields = message.fields
-            raise self._refused(fields.model_name, fields.model_version, error, call) from None
+            raise self._refuse_request(fields.model_name, fields.model_version, error, call) from None
 
     async def submit_slowly(self, blob: Bytes, call: GrpcCall, sink: InferSink) -> PendingCall:
         """Submits a request, decoded in a thread."""
@@ -214,7 +214,7 @@ class Infer:
             return self._submit(decoded, call, sink)
         except QinferError as error:
             fields = message.fields
-            raise self._refused(fields.model_name, fields.model_version, error, call) from None
+            raise self._refuse_request(fields.model_name, fields.model_version, error, call) from None
 
     def _check_announced(self, message: ParsedRequest) -> None:
         fields = message.fields
@@ -236,7 +236,7 @@ class Infer:
         return encode_infer(response, sink.client_id, sink.plan, regions)
 
     def _decode(self, message: ParsedRequest, tenant: str) -> DecodedRequest:
-        memory = self._memory.of(tenant)
+        memory = self._memory.for_tenant(tenant)
         regions = memory.limited(self._max_input_bytes) if memory.allowed else memory
         decoded = decode_infer(message, regions, self._max_typed_bytes)
         plan = noting(decoded.plan, regions)
@@ -278,7 +278,7 @@ class Infer:
         hold(sink.plan)
         return pending
 
-    def _refused(self, model: str, asked: str, error: QinferError, call: GrpcCall) -> QinferError:
+    def _refuse_request(self, model: str, asked: str, error: QinferError, call: GrpcCall) -> QinferError:
         version = 0
         with contextlib.suppress(QinferError):
             version = parse_version(asked) if asked else 0
@@ -331,9 +331,9 @@ class _StreamCall:
         self._reader: asyncio.Task[None] | None = None
 
     async def serve(self) -> None:
-        self._reader = asyncio.create_task(self._read())
+        self._reader = asyncio.create_task(self._read_requests())
         try:
-            await self._write()
+            await self._write_responses()
             if self._is_draining:
                 raise Abort("UNAVAILABLE", SHUTTING_DOWN)
         finally:
@@ -389,7 +389,7 @@ class _StreamCall:
     def _is_writing(self) -> bool:
         return self._writes or bool(self._ready)
 
-    async def _read(self) -> None:
+    async def _read_requests(self) -> None:
         try:
             while True:
                 await self._room.acquire()
@@ -429,9 +429,9 @@ class _StreamCall:
             self._fail(slot, error)
 
     def _fail(self, slot: _Slot, error: Exception) -> None:
-        self.deliver(slot, Response(request_id="", failure=Failure.of(error)))
+        self.deliver(slot, Response(request_id="", failure=Failure.from_error(error)))
 
-    async def _write(self) -> None:
+    async def _write_responses(self) -> None:
         while True:
             while self._ready:
                 slot, response = self._ready.popleft()
@@ -481,10 +481,10 @@ class _StreamCall:
                     return await asyncio.to_thread(self._packed, slot, response)
                 return self._packed(slot, response)
             except QinferError as error:
-                failure = Failure.of(error)
+                failure = Failure.from_error(error)
             except Exception as error:
                 logger.exception("answer failed")
-                failure = Failure.of(error)
+                failure = Failure.from_error(error)
         if self._is_strict:
             raise self._call.status_of(failure)
         return [encode_streamed_error(failure.message, slot.client_id)], False

@@ -292,7 +292,7 @@ def shared_memory_calls(guard: CallGuard, memory: SharedMemory) -> dict[str, Met
 
     def of_caller(request: Any, use_case: Callable[[Any, SharedMemory], Awaitable[Any]]) -> Method:
         async def serve(blob: Bytes, call: GrpcCall) -> Bytes:
-            reply = await use_case(await read(request, blob), memory.of(call.context.tenant))
+            reply = await use_case(await read(request, blob), memory.for_tenant(call.context.tenant))
             return bytes(reply.SerializeToString())
 
         return guard.unary(serve, _MEMORY)

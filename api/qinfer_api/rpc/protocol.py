@@ -147,9 +147,9 @@ class GrpcCall(GrpcStream):
         try:
             self.context = head.method.admit(head, self.connection.peer)
             if head.method.takes_stream:
-                self._begin(b"")
+                self._start_method(b"")
             if self.is_ended:
-                self._ended()
+                self._on_client_end()
         except Exception as error:  # noqa: BLE001 - the boundary of a call: `fail` reports it
             if head.method.takes_stream and not self.is_ended:
                 # A client that is about to write, such as grpc.aio, would miss the status.
@@ -168,13 +168,13 @@ class GrpcCall(GrpcStream):
                 self._check_size(size)
                 if self.is_ended and data[0] == 0 and not (self._has_begun or self._messages):
                     self._is_reading = False
-                    self._begin(data[_PREFIX_BYTES:])
+                    self._start_method(data[_PREFIX_BYTES:])
                     return
                 self._arrived(_Message(data[_PREFIX_BYTES:], data[0] != 0, None))
             elif data:
                 self._collect(data)
             if self.is_ended and not self.is_closed:
-                self._ended()
+                self._on_client_end()
         except Abort as abort:
             self.fail(abort)
 
@@ -273,7 +273,7 @@ class GrpcCall(GrpcStream):
         if self._change is not None:
             self._change.set()
 
-    def _ended(self) -> None:
+    def _on_client_end(self) -> None:
         if self._body is not None or self._prefix:
             raise Abort("INTERNAL", "the last message is cut off")
         self._is_reading = False
@@ -291,12 +291,12 @@ class GrpcCall(GrpcStream):
                 self.run(self._begin_decompressed(message))
             else:
                 self._opened_memory = message.reservation
-                self._begin(message.content)
+                self._start_method(message.content)
                 if self._task is None:
                     self.taken()
 
     async def _begin_decompressed(self, message: _Message) -> None:
-        self._begin(await self._opened(message))
+        self._start_method(await self._opened(message))
 
     async def _opened(self, message: _Message) -> Bytes:
         """Memory stays reserved until `taken`."""
@@ -332,7 +332,7 @@ class GrpcCall(GrpcStream):
         if memory is not None:
             memory.release()
 
-    def _begin(self, message: Bytes) -> None:
+    def _start_method(self, message: Bytes) -> None:
         assert self.head.method is not None
         if self.is_closed:
             return
@@ -347,7 +347,7 @@ class GrpcCall(GrpcStream):
         if self._reservation is not None and not self._reservation.is_granted:
             self._reservation.release()
 
-    def cancelled(self) -> None:
+    def on_reset(self) -> None:
         """Cancels the work of the call."""
         on_cancel, self.on_cancel = self.on_cancel, None
         if self._task is not None:
@@ -410,7 +410,7 @@ class GrpcCall(GrpcStream):
         if not self._taken_by_s:
             self._taken_by_s = now_s + self.connection.service.limits.body_s + self.unsent_bytes / _MIN_BYTES_PER_S
         elif now_s > self._taken_by_s:
-            self.cancelled()
+            self.on_reset()
             self.reset(frames.CANCEL)
 
     # -- the method's side ---------------------------------------------------------------------------------------------
@@ -494,7 +494,7 @@ class GrpcCall(GrpcStream):
             block += hpack.field(TARGET_HEADER, header_value(self.target))
         return block + hpack.field(CACHE_HEADER, self.cache.encode()) if self.cache else block
 
-    def end(self) -> None:
+    def finish_stream(self) -> None:
         """Ends a stream with status OK."""
         self._release()
         if not self._is_headed:
@@ -508,7 +508,7 @@ class GrpcCall(GrpcStream):
             return
         abort = self._status(error)
         if self._has_begun or self._task is not None:
-            self.cancelled()
+            self.on_reset()
         self._release()
         if self._is_headed:
             self.send_trailers(status_fields(abort))
@@ -520,7 +520,7 @@ class GrpcCall(GrpcStream):
             return error
         if not isinstance(error, QinferError):
             logger.error("call failed", exc_info=error)
-        return self.status_of(Failure.of(error), error)
+        return self.status_of(Failure.from_error(error), error)
 
     def status_of(self, failure: Failure, error: BaseException | None = None) -> Abort:
         """Returns a failure's status; DEADLINE_EXCEEDED only for the client's own deadline."""

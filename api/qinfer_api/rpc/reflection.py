@@ -57,7 +57,7 @@ class _Reflection:
             reply = self._reply(parse(pb.ServerReflectionRequest, blob))
             await call.write((reply.SerializeToString(),))
             await asyncio.sleep(0)  # thousands may have come at once
-        call.end()
+        call.finish_stream()
 
     def _reply(self, request: Any) -> Any:
         kind = request.WhichOneof("message_request")

@@ -74,7 +74,7 @@ class RpcServer:
         self._server: asyncio.Server | None = None
         self._checks: asyncio.Task[None] | None = None
 
-    def use(self, services: Services) -> None:
+    def set_services(self, services: Services) -> None:
         """Sets the use cases, before the start."""
         guard = CallGuard(services)
         self._infer = Infer(guard, services)
@@ -95,13 +95,13 @@ class RpcServer:
             ping_s=rpc.keepalive_s,
             pong_s=rpc.keepalive_timeout_s,
         )
-        self._calls = Server(methods, limits, services.receiving, Visitors.of(services.settings))
+        self._calls = Server(methods, limits, services.receiving, Visitors.from_settings(services.settings))
 
     async def start(self) -> None:
         """Starts to accept connections."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(self._connect, sock=self._listener, ssl=self._tls, backlog=BACKLOG)
-        self._checks = loop.create_task(self._check())
+        self._checks = loop.create_task(self._check_connections())
 
     async def show_certificate(self) -> None:
         """Reloads the TLS files for new connections."""
@@ -115,7 +115,7 @@ class RpcServer:
     def _connect(self) -> Http2Connection:
         return Http2Connection(self._calls)
 
-    async def _check(self) -> None:
+    async def _check_connections(self) -> None:
         while True:
             await asyncio.sleep(_CHECK_EVERY_S)
             now_s = asyncio.get_running_loop().time()
@@ -138,7 +138,7 @@ class RpcServer:
         self._infer.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s + _LAST_REPLIES_S):
-                await self._calls.ended()
+                await self._calls.wait_idle()
         await self.close()
 
     async def close(self) -> None:
@@ -148,5 +148,5 @@ class RpcServer:
         if self._server is not None:
             self._server.close()  # before its socket, which asyncio looks up
             for connection in tuple(self._calls.connections):
-                connection.leave()
+                connection.close_now()
         self._listener.close()

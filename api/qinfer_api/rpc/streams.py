@@ -49,7 +49,7 @@ class GrpcStream:
     def withdraw(self) -> None:
         """Gives up waits on a lost connection."""
 
-    def cancelled(self) -> None:
+    def on_reset(self) -> None:
         """Handles a reset or a lost connection."""
 
     def drained(self) -> None:
@@ -219,7 +219,7 @@ class FrameWriter:
         if stream.queue:
             self.pump(stream)
 
-    def forget(self, stream: GrpcStream) -> None:
+    def drop_queued(self, stream: GrpcStream) -> None:
         """Drops a stream's queue."""
         self._waiting.pop(stream.number, None)
         stream.queue.clear()

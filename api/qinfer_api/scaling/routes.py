@@ -10,7 +10,7 @@ from starlette.responses import Response as HttpResponse
 from qinfer.core.api_keys import Scope
 from qinfer.models.sequence_work import SequenceWork
 from qinfer.models.work import LaneWork, VersionWork
-from qinfer_api.rest.openapi import answer, errors, operation
+from qinfer_api.rest.openapi import describe_response, errors, operation
 from qinfer_api.rest.services import Services, guarded, send_json
 
 
@@ -85,7 +85,7 @@ class Backlog(msgspec.Struct, frozen=True):
     sequences: SequenceBacklog
 
 
-_BACKLOG = operation("", {200: answer("The work.", Backlog), **errors(400, 401, 403, 404, 503)})
+_BACKLOG = operation("", {200: describe_response("The work.", Backlog), **errors(400, 401, 403, 404, 503)})
 
 
 def backlog_routes(services: Services) -> APIRouter:

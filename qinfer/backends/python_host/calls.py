@@ -62,9 +62,9 @@ class Calls:
         """Handles a model's message; a `HostCall` without `ctx` is refused."""
         if isinstance(message, HostCall):
             if ctx is None:
-                self._return(message.number, _failed(InferenceFailed(ENDED)))
+                self._return(message.number, _error_answer(InferenceFailed(ENDED)))
                 return
-            self._serve(message, buffers, ctx)
+            self._serve_call(message, buffers, ctx)
             return
         with self._lock:
             call = self._open.get(message.call)
@@ -73,15 +73,15 @@ class Calls:
         elif call is not None:
             call.asked.put(message.number if isinstance(message, More) else None)
         elif isinstance(message, More):
-            self._return(message.number, _failed(InferenceFailed(ENDED)))
+            self._return(message.number, _error_answer(InferenceFailed(ENDED)))
 
-    def end(self) -> None:
+    def end_streams(self) -> None:
         """Ends the streaming calls."""
         with self._lock:
             for call in self._open.values():
                 call.asked.put(None)
 
-    def _serve(self, call: HostCall, buffers: Sequence[Buffer], ctx: Context) -> None:
+    def _serve_call(self, call: HostCall, buffers: Sequence[Buffer], ctx: Context) -> None:
         request = InferRequest(
             model=call.model,
             version=call.version,
@@ -93,17 +93,17 @@ class Calls:
             sequence=_sequence(call),
             made_for=call.made_for,
         )
-        work = self._stream if call.streams else self._call
+        work = self._stream if call.streams else self._call_model
         if call.streams:
             with self._lock:
                 self._open[call.number] = _OpenCall()
         threading.Thread(target=work, args=(call.number, request, ctx), name=f"call-{self._model}", daemon=True).start()
 
-    def _call(self, call: int, request: InferRequest, ctx: Context) -> None:
+    def _call_model(self, call: int, request: InferRequest, ctx: Context) -> None:
         try:
             response = ctx.call(request)
         except Exception as error:  # noqa: BLE001  the boundary: the model must get an answer
-            self._return(call, _failed(error, request.model))
+            self._return(call, _error_answer(error, request.model))
             return
         self._return(call, response)
 
@@ -119,7 +119,7 @@ class Calls:
                 number = None if response.final else open_call.asked.get()
         except Exception as error:  # noqa: BLE001  as above
             if number is not None:
-                self._return(number, _failed(error, request.model))
+                self._return(number, _error_answer(error, request.model))
         with self._lock:
             del self._open[call]
 
@@ -155,7 +155,7 @@ def send(channel: Channel, message: Message, buffers: Sequence[Bytes] = ()) -> N
         channel.send(message, buffers)
 
 
-def _failed(error: Exception, model: str = "") -> HostAnswer:
+def _error_answer(error: Exception, model: str = "") -> HostAnswer:
     if isinstance(error.__cause__, RequestError):  # made the model's own failure before
         error = error.__cause__
     if model and type(error) is ModelNotFound:

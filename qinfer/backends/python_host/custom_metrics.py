@@ -93,7 +93,7 @@ class Metric:
         """Adds to a counter or gauge."""
         value = float(value)
         with _lock:
-            series = self._open("Failed to increment metric value", MetricKind.COUNTER, MetricKind.GAUGE)
+            series = self._require_series("Failed to increment metric value", MetricKind.COUNTER, MetricKind.GAUGE)
             if value < 0 and self._kind is MetricKind.COUNTER:
                 raise TritonModelException(f"a counter can't be incremented by {value}; it must be 0 or more")
             series.values[0] += value
@@ -103,7 +103,7 @@ class Metric:
         """Sets a gauge."""
         value = float(value)
         with _lock:
-            series = self._open("Failed to set metric value", MetricKind.GAUGE)
+            series = self._require_series("Failed to set metric value", MetricKind.GAUGE)
             series.values[:] = value, time.time()
             series.write()
 
@@ -111,7 +111,7 @@ class Metric:
         """Adds an observation to a histogram."""
         value = float(value)
         with _lock:
-            series = self._open("Failed to observe metric value", MetricKind.HISTOGRAM)
+            series = self._require_series("Failed to observe metric value", MetricKind.HISTOGRAM)
             series.values[bisect.bisect_left(series.bounds, value)] += 1
             series.values[-1] += value
             series.write()
@@ -119,16 +119,16 @@ class Metric:
     def value(self) -> float:
         """Returns the value of a counter or gauge in this process."""
         with _lock:
-            return self._open("Failed to get metric value", MetricKind.COUNTER, MetricKind.GAUGE).values[0]
+            return self._require_series("Failed to get metric value", MetricKind.COUNTER, MetricKind.GAUGE).values[0]
 
-    def _open(self, failed: str, *kinds: MetricKind) -> _Series:
+    def _require_series(self, failed: str, *kinds: MetricKind) -> _Series:
         if self._series is None:
             raise TritonModelException(f"{failed}: {_DELETED}")
         if self._kind not in kinds:
             raise TritonModelException(f"{failed}: a {self._kind.name.lower()} has no such operation")
         return self._series
 
-    def end(self) -> "_Series | None":
+    def detach_series(self) -> "_Series | None":
         """Ends it; returns its value."""
         series, self._series = self._series, None
         return series
@@ -180,7 +180,7 @@ class MetricFamily:
             return
         with _lock:
             for labels, metric in self._metrics.items():
-                series = metric.end()
+                series = metric.detach_series()
                 assert series is not None
                 series.references -= 1
                 if not series.references:

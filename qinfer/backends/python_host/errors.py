@@ -130,16 +130,16 @@ def checked_parameters(parameters: Mapping[str, Scalar] | None) -> dict[str, Sca
         return parameters
     if not isinstance(parameters, Mapping):
         raise TritonModelException(f"Expect parameters to have type dict, found type '{type(parameters)}'")
-    return {_key(key): _value(key, value) for key, value in parameters.items()}
+    return {_check_key(key): _check_value(key, value) for key, value in parameters.items()}
 
 
-def _key(key: object) -> str:
+def _check_key(key: object) -> str:
     if not isinstance(key, str):
         raise TritonModelException(f"Expect parameters keys to have type str, found type {type(key)}")
     return text(key, "a key")
 
 
-def _value(key: str, value: object) -> Scalar:
+def _check_value(key: str, value: object) -> Scalar:
     if isinstance(value, bool):
         return value
     if isinstance(value, int):

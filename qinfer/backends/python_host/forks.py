@@ -23,7 +23,7 @@ def serve_forks(host: "ModelHost") -> None:
     def in_parent() -> None:
         mine, theirs = here.pair
         theirs.close()
-        threading.Thread(target=_serve, args=(host, Channel(mine)), name="fork", daemon=True).start()
+        threading.Thread(target=_serve_fork, args=(host, Channel(mine)), name="fork", daemon=True).start()
 
     def in_child() -> None:
         mine, theirs = here.pair
@@ -33,7 +33,7 @@ def serve_forks(host: "ModelHost") -> None:
     os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
 
 
-def _serve(host: "ModelHost", channel: Channel) -> None:
+def _serve_fork(host: "ModelHost", channel: Channel) -> None:
     with suppress(OSError, EOFError):
         while True:
             message, buffers = channel.receive()

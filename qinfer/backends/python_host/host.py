@@ -36,7 +36,6 @@ from qinfer.backends.python_host.messages import (
     CallReturned,
     CancelledAnswer,
     Close,
-    CommandFailed,
     Complete,
     CompletedConfig,
     Execute,
@@ -44,6 +43,7 @@ from qinfer.backends.python_host.messages import (
     Finalize,
     HostAnswer,
     HostCall,
+    HostFailure,
     HostRequest,
     IsCancelled,
     LoadModel,
@@ -111,7 +111,7 @@ class ModelHost:
             except EOFError:
                 return
             if isinstance(message, Execute):
-                (self._start if self._is_decoupled else self._execute)(message, buffers)
+                (self._execute_decoupled if self._is_decoupled else self._execute)(message, buffers)
             elif isinstance(message, LoadModel):
                 self._guarded(self._load, message)
             elif isinstance(message, Complete):
@@ -123,23 +123,23 @@ class ModelHost:
 
     def call(self, request: InferenceRequest) -> InferenceResponse:
         """Runs another model; blocks. The response may be an error."""
-        response, _ = self.returned(self._call(request, streams=False))
+        response, _ = self.returned(self._send_call(request, streams=False))
         return response
 
     def open_call(self, request: InferenceRequest) -> int:
         """Runs another model; returns the first question's number."""
         self._check_not_forked()
         self._prepare_later()
-        return self._call(request, streams=True)
+        return self._send_call(request, streams=True)
 
     def call_for(self, asked: HostCall, buffers: Sequence[Buffer]) -> Received:
         """Runs another model for a forked process."""
         theirs = asked.number
         if not (self._is_executing or self._streams):
-            return CallReturned(theirs, _failed(TritonError(_WITHIN_EXECUTE))), []
+            return CallReturned(theirs, _error_answer(TritonError(_WITHIN_EXECUTE))), []
         asked.number, asked.batch, asked.made_for = self._inbox.expect(), self._batch, -1
         self._channel.send(asked, [buffer.data for buffer in buffers])
-        answer, data = self._inbox.answer(asked.number)
+        answer, data = self._inbox.wait_answer(asked.number)
         assert isinstance(answer, CallReturned)
         answer.number = theirs
         return answer, data
@@ -166,18 +166,18 @@ class ModelHost:
 
     def close_call(self, call: int) -> None:
         """Ends a call; never waits, for the garbage collector."""
-        self._inbox.forget(call)
+        self._inbox.drop_question(call)
         if self._later is not None:
             self._later.put(Close(call))
 
     def returned(self, question: int) -> tuple[InferenceResponse, bool]:
         """Returns a response, and whether it is the last."""
-        message, buffers = self._inbox.answer(question)
+        message, buffers = self._inbox.wait_answer(question)
         assert isinstance(message, CallReturned)
         answer = message.answer
         if answer.error is not None:
             return InferenceResponse(error=TritonError(answer.error, answer.code)), message.is_last
-        outputs = [_tensor(meta, _array(meta, data)) for meta, data in zip(answer.outputs, buffers, strict=True)]
+        outputs = [_to_tensor(meta, _array(meta, data)) for meta, data in zip(answer.outputs, buffers, strict=True)]
         return InferenceResponse(outputs, parameters=GivenParameters(answer.parameters)), message.is_last
 
     def manage(self, asked: Manage, contents: Sequence[bytes] = ()) -> bool:
@@ -191,7 +191,7 @@ class ModelHost:
             raise TritonModelException(f"model '{self._name}' can't load itself while it is being loaded")
         asked.number = self._inbox.expect()
         self._channel.send(asked, contents)
-        answer, _ = self._inbox.answer(asked.number)
+        answer, _ = self._inbox.wait_answer(asked.number)
         assert isinstance(answer, ManageReply)
         if answer.error:
             raise TritonModelException(answer.error)
@@ -207,7 +207,7 @@ class ModelHost:
             return False
         number = self._inbox.expect()
         self._channel.send(IsCancelled(number, batch, item))
-        message, _ = self._inbox.answer(number)
+        message, _ = self._inbox.wait_answer(number)
         return isinstance(message, CancelledAnswer) and message.cancelled
 
     def poll(self) -> None:
@@ -218,7 +218,7 @@ class ModelHost:
         """Encodes a response with the wanted outputs; empty = all."""
         error = response.error()
         if error is not None:
-            return _failed(error), []
+            return _error_answer(error), []
         wanted = outputs or self._datatypes
         wires = [t.to_wire(self._datatypes.get(t.name())) for t in response.output_tensors() if t.name() in wanted]
         return HostAnswer(_metas(wires), response.parameters_dict()), [wire.data for wire in wires]
@@ -231,11 +231,11 @@ class ModelHost:
         """Waits for `taken_bytes`; returns them, and whether the request is cancelled."""
         number = self._inbox.expect()
         self._channel.send(AwaitTaken(number, stream.batch, stream.item, taken_bytes))
-        message, _ = self._inbox.answer(number)
+        message, _ = self._inbox.wait_answer(number)
         assert isinstance(message, TakenAnswer)
         return message.taken_bytes, message.cancelled
 
-    def end(self, stream: ResponseStream, error: str | None, trace: str) -> None:
+    def end_stream(self, stream: ResponseStream, error: str | None, trace: str) -> None:
         """Forgets a stream; never waits, for the garbage collector."""
         self._streams.pop((stream.batch, stream.item), None)
         self._rescheduled.pop((stream.batch, stream.item), None)
@@ -246,9 +246,9 @@ class ModelHost:
                 partial(services.emit, "ERROR", "a request was left by an exception", trace, [stream.request_id])
             )
         if error is not None:
-            self._later.put(StreamedResponse(stream.batch, stream.item, _failed(TritonError(error)), final=True))
+            self._later.put(StreamedResponse(stream.batch, stream.item, _error_answer(TritonError(error)), final=True))
 
-    def _call(self, request: InferenceRequest, *, streams: bool) -> int:
+    def _send_call(self, request: InferenceRequest, *, streams: bool) -> int:
         self._check_serving()
         wires = [tensor.to_wire(None) for tensor in request.inputs()]
         number = self._inbox.expect()
@@ -306,7 +306,7 @@ class ModelHost:
             answer = work(message)
         except BaseException as error:  # noqa: BLE001  the boundary to the model's code, which may even call `sys.exit`
             missing = str(error.name or "") if isinstance(error, ModuleNotFoundError) else ""
-            self._channel.send(CommandFailed(self._told(error, "model failed to load"), missing))
+            self._channel.send(HostFailure(self._log_error(error, "model failed to load"), missing))
             return
         self._channel.send(answer)
 
@@ -331,7 +331,7 @@ class ModelHost:
             self._is_loading = False
         is_ready = getattr(self._model, "is_ready", None)
         if is_ready is not None:
-            told = partial(self._told, event="is_ready failed")
+            told = partial(self._log_error, event="is_ready failed")
             asked = (self._asks, is_ready, self._turn, told)
             threading.Thread(target=answer_readiness, args=asked, name="readiness", daemon=True).start()
         return ModelLoaded(is_ready is not None)
@@ -383,15 +383,15 @@ class ModelHost:
             answers, sent = self._answers(message.requests, responses, rescheduled)
         except BaseException as error:  # noqa: BLE001  as in `_guarded`
             self._is_executing = False
-            self._channel.send(CommandFailed(self._told(error, "execute failed", _ids(message))))
+            self._channel.send(HostFailure(self._log_error(error, "execute failed", _ids(message))))
             return
         self._is_executing = False
         try:
             self._channel.send(ExecutedAnswers(answers), sent)
         except MemoryError as error:
-            self._channel.send(CommandFailed(self._told(error, "no memory for the outputs", _ids(message))))
+            self._channel.send(HostFailure(self._log_error(error, "no memory for the outputs", _ids(message))))
 
-    def _start(self, message: Execute, buffers: Sequence[Buffer]) -> None:
+    def _execute_decoupled(self, message: Execute, buffers: Sequence[Buffer]) -> None:
         senders = [self._sender(message, item, asked) for item, asked in enumerate(message.requests)]
         streams = [stream for sender in senders if isinstance(stream := sender.responses(), ResponseStream)]
         _batch.set(message.number)
@@ -418,7 +418,7 @@ class ModelHost:
         except BaseException as error:  # noqa: BLE001  as in `_guarded`
             for stream in streams:
                 stream.close()
-            self._channel.send(CommandFailed(self._told(error, "execute failed", _ids(message))))
+            self._channel.send(HostFailure(self._log_error(error, "execute failed", _ids(message))))
             return
         self._channel.send(ExecutedAnswers([HostAnswer([], {}, rescheduled=again) for again in rescheduled]))
 
@@ -445,8 +445,8 @@ class ModelHost:
             if await coroutine is not None:
                 raise TritonModelException(self._must_return_none)
         except BaseException as error:  # noqa: BLE001  as in `_guarded`
-            self._told(error, "execute failed", [stream.request_id for stream in streams])
-            text = self._failed(error)
+            self._log_error(error, "execute failed", [stream.request_id for stream in streams])
+            text = self._failure_message(error)
             for stream in streams:
                 if not stream.is_closed:
                     stream.close(text)
@@ -520,7 +520,7 @@ class ModelHost:
             try:
                 answer, data = self.encoded(response, request.outputs)
             except QinferError as refused:
-                answers.append(_failed(TritonError(refused.message)))
+                answers.append(_error_answer(TritonError(refused.message)))
                 continue
             buffers.extend(data)
             answers.append(answer)
@@ -531,7 +531,7 @@ class ModelHost:
             try:
                 self._model.finalize()
             except BaseException as error:  # noqa: BLE001  as in `_guarded`
-                self._told(error, "finalize failed")
+                self._log_error(error, "finalize failed")
         self._channel.send(ModelLoaded())
 
     def _noted(self, error: BaseException, event: str) -> Cause:
@@ -543,21 +543,21 @@ class ModelHost:
             and (responses := value.responses()) is not None
         }.values()
         if event:
-            self._told(error, event, [responses.request_id for responses in found])
-        cause = Cause(self._failed(error), "" if event or not found else _trace(error))
+            self._log_error(error, event, [responses.request_id for responses in found])
+        cause = Cause(self._failure_message(error), "" if event or not found else _trace(error))
         for responses in found:
             responses.cause = cause
         return cause
 
-    def _failed(self, error: BaseException) -> str:
-        return f"Failed to process the request(s) for model '{self._name}', message: {self._shown(error)}"
+    def _failure_message(self, error: BaseException) -> str:
+        return f"Failed to process the request(s) for model '{self._name}', message: {self._visible_message(error)}"
 
-    def _told(self, error: BaseException, event: str, requests: Sequence[str] = ()) -> str:
+    def _log_error(self, error: BaseException, event: str, requests: Sequence[str] = ()) -> str:
         """Logs the traceback; returns the text for clients."""
         services.emit("ERROR", event, _trace(error), requests)
-        return self._shown(error)
+        return self._visible_message(error)
 
-    def _shown(self, error: BaseException) -> str:
+    def _visible_message(self, error: BaseException) -> str:
         """Without the model's path."""
         text = message_of(error)
         if self._directory:
@@ -597,7 +597,7 @@ def _requests(
     columns = [_parts(array, message, position) for position, array in enumerate(arrays)]
     requests = []
     for item, asked in enumerate(message.requests):
-        inputs = [_tensor(meta, column[item]) for meta, column in zip(message.inputs, columns, strict=True)]
+        inputs = [_to_tensor(meta, column[item]) for meta, column in zip(message.inputs, columns, strict=True)]
         request = InferenceRequest(
             request_id=asked.client_id,
             correlation_id=asked.correlation_id,
@@ -626,7 +626,7 @@ def _parts(array: Array, message: Execute, position: int) -> list[Array]:
     ]
 
 
-def _tensor(meta: TensorMeta, array: Array) -> Tensor:
+def _to_tensor(meta: TensorMeta, array: Array) -> Tensor:
     return Tensor(meta.name, array, "BF16" if meta.datatype == "BF16" else None)
 
 
@@ -643,5 +643,5 @@ def _metas(wires: Sequence[WireTensor]) -> list[TensorMeta]:
     return [TensorMeta(wire.name, wire.datatype, wire.shape) for wire in wires]
 
 
-def _failed(error: TritonError) -> HostAnswer:
+def _error_answer(error: TritonError) -> HostAnswer:
     return HostAnswer([], {}, error.message(), error.code())

@@ -43,7 +43,7 @@ class ChannelInbox:
                 self._step()
             return self._commands.popleft()
 
-    def answer(self, number: int) -> Received:
+    def wait_answer(self, number: int) -> Received:
         """Waits for the answer to a question."""
         with self._changed:
             while (received := self._answers[number]) is None:
@@ -57,7 +57,7 @@ class ChannelInbox:
             while not self._is_read and self._channel.has_message():
                 self._step()
 
-    def forget(self, number: int) -> None:
+    def drop_question(self, number: int) -> None:
         """Drops a question, without a lock, for the garbage collector."""
         self._answers.pop(number, None)
 

@@ -133,14 +133,14 @@ class HostInstance:
             try:
                 process = self._started()
             except ModelLoadFailed as error:
-                self._failed(error.message)
+                self._note_failure(error.message)
             except Exception as error:  # no memory, no descriptors, …
                 logger.exception("the model's process can't be started", extra={"model": self._model})
-                self._failed(f"its process can't be started: {type(error).__name__}")
+                self._note_failure(f"its process can't be started: {type(error).__name__}")
             else:
                 if self._replaced(process):
                     return
-                self._failed("its process died after it was loaded")
+                self._note_failure("its process died after it was loaded")
             failures = self._failures
 
     def _started(self) -> HostProcess:
@@ -174,7 +174,7 @@ class HostInstance:
         process.kill()
         return self._is_stopped
 
-    def _failed(self, reason: str) -> None:
+    def _note_failure(self, reason: str) -> None:
         with self._changed:
             if self._is_stopped:
                 return

@@ -24,10 +24,10 @@ class Managing:
         """Starts a request, which answers by the channel."""
         files = {name: bytes(buffer.data) for name, buffer in zip(message.files, buffers, strict=True)}
         threading.Thread(
-            target=self._serve, args=(channel, message, files), name=f"manage-{self._model}", daemon=True
+            target=self._answer_request, args=(channel, message, files), name=f"manage-{self._model}", daemon=True
         ).start()
 
-    def _serve(self, channel: Channel, message: Manage, files: dict[str, bytes]) -> None:
+    def _answer_request(self, channel: Channel, message: Manage, files: dict[str, bytes]) -> None:
         try:
             answer = ManageReply(message.number, self._done(message, files))
         except QinferError as error:

@@ -51,7 +51,7 @@ class EnvironmentReady(msgspec.Struct, array_like=True, tag=True):
     """To the worker, first: the environment is ready."""
 
 
-class CommandFailed(msgspec.Struct, array_like=True, tag=True):
+class HostFailure(msgspec.Struct, array_like=True, tag=True):
     """To the worker: the command raised an exception of this type and text; `missing` could not be imported."""
 
     message: str
@@ -250,7 +250,7 @@ Message = (
     | Complete
     | CompletedConfig
     | EnvironmentReady
-    | CommandFailed
+    | HostFailure
     | Execute
     | ExecutedAnswers
     | StreamedResponse

@@ -54,13 +54,13 @@ class _Spawner:
     def run(self, start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="python-hosts", daemon=True)
+                self._thread = threading.Thread(target=self._run_jobs, name="python-hosts", daemon=True)
                 self._thread.start()
         started: Future[subprocess.Popen[bytes]] = Future()
         self._jobs.put((start, started))
         return started.result()
 
-    def _serve(self) -> None:
+    def _run_jobs(self) -> None:
         while True:
             start, started = self._jobs.get()
             try:

@@ -38,25 +38,25 @@ class ReadinessProbe:
 
     def first(self) -> None:
         """Waits for the first answer."""
-        self.look()
+        self.poll_answer()
         self._asks.settimeout(ANSWER_S)
         with suppress(OSError):  # too late
             self._asks.recv(1, socket.MSG_PEEK)
         self._asks.settimeout(None)
-        self.look()
+        self.poll_answer()
 
-    def look(self) -> str:
+    def poll_answer(self) -> str:
         """Asks again; returns why the model is not ready, or ""."""
         with self._lock, suppress(OSError):
             now_s = time.monotonic()
             if self._waits:
-                self._take(now_s)
+                self._receive_answer(now_s)
             elif now_s - self._asked_s >= EVERY_S:
                 self._asks.send(b"?", socket.MSG_DONTWAIT)
                 self._waits, self._asked_s = True, now_s
         return self._reason
 
-    def _take(self, now_s: float) -> None:
+    def _receive_answer(self, now_s: float) -> None:
         try:
             answer = self._asks.recv(_MOST_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -227,7 +227,7 @@ class ResponseStream:
     def close(self, error: str | None = None, trace: str = "") -> None:
         """Refuses further responses; reports and logs an error."""
         self.is_closed = True
-        self._host.end(self, error, trace)
+        self._host.end_stream(self, error, trace)
 
     def _encoded(self, response: InferenceResponse) -> tuple[HostAnswer, list[Bytes]]:
         try:

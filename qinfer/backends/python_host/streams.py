@@ -28,11 +28,11 @@ from qinfer.backends.python_host.messages import (
     CallerLeft,
     CancelledAnswer,
     Close,
-    CommandFailed,
     Execute,
     ExecutedAnswers,
     HostAnswer,
     HostCall,
+    HostFailure,
     HostRequest,
     IsCancelled,
     Manage,
@@ -51,7 +51,7 @@ logger = logging.getLogger("qinfer.backends.python")
 OPEN_STREAMS = 512
 """With so many open requests, an instance takes no batch."""
 
-Outcome = ExecutedAnswers | CommandFailed
+Outcome = ExecutedAnswers | HostFailure
 Place = tuple[int, int]
 """Batch number and item."""
 
@@ -100,8 +100,8 @@ class HostStreams:
         self._lost: list[str] = []
         process.held = self._held
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name=f"streams-{model}", daemon=True).start()
-        threading.Thread(target=self._write, name=f"credit-{model}", daemon=True).start()
+        threading.Thread(target=self._read_messages, name=f"streams-{model}", daemon=True).start()
+        threading.Thread(target=self._send_messages, name=f"credit-{model}", daemon=True).start()
 
     def execute(self, message: Execute, buffers: Sequence[Bytes], ctx: Context) -> Outcome:
         """Executes a batch; responses may come after `execute` has returned.
@@ -116,7 +116,7 @@ class HostStreams:
         """
         batch = _OpenBatch(ctx, message.requests)
         with self._changed:
-            self._changed.wait_for(lambda: self._is_lost or self._count() - len(self._rescheduled) < OPEN_STREAMS)
+            self._changed.wait_for(lambda: self._is_lost or self._count_open() - len(self._rescheduled) < OPEN_STREAMS)
             if self._is_lost:
                 raise UnreadError
             places = [self._goes_on(message, item, ctx) for item in range(len(message.requests))]
@@ -126,7 +126,7 @@ class HostStreams:
         try:
             self.process.channel.send(message, buffers)
         except BaseException:
-            self._forget(message.number)
+            self._drop_batch(message.number)
             for place in places:
                 self._unwant(*place)
             raise
@@ -135,7 +135,7 @@ class HostStreams:
             ctx.on_taken(item, partial(self._on_taken, message.number, item))
         outcome = batch.outcome.result()
         for position, place in enumerate(places):
-            if isinstance(outcome, CommandFailed):
+            if isinstance(outcome, HostFailure):
                 self._close(*place)
             elif outcome.answers[position].rescheduled:
                 self._reschedule(message.requests[position].request_id if ctx.is_decoupled else "", place)
@@ -178,15 +178,15 @@ class HostStreams:
     def _held(self) -> list[str]:
         """Unanswered requests, now or at the death."""
         with self._changed:
-            return self._lost if self._is_lost else self._open()
+            return self._lost if self._is_lost else self._open_request_ids()
 
-    def _open(self) -> list[str]:
+    def _open_request_ids(self) -> list[str]:
         return [batch.requests[item].request_id for batch in self._batches.values() for item in batch.streams]
 
-    def _count(self) -> int:
+    def _count_open(self) -> int:
         return sum(len(batch.streams) for batch in self._batches.values())
 
-    def _read(self) -> None:
+    def _read_messages(self) -> None:
         lost: EOFError | None = None
         while lost is None:
             try:
@@ -200,19 +200,19 @@ class HostStreams:
                 logger.exception("a message of the model's process failed", extra={"model": self._model})
             # They are shared memory.
             del message, buffers
-        self._calls.end()
+        self._calls.end_streams()
         self._messages.put(None)
-        self._end(lost)
+        self._end_batches(lost)
 
-    def _write(self) -> None:
+    def _send_messages(self) -> None:
         while (message := self._messages.get()) is not None:
             send(self.process.channel, message)
 
     def _hear(self, message: Message, buffers: list[Buffer]) -> None:
         if isinstance(message, StreamedResponse):
             self._respond(message, buffers)
-        elif isinstance(message, ExecutedAnswers | CommandFailed):
-            self._ended(message)
+        elif isinstance(message, ExecutedAnswers | HostFailure):
+            self._on_execute_end(message)
         elif isinstance(message, AwaitTaken):
             self._await_taken(message)
         elif isinstance(message, IsCancelled):
@@ -232,7 +232,7 @@ class HostStreams:
                 return
             batch.has_begun = True
             ctx, item = stream.ctx, stream.item
-        answer = _answer(message.answer, buffers)
+        answer = _decode_answer(message.answer, buffers)
         try:
             ctx.offer(item, answer, final=message.final, parameters=message.answer.parameters or None)
         except QinferError as error:
@@ -241,17 +241,17 @@ class HostStreams:
         if message.final:
             self._close(message.batch, message.item)
 
-    def _ended(self, outcome: Outcome) -> None:
+    def _on_execute_end(self, outcome: Outcome) -> None:
         with self._changed:
             number = next(n for n, batch in self._batches.items() if not batch.outcome.done())
             batch = self._batches[number]
-        if isinstance(outcome, CommandFailed):
-            self._forget(number)
+        if isinstance(outcome, HostFailure):
+            self._drop_batch(number)
         batch.outcome.set_result(outcome)
 
-    def _end(self, lost: EOFError) -> None:
+    def _end_batches(self, lost: EOFError) -> None:
         with self._changed:
-            self._lost, self._is_lost = self._open(), True
+            self._lost, self._is_lost = self._open_request_ids(), True
             batches, self._batches = list(self._batches.values()), {}
             executing = next((batch.ctx for batch in batches if not batch.outcome.done()), None)
             self._rescheduled.clear()
@@ -336,16 +336,16 @@ class HostStreams:
             if self._rescheduled.get(request_id) == (number, item):
                 del self._rescheduled[request_id]
             if not batch.streams and batch.outcome.done():
-                self._forget(number)
+                self._drop_batch(number)
             self._changed.notify_all()
 
     def _forget_ended(self, number: int) -> None:
         with self._changed:
             batch = self._batches.get(number)
             if batch is not None and not batch.streams:
-                self._forget(number)
+                self._drop_batch(number)
 
-    def _forget(self, number: int) -> None:
+    def _drop_batch(self, number: int) -> None:
         with self._changed:
             batch = self._batches.pop(number, None)
             if batch is not None:
@@ -356,12 +356,12 @@ class HostStreams:
             self._changed.notify_all()
 
 
-def _answer(answer: HostAnswer, buffers: Sequence[Buffer]) -> tuple[Tensor, ...] | QinferError:
+def _decode_answer(answer: HostAnswer, buffers: Sequence[Buffer]) -> tuple[Tensor, ...] | QinferError:
     if answer.error is not None:
         return to_qinfer(answer.error, answer.code)
     return tensors(answer.outputs, buffers)
 
 
-def failed_text(model: str, failed: CommandFailed) -> str:
+def failed_text(model: str, failed: HostFailure) -> str:
     """Returns a client's text of a raising `execute`."""
     return f"Failed to process the request(s) for model '{model}', message: {failed.message}"

@@ -107,17 +107,17 @@ class SequenceBatcher(StepRunner[PendingStep]):
         self._scheduler.shrink(surplus)
         self.pump()
 
-    def admit(self, step: PendingStep) -> None:
+    def add_step(self, step: PendingStep) -> None:
         """Takes a sequence's next step, before `pump`.
 
         Raises `InvalidRequest` for a later step of an ended sequence, `SequenceEnded` after an error.
         """
         kept = self._kept[step.place.sequence]
-        step.key = self._key(step.request, kept.states)
+        step.key = self._batch_key(step.request, kept.states)
         flags = step.request.sequence
         told_id = None if flags is None else flags.id
         listed = SequenceStep(item=step, sequence=step.place.sequence, start=step.start, end=step.end, told_id=told_id)
-        self._scheduler.admit(listed, self._clock.now_s())
+        self._scheduler.add_step(listed, self._clock.now_s())
         kept.waiting[step] = listed
         self.waiting += 1
 
@@ -155,12 +155,12 @@ class SequenceBatcher(StepRunner[PendingStep]):
         steps = [item for execution in self.expected_ends for item in execution.items]
         return {step.place.sequence for step in steps if isinstance(step, PendingStep)}
 
-    async def pause(self) -> None:
+    async def pause_batching(self) -> None:
         """Stops, and waits for the running executions."""
         self.paused = True
         await self._idle.wait()
 
-    def resume(self) -> None:
+    def resume_batching(self) -> None:
         """Ends a pause."""
         self.paused = False
         self.pump()
@@ -171,7 +171,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         self.pump()
         self.model.executor.retire()
 
-    def _tell(self, decision: SequenceDecision[PendingStep]) -> None:
+    def _report_decision(self, decision: SequenceDecision[PendingStep]) -> None:
         for instance in decision.left:
             self._end(instance)
         broken = {ended.sequence for ended in decision.ended if ended.ending is not EndReason.RESTARTED}
@@ -186,7 +186,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         if decision.idle:
             self._outlet.idle(decision.idle)
 
-    def _begin(self, batch: StepBatch[PendingStep]) -> list[States]:
+    def _begin_batch(self, batch: StepBatch[PendingStep]) -> list[States]:
         self._idle.clear()
         self.waiting -= len(batch.steps)
         return [self._kept[step.item.place.sequence].states for step in batch.steps]
@@ -197,17 +197,17 @@ class SequenceBatcher(StepRunner[PendingStep]):
             self._kept[item.place.sequence].waiting.pop(item, None)
         self._outlet.executed(items, responses)
 
-    def _take(self, execution: AnySteps, now_s: float, begin_s: float) -> None:
+    def _finish_execution(self, execution: AnySteps, now_s: float, begin_s: float) -> None:
         self._rest()
         self.completed += len(execution.items)
-        self._keep(execution)
-        self._scheduler.ended(execution.steps, now_s)
+        self._store_states(execution)
+        self._scheduler.end_batch(execution.steps, now_s)
         if isinstance(execution.error, SequenceLost) and not self._sequences.states:
             # Their sequences' end answers these, too.
             self._responder.observe(execution, begin_s)
             self._lose(execution.steps.instance, execution.error)
             return
-        items, responses = self._responder.responses(execution, begin_s, self.tally)
+        items, responses = self._responder.build_responses(execution, begin_s, self.tally)
         if items:
             steps = [item for item in items if isinstance(item, PendingStep)]
             self._outlet.executed(steps, responses)
@@ -216,7 +216,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         if not self.executing:
             self._idle.set()
 
-    def _keep(self, execution: AnySteps) -> None:
+    def _store_states(self, execution: AnySteps) -> None:
         for item, states in zip(execution.items, execution.states, strict=True):
             assert isinstance(item, PendingStep), "it was admitted here"
             item.state = states
@@ -228,7 +228,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
                 kept.states = states
                 if self._has_keys:
                     for waiting in kept.waiting:
-                        waiting.key = self._key(waiting.request, kept.states)
+                        waiting.key = self._batch_key(waiting.request, kept.states)
 
     def _lose(self, instance: int, error: QinferError) -> None:
         lost = [sequence for sequence, kept in self._kept.items() if kept.instance == instance]

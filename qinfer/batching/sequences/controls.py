@@ -53,7 +53,7 @@ def _holds(kind: ControlKind, step: SequenceStep[Item] | None) -> bool:
 
 
 def _correlation_ids(rows: Rows, name: str) -> Array:
-    ids = [None if step is None else _told(step) for step in rows]
+    ids = [None if step is None else _sequence_id(step) for step in rows]
     kind = datatype(name)
     if kind.numpy is None:
         texts = np.empty(len(ids), dtype=object)
@@ -64,7 +64,7 @@ def _correlation_ids(rows: Rows, name: str) -> Array:
     return np.array(numbers, dtype=f"<u{kind.itemsize}").view(kind.numpy)
 
 
-def _told(step: SequenceStep[Any]) -> int | str | None:
+def _sequence_id(step: SequenceStep[Any]) -> int | str | None:
     if step.told_id is not None or step.sequence is None:
         return step.told_id
     return step.sequence.correlation_id

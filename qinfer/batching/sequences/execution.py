@@ -105,9 +105,9 @@ class StreamedSteps(StreamedExecution, kw_only=True, eq=False):
         open_ = {at for at, stream in enumerate(self.streams) if not (stream.has_ended or stream.is_over)}
         self.again &= open_ if self.error is None else set()
 
-    def _open(self) -> list[ItemStream]:
+    def _open_streams(self) -> list[ItemStream]:
         steps = self.steps.steps
-        return [(self.table.open if step.start else self.table.resume)(step.item, self) for step in steps]
+        return [(self.table.open if step.start else self.table.reopen_stream)(step.item, self) for step in steps]
 
     def _ended_by(self, error: QinferError, stream: ItemStream) -> QinferError:
         """No item starts again."""
@@ -163,13 +163,13 @@ class StepExecution(Execution, kw_only=True, eq=False):
         if self.error is not None:
             self.answers = [self.error if answer is None else answer for answer in self.answers]
         if self.sequences.states:
-            self.answers = [self._kept(position, answer) for position, answer in enumerate(self.answers)]
+            self.answers = [self._split_states(position, answer) for position, answer in enumerate(self.answers)]
         self.again = {position for position in self.again if isinstance(self.answers[position], tuple)}
         for position in self.again:
             self.answers[position] = None
         self.rows_again = len(self.again)
 
-    def _kept(self, position: int, answer: Answer | None) -> Answer | None:
+    def _split_states(self, position: int, answer: Answer | None) -> Answer | None:
         """Returns an answer without its states."""
         if not isinstance(answer, tuple):
             return answer

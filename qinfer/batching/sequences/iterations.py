@@ -83,7 +83,7 @@ class Iterations(StepRunner[WorkItem]):
         return [item for item in self._held if item not in executing]
 
     @property
-    def room(self) -> int:
+    def free_slots(self) -> int:
         """How many more requests would fit."""
         rows = self.model.executor.count * min(self._sequences.slots, self._sequences.max_rows)
         return max(rows - len(self._held), 0)
@@ -97,13 +97,13 @@ class Iterations(StepRunner[WorkItem]):
 
     def classify(self, item: WorkItem) -> None:
         """Sets the key of an item before `admit`."""
-        item.key = self._key(item.request, self.model.initial_states)
+        item.key = self._batch_key(item.request, self.model.initial_states)
 
-    def admit(self, items: Sequence[WorkItem]) -> None:
+    def add_items(self, items: Sequence[WorkItem]) -> None:
         """Takes classified items and starts the next batches."""
         for item in items:
             step = SequenceStep(item=item, sequence=self._identify(item.request))
-            self._scheduler.admit(step, self._clock.now_s())
+            self._scheduler.add_step(step, self._clock.now_s())
             self._held[item] = _HeldRequest(step, self.model.initial_states)
             _mark(step)
         self.pump()
@@ -140,21 +140,23 @@ class Iterations(StepRunner[WorkItem]):
                 streams.cancel(item, error)
             items = [item for item in items if item not in begun]
         if items:
-            self._outlet.answer(items, self._responder.failures(items, error, self._clock.now_s(), self._tally))
+            self._outlet.publish_responses(
+                items, self._responder.failures(items, error, self._clock.now_s(), self._tally)
+            )
 
     def pump(self) -> None:
         """Starts batches, and reports the change."""
         super().pump()
         self._changed()
 
-    def _tell(self, decision: SequenceDecision[WorkItem]) -> None:
+    def _report_decision(self, decision: SequenceDecision[WorkItem]) -> None:
         streams = self.model.streams
         for step, error in decision.refused:
             held = self._held.pop(step.item, None)
             if held is not None and (streams is None or held.instance < 0 or streams.is_open_of(step.item)):
                 self.fail([step.item], error)
 
-    def _begin(self, batch: StepBatch[WorkItem]) -> list[States]:
+    def _begin_batch(self, batch: StepBatch[WorkItem]) -> list[States]:
         batched = [self._held[step.item] for step in batch.steps]
         for held in batched:
             held.instance = batch.instance
@@ -163,15 +165,15 @@ class Iterations(StepRunner[WorkItem]):
     def _refuse(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
         for item in items:
             del self._held[item]
-        self._outlet.answer(items, responses)
+        self._outlet.publish_responses(items, responses)
 
-    def _take(self, execution: AnySteps, now_s: float, begin_s: float) -> None:
+    def _finish_execution(self, execution: AnySteps, now_s: float, begin_s: float) -> None:
         batch, steps = execution.steps, execution.steps.steps
         if isinstance(execution.error, SequenceLost):
             failure = InferenceFailed(execution.error.message)
             execution.answers = [failure if answer is execution.error else answer for answer in execution.answers]
             self._begin_anew(batch, failure)
-        self._scheduler.ended(batch, now_s, again=[steps[position] for position in execution.again])
+        self._scheduler.end_batch(batch, now_s, again=[steps[position] for position in execution.again])
         for position, (step, states) in enumerate(zip(steps, execution.states, strict=True)):
             held = self._held.get(step.item)
             if held is None:
@@ -180,18 +182,18 @@ class Iterations(StepRunner[WorkItem]):
             if position in execution.again:
                 held.states = states
                 _mark(step)
-                step.item.key = self._key(step.item.request, states)
+                step.item.key = self._batch_key(step.item.request, states)
             else:
-                self._end(step.item, held)
+                self._remove_item(step.item, held)
         if self.model.streams is not None:
             self.model.streams.watch()
             self._responder.observe(execution, begin_s)
             return
-        items, responses = self._responder.responses(execution, begin_s, self._tally)
+        items, responses = self._responder.build_responses(execution, begin_s, self._tally)
         if items:
-            self._outlet.answer(items, responses)
+            self._outlet.publish_responses(items, responses)
 
-    def _end(self, item: WorkItem, held: _HeldRequest) -> None:
+    def _remove_item(self, item: WorkItem, held: _HeldRequest) -> None:
         del self._held[item]
         self.completed += 1
         self._weight = self._weight * _DECAY + 1
@@ -230,10 +232,10 @@ class IterativeBatcher:
         self.tally = StatsTally()
         self.paused = False
         self._current = self._iterations(model, latency)
-        self._look()
+        self._update_gate()
 
     def _iterations(self, model: LoadedModel, latency: LatencyModel | None) -> Iterations:
-        return Iterations(model, self._clock, self._outlet, self.tally, self._look, latency)
+        return Iterations(model, self._clock, self._outlet, self.tally, self._update_gate, latency)
 
     @property
     def model(self) -> LoadedModel:
@@ -285,16 +287,16 @@ class IterativeBatcher:
         waiting = self._current.take_waiting()
         self._leaving.append(self._current)
         self._current = self._iterations(model, latency)
-        self._look()
+        self._update_gate()
         return waiting
 
     def classify(self, item: WorkItem) -> None:
         """Sets the item's batching key."""
         self._current.classify(item)
 
-    def admit(self, items: Sequence[WorkItem]) -> None:
+    def add_items(self, items: Sequence[WorkItem]) -> None:
         """Takes fetched items and starts batches."""
-        self._current.admit(items)
+        self._current.add_items(items)
 
     async def fetchable(self) -> None:
         """Waits until more items may be fetched."""
@@ -304,9 +306,9 @@ class IterativeBatcher:
         """Returns all lanes."""
         return lanes
 
-    def room(self) -> tuple[int, float]:
+    def plan_fetch(self) -> tuple[int, float]:
         """Returns how many entries to fetch, and an endless wait."""
-        return max(self._current.room, 1), NEVER_S
+        return max(self._current.free_slots, 1), NEVER_S
 
     def lost(self, item: WorkItem) -> None:
         """Forgets an item whose lease is lost."""
@@ -318,33 +320,33 @@ class IterativeBatcher:
         """Answers items with an error, without executing them."""
         self._current.fail(items, error)
 
-    async def pause(self) -> None:
+    async def pause_batching(self) -> None:
         """Gives back unbegun items, and waits for the others."""
         self.paused = True
         if waiting := self._current.take_waiting():
             self._outlet.give_back(waiting)
-        self._look()
+        self._update_gate()
         await self._idle.wait()
 
     async def idle(self) -> None:
         """Waits until no item is here."""
         await self._idle.wait()
 
-    def resume(self) -> None:
+    def resume_batching(self) -> None:
         """Ends a pause."""
         self.paused = False
-        self._look()
+        self._update_gate()
 
     @property
     def _generations(self) -> list[Iterations]:
         return [self._current, *self._leaving]
 
-    def _look(self) -> None:
+    def _update_gate(self) -> None:
         for ended in [generation for generation in self._leaving if not generation.has_work]:
             self._leaving.remove(ended)
             self._completed += ended.completed
             ended.model.executor.retire()
         has_work = any(generation.has_work for generation in self._generations)
         (self._idle.clear if has_work else self._idle.set)()
-        is_open = self._current.room > 0 and not self.paused
+        is_open = self._current.free_slots > 0 and not self.paused
         (self._fetchable.set if is_open else self._fetchable.clear)()

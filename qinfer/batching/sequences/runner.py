@@ -75,21 +75,21 @@ class StepRunner(ABC, Generic[P]):
         while not self.paused:
             now_s = self._clock.now_s()
             decision = self._scheduler.decide(now_s, self._latency)
-            self._tell(decision)
+            self._report_decision(decision)
             if not decision.batches:
                 wait_s = decision.wake_at_s - now_s
                 if wait_s != float("inf"):
                     self._timer = self._loop.call_later(max(wait_s, 0.0), self.pump)
                 return
             for batch in decision.batches:
-                self._start(batch, now_s)
+                self._start_batch(batch, now_s)
 
     @abstractmethod
-    def _tell(self, decision: SequenceDecision[P]) -> None:
+    def _report_decision(self, decision: SequenceDecision[P]) -> None:
         """Handles refused steps and ended sequences."""
 
     @abstractmethod
-    def _begin(self, batch: StepBatch[P]) -> list[States]:
+    def _begin_batch(self, batch: StepBatch[P]) -> list[States]:
         """Returns its steps' states."""
 
     @abstractmethod
@@ -97,21 +97,21 @@ class StepRunner(ABC, Generic[P]):
         """They can't be assembled."""
 
     @abstractmethod
-    def _take(self, execution: AnySteps, now_s: float, begin_s: float) -> None:
+    def _finish_execution(self, execution: AnySteps, now_s: float, begin_s: float) -> None:
         """Keeps the results of an execution and answers."""
 
-    def _key(self, request: InferRequest, states: States) -> object:
+    def _batch_key(self, request: InferRequest, states: States) -> object:
         key = self._key_of(request)
         return (key, state_shapes(states)) if self._has_keys else key
 
-    def _start(self, batch: StepBatch[P], now_s: float) -> None:
+    def _start_batch(self, batch: StepBatch[P], now_s: float) -> None:
         begin_ns = time.perf_counter_ns()
         items = [step.item for step in batch.steps]
-        states = self._begin(batch)
+        states = self._begin_batch(batch)
         try:
             assembled = assemble_steps(batch, states, self.model.spec)
         except QinferError as error:
-            self._scheduler.ended(batch, now_s)
+            self._scheduler.end_batch(batch, now_s)
             self._refuse(items, self._responder.failures(items, error, now_s, self._tally))
             return
         execution = self._execution(batch, assembled, time.perf_counter_ns() - begin_ns)
@@ -121,9 +121,9 @@ class StepRunner(ABC, Generic[P]):
         # Iterations on the event loop would block it.
         may_run_now = not self._sequences.iterative
         if may_run_now and self.model.executor.run_now(execution, expected_s, batch.instance):
-            self._count(execution)
+            self._count_execution(execution)
         else:
-            self.model.executor.start(execution, self._ended, batch.instance)
+            self.model.executor.start(execution, self._on_execution_end, batch.instance)
 
     def _execution(self, steps: StepBatch[P], batch: Batch, input_ns: int) -> AnySteps:
         model, items = self.model, [step.item for step in steps.steps]
@@ -140,16 +140,16 @@ class StepRunner(ABC, Generic[P]):
             tally=self._tally,
         )
 
-    def _ended(self, execution: Execution) -> None:
+    def _on_execution_end(self, execution: Execution) -> None:
         assert isinstance(execution, AnySteps), "it was started here"
-        self._count(execution)
+        self._count_execution(execution)
         self.pump()
 
-    def _count(self, execution: AnySteps) -> None:
+    def _count_execution(self, execution: AnySteps) -> None:
         now_s = self._clock.now_s()
         del self.expected_ends[execution]
         self.executing -= len(execution.items)
         if execution.error is None:
             seconds = (execution.end_ns - execution.begin_ns) / 1e9
             self._latency.observe(execution.batch.size, seconds, now_s)
-        self._take(execution, now_s, now_s - (time.perf_counter_ns() - execution.begin_ns) / 1e9)
+        self._finish_execution(execution, now_s, now_s - (time.perf_counter_ns() - execution.begin_ns) / 1e9)

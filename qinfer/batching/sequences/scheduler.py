@@ -158,7 +158,7 @@ class SequenceScheduler(Generic[T]):
         self._freed = [slot for slot in self._freed if slot[1] not in self._leaving]
         heapify(self._freed)
 
-    def admit(self, step: SequenceStep[T], now_s: float) -> None:
+    def add_step(self, step: SequenceStep[T], now_s: float) -> None:
         """Takes the next step of a sequence.
 
         Raises:
@@ -174,11 +174,11 @@ class SequenceScheduler(Generic[T]):
         queue.waiting.append(step)
         self._home[step] = queue
         self._deadlines.add(step, self._home)
-        self._settle(queue, now_s)
+        self._advance_queue(queue, now_s)
 
     def adopt(self, sequence: SequenceId, steps: int) -> None:
         """Takes over a sequence after `steps` steps."""
-        self._open(sequence, sequence).steps = steps
+        self._open_queue(sequence, sequence).steps = steps
 
     def executes(self, step: SequenceStep[T]) -> bool:
         """Returns whether a step executes."""
@@ -194,7 +194,7 @@ class SequenceScheduler(Generic[T]):
             self._cancelled.add(step)
             return
         self._break(queue, step, EndReason.CANCELLED, Cancelled(_CAUSES[EndReason.CANCELLED]))
-        self._settle(queue, now_s)
+        self._advance_queue(queue, now_s)
 
     def drop(self, sequence: SequenceId, now_s: float) -> list[SequenceStep[T]]:
         """Forgets a sequence; returns its waiting steps."""
@@ -204,11 +204,11 @@ class SequenceScheduler(Generic[T]):
         dropped = list(queue.waiting)
         queue.waiting.clear()
         queue.accepts = False
-        self._forget(dropped)
-        self._settle(queue, now_s)
+        self._remove_steps(dropped)
+        self._advance_queue(queue, now_s)
         return dropped
 
-    def ended(
+    def end_batch(
         self,
         batch: StepBatch[T],
         now_s: float,
@@ -229,10 +229,10 @@ class SequenceScheduler(Generic[T]):
                 queue.waiting.appendleft(step)
                 self._deadlines.add(step, self._home)
             else:
-                self._forget([step])
+                self._remove_steps([step])
             if ending is not None:
                 self._break(queue, step, ending, Cancelled(_CAUSES[EndReason.CANCELLED]))
-            self._settle(queue, now_s)
+            self._advance_queue(queue, now_s)
 
     def decide(self, now_s: float, latency: Latency) -> SequenceDecision[T]:
         """Decides which batches run, and which steps are refused."""
@@ -247,7 +247,7 @@ class SequenceScheduler(Generic[T]):
             pick = self._pick(ready, now_s, latency)
             wake_at_s = min(wake_at_s, pick.wake_at_s)
             if pick.rows:
-                batches.append(self._begin(instance, pick))
+                batches.append(self._make_batch(instance, pick))
         decision = SequenceDecision(batches, self._refused, self._ended, idle, wake_at_s, self._left)
         self._refused, self._ended, self._left = [], [], []
         return decision
@@ -263,7 +263,7 @@ class SequenceScheduler(Generic[T]):
             # Only the model ends a request's own sequence.
             step.sequence = step.sequence or SequenceId("", next(self._numbers))
             step.start, step.end = True, False
-            return self._open(step, step.sequence)
+            return self._open_queue(step, step.sequence)
         sequence = step.sequence
         assert sequence is not None, "a step of a model that is not iterative names its sequence"
         queue = self._queues.get(sequence)
@@ -271,14 +271,14 @@ class SequenceScheduler(Generic[T]):
             cause = self._broken.get(sequence)
             raise SequenceEnded(cause) if cause else start_missing(self._model, sequence.correlation_id)
         self._broken.pop(sequence, None)
-        return queue or self._open(sequence, sequence)
+        return queue or self._open_queue(sequence, sequence)
 
-    def _open(self, key: Hashable, sequence: SequenceId) -> _Queue[T]:
+    def _open_queue(self, key: Hashable, sequence: SequenceId) -> _Queue[T]:
         queue = self._queues[key] = _Queue[T](key, sequence)
         self._backlog[queue] = None
         return queue
 
-    def _settle(self, queue: _Queue[T], now_s: float) -> None:
+    def _advance_queue(self, queue: _Queue[T], now_s: float) -> None:
         if queue.executing is not None:
             return
         if queue.slot is None:
@@ -327,7 +327,7 @@ class SequenceScheduler(Generic[T]):
                 queue.slot = divmod(self._used, self._instances)
                 self._used += 1
             queue.begun = not (queue.waiting and queue.waiting[0].start)
-            self._settle(queue, now_s)
+            self._advance_queue(queue, now_s)
 
     def _pick(self, ready: dict[int, _Queue[T]], now_s: float, latency: Latency) -> Pick[T]:
         # Thousands of candidates cost nothing more.
@@ -338,7 +338,7 @@ class SequenceScheduler(Generic[T]):
         assert self._rules is not None, "the strategy `oldest` has rules"
         return pick_oldest(steps, now_s, self._rules, latency)
 
-    def _begin(self, instance: int, pick: Pick[T]) -> StepBatch[T]:
+    def _make_batch(self, instance: int, pick: Pick[T]) -> StepBatch[T]:
         batch = StepBatch(instance, pick.rows)
         self._busy.add(instance)
         for step in batch.steps:
@@ -358,7 +358,7 @@ class SequenceScheduler(Generic[T]):
                 continue
             error = DeadlineExceeded(TIMED_OUT if queue.slot is not None else BACKLOG_TIMED_OUT)
             self._break(queue, step, EndReason.EXPIRED, error)
-            self._settle(queue, now_s)
+            self._advance_queue(queue, now_s)
         return step.item.deadline_s - floor_s if step else NEVER_S
 
     def _find_idle(self, now_s: float) -> list[SequenceId]:
@@ -387,7 +387,7 @@ class SequenceScheduler(Generic[T]):
         cause = ended_text(self._model, queue.sequence.correlation_id, step.number, _CAUSES[ending])
         for refused in steps[first:last]:
             self._refused.append((refused, error if refused is step or is_timed_out else SequenceEnded(cause)))
-        self._forget(steps[first:last])
+        self._remove_steps(steps[first:last])
         queue.waiting = deque(steps[:first] + steps[last:])
         if last < len(steps):
             return
@@ -401,7 +401,7 @@ class SequenceScheduler(Generic[T]):
         if len(self._broken) > MOST_REMEMBERED:
             del self._broken[next(iter(self._broken))]
 
-    def _forget(self, steps: Collection[SequenceStep[T]]) -> None:
+    def _remove_steps(self, steps: Collection[SequenceStep[T]]) -> None:
         for step in steps:
             del self._home[step]
             self._cancelled.discard(step)

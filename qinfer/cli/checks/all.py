@@ -94,7 +94,7 @@ def _redis_findings(settings: Settings) -> list[Finding]:
     try:
         place = parse_place(wanted.url.get_secret_value())
         node = place if isinstance(place, NodeAddress) else place.node
-        client = blocking_client(Login.of(wanted))
+        client = blocking_client(Login.from_settings(wanted))
     except SettingsError as error:
         return [problem("Redis", error.message)]
     except redis_server.ERRORS as error:
@@ -362,7 +362,9 @@ def read_models(settings: RepositorySettings) -> tuple[list[Finding], Sequence[S
     except (SettingsError, TimeoutError) as error:
         text = error.message if isinstance(error, SettingsError) else f"no answer within {_LIMIT_S:g} s"
         return [
-            problem(subject, f"{_shown(settings.path)}: {text}", "correct QINFER_REPOSITORY__PATH, or its store")
+            problem(
+                subject, f"{_without_password(settings.path)}: {text}", "correct QINFER_REPOSITORY__PATH, or its store"
+            )
         ], ()
     wrong = [model for model in models if model.error]
     findings = [
@@ -371,7 +373,7 @@ def read_models(settings: RepositorySettings) -> tuple[list[Finding], Sequence[S
         )
         for model in wrong
     ]
-    place = _shown(settings.path)
+    place = _without_password(settings.path)
     if not models:
         findings.append(warning(subject, f"{place} has no model"))
     else:
@@ -394,7 +396,7 @@ def examine_stores(settings: Settings) -> Iterator[Finding]:
             "the settings here allow none (QINFER_STORES__ALLOW); those of `qinfer up --allow-store` are its own",
         )
     for url in settings.stores.allow:
-        yield _store(f"store {_shown(url)}", url)
+        yield _store(f"store {_without_password(url)}", url)
     if settings.limits.payload_url:
         yield _store("payload store", settings.limits.payload_url)
 
@@ -429,7 +431,7 @@ def _within(work: Callable[[], T]) -> T:
         threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _shown(path: str) -> str:
+def _without_password(path: str) -> str:
     parts = urlsplit(path)
     return (
         path.replace(f"{parts.netloc.rpartition('@')[0]}@", "") if "@" in parts.netloc and ":" in parts.netloc else path

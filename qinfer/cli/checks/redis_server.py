@@ -50,9 +50,9 @@ def nodes_of(client: "redis.Redis | redis.RedisCluster", place: str) -> list[Nod
     if isinstance(client, redis.RedisCluster):
         client.ping()
         primaries = client.get_primaries()  # type: ignore[no-untyped-call]  # redis-py has no types for it
-        nodes = [_ask(client.get_redis_connection(node), f"{node.host}:{node.port}") for node in primaries]
+        nodes = [_query_node(client.get_redis_connection(node), f"{node.host}:{node.port}") for node in primaries]
         return [node._replace(at=f"{node.place}: ") for node in nodes]
-    return [_ask(client, place)]
+    return [_query_node(client, place)]
 
 
 def examine_node(node: NodeReport, settings: RedisSettings) -> Iterator[Finding]:
@@ -99,7 +99,7 @@ def reason_of(error: Exception, place: str) -> tuple[str, str]:
     return f"{place} can't be reached: {error}", remedy
 
 
-def _ask(client: redis.Redis, place: str) -> NodeReport:
+def _query_node(client: redis.Redis, place: str) -> NodeReport:
     begin_s = time.time()
     seconds, microseconds = client.time()
     end_s = time.time()
@@ -111,14 +111,14 @@ def _ask(client: redis.Redis, place: str) -> NodeReport:
     config: dict[str, str] = {}
     for name in _SETTINGS:
         try:
-            config |= {_text(key): _text(value) for key, value in dict(client.config_get(name)).items()}
+            config |= {_decode_value(key): _decode_value(value) for key, value in dict(client.config_get(name)).items()}
         except ResponseError:
             config = {}
             break
     return NodeReport(place, info, config, offset_s, is_private=place.startswith("/"))
 
 
-def _text(value: object) -> str:
+def _decode_value(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 

@@ -75,8 +75,10 @@ def print_findings(findings: Sequence[Finding]) -> None:
         table.add_row(Text(finding.level.value, style=colours[finding.level]), Text(finding.subject), text)
     console.print(table)
     problems, warnings = (sum(f.level is level for f in findings) for level in (Severity.PROBLEM, Severity.WARNING))
-    console.print(Padding(Text(f"{_count(problems, 'problem')}, {_count(warnings, 'warning')}"), (1, 0, 0, 0)))
+    console.print(
+        Padding(Text(f"{_format_count(problems, 'problem')}, {_format_count(warnings, 'warning')}"), (1, 0, 0, 0))
+    )
 
 
-def _count(number: int, what: str) -> str:
+def _format_count(number: int, what: str) -> str:
     return f"{number or 'no'} {what}{'' if number == 1 else 's'}"

@@ -83,9 +83,9 @@ def write_annotations(
     with _opened(out) as file:
         if by_confidence:
             with tempfile.TemporaryFile() as spool:
-                _write(_sorted(scored, spool, limit), file, chosen.format, 0, report)
+                _write_lines(_sorted(scored, spool, limit), file, chosen.format, 0, report)
         else:
-            _write(scored, file, chosen.format, limit, report)
+            _write_lines(scored, file, chosen.format, limit, report)
         if not report.written and (left_out := report.left_out()):
             raise CommandFailed(f"no row could be written; {left_out}")
     return report
@@ -107,7 +107,7 @@ def _scored(rows: JobRows, chosen: AnnotationFormat, report: RowReport) -> Itera
         key = row.fields.get(key_field)
         row.fields.pop(own_key, None)
         try:
-            task = _task(row, _key(key, row.number, chosen.format), chosen, version)
+            task = _task(row, _row_key(key, row.number, chosen.format), chosen, version)
             line = chosen.format.encode(chosen.labels, task)
         except (InvalidRequest, OutputMismatch) as error:
             report.leave_out(row, error.message, failed=False)
@@ -118,7 +118,7 @@ def _scored(rows: JobRows, chosen: AnnotationFormat, report: RowReport) -> Itera
         yield task.prediction.score, line
 
 
-def _key(value: object, number: int, kind: Format) -> str | int:
+def _row_key(value: object, number: int, kind: Format) -> str | int:
     if value is None:
         return number
     return value if isinstance(value, int) and kind.layout != "labels" else str(value)
@@ -148,7 +148,9 @@ def _sorted(scored: Iterable[tuple[float, bytes]], spool: BinaryIO, limit: int) 
         yield scores[i], spool.read(ends[i + 1] - ends[i])
 
 
-def _write(lines: Iterable[tuple[float, bytes]], file: BinaryIO, kind: Format, limit: int, report: RowReport) -> None:
+def _write_lines(
+    lines: Iterable[tuple[float, bytes]], file: BinaryIO, kind: Format, limit: int, report: RowReport
+) -> None:
     start, end = kind.frame
     file.write(start)
     is_first = True

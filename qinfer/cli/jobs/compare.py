@@ -141,7 +141,7 @@ def compare(
         done = _scored(client, targets, inputs, output or beside(inputs[0]), _options(context.params))
     comparison = OutputComparison(outputs, rules, show_rows, redact=redact)
     comparison.read(*(JobRows(status.output_url) for status in done))
-    _show(comparison.result(_name(done[0]), _name(done[1]), others, allow), as_json=as_json)
+    _show(comparison.result(_version_label(done[0]), _version_label(done[1]), others, allow), as_json=as_json)
 
 
 def _show(found: "Comparison", *, as_json: bool) -> None:
@@ -150,7 +150,7 @@ def _show(found: "Comparison", *, as_json: bool) -> None:
         raise typer.Exit(FAILED)
 
 
-def _name(status: "JobStatus") -> str:
+def _version_label(status: "JobStatus") -> str:
     return f"{status.model}:{status.version}"
 
 

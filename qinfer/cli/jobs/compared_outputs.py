@@ -68,7 +68,7 @@ class OutputComparison:
         for batch, other in _side_by_side(stable.batches(columns), canary.batches(columns)):
             if any(not batch.column(name).equals(other.column(name)) for name in key):
                 raise CommandFailed("the inputs have changed between the two jobs; compare again")
-            self._take(batch, other, key)
+            self._compare_batches(batch, other, key)
 
     def result(self, stable: str, canary: str, others: Sequence[str], allowed: float) -> Comparison:
         """Returns the comparison."""
@@ -85,7 +85,7 @@ class OutputComparison:
             samples=[sample for samples in self._samples.values() for sample in samples.all()],
         )
 
-    def _take(self, stable: pa.RecordBatch, canary: pa.RecordBatch, key: Sequence[str]) -> None:
+    def _compare_batches(self, stable: pa.RecordBatch, canary: pa.RecordBatch, key: Sequence[str]) -> None:
         failed = [np.asarray(one.column(ERROR_COLUMNS[0]).is_valid()) for one in (stable, canary)]
         self._rows += stable.num_rows
         for name, mask in (
@@ -100,10 +100,10 @@ class OutputComparison:
         names = _names([stable.column(name) for name in key]) if stable.num_rows else []
         for name in self._sums if stable.num_rows else ():
             values = stacked(stable.column(name)), stacked(canary.column(name))
-            self._rules[name] = self._rules[name].of(values[0])
+            self._rules[name] = self._rules[name].for_values(values[0])
             rows = compared(self._rules[name], *values)
             self._sums[name] = self._sums[name].with_rows(rows)
-            self._samples[name].take(name, names, *values, rows)
+            self._samples[name].add_rows(name, names, *values, rows)
             agrees &= rows.agrees
         self._differing += int(np.count_nonzero(failed[0] ^ failed[1]) + np.count_nonzero(~agrees))
 

@@ -634,7 +634,7 @@ def read_columns(columns: Sequence[str], shapes: Sequence[str], nulls: Sequence[
     for tensor, text in pairs("--shape", shapes).items():
         more.setdefault(tensor, {})["shape"] = _sizes(tensor, text)
     for tensor, text in pairs("--null", nulls).items():
-        more.setdefault(tensor, {})["null"] = _value(text)
+        more.setdefault(tensor, {})["null"] = _parse_value(text)
     found: dict[str, object] = {}
     for tensor in dict.fromkeys([*named, *more]):
         names = named.get(tensor, [tensor])
@@ -672,7 +672,7 @@ def _sizes(tensor: str, text: str) -> list[int]:
     return [int(size) for size in text.split(",")]
 
 
-def _value(text: str) -> object:
+def _parse_value(text: str) -> object:
     """Reads a value: JSON if possible, such as `0`, `true` or `"0"`, else the text itself."""
     import msgspec
 

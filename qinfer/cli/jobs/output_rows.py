@@ -70,7 +70,7 @@ class JobRows:
         errors = () if is_split else ERROR_COLUMNS
         wanted = list(dict.fromkeys([*columns.values(), *fields.values(), *errors]))
         if self._manifest.parts:
-            self._check(wanted)
+            self._check_columns(wanted)
         number = 0
         for batch in self.batches(wanted):
             with store_errors(self._url):
@@ -100,7 +100,7 @@ class JobRows:
                     batches = table.select(columns).combine_chunks().to_batches(_ROWS)
                 yield from batches
                 continue
-            with store_errors(self._url), self._open(part.name) as file:
+            with store_errors(self._url), self._open_file(part.name) as file:
                 if self._manifest.output_format == "arrow":
                     reader = pyarrow.ipc.open_file(file)
                     for i in range(reader.num_record_batches):
@@ -113,7 +113,7 @@ class JobRows:
     def _column(self, output: str) -> str:
         return self._columns.get(output, output)
 
-    def _check(self, columns: Sequence[str]) -> None:
+    def _check_columns(self, columns: Sequence[str]) -> None:
         known = self.schema.names
         if unknown := next((name for name in columns if name not in known), ""):
             raise InvalidRequest(f"the job's output has no column '{unknown}'; it has {', '.join(known)}")
@@ -141,12 +141,12 @@ class JobRows:
             return pa.schema([])
         if self._manifest.output_format in TEXT_FORMATS:
             return text_schema(self._manifest.schema)
-        with self._open(self._manifest.parts[0].name) as file:
+        with self._open_file(self._manifest.parts[0].name) as file:
             if self._manifest.output_format == "arrow":
                 return pyarrow.ipc.open_file(file).schema
             return pq.read_schema(file)
 
-    def _open(self, name: str) -> Any:
+    def _open_file(self, name: str) -> Any:
         return self._files.open(f"{self._folder}/{name}", "rb", cache_type="none")
 
 

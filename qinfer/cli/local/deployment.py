@@ -43,7 +43,7 @@ def run_deployment(options: UpOptions) -> None:
         Preparer(options) as preparer,
         Supervisor(messages.warn) as supervisor,
     ):
-        plan = preparer.plan()
+        plan = preparer.check_settings()
         if options.redis_url:
             LocalDeployment(options, plan, preparer, supervisor, messages).serve(options.redis_url)
             return
@@ -138,7 +138,7 @@ class LocalDeployment:
         """
         options, supervisor = self._options, self._supervisor
         ports = self._claim_ports(PORT_WAIT_S if after_a_kill else 0.0)
-        launch = self._preparer.begin(redis_url, ports)
+        launch = self._preparer.write_desired(redis_url, ports)
         if not options.redis_url:
             runfile.write(options.data_dir, runfile.RunFile(os.getpid(), launch.url, redis_url))
         base = child_environment(os.environ, launch.variables)
@@ -182,7 +182,7 @@ class LocalDeployment:
                 self._supervisor.wait(POLL_S)
                 pool.step()
                 elapsed_s = self._clock.monotonic_s() - began_s
-                seen = self._preparer.look(pool.least, elapsed_s)
+                seen = self._preparer.read_progress(pool.least, elapsed_s)
                 settled = seen.workers >= pool.least and not seen.pending and seen.is_live
                 if settled or elapsed_s >= self._options.ready_timeout_s:
                     break

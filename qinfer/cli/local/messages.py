@@ -67,26 +67,26 @@ class JsonMessages(Messages):
 
     def say(self, line: str) -> None:
         """Reports an event."""
-        self._write("INFO", line)
+        self._write_event("INFO", line)
 
     def warn(self, line: str) -> None:
         """Reports a problem."""
-        self._write("WARNING", line)
+        self._write_event("WARNING", line)
 
     def fail(self, message: str) -> None:
         """Reports the reason for the end."""
-        self._write("ERROR", "qinfer up failed", error=message)
+        self._write_event("ERROR", "qinfer up failed", error=message)
 
     def show(self, lines: Sequence[str]) -> None:
         """Shows the summary, as one line."""
         plain = [" ".join(Text.from_markup(line).plain.split()) for line in lines]
-        self._write("INFO", "running", summary=[line for line in plain if line])
+        self._write_event("INFO", "running", summary=[line for line in plain if line])
 
     def progress(self, text: str) -> AbstractContextManager[Callable[[str], None]]:
         """Shows nothing: a log has no spinner."""
         return nullcontext(lambda _: None)
 
-    def _write(self, level: str, event: str, **more: object) -> None:
+    def _write_event(self, level: str, event: str, **more: object) -> None:
         at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         line = {"at": at, "level": level, "logger": "qinfer.up", "event": event, "process": "up", **more}
         sys.stderr.write(f"{json.dumps(line, ensure_ascii=False)}\n")

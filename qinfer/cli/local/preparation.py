@@ -45,7 +45,7 @@ class Preparation:
         self.settings = with_sections(settings, self._options.settings)
         self._overview = Overview(models=(), lanes=(), workers=())
 
-    def plan(self) -> SupervisionPlan:
+    def check_settings(self) -> SupervisionPlan:
         """Checks the settings, and returns those that supervision needs."""
         settings = self.settings
         for place in settings.repository.path.split(","):
@@ -57,7 +57,7 @@ class Preparation:
             worker_drain_s=settings.worker.drain_s,
         )
 
-    def begin(self, redis_url: str, ports: Ports) -> Launch:
+    def write_desired(self, redis_url: str, ports: Ports) -> Launch:
         """Writes the desired state of the models to Redis."""
         self.settings = self.settings.model_copy(update={"redis": with_url(self.settings.redis, redis_url)})
         run_start(self.settings.redis, self.settings.repository)
@@ -71,7 +71,7 @@ class Preparation:
             no_bulk=why_no_bulk_worker(self.settings, redis_url),
         )
 
-    def look(self, least: int, up_s: float) -> StartProgress:
+    def read_progress(self, least: int, up_s: float) -> StartProgress:
         """Returns the progress of a start `up_s` ago; `least` workers are always running."""
         # keeps the last overview
         with contextlib.suppress(BrokerUnavailable):

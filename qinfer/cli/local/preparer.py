@@ -17,9 +17,9 @@ from qinfer.cli.local.plan import Launch, Ports, StartProgress, SupervisionPlan,
 from qinfer.errors import QinferError
 
 _CALLS: Mapping[str, tuple[Any, Any]] = {  # method → arguments, result
-    "plan": (tuple[()], SupervisionPlan),
-    "begin": (tuple[str, Ports], Launch),
-    "look": (tuple[int, float], StartProgress),
+    "check_settings": (tuple[()], SupervisionPlan),
+    "write_desired": (tuple[str, Ports], Launch),
+    "read_progress": (tuple[int, float], StartProgress),
     "summary": (tuple[Launch, Ports, str], list[str]),
 }
 _BUILT_IN = {error.__name__: error for error in (ModuleNotFoundError, ImportError, OSError)}
@@ -34,7 +34,7 @@ class _PreparerResult(msgspec.Struct, omit_defaults=True):
     module: str | None = None
 
     @classmethod
-    def of(cls, error: Exception) -> Self:
+    def from_error(cls, error: Exception) -> Self:
         """Returns the answer for an error."""
         args = [each if isinstance(each, int | str | None) else str(each) for each in error.args]
         if isinstance(error, OSError) and error.filename is not None:
@@ -68,7 +68,7 @@ class Preparer:
         """Starts the process."""
         context = get_context("fork")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._pipe, self._options), daemon=True)
+        self._process = context.Process(target=_serve_pipe, args=(theirs, self._pipe, self._options), daemon=True)
         self._process.start()
         theirs.close()
         return self
@@ -83,27 +83,27 @@ class Preparer:
         self._process.kill()
         self._process.join()
 
-    def plan(self) -> SupervisionPlan:
-        """Calls `Preparation.plan`."""
-        plan: SupervisionPlan = self._ask("plan")
+    def check_settings(self) -> SupervisionPlan:
+        """Calls `Preparation.check_settings`."""
+        plan: SupervisionPlan = self._call_process("check_settings")
         return plan
 
-    def begin(self, redis_url: str, ports: Ports) -> Launch:
-        """Calls `Preparation.begin`."""
-        launch: Launch = self._ask("begin", redis_url, ports)
+    def write_desired(self, redis_url: str, ports: Ports) -> Launch:
+        """Calls `Preparation.write_desired`."""
+        launch: Launch = self._call_process("write_desired", redis_url, ports)
         return launch
 
-    def look(self, least: int, up_s: float) -> StartProgress:
-        """Calls `Preparation.look`."""
-        progress: StartProgress = self._ask("look", least, up_s)
+    def read_progress(self, least: int, up_s: float) -> StartProgress:
+        """Calls `Preparation.read_progress`."""
+        progress: StartProgress = self._call_process("read_progress", least, up_s)
         return progress
 
     def summary(self, launch: Launch, ports: Ports, workers: str) -> Sequence[str]:
         """Calls `Preparation.summary`."""
-        lines: list[str] = self._ask("summary", launch, ports, workers)
+        lines: list[str] = self._call_process("summary", launch, ports, workers)
         return lines
 
-    def _ask(self, method: str, *args: object) -> Any:
+    def _call_process(self, method: str, *args: object) -> Any:
         try:
             self._pipe.send_bytes(msgspec.msgpack.encode((method, args)))
             answer = msgspec.msgpack.decode(self._pipe.recv_bytes(), type=_PreparerResult)
@@ -114,7 +114,7 @@ class Preparer:
         return msgspec.convert(answer.result, _CALLS[method][1])
 
 
-def _serve(pipe: "Connection[Any, Any]", theirs: "Connection[Any, Any]", options: UpOptions) -> None:
+def _serve_pipe(pipe: "Connection[Any, Any]", theirs: "Connection[Any, Any]", options: UpOptions) -> None:
     """Answers until the pipe is closed."""
     theirs.close()
     for number in (signal.SIGINT, signal.SIGHUP):
@@ -131,5 +131,5 @@ def _serve(pipe: "Connection[Any, Any]", theirs: "Connection[Any, Any]", options
                 args = msgspec.convert(given, _CALLS[method][0])
                 answer = _PreparerResult(getattr(preparation, method)(*args))
             except (QinferError, OSError, ImportError) as error:
-                answer = _PreparerResult.of(error)
+                answer = _PreparerResult.from_error(error)
             pipe.send_bytes(msgspec.msgpack.encode(answer))

@@ -232,7 +232,7 @@ class Supervisor:
             if signal.SIGHUP in numbers:
                 self._hung_up()
         for child in self._children:
-            self._check(child)
+            self._check_child(child)
         self._children = [child for child in self._children if not (child.stopping and child.ended)]
 
     def poke(self) -> None:
@@ -291,9 +291,9 @@ class Supervisor:
             child.restart_at_s, child.kill_at_s, child.ended = None, None, True
         else:
             child.process.terminate()
-            self._check(child)
+            self._check_child(child)
 
-    def _check(self, child: _SupervisedProcess) -> None:
+    def _check_child(self, child: _SupervisedProcess) -> None:
         if child.ended:
             return
         now_s = self._clock.monotonic_s()
@@ -311,7 +311,7 @@ class Supervisor:
         if child.stopping:
             child.ended, child.kill_at_s = True, None
             return
-        self._ended(child, code, describe_exit(code))
+        self._on_child_exit(child, code, describe_exit(code))
 
     def _restart(self, child: _SupervisedProcess) -> None:
         child.restart_at_s = None
@@ -319,9 +319,9 @@ class Supervisor:
         try:
             child.process.start()
         except (QinferError, OSError) as error:
-            self._ended(child, os.EX_SOFTWARE, f"could not be started: {error}")
+            self._on_child_exit(child, os.EX_SOFTWARE, f"could not be started: {error}")
 
-    def _ended(self, child: _SupervisedProcess, code: int, how: str) -> None:
+    def _on_child_exit(self, child: _SupervisedProcess, code: int, how: str) -> None:
         now_s = self._clock.monotonic_s()
         verdict = after_exit(child.policy, failures=child.failures, ran_s=now_s - child.started_s, code=code)
         child.failures = verdict.failures

@@ -185,10 +185,10 @@ def up(
         autoscale=_range(autoscale, workers),
         ready_timeout_s=ready_timeout,
     )
-    _run(options)
+    _run_up(options)
 
 
-def _run(options: UpOptions) -> None:
+def _run_up(options: UpOptions) -> None:
     from qinfer.cli.local.deployment import run_deployment
 
     try:

@@ -41,7 +41,7 @@ def run_replay(path: Path, options: Mapping[str, float], late_s: float | None, *
             traffic = traffic_of(decode(file))
     except OSError as error:
         raise SettingsError(f"{path} can't be read: {error.strerror}; --record writes such a file") from None
-    profile = WorkerProfile.of(traffic)
+    profile = WorkerProfile.from_traffic(traffic)
     bound_s = policy.target_s + profile.load_s if late_s is None else late_s
     outcomes = {
         "recorded": figures(as_recorded(traffic), bound_s),

@@ -112,13 +112,13 @@ class QueueWatch:
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._has_record = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="queue-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="queue-watch", daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
 
-    def take(self) -> QueueReading | Away | None:
+    def new_reading(self) -> QueueReading | Away | None:
         """Returns the latest reading, if it is new."""
         with self._lock:
             latest, self._latest = self._latest, None
@@ -129,25 +129,25 @@ class QueueWatch:
         with self._lock:
             self._record = record
             self._add(counts)
-        self._call(self._has_record.set)
+        self._call_soon(self._has_record.set)
 
     def close(self) -> None:
         """Removes the record, and ends the thread."""
         if self._thread.is_alive():
-            self._call(self._end)
+            self._call_soon(self._stop_watching)
             self._thread.join(CLOSE_S)
         elif not self._loop.is_closed():
             self._loop.close()
 
-    def _call(self, callback: Callable[[], None]) -> None:
+    def _call_soon(self, callback: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the thread may have ended
             self._loop.call_soon_threadsafe(callback)
 
-    def _end(self) -> None:
+    def _stop_watching(self) -> None:
         self._stop.set()
         self._has_record.set()
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         with contextlib.closing(self._loop):
             self._loop.run_until_complete(self._watch())
 
@@ -259,7 +259,7 @@ class Autoscaler:
         self._id = f"{self._host}-{secrets.token_hex(4)}"
         self._throughput = Throughput()
         self._peers = Peers(self._id, places)
-        self._state = ScalingState.begin(self._clock.monotonic_s(), policy.min_workers)
+        self._state = ScalingState.initial(self._clock.monotonic_s(), policy.min_workers)
         self._share = policy.min_workers
         self._is_away = False
         self._demanding: frozenset[str] = frozenset()
@@ -294,7 +294,7 @@ class Autoscaler:
 
     def step(self) -> None:
         """Acts on a new reading."""
-        reading = self._watch.take()
+        reading = self._watch.new_reading()
         if reading is None:
             return
         if isinstance(reading, Away):
@@ -314,7 +314,7 @@ class Autoscaler:
         )
         self._state, self._share = decided.state, decided.share
         self._log(decided, seen, share)
-        self._write(reading, decided, seen)
+        self._write_record(reading, decided, seen)
         try:
             self._pool.resize(self._share)
         except (QinferError, OSError) as error:
@@ -383,7 +383,7 @@ class Autoscaler:
         if self._say is not None:
             self._say(f"{share} worker{'s' * (share != 1)} instead of {before}{with_others}: {total.reason}")
 
-    def _write(self, reading: QueueReading, decided: SharedDecision, seen: QueueObservation) -> None:
+    def _write_record(self, reading: QueueReading, decided: SharedDecision, seen: QueueObservation) -> None:
         if self._record is None:
             return
         problem = self._record.add(

@@ -59,7 +59,7 @@ class InputColumns:
             )
         fields = Fields(schema)
         self._tensors = [
-            _tensor(tensor, spec.columns_of(tensor.name), schema, fields)
+            _tensor_columns(tensor, spec.columns_of(tensor.name), schema, fields)
             for tensor in model.inputs
             if not is_left_out(spec, tensor, schema)
         ]
@@ -111,7 +111,9 @@ class InputColumns:
         return pieces
 
 
-def _tensor(tensor: TensorSpec, given: Columns, schema: pa.Schema, fields: Fields) -> ScalarColumns | ListColumn:
+def _tensor_columns(
+    tensor: TensorSpec, given: Columns, schema: pa.Schema, fields: Fields
+) -> ScalarColumns | ListColumn:
     chosen = []
     for name in given.columns:
         field = fields.field(name)

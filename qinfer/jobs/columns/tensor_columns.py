@@ -92,7 +92,7 @@ class ListColumn:
         sizes, element = _levels(kind)
         _check_type(tensor, column, element, kind)
         self._depth = len(sizes)
-        self._layout = _ElementLayout.of(kind)
+        self._layout = _ElementLayout.from_type(kind)
         if self._layout is not None and not given.shape:
             shape = _of_tensors(tensor, column, shape, self._layout)
         self._is_flat = self._depth == 1 and len(shape) != 1
@@ -200,7 +200,7 @@ class _ElementLayout(NamedTuple):
     order: tuple[int, ...]
 
     @classmethod
-    def of(cls, kind: pa.DataType) -> "_ElementLayout | None":
+    def from_type(cls, kind: pa.DataType) -> "_ElementLayout | None":
         if not isinstance(kind, pa.FixedShapeTensorType):
             return None
         return cls(tuple(kind.shape), tuple(kind.permutation or range(len(kind.shape))))

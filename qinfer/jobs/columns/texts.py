@@ -103,7 +103,7 @@ class TypedColumns:
         self._fields = [field for field in schema if is_declared(field)]
         self._decimal_point = decimal_point
 
-    def of(self, batch: "RowBatch", errors: RowErrors) -> "RowBatch":
+    def parse_texts(self, batch: "RowBatch", errors: RowErrors) -> "RowBatch":
         """Converts the columns of a batch; marks rows with other values."""
         record = batch.record
         for field in self._fields:

@@ -41,15 +41,15 @@ class JobIndex:
     async def add(self, place: JobAddress, created_ms: int, deadline_at: float) -> bool:
         """Adds an open job; False if another model has its id. An id without a record is freed."""
         where = f"{place.partition} {place.model}".encode()
-        if not await self._call(b"HSETNX", _PLACES, place.job_id, where):
+        if not await self._send_command(b"HSETNX", _PLACES, place.job_id, where):
             known = await self.find(place.job_id)
-            if known is not None and not await self._call(b"EXISTS", known.record):
-                await self.forget(place.job_id)
-                await self._call(b"HSETNX", _PLACES, place.job_id, where)
+            if known is not None and not await self._send_command(b"EXISTS", known.record):
+                await self.drop_unrecorded(place.job_id)
+                await self._send_command(b"HSETNX", _PLACES, place.job_id, where)
                 known = await self.find(place.job_id)
             if known != place:
                 return False
-        await self._call(b"ZADD", _JOBS, b"NX", created_ms, place.job_id)
+        await self._send_command(b"ZADD", _JOBS, b"NX", created_ms, place.job_id)
         await self.open(place.job_id, deadline_at)
         return True
 
@@ -62,21 +62,21 @@ class JobIndex:
         """Looks locations up; they are not cached, since an id may be used again for another model."""
         if not job_ids:
             return []
-        found = await self._call(b"HMGET", _PLACES, *job_ids)
+        found = await self._send_command(b"HMGET", _PLACES, *job_ids)
         return [where and _place(job_id, where) for job_id, where in zip(job_ids, found, strict=True)]
 
     async def open(self, job_id: str, deadline_at: float) -> None:
         """Marks a job as open, with its deadline (0 = none)."""
-        await self._call(b"ZADD", _OPEN, int(deadline_at * 1000) if deadline_at else b"+inf", job_id)
+        await self._send_command(b"ZADD", _OPEN, int(deadline_at * 1000) if deadline_at else b"+inf", job_id)
 
     async def close(self, job_id: str) -> None:
         """Marks a job as ended."""
-        await self._call(b"ZREM", _OPEN, job_id)
+        await self._send_command(b"ZREM", _OPEN, job_id)
 
     async def open_ids(self, *, due_at: float | None = None) -> Sequence[str]:
         """Returns the jobs that may be open, all or those due."""
         end = b"+inf" if due_at is None else int(due_at * 1000)
-        return [found.decode() for found in await self._call(b"ZRANGEBYSCORE", _OPEN, b"-inf", end)]
+        return [found.decode() for found in await self._send_command(b"ZRANGEBYSCORE", _OPEN, b"-inf", end)]
 
     async def models(self) -> Sequence[tuple[str, int]]:
         """Returns the models and partitions with open jobs."""
@@ -86,17 +86,17 @@ class JobIndex:
     async def states(self, newest: int) -> Mapping[str, int]:
         """Counts jobs by state: open ones, and ended ones among the `newest`."""
         words = (b"ZREVRANGE", _JOBS, 0, newest - 1)
-        open_ids, latest = await asyncio.gather(self.open_ids(), self._call(*words))
+        open_ids, latest = await asyncio.gather(self.open_ids(), self._send_command(*words))
         ids = list(dict.fromkeys([*open_ids, *(job_id.decode() for job_id in latest)]))
         places = [place for place in await self._find_all(ids) if place is not None]
-        states = await asyncio.gather(*(self._call(b"HGET", place.record, b"state") for place in places))
+        states = await asyncio.gather(*(self._send_command(b"HGET", place.record, b"state") for place in places))
         return Counter(state.decode() for state in states if state is not None)
 
     async def open_rows(self) -> Sequence[OpenRows]:
         """Returns the remaining work of each open job."""
         places = await self._find_all(await self.open_ids())
         known = [place for place in places if place is not None]
-        read = await asyncio.gather(*(self._call(b"HMGET", place.record, *OPEN_FIELDS) for place in known))
+        read = await asyncio.gather(*(self._send_command(b"HMGET", place.record, *OPEN_FIELDS) for place in known))
         now_s = self._clock.now_s()
         found: list[OpenRows] = []
         for place, values in zip(known, read, strict=True):
@@ -129,7 +129,7 @@ class JobIndex:
                 records = await asyncio.gather(*(read(job_id) for _, job_id in some))
                 for place, record in zip(some, records, strict=True):
                     if record is None:
-                        await self.forget(place[1], place[0])
+                        await self.drop_unrecorded(place[1], place[0])
                     elif isinstance(record, JobRecord) and fits(record):
                         found.append(record)
                         left_bytes -= len(record.spec)
@@ -147,10 +147,10 @@ class JobIndex:
             self._skipped.add(job_id)
             logger.error("job unreadable", extra={"job": job_id, "reason": error.message})
 
-    async def forget(self, job_id: str, created_ms: int | None = None) -> None:
+    async def drop_unrecorded(self, job_id: str, created_ms: int | None = None) -> None:
         """Removes a job without a record, unless its creation may be in progress."""
         if created_ms is None:
-            score = await self._call(b"ZSCORE", _JOBS, job_id)
+            score = await self._send_command(b"ZSCORE", _JOBS, job_id)
             if score is None:
                 return
             created_ms = int(float(score))
@@ -160,8 +160,8 @@ class JobIndex:
     async def remove(self, job_id: str) -> None:
         """Removes a job."""
         await self.close(job_id)
-        await self._call(b"ZREM", _JOBS, job_id)
-        await self._call(b"HDEL", _PLACES, job_id)
+        await self._send_command(b"ZREM", _JOBS, job_id)
+        await self._send_command(b"HDEL", _PLACES, job_id)
 
     async def _behind(self, place: tuple[int, str] | None) -> tuple[list[tuple[int, str]], bool]:
         """Returns jobs older than `place`, the newest first, and whether no more follow."""
@@ -169,7 +169,7 @@ class JobIndex:
         skipped = 0
         while True:
             words = (b"ZREVRANGEBYSCORE", _JOBS, start, b"-inf", b"WITHSCORES", b"LIMIT", skipped, _PAGE)
-            found = await self._call(*words)
+            found = await self._send_command(*words)
             pairs = [
                 (int(float(score)), job_id.decode()) for job_id, score in zip(found[::2], found[1::2], strict=True)
             ]
@@ -178,7 +178,7 @@ class JobIndex:
                 return older, len(pairs) < _PAGE
             skipped += _PAGE
 
-    async def _call(self, command: bytes, key: bytes, *words: str | int | bytes) -> Any:
+    async def _send_command(self, command: bytes, key: bytes, *words: str | int | bytes) -> Any:
         return await self._router.call(keys.slot(key), command, key, *words)
 
 

@@ -97,7 +97,7 @@ class Jobs:
 
         After `BrokerUnavailable` it may be stored.
         """
-        place = JobAddress.of(record)
+        place = JobAddress.from_record(record)
         created_ms = int((record.created_at or self._clock.now_s()) * 1000)
         if not await self._index.add(place, created_ms, record.deadline_at):
             return False
@@ -115,7 +115,7 @@ class Jobs:
         place = await self._index.find(job_id)
         if place is None:
             return None
-        found = await self._call(place)(b"HGETALL", place.record)
+        found = await self._call_for(place)(b"HGETALL", place.record)
         return record_of(place, dict(zip(found[::2], found[1::2], strict=True))) if found else None
 
     async def list(
@@ -138,7 +138,7 @@ class Jobs:
 
     async def unfinished(self) -> Sequence[JobRecord]:
         """Returns the open jobs in the order of service."""
-        return await self._open(await self._index.open_ids())
+        return await self._read_open(await self._index.open_ids())
 
     async def states(self, newest: int = 500) -> Mapping[str, int]:
         """Counts jobs by state: open ones, and ended ones among the `newest`."""
@@ -154,7 +154,7 @@ class Jobs:
 
     async def overdue(self) -> Sequence[JobRecord]:
         """Returns the open jobs whose deadline has passed."""
-        return await self._open(await self._index.open_ids(due_at=self._clock.now_s()))
+        return await self._read_open(await self._index.open_ids(due_at=self._clock.now_s()))
 
     async def move(self, job_id: str, expected: Collection[str], state: str, **change: Unpack[RecordChange]) -> bool:
         """Changes a job's state if the current one is expected; False otherwise.
@@ -171,14 +171,14 @@ class Jobs:
         reopens = state not in TERMINAL and (not TERMINAL.isdisjoint(expected) or "deadline_at" in change)
         if reopens:  # before, so that every open job is listed; and after, since a reader may close it in between
             await self._reopen(place)
-        moved = bool(await self._run(place, _MOVE, job_id, state, len(expected), *expected, *words_of(change)))
+        moved = bool(await self._run_script(place, _MOVE, job_id, state, len(expected), *expected, *words_of(change)))
         if reopens:
             await self._reopen(place)
         elif moved and state in TERMINAL:
             await self._index.close(job_id)
         return moved
 
-    async def plan(
+    async def add_shards(
         self, job_id: str, shards: Sequence[tuple[int, bytes]], rows: int = 0, *, complete: bool = False
     ) -> bool:
         """Adds shards (index, frame) to `todo`; False, without an effect, if the job is not `planning`.
@@ -208,8 +208,8 @@ class Jobs:
         record = await self.get(job_id)
         if record is None:
             return None
-        found = await self._run(
-            JobAddress.of(record), _TOP_UP, max(1, workers), TOP_UP_COUNT, keys.GROUP, lane=record.lane
+        found = await self._run_script(
+            JobAddress.from_record(record), _TOP_UP, max(1, workers), TOP_UP_COUNT, keys.GROUP, lane=record.lane
         )
         if found is None:
             return None
@@ -241,7 +241,7 @@ class Jobs:
         lane = lease.entry.lane
         place = JobAddress(lane.model, lane.partition, job_id)
         about = (index, _place(lease.entry), keys.GROUP, lease.consumer, was, now, line[:MAX_LINE_CHARACTERS])
-        return bool(await self._run(place, _KEEP, *about, MAX_LOG_LINES, lane=divided_of(lane)[0]))
+        return bool(await self._run_script(place, _KEEP, *about, MAX_LOG_LINES, lane=divided_of(lane)[0]))
 
     async def outcomes(self, job_id: str) -> dict[int, ShardOutcome]:
         """Returns the outcomes of settled shards by index."""
@@ -250,7 +250,7 @@ class Jobs:
         cursor = b"0"
         while place is not None:
             words = (b"HSCAN", place.part("outcomes"), cursor, b"COUNT", _SCAN_COUNT)
-            cursor, pairs = await self._call(place)(*words)
+            cursor, pairs = await self._call_for(place)(*words)
             for index, text in zip(pairs[::2], pairs[1::2], strict=True):
                 found[int(index)] = outcome_of(index, text)
             if cursor == b"0":
@@ -262,22 +262,22 @@ class Jobs:
         record = await self.get(job_id)
         if record is None:
             return ()
-        place = JobAddress.of(record)
+        place = JobAddress.from_record(record)
         names = [place.part("in_lane"), keys.lane(record.lane)]
-        return sorted(map(int, await run_script(self._call(place), _MISSING, names)))
+        return sorted(map(int, await run_script(self._call_for(place), _MISSING, names)))
 
     async def note(self, job_id: str, text: str) -> None:
         """Adds a line to a job's log, which keeps the last `MAX_LOG_LINES`."""
         place = await self._index.find(job_id)
         if place is not None:
-            await self._run(place, _NOTE, text[:MAX_LINE_CHARACTERS], MAX_LOG_LINES)
+            await self._run_script(place, _NOTE, text[:MAX_LINE_CHARACTERS], MAX_LOG_LINES)
 
     async def log(self, job_id: str) -> Sequence[LogLine]:
         """Returns a job's log, the oldest line first."""
         place = await self._index.find(job_id)
         if place is None:
             return ()
-        return [line_of(text) for text in await self._call(place)(b"LRANGE", place.part("log"), 0, -1)]
+        return [line_of(text) for text in await self._call_for(place)(b"LRANGE", place.part("log"), 0, -1)]
 
     async def stop(self, job_id: str, state: str, *, error: str = "", in_hand: bool = False) -> bool:
         """Stops an open job: removes its waiting shards from `todo` and lane, in bounded steps; repeatable.
@@ -288,10 +288,10 @@ class Jobs:
         record = await self.get(job_id)
         if record is None:
             return False
-        place = JobAddress.of(record)
-        if not await self._run(place, _STOP, job_id, state, error[:MAX_LINE_CHARACTERS], MAX_LOG_LINES):
+        place = JobAddress.from_record(record)
+        if not await self._run_script(place, _STOP, job_id, state, error[:MAX_LINE_CHARACTERS], MAX_LOG_LINES):
             return False
-        held = await self._call(place)(b"HGETALL", place.part("in_lane"))
+        held = await self._call_for(place)(b"HGETALL", place.part("in_lane"))
         for start in range(0, max(1, len(held)), 2 * TOP_UP_COUNT):
             await self._withdraw(record, held[start : start + 2 * TOP_UP_COUNT], in_hand=in_hand)
         if state in TERMINAL:
@@ -303,7 +303,7 @@ class Jobs:
         place = await self._index.find(job_id)
         if place is None:
             return False
-        deleted = int(await self._run(place, _DELETE))
+        deleted = int(await self._run_script(place, _DELETE))
         if deleted:
             await self._index.remove(job_id)
         return deleted > 0
@@ -317,7 +317,7 @@ class Jobs:
         if place is None:
             return False
         about = (index, _place(lease.entry), rows, put_off[:MAX_LINE_CHARACTERS], MAX_LOG_LINES)
-        return bool(await self._run(place, _REPORT, *about))
+        return bool(await self._run_script(place, _REPORT, *about))
 
     async def wait_for_change(self, job_id: str, since: int, timeout_s: float) -> JobRecord | None:
         """Returns a job's record once its `revision` exceeds `since`, or after the timeout."""
@@ -342,12 +342,12 @@ class Jobs:
         record = await self.get(job_id)
         if record is None:
             return False
-        place, parts = JobAddress.of(record), list(_parts(shards))
+        place, parts = JobAddress.from_record(record), list(_parts(shards))
         for number, part in enumerate(parts, 1):
             last = is_last and number == len(parts)
             about = (job_id, keys.GROUP, int(last), int(is_forced), rows if last and rows is not None else "")
             words = [word for shard in part for word in shard]
-            if not await self._run(place, _PLAN, *about, *words, lane=record.lane):
+            if not await self._run_script(place, _PLAN, *about, *words, lane=record.lane):
                 return False
         return True
 
@@ -359,19 +359,21 @@ class Jobs:
         text = f"{outcome.rows} {outcome.failed_rows} {int(bool(outcome.error))} {error}"
         entry = (job_id, keys.GROUP, _place(lease.entry), outcome.index, what, text)
         names = [*place.names(), keys.lane(divided_of(lane)[0]), *letters]
-        return bool(await run_script(self._call(place), _FINISH, names, *entry, MAX_LOG_LINES, TOP_UP_COUNT, *about))
+        return bool(
+            await run_script(self._call_for(place), _FINISH, names, *entry, MAX_LOG_LINES, TOP_UP_COUNT, *about)
+        )
 
     async def _withdraw(self, record: JobRecord, shards: Sequence[bytes], *, in_hand: bool) -> None:
         about = (record.id, keys.GROUP, keys.RELEASED, keys.SUSPECTS, int(in_hand))
-        await self._run(JobAddress.of(record), _WITHDRAW, *about, *shards, lane=record.lane)
+        await self._run_script(JobAddress.from_record(record), _WITHDRAW, *about, *shards, lane=record.lane)
 
-    async def _open(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
+    async def _read_open(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
         """Returns the open jobs among these; the others leave the index of open jobs."""
         found = await asyncio.gather(*map(self._readable, job_ids))
         records = [record for record in found if not isinstance(record, CorruptEntry)]
         for job_id, record in zip(job_ids, found, strict=True):
             if record is None:
-                await self._index.forget(job_id)
+                await self._index.drop_unrecorded(job_id)
             elif isinstance(record, JobRecord) and record.is_over:
                 await self._index.close(job_id)
                 again = await self.get(job_id)
@@ -388,18 +390,20 @@ class Jobs:
             return error
 
     async def _reopen(self, place: JobAddress) -> None:
-        deadline_ms = await self._call(place)(b"HGET", place.record, b"deadline_at")
+        deadline_ms = await self._call_for(place)(b"HGET", place.record, b"deadline_at")
         await self._index.open(place.job_id, int(deadline_ms or 0) / 1000)
 
     async def _field(self, job_id: str, name: bytes) -> bytes | None:
         place = await self._index.find(job_id)
-        return None if place is None else await self._call(place)(b"HGET", place.record, name)
+        return None if place is None else await self._call_for(place)(b"HGET", place.record, name)
 
-    async def _run(self, place: JobAddress, script: Script, *arguments: Argument, lane: Lane | None = None) -> Any:
+    async def _run_script(
+        self, place: JobAddress, script: Script, *arguments: Argument, lane: Lane | None = None
+    ) -> Any:
         names = [*place.names(), *([keys.lane(lane)] if lane is not None else [])]
-        return await run_script(self._call(place), script, names, *arguments)
+        return await run_script(self._call_for(place), script, names, *arguments)
 
-    def _call(self, place: JobAddress) -> Call:
+    def _call_for(self, place: JobAddress) -> Call:
         return partial(self._router.call, keys.slot(place.record))
 
 

@@ -218,7 +218,7 @@ class JobAddress(NamedTuple):
     job_id: str
 
     @classmethod
-    def of(cls, record: JobRecord) -> "JobAddress":
+    def from_record(cls, record: JobRecord) -> "JobAddress":
         """Returns the location of a record's job."""
         return cls(record.model, record.partition, record.id)
 

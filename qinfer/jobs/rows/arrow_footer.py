@@ -87,7 +87,7 @@ class BatchSizes:
         except (struct.error, IndexError) as error:
             raise ValueError(f"its footer is damaged: {error}") from None
 
-    def of(self, number: int) -> int:
+    def batch_bytes(self, number: int) -> int:
         """Returns the bytes of a batch's stored and decompressed buffers, and of all dictionaries."""
         try:
             own = _buffer_bytes(self._file, self._blocks[number], (self._schema, self._columns))

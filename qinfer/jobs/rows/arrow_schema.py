@@ -94,14 +94,14 @@ class _Size:
     def _tables(self, tables: Positions, number: int) -> Positions:
         vectors = self._vectors(tables, number)
         counts = self._numbers(vectors, 4)
-        self._take(_TABLE_BYTES * int(counts.sum()))
+        self._add_bytes(_TABLE_BYTES * int(counts.sum()))
         ends = np.cumsum(counts)
         index = np.arange(counts.sum()) - np.repeat(ends - counts, counts)
         places: Positions = np.repeat(vectors, counts) + 4 + 4 * index
         return places + self._numbers(places, 4)
 
     def _take_items(self, tables: Positions, number: int, item_bytes: int = 1) -> None:
-        self._take(item_bytes * int(self._numbers(self._vectors(tables, number), 4).sum()))
+        self._add_bytes(item_bytes * int(self._numbers(self._vectors(tables, number), 4).sum()))
 
     def _vectors(self, tables: Positions, number: int) -> Positions:
         fields = self._fields(tables, number)
@@ -123,7 +123,7 @@ class _Size:
         numbers: Positions = raw.view(f"<u{size}")[:, 0].astype(np.int64)
         return numbers
 
-    def _take(self, size_bytes: int) -> None:
+    def _add_bytes(self, size_bytes: int) -> None:
         self._left_bytes -= size_bytes
         if self._left_bytes < 0:
             raise SchemaTooLarge("its schema takes too much memory; write fewer columns, or shorter names and notes")

@@ -8,13 +8,12 @@ is not read.
 import re
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from qinfer.jobs.job import Csv
-from qinfer.jobs.rows.text_cuts import quoted_value, row_blocks, row_pattern
+from qinfer.jobs.rows.text_cuts import ReadableFile, quoted_value, row_blocks, row_pattern
 
 UNBALANCED = (
     "the quotes of a value do not balance, so that the row could be read as several texts; set 'csv.escape' where a "
@@ -27,16 +26,10 @@ _PAIR = re.compile(rb"\\.")
 _DOUBLED = re.compile(rb'[^,;\t|\r\n"]""|""[^,;\t|\r\n"]')
 
 
-class _Readable(Protocol):
-    def read(self, size: int, /) -> bytes: ...
-
-    def close(self) -> None: ...
-
-
 class UnescapedText:
     """A CSV text with doubled quotes instead of an escape character."""
 
-    def __init__(self, text: _Readable, csv: Csv, block_bytes: int) -> None:
+    def __init__(self, text: ReadableFile, csv: Csv, block_bytes: int) -> None:
         self._text = text
         self._blocks = row_blocks(text, "csv", csv, block_bytes)
         self._csv = csv

@@ -89,14 +89,14 @@ class JsonFields:
             found = msgspec.json.decode(line)
             if not isinstance(found, dict):
                 raise ValueError(f"line {self._line} is no object")
-            self._take(self._whole, found, (), None)
+            self._add_value(self._whole, found, (), None)
             self.rows += 1
 
     def schema(self) -> pa.Schema:
         """Returns the fields of one kind."""
         return without(pa.schema(list(_type(self._whole))), [each.path for each in self.mixed])
 
-    def _take(self, field: _Field, value: Any, path: Path, owner: _Field | None) -> None:
+    def _add_value(self, field: _Field, value: Any, path: Path, owner: _Field | None) -> None:
         """Adds a value; within lists, `path` and `owner` are those of the outermost list's field."""
         if value is None or (owner or field).is_mixed:
             return
@@ -111,10 +111,10 @@ class JsonFields:
             return
         if kind is dict:
             for name, inner in value.items():
-                self._take(self._inner(field, name), inner, path if owner else (*path, name), owner)
+                self._add_value(self._inner(field, name), inner, path if owner else (*path, name), owner)
         elif kind is list:
             for item in value:
-                self._take(self._inner(field, ""), item, path, owner or field)
+                self._add_value(self._inner(field, ""), item, path, owner or field)
 
     def _inner(self, field: _Field, name: str) -> _Field:
         found = field.inner.get(name)

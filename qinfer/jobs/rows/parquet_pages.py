@@ -158,7 +158,7 @@ class _Items:
         if kind == _STRUCT and depth < _MAX_DEPTH:
             return self.of_structure(at, depth)
         if kind not in (_LIST, _SET) or depth >= _MAX_DEPTH:
-            end = _value(self._data, at, kind, 0)[1]
+            end = _read_value(self._data, at, kind, 0)[1]
             if kind == _BINARY and end - at > _LONG_TEXT:
                 self.texts.append(self._data[varint(self._data, at)[1] : end])
             return end
@@ -255,11 +255,11 @@ def _structure(data: bytes, at: int, depth: int) -> tuple[dict[int, Any], int]:
         else:
             coded, at = varint(data, at)
             number = coded >> 1 ^ -(coded & 1)
-        found[number], at = _value(data, at, head & 15, depth)
+        found[number], at = _read_value(data, at, head & 15, depth)
     return found, at + 1
 
 
-def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
+def _read_value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
     if kind in _INTEGERS:
         coded, at = varint(data, at)
         return coded >> 1 ^ -(coded & 1), at
@@ -282,7 +282,7 @@ def _after_list(data: bytes, at: int, depth: int) -> int:
     count, at = (head >> 4, at + 1) if head >> 4 < _LONG_LIST else varint(data, at + 1)
     for _ in range(count):
         # In a list, a boolean is a byte.
-        at = _within(data, at + 1) if head & 15 in (_TRUE, _FALSE) else _value(data, at, head & 15, depth)[1]
+        at = _within(data, at + 1) if head & 15 in (_TRUE, _FALSE) else _read_value(data, at, head & 15, depth)[1]
     return at
 
 

@@ -122,9 +122,9 @@ class ParquetGroups:
         if self._windows is not None:
             self._windows.prepare(group)
         reading = self._reading(group)
-        file = self._open(reading.indices)
+        file = self._open_file(reading.indices)
         has_indices = any("dictionary<" in str(kind) for kind in file.schema_arrow.types)
-        instants = self._open((), "us").iter_batches(reading.rows, [group], self._int96, use_threads=False)
+        instants = self._open_file((), "us").iter_batches(reading.rows, [group], self._int96, use_threads=False)
         for record in file.iter_batches(reading.rows, [group], self._names, use_threads=False):
             if has_indices:
                 record.validate(full=True)  # pyarrow does not check that each index has a value
@@ -142,7 +142,7 @@ class ParquetGroups:
             record = record.set_column(record.schema.get_field_index(name), name, column)
         return record
 
-    def _open(self, indices: Sequence[str], unit: str | None = None) -> pq.ParquetFile:
+    def _open_file(self, indices: Sequence[str], unit: str | None = None) -> pq.ParquetFile:
         return pq.ParquetFile(
             self._content,
             metadata=self._metadata,
@@ -233,7 +233,7 @@ class ParquetGroups:
         return leaf._replace(longest_row=lengths.longest)
 
     def _dictionary_of(self, leaf: _Leaf, group: int) -> pa.Array | None:
-        for record in self._open([leaf.path]).iter_batches(_PEEKED_ROWS, [group], [leaf.path], use_threads=False):
+        for record in self._open_file([leaf.path]).iter_batches(_PEEKED_ROWS, [group], [leaf.path], use_threads=False):
             values = _dictionary_in(record.column(0))
             if values is not None and len(values):
                 return values

@@ -35,7 +35,7 @@ class WantedColumns(NamedTuple):
     groups: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, schema: pa.Schema, paths: Iterable[str]) -> "WantedColumns":
+    def from_paths(cls, schema: pa.Schema, paths: Iterable[str]) -> "WantedColumns":
         """Selects fields of a schema."""
         chosen = tuple(dict.fromkeys(paths))
         columns = [field.with_type(as_read(field.type)) for field in select(schema, chosen)]
@@ -70,7 +70,7 @@ class _Parquet:
     def batches(self, wanted: Range) -> Iterator[FileRows]:
         read = self._groups.batches(wanted)
         for record in _within(read, wanted.first_in_group, wanted.rows, self._url):
-            yield from self._columns.of(record)
+            yield from self._columns.decode_batch(record)
 
     def close(self) -> None:
         self._groups.close()
@@ -90,17 +90,17 @@ class _Arrow:
     def batches(self, wanted: Range) -> Iterator[FileRows]:
         if not 0 <= wanted.row_group < self._reader.num_record_batches:
             raise SourceBroken(f"'{self._url}' has no record batch {wanted.row_group}")
-        self._check(wanted.row_group)
+        self._check_batch(wanted.row_group)
         whole = self._reader.get_batch(wanted.row_group)
         whole.validate(full=True)  # damaged offsets could point anywhere in memory
         for record in _within(iter([whole]), wanted.first_in_group, wanted.rows, self._url):
-            yield from self._columns.of(record)
+            yield from self._columns.decode_batch(record)
 
     def close(self) -> None:
         self._content.close()
 
-    def _check(self, number: int) -> None:
-        size = self._sizes.of(number)
+    def _check_batch(self, number: int) -> None:
+        size = self._sizes.batch_bytes(number)
         if size > self._limits.page_bytes:
             raise SourceBroken(
                 f"record batch {number} of '{self._url}' and its dictionaries take {size} bytes when they are read, "
@@ -171,10 +171,10 @@ class _Columns:
             found = one.with_type(as_read(one.type))
             common = common_field(found, field)
             if found.type != field.type and (common is None or common.type != field.type):
-                raise SourceBroken(self._text(field, one.type))
+                raise SourceBroken(self._type_mismatch(field, one.type))
             self._here.append(field.name)
 
-    def of(self, record: pa.RecordBatch) -> Iterator[FileRows]:
+    def decode_batch(self, record: pa.RecordBatch) -> Iterator[FileRows]:
         for rows in _cut(pick(record, self._here), self._rows_bytes):
             yield rows._replace(record=self._decoded(rows.record))
 
@@ -189,10 +189,10 @@ class _Columns:
             try:
                 columns.append(column if column.type == field.type else cast(column, field.type))
             except pa.ArrowException:
-                raise SourceBroken(self._text(field, column.type)) from None
+                raise SourceBroken(self._type_mismatch(field, column.type)) from None
         return pa.RecordBatch.from_arrays(columns, schema=self.wanted)
 
-    def _text(self, field: pa.Field, found: pa.DataType) -> str:
+    def _type_mismatch(self, field: pa.Field, found: pa.DataType) -> str:
         return (
             f"column '{field.name}' of '{self._url}' is of type {found}, which can't be made the {field.type} that it "
             "was planned to be"

@@ -31,7 +31,7 @@ from qinfer.storage.store import Stat, Store
 
 READ_BYTES = 64 * 2**20
 
-_LIMITS = ReadLimits.of(READ_BYTES)
+_LIMITS = ReadLimits.from_read_bytes(READ_BYTES)
 _AHEAD = 8
 _SMALL_BYTES = 4 * 2**20
 _LOST_ROWS = 4096
@@ -87,14 +87,14 @@ class ShardReader:
         limits: ReadLimits = _LIMITS,
     ) -> None:
         self.limits = limits
-        self.schema = WantedColumns.of(schema, columns).columns
+        self.schema = WantedColumns.from_paths(schema, columns).columns
         ranges = shard.ranges if shard.rows else ()
         partitions = partition_values(ranges[0].url) if ranges and spec.partitioning else {}
         self._partitions = pa.schema([field for field in self.schema if field.name in partitions])
-        stored = WantedColumns.of(schema, [name for name in columns if name not in partitions])
+        stored = WantedColumns.from_paths(schema, [name for name in columns if name not in partitions])
         stored = stored._replace(may_lack=spec.merge_schema is True)
         self._stored = stored.columns
-        self._files = _SourceFiles(ranges, stored, InputForm.of(spec), store, self.limits)
+        self._files = _SourceFiles(ranges, stored, InputForm.from_spec(spec), store, self.limits)
         self._skips_bad_files = spec.bad_files == "skip"
         self._chunks = self._read_chunks()
         self._rest: _Chunk | None = None

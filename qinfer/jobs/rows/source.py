@@ -57,7 +57,7 @@ class ReadLimits(NamedTuple):
     footer_bytes: int = FOOTER_BYTES
 
     @classmethod
-    def of(cls, read_bytes: int, footer_bytes: int = FOOTER_BYTES) -> "ReadLimits":
+    def from_read_bytes(cls, read_bytes: int, footer_bytes: int = FOOTER_BYTES) -> "ReadLimits":
         """Returns the limits for `bulk.max_read_bytes`."""
         return cls(read_bytes // _CHUNKS, 2 * read_bytes, footer_bytes)
 
@@ -309,8 +309,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         if segment == "**":
             groups.append(f"(?:{_HIDDEN}[^/]+/)*?")
         else:
-            groups[-1] += f"{_name(segment)}/"
-    groups[-1] += f"(?:{_HIDDEN}[^/]+/)*{_HIDDEN}[^/]+" if last == "**" else f"{_name(last)}\\Z"
+            groups[-1] += f"{_segment_regex(segment)}/"
+    groups[-1] += f"(?:{_HIDDEN}[^/]+/)*{_HIDDEN}[^/]+" if last == "**" else f"{_segment_regex(last)}\\Z"
     try:
         return re.compile("".join(f"(?>{group})" for group in groups))
     except re.error:
@@ -319,7 +319,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         ) from None
 
 
-def _name(segment: str) -> str:
+def _segment_regex(segment: str) -> str:
     hidden = "" if segment[0] in "._" else _HIDDEN
     pieces = [""]
     for token in re.findall(r"\*+|\[!?[^\]]+\]|.", segment):

@@ -45,9 +45,9 @@ def check_names(folder: str, tables: Iterable[tuple[str, str]], names: Iterable[
     for name in names:
         for root, kind in known:
             if name.startswith(f"{root}/" if root else ""):
-                raise InvalidRequest(_refused(f"{folder}/{root}".rstrip("/"), kind))
+                raise InvalidRequest(_refusal_text(f"{folder}/{root}".rstrip("/"), kind))
         if _OF_HUDI.fullmatch(name):
-            raise InvalidRequest(_refused(f"{folder}/{name}".rpartition("/")[0], "Hudi"))
+            raise InvalidRequest(_refusal_text(f"{folder}/{name}".rpartition("/")[0], "Hudi"))
 
 
 def check_above(folder: str, check_read: Callable[[str], None]) -> None:
@@ -58,7 +58,7 @@ def check_above(folder: str, check_read: Callable[[str], None]) -> None:
             there = store_for(above).possible_folders(above, [name for name, _ in _MARKS.values()])
             for kind, (name, files) in _MARKS.items():
                 if name in there and _is_log(f"{above}/{name}", files):
-                    raise InvalidRequest(_refused(above, kind))
+                    raise InvalidRequest(_refusal_text(above, kind))
 
 
 def _is_log(folder: str, files: re.Pattern[str]) -> bool:
@@ -75,7 +75,7 @@ def _above(folder: str) -> Iterator[str]:
         yield f"{scheme}{separator}{'/'.join(parts[:end])}"
 
 
-def _refused(url: str, kind: str) -> str:
+def _refusal_text(url: str, kind: str) -> str:
     return (
         f"'{url}' is a table of {kind}, whose folder also has files with deleted rows; tables are not read yet: write "
         "the table's rows to files of their own, or name each file that is to be read"

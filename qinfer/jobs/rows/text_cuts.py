@@ -19,11 +19,23 @@ CUT_BYTES = 16 * 2**20
 _TAIL_BYTES = 64 * 2**10
 
 
-class _Readable(Protocol):
-    def read(self, size: int, /) -> bytes: ...
+class Readable(Protocol):
+    """Bytes that are read in order."""
+
+    def read(self, size: int, /) -> bytes:
+        """Returns up to `size` bytes."""
+        ...
 
 
-def row_blocks(text: _Readable, format_: Literal["csv", "jsonl"], csv: Csv, block_bytes: int) -> Iterator[bytes]:
+class ReadableFile(Readable, Protocol):
+    """A file of bytes, or a view of one."""
+
+    def close(self) -> None:
+        """Closes the file."""
+        ...
+
+
+def row_blocks(text: Readable, format_: Literal["csv", "jsonl"], csv: Csv, block_bytes: int) -> Iterator[bytes]:
     """Splits a text into blocks of whole rows."""
     quote = csv.quote.encode() if format_ == "csv" else b""
     rest = b""

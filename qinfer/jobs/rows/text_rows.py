@@ -148,7 +148,7 @@ class _Json:
         cells_bytes = _PLANNED_CELLS_BYTES // (_COPIES if self._types.copied else 1)
         for part in _apart(block, cells_bytes):
             try:
-                found, rows = self._read(part)
+                found, rows = self._read_fields(part)
                 self.schema = joined(self.schema, without(found, self.mixed))
             except pa.ArrowInvalid as error:
                 rows = self._add_mixed(part, error)
@@ -163,7 +163,7 @@ class _Json:
         texts = {path for path in texts if self._types.is_copied(_dotted(path))}
         self.schema = json_declared(pa.schema([marked(field, texts) for field in self.schema]), self._types)
 
-    def _read(self, part: bytes) -> tuple[pa.Schema, int]:
+    def _read_fields(self, part: bytes) -> tuple[pa.Schema, int]:
         table = read_lines(part, None)
         if table.num_columns > MAX_COLUMNS:
             raise NotText(f"its lines have more than {MAX_COLUMNS} fields")

@@ -9,7 +9,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
 import pyarrow as pa
@@ -18,6 +18,7 @@ from qinfer.errors import StoreNotFound
 from qinfer.jobs.job import UTF_8, Csv, InputCompression, InputFormat, JobSpec
 from qinfer.jobs.plan import Cut
 from qinfer.jobs.rows.csv_quotes import UnescapedText
+from qinfer.jobs.rows.text_cuts import ReadableFile
 from qinfer.storage.store import Store
 
 TextFormat = Literal["csv", "jsonl"]
@@ -68,7 +69,7 @@ class InputForm(NamedTuple):
     kept_url: str = ""
 
     @classmethod
-    def of(cls, spec: JobSpec) -> "InputForm":
+    def from_spec(cls, spec: JobSpec) -> "InputForm":
         """Returns the form that a job names.
 
         Jobs that overwrite keep pieces in a folder named by the form, since an earlier job may have decoded
@@ -93,12 +94,6 @@ class InputForm(NamedTuple):
 PLAIN = InputForm()
 
 
-class _Readable(Protocol):
-    def read(self, size: int, /) -> bytes: ...
-
-    def close(self) -> None: ...
-
-
 class ForwardOnly:
     """Methods that pyarrow expects of a file that can't seek."""
 
@@ -116,7 +111,7 @@ class ForwardOnly:
 class TextStream(ForwardOnly):
     """A text that can't seek: `head`, then `file`, which is closed with the stream."""
 
-    def __init__(self, file: _Readable, head: bytes = b"") -> None:
+    def __init__(self, file: ReadableFile, head: bytes = b"") -> None:
         self._file = file
         self._head = head
 
@@ -143,7 +138,7 @@ def open_stream(file: BinaryIO | Any, url: str, format_: TextFormat, form: Input
     compression = form.compression_of(url)
     encoding = form.csv.encoding if format_ == "csv" else UTF_8
 
-    def utf_8(text: _Readable) -> TextStream:
+    def utf_8(text: ReadableFile) -> TextStream:
         recoded = text if encoding == UTF_8 else _RecodedStream(text, encoding)
         is_escaped = format_ == "csv" and form.csv.escape
         return TextStream(UnescapedText(recoded, form.csv, BLOCK_BYTES) if is_escaped else recoded)
@@ -176,7 +171,7 @@ def _check_kind(head: bytes) -> None:
 
 
 class _BoundedStream:
-    def __init__(self, file: _Readable, raw: TextStream) -> None:
+    def __init__(self, file: ReadableFile, raw: TextStream) -> None:
         self._file, self._raw = file, raw
         self._bytes = 0
 
@@ -201,7 +196,7 @@ class _Gzip:
         self._data = b""
 
     def read(self, size: int) -> bytes:
-        while self._member is not None or self._begin():
+        while self._member is not None or self._begin_member():
             self._data = self._data or self._raw.read(_READ_BYTES)
             if not self._data:
                 raise ValueError("Truncated compressed stream")
@@ -215,7 +210,7 @@ class _Gzip:
                 return found
         return b""
 
-    def _begin(self) -> bool:
+    def _begin_member(self) -> bool:
         while not (data := self._data.lstrip(b"\0")):
             self._data = self._raw.read(_READ_BYTES)
             if not self._data:
@@ -229,7 +224,7 @@ class _Gzip:
 
 
 class _RecodedStream:
-    def __init__(self, file: _Readable, encoding: str) -> None:
+    def __init__(self, file: ReadableFile, encoding: str) -> None:
         self._file = file
         self._encoding = encoding
         self._decode = codecs.getincrementaldecoder(encoding)()
@@ -293,7 +288,7 @@ class KeptText:
 
     def read(self, size: int) -> bytes:
         """Reads up to `size` bytes."""
-        while self._piece is not None or self._open():
+        while self._piece is not None or self._open_piece():
             data: bytes = self._piece.read(size)
             self._next += len(data)
             if data:
@@ -305,7 +300,7 @@ class KeptText:
         """Drops the open piece."""
         self._piece = None
 
-    def _open(self) -> bool:
+    def _open_piece(self) -> bool:
         try:
             piece = _piece_url(*self._text, self._next)
             data = self._store_for(piece).read(piece, _MOST_PIECE_BYTES)

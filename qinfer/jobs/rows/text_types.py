@@ -53,7 +53,7 @@ def text_types(spec: JobSpec, model: ModelSpec) -> TextTypes:
             wanted[name] = kind if wanted.get(name, kind) == kind else None
     copied = frozenset(spec.passthrough).union({spec.key} - {""})
     named = frozenset(wanted).union(copied - {"*"})
-    return TextTypes(wanted, spec.key, InputForm.of(spec), named, copied, spec.column_types)
+    return TextTypes(wanted, spec.key, InputForm.from_spec(spec), named, copied, spec.column_types)
 
 
 def csv_schema(guessed: pa.Schema, types: TextTypes) -> pa.Schema:

@@ -140,7 +140,7 @@ _LABEL = re.compile("[a-zA-Z0-9_]+")
 def check(config: ModelConfig) -> None:
     """Raises `ModelLoadFailed` with all problems."""
     problems = [
-        *_refused(config),
+        *_unsupported_fields(config),
         *_batching_problems(config),
         *_queue_problems(config),
         *sequence_problems(config),
@@ -162,7 +162,7 @@ def check(config: ModelConfig) -> None:
         raise ModelLoadFailed(f"model '{config.name}': {'; '.join(problems)}")
 
 
-def _refused(config: ModelConfig) -> Iterator[str]:
+def _unsupported_fields(config: ModelConfig) -> Iterator[str]:
     for path, why in REFUSED.items():
         if is_set(config, path):
             yield f"'{path}' is not supported by this server: {why.rstrip('.')}; remove it"

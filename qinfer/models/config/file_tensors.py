@@ -59,12 +59,12 @@ _DIM_VALUE = 1
 def read_onnx(blob: Blob, name: str) -> FileTensors:
     """Reads an ONNX file without initializers, or raises `ModelLoadFailed`."""
     try:
-        return _read(blob)
+        return _read_onnx(blob)
     except (ValueError, IndexError):
         raise ModelLoadFailed(f"'{name}' can't be read: it is not an ONNX model") from None
 
 
-def _read(view: Blob) -> FileTensors:
+def _read_onnx(view: Blob) -> FileTensors:
     inputs: list[FileTensor] = []
     outputs: list[FileTensor] = []
     initializers: set[str] = set()
@@ -75,7 +75,7 @@ def _read(view: Blob) -> FileTensors:
         if isinstance(value, int):
             continue
         if number == _GRAPH_INITIALIZER:
-            initializers.add(_text(value, _TENSOR_NAME))
+            initializers.add(_text_field(value, _TENSOR_NAME))
         elif number == _GRAPH_INPUT:
             inputs.append(_onnx_tensor(value))
         elif number == _GRAPH_OUTPUT:
@@ -84,7 +84,7 @@ def _read(view: Blob) -> FileTensors:
 
 
 def _onnx_tensor(value_info: Blob) -> FileTensor:
-    name = _text(value_info, _VALUE_NAME)
+    name = _text_field(value_info, _VALUE_NAME)
     declared = _message(_message(value_info, _VALUE_TYPE) or memoryview(b""), _TYPE_TENSOR)
     if declared is None:
         kinds = {number for number, _ in _fields(_message(value_info, _VALUE_TYPE) or memoryview(b""))}
@@ -111,7 +111,7 @@ def _message(view: Blob, wanted: int) -> Blob | None:
     return next((v for n, v in _fields(view) if n == wanted and not isinstance(v, int)), None)
 
 
-def _text(view: Blob, wanted: int) -> str:
+def _text_field(view: Blob, wanted: int) -> str:
     found = _message(view, wanted)
     return "" if found is None else str(found.tobytes(), "utf-8")
 

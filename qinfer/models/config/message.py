@@ -148,13 +148,13 @@ def _field(message: Message, field: Any) -> Any:  # Any: the two descriptor clas
     value = getattr(message, field.name)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         value_field = field.message_type.fields_by_name["value"]
-        return {str(key): _value(value[key], value_field) for key in sorted(value)}
+        return {str(key): _json_value(value[key], value_field) for key in sorted(value)}
     if field.is_repeated:
-        return [_value(item, field) for item in value]
-    return _value(value, field)
+        return [_json_value(item, field) for item in value]
+    return _json_value(value, field)
 
 
-def _value(value: Any, field: Any) -> Any:
+def _json_value(value: Any, field: Any) -> Any:
     if field.message_type is not None:
         return _object(value)
     if field.enum_type is not None:

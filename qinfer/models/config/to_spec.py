@@ -83,7 +83,7 @@ def to_spec(
         backend=config.backend,
         platform=config.platform,
         max_batch_size=config.max_batch_size,
-        inputs=tuple(_tensor(i, optional=i.optional, ragged=i.allow_ragged_batch) for i in config.input),
+        inputs=tuple(_tensor_spec(i, optional=i.optional, ragged=i.allow_ragged_batch) for i in config.input),
         outputs=_outputs(config, labels or {}),
         batching=_batching(config),
         sequences=to_sequence_spec(config),
@@ -208,7 +208,7 @@ def value_of(parameter: str) -> str:
     return _VALUES[parameter][0]
 
 
-def _tensor(io: Any, *, optional: bool = False, ragged: bool = False, labels: tuple[str, ...] = ()) -> TensorSpec:
+def _tensor_spec(io: Any, *, optional: bool = False, ragged: bool = False, labels: tuple[str, ...] = ()) -> TensorSpec:
     return TensorSpec(
         name=io.name,
         datatype=_datatype(io.data_type),
@@ -222,7 +222,7 @@ def _tensor(io: Any, *, optional: bool = False, ragged: bool = False, labels: tu
 
 def _outputs(config: ModelConfig, labels: Mapping[str, tuple[str, ...]]) -> tuple[TensorSpec, ...]:
     scattered = scattered_outputs(config)
-    return tuple(_tensor(o, ragged=o.name in scattered, labels=labels.get(o.name, ())) for o in config.output)
+    return tuple(_tensor_spec(o, ragged=o.name in scattered, labels=labels.get(o.name, ())) for o in config.output)
 
 
 def _accelerators(entries: Any) -> tuple[Accelerator, ...]:

@@ -45,7 +45,7 @@ def read_torch(blob: Blob, name: str) -> FileTensors:
                 raise UncertainError(_told_by_script(archive, paths))
             if len(programs) != 1:
                 raise UncertainError(f"'{name}' does not declare it")
-            return _program(json.loads(_read(archive, paths[programs[0]])))
+            return _program(json.loads(_read_member(archive, paths[programs[0]])))
     except _UNREADABLE:
         raise UncertainError(f"'{name}' does not declare it in a known form") from None
 
@@ -71,7 +71,7 @@ class _BlobFile(io.RawIOBase):
         return content
 
 
-def _read(archive: zipfile.ZipFile, path: str) -> bytes:
+def _read_member(archive: zipfile.ZipFile, path: str) -> bytes:
     member = archive.getinfo(path)
     if member.file_size > _MAX_BYTES or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError("not as PyTorch writes it")
@@ -90,8 +90,8 @@ def _program(saved: Any) -> FileTensors:
     returned = _returned_names(json.loads(root["out_spec"])[1], len(outputs))
     rows = {_first(values[name]) for name in (*inputs, *outputs)}
     return FileTensors(
-        inputs=tuple(_tensor(name, values[value]) for name, value in zip(names, inputs, strict=True)),
-        outputs=tuple(_tensor(name, values[value]) for name, value in zip(returned, outputs, strict=True)),
+        inputs=tuple(_file_tensor(name, values[value]) for name, value in zip(names, inputs, strict=True)),
+        outputs=tuple(_file_tensor(name, values[value]) for name, value in zip(returned, outputs, strict=True)),
         rows_agree=len(rows) == 1 and _may_be_batch(rows.pop(), saved["range_constraints"]),
     )
 
@@ -118,7 +118,7 @@ def _returned_names(spec: Any, count: int) -> list[str]:
     return names if isinstance(names, list) else [f"OUTPUT__{position}" for position in range(count)]
 
 
-def _tensor(name: str, value: Any) -> FileTensor:
+def _file_tensor(name: str, value: Any) -> FileTensor:
     if value["dtype"] not in _DATATYPES:
         raise ModelLoadFailed(
             f"'{name}' of the model has element type {value['dtype']}, which the protocol can't carry"
@@ -142,10 +142,10 @@ def _may_be_batch(expression: str, ranges: Any) -> bool:
 
 def _told_by_script(archive: zipfile.ZipFile, paths: dict[str, str]) -> str:
     """Returns the arguments of `forward`; the pickle is not executed."""
-    codes = pickletools.genops(_read(archive, paths["data.pkl"]))
+    codes = pickletools.genops(_read_member(archive, paths["data.pkl"]))
     kind = next((str(argument) for code, argument, _ in codes if code.name == "GLOBAL"), "")
     module, _, name = kind.partition(" ")
-    source = _read(archive, paths[f"code/{module.replace('.', '/')}.py"]).decode()
+    source = _read_member(archive, paths[f"code/{module.replace('.', '/')}.py"]).decode()
     found = _FORWARD.search(source, source.index(f"class {name}("))
     arguments = "" if found is None else " ".join(found["arguments"].split())
     return f"TorchScript declares neither datatypes nor shapes (its arguments: {arguments or 'unknown'})"

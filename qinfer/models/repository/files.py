@@ -254,7 +254,7 @@ class RemoteFiles:
                 f"model repository '{self._shown}' has a URL of an unknown kind; use a directory, s3://, gs:// or az://"
             ) from None
         except StoreError as error:
-            raise self._refused(error) from None
+            raise self._access_error(error) from None
 
     def models(self) -> list[str]:
         """Returns the directories, sorted, without hidden ones."""
@@ -347,9 +347,9 @@ class RemoteFiles:
         except StoreNotFound:
             raise FileNotFoundError from None
         except StoreError as error:
-            raise self._refused(error) from None
+            raise self._access_error(error) from None
 
-    def _refused(self, error: StoreError) -> SettingsError:
+    def _access_error(self, error: StoreError) -> SettingsError:
         return self._unreadable(f"{error.reason}{_REMEDY if isinstance(error, StoreDenied) else ''}")
 
     def _unreadable(self, reason: str) -> SettingsError:

@@ -228,8 +228,8 @@ def open_repositories(settings: RepositorySettings) -> Repositories:
     if len(set(urls)) != len(urls):
         raise SettingsError(f"QINFER_REPOSITORY__PATH names a repository more than once: {settings.path}")
     return Repositories(
-        [_Place(url, _open(url)) for url in urls],
-        _Place(settings.overlay, _open(settings.overlay)) if settings.overlay else None,
+        [_Place(url, _open_files(url)) for url in urls],
+        _Place(settings.overlay, _open_files(settings.overlay)) if settings.overlay else None,
         ReadingOptions(settings.autocomplete, settings.config_name, gpu_count(settings)),
         FilesCache(Path(settings.cache_dir) if settings.cache_dir else _cache_dir()),
     )
@@ -249,7 +249,7 @@ def _cache_dir() -> Path:
         return Path(tempfile.gettempdir()) / "qinfer" / "models"
 
 
-def _open(url: str) -> Files:
+def _open_files(url: str) -> Files:
     protocol, separator, rest = url.partition("://")
     if not separator:
         return LocalFiles(Path(url))

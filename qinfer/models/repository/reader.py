@@ -129,7 +129,7 @@ class _ModelReader(NamedTuple):
     def config_text(self) -> tuple[str, str]:
         named = f"{NAMED_CONFIGS}/{self.how.config_name}.pbtxt"
         source = named if self.how.config_name and named in self.listing.files else CONFIG
-        return source, self._text(source, CONFIG_BYTES) if source in self.listing.files else ""
+        return source, self._read_text(source, CONFIG_BYTES) if source in self.listing.files else ""
 
     def model(self, config: ModelConfig, digest: str) -> StoredModel:
         versions = select_versions(config, self.listing.versions())
@@ -224,7 +224,7 @@ class _ModelReader(NamedTuple):
                 continue
             if not is_inside(path) or path not in self.listing.files:
                 raise ModelLoadFailed(f"model '{self.name}' has no label file '{path}' for output '{output.name}'")
-            text = self._text(path, LABEL_BYTES)
+            text = self._read_text(path, LABEL_BYTES)
             labels[output.name] = tuple(line.strip() for line in text.removesuffix("\n").split("\n"))
         return labels
 
@@ -236,7 +236,7 @@ class _ModelReader(NamedTuple):
     def _warmup_files(self) -> AbstractSet[str]:
         return {path.removeprefix("warmup/") for path in self.listing.files if path.startswith("warmup/")}
 
-    def _text(self, path: str, limit_bytes: int) -> str:
+    def _read_text(self, path: str, limit_bytes: int) -> str:
         if self.listing.files[path].size > limit_bytes:
             raise ModelLoadFailed(f"{path} is larger than {limit_bytes} bytes")
         try:

@@ -172,10 +172,10 @@ async def test_a_plan_may_be_put_again_and_again(queue: RedisQueue) -> None:
     await Jobs(delivery).create(record(state="planning"))
 
     for part in (shards(0, 1), shards(2, 3), shards(0, 1), shards(2, 3)):
-        assert await Jobs(delivery).plan("j1", part)
+        assert await Jobs(delivery).add_shards("j1", part)
     assert (await known(delivery)).state == "planning"
-    assert await Jobs(delivery).plan("j1", shards(4), 50, complete=True)
-    assert not await Jobs(delivery).plan("j1", shards(5), 60, complete=True)
+    assert await Jobs(delivery).add_shards("j1", shards(4), 50, complete=True)
+    assert not await Jobs(delivery).add_shards("j1", shards(5), 60, complete=True)
 
     found = await known(delivery)
     assert (found.state, found.shards, found.rows, found.in_lane) == ("running", 5, 50, 0)
@@ -202,8 +202,8 @@ async def test_a_job_that_is_not_being_planned_takes_no_shards(queue: RedisQueue
     await Jobs(delivery).create(record(state="planning"))
     await Jobs(delivery).stop("j1", "cancelled")
 
-    assert not await Jobs(delivery).plan("j1", shards(0), 10, complete=True)
-    assert not await Jobs(delivery).plan("j2", shards(0), 10, complete=True)
+    assert not await Jobs(delivery).add_shards("j1", shards(0), 10, complete=True)
+    assert not await Jobs(delivery).add_shards("j2", shards(0), 10, complete=True)
     assert (await known(delivery)).shards == 0
 
 
@@ -460,7 +460,7 @@ async def test_a_job_is_to_be_looked_at_once(queue: RedisQueue) -> None:
     """While nobody has looked at it; then again."""
     delivery = await queue.connect()
     await planned(delivery, 1)
-    assert not await Jobs(delivery).plan("j1", [], complete=True)
+    assert not await Jobs(delivery).add_shards("j1", [], complete=True)
     await Jobs(delivery).advance("j1")
     [lease] = await fetch(delivery)
     await finish(delivery, lease)

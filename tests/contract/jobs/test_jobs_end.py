@@ -146,7 +146,7 @@ async def test_a_cancelled_job_is_planned_again(queue: RedisQueue) -> None:
 
     assert await Jobs(delivery).move("j1", {"cancelled"}, "planning", deadline_at=1.0)
     assert [found.id for found in await Jobs(delivery).overdue()] == ["j1"]
-    assert await Jobs(delivery).plan("j1", shards(*range(6)), 60, complete=True)
+    assert await Jobs(delivery).add_shards("j1", shards(*range(6)), 60, complete=True)
     await Jobs(delivery).advance("j1")
 
     found = await known(delivery)
@@ -163,7 +163,7 @@ async def test_a_shard_in_hand_is_not_planned_twice(queue: RedisQueue) -> None:
     first, second = await fetch(delivery, 2)
     await Jobs(delivery).stop("j1", "cancelled")
     await Jobs(delivery).move("j1", {"cancelled"}, "planning")
-    await Jobs(delivery).plan("j1", shards(0, 1), 20, complete=True)
+    await Jobs(delivery).add_shards("j1", shards(0, 1), 20, complete=True)
 
     assert (await known(delivery)).shards == 2
     assert await finish(delivery, first)
@@ -179,14 +179,14 @@ async def test_a_shard_that_ends_while_its_job_is_planned_leaves_no_notice(queue
     await running(delivery, 2)
     [lease, _] = await fetch(delivery, 2)
     await Jobs(delivery).move("j1", {"running"}, "planning")
-    assert await Jobs(delivery).plan("j1", shards(0, 1, 2))
+    assert await Jobs(delivery).add_shards("j1", shards(0, 1, 2))
     await Jobs(delivery).drop_shard("j1", (await delivery.reclaim(LANES, "b", 0.0, 2))[1], 1)
 
     assert await finish(delivery, lease)
 
     assert await noticed(delivery) == []
     assert await counts(delivery) == (10, 0, 1, 0)
-    await Jobs(delivery).plan("j1", [], 30, complete=True)
+    await Jobs(delivery).add_shards("j1", [], 30, complete=True)
     assert await Jobs(delivery).advance("j1") == Standing("running", 2, 0, 2, has_failed=False)
 
 
@@ -334,7 +334,7 @@ async def _disturb(delivery: Queue, names: list[str], choice: random.Random) -> 
             await Jobs(delivery).stop(name, "cancelled", in_hand=choice.random() < 0.5)
         await top_up(Jobs(delivery), "digits", workers=2)
         if await Jobs(delivery).move(name, {"cancelled"}, "planning"):
-            await Jobs(delivery).plan(name, shards(*range(12), job_id=name), 120, complete=True)
+            await Jobs(delivery).add_shards(name, shards(*range(12), job_id=name), 120, complete=True)
 
 
 def _job_of(lease: Lease) -> str:

@@ -129,7 +129,7 @@ async def test_full_memory_refuses_jobs_and_lets_shards_end(redis_queue: RedisQu
         with pytest.raises(QueueFull, match="memory is full"):
             await Jobs(delivery).create(record("j2"))
         with pytest.raises(QueueFull, match="memory is full"):
-            await Jobs(delivery).plan("j3", shards(0), 10, complete=True)
+            await Jobs(delivery).add_shards("j3", shards(0), 10, complete=True)
         assert await finish(delivery, first)
         await Jobs(delivery).bury_shard("j1", second, ShardOutcome(1, 10, 10, "no"), "internal")
         await Jobs(delivery).drop_shard("j1", third, 2)
@@ -175,7 +175,7 @@ async def test_a_stop_that_comes_late_takes_nothing_from_a_job_that_goes_on(
 
     async def resumed(*arguments: Any, **options: Any) -> None:
         await Jobs(other).move("j1", {"cancelled"}, "planning")
-        await Jobs(other).plan("j1", shards(0, 1, 2), 30, complete=True)
+        await Jobs(other).add_shards("j1", shards(0, 1, 2), 30, complete=True)
         await withdraw(*arguments, **options)
 
     with monkeypatch.context() as patch:

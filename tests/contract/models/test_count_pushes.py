@@ -28,7 +28,7 @@ async def test_who_has_not_answered_is_waited_for(queue: RedisQueue, answer: tup
     pushes = CountPushes(client)
     questions = [await pushes.ask([ALL]), await pushes.ask([ALL])]
     worker, answered = answer
-    await pushes.answer(worker, questions[answered], IDLE)
+    await pushes.send_answer(worker, questions[answered], IDLE)
 
     assert "w" not in await pushes.answers(questions[-1], {"w"}, within_s=0.05)
     await client.aclose()
@@ -39,7 +39,7 @@ async def test_an_answer_says_what_is_under_way(queue: RedisQueue) -> None:
     pushes = CountPushes(client)
     question = await pushes.ask([ALL])
     underway = Underway({"m": {1: 2}}, {"m": {1: 5}})
-    await pushes.answer("w", question, underway)
+    await pushes.send_answer("w", question, underway)
 
     assert await pushes.answers(question, {"w"}, within_s=5.0) == {"w": underway}
     await client.aclose()

@@ -48,7 +48,7 @@ async def test_what_a_worker_gives_back_is_handed_over_or_lost(queue: RedisQueue
     await gateway.send(EIGHT, first(2, explicit=True))
     worker = await Worker(gateway, "w1").join()
     await worker.work()
-    await gateway.sequences.give_back("w1", [SEVEN, EIGHT])
+    await gateway.sequences.hand_over("w1", [SEVEN, EIGHT])
 
     (found,) = await read_sequences(delivery, {"sum": stored(STATEFUL, 1)})
 

@@ -44,7 +44,7 @@ def rest(queue: RedisQueue, item: DeliveryItem, seconds: float) -> None:
 
 
 async def take(deliveries: Deliveries, count: int = 10, kind: DeliveryKind = KIND) -> list[DeliveryItem]:
-    return await deliveries.take("digits", 0, kind, count)
+    return await deliveries.take_due("digits", 0, kind, count)
 
 
 async def done(deliveries: Deliveries, *items: DeliveryItem) -> None:
@@ -123,7 +123,7 @@ async def test_each_kind_and_each_model_has_its_own(redis_queue: RedisQueue, del
     put(redis_queue, "r2", kind="tests:other")
 
     assert [item.text for item in await take(deliveries, kind=DeliveryKind("tests:other", 1.0, 1.0))] == ["r2"]
-    assert await deliveries.take("other", 0, KIND, 10) == []
+    assert await deliveries.take_due("other", 0, KIND, 10) == []
     assert [item.text for item in await take(deliveries)] == ["r1"]
 
 

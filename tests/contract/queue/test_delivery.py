@@ -489,9 +489,9 @@ async def test_cancel_removes_entries_and_tells_of_those_that_are_held(queue: Re
     await delivery.cancel([held, waiting])
 
     assert await delivery.depth([HIGH]) == [0]
-    ((mark, lane, entry_id),) = await delivery.marks.cancelled("digits", 0, "0")
+    ((mark, lane, entry_id),) = await delivery.marks.list_cancelled("digits", 0, "0")
     assert (lane, entry_id) == (HIGH, held.entry_id)
-    assert await delivery.marks.cancelled("digits", 0, mark) == []
+    assert await delivery.marks.list_cancelled("digits", 0, mark) == []
 
 
 async def test_what_is_cancelled_is_told_from_an_instant_on(queue: RedisQueue) -> None:
@@ -502,9 +502,9 @@ async def test_what_is_cancelled_is_told_from_an_instant_on(queue: RedisQueue) -
     await delivery.cancel([entry])
 
     before = str(int(entry.enqueued_s * 1000) - 1)
-    assert len(await delivery.marks.cancelled("digits", 0, before)) == 1
+    assert len(await delivery.marks.list_cancelled("digits", 0, before)) == 1
     after = str(int((entry.enqueued_s + 3600) * 1000))
-    assert await delivery.marks.cancelled("digits", 0, after) == []
+    assert await delivery.marks.list_cancelled("digits", 0, after) == []
 
 
 async def test_cancel_again_tells_nothing(queue: RedisQueue) -> None:
@@ -514,7 +514,7 @@ async def test_cancel_again_tells_nothing(queue: RedisQueue) -> None:
     for _ in range(2):
         await delivery.cancel([lease.entry])
 
-    assert len(await delivery.marks.cancelled("digits", 0, "0")) == 1
+    assert len(await delivery.marks.list_cancelled("digits", 0, "0")) == 1
 
 
 async def test_an_entry_of_a_lane_that_nobody_read_is_cancelled(queue: RedisQueue) -> None:
@@ -538,6 +538,6 @@ async def test_an_entry_is_marked_for_a_while(queue: RedisQueue) -> None:
     key = keys.sent(HIGH, first.entry_id)
     assert 0 < await delivery.router.call(keys.slot(key), b"PTTL", key) <= 60_000
 
-    await delivery.marks.forget([first, second])
+    await delivery.marks.remove_marks([first, second])
 
     assert not await delivery.marks.was_sent(first)

@@ -36,7 +36,7 @@ async def with_payload(delivery: Queue, frame: bytes, payload: bytes, id: str = 
 
 async def begin(delivery: Queue, leases: list[Lease]) -> None:
     """Has entries begin; a node that does not know the script is sent it behind the first reply."""
-    delivery.marks.begin(leases)
+    delivery.marks.mark_begun(leases)
     for _ in range(2):
         await delivery.depth([HIGH])
 

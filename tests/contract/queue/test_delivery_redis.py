@@ -262,9 +262,9 @@ async def test_lanes_that_were_left_keep_no_connection(redis_queue: RedisQueue) 
     others = readers()
     first = await fetch(delivery, count=1)
     open_then = readers()
-    await delivery.leave([HIGH])
+    await delivery.close_reader([HIGH])
     await eventually(lambda: readers() == others)
 
     assert open_then == others + 1
     assert frames(first + await fetch(delivery)) == [b"x", b"y"]
-    await delivery.leave([LOW])
+    await delivery.close_reader([LOW])

@@ -386,7 +386,7 @@ async def test_sequences_that_a_worker_gives_back_wake_another(tickets: Tickets)
     await owner.work()
     read = await tickets.asleep()
 
-    await tickets.steps.sequences.give_back("w2", [SEVEN])
+    await tickets.steps.sequences.hand_over("w2", [SEVEN])
 
     assert await read
 

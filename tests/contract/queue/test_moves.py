@@ -191,7 +191,7 @@ async def test_who_cancels_finds_what_was_moved(queue: RedisQueue) -> None:
 
     assert await delivery.depth([STABLE]) == [0]
     assert await delivery.payload(lease.entry, "r1") is None
-    told = await delivery.marks.cancelled("digits", 0, mark)
+    told = await delivery.marks.list_cancelled("digits", 0, mark)
     assert (STABLE, lease.entry.entry_id) in [(lane, entry_id) for _, lane, entry_id in told]
 
 

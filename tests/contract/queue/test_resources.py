@@ -164,10 +164,10 @@ async def test_a_worker_that_leaves_frees_its_units_and_its_place(join: Join) ->
     await ask(other, TWO)
     assert not (await ask(third, ONE)).has_got
 
-    await other.leave()
+    await other.end_lease()
 
     assert (await ask(third, ONE)).has_got
-    await one.leave()
+    await one.end_lease()
     assert (await ask(third, TWO, a=1)).has_got
 
 

@@ -65,7 +65,7 @@ async def test_a_number_stays_when_its_owner_drains_or_dies(gateway: Gateway) ->
     (_, told) = await begin(gateway, FIRST, OTHER)
     await gateway.sequences.join("w2", [1], LEASE_S)
 
-    await gateway.sequences.give_back("w1", [OTHER])
+    await gateway.sequences.hand_over("w1", [OTHER])
     given = (await own(gateway, "w2"))[OTHER].told
     await gateway.sequences.renew("w2", [1], 0.0)
 
@@ -88,7 +88,7 @@ async def test_a_number_outlives_a_restart_of_redis(own_redis: RedisQueue) -> No
 
     async def is_given_back() -> bool:
         try:
-            return bool(await gateway.sequences.give_back("w1", [OTHER]))
+            return bool(await gateway.sequences.hand_over("w1", [OTHER]))
         except BrokerUnavailable:
             return False
 
@@ -106,7 +106,7 @@ async def test_a_sequence_of_an_earlier_version_gets_its_number_at_its_next_owne
     (before,) = await begin(gateway, OTHER, bits=None)
     told = []
     for bits in (64, None, 64):
-        await gateway.sequences.give_back("w1", [OTHER])
+        await gateway.sequences.hand_over("w1", [OTHER])
         told.append((await own(gateway, bits=bits))[OTHER].told)
 
     assert before == (False, 0)
@@ -152,7 +152,7 @@ async def test_a_number_is_free_once_its_sequence_is_forgotten(gateway: Gateway,
 async def test_a_request_without_a_record_keeps_its_number_for_a_time(gateway: Gateway) -> None:
     sequences = gateway.sequences
 
-    told = [await sequences.tell(sequence, 64) for sequence in (FIRST, OTHER, THIRD, OTHER)]
+    told = [await sequences.assign_id(sequence, 64) for sequence in (FIRST, OTHER, THIRD, OTHER)]
 
     assert told == [(False, 0), (True, HIGHEST[64]), (True, HIGHEST[64] - 1), (True, HIGHEST[64])]
 
@@ -174,10 +174,10 @@ async def test_counts_that_are_damaged_begin_again(gateway: Gateway, queue: Redi
 async def test_a_full_redis_still_tells_of_a_sequence(redis_queue: RedisQueue) -> None:
     """A request that waited here for memory would hold its own: delivered requests make room."""
     sequences = sequences_of(await redis_queue.connect())
-    await sequences.tell(FIRST, 64)
+    await sequences.assign_id(FIRST, 64)
     redis_queue.on_every_node("CONFIG", "SET", "maxmemory", "1")
     try:
-        told = await sequences.tell(OTHER, 64)
+        told = await sequences.assign_id(OTHER, 64)
     finally:
         redis_queue.on_every_node("CONFIG", "SET", "maxmemory", "0")
 

@@ -101,10 +101,10 @@ async def test_steps_that_were_told_come_again_until_they_are_confirmed(gateway:
     await gateway.send(SEVEN, first(1), later(2))
     await worker.own()
 
-    lost, again = [await gateway.sequences.take("w1", 1, "") for _ in range(2)]
+    lost, again = [await gateway.sequences.take_steps("w1", 1, "") for _ in range(2)]
     assert lost is not None
     assert lost == again
-    rest = await gateway.sequences.take("w1", 1, lost.ticket)
+    rest = await gateway.sequences.take_steps("w1", 1, lost.ticket)
 
     assert [taken.place.number for taken in lost.taken] == [1, 2]
     assert rest is not None
@@ -119,7 +119,7 @@ async def test_a_reply_has_bounded_bytes(gateway: Gateway) -> None:
 
     parts, ticket = [], ""
     for _ in range(4):
-        news = await gateway.sequences.take("w1", 1, ticket, max_bytes=1200)
+        news = await gateway.sequences.take_steps("w1", 1, ticket, max_bytes=1200)
         assert news is not None
         parts.append([taken.place.number for taken in news.taken])
         ticket = news.ticket
@@ -207,7 +207,7 @@ async def test_after_its_end_a_sequence_is_not_known(gateway: Gateway) -> None:
     assert await gateway.sequences.sizes([1]) == (0, 0, 0, 0)
     await worker.take()
     assert worker.held == {}
-    assert await gateway.sequences.leave("w1", [1])
+    assert await gateway.sequences.end_lease("w1", [1])
 
 
 async def test_a_start_ends_the_life_that_runs_and_waits_behind_it(gateway: Gateway) -> None:
@@ -246,7 +246,7 @@ async def test_a_committed_step_is_published_and_not_executed_by_the_next_owner(
     await one.take()
     await one.commit(one.waiting[0])
 
-    await gateway.sequences.give_back("w1", [SEVEN])
+    await gateway.sequences.hand_over("w1", [SEVEN])
     await other.work()
 
     assert gateway.texts == ["=1", "=3"]
@@ -259,7 +259,7 @@ async def test_a_commit_by_a_former_owner_does_nothing(gateway: Gateway) -> None
     await one.own()
     await one.take()
 
-    await gateway.sequences.give_back("w1", [SEVEN])
+    await gateway.sequences.hand_over("w1", [SEVEN])
     assert not await one.commit(one.waiting[0])
     await other.work()
 
@@ -495,12 +495,12 @@ async def test_a_drain_gives_sequences_to_others(gateway: Gateway) -> None:
     await gateway.send(EIGHT, first(5, explicit=True))
     await one.own()
 
-    assert await gateway.sequences.give_back("w1", [SEVEN, EIGHT]) == 2
+    assert await gateway.sequences.hand_over("w1", [SEVEN, EIGHT]) == 2
     await other.work()
     await gateway.answer_rest()
 
-    assert await gateway.sequences.leave("w1", [1])
-    assert not await gateway.sequences.leave("w2", [1])
+    assert await gateway.sequences.end_lease("w1", [1])
+    assert not await gateway.sequences.end_lease("w2", [1])
     assert gateway.texts[:2] == ["=1", "=3"]
     assert gateway.texts[2].startswith("sequence_lost: ")
     assert await gateway.sequences.sizes([1]) == (1, 0, 1, 1)
@@ -514,7 +514,7 @@ async def test_counts_that_are_damaged_begin_again(gateway: Gateway) -> None:
     await gateway.sequences._router.call(keys.slot(name), b"HSET", name.encode(), b"handed_over", b"x", b"lost", b"")
 
     assert await gateway.sequences.sizes([1]) == (1, 0, 0, 0)
-    assert await gateway.sequences.give_back("w1", [SEVEN]) == 1
+    assert await gateway.sequences.hand_over("w1", [SEVEN]) == 1
     assert await gateway.sequences.sizes([1]) == (1, 1, 1, 0)
 
 
@@ -543,7 +543,7 @@ async def test_sequences_of_a_dead_worker_go_on_at_others(later_on: Gateway, tim
     await other.work()
     assert later_on.texts == ["=1", "=3", "=6", "=10"]
     assert not await later_on.sequences.renew("w1", [1], LEASE_S)
-    assert await later_on.sequences.take("w1", 1) is None
+    assert await later_on.sequences.take_steps("w1", 1) is None
     assert await later_on.sequences.own("w1", 1, 1) is None
 
 
@@ -606,7 +606,7 @@ async def test_an_error_names_the_first_step_without_a_response(gateway: Gateway
     for taken in (worker.waiting[0], worker.waiting[2]):
         await worker.answer(taken)
 
-    await gateway.sequences.give_back("w1", [SEVEN, EIGHT])
+    await gateway.sequences.hand_over("w1", [SEVEN, EIGHT])
     await gateway.answer_rest()
 
     assert "ended at step 2: the worker" in gateway.texts[1]
@@ -652,7 +652,7 @@ async def test_a_sequence_with_a_cancelled_step_ends_with_its_owner(gateway: Gat
     if is_committed:
         await worker.commit(worker.waiting[0])
 
-    await gateway.sequences.give_back("w1", [SEVEN])
+    await gateway.sequences.hand_over("w1", [SEVEN])
 
     assert (await gateway.sequences.sizes([1])).open == int(is_committed)
 
@@ -665,7 +665,7 @@ async def test_the_first_of_several_cancelled_steps_ends_the_sequence(gateway: G
     await gateway.sequences.fail(second.place, LEFT)
     await gateway.sequences.fail(third.place, LEFT)
 
-    await gateway.sequences.give_back("w1", [SEVEN])
+    await gateway.sequences.hand_over("w1", [SEVEN])
     await Worker(gateway, "w2").join()
     await gateway.sequences.own("w2", 1, 32)
     await gateway.answer_rest()
@@ -734,7 +734,7 @@ async def test_an_idle_sequence_that_nobody_owns_ends_after_a_minute(later_on: G
     worker = await Worker(later_on, "w1").join()
     await later_on.send(SEVEN, first(1))
     await worker.work()
-    await later_on.sequences.give_back("w1", [SEVEN])
+    await later_on.sequences.hand_over("w1", [SEVEN])
 
     timed.advance(30.0)
     assert await later_on.sequences.sweep() == 0

@@ -70,7 +70,7 @@ async def test_a_drain_gives_back(redis_queue: RedisQueue, gateway: Gateway) -> 
     await worker.own()
     fill(redis_queue)
 
-    assert await gateway.sequences.give_back("w1", [SEVEN, EIGHT]) == 2
+    assert await gateway.sequences.hand_over("w1", [SEVEN, EIGHT]) == 2
 
 
 async def test_a_dead_worker_is_reaped(redis_queue: RedisQueue, gateway: Gateway) -> None:

@@ -84,7 +84,7 @@ class Server:
 
     async def told(self, move: Move, work: Work) -> list[int]:
         """Returns the steps of a sequence that its owner is told and does not know."""
-        news = await self.sequences.take(NAMES[move.worker], 1)
+        news = await self.sequences.take_steps(NAMES[move.worker], 1)
         known = {step for step, _ in work.answering}
         steps = [
             taken.place.number

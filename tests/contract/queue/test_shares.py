@@ -144,7 +144,7 @@ async def test_a_changed_weight_holds_at_the_next_question(queue: RedisQueue) ->
     """What a process remembers says where entries go, not how much of them is fetched."""
     delivery = await flooded(queue, *[b"light"] * 40, weights={"heavy": 1, "light": 1})
     delivery.places.weigh = {"heavy": 1, "light": 4}.get  # type: ignore[assignment]
-    delivery.places.forget(HIGH, "light")
+    delivery.places.drop_place(HIGH, "light")
 
     await submit(delivery, "light", b"light")
 
@@ -172,7 +172,7 @@ async def test_more_tenants_than_streams_share_them(queue: RedisQueue) -> None:
     delivery.places.learn(HIGH, "flood", int(before.lane.name.partition("~")[2] or 0), is_shared=True)
     await submit(delivery, "flood", *[b"flood"] * 50)
 
-    delivery.places.forget(HIGH, "t39")
+    delivery.places.drop_place(HIGH, "t39")
     [after] = await submit(delivery, "t39", b"39")
 
     assert after.lane != before.lane
@@ -256,7 +256,7 @@ async def test_entries_of_shares_are_withdrawn_and_cancelled(queue: RedisQueue) 
     assert await delivery.withdraw([one, two]) == [False, True]
     await delivery.cancel([one])
 
-    [(_, lane, entry_id)] = await delivery.marks.cancelled("digits", 0, "0")
+    [(_, lane, entry_id)] = await delivery.marks.list_cancelled("digits", 0, "0")
     assert (lane, entry_id) == (one.lane, one.entry_id)
     assert await delivery.depth([HIGH]) == [FLOOD]
 
@@ -416,7 +416,7 @@ async def test_a_tenant_that_is_left_alone_moves_to_the_lane_itself(queue: Redis
     await delivery.finish([lease.entry for lease in await fetch(delivery) if lease.frame == b"heavy"])
     make_old(queue, "heavy")
     await forget(delivery)
-    delivery.places.forget(HIGH, "light")
+    delivery.places.drop_place(HIGH, "light")
 
     [entry] = await submit(delivery, "light", b"light 2")
 

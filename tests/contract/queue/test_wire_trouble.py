@@ -261,7 +261,7 @@ async def test_sentinels_lead_every_client_to_the_primary(sentinels: SentinelSet
     async with connected(sentinels.url) as router:
         await router.call(0, b"SET", b"x", b"1")
         blocking = router.blocking(0, "test", 0.1)
-        admin, renewing = admin_client(settings), blocking_client(Login.of(settings))
+        admin, renewing = admin_client(settings), blocking_client(Login.from_settings(settings))
 
         assert await blocking.call(b"GET", b"x") == b"1"
         assert await admin.get("x") == b"1"

@@ -464,7 +464,7 @@ async def test_a_result_that_an_outbox_tells_is_not_removed(queue: RedisQueue) -
     await accept(delivery, outbox=BOX)
     await settle(delivery, ended())
 
-    await delivery.requests.forget(address())
+    await delivery.requests.remove_result(address())
 
     assert [ending.blob for ending in await take_all(delivery)] == [b"blob of succeeded"]
 
@@ -476,8 +476,8 @@ async def test_a_removed_result_leaves_no_object(object_queue: RedisQueue) -> No
     name = object_queue.on_owner("HGET", keys.result("digits", 0, "r1"), "name").decode()
     store = Path(object_queue.limits.payload_url.removeprefix("file://"))
 
-    await delivery.requests.forget(address())
-    await delivery.requests._values.settle()
+    await delivery.requests.remove_result(address())
+    await delivery.requests._values.wait_for_deletions()
 
     assert not (store / name).exists()
 

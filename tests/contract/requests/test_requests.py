@@ -75,7 +75,7 @@ async def test_a_settled_request_has_its_outcome_and_leaves_the_queue(queue: Red
     delivery = await queue.connect()
     await accept(delivery, result_ttl_s=100.0)
     [lease] = await fetch(delivery)
-    delivery.marks.begin([lease])
+    delivery.marks.mark_begun([lease])
     for _ in range(2):  # a node that does not know the script is sent it behind the first reply
         await delivery.depth([LANE])
     assert queue.on_owner("SCARD", keys.lane(LANE) + b"~executing") == 1
@@ -142,7 +142,7 @@ async def test_a_result_can_be_removed_before_its_time(queue: RedisQueue, state:
     await settle(delivery, ended("r1", state, code="" if state is SUCCEEDED else "inference_failed"))
     before = await delivery.requests.record(address())
 
-    await delivery.requests.forget(address())
+    await delivery.requests.remove_result(address())
 
     record = await delivery.requests.record(address())
     assert before is not None
@@ -160,7 +160,7 @@ async def test_what_has_not_ended_is_not_removed(queue: RedisQueue) -> None:
     await accept(delivery)
 
     for name in ("r1", "unknown"):
-        await delivery.requests.forget(address(name))
+        await delivery.requests.remove_result(address(name))
 
     assert [lease.frame for lease in await fetch(delivery)] == [b"r1"]
     assert await delivery.requests.record(address("unknown")) is None
@@ -362,22 +362,22 @@ async def test_a_full_lane_takes_no_more(queue: RedisQueue) -> None:
     """What waits counts, fetched or not, in its delayed lane too; what executes does not; a refusal leaves no trace."""
     delivery = await queue.connect()
     for name in ("r1", "r2"):
-        await accept(delivery, name, frame=frame_of(name), limit=2, is_told=True)
+        await accept(delivery, name, frame=frame_of(name), limit=2, reports_start=True)
 
     with pytest.raises(QueueFull, match="Exceeds maximum queue size"):
-        await accept(delivery, "r3", idempotency_key="k", payload=b"x", limit=2, is_told=True)
+        await accept(delivery, "r3", idempotency_key="k", payload=b"x", limit=2, reports_start=True)
 
     assert await delivery.requests.record(address("r3")) is None
     leases = await fetch(delivery)
     with pytest.raises(QueueFull):
-        await accept(delivery, "r3", limit=2, is_told=True)
-    delivery.marks.begin(leases)
+        await accept(delivery, "r3", limit=2, reports_start=True)
+    delivery.marks.mark_begun(leases)
     for _ in range(2):  # a node that does not know the script is sent it behind the first reply
         await delivery.depth([LANE])
-    assert (await accept(delivery, "r3", idempotency_key="k", payload=b"x", limit=2, is_told=True)).is_new
+    assert (await accept(delivery, "r3", idempotency_key="k", payload=b"x", limit=2, reports_start=True)).is_new
     await delivery.delay(leases[:1], "p1.delayed")
     with pytest.raises(QueueFull):
-        await accept(delivery, "r4", limit=2, is_told=True)
+        await accept(delivery, "r4", limit=2, reports_start=True)
     await delivery.release(leases[1:])
     with pytest.raises(QueueFull):
         await accept(delivery, "r4", limit=3, is_told=True)

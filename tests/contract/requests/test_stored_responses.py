@@ -14,7 +14,7 @@ from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_delivery import listening
 from tests.support.requests import LANE, accept, address, ended, fetch, frame_of, settle
 
-RESPONSES = keys.responses("digits", 0, "r1")
+RESPONSES = keys.stored_responses("digits", 0, "r1")
 
 
 async def append(
@@ -62,7 +62,7 @@ async def test_responses_are_removed_with_the_result(queue: RedisQueue) -> None:
     await append(delivery, lease, 0, b"a")
     await settle(delivery, ended("r1", entry=lease.entry))
 
-    await delivery.requests.forget(address())
+    await delivery.requests.remove_result(address())
 
     assert await read(delivery) == []
     assert not queue.on_owner("EXISTS", RESPONSES)

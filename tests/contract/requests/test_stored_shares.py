@@ -86,7 +86,7 @@ async def test_a_tenant_that_has_more_than_is_free_is_refused(small: RedisQueue)
         await accept(queue, "next", share="evil")
     await accept(queue, "next", share="acme")
     for number in range(count):
-        await queue.requests.forget(address(f"r{number}"))
+        await queue.requests.remove_result(address(f"r{number}"))
     assert (await accept(queue, "again", share="evil")).is_new
 
 
@@ -94,7 +94,7 @@ async def test_what_is_removed_makes_room(small: RedisQueue) -> None:
     queue = await small.connect()
     count = await fill(queue)
 
-    await queue.requests.forget(address("r0"))
+    await queue.requests.remove_result(address("r0"))
 
     assert await stored(queue, "again") is RequestState.SUCCEEDED
     assert int(small.on_owner("HGET", STORED, "")) == pytest.approx(count * 12 * MIB, rel=0.01)
@@ -156,7 +156,7 @@ async def test_a_share_leaves_nothing_behind(redis_queue: RedisQueue) -> None:
     await stored(queue, "r1", b"small")
     assert 0 < redis_queue.on_owner("PTTL", STORED) <= 3600_000
 
-    await queue.requests.forget(address("r1"))
+    await queue.requests.remove_result(address("r1"))
 
     assert not redis_queue.on_owner("EXISTS", STORED)
 

@@ -93,17 +93,17 @@ async def test_targets_are_pinned_while_they_are_targets(stores: ControlPair, qu
     view = Endpoints(Catalog(stores.one, LimitSettings()))
     watch = EndpointWatch(store, view, delivery.clock.now_s)
     declared = await store.put(endpoint(), 0)
-    await watch.look()
+    await watch.refresh_endpoints()
     pins = await stores.other.pins()
     assert [(pin.model, pin.version, pin.holder) for pin in pins] == [("m", 1, "e")]
 
     moved = (Target(model="m", version=2, role=Role.STABLE), *declared.targets[1:])
     await store.put(msgspec.structs.replace(declared, targets=moved), None)
-    await watch.look()
+    await watch.refresh_endpoints()
     assert [pin.version for pin in await stores.other.pins()] == [2]
 
     await store.delete("e", None)
-    await watch.look()
+    await watch.refresh_endpoints()
     assert await stores.other.pins() == []
 
 
@@ -117,11 +117,11 @@ async def test_what_redis_has_lost_is_written_again(stores: ControlPair, queue: 
     for name in "abc":
         await watches[0].store.put(endpoint(name), 0)
     for watch in watches:
-        await watch.look()
+        await watch.refresh_endpoints()
 
     queue.on_owner("DEL", keys.endpoints())
     for watch in watches:
-        await watch.look()
+        await watch.refresh_endpoints()
 
     declared = await watches[1].store.read()
     assert set(declared.endpoints) == set("abc")
@@ -195,10 +195,10 @@ async def test_looks_at_once_do_not_overtake_one_another(
     view = Endpoints(Catalog(stores.one, LimitSettings()))
     watch = EndpointWatch(Slow(stores.one), view, (await queue.connect()).clock.now_s)
     async with asyncio.TaskGroup() as group:
-        group.create_task(watch.look())
+        group.create_task(watch.refresh_endpoints())
         await reading.wait()
         written = await EndpointStore(stores.other).put(endpoint(), 0)
-        group.create_task(watch.look())
+        group.create_task(watch.refresh_endpoints())
         for _ in range(20):  # time for the second one to be done
             await EndpointStore(stores.other).read()
         may_end.set()
@@ -224,15 +224,15 @@ async def test_a_gateway_that_hears_nothing_uses_stable_targets_only() -> None:
         await store.put(endpoint(weight=1), 0)
         silent = Silent(database.store())
         watch = EndpointWatch(silent, view, (await database.delivery()).clock.now_s)
-        await watch.look()
+        await watch.refresh_endpoints()
         async with asyncio.TaskGroup() as group:
             running = group.create_task(watch.run())
             await hears.wait()
-            assert not view.is_deaf
+            assert not view.is_stale
             async with asyncio.timeout(DEAF_AFTER_S * 10):
-                await eventually(lambda: asyncio.sleep(0, view.is_deaf), description="deafness")
+                await eventually(lambda: asyncio.sleep(0, view.is_stale), description="deafness")
             may_hear.set()
-            await eventually(lambda: asyncio.sleep(0, not view.is_deaf), description="hearing again")
+            await eventually(lambda: asyncio.sleep(0, not view.is_stale), description="hearing again")
             running.cancel()
 
 
@@ -250,11 +250,11 @@ async def test_a_gateway_that_was_stopped_before_it_follows_uses_stable_targets_
                 await asyncio.Event().wait()
 
         watch = EndpointWatch(Silent(database.store()), view, (await database.delivery()).clock.now_s)
-        await watch.look()
+        await watch.refresh_endpoints()
         resumed_s = time.monotonic() + DEAF_AFTER_S
         monkeypatch.setattr("qinfer.traffic.routing.time", SimpleNamespace(monotonic=lambda: resumed_s))
         async with asyncio.TaskGroup() as group:
             running = group.create_task(watch.run())
             await waits.wait()
-            assert view.is_deaf
+            assert view.is_stale
             running.cancel()

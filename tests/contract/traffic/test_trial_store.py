@@ -134,7 +134,7 @@ async def test_a_gateway_that_stops_leaves_the_lease_to_the_next(
 async def test_a_lease_that_went_to_another_stays_with_it(pair: Pair) -> None:
     assert await pair.one.lead("a")
 
-    await pair.other.leave("b")
+    await pair.other.release_lease("b")
 
     assert not await pair.other.lead("b")
 

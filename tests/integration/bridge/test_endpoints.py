@@ -92,7 +92,7 @@ async def test_a_bridge_that_hears_of_no_changes_asks_the_stable_version(
     async with bridge(on(gateway), routes(broker.url, model="reader")) as one:
         broker.put(message(), message_id="m1")
         (before,) = await broker.take()
-        monkeypatch.setattr(type(one._endpoints.view), "is_deaf", True)
+        monkeypatch.setattr(type(one._endpoints.view), "is_stale", True)
         broker.put(message(), message_id="m2")
         (during,) = await broker.take()
 

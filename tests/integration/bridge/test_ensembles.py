@@ -54,14 +54,14 @@ async def test_a_dead_worker_costs_no_message_and_doubles_none(scene: EnsemblesS
     steps = await scene.worker("w2", models=("t*",))
     await scene.ready("line")
     batcher = steps._serving["thrice", 1].batcher
-    await batcher.pause()
+    await batcher.pause_batching()
     for number in range(COUNT):
         broker.put(body_of(float(number)), correlation_id=str(number))
 
     async with bridge(on(scene), routes(broker.url, model="line")):
         await eventually(lambda: all_wait(scene), description="steps in their lane")
         await scene.kill("w1")
-        batcher.resume()
+        batcher.resume_batching()
         await scene.worker("w3", models=("line",))
         predictions = await broker.take(COUNT)
 

@@ -16,7 +16,7 @@ from qinfer_workers.bridge.config import SourceOptions
 from qinfer_workers.bridge.messages import Receipt, SourceMessage
 from qinfer_workers.bridge.transports import redis_list
 from qinfer_workers.bridge.transports.base import MessageSource
-from qinfer_workers.bridge.transports.kombu import look, open_source
+from qinfer_workers.bridge.transports.kombu import find_missing_queues, open_source
 from qinfer_workers.bridge.transports.redis_list import delivered
 from tests.support.servers.servers import RedisServer, SentinelSetup, redis_6_2, system_redis
 
@@ -226,7 +226,7 @@ def test_a_key_of_another_type_moves_nothing(
     assert client.llen(LIST) == 1 if suffix else True
     if not suffix:
         with pytest.raises(SettingsError, match=f"'{LIST}' is of type string"):
-            look(url, {}, [LIST])
+            find_missing_queues(url, {}, [LIST])
 
     client.delete(f"{LIST}{suffix}")
     client.lpush(LIST, b"text")
@@ -237,8 +237,8 @@ def test_a_time_that_is_none_is_told(url: str, source: Callable[..., MessageSour
     with pytest.raises(SettingsError, match="visibility_timeout is 'soon'; give seconds"):
         source(visibility_timeout="soon")
     with pytest.raises(SettingsError, match="visibility_timeout is 0; give seconds"):
-        look(url, {"visibility_timeout": 0}, [LIST])
-    assert look(url, {}, [LIST]) == []
+        find_missing_queues(url, {"visibility_timeout": 0}, [LIST])
+    assert find_missing_queues(url, {}, [LIST]) == []
 
 
 def test_a_redis_that_is_emptied_takes_the_messages_along_and_no_more(

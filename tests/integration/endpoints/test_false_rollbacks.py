@@ -90,7 +90,7 @@ class Load:
                 elif is_bad:
                     self._tally.failed(key, ErrorCode.INFERENCE_FAILED)
                 else:
-                    self._tally.answered(key, seconds, response)
+                    self._tally.count_answered(key, seconds, response)
 
 
 class GatewayPart:
@@ -109,7 +109,7 @@ class GatewayPart:
 
     async def round(self) -> None:
         """Is what a gateway does once a second."""
-        await self.watch.look()
+        await self.watch.refresh_endpoints()
         await self.controller.round()
 
 

@@ -93,7 +93,7 @@ async def test_all_versions_and_bulk_jobs_add_up(running: Running, client: httpx
     await running.store.put_speed("echo", 1, Speed(10.0))
     job = JobRecord(id="j", model="echo", version=2, state="planning")
     assert await Jobs(running.delivery).create(job)
-    assert await Jobs(running.delivery).plan("j", [(0, b"frame")], 500, complete=True)
+    assert await Jobs(running.delivery).add_shards("j", [(0, b"frame")], 500, complete=True)
 
     found = await shown(client, "echo")
 

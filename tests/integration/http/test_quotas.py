@@ -30,7 +30,7 @@ class Gateways:
     def let_in(self, auth: Auth, *, stays: bool = False) -> bool:
         """Admits a request, which stays in flight or has its answer at once; tells whether it was let in."""
         try:
-            context = auth.admit(CALLER)
+            context = auth.authorize_inference(CALLER)
         except QuotaExceeded:
             return False
         assert context.principal is not None

@@ -65,7 +65,7 @@ def test_what_waits_is_counted(server: RedisServer) -> None:
     nobody = RedisSettings(url=SecretStr(f"redis://127.0.0.1:{free_port()}"), connect_timeout_s=1.0)
 
     before = tasks.waiting()
-    tasks.plan("a")
+    tasks.request_plan("a")
     tasks.finalise("b")
 
     assert (before, tasks.waiting()) == (0, 2)

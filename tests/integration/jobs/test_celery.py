@@ -178,7 +178,7 @@ def test_tasks_go_through_a_unix_socket(tmp_path: Path) -> None:
     socket = tmp_path / "a b.sock"
     with RedisServer(system_redis(), tmp_path, "--unixsocket", str(socket)) as server:
         tasks = producer(f"unix://{quote(str(socket))}?db=3")
-        tasks.plan("job")
+        tasks.request_plan("job")
         tasks.close()
 
         with redis.Redis(port=server.port, db=3) as client:
@@ -192,10 +192,12 @@ def test_tasks_are_sent_over_tls_and_to_nobody_unknown(tmp_path: Path) -> None:
     with RedisServer(system_redis(), tmp_path, *options, tls=True) as server:
         url = f"rediss://127.0.0.1:{server.port}"
         tasks = producer(f"{url}/0?ssl_ca_certs={certificate}")
-        tasks.plan("job")
+        tasks.request_plan("job")
         tasks.close()
         with pytest.raises(BrokerUnavailable):
-            producer(f"{url}/1").plan("job")  # another database: kombu shares the connections of one in a process
+            producer(f"{url}/1").request_plan(
+                "job"
+            )  # another database: kombu shares the connections of one in a process
 
         with redis.Redis(port=server.port, ssl=True, ssl_ca_certs=str(certificate)) as client:
             assert client.llen(QUEUE) == 1

@@ -262,12 +262,12 @@ async def test_another_worker_runs_the_shards_of_a_dead_one(scene: EnsemblesServ
     steps = await scene.worker("w2", models=("t*",))
     await scene.ready("line")
     batcher = steps._serving["thrice", 1].batcher
-    await batcher.pause()
+    await batcher.pause_batching()
     await work.submit()
     await eventually(lambda: waits(scene, "thrice"), description="a step in its lane")
 
     await scene.kill("w1")
-    batcher.resume()
+    batcher.resume_batching()
     await scene.worker("w3", models=("line",))
 
     await work.check(6.0)

@@ -460,7 +460,7 @@ async def test_progress_is_told(client: httpx.AsyncClient, running: Running, pla
     """What the workers did, how fast, and the log."""
     jobs = Jobs(running.delivery)
     job = await created(client, place.job())
-    await jobs.plan(job["id"], [(0, b"frame"), (1, b"frame")], rows=30, complete=True)
+    await jobs.add_shards(job["id"], [(0, b"frame"), (1, b"frame")], rows=30, complete=True)
     await jobs.note(job["id"], "hello")
 
     shown = (await client.get(job["links"]["self"])).json()
@@ -485,7 +485,7 @@ async def test_a_job_is_cancelled_resumed_and_deleted(
         """Leaves it to the test to end what is cancelling."""
 
     monkeypatch.setattr(JobJanitor, "attend", rests)
-    monkeypatch.setattr(JobJanitor, "look", rests)
+    monkeypatch.setattr(JobJanitor, "fill_lanes", rests)
     job = await created(client, place.job(deadline_s=600))
     path = job["links"]["self"]
     early = await client.delete(path)
@@ -681,7 +681,7 @@ async def test_events_follow_a_job_to_its_end(client: httpx.AsyncClient, running
             if line.startswith("data: "):
                 seen.append(json.loads(line[6:])["state"])
                 if seen == ["planning"]:
-                    await Jobs(running.delivery).plan(job["id"], [(0, b"frame")], rows=3, complete=True)
+                    await Jobs(running.delivery).add_shards(job["id"], [(0, b"frame")], rows=3, complete=True)
                 elif seen == ["planning", "running"]:
                     await Jobs(running.delivery).stop(job["id"], "failed", error="it broke")
     again = await client.get(job["links"]["events"], headers={"last-event-id": last})
@@ -706,7 +706,7 @@ async def test_a_stream_ends_when_the_queue_is_away(
         first = await anext(lines)
         monkeypatch.setattr(running.gateway.jobs.jobs, "wait_for_change", away)
         await Jobs(running.delivery).note(job["id"], "something else")
-        await Jobs(running.delivery).plan(job["id"], [(0, b"frame")], rows=3, complete=True)
+        await Jobs(running.delivery).add_shards(job["id"], [(0, b"frame")], rows=3, complete=True)
         rest = [line async for line in lines]
 
     assert (first, reply.status_code) == ("event: progress", 200)
@@ -726,7 +726,7 @@ async def test_a_stream_ends_with_its_callers_key(
         lines = reply.aiter_lines()
         first = await anext(lines)
         monkeypatch.setattr(running.gateway.dispatcher, "recheck", revoked)
-        await Jobs(running.delivery).plan(job["id"], [(0, b"frame")], rows=3, complete=True)
+        await Jobs(running.delivery).add_shards(job["id"], [(0, b"frame")], rows=3, complete=True)
         rest = [line async for line in lines]
 
     assert first == "event: progress"

@@ -158,7 +158,7 @@ async def test_a_rate_that_others_used_up_puts_tasks_off(
 
     clock = FakeClock()
     with_rate(monkeypatch, clock, rate_per_s=100.0, burst=2)
-    monkeypatch.setattr(TaskPace, "room", lambda _self, _board, most: most)
+    monkeypatch.setattr(TaskPace, "task_capacity", lambda _self, _board, most: most)
     monkeypatch.setattr(TaskIntake, "_wait", none_fails)
     settings = settings_for(studio, tmp_path / "mappings")
     async with running_gateway(settings) as running, httpx.AsyncClient(base_url=running.url, headers=KEY) as client:

@@ -76,6 +76,6 @@ async def test_a_worker_that_hears_of_no_changes_calls_the_stable_target(
     await scene.worker()
     assert await executed(scene) == [0, 1]
 
-    monkeypatch.setattr(Endpoints, "is_deaf", True)
+    monkeypatch.setattr(Endpoints, "is_stale", True)
 
     assert await executed(scene, 3) == [3, 0]

@@ -204,7 +204,7 @@ async def hold(scene: EnsemblesServed, worker_id: str, model: str) -> None:
     """Has a worker execute nothing of a model until it is resumed."""
     batcher = scene.workers[worker_id]._plain_batcher(model, 1)
     assert batcher is not None
-    await batcher.pause()
+    await batcher.pause_batching()
 
 
 async def counted(scene: EnsemblesServed, model: str) -> int:

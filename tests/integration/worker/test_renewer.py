@@ -46,7 +46,7 @@ async def taken(delivery: Queue, lane: Lane) -> Lease:
 
 async def test_it_renews_what_it_was_told_and_what_it_finds(settings: RedisSettings) -> None:
     """On every node; what another finished is lost, and no delivery is counted."""
-    hello = RenewerHello(Login.of(settings), keys.GROUP, b"w", RENEW.text, 0.01, 60.0)
+    hello = RenewerHello(Login.from_settings(settings), keys.GROUP, b"w", RENEW.text, 0.01, 60.0)
     delivery = await Queue.connect(settings)
     leases = [await taken(delivery, lane) for lane in LANES]
     until_s = time.monotonic() + 60.0

@@ -150,7 +150,7 @@ def _score(case: Case, folder: Path, found: Found, base: int) -> None:
     from qinfer.storage.open import store_for
     from qinfer_workers.jobs.scoring.batch_size import BatchSize
     from qinfer_workers.jobs.scoring.chunks import Chunks
-    from qinfer_workers.jobs.scoring.shard_files import ShardFiles, ShardTask
+    from qinfer_workers.jobs.scoring.shard_files import ScoringTask, ShardFiles
 
     url = f"file://{case.path}"
     stat = store_for(url).stat(url)
@@ -181,9 +181,9 @@ def _score(case: Case, folder: Path, found: Found, base: int) -> None:
     plan = JobPlan(
         job_id="job", spec=spec, model_hash="", schema=encode_schema(schema), sources=(), shards=(), rows=first
     )
-    task = ShardTask(
+    task = ScoringTask(
         job_id="job", spec=spec, shard=shard, model=model, head=decode_plan_head(encode_plan_head(plan)), model_hash="",
-        max_errors=-1, spool=folder, limits=ReadLimits.of(READ_BYTES), grant=UrlGrant(("file:///",), ("file:///",)),
+        max_errors=-1, spool=folder, limits=ReadLimits.from_read_bytes(READ_BYTES), grant=UrlGrant(("file:///",), ("file:///",)),
     )  # fmt: skip
     files, work = ShardFiles(task), threading.Event()
     chunks = Chunks(BatchSize(1024, 0.02), work.set, lambda: None)
@@ -229,7 +229,7 @@ def _echo(chunks: "object", work: threading.Event, scored: list[int]) -> None:
     while not chunks.has_ended:
         work.wait()
         work.clear()
-        while (part := chunks.take()) is not None:
+        while (part := chunks.next_batch()) is not None:
             scored.append(part.rows)
             chunks.done(part, {"y": np.zeros((part.rows, 1), np.float32)}, 0.001)
 

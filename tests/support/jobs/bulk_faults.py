@@ -16,7 +16,7 @@ from qinfer.storage.local import LocalStore
 from qinfer_workers.jobs import event_loop
 from qinfer_workers.jobs.__main__ import main
 from qinfer_workers.jobs.plan import JobPlanner
-from qinfer_workers.liveness import end
+from qinfer_workers.liveness import exit_process
 
 _put = LocalStore.put_if_absent
 
@@ -54,4 +54,4 @@ async def _hang(self: JobPlanner, job_id: str) -> None:
 
 if __name__ == "__main__":
     install(*sys.argv[1:])
-    end(main())
+    exit_process(main())

@@ -98,7 +98,7 @@ async def submit_job(
     )
     assert await Jobs(delivery).create(record)
     frames = [(shard.index, encode_ticket(ShardTicket(job_id, shard))) for shard in shards]
-    assert await Jobs(delivery).plan(job_id, frames, rows, complete=True)
+    assert await Jobs(delivery).add_shards(job_id, frames, rows, complete=True)
     assert await Jobs(delivery).advance(job_id)
 
 

@@ -75,33 +75,33 @@ def test_a_rate_is_a_bucket_of_tokens() -> None:
     auth = Auth([key("one", **quota), key("two", **quota), key("free", tenant="other")], clock)
 
     for secret in ("one", "two", "one"):
-        auth.admit(CallerContext(key=secret))
+        auth.authorize_inference(CallerContext(key=secret))
     with pytest.raises(QuotaExceeded, match="tenant 'acme' has used up its rate of 2 requests a second") as caught:
-        auth.admit(CallerContext(key="two"))
-    auth.admit(CallerContext(key="free"))
+        auth.authorize_inference(CallerContext(key="two"))
+    auth.authorize_inference(CallerContext(key="free"))
     clock.advance(0.5)
-    auth.admit(CallerContext(key="two"))
+    auth.authorize_inference(CallerContext(key="two"))
     clock.advance(3600.0)
     for _ in range(3):
-        auth.admit(CallerContext(key="two"))
+        auth.authorize_inference(CallerContext(key="two"))
 
     assert caught.value.retry_after_s == 0.5
     with pytest.raises(QuotaExceeded):
-        auth.admit(CallerContext(key="two"))
+        auth.authorize_inference(CallerContext(key="two"))
 
 
 def test_so_many_may_be_in_flight() -> None:
     """Counted by whoever keeps the requests."""
     auth = Auth([key("one", max_in_flight=2)])
-    principal = auth.admit(CallerContext(key="one")).principal
+    principal = auth.authorize_inference(CallerContext(key="one")).principal
     assert principal is not None
     principal.quota.in_flight = 2
 
     with pytest.raises(QuotaExceeded, match="tenant 'acme' has 2 requests in flight, as many as it may"):
-        auth.admit(CallerContext(key="one"))
+        auth.authorize_inference(CallerContext(key="one"))
 
     principal.quota.in_flight = 1
-    auth.admit(CallerContext(key="one"))
+    auth.authorize_inference(CallerContext(key="one"))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_half_of_the_burst_is_kept_for_callers() -> None:
         auth.charge_tenant("acme")
     assert auth.spare("acme") == 0.0
     for _ in range(2):
-        auth.admit(CallerContext(key="one"))
+        auth.authorize_inference(CallerContext(key="one"))
     with pytest.raises(QuotaExceeded, match="tenant 'acme' has used up its rate"):
         auth.charge_tenant("acme")
     assert auth.spare("acme") == 0.0
@@ -182,7 +182,7 @@ def test_a_key_is_valid_until_it_expires() -> None:
     for refused in (
         lambda: auth.authorize(CallerContext(key="one"), Scope.INFER),
         lambda: auth.recheck(before),
-        lambda: auth.admit(before),
+        lambda: auth.authorize_inference(before),
     ):
         with pytest.raises(Unauthorized, match=r"^key 'id-one' has expired; use another$"):
             refused()
@@ -194,13 +194,13 @@ def test_a_revoked_key_is_refused_where_it_was_authorized_before() -> None:
     one = auth.authorize(CallerContext(key="one"), Scope.INFER)
     two = auth.authorize(CallerContext(key="two"), Scope.INFER)
 
-    auth.use([key("two"), key("three", tenant="other")])
+    auth.replace_keys([key("two"), key("three", tenant="other")])
 
     auth.recheck(two)
     assert auth.authorize(CallerContext(key="three"), Scope.INFER).tenant == "other"
     with pytest.raises(Unauthorized, match="the API key is not known"):
         auth.authorize(CallerContext(key="one"), Scope.INFER)
-    for refused in (auth.recheck, auth.admit):
+    for refused in (auth.recheck, auth.authorize_inference):
         with pytest.raises(Unauthorized, match=r"^key 'id-one' was revoked; use another$"):
             refused(one)
 
@@ -211,12 +211,12 @@ def test_a_key_that_loses_a_scope_or_its_tenant_is_refused() -> None:
     asked = auth.authorize(CallerContext(key="one"), Scope.INFER)
     loading = auth.authorize(CallerContext(key="one"), Scope.ADMIN)
 
-    auth.use([key("one")])
+    auth.replace_keys([key("one")])
     auth.recheck(asked)
     with pytest.raises(Forbidden, match="does not have the scope 'admin'"):
         auth.recheck(loading)
 
-    auth.use([key("one", tenant="other")])
+    auth.replace_keys([key("one", tenant="other")])
     with pytest.raises(Unauthorized, match="was revoked"):
         auth.recheck(asked)
 
@@ -226,23 +226,23 @@ def test_a_tenant_keeps_what_it_has_used_when_keys_change() -> None:
     clock = FakeClock()
     auth = Auth([key("one", rate_per_s=1.0, burst=3)], clock)
     for _ in range(3):
-        auth.admit(CallerContext(key="one"))
+        auth.authorize_inference(CallerContext(key="one"))
     principal = auth.authorize(CallerContext(key="one"), Scope.INFER).principal
     assert principal is not None
     principal.quota.in_flight = 2
 
-    auth.use([key("two", rate_per_s=2.0, burst=4, max_in_flight=2)])
+    auth.replace_keys([key("two", rate_per_s=2.0, burst=4, max_in_flight=2)])
 
     with pytest.raises(QuotaExceeded, match="2 requests in flight"):
-        auth.admit(CallerContext(key="two"))
+        auth.authorize_inference(CallerContext(key="two"))
     principal.quota.in_flight = 0
     with pytest.raises(QuotaExceeded, match="its rate of 2 requests a second"):
-        auth.admit(CallerContext(key="two"))
+        auth.authorize_inference(CallerContext(key="two"))
     clock.advance(100.0)
     for _ in range(4):
-        auth.admit(CallerContext(key="two"))
+        auth.authorize_inference(CallerContext(key="two"))
     with pytest.raises(QuotaExceeded):
-        auth.admit(CallerContext(key="two"))
+        auth.authorize_inference(CallerContext(key="two"))
 
 
 def test_a_caller_without_a_key_is_not_rechecked() -> None:
@@ -254,6 +254,6 @@ def test_a_tenant_without_a_key_is_a_tenant_until_the_end() -> None:
     """Where only one is left, it may do what tenants keep from one another."""
     auth = Auth([key("one"), key("two", tenant="other")])
 
-    auth.use([key("one")])
+    auth.replace_keys([key("one")])
 
     assert auth.tenants == {"acme", "other"}

@@ -263,7 +263,7 @@ async def test_a_cached_answer_waits_for_its_turn() -> None:
     """It is there while its request is submitted."""
     setup = Setup()
     cache = ResponseCache(CachePlan(kind="local", size_bytes=10_000), cast(Queue, setup.queue), ModelCounts(), 100)
-    setup.dispatcher.submission.use(cache)
+    setup.dispatcher.submission.set_cache(cache)
     first = setup.submit("first")
     setup.respond(flight_of(first))
     a = setup.submit("a", inputs=(tensor("x", 1),))

@@ -70,7 +70,7 @@ def test_who_leaves_begins_again_with_what_there_was() -> None:
     clock = FakeClock()
     quota = quota_of(clock, rate_per_s=1.0, burst=50)
 
-    quota.leave(QuotaLease(tokens=0.0, level=3.0, part=0.0, places=0), clock.monotonic_s())
+    quota.return_lease(QuotaLease(tokens=0.0, level=3.0, part=0.0, places=0), clock.monotonic_s())
 
     assert let_in(quota, clock) == 3
 

@@ -53,7 +53,7 @@ def file(tmp_path: Path) -> Path:
 async def followed(file: Path) -> tuple[KeyFile, Auth]:
     auth = Auth(read_keys(file))
     keys = KeyFile(file, auth)
-    await keys.look()
+    await keys.refresh_keys()
     return keys, auth
 
 
@@ -63,7 +63,7 @@ async def test_the_keys_are_those_of_the_content(
     keys, auth = followed
 
     write(file, content("another"))
-    await keys.look()
+    await keys.refresh_keys()
 
     assert (knows(auth, GOOD), knows(auth, "another")) == (False, True)
     assert errors(caplog) == []
@@ -79,11 +79,11 @@ async def test_a_link_that_is_swapped_is_followed(tmp_path: Path) -> None:
     file.symlink_to("..data/keys.json")
     auth = Auth(read_keys(file))
     keys = KeyFile(file, auth)
-    await keys.look()
+    await keys.refresh_keys()
 
     (tmp_path / "..new").symlink_to("v2")
     (tmp_path / "..new").rename(tmp_path / "..data")
-    await keys.look()
+    await keys.refresh_keys()
 
     assert (knows(auth, GOOD), knows(auth, "another")) == (False, True)
 
@@ -109,7 +109,7 @@ async def test_what_cannot_be_used_changes_nothing_and_is_said_once(
     write(file, bad)
 
     for _ in range(3):
-        await keys.look()
+        await keys.refresh_keys()
 
     (reason,) = errors(caplog)
     assert str(file) in reason
@@ -125,7 +125,7 @@ async def test_each_problem_is_said_anew_after_a_good_file(
 
     for text in ("", content(GOOD), "", "{}", content("another")):
         write(file, text)
-        await keys.look()
+        await keys.refresh_keys()
 
     assert len(errors(caplog)) == 3
     assert knows(auth, "another")
@@ -137,7 +137,7 @@ async def test_a_directory_in_its_place_changes_nothing(
     auth = Auth(read_keys(file))
     keys = KeyFile(tmp_path, auth)
 
-    await keys.look()
+    await keys.refresh_keys()
 
     assert "directory" in errors(caplog)[0]
     assert knows(auth, GOOD)

@@ -130,18 +130,18 @@ def test_a_region_stays_while_requests_use_it(memory: SharedMemory, key: str) ->
 def test_tenants_have_regions_of_their_own(memory: SharedMemory, key: str) -> None:
     """Equal names are different regions; what one unregisters stays with the others."""
     for offset, tenant in enumerate(("", "acme", "evil")):
-        memory.of(tenant).register("r", key, offset, 8)
-    memory.of("evil").register("s", key, 0, 8)
+        memory.for_tenant(tenant).register("r", key, offset, 8)
+    memory.for_tenant("evil").register("s", key, 0, 8)
 
-    memory.of("evil").unregister()
+    memory.for_tenant("evil").unregister()
 
-    assert memory.of("evil").status() == []
-    assert [region.offset for region in memory.of("acme").status()] == [1]
-    assert bytes(memory.of("acme").view("r", 0, 1)) == bytes([1])
+    assert memory.for_tenant("evil").status() == []
+    assert [region.offset for region in memory.for_tenant("acme").status()] == [1]
+    assert bytes(memory.for_tenant("acme").view("r", 0, 1)) == bytes([1])
     with pytest.raises(RegionNotFound):
-        memory.of("evil").view("r", 0, 1)
+        memory.for_tenant("evil").view("r", 0, 1)
     memory.close()
-    assert memory.of("acme").status() == []
+    assert memory.for_tenant("acme").status() == []
 
 
 def test_a_tenant_that_has_all_regions_leaves_others_their_share(
@@ -149,14 +149,14 @@ def test_a_tenant_that_has_all_regions_leaves_others_their_share(
 ) -> None:
     monkeypatch.setattr("qinfer_api.shared_memory.MAX_REGIONS", 4)
     for number in range(4):
-        memory.of("evil").register(f"r{number}", key, 0, 8)
+        memory.for_tenant("evil").register(f"r{number}", key, 0, 8)
 
-    memory.of("acme").register("r0", key, 0, 8)
-    memory.of("acme").register("r1", key, 0, 8)
+    memory.for_tenant("acme").register("r0", key, 0, 8)
+    memory.for_tenant("acme").register("r1", key, 0, 8)
 
     for tenant in ("acme", "evil"):
         with pytest.raises(InvalidRequest, match="are registered already"):
-            memory.of(tenant).register("more", key, 0, 8)
+            memory.for_tenant(tenant).register("more", key, 0, 8)
 
 
 def test_an_object_that_is_not_there(memory: SharedMemory) -> None:

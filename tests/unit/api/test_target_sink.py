@@ -38,8 +38,8 @@ def test_its_own_targets_answer_is_evidence() -> None:
     tally, canary, stable = counted(Response(request_id="r", model="m", version=4))
 
     assert (tally.requests("e", "m", 4), tally.requests("e", "m", 3)) == (1, 0)
-    assert canary.take()[0]["canary|errors||requests|acme"] == 1
-    assert stable.take() == ({}, [])
+    assert canary.new_counts()[0]["canary|errors||requests|acme"] == 1
+    assert stable.new_counts() == ({}, [])
 
 
 @pytest.mark.parametrize("failure", [None, Failure("inference_failed", "boom")], ids=["answered", "failed"])
@@ -48,7 +48,7 @@ def test_an_answer_to_who_named_its_target_is_counted_and_no_evidence(failure: F
     tally, canary, _ = counted(answer, assigned=False)
 
     assert tally.requests("e", "m", 4) == 1
-    assert canary.take() == ({}, [])
+    assert canary.new_counts() == ({}, [])
 
 
 @pytest.mark.parametrize(("given_s", "bad"), [(0.002, None), (3.0, 1), (math.inf, 1)])
@@ -58,7 +58,7 @@ def test_a_deadline_shorter_than_stables_answers_take_is_its_callers(given_s: fl
     answer = Response(request_id="r", model="m", version=4, failure=late)
     _, canary, _ = counted(answer, given_s=given_s)
 
-    assert canary.take()[0].get("canary|errors||bad|acme") == bad
+    assert canary.new_counts()[0].get("canary|errors||bad|acme") == bad
 
 
 @pytest.mark.parametrize("failure", [None, Failure("inference_failed", "boom")], ids=["answered", "failed"])
@@ -67,4 +67,4 @@ def test_an_answer_of_another_version_is_counted_as_its(failure: Failure | None)
     tally, canary, stable = counted(Response(request_id="r", model="m", version=3, failure=failure))
 
     assert (tally.requests("e", "m", 4), tally.requests("e", "m", 3)) == (0, 1)
-    assert (canary.take(), stable.take()) == (({}, []), ({}, []))
+    assert (canary.new_counts(), stable.new_counts()) == (({}, []), ({}, []))

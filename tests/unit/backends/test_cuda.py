@@ -30,7 +30,7 @@ def test_no_gpu_is_none(cuda: Cuda) -> None:
 
 def test_what_cuda_refuses_says_why(cuda: Cuda) -> None:
     """Every call raises with the function's name and CUDA's own words."""
-    for call in (lambda: cuda.use(0), lambda: cuda.allocate(16), lambda: cuda.allocate_pinned(16), cuda.stream):
+    for call in (lambda: cuda.set_device(0), lambda: cuda.allocate(16), lambda: cuda.allocate_pinned(16), cuda.stream):
         with pytest.raises(CudaError, match=r"^cuda\w+: .+ \(CUDA error \d+\)$"):
             call()
 

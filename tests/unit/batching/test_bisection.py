@@ -17,7 +17,7 @@ async def scene() -> Scene:
 
 async def test_one_bad_item_fails_alone(scene: Scene) -> None:
     """The others of its batch succeed; halves run in order, down to the single item."""
-    scene.batcher.admit([scene.item(name) for name in ("a", "b", "bad", "c")])
+    scene.batcher.add_items([scene.item(name) for name in ("a", "b", "bad", "c")])
     scene.bench.end_all()
 
     assert scene.bench.failures == {"a": "", "b": "", "bad": "inference_failed", "c": ""}
@@ -26,7 +26,7 @@ async def test_one_bad_item_fails_alone(scene: Scene) -> None:
 
 async def test_the_bad_items_failure_is_its_own(scene: Scene) -> None:
     """Each gets the text that its own execution ended with, and nothing of the execution before."""
-    scene.batcher.admit([scene.item(name) for name in ("bad1", "a", "bad2")])
+    scene.batcher.add_items([scene.item(name) for name in ("bad1", "a", "bad2")])
     scene.bench.end_all()
 
     texts = [(r.request_id, r.failure.message) for _, r in scene.bench.answered if r.failure is not None]
@@ -36,7 +36,7 @@ async def test_the_bad_items_failure_is_its_own(scene: Scene) -> None:
 
 async def test_who_was_answered_before_keeps_the_answer(scene: Scene) -> None:
     """Such an item does not run again; the last one without an answer runs alone before it is blamed."""
-    scene.batcher.admit([scene.item(name) for name in ("early", "bad")])
+    scene.batcher.add_items([scene.item(name) for name in ("early", "bad")])
     scene.bench.end_all()
 
     assert scene.bench.failures == {"early": "", "bad": "inference_failed"}
@@ -50,7 +50,7 @@ async def test_many_strings_become_objects_in_the_thread_of_an_instance() -> Non
     for name, data in (("first", many), ("bad", many[:-1]), ("other", many)):
         item = scene.item(name)
         item.request.inputs = (Tensor("x", "BYTES", (1, 20_000), data),)
-        scene.batcher.admit([item])
+        scene.batcher.add_items([item])
     scene.bench.end()
 
     ((execution, _),) = scene.bench.running
@@ -65,7 +65,7 @@ async def test_a_batch_has_no_more_strings_than_one_request_may_have() -> None:
     for name in ("first", "a", "b", "c", "d"):
         item = scene.item(name)
         item.request.inputs = (Tensor("x", "BYTES", (1, 400_000), pack_bytes([b""] * 400_000)),)
-        scene.batcher.admit([item])
+        scene.batcher.add_items([item])
     scene.bench.end_all()
 
     assert scene.bench.backend.batches == [["first"], ["a", "b"], ["c", "d"]]
@@ -74,8 +74,8 @@ async def test_a_batch_has_no_more_strings_than_one_request_may_have() -> None:
 
 async def test_halves_come_before_what_waits(scene: Scene) -> None:
     """And do not mix with it."""
-    scene.batcher.admit([scene.item(name) for name in ("a", "bad")])
-    scene.batcher.admit([scene.item("later")])
+    scene.batcher.add_items([scene.item(name) for name in ("a", "bad")])
+    scene.batcher.add_items([scene.item("later")])
     scene.bench.end_all()
 
     assert scene.bench.backend.batches == [["a", "bad"], ["a"], ["bad"], ["later"]]
@@ -84,7 +84,7 @@ async def test_halves_come_before_what_waits(scene: Scene) -> None:
 async def test_halves_use_every_idle_instance() -> None:
     """Two instances run two halves at once."""
     scene = Scene(Bench(count=2))
-    scene.batcher.admit([scene.item(name) for name in ("a", "b", "bad", "c")])
+    scene.batcher.add_items([scene.item(name) for name in ("a", "b", "bad", "c")])
     scene.bench.end()
 
     assert [len(execution.items) for execution, _ in scene.bench.running] == [2, 2]
@@ -93,10 +93,10 @@ async def test_halves_use_every_idle_instance() -> None:
 async def test_what_is_late_is_not_run_again(scene: Scene) -> None:
     """A half that waits for an instance is expired when its deadline comes."""
     first, second = scene.item("bad"), scene.item("a")
-    scene.batcher.admit([first, second])
+    scene.batcher.add_items([first, second])
     scene.bench.end()
     scene.time.advance(60.0)
-    scene.batcher.admit([])
+    scene.batcher.add_items([])
 
     assert scene.bench.failures == {"a": "deadline_exceeded"}
     scene.bench.end_all()
@@ -106,7 +106,7 @@ async def test_what_is_late_is_not_run_again(scene: Scene) -> None:
 async def test_a_lost_item_is_not_run_again(scene: Scene) -> None:
     """Whether its lease is lost during the execution or while its half waits."""
     bad, during, after = (scene.item(name) for name in ("bad", "during", "after"))
-    scene.batcher.admit([bad, during, after])
+    scene.batcher.add_items([bad, during, after])
     scene.batcher.lost(during)
     scene.bench.end()
     scene.batcher.lost(after)
@@ -118,7 +118,7 @@ async def test_a_lost_item_is_not_run_again(scene: Scene) -> None:
 
 async def test_counts_are_of_requests_that_ended(scene: Scene) -> None:
     """Executing and completed count each request once; each repetition is counted as one, and none teaches a speed."""
-    scene.batcher.admit([scene.item(name) for name in ("a", "b", "bad", "c")])
+    scene.batcher.add_items([scene.item(name) for name in ("a", "b", "bad", "c")])
     scene.bench.end()
     assert (scene.batcher.executing, scene.batcher.completed) == (2, 0)
     assert not scene.is_idle()
@@ -135,7 +135,7 @@ async def test_a_batch_that_ran_at_once_is_cut_too(scene: Scene) -> None:
     """Its halves go to the instances: the event loop has waited long enough."""
     scene.bench.runs_now = True
 
-    scene.batcher.admit([scene.item(name) for name in ("a", "bad")])
+    scene.batcher.add_items([scene.item(name) for name in ("a", "bad")])
     assert scene.bench.backend.batches == [["a", "bad"]]
     scene.bench.end_all()
 
@@ -144,9 +144,9 @@ async def test_a_batch_that_ran_at_once_is_cut_too(scene: Scene) -> None:
 
 async def test_a_pause_gives_halves_back(scene: Scene) -> None:
     """Those that wait, and those of a batch that raises during the pause."""
-    scene.batcher.admit([scene.item(name) for name in ("bad", "a", "b", "c")])
+    scene.batcher.add_items([scene.item(name) for name in ("bad", "a", "b", "c")])
     scene.bench.end()
-    pausing = asyncio.create_task(scene.batcher.pause())
+    pausing = asyncio.create_task(scene.batcher.pause_batching())
     await eventually(lambda: len(scene.bench.given_back) == 2)
 
     scene.bench.end()
@@ -158,7 +158,7 @@ async def test_a_pause_gives_halves_back(scene: Scene) -> None:
 
 async def test_a_new_generation_does_not_get_halves_unchecked(scene: Scene) -> None:
     """What waits is handed to be checked; a batch of the old generation that raises is given back."""
-    scene.batcher.admit([scene.item(name) for name in ("bad", "a", "b", "c")])
+    scene.batcher.add_items([scene.item(name) for name in ("bad", "a", "b", "c")])
     scene.bench.end()
 
     waiting = scene.batcher.replace(scene.model(Bench(), generation=2))
@@ -171,10 +171,10 @@ async def test_a_new_generation_does_not_get_halves_unchecked(scene: Scene) -> N
 
 async def test_halves_that_no_instance_took_stay_halves(scene: Scene) -> None:
     """Recalled, they neither mix with what waits nor with each other."""
-    scene.batcher.admit([scene.item(name) for name in ("bad", "a")])
+    scene.batcher.add_items([scene.item(name) for name in ("bad", "a")])
     scene.bench.stalled = True
     scene.bench.end()
-    scene.batcher.admit([scene.item("later")])
+    scene.batcher.add_items([scene.item("later")])
 
     waiting = scene.batcher.replace(scene.model(Bench(), generation=2))
 

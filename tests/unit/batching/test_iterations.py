@@ -129,7 +129,7 @@ class Scene:
         states = tuple(state.initial(None, batched=True) for state in self.sequences.states)
         return LoadedModel(spec=spec, version=1, generation=generation, executor=bench, initial_states=states)
 
-    def answer(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
+    def publish_responses(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
         """See `Outlet`."""
         del items
         self.answered += responses
@@ -160,7 +160,7 @@ class Scene:
     def send(self, name: str, times: int, *, left_s: float = 60.0, alone: bool = False) -> WorkItem:
         """Admits such a request."""
         item = self.item(name, times, left_s=left_s, alone=alone)
-        self.batcher.admit([item])
+        self.batcher.add_items([item])
         return item
 
     @property
@@ -214,7 +214,7 @@ async def test_a_correlation_id_of_the_caller_is_kept() -> None:
     scene = Scene()
     item = scene.item("a", 1)
     item.request.sequence = messages.SequenceFlags("mine", end=True)
-    scene.batcher.admit([item])
+    scene.batcher.add_items([item])
     scene.bench.end()
 
     assert scene.bench.model.flags == [[messages.SequenceFlags("mine", start=True)]]
@@ -226,13 +226,13 @@ async def test_ids_of_requests_that_iterate_together_are_never_equal() -> None:
     items = [scene.item(name, 2) for name in "abcd"]
     items[1].request.sequence = messages.SequenceFlags(7)
     items[1].request.tenant = "acme"
-    scene.batcher.admit(items[:2])
+    scene.batcher.add_items(items[:2])
     number = items[0].request.sequence
     assert number is not None
     for item, tenant, named in zip(items[2:], ("acme", "evil"), (number.id, 7), strict=True):
         item.request.sequence, item.request.tenant = messages.SequenceFlags(named), tenant
 
-    scene.batcher.admit(items[2:])
+    scene.batcher.add_items(items[2:])
 
     ids = [item.request.sequence.id for item in items if item.request.sequence is not None]
     assert (len(set(ids)), ids[1]) == (4, 7)
@@ -254,14 +254,14 @@ async def test_each_iteration_is_an_execution_and_the_request_counts_once() -> N
 
 async def test_no_more_are_fetched_than_execute_at_once() -> None:
     scene = Scene(OLDEST)
-    assert scene.batcher.room() == (2, float("inf"))
+    assert scene.batcher.plan_fetch() == (2, float("inf"))
     scene.send("a", 2)
-    assert (scene.can_fetch, scene.batcher.room()[0]) == (True, 1)
+    assert (scene.can_fetch, scene.batcher.plan_fetch()[0]) == (True, 1)
     scene.send("b", 1)
     assert not scene.can_fetch
     scene.bench.end(2)
 
-    assert (scene.can_fetch, scene.batcher.room()[0]) == (True, 2)
+    assert (scene.can_fetch, scene.batcher.plan_fetch()[0]) == (True, 2)
 
 
 async def test_a_suspect_runs_alone() -> None:
@@ -280,7 +280,7 @@ async def test_a_suspect_runs_alone() -> None:
 async def test_what_is_lost_ends_between_two_iterations() -> None:
     scene = Scene()
     running, other = scene.item("running", 9), scene.item("other", 2)
-    scene.batcher.admit([running, other])
+    scene.batcher.add_items([running, other])
     scene.bench.end()
     scene.batcher.lost(running)
     assert scene.bench.running[0][0].cancelled(0)
@@ -313,7 +313,7 @@ async def test_a_request_expires_between_two_iterations() -> None:
 
 async def test_an_exception_fails_the_requests_of_its_batch_only() -> None:
     scene = Scene(OLDEST)
-    scene.batcher.admit([scene.item(name, 2) for name in ("a", "b", "c")])
+    scene.batcher.add_items([scene.item(name, 2) for name in ("a", "b", "c")])
     scene.bench.model.error = ValueError("no")
     scene.bench.end()
     scene.bench.model.error = None
@@ -324,7 +324,7 @@ async def test_an_exception_fails_the_requests_of_its_batch_only() -> None:
 
 async def test_requests_that_did_not_end_the_process_begin_anew() -> None:
     scene = Scene(OLDEST)
-    scene.batcher.admit([scene.item(name, 3) for name in ("a", "b", "c")])
+    scene.batcher.add_items([scene.item(name, 3) for name in ("a", "b", "c")])
     scene.bench.end(2)  # a and b, then c and a
     scene.bench.model.error = SequenceLost("the process died")
     begun = scene.bench.running[0][0].items
@@ -342,21 +342,21 @@ async def test_a_pause_gives_back_what_has_not_begun_and_ends_the_rest() -> None
     scene = Scene()
     scene.send("begun", 3)
     scene.send("waits", 1)
-    assert not ends_at_once(scene.batcher.pause())
+    assert not ends_at_once(scene.batcher.pause_batching())
     assert scene.given_back == ["waits"]
     assert (scene.can_fetch, scene.batcher.executing) == (False, 1)
     scene.bench.end(3)
 
     assert ends_at_once(scene.batcher.idle())
     assert scene.values == {"begun": 3}
-    scene.batcher.resume()
+    scene.batcher.resume_batching()
     assert scene.can_fetch
 
 
 async def test_what_is_admitted_in_a_pause_is_executed() -> None:
     """Suspects are."""
     scene = Scene()
-    await scene.batcher.pause()
+    await scene.batcher.pause_batching()
     scene.send("suspect", 2, alone=True)
     assert not ends_at_once(scene.batcher.idle())
     scene.bench.end(2)
@@ -373,7 +373,7 @@ async def test_what_has_begun_ends_on_the_old_generation() -> None:
 
     waiting = scene.batcher.replace(scene.model(newer, 2))
     assert [item.request.id for item in waiting] == ["waits"]
-    scene.batcher.admit(waiting)
+    scene.batcher.add_items(waiting)
     assert len(scene.batcher.expected_ends) == 2
     newer.end()
     scene.bench.end(2)

@@ -17,7 +17,7 @@ async def scene() -> Scene:
 async def test_what_comes_makes_one_batch(scene: Scene) -> None:
     """Not one of what came first, and another of the rest."""
     for name in ("a", "b", "c"):
-        scene.batcher.admit([scene.item(name)])
+        scene.batcher.add_items([scene.item(name)])
     before = len(scene.bench.running)
 
     scene.batcher.lend(-1)
@@ -31,14 +31,14 @@ async def test_a_lender_hears_of_what_comes(scene: Scene) -> None:
     assert scene.can_fetch()
     assert not scene.batcher.has_work
 
-    scene.batcher.admit(scene.items(1))
+    scene.batcher.add_items(scene.items(1))
 
     assert scene.batcher.has_work
 
 
 async def test_what_comes_is_fetched_in_few_steps(scene: Scene) -> None:
     """Each fetch costs a round trip, and nothing can begin anyway."""
-    scene.batcher.admit(scene.items(1))
+    scene.batcher.add_items(scene.items(1))
     at_once = scene.can_fetch()
     scene.time.advance(FETCH_EVERY_S)
     scene.batcher._pump()
@@ -48,7 +48,7 @@ async def test_what_comes_is_fetched_in_few_steps(scene: Scene) -> None:
 
 async def test_what_waits_too_long_is_given_back(scene: Scene) -> None:
     """An idle worker may have it; and nothing is fetched until the instance is back, which is still wanted."""
-    scene.batcher.admit(scene.items(2))
+    scene.batcher.add_items(scene.items(2))
     scene.time.advance(PATIENCE_S)
     scene.batcher._pump()
 
@@ -64,11 +64,11 @@ async def test_what_waits_too_long_is_given_back(scene: Scene) -> None:
 
 async def test_a_pause_waits_for_no_lent_instance(scene: Scene) -> None:
     """Whoever lent it ends by itself."""
-    scene.batcher.admit(scene.items(1))
+    scene.batcher.add_items(scene.items(1))
     scene.time.advance(PATIENCE_S)
     scene.batcher._pump()
 
-    await scene.batcher.pause()
+    await scene.batcher.pause_batching()
 
     assert scene.batcher.paused
 
@@ -78,7 +78,7 @@ async def test_instances_of_a_new_generation_are_not_lent(scene: Scene) -> None:
     bench = Bench()
     scene.batcher.replace(scene.model(bench, generation=2))
 
-    scene.batcher.admit(scene.items(1))
+    scene.batcher.add_items(scene.items(1))
 
     assert len(bench.running) == 1
 
@@ -88,7 +88,7 @@ async def test_other_instances_go_on() -> None:
     scene = Scene(Bench(count=2))
     scene.batcher.lend(1)
 
-    scene.batcher.admit(scene.items(1))
+    scene.batcher.add_items(scene.items(1))
 
     assert len(scene.bench.running) == 1
 
@@ -98,13 +98,13 @@ def test_patience_begins_with_the_first_that_waits() -> None:
     lent = LentInstances()
     lent.change(1)
 
-    assert lent.look(0.0, 0) == (True, NEVER_S)
-    assert lent.look(1000.0, 1) == (False, 1000.0 + FETCH_EVERY_S)
-    assert lent.look(1000.0 + FETCH_EVERY_S, 1) == (True, 1000.0 + PATIENCE_S)
-    assert lent.look(1000.0 + PATIENCE_S, 1) == (False, NEVER_S)
+    assert lent.decide_fetch(0.0, 0) == (True, NEVER_S)
+    assert lent.decide_fetch(1000.0, 1) == (False, 1000.0 + FETCH_EVERY_S)
+    assert lent.decide_fetch(1000.0 + FETCH_EVERY_S, 1) == (True, 1000.0 + PATIENCE_S)
+    assert lent.decide_fetch(1000.0 + PATIENCE_S, 1) == (False, NEVER_S)
     assert lent.is_overdue
 
     lent.change(-1)
     lent.change(1)
 
-    assert lent.look(2000.0, 0) == (True, NEVER_S)
+    assert lent.decide_fetch(2000.0, 0) == (True, NEVER_S)

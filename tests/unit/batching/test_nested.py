@@ -26,36 +26,36 @@ def test_calls_of_other_models_are_not_nested() -> None:
 
     items = [request(), request(caller, model="other")]
 
-    assert nested.take(items) == items
+    assert nested.split_off(items) == items
     assert nested.depth == 1
 
 
 def test_instances_are_kept_for_calls_as_deep_as_any_that_came() -> None:
     nested, first = NestedRequests(), execution(request())
     second = execution(request(first))
-    assert nested.room(0, [], 4) == 4
+    assert nested.count_free(0, [], 4) == 4
 
-    nested.take([request(first, second)])
+    nested.split_off([request(first, second)])
 
     assert nested.depth == 3
-    assert [nested.room(level, [], 4) for level in (0, 1, 2)] == [2, 3, 4]
-    assert [nested.room(level, [first], 4) for level in (0, 1, 2)] == [1, 2, 3]
-    assert [nested.room(level, [second], 4) for level in (0, 1, 2)] == [2, 2, 3]
+    assert [nested.count_free(level, [], 4) for level in (0, 1, 2)] == [2, 3, 4]
+    assert [nested.count_free(level, [first], 4) for level in (0, 1, 2)] == [1, 2, 3]
+    assert [nested.count_free(level, [second], 4) for level in (0, 1, 2)] == [2, 2, 3]
 
 
 def test_a_worker_with_too_few_instances_still_executes() -> None:
     nested, first = NestedRequests(), execution(request())
-    nested.take([request(first, execution(request(first)))])
+    nested.split_off([request(first, execution(request(first)))])
 
-    assert nested.room(0, [], 1) == 1
-    assert nested.room(0, [], 2) == 1
+    assert nested.count_free(0, [], 1) == 1
+    assert nested.count_free(0, [], 2) == 1
 
 
 def test_the_deepest_goes_first() -> None:
     nested, first = NestedRequests(), execution(request())
     shallow, deep = request(first), request(first, execution(request(first)))
-    nested.take([shallow])
-    nested.take([deep])
+    nested.split_off([shallow])
+    nested.split_off([deep])
 
     assert nested.next([], 3) is deep
     assert nested.next([], 3) is shallow
@@ -68,7 +68,7 @@ def test_one_gives_way_where_all_wait() -> None:
     first, last = execution(request(), 1), execution(request(), 2)
     inner = execution(request(first), 3)
     waits = request(last)
-    nested.take([request(first, inner), waits])
+    nested.split_off([request(first, inner), waits])
 
     assert nested.victim([first, inner, last]) is last
     assert nested.waiting_for(last) == [waits]
@@ -77,7 +77,7 @@ def test_one_gives_way_where_all_wait() -> None:
 
 def test_none_gives_way_while_one_may_end_by_itself() -> None:
     nested, first, other = NestedRequests(), execution(request()), execution(request())
-    nested.take([request(first)])
+    nested.split_off([request(first)])
 
     assert nested.victim([first, other]) is None
 
@@ -87,7 +87,7 @@ def test_an_execution_that_has_made_no_call_does_not_wait() -> None:
     nested, caller, plain = NestedRequests(), execution(request()), execution(request())
     waits = request(caller)
     waits.request.holders += (ResourceHolder("", "ensemble", {}, 1, 2),)
-    nested.take([waits])
+    nested.split_off([waits])
 
     assert nested.victim([caller, plain]) is None
     assert nested.waiting_for(plain) == []
@@ -96,7 +96,7 @@ def test_an_execution_that_has_made_no_call_does_not_wait() -> None:
 def test_an_execution_that_has_ended_does_not_give_way() -> None:
     """Its instance is free once the loop hears of it."""
     nested, caller = NestedRequests(), execution(request())
-    nested.take([request(caller)])
+    nested.split_off([request(caller)])
     caller.end_ns = 2
 
     assert nested.victim([caller]) is None
@@ -105,7 +105,7 @@ def test_an_execution_that_has_ended_does_not_give_way() -> None:
 def test_late_requests_are_removed() -> None:
     nested, first = NestedRequests(), execution(request())
     item = request(first)
-    nested.take([item])
+    nested.split_off([item])
 
     assert nested.late(99.0) == []
     assert nested.late(100.0) == [item]

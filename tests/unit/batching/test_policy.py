@@ -48,7 +48,9 @@ def rules(limit: int = 8, preferred: tuple[int, ...] = (), delay_s: float = 0.0,
     batching = BatchingSpec(
         preferred_sizes=sizes, max_queue_delay_s=delay_s, priority_levels=levels, default_priority=levels
     )
-    return Rules.of(ModelSpec(name="m", backend="stub", inputs=(), outputs=(), max_batch_size=limit, batching=batching))
+    return Rules.from_spec(
+        ModelSpec(name="m", backend="stub", inputs=(), outputs=(), max_batch_size=limit, batching=batching)
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_no_batching_runs_each_request_alone() -> None:
     """The default scheduler never merges."""
     spec = ModelSpec(name="m", backend="stub", inputs=(), outputs=(), max_batch_size=8)
 
-    assert len(decide([item(), item()], NOW_S, FreeSlots(1), Rules.of(spec), Speed()).run) == 1
+    assert len(decide([item(), item()], NOW_S, FreeSlots(1), Rules.from_spec(spec), Speed()).run) == 1
 
 
 def test_no_batch_dimension_runs_each_request_alone() -> None:
@@ -109,7 +111,7 @@ def test_no_batch_dimension_runs_each_request_alone() -> None:
     batching = BatchingSpec(preferred_sizes=(4,))
     spec = ModelSpec(name="m", backend="stub", inputs=(), outputs=(), max_batch_size=0, batching=batching)
 
-    assert len(decide([item(), item()], NOW_S, FreeSlots(1), Rules.of(spec), Speed()).run) == 1
+    assert len(decide([item(), item()], NOW_S, FreeSlots(1), Rules.from_spec(spec), Speed()).run) == 1
 
 
 def test_suspect_runs_alone() -> None:

@@ -116,9 +116,9 @@ def test_an_execution_needs_all_its_resources_at_once() -> None:
         mine.wait(waiting)
 
     assert mine.decide() == [one]
-    mine.ended(one)
+    mine.release_grant(one)
     assert mine.decide() == [both]
-    mine.ended(both)
+    mine.release_grant(both)
     assert mine.decide() == [other]
 
 
@@ -131,7 +131,7 @@ def test_executions_follow_the_priorities(priority: int, expected: int) -> None:
         mine.wait(usual)
         mine.wait(rare)
         (granted,) = mine.decide()
-        mine.ended(granted)
+        mine.release_grant(granted)
 
     assert rare.executions == expected
 
@@ -142,7 +142,7 @@ def test_a_grant_that_was_not_used_does_not_count() -> None:
     mine.wait(one)
     mine.decide()
 
-    mine.ended(one, has_executed=False)
+    mine.release_grant(one, has_executed=False)
 
     assert one.executions == 0
 
@@ -171,11 +171,11 @@ def test_a_callee_uses_its_callers_units_one_after_the_other() -> None:
     mine.wait(second, (holder(caller),))
 
     assert mine.decide() == [first]
-    mine.ended(first)
+    mine.release_grant(first)
     assert mine.decide() == [second]
-    mine.ended(second)
+    mine.release_grant(second)
     assert mine.decide() == []
-    mine.ended(caller)
+    mine.release_grant(caller)
     assert mine.decide() == [other]
 
 
@@ -191,11 +191,11 @@ def test_units_come_back_when_the_last_user_of_a_callers_units_ends() -> None:
     assert mine.decide() == [callee]
     mine.wait(other)
 
-    mine.ended(between)
+    mine.release_grant(between)
     assert mine.decide() == []
-    mine.ended(caller)
+    mine.release_grant(caller)
     assert mine.decide() == []
-    mine.ended(callee)
+    mine.release_grant(callee)
     assert mine.decide() == [other]
 
 
@@ -224,7 +224,7 @@ def test_a_callee_that_needs_more_than_its_caller_holds_is_refused() -> None:
         "caller; let the caller hold as many, or none"
     )
     assert mine.refusal("callee", [{R: 1}, {S: 9}], [held]) == ""
-    mine.ended(caller)
+    mine.release_grant(caller)
     assert mine.refusal("callee", [callee.needs], [held]) == ""
 
 
@@ -243,7 +243,7 @@ def test_a_call_that_can_not_use_what_its_caller_holds_is_in_conflict() -> None:
     )
     mine.add([instance("callee", {R: 1})])
     assert mine.conflict("callee", [{R: 1}], [held])
-    mine.ended(caller)
+    mine.release_grant(caller)
     assert not mine.holds([held])
     assert mine.conflict("callee", [{R: 1}], [held]) == ""
 
@@ -260,9 +260,9 @@ def test_a_caller_of_another_worker_lends_its_global_units() -> None:
     assert mine.missing() == []
     assert mine.decide() == [callee]
     assert holder(callee).units == {"g": 2}
-    mine.ended(callee)
+    mine.release_grant(callee)
     assert mine.decide() == [second]
-    mine.ended(second)
+    mine.release_grant(second)
     assert mine.refusal("callee", [{G: 3}], [held])
 
 
@@ -296,6 +296,6 @@ def test_units_that_were_lost_are_granted_to_nobody() -> None:
 
     mine.wait(other)
     assert mine.decide() == []
-    mine.ended(one)
+    mine.release_grant(one)
     assert mine.decide() == []
     assert mine.missing() == [({"g": 1}, False)]

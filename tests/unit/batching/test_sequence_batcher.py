@@ -150,7 +150,7 @@ class Scene:
             start=number == 1,
             end=end,
         )
-        self.batcher.admit(step)
+        self.batcher.add_step(step)
         self.batcher.pump()
         return step
 
@@ -345,11 +345,11 @@ async def test_a_lost_memory_ends_the_sequences_of_its_instance_only() -> None:
 async def test_nothing_begins_while_it_is_paused() -> None:
     scene = Scene(direct())
     scene.adopt(1)
-    await scene.batcher.pause()
+    await scene.batcher.pause_batching()
     scene.send(1, 1.0)
     assert scene.running == []
 
-    scene.batcher.resume()
+    scene.batcher.resume_batching()
 
     assert len(scene.running) == 1
 

@@ -58,7 +58,7 @@ class Worker:
         sequence = None if correlation_id is None else SequenceId("t", correlation_id)
         item = Item(rows=1, key=key, enqueued_s=self.now_s, deadline_s=self.now_s + left_s, alone=alone)
         step = SequenceStep(item=item, sequence=sequence, start="S" in flags, end="E" in flags)
-        self.scheduler.admit(step, self.now_s)
+        self.scheduler.add_step(step, self.now_s)
         return step
 
     def decide(self, least_s: float = 0.0) -> SequenceDecision[Item]:
@@ -74,7 +74,7 @@ class Worker:
         while batches := self.decide().batches:
             for batch in batches:
                 ran += batch.steps
-                self.scheduler.ended(batch, self.now_s)
+                self.scheduler.end_batch(batch, self.now_s)
         return ran
 
 
@@ -98,7 +98,7 @@ def test_the_steps_of_a_sequence_execute_one_after_another(spec: SequenceSpec) -
 
     assert worker.batches() == [[first]]
     assert worker.batches() == []
-    worker.scheduler.ended(StepBatch(0, [first]), 0.0)
+    worker.scheduler.end_batch(StepBatch(0, [first]), 0.0)
     assert worker.run() == [second, third]
     assert [step.number for step in (first, second, third)] == [1, 2, 3]
 
@@ -112,7 +112,7 @@ def test_end_frees_one_slot_for_the_oldest_of_the_backlog(spec: SequenceSpec) ->
     batch = only(worker.decide())
 
     assert (worker.scheduler.open, worker.scheduler.backlog, worker.scheduler.free_slots) == (4, 2, 0)
-    worker.scheduler.ended(batch, 0.0)
+    worker.scheduler.end_batch(batch, 0.0)
     assert ends in batch.steps
     assert only(worker.decide()).steps == [third]
     assert worker.scheduler.backlog == 1
@@ -160,7 +160,7 @@ def test_sequences_keep_their_slots_when_instances_come(held: int) -> None:
         while batches := worker.decide().batches:
             places.update({step.sequence: batch.instance for batch in batches for step in batch.steps})
             for batch in batches:
-                worker.scheduler.ended(batch, worker.now_s)
+                worker.scheduler.end_batch(batch, worker.now_s)
 
     for name in range(held):
         worker.send(name, "S")
@@ -192,13 +192,13 @@ def test_instances_with_the_fewest_sequences_go_when_these_have_ended() -> None:
     worker.send("b")
     batch = only(worker.decide())
     assert (batch.instance, worker.scheduler.backlog) == (1, 1)
-    worker.scheduler.ended(batch, worker.now_s)
+    worker.scheduler.end_batch(batch, worker.now_s)
     for name in ("b", "e", "a"):
         worker.send(name, "E")
     places = {}
     decision = worker.decide()
     for batch in decision.batches:
-        worker.scheduler.ended(batch, worker.now_s)
+        worker.scheduler.end_batch(batch, worker.now_s)
     decision = worker.decide()
     places = {step.sequence: batch.instance for batch in decision.batches for step in batch.steps}
     assert (decision.left, places) == ([1], {SequenceId("t", "f"): 0})
@@ -252,7 +252,7 @@ def test_a_start_ends_the_running_sequence_early_and_queues_behind(is_idle: bool
     assert decision.ended == [EndedSequence(SequenceId("t", 1), EndReason.RESTARTED, 1)]
     assert again.number == 1
     ran = decision.batches[0].steps
-    worker.scheduler.ended(decision.batches[0], 0.0)
+    worker.scheduler.end_batch(decision.batches[0], 0.0)
     assert ran + worker.run() == ([] if is_idle else [first]) + [other, again]
 
 
@@ -276,7 +276,7 @@ def test_a_step_that_expires_ends_its_sequence() -> None:
     assert [step for step, _ in decision.refused] == [expires, after]
     assert [error.message for _, error in decision.refused] == [TIMED_OUT, ended_text(1, 3, "expired")]
     assert isinstance(decision.refused[0][1], DeadlineExceeded)
-    worker.scheduler.ended(StepBatch(0, batch), worker.now_s)
+    worker.scheduler.end_batch(StepBatch(0, batch), worker.now_s)
     assert worker.run() == [before, next_one]
 
 
@@ -335,7 +335,7 @@ def test_a_step_that_executes_does_not_expire() -> None:
     worker.now_s = 2.0
 
     assert worker.decide().refused == []
-    worker.scheduler.ended(batch, 2.0)
+    worker.scheduler.end_batch(batch, 2.0)
     assert worker.decide() == SequenceDecision([], [], [], [], NEVER_S)
     assert step.number == 1
 
@@ -354,7 +354,7 @@ def test_the_cancel_of_a_waiting_step_ends_its_sequence() -> None:
         (after, SequenceEnded),
     ]
     assert decision.ended == [EndedSequence(SequenceId("t", 1), EndReason.CANCELLED, 2)]
-    worker.scheduler.ended(batch, 0.0)
+    worker.scheduler.end_batch(batch, 0.0)
     worker.scheduler.cancel(cancelled, 0.0)
     assert worker.scheduler.free_slots == 2
 
@@ -368,7 +368,7 @@ def test_a_step_that_is_cancelled_or_dies_while_it_executes_ends_its_sequence(di
     if not dies:
         worker.scheduler.cancel(step, 0.0)
 
-    worker.scheduler.ended(batch, 0.0, died=[step] if dies else [])
+    worker.scheduler.end_batch(batch, 0.0, died=[step] if dies else [])
     decision = worker.decide()
 
     assert [refused for refused, _ in decision.refused] == [after]
@@ -403,7 +403,7 @@ def test_a_sequence_is_not_idle_while_something_executes_or_waits(executes: bool
     worker.now_s = 50.0
 
     assert worker.decide().idle == []
-    worker.scheduler.ended(batch, 50.0)
+    worker.scheduler.end_batch(batch, 50.0)
     worker.now_s = 54.0
     assert worker.decide().idle == []
 
@@ -435,7 +435,7 @@ def test_a_dropped_sequence_leaves_its_waiting_steps_unanswered() -> None:
 
     assert worker.scheduler.drop(SequenceId("t", 1), 0.0) == waiting
     assert worker.scheduler.drop(SequenceId("t", 9), 0.0) == []
-    worker.scheduler.ended(batch, 0.0)
+    worker.scheduler.end_batch(batch, 0.0)
     assert worker.decide() == SequenceDecision([], [], [], [], NEVER_S)
     assert worker.scheduler.free_slots == 2
 
@@ -447,12 +447,12 @@ def test_an_iterated_request_joins_the_running_batch_until_it_is_done() -> None:
     second = worker.send(9)
     assert (first.start, first.end) == (True, False)
 
-    worker.scheduler.ended(batch, 0.0, again=[first])
+    worker.scheduler.end_batch(batch, 0.0, again=[first])
     batch = only(worker.decide())
 
     assert list(batch.rows) == [first, second]
     assert (first.start, second.start, first.sequence) == (False, True, SequenceId("", 1))
-    worker.scheduler.ended(batch, 0.0, again=[second])
+    worker.scheduler.end_batch(batch, 0.0, again=[second])
     assert only(worker.decide()).steps == [second]
     assert worker.scheduler.open == 1
 
@@ -463,7 +463,7 @@ def test_tenants_have_correlation_ids_of_their_own() -> None:
     item = Item(rows=1, key=0, enqueued_s=0.0, deadline_s=60.0)
     other = SequenceStep(item=item, sequence=SequenceId("other", 1), start=True)
 
-    worker.scheduler.admit(other, 0.0)
+    worker.scheduler.add_step(other, 0.0)
 
     assert worker.batches() == [[mine, other]]
 
@@ -486,7 +486,7 @@ def test_an_iterated_request_ends_between_two_iterations(how: str) -> None:
     if how == "expired while it executed":
         worker.now_s = 1.0
         assert worker.decide().refused == []
-    worker.scheduler.ended(batch, worker.now_s, again=[step])
+    worker.scheduler.end_batch(batch, worker.now_s, again=[step])
     worker.now_s = 1.0
 
     decision = worker.decide()
@@ -510,7 +510,7 @@ def test_a_sequence_that_comes_again_while_a_step_of_it_executes_keeps_its_place
     batch = only(worker.decide())
     worker.scheduler.drop(SequenceId("t", 1), 0.0)
     worker.scheduler.adopt(SequenceId("t", 1), steps=1)
-    worker.scheduler.ended(batch, 0.0)
+    worker.scheduler.end_batch(batch, 0.0)
 
     step = worker.send(1, "E")
 

@@ -96,7 +96,7 @@ async def test_an_item_that_was_lost_before_its_execution_began_has_no_stream() 
     bench.table.lose(item)
 
     stream = bench.table.open(item, execution)
-    await bench.table.ended()
+    await bench.table.wait_closed()
 
     assert stream.is_over
     assert stream.closed.is_set()
@@ -107,10 +107,10 @@ async def test_a_stream_that_is_over_keeps_no_instance_when_its_item_is_executed
     bench = StreamBench()
     execution = bench.execution()
     (item,) = execution.items
-    assert bench.table.resume(item, execution) is execution.streams[0]
+    assert bench.table.reopen_stream(item, execution) is execution.streams[0]
 
     bench.table.lose(item)
-    again = bench.table.resume(item, execution)
+    again = bench.table.reopen_stream(item, execution)
 
     assert again.is_over
     assert again.closed.is_set()
@@ -215,7 +215,7 @@ async def test_a_caller_that_takes_nothing_is_cancelled() -> None:
     execution.offer(0, outputs(), final=False)
     await bench.turn()
 
-    bench.table._look()
+    bench.table._check_streams()
     await bench.turn()
 
     assert [r.failure and r.failure.code for r in bench.responses()] == [None, "cancelled"]
@@ -229,7 +229,7 @@ async def test_a_stream_ends_at_its_deadline() -> None:
     bench.execution()
     bench.now_s = 1000.0
 
-    bench.table._look()
+    bench.table._check_streams()
     await bench.turn()
 
     assert [r.failure and r.failure.code for r in bench.responses()] == ["deadline_exceeded"]
@@ -292,7 +292,7 @@ async def test_streams_to_a_process_that_is_gone_end() -> None:
     execution = bench.execution(2)
     execution.items[1].request.reply_to = "reply:other"
 
-    bench.table.leave("reply:g")
+    bench.table.cancel_streams_to("reply:g")
     await bench.turn()
 
     assert bench.open == ["r1"]

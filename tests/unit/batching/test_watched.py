@@ -100,7 +100,7 @@ def clock(execute_s: float = 5.0) -> ExecutionClock:
         TimeLimit("an execution", "qinfer.execute_timeout_s", execute_s),
     )
     one = ExecutionClock("m", 1, limits)
-    one.use(limits.execute)
+    one.set_limit(limits.execute)
     return one
 
 

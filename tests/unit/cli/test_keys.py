@@ -150,9 +150,9 @@ def test_commands_present_the_key_of_the_environment(
 
 def test_the_load_generator_presents_it_too() -> None:
     """In every request; and it can make no header of its own."""
-    request = LoadTarget.of("http://h:1", "/", b"body", None, "abc").request
+    request = LoadTarget.for_url("http://h:1", "/", b"body", None, "abc").request
 
     assert b"\r\nAuthorization: Bearer abc\r\n" in request
-    assert b"Authorization" not in LoadTarget.of("http://h:1", "/", b"body", None).request
+    assert b"Authorization" not in LoadTarget.for_url("http://h:1", "/", b"body", None).request
     with pytest.raises(InvalidRequest):
-        LoadTarget.of("http://h:1", "/", b"body", None, "abc\r\nX: y")
+        LoadTarget.for_url("http://h:1", "/", b"body", None, "abc\r\nX: y")

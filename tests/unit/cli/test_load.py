@@ -138,8 +138,8 @@ def test_stop_closes_after_the_answer(connection: LoadConnection, report: LoadRe
 
 def test_request_has_the_binary_header_only_with_binary_tensors() -> None:
     """Without it the whole body is JSON (reference §1.7)."""
-    plain = LoadTarget.of("http://h:1/base/", "/v2/models/a%20b/infer", b"{}", None)
-    binary = LoadTarget.of("https://h", "/v2/models/m/infer", b"{}x", 2)
+    plain = LoadTarget.for_url("http://h:1/base/", "/v2/models/a%20b/infer", b"{}", None)
+    binary = LoadTarget.for_url("https://h", "/v2/models/m/infer", b"{}x", 2)
 
     assert plain.request == (b"POST /base/v2/models/a%20b/infer HTTP/1.1\r\nHost: h:1\r\nContent-Length: 2\r\n\r\n{}")
     assert b"Inference-Header-Content-Length: 2\r\n" in binary.request
@@ -150,7 +150,10 @@ def test_run_against_nobody_fails_clearly(unused_tcp_port: int) -> None:
     """No server, no figures."""
     with pytest.raises(CommandFailed, match="0 of 2 connections could be made"):
         run_load(
-            LoadTarget.of(f"http://127.0.0.1:{unused_tcp_port}", "/", b"{}", None), 2, 0.1, partial(LoadConnection, b"")
+            LoadTarget.for_url(f"http://127.0.0.1:{unused_tcp_port}", "/", b"{}", None),
+            2,
+            0.1,
+            partial(LoadConnection, b""),
         )
 
 

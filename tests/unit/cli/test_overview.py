@@ -106,7 +106,7 @@ async def test_bulk_lanes_are_shown_of_models_that_have_jobs(store: ControlStore
     await put(store, "digits", 1)
     await put(store, "other", 1)
     await Jobs(delivery).create(JobRecord(id="j1", model="digits", version=1, state="planning", priority=1))
-    await Jobs(delivery).plan("j1", [(0, b"a"), (1, b"b")], 2, complete=True)
+    await Jobs(delivery).add_shards("j1", [(0, b"a"), (1, b"b")], 2, complete=True)
     await Jobs(delivery).advance("j1")
 
     shown = (await read_overview(store, delivery)).lanes

@@ -58,7 +58,7 @@ def test_only_models_with_news_are_written(tmp_path: Path) -> None:
 def test_what_is_recorded_is_enough_to_decide_again(tmp_path: Path) -> None:
     """The policy, given what was recorded, decides what it had decided: nothing that it goes by is left out."""
     policy = ScalingPolicy(max_workers=3, target_s=2, down_after_s=4, idle_s=6, cooldown_s=1)
-    file, state, decided = RecordFile(tmp_path / "record.jsonl"), ScalingState.begin(0.0, 0), []
+    file, state, decided = RecordFile(tmp_path / "record.jsonl"), ScalingState.initial(0.0, 0), []
     for now, waiting in enumerate([0, 5, 60, 30, 9, 3, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 2]):
         observation = QueueObservation(
             now_s=float(now), work_s=waiting / 10, entries=waiting, live=state.target, executed=waiting > 3, used=0.3
@@ -70,7 +70,7 @@ def test_what_is_recorded_is_enough_to_decide_again(tmp_path: Path) -> None:
 
     with (tmp_path / "record.jsonl").open("rb") as lines:
         moments = decode(lines)
-    state, again = ScalingState.begin(moments[0].at_s, 0), []
+    state, again = ScalingState.initial(moments[0].at_s, 0), []
     for moment in moments:
         decision, state = decide(policy, state, moment.seen)
         again.append(decision)

@@ -14,7 +14,7 @@ import pytest
 import qinfer
 from qinfer import errors
 from qinfer.client import flows
-from qinfer.client.flows import Ask, SubmitOptions
+from qinfer.client.flows import Ask, SubmitArguments
 from qinfer.client.hedging import LEAST_LATENCIES, Attempt, HedgedTasks, HedgedThreads, Hedging, is_answer
 from qinfer.client.results import RequestHandle
 from qinfer.client.steps import Flow, Outcome, Send
@@ -52,7 +52,7 @@ def test_only_what_is_executed_once_is_hedged() -> None:
         assert isinstance(send, Send)
         return hedging().after_s(send) is not None
 
-    assert first(flows.submit(policy, ask, SubmitOptions()))
+    assert first(flows.submit(policy, ask, SubmitArguments()))
     assert first(flows.result(policy, HANDLE, 0.0))
     assert first(flows.status(policy, HANDLE))
     assert first(flows.infer_or_resume(policy, ask, "key"))
@@ -74,7 +74,7 @@ def test_p95_is_of_the_latest_answers_of_its_method() -> None:
     def answered(send: Send, seconds: float, outcome: Outcome = OK) -> None:
         began_s = one.now_s()
         clock.advance(seconds)  # type: ignore[attr-defined]
-        one.answered(send, outcome, began_s)
+        one.record_latency(send, outcome, began_s)
 
     for n in range(1, LEAST_LATENCIES):
         answered(get(), n / 10)

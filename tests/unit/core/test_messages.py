@@ -59,5 +59,5 @@ def test_other_ids_are_refused(text: str) -> None:
 
 def test_failures_keep_foreign_texts_from_clients() -> None:
     """A qinfer error is described as it is, any other as internal."""
-    assert Failure.of(QueueFull("full")) == Failure("queue_full", "full", retryable=True)
-    assert "secret" not in Failure.of(RuntimeError("secret")).message
+    assert Failure.from_error(QueueFull("full")) == Failure("queue_full", "full", retryable=True)
+    assert "secret" not in Failure.from_error(RuntimeError("secret")).message

@@ -71,7 +71,7 @@ def output(folder: Path, model: ModelSpec = NUMBER, **fields: Any) -> pa.Table:
         with closing(ShardReader(shard, columns, stored, plan.spec)) as reader:
             while (batch := reader.read(1000)) is not None:
                 errors = RowErrors(batch.record.num_rows)
-                batch = values.of(batch, errors)
+                batch = values.parse_texts(batch, errors)
                 decoded = inputs.decode(batch.record, errors)
                 scored = [ScoredRows(piece.rows, {"y": np.asarray(piece.inputs["x"]) * 2}) for piece in decoded.pieces]
                 found.append(outputs.encode(batch, scored, errors))

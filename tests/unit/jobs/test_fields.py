@@ -146,7 +146,9 @@ def test_long_values_of_a_dictionary_within_a_struct_are_read(tmp_path: Path) ->
     rows = [{"id": n, "image": {"bytes": bytes([n % 3]) * 2**20, "path": ""}} for n in range(30)]
     url = write(tmp_path / "x.parquet", table(rows))
 
-    with closing(ShardReader(shard_of(url), ["image.bytes"], SCHEMA, limits=ReadLimits.of(24 * 2**20))) as reader:
+    with closing(
+        ShardReader(shard_of(url), ["image.bytes"], SCHEMA, limits=ReadLimits.from_read_bytes(24 * 2**20))
+    ) as reader:
         sizes, first = [], []
         while (batch := reader.read(30)) is not None:
             sizes.append(batch.record.num_rows)

@@ -51,7 +51,9 @@ def test_a_large_footer_is_read_where_the_setting_allows_it(tmp_path: Path, form
         asyncio.run(planned(16 * 2**20))
     plan = decode_plan(asyncio.run(planned(LARGE)))
     schema = decode_schema(plan.schema)
-    with closing(ShardReader(plan.shards[0], ("x", "id"), schema, spec, limits=ReadLimits.of(2**26, LARGE))) as reader:
+    with closing(
+        ShardReader(plan.shards[0], ("x", "id"), schema, spec, limits=ReadLimits.from_read_bytes(2**26, LARGE))
+    ) as reader:
         batch = reader.read(10)
         assert batch is not None
         assert batch.record.to_pylist() == [{"x": 1.0, "id": 7}]

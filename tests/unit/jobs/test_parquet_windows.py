@@ -63,7 +63,9 @@ def test_row_groups_are_read_in_one_window_and_those_of_others_are_not(tmp_path:
     path = tmp_path / "a.parquet"
     pq.write_table(table, path, row_group_size=5000, data_page_size=4 * KIB, use_deprecated_int96_timestamps=True)
     file = Far(path.read_bytes())
-    groups = ParquetGroups(file, ("x", "t", "at"), "s3://a", far=True, limits=ReadLimits.of(2**26), wanted=(3, 4))
+    groups = ParquetGroups(
+        file, ("x", "t", "at"), "s3://a", far=True, limits=ReadLimits.from_read_bytes(2**26), wanted=(3, 4)
+    )
     columns = groups._metadata.row_group(3)
 
     found = [record for group in (3, 4) for record in groups.batches(Range("s3://a", "", group, 5000 * group, 5000, 0))]
@@ -102,7 +104,7 @@ def test_the_end_is_found_without_moving_the_file() -> None:
 def test_a_fetch_that_fails_is_an_error_of_who_reads(tmp_path: Path) -> None:
     url = write(tmp_path / "a.parquet", pa.table({"x": [1.0]}))
     file = Far(Path(url.removeprefix("file://")).read_bytes())
-    groups = ParquetGroups(file, ("x",), url, far=True, limits=ReadLimits.of(2**26))
+    groups = ParquetGroups(file, ("x",), url, far=True, limits=ReadLimits.from_read_bytes(2**26))
 
     def fail(size: int, place: int) -> bytes:
         raise OSError("away")

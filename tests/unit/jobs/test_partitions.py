@@ -55,7 +55,9 @@ def rows_of(plan: JobPlan, *columns: str, read_bytes: int = 2**26) -> list[tuple
     found: list[tuple[Any, ...]] = []
     schema = decode_schema(plan.schema)
     for shard in plan.shards:
-        with closing(ShardReader(shard, columns, schema, plan.spec, limits=ReadLimits.of(read_bytes))) as reader:
+        with closing(
+            ShardReader(shard, columns, schema, plan.spec, limits=ReadLimits.from_read_bytes(read_bytes))
+        ) as reader:
             while (batch := reader.read(1000)) is not None:
                 assert batch.record.schema.equals(reader.schema)
                 assert sum(segment.rows for segment in batch.segments) == batch.record.num_rows
@@ -201,7 +203,9 @@ def test_long_values_take_no_more_memory_than_rows_may(tmp_path: Path) -> None:
     table_of(tmp_path, "parquet", "/".join(f"{name}={'v' * 200}" for name in "abcde"), rows=5000)
     plan = planned(tmp_path)
     shard, schema = max(plan.shards, key=lambda shard: shard.rows), decode_schema(plan.schema)
-    with closing(ShardReader(shard, ("x", *"abcde"), schema, plan.spec, limits=ReadLimits.of(6 * 2**20))) as reader:
+    with closing(
+        ShardReader(shard, ("x", *"abcde"), schema, plan.spec, limits=ReadLimits.from_read_bytes(6 * 2**20))
+    ) as reader:
         sizes = []
         while (batch := reader.read(5000)) is not None:
             sizes.append((batch.record.num_rows, batch.record.nbytes))

@@ -55,7 +55,7 @@ def part(path: Path, record: pa.RecordBatch, output: Output, cuts: tuple[int, ..
             continue
         piece = PartWriter(path.with_name(f"{path.name}.{begin}"), record.schema, output, metadata, split)
         piece.write(record.slice(begin, end - begin))
-        piece.end()
+        piece.close_files()
         writer.add(piece.paths, piece.rows, piece.errors)
         piece.delete()
     writer.close()
@@ -114,7 +114,7 @@ def test_a_piece_is_no_part(tmp_path: Path) -> None:
         tmp_path / "part.parquet", record.schema, output_of("parquet", "none"), part_metadata("job", shard, "h")
     )
     piece.write(record.slice(0, 2))
-    piece.end()
+    piece.close_files()
     url = f"file://{tmp_path}/part.parquet"
 
     with pytest.raises(PartBroken, match="has 2 rows"):

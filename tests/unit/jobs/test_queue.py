@@ -79,7 +79,7 @@ def test_a_broker_that_is_away_is_reported_at_once_and_without_its_url() -> None
 
     for _ in range(2):
         with pytest.raises(BrokerUnavailable) as error:
-            tasks.plan("job")
+            tasks.request_plan("job")
 
         assert "secret" not in error.value.message
         assert "127.0.0.1" not in error.value.message

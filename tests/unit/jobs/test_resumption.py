@@ -49,7 +49,7 @@ class Workers:
                     self.deaths += 1
                     break
                 (self.failed if step.is_deadly else self.scored).extend(run)
-                known = known.ended(step, piece(step))
+                known = known.with_piece(step, piece(step))
             else:
                 return known
 
@@ -135,7 +135,7 @@ def test_ranges_grow_again_behind_the_place_of_a_death() -> None:
     for _ in range(5):
         step = known.step(1000)
         sizes.append(step.stop - step.first)
-        known = known.ended(step, piece(step))
+        known = known.with_piece(step, piece(step))
 
     assert sizes == [1, 1, 8, 64, 512]
 

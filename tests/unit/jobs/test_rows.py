@@ -289,7 +289,9 @@ def test_wide_rows_that_cannot_be_read_take_no_more_memory_than_others(tmp_path:
     wide = pa.schema([("x", pa.list_(pa.float32(), 100_000))])
     url = write(tmp_path / "a.parquet", pa.table({"y": list(range(1000))}))
 
-    with closing(ShardReader(shard_of(url), ("x",), wide, SKIPS, limits=ReadLimits.of(6 * 2**20))) as reader:
+    with closing(
+        ShardReader(shard_of(url), ("x",), wide, SKIPS, limits=ReadLimits.from_read_bytes(6 * 2**20))
+    ) as reader:
         sizes = []
         while (batch := reader.read(1000)) is not None:
             sizes.append((batch.record.num_rows, batch.record.nbytes))

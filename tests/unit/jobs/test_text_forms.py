@@ -128,7 +128,7 @@ def test_pieces_that_are_gone_are_rows_that_are_missing(tmp_path: Path) -> None:
     """Never rows of another place."""
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(csv_of().encode()))
     plan = planned(tmp_path, NUMBER)
-    store_for(f"file://{tmp_path}-out").delete_folder(InputForm.of(plan.spec).kept_url)
+    store_for(f"file://{tmp_path}-out").delete_folder(InputForm.from_spec(plan.spec).kept_url)
 
     with pytest.raises(SourceBroken, match="rows less than it had"):
         rows_of(plan, plan.shards[-1])

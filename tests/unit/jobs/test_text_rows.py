@@ -113,8 +113,8 @@ def test_a_reader_that_reads_ahead_has_a_file_for_itself_in_a_worker(tmp_path: P
     path.write_text("\n".join(LINES[format_]))
     file = Watched(path)
 
-    wanted = WantedColumns.of(pa.schema([("n", pa.int64())]), ["n"])
-    opened = TextRows(TextStream(file), format_, wanted, "file:///x", ReadLimits.of(2**26), Csv())
+    wanted = WantedColumns.from_paths(pa.schema([("n", pa.int64())]), ["n"])
+    opened = TextRows(TextStream(file), format_, wanted, "file:///x", ReadLimits.from_read_bytes(2**26), Csv())
     found = pa.Table.from_batches([rows.record for rows in opened.batches(Range("file:///x", "", -1, 120, 30, 120))])
     opened.close()
 

@@ -86,11 +86,15 @@ def test_files_of_both_kinds(tmp_path: Path) -> None:
     found = load_mappings(tmp_path)
 
     assert [each.name for each in found] == ["first", "other"]
-    assert (found.of("m", 12).name, found.of("m", 13).name, found.of("m").name) == ("first", "other", "other")
-    rule = found.of("m", 12).results[0]
+    assert (found.for_model("m", 12).name, found.for_model("m", 13).name, found.for_model("m").name) == (
+        "first",
+        "other",
+        "other",
+    )
+    rule = found.for_model("m", 12).results[0]
     assert isinstance(rule, ChoicesRule)
     assert rule.labels == ("0", "1")
-    assert found.of("m", 12).inputs["TEXT"].field == "text"
+    assert found.for_model("m", 12).inputs["TEXT"].field == "text"
 
 
 def test_labels_stay_what_was_typed(tmp_path: Path) -> None:
@@ -127,9 +131,9 @@ def test_a_mapping_that_would_fill_the_memory(tmp_path: Path) -> None:
 def test_a_model_without_a_mapping() -> None:
     """The error says which have one."""
     with pytest.raises(InvalidRequest, match=r"no labeling mapping for model 'x' and project 3.*models: m"):
-        Mappings([mapping()]).of("x", 3)
+        Mappings([mapping()]).for_model("x", 3)
     with pytest.raises(InvalidRequest, match="models: none"):
-        Mappings().of("x")
+        Mappings().for_model("x")
 
 
 def test_two_for_the_same() -> None:

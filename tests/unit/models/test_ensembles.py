@@ -7,7 +7,14 @@ import pytest
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.config import from_json, normalise, parse, to_json, to_spec
-from qinfer.models.ensemble_graph import MAX_DECOUPLED, MAX_NESTING, MAX_STEPS, EnsemblePlan, ResolvedModel, plan
+from qinfer.models.ensemble_graph import (
+    MAX_DECOUPLED,
+    MAX_NESTING,
+    MAX_STEPS,
+    EnsemblePlan,
+    ResolvedModel,
+    plan_ensemble,
+)
 from qinfer.models.ensemble_shapes import fit, refit
 from qinfer.models.reshapes import Reshape
 from qinfer.models.sequence_spec import ControlKind, ControlSpec, DirectSpec, SequenceSpec
@@ -45,7 +52,7 @@ def model(name: str, **options: object) -> ModelSpec:
 
 def planned(spec: ModelSpec, *models: ModelSpec) -> EnsemblePlan:
     known = {one.name: one for one in models}
-    return plan(spec, lambda step: ResolvedModel(known[step.model], step.version or 1))
+    return plan_ensemble(spec, lambda step: ResolvedModel(known[step.model], step.version or 1))
 
 
 def test_an_ensemble_is_accepted() -> None:
@@ -223,7 +230,7 @@ def test_an_ensemble_that_grows_too_large() -> None:
         level = known[f"e{depth}"] = model(f"e{depth}", backend="", steps=steps)
 
     with pytest.raises(ModelLoadFailed, match=f"more than {MAX_STEPS} steps"):
-        plan(level, lambda step: ResolvedModel(known[step.model], 1))
+        plan_ensemble(level, lambda step: ResolvedModel(known[step.model], 1))
 
 
 def test_ensembles_that_are_too_deep_within_one_another() -> None:
@@ -235,8 +242,8 @@ def test_ensembles_that_are_too_deep_within_one_another() -> None:
 
     for name in ("e1999", f"e{MAX_NESTING}"):
         with pytest.raises(ModelLoadFailed, match=f"more than {MAX_NESTING} ensembles are within one another"):
-            plan(known[name], lambda step: ResolvedModel(known[step.model], 1))
-    assert len(plan(known[f"e{MAX_NESTING - 1}"], lambda step: ResolvedModel(known[step.model], 1)).steps) == 1
+            plan_ensemble(known[name], lambda step: ResolvedModel(known[step.model], 1))
+    assert len(plan_ensemble(known[f"e{MAX_NESTING - 1}"], lambda step: ResolvedModel(known[step.model], 1)).steps) == 1
 
 
 def test_an_optional_input_that_nobody_gives() -> None:
@@ -247,7 +254,7 @@ def test_an_optional_input_that_nobody_gives() -> None:
 
     (number,) = flow.start({"IN": 1})
 
-    assert dict(flow.take(number)) == {"x": 1}
+    assert dict(flow.step_inputs(number)) == {"x": 1}
 
 
 def two_sources(merges: bool) -> ModelSpec:  # noqa: FBT001 - a parameter of tests

@@ -74,7 +74,7 @@ async def test_everyone_who_writes_a_model_writes_it(scene: Scene) -> None:
 
     again = await start(scene.source, scene.store, scene.delivery, ASLEEP.model_copy(update={"control_mode": "none"}))
     synced = await sync(scene.source, scene.store, scene.delivery, min_workers=0)
-    await RepositoryWatch(scene.source, scene.store, scene.delivery, 1.0, 0).look()
+    await RepositoryWatch(scene.source, scene.store, scene.delivery, 1.0, 0).sync_models()
     before = await scene.store.desired()
 
     async def refresh() -> None: ...

@@ -373,7 +373,7 @@ async def test_a_gateway_that_ends_tells_who_waits_for_a_load(store: ControlStor
     first = load(scene)
     await eventually(scene.is_desired)
 
-    scene.control.end()
+    scene.control.cancel_loads()
 
     caught = await refused(first)
     assert (type(caught), caught.message) == (Overloaded, "Server exiting")

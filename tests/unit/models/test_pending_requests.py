@@ -138,9 +138,9 @@ def test_the_final_response_takes_the_request_out() -> None:
     item = pending("a")
     sinks.add(item, 1001.0)
 
-    first = sinks.take(Response(request_id="a", index=0, final=False))
-    last = sinks.take(Response(request_id="a", index=1, final=True))
-    again = sinks.take(Response(request_id="a", index=1, final=True))
+    first = sinks.request_of(Response(request_id="a", index=0, final=False))
+    last = sinks.request_of(Response(request_id="a", index=1, final=True))
+    again = sinks.request_of(Response(request_id="a", index=1, final=True))
 
     assert (first, last, again) == (item, item, None)
 
@@ -151,8 +151,8 @@ def test_one_attempt_is_followed() -> None:
     item = pending("a")
     sinks.add(item, 1001.0)
 
-    sinks.take(Response(request_id="a", attempt=2, final=False))
-    other = sinks.take(Response(request_id="a", attempt=1, final=True))
+    sinks.request_of(Response(request_id="a", attempt=2, final=False))
+    other = sinks.request_of(Response(request_id="a", attempt=1, final=True))
 
     assert other is None
     assert len(sinks) == 1
@@ -198,7 +198,7 @@ def test_each_response_of_a_stream_moves_its_deadline() -> None:
     item = stream(sinks, "a")
     assert item.stream is not None
     clock.move_to(1030.0)
-    sinks.take(word(0))
+    sinks.request_of(word(0))
     item.stream.took(4)
 
     clock.move_to(1060.02)
@@ -213,7 +213,7 @@ def test_a_stream_waits_for_who_takes_its_responses() -> None:
     sinks, clock, expired = table()
     stream(sinks, "a")
     clock.move_to(1010.0)
-    sinks.take(word(0))
+    sinks.request_of(word(0))
 
     clock.move_to(1071.0)
     early = list(expired)
@@ -227,7 +227,12 @@ def test_the_final_response_ends_a_stream() -> None:
     sinks, clock, expired = table()
     item = stream(sinks, "a")
 
-    taken = [sinks.take(word(0)), sinks.take(word(0)), sinks.take(word(1, final=True)), sinks.take(word(1, final=True))]
+    taken = [
+        sinks.request_of(word(0)),
+        sinks.request_of(word(0)),
+        sinks.request_of(word(1, final=True)),
+        sinks.request_of(word(1, final=True)),
+    ]
     clock.move_to(1200.0)
 
     assert taken == [item, None, item, None]

@@ -14,7 +14,7 @@ def test_without_batching_there_is_one_way() -> None:
     plain = routes(None)
 
     assert plain.are_plain
-    assert plain.of(7) == plain.default == (Lane("m", 3), QueuePolicy(), (Lane("m", 3),))
+    assert plain.for_priority(7) == plain.default == (Lane("m", 3), QueuePolicy(), (Lane("m", 3),))
 
 
 def test_levels_have_lanes_and_policies_of_their_own() -> None:
@@ -22,13 +22,13 @@ def test_levels_have_lanes_and_policies_of_their_own() -> None:
     delay = QueuePolicy(timeout_s=1.0, delay=True)
     levels = routes(BatchingSpec(preferred_sizes=(8,), priority_levels=3, default_priority=2, policies={1: delay}))
 
-    names = {asked: levels.of(asked).lane.name for asked in (0, 1, 2, 3, 4)}
+    names = {asked: levels.for_priority(asked).lane.name for asked in (0, 1, 2, 3, 4)}
 
     assert not levels.are_plain
     assert names == {0: "p2", 1: "p1", 2: "p2", 3: "p3", 4: "p2"}
-    assert levels.of(1).policy is delay
-    assert [lane.name for lane in levels.of(1).ahead] == ["p1"]
-    assert [lane.name for lane in levels.of(3).ahead] == ["p1", "p1.delayed", "p2", "p3"]
+    assert levels.for_priority(1).policy is delay
+    assert [lane.name for lane in levels.for_priority(1).ahead] == ["p1"]
+    assert [lane.name for lane in levels.for_priority(3).ahead] == ["p1", "p1.delayed", "p2", "p3"]
     assert levels.default.lane.name == "p2"
 
 
@@ -40,7 +40,7 @@ def test_each_of_twelve_levels_has_a_lane_and_a_policy() -> None:
 
     levels = routes(BatchingSpec(preferred_sizes=(8,), priority_levels=12, default_priority=1, policies=policies))
 
-    found = [levels.of(level) for level in range(1, 13)]
+    found = [levels.for_priority(level) for level in range(1, 13)]
     assert [route.lane.name for route in found] == [f"p{level}" for level in range(1, 13)]
     assert [route.policy for route in found] == list(policies.values())
 
@@ -52,11 +52,11 @@ def test_a_policy_without_levels_makes_the_way_special() -> None:
     bounded = routes(BatchingSpec(preferred_sizes=(8,), default_policy=policy))
 
     assert not bounded.are_plain
-    assert bounded.of(5) == (Lane("m", 3), policy, (Lane("m", 3),))
+    assert bounded.for_priority(5) == (Lane("m", 3), policy, (Lane("m", 3),))
 
 
 def test_very_many_levels_share_lanes() -> None:
     """A configuration may have 2³² of them."""
     many = routes(BatchingSpec(preferred_sizes=(8,), priority_levels=2**32, default_priority=2**31))
 
-    assert [many.of(level).lane.name for level in (1, 0, 2**32)] == ["p1", "p16", "p32"]
+    assert [many.for_priority(level).lane.name for level in (1, 0, 2**32)] == ["p1", "p16", "p32"]

@@ -182,8 +182,8 @@ async def test_a_look_that_goes_wrong_ends_no_gateway(
     with monkeypatch.context() as patch:
         patch.setattr(scene.source, "scan", scan)
         watch = RepositoryWatch(scene.source, scene.store, scene.delivery, 0.005)
-        await watch.look()
-    await watch.look()
+        await watch.sync_models()
+    await watch.sync_models()
 
     assert caplog.messages == ["model repository not looked through"]
     assert await scene.loaded() == ["a"]
@@ -193,13 +193,13 @@ async def test_the_watch_follows_changes(scene: Scene, caplog: pytest.LogCapture
     """Each is logged; a repository that is away for a while changes nothing."""
     watch = RepositoryWatch(scene.source, scene.store, scene.delivery, 0.005)
     with caplog.at_level(logging.INFO, "qinfer_api.app"):
-        await watch.look()
+        await watch.sync_models()
         scene.source.is_away = True
-        await watch.look()
+        await watch.sync_models()
         scene.source.is_away = False
         scene.source.models |= {"b": model("b"), "bad": StoredModel(model="bad", error="line 1")}
-        await watch.look()
-        await watch.look()
+        await watch.sync_models()
+        await watch.sync_models()
         del scene.source.models["b"]
         running = asyncio.create_task(watch.run())
         await eventually(scene.is_b_gone)

@@ -103,7 +103,7 @@ def test_an_observer_loses_no_answer(responder: Responder, caplog: pytest.LogCap
     run = Execution([item], Batch(requests=[item.request], rows=[1], inputs={}), 0)
     run.answers = [()]
 
-    items, responses = responder.responses(run, 2.0, tally)
+    items, responses = responder.build_responses(run, 2.0, tally)
 
     assert (items, [(one.request_id, one.failure, one.final) for one in responses]) == ([item], [("r1", None, True)])
     assert [line.message for line in caplog.records] == ["observer failed"]

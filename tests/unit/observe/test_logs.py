@@ -293,7 +293,10 @@ def test_logging_that_is_somebody_elses_stays_as_it_is() -> None:
 
 def test_what_a_process_starts_with() -> None:
     """The switches of each level."""
-    started = {level: Switches.of(LogSettings.model_validate({"level": level})) for level in ("DEBUG", "INFO", "ERROR")}
+    started = {
+        level: Switches.from_settings(LogSettings.model_validate({"level": level}))
+        for level in ("DEBUG", "INFO", "ERROR")
+    }
 
     assert started == {
         "DEBUG": Switches(verbose_level=1),

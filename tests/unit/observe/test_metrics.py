@@ -21,7 +21,7 @@ from qinfer.observe.stats import GatewayTally, Objective, PublishTally, StatsTal
 from qinfer.observe.tenants import TenantTally
 from qinfer.observe.triton_metrics import MetricsChoice
 from qinfer.queue import nodes
-from qinfer.traffic.canary import CanaryPlan, Step, begin
+from qinfer.traffic.canary import CanaryPlan, Step, initial_state
 from qinfer.traffic.endpoints import Endpoint, Role, Target
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.store import DeclaredEndpoints
@@ -57,7 +57,7 @@ def series(tally: GatewayTally, snapshot: MetricsSnapshot, tenants: TenantTally 
 def busy() -> tuple[GatewayTally, MetricsSnapshot]:
     tally = GatewayTally("g")
     for seconds in (0.0001, 0.004, 0.2, 100.0):
-        tally.answered("m", 1, seconds)
+        tally.count_answered("m", 1, seconds)
     tally.failed("m", 1, ErrorCode.QUEUE_FULL)
     worker = StatsTally()
     worker.executed(6, [1_000_000, 2_000_000, 70 * 10**9], 1_000_000, 8_000_000, 1_000_000)
@@ -152,7 +152,7 @@ def test_an_objective_counts_what_the_server_answers_for() -> None:
     key = {"model": "m", "process": "g", "version": "1"}
     tally.aim({("m", 1): Objective(0.5, 0.99), ("idle", 2): Objective(1.0, 0.9)})
     for seconds in (0.1, 0.5, 0.6, 70.0):
-        tally.answered("m", 1, seconds)
+        tally.count_answered("m", 1, seconds)
     for code in (ErrorCode.MODEL_NOT_READY, ErrorCode.BROKER_UNAVAILABLE, ErrorCode.INVALID_REQUEST):
         tally.failed("m", 1, code)
 
@@ -180,9 +180,9 @@ def test_an_objective_that_changes_counts_from_then_on() -> None:
     """A counter never falls because the threshold was raised."""
     tally = GatewayTally("g")
     tally.aim({("m", 1): Objective(0.5, 0.99)})
-    tally.answered("m", 1, 0.7)
+    tally.count_answered("m", 1, 0.7)
     tally.aim({("m", 1): Objective(1.0, 0.99)})
-    tally.answered("m", 1, 0.7)
+    tally.count_answered("m", 1, 0.7)
 
     shown = series(tally, MetricsSnapshot())
 
@@ -192,7 +192,7 @@ def test_an_objective_that_changes_counts_from_then_on() -> None:
 def test_labels_are_escaped() -> None:
     """A model's name may hold quotes and backslashes."""
     tally = GatewayTally("g")
-    tally.answered('a"b\\c\n', 1, 0.1)
+    tally.count_answered('a"b\\c\n', 1, 0.1)
 
     assert (
         series(tally, MetricsSnapshot())[
@@ -361,7 +361,7 @@ def test_tenants_have_series_up_to_a_number() -> None:
     tenants = TenantTally(2, "g")
     tenants.in_flight = lambda: {"t0": 3, "t1": 0, "t7": 4, "t8": 5, "t9": 0}
     for number in range(50):
-        tenants.answered(f"t{number}", "m", 0.3)
+        tenants.count_answered(f"t{number}", "m", 0.3)
     tenants.failed("t0", "m", "quota_exceeded")
     tenants.failed("t30", "m", "queue_full")
     tenants.accepted("t1", "m")
@@ -387,7 +387,7 @@ def test_tenants_have_series_up_to_a_number() -> None:
 def test_openmetrics_is_what_its_parser_takes() -> None:
     """Strict as it is: with all metrics, the exemplars of buckets, and Triton's counters, which have no suffix."""
     tally, snapshot = everything()
-    tally.answered("m", 1, 0.3)
+    tally.count_answered("m", 1, 0.3)
     tally.traced("m", 1, 0.3, "0af7651916cd43dd8448eb211c80319c")
 
     page = render_openmetrics(
@@ -500,9 +500,9 @@ def counted_targets() -> TargetTally:
     endpoints = Endpoints(Mock())
     plan = CanaryPlan(steps=(Step(weight=0.1),))
     endpoints.show(DeclaredEndpoints({"e": Endpoint(name="e", targets=(stable,), canary=plan, revision=7)}, 7))
-    endpoints.trials = {"e": Trial(state=begin(plan, 1, 2, 7, 0.0))}
+    endpoints.trials = {"e": Trial(state=initial_state(plan, 1, 2, 7, 0.0))}
     tally = TargetTally(endpoints, "g")
-    tally.answered(("e", "m:1"), 0.1, Response(request_id="r"))
+    tally.count_answered(("e", "m:1"), 0.1, Response(request_id="r"))
     tally.shadow(("e", "m:2"), ShadowOutcome.AGREED)
     tally.failed(("e", "m:1"), ErrorCode.QUEUE_FULL)
     return tally
@@ -513,7 +513,7 @@ def test_the_catalogue_is_what_is_shown() -> None:
     tally, snapshot = everything()
     tenants = TenantTally(1, "g")
     tenants.in_flight = lambda: {"acme": 1}
-    tenants.answered("acme", "m", 0.1)
+    tenants.count_answered("acme", "m", 0.1)
     tenants.failed("acme", "m", ErrorCode.QUEUE_FULL)
     shares = tenants.of_shares([({"lane": "p1", "model": "m", "version": "1"}, ["acme"], 3, 1.0)])
     snapshot = replace(snapshot, features=[*snapshot.features, *shares])

@@ -73,9 +73,9 @@ def worked() -> dict[str, int]:
     worker.failed("corrupt_entry")
     worker.failed("deadline_exceeded", 3)
     gateway = GatewayTally()
-    gateway.ended("m", 1, "queue_full")
-    gateway.ended("m", 1, "cancelled")
-    gateway.ended("m", 1, "broker_unavailable")
+    gateway.count_ended("m", 1, "queue_full")
+    gateway.count_ended("m", 1, "cancelled")
+    gateway.count_ended("m", 1, "broker_unavailable")
     fields = worker.drain()
     add(fields, gateway.refusals.drain()["m", 1])
     return fields

@@ -52,7 +52,7 @@ def test_a_place_is_asked_for_again_by_one_entry(
 def test_a_stream_that_is_gone_is_forgotten(places: Places) -> None:
     places.learn(LANE, "acme", 3, is_shared=False)
 
-    places.forget(LANE, "acme")
+    places.drop_place(LANE, "acme")
 
     assert places.find(LANE, "acme") is None
     assert places.last(LANE, "acme") not in (LANE, share_of(LANE, 3))

@@ -34,7 +34,9 @@ def test_a_line_has_what_was_seen_and_decided() -> None:
         sequence_workers=2,
     )
     decision = ScalingDecision(target=3, wanted=3, reason="24.8 s of work at 10 s a worker")
-    made = Moment.of(BEGAN_S, seen, decision, before=1, draining=4, versions=(VersionTrace(model="m", version=1),))
+    made = Moment.from_decision(
+        BEGAN_S, seen, decision, before=1, draining=4, versions=(VersionTrace(model="m", version=1),)
+    )
 
     line = encode(made)
     (read, _) = decode([line, encode(moment(1, 0, 0))])

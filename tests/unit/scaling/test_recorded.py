@@ -28,7 +28,7 @@ def traffic(shape: str) -> Traffic:
 
 
 def run(shape: str, policy: ScalingPolicy = POLICY, *, load_s: float | None = None) -> SimulationOutcome:
-    profile = WorkerProfile.of(traffic(shape))
+    profile = WorkerProfile.from_traffic(traffic(shape))
     return simulate(policy, traffic(shape).arrivals, profile if load_s is None else replace(profile, load_s=load_s))
 
 

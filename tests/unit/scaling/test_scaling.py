@@ -22,7 +22,7 @@ class Scaler:
 
     def __init__(self, policy: ScalingPolicy = POLICY, workers: int = 0) -> None:
         self.policy = policy
-        self.state = ScalingState.begin(0.0, workers)
+        self.state = ScalingState.initial(0.0, workers)
 
     def see(self, now_s: float, work_s: float = 0.0, **more: float) -> ScalingDecision:
         fields = {"entries": int(work_s > 0), **more}

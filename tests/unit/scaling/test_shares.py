@@ -67,7 +67,7 @@ def test_limits_add_up() -> None:
 
 def test_alone_it_decides_as_it_always_did() -> None:
     """The number, the reason and what is remembered."""
-    state = mine = ScalingState.begin(0.0, 0)
+    state = mine = ScalingState.initial(0.0, 0)
     share = 0
     for second, work_s in enumerate([0, 5, 95, 95, *[0] * 400, 12, *[3] * 200], start=1):
         seen = QueueObservation(now_s=float(second), work_s=work_s, entries=int(work_s > 0), live=share)
@@ -80,7 +80,7 @@ def test_alone_it_decides_as_it_always_did() -> None:
 
 def test_what_others_have_to_do_is_not_remembered_as_done() -> None:
     """It is when they do it, and then it was a step up for all."""
-    begun = ScalingState.begin(0.0, 0)
+    begun = ScalingState.initial(0.0, 0)
     waiting = look(begun, 100.0, 5.0, peer("b"), peer("a"))
 
     assert (waiting.total.target, waiting.share) == (1, 0)
@@ -94,7 +94,7 @@ def test_what_others_have_to_do_is_not_remembered_as_done() -> None:
 def test_each_waits_for_the_same_time() -> None:
     """That another has done its part begins no new time for the rest of us."""
     policy = ScalingPolicy(max_workers=4, up_after_s=5)
-    state = ScalingState.begin(0.0, 2)
+    state = ScalingState.initial(0.0, 2)
     for now_s in range(1, 6):
         seen = QueueObservation(now_s=float(now_s), work_s=40.0, entries=1)
         state = decide_share(policy, state, seen, peer("b", 1), [peer("a", 1)]).state
@@ -105,7 +105,7 @@ def test_each_waits_for_the_same_time() -> None:
 
 def test_a_step_of_others_is_a_step() -> None:
     """Cooldown and patience go by it, whoever it was."""
-    state = ScalingState.begin(0.0, 2)
+    state = ScalingState.initial(0.0, 2)
 
     assert adopt(POLICY, state, 50.0, 2) is state
     assert adopt(POLICY, state, 50.0, 3).grown_at_s == 50.0
@@ -118,7 +118,7 @@ def test_a_step_of_others_is_a_step() -> None:
 
 def test_the_share_of_one_that_is_gone_is_taken_over() -> None:
     """At once, and with its reason: those that are left keep up the number, within their limits."""
-    state = ScalingState.begin(0.0, 6)
+    state = ScalingState.initial(0.0, 6)
     seen = QueueObservation(now_s=5.0, work_s=0.0, entries=0, live=3)
 
     decided = decide_share(POLICY, state, seen, peer("a", 3), (), has_lost_peers=True)
@@ -129,7 +129,7 @@ def test_the_share_of_one_that_is_gone_is_taken_over() -> None:
 
 def test_of_several_each_takes_its_part_over() -> None:
     """Whether or not the other has done it already."""
-    state = ScalingState.begin(0.0, 6)
+    state = ScalingState.initial(0.0, 6)
     seen = QueueObservation(now_s=5.0, work_s=0.0, entries=0, live=4)
     for of_a in (2, 3):
         decided = decide_share(POLICY, state, seen, peer("b", 2), [peer("a", of_a)], has_lost_peers=True)

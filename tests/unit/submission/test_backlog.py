@@ -15,7 +15,7 @@ from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
 from qinfer.queue.entries import Lane, Share, share_of
 from qinfer.queue.lanes import Queue
 from qinfer.queue.shares import Places
-from qinfer.submission.backlog import LaneBacklog
+from qinfer.submission.backlog import LaneLoads
 from qinfer.testing import eventually
 
 P1, P2, P3 = (Lane("m", 1, f"p{number}") for number in (1, 2, 3))
@@ -36,7 +36,7 @@ class World:
         self.looks = 0
         self.is_down = False
         self.places = Places(lambda: 0.0)
-        self.backlog = LaneBacklog(cast(Queue, self), cast(Catalog, self))
+        self.backlog = LaneLoads(cast(Queue, self), cast(Catalog, self))
 
     async def shares(self, lanes: Sequence[Lane]) -> list[list[Share]]:
         self.looks += 1
@@ -98,7 +98,7 @@ async def test_a_level_waits_for_its_own_lane_and_those_above() -> None:
     world.backlog.load(SERVED, P2)
     await world.backlog.poll()
 
-    high, normal = (world.backlog.judge(SERVED, SERVED.routes.of(level), 10.0) for level in (1, 2))
+    high, normal = (world.backlog.judge(SERVED, SERVED.routes.for_priority(level), 10.0) for level in (1, 2))
 
     assert high is None
     assert isinstance(normal, DeadlineInfeasible)
@@ -112,7 +112,7 @@ async def test_the_limit_is_of_the_own_lane_only() -> None:
     world.backlog.load(SERVED, P2)
     await world.backlog.poll()
 
-    first, second = (world.backlog.judge(SERVED, SERVED.routes.of(level), 10.0) for level in (1, 2))
+    first, second = (world.backlog.judge(SERVED, SERVED.routes.for_priority(level), 10.0) for level in (1, 2))
 
     assert first is None
     assert isinstance(second, QueueFull)
@@ -190,7 +190,7 @@ async def test_a_queue_timeout_that_would_pass_is_refused(
     world.speed = Capacity(50.0, 0.0, 1)
     world.backlog.load(served, P1).own = waiting
 
-    refusal = world.backlog.judge(served, served.routes.of(0), 60.0, asked_s)
+    refusal = world.backlog.judge(served, served.routes.for_priority(0), 60.0, asked_s)
 
     assert isinstance(refusal, DeadlineInfeasible) == is_refused
 
@@ -201,7 +201,7 @@ async def test_a_queue_timeout_refuses_nothing_where_the_speed_is_unknown(speed:
     world.speed = speed
     world.backlog.load(served, P1).own = 99
 
-    assert world.backlog.judge(served, served.routes.of(0), 60.0) is None
+    assert world.backlog.judge(served, served.routes.for_priority(0), 60.0) is None
 
 
 async def test_a_model_that_is_scaled_to_zero_takes_the_request_that_wakes_it() -> None:
@@ -209,7 +209,7 @@ async def test_a_model_that_is_scaled_to_zero_takes_the_request_that_wakes_it() 
     world, served = World(), served_with(REJECTS)
     world.speed = Capacity(100.0, 30.0, 0)
 
-    assert world.backlog.judge(served, served.routes.of(0), 60.0) is None
+    assert world.backlog.judge(served, served.routes.for_priority(0), 60.0) is None
 
 
 async def looked_at(world: World, served: ServedVersion, looks: int, *, high: int, executed: int) -> None:
@@ -227,10 +227,10 @@ async def test_a_low_level_has_the_speed_that_higher_levels_leave() -> None:
     world, served = World(), served_with(REJECTS, levels=2)
     world.speed = Capacity(100.0, 0.0, 1)
     world.backlog.load(served, P2).own = 60
-    before = world.backlog.judge(served, served.routes.of(2), 60.0)
+    before = world.backlog.judge(served, served.routes.for_priority(2), 60.0)
 
     await looked_at(world, served, 50, high=5, executed=8)
-    after = [world.backlog.judge(served, served.routes.of(level), 60.0) for level in (1, 2)]
+    after = [world.backlog.judge(served, served.routes.for_priority(level), 60.0) for level in (1, 2)]
 
     assert (before, after[0]) == (None, None)
     assert isinstance(after[1], DeadlineInfeasible)
@@ -244,7 +244,7 @@ async def test_one_request_of_a_higher_level_takes_no_speed_from_the_others() ->
 
     await looked_at(world, served, 1, high=0, executed=1)
 
-    assert world.backlog.judge(served, served.routes.of(2), 60.0) is None
+    assert world.backlog.judge(served, served.routes.for_priority(2), 60.0) is None
 
 
 async def test_a_burst_of_a_higher_level_that_is_over_takes_no_speed_from_the_others() -> None:
@@ -256,7 +256,7 @@ async def test_a_burst_of_a_higher_level_that_is_over_takes_no_speed_from_the_ot
     await looked_at(world, served, 2, high=50, executed=100)
     await looked_at(world, served, 20, high=0, executed=0)
 
-    assert world.backlog.judge(served, served.routes.of(2), 60.0) is None
+    assert world.backlog.judge(served, served.routes.for_priority(2), 60.0) is None
 
 
 async def test_what_one_batch_may_hold_is_not_judged_by_time() -> None:
@@ -266,9 +266,9 @@ async def test_what_one_batch_may_hold_is_not_judged_by_time() -> None:
     load = world.backlog.load(served, P1)
 
     load.own = 8
-    within = world.backlog.judge(served, served.routes.of(0), 1.0)
+    within = world.backlog.judge(served, served.routes.for_priority(0), 1.0)
     load.own = 9
-    beyond = world.backlog.judge(served, served.routes.of(0), 1.0)
+    beyond = world.backlog.judge(served, served.routes.for_priority(0), 1.0)
 
     assert within is None
     assert isinstance(beyond, DeadlineInfeasible)
@@ -284,9 +284,9 @@ async def test_a_start_that_has_begun_takes_only_its_rest(monkeypatch: pytest.Mo
     monkeypatch.setattr(loop, "time", lambda: begin_s + later[0])
 
     await world.backlog.poll()
-    first = world.backlog.judge(served, served.routes.of(0), 30.0)
+    first = world.backlog.judge(served, served.routes.for_priority(0), 30.0)
     later[0] = 25.0
-    second = world.backlog.judge(served, served.routes.of(0), 30.0)
+    second = world.backlog.judge(served, served.routes.for_priority(0), 30.0)
 
     assert isinstance(first, DeadlineInfeasible)
     assert "take at least 50.1 s" in first.message
@@ -322,7 +322,7 @@ async def divided(*, heavy: int, light: int, weight: int = 1, rps: float = 1.0) 
 async def test_a_tenant_waits_for_its_turns_and_not_for_anothers_flood() -> None:
     """Of two alike, each entry waits for one of the other's; a flood waits for itself."""
     world = await divided(heavy=90, light=3)
-    route = SERVED.routes.of(1)
+    route = SERVED.routes.for_priority(1)
 
     light = world.backlog.judge(SERVED, route, 8.0, tenant="light")
     light_soon = world.backlog.judge(SERVED, route, 6.0, tenant="light")
@@ -339,7 +339,7 @@ async def test_a_heavier_weight_waits_for_less_of_the_others() -> None:
     """With a weight of 4, four entries wait for one."""
     world = await divided(heavy=90, light=3, weight=4)
 
-    refusal = world.backlog.judge(SERVED, SERVED.routes.of(1), 3.0, tenant="light")
+    refusal = world.backlog.judge(SERVED, SERVED.routes.for_priority(1), 3.0, tenant="light")
 
     assert isinstance(refusal, DeadlineInfeasible)
     assert "take at least 4.0 s" in refusal.message
@@ -356,7 +356,7 @@ async def test_a_full_lane_refuses_who_has_its_share_of_it(heavy: int, light: in
     found = [
         tenant
         for tenant in ("heavy", "light")
-        if isinstance(world.backlog.judge(SERVED, SERVED.routes.of(1), 60.0, tenant=tenant), QueueFull)
+        if isinstance(world.backlog.judge(SERVED, SERVED.routes.for_priority(1), 60.0, tenant=tenant), QueueFull)
     ]
 
     assert found == refused
@@ -366,7 +366,7 @@ async def test_shares_of_higher_lanes_are_ahead_of_lower_ones() -> None:
     """All that is in a lane goes before what is below it."""
     world = await divided(heavy=3, light=4)
 
-    refusal = world.backlog.judge(SERVED, SERVED.routes.of(2), 6.0)
+    refusal = world.backlog.judge(SERVED, SERVED.routes.for_priority(2), 6.0)
 
     assert isinstance(refusal, DeadlineInfeasible)
     assert "take at least 7.0 s" in refusal.message
@@ -376,12 +376,12 @@ async def test_a_tenant_whose_share_is_not_known_yet_has_an_empty_one() -> None:
     """Another's flood keeps nobody from asking for a place, nor makes it wait for more than its turn."""
     world = await divided(heavy=100, light=0)
 
-    first = world.backlog.judge(SERVED, SERVED.routes.of(1), 2.0, tenant="new")
+    first = world.backlog.judge(SERVED, SERVED.routes.for_priority(1), 2.0, tenant="new")
     await world.backlog.poll()
-    later = world.backlog.judge(SERVED, SERVED.routes.of(1), 2.0, tenant="new")
+    later = world.backlog.judge(SERVED, SERVED.routes.for_priority(1), 2.0, tenant="new")
 
     assert (first, later) == (None, None)
-    assert isinstance(world.backlog.judge(SERVED, SERVED.routes.of(1), 2.0, tenant="heavy"), QueueFull)
+    assert isinstance(world.backlog.judge(SERVED, SERVED.routes.for_priority(1), 2.0, tenant="heavy"), QueueFull)
 
 
 async def test_requests_whose_place_was_not_known_are_counted_once() -> None:
@@ -394,4 +394,4 @@ async def test_requests_whose_place_was_not_known_are_counted_once() -> None:
     await world.backlog.poll()
 
     assert (load.others, load.beside, lane.others) == (0, 0, 0)
-    assert world.backlog.judge(SERVED, SERVED.routes.of(1), 60.0, tenant="new") is None
+    assert world.backlog.judge(SERVED, SERVED.routes.for_priority(1), 60.0, tenant="new") is None

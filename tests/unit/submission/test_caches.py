@@ -157,7 +157,7 @@ async def test_calls_between_models_are_cached() -> None:
     """A model's second call of another one is no request; each call has its own id."""
     async with scene() as one:
         counts = ModelCounts()
-        one.caller.use(ResponseCache(CachePlan("local", 10**6), one.delivery, counts, 100, at_once=False))
+        one.caller.set_cache(ResponseCache(CachePlan("local", 10**6), one.delivery, counts, 100, at_once=False))
         await enable(one)
         first, *others = [await one.call() for _ in range(3)]
         other = await one.call(asked(parameters={"p": 1}))
@@ -182,7 +182,9 @@ async def test_what_may_be_cached_is_not_moved_to_another_version(by: str, *, is
 
         one.delivery.submit = spied  # type: ignore[assignment]
         if is_cached:
-            one.caller.use(ResponseCache(CachePlan("local", 10**6), one.delivery, ModelCounts(), 100, at_once=False))
+            one.caller.set_cache(
+                ResponseCache(CachePlan("local", 10**6), one.delivery, ModelCounts(), 100, at_once=False)
+            )
             await enable(one)
         await one.call(asked(endpoint="e", moves=True))
 

@@ -187,4 +187,4 @@ def test_several_responses_to_a_part_fail_the_whole() -> None:
 def _failure() -> object:
     from qinfer.core.messages import Failure
 
-    return Failure.of(InferenceFailed("bad"))
+    return Failure.from_error(InferenceFailed("bad"))

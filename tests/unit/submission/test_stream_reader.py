@@ -185,7 +185,7 @@ async def test_streams_of_one_worker_are_told_together() -> None:
     for name in ("a", "b"):
         held(owing, name, 30).took(30)
 
-    await owing.tell()
+    await owing.send_credits()
 
     assert replies.published == [("reply:worker-1", [Credit("a", 1, 30), Credit("b", 1, 30)])]
 
@@ -199,7 +199,7 @@ async def test_little_is_told_when_nothing_else_is_to_be_taken() -> None:
     told = []
     for _ in range(3):
         stream.took(10)
-        await owing.tell()
+        await owing.send_credits()
         told.append(len(replies.published))
 
     assert told == [0, 0, 1]
@@ -218,7 +218,7 @@ async def test_who_takes_slowly_is_told_of_now_and_then() -> None:
     for _ in range(3):
         now_s += 3.0
         stream.took(4)
-        await owing.tell()
+        await owing.send_credits()
         told.append(len(replies.published))
 
     assert told == [1, 1, 2]
@@ -229,7 +229,7 @@ async def test_streams_that_ended_are_not_told() -> None:
     owing = credits_of(replies, closed=["a"])
     held(owing, "a", 30).took(30)
 
-    await owing.tell()
+    await owing.send_credits()
 
     assert replies.published == []
 
@@ -242,11 +242,11 @@ async def test_what_could_not_be_told_is_told_afterwards() -> None:
     replies.is_away = True
     stream.took(30)
     with pytest.raises(BrokerUnavailable):
-        await owing.tell()
+        await owing.send_credits()
 
     replies.is_away = False
     stream.took(30)
-    await owing.tell()
+    await owing.send_credits()
 
     assert replies.published == [("reply:worker-1", [Credit("a", 1, 60)])]
 

@@ -15,12 +15,12 @@ from qinfer.traffic.canary import (
     CanaryPlan,
     Check,
     Step,
-    begin,
     checked,
     decide,
-    pause,
+    initial_state,
+    pause_canary,
     promote,
-    resume,
+    resume_canary,
     roll_back,
     with_limits,
 )
@@ -42,7 +42,7 @@ class Controller:
     def __init__(self, plan: CanaryPlan = PLAN) -> None:
         self.plan = checked(plan)
         self.now_s = 1000.0
-        self.state = begin(plan, STABLE, CANARY, REVISION, self.now_s)
+        self.state = initial_state(plan, STABLE, CANARY, REVISION, self.now_s)
 
     def see(self, after_s: float = 1.0, errors: EvidenceBlock | None = GOOD, **more: Any) -> CanaryDecision:
         """Counts, after some seconds; by default of the state's revision and step."""
@@ -132,17 +132,17 @@ def test_a_canary_without_data_pauses_until_there_are_some(silent: str, block: E
 
 
 def test_a_canary_paused_by_hand_goes_on_by_hand(controller: Controller) -> None:
-    _, controller.state = pause(PLAN, controller.state, BY_HAND, "the team sleeps")
+    _, controller.state = pause_canary(PLAN, controller.state, BY_HAND, "the team sleeps")
 
     assert controller.see(11).reason == "paused: by hand"
     assert controller.see(500).action == Action.HOLD
 
-    _, controller.state = resume(PLAN, controller.state, "by hand")
+    _, controller.state = resume_canary(PLAN, controller.state, "by hand")
     assert controller.see(1).action == Action.PROMOTE
 
 
 def test_a_paused_canary_is_rolled_back_all_the_same(controller: Controller) -> None:
-    _, controller.state = pause(PLAN, controller.state, BY_HAND, "")
+    _, controller.state = pause_canary(PLAN, controller.state, BY_HAND, "")
 
     assert controller.see(1, EvidenceBlock(Counts(100, 0), Counts(20, 20))).action == Action.ROLL_BACK
 

@@ -12,9 +12,9 @@ from qinfer.traffic.canary import (
     CanaryPlan,
     Check,
     Step,
-    begin,
     checked,
     decide,
+    initial_state,
     with_limits,
 )
 from qinfer.traffic.evidence import Blocks, Counts, EvidenceBlock, merged
@@ -39,7 +39,7 @@ class Controller:
 
     def __init__(self, plan: CanaryPlan = PLAN) -> None:
         self.plan, self.now_s = plan, 1000.0
-        self.state = begin(plan, 3, 4, 7, self.now_s)
+        self.state = initial_state(plan, 3, 4, 7, self.now_s)
 
     def see(self, after_s: float = 1.0, of: str = "errors", **tenants: EvidenceBlock) -> CanaryDecision:
         """Counts requests of tenants, after some seconds."""

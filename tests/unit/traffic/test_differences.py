@@ -41,8 +41,8 @@ def agree(rule: Rule, one: Any, other: Any) -> list[bool]:
     ],
 )
 def test_the_values_decide_where_the_rule_does_not(values: Any, by: str) -> None:
-    assert AUTO.of(values).agree == by
-    assert WITHIN.of(floats([0.1, 0.9])) is WITHIN
+    assert AUTO.for_values(values).agree == by
+    assert WITHIN.for_values(floats([0.1, 0.9])) is WITHIN
 
 
 @pytest.mark.parametrize("rule", [ARGMAX, WITHIN])
@@ -147,7 +147,7 @@ def test_samples_are_the_most_different_rows() -> None:
     for first, others in ((0, floats(0, 0, 3)), (3, floats(NAN, 1, 2))):
         ones = floats(0, 0, 0)
         names = [str(first + row) for row in range(3)]
-        samples.take("y", names, ones, others, compared(WITHIN, ones, others))
+        samples.add_rows("y", names, ones, others, compared(WITHIN, ones, others))
 
     found = [(sample.row, sample.distance) for sample in samples.all()]
     assert found == [("3", None), ("2", 3.0), ("5", 2.0)]
@@ -157,7 +157,7 @@ def test_rows_that_disagree_come_before_rows_that_are_far_apart() -> None:
     one, other = floats([1, 2], [1, 90], [1, 2]), floats([2, 1], [1, 9], [1, 2])
     samples = Samples()
 
-    samples.take("y", ["a", "b", "c"], one, other, compared(ARGMAX, one, other))
+    samples.add_rows("y", ["a", "b", "c"], one, other, compared(ARGMAX, one, other))
 
     assert [(sample.row, sample.agrees) for sample in samples.all()] == [("a", False), ("b", True)]
 
@@ -166,7 +166,7 @@ def test_samples_hold_few_bytes() -> None:
     samples = Samples(most=100, most_bytes=2000)
     one, other = texts(*["x" * 10_000] * 50), texts(*["y" * 10_000] * 50)
 
-    samples.take("y", ["r" * 10_000] * 50, one, other, compared(AUTO, one, other))
+    samples.add_rows("y", ["r" * 10_000] * 50, one, other, compared(AUTO, one, other))
 
     assert 0 < sum(sample.size_bytes for sample in samples.all()) <= 2000
 
@@ -174,7 +174,7 @@ def test_samples_hold_few_bytes() -> None:
 def test_redacted_samples_have_no_values() -> None:
     samples = Samples(redact=True)
 
-    samples.take("y", ["a"], texts("secret"), texts("hidden"), compared(AUTO, texts("secret"), texts("hidden")))
+    samples.add_rows("y", ["a"], texts("secret"), texts("hidden"), compared(AUTO, texts("secret"), texts("hidden")))
 
     assert [(sample.row, sample.stable, sample.canary) for sample in samples.all()] == [("a", "", "")]
 

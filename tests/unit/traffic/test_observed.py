@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from qinfer.core.messages import Response, Timing
 from qinfer.errors import ErrorCode
-from qinfer.traffic.canary import CanaryPlan, Check, Step, begin
+from qinfer.traffic.canary import CanaryPlan, Check, Step, initial_state
 from qinfer.traffic.endpoints import Endpoint, Role, Target
 from qinfer.traffic.observed import MOST_LATENCIES, ObservedTrials, TargetCounts
 from qinfer.traffic.trials import Trial
@@ -28,19 +28,19 @@ def answer(infer_ms: float = 0.0, batch_size: int = 2, **fields: Any) -> Respons
 
 def counts_of(*, is_stable: bool = False) -> TargetCounts:
     counts = TargetCounts(Role.STABLE if is_stable else Role.CANARY, PLAN)
-    counts.use(LIMITS)
+    counts.set_limits(LIMITS)
     return counts
 
 
 def test_times_are_compared_with_the_limits_of_their_stratum() -> None:
     """Executions with those of the same batch size; where there is no limit yet nothing is counted."""
     counts = counts_of()
-    counts.answered(0.1, answer(5))
-    counts.answered(0.6, answer(15))
-    counts.answered(0.1, answer(25))
-    counts.answered(0.1, answer(25.5, batch_size=3))
+    counts.count_answered(0.1, answer(5))
+    counts.count_answered(0.6, answer(15))
+    counts.count_answered(0.1, answer(25))
+    counts.count_answered(0.1, answer(25.5, batch_size=3))
 
-    assert counts.take()[0] == {
+    assert counts.new_counts()[0] == {
         "canary|errors||requests": 4,
         "canary|latency p90||requests": 4,
         "canary|latency p90||bad": 1,
@@ -49,16 +49,16 @@ def test_times_are_compared_with_the_limits_of_their_stratum() -> None:
         "canary|execution p99|2|requests": 3,
         "canary|execution p99|2|bad": 1,
     }
-    assert counts.take() == ({}, [])
+    assert counts.new_counts() == ({}, [])
 
 
 def test_a_batch_counts_once() -> None:
     """Its requests are late together; they have the same time to the nanosecond, and come one behind the other."""
     counts = counts_of()
     for _ in range(3):
-        counts.answered(0.6, answer(15))
+        counts.count_answered(0.6, answer(15))
 
-    found, _ = counts.take()
+    found, _ = counts.new_counts()
 
     assert (found["canary|errors||requests"], found["canary|execution p50|2|requests"]) == (3, 1)
     assert (found["canary|latency p90||requests"], found["canary|latency p90||bad"]) == (1, 1)
@@ -68,9 +68,9 @@ def test_a_batch_is_the_tenants_whose_request_came_first() -> None:
     """All its requests count by themselves for errors."""
     counts = counts_of()
     for tenant in ("acme", "evil", "evil"):
-        counts.answered(0.6, answer(15), tenant)
+        counts.count_answered(0.6, answer(15), tenant)
 
-    found, _ = counts.take()
+    found, _ = counts.new_counts()
 
     assert {name: n for name, n in found.items() if "errors" in name} == {
         "canary|errors||requests|acme": 1,
@@ -87,32 +87,32 @@ def test_a_batch_is_the_tenants_whose_request_came_first() -> None:
 def test_a_short_deadline_is_its_callers(code: ErrorCode, limits: Any, given_s: float, bad: int) -> None:
     """Shorter than nearly all of stable's answers take; one of its own is, while that is not known."""
     counts = TargetCounts(Role.CANARY, PLAN)
-    counts.use(limits)
+    counts.set_limits(limits)
 
     counts.failed(code, given_s=given_s)
     counts.failed(code)
 
-    assert counts.take()[0] == {"canary|errors||requests": 1 + bad, "canary|errors||bad": 1 + bad}
+    assert counts.new_counts()[0] == {"canary|errors||requests": 1 + bad, "canary|errors||bad": 1 + bad}
 
 
 def test_stable_lends_latencies_for_deadlines_where_no_check_needs_them() -> None:
     plan = CanaryPlan(steps=(Step(weight=0.5),), checks=(Check(of="errors"),))
     counts = TargetCounts(Role.STABLE, plan)
-    counts.answered(0.1, answer(), "acme")
-    assert counts.take()[1] == ["latency||0.100000000|acme"]
+    counts.count_answered(0.1, answer(), "acme")
+    assert counts.new_counts()[1] == ["latency||0.100000000|acme"]
 
-    counts.use({"deadline": {"": 2.0}})
-    counts.answered(0.1, answer(), "acme")
-    assert counts.take()[1] == []
+    counts.set_limits({"deadline": {"": 2.0}})
+    counts.count_answered(0.1, answer(), "acme")
+    assert counts.new_counts()[1] == []
 
 
 def test_a_flood_of_one_tenant_leaves_the_samples_of_the_others() -> None:
     counts = TargetCounts(Role.STABLE, PLAN)
-    counts.answered(0.1, answer(1), "acme")
+    counts.count_answered(0.1, answer(1), "acme")
     for number in range(2 * MOST_LATENCIES):
-        counts.answered(0.1, answer(number + 2), "evil")
+        counts.count_answered(0.1, answer(number + 2), "evil")
 
-    assert [one for one in counts.take()[1] if one.endswith("|acme")] == [
+    assert [one for one in counts.new_counts()[1] if one.endswith("|acme")] == [
         "execution|2|0.001000000|acme",
         "latency||0.100000000|acme",
     ]
@@ -120,9 +120,9 @@ def test_a_flood_of_one_tenant_leaves_the_samples_of_the_others() -> None:
 
 def test_what_the_cache_answered_says_nothing_about_time() -> None:
     counts = counts_of()
-    counts.answered(0.1, answer(15, cache="hit"))
+    counts.count_answered(0.1, answer(15, cache="hit"))
 
-    assert counts.take()[0] == {"canary|errors||requests": 1}
+    assert counts.new_counts()[0] == {"canary|errors||requests": 1}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_failures_are_the_servers_only(code: ErrorCode, bad: int | None) -> None
     counts = counts_of()
     counts.failed(code.value)
 
-    assert counts.take()[0].get("canary|errors||bad") == bad
+    assert counts.new_counts()[0].get("canary|errors||bad") == bad
 
 
 def test_what_was_executed_as_a_shadow_is_a_request_too() -> None:
@@ -149,7 +149,7 @@ def test_what_was_executed_as_a_shadow_is_a_request_too() -> None:
     counts.compared(disagrees=True)
     counts.compared(disagrees=False)
 
-    assert counts.take()[0] == {
+    assert counts.new_counts()[0] == {
         "canary|errors||requests": 2,
         "canary|disagreements||requests": 2,
         "canary|disagreements||bad": 1,
@@ -159,26 +159,26 @@ def test_what_was_executed_as_a_shadow_is_a_request_too() -> None:
 def test_stable_lends_a_bounded_sample_where_limits_lack() -> None:
     counts = counts_of(is_stable=True)
     for number in range(2 * MOST_LATENCIES):
-        counts.answered(0.1, answer(number + 1, batch_size=5))
-    counts.answered(0.1, answer(7, batch_size=2))
+        counts.count_answered(0.1, answer(number + 1, batch_size=5))
+    counts.count_answered(0.1, answer(7, batch_size=2))
 
-    latencies = counts.take()[1]
+    latencies = counts.new_counts()[1]
 
     assert len(latencies) == MOST_LATENCIES
     assert latencies[-1] == f"execution|5|{2 * MOST_LATENCIES / 1000:.9f}"
-    assert counts.take() == ({}, [])
+    assert counts.new_counts() == ({}, [])
 
 
 def test_targets_of_the_same_version_are_told_apart() -> None:
     stable = Target(model="m", version=3, role=Role.STABLE)
     endpoint = Endpoint(name="e", targets=(stable, Target(model="quick", version=3, trial=3)), canary=PLAN, revision=7)
     observed = ObservedTrials()
-    observed.follow({"e": endpoint}, {"e": Trial(state=begin(PLAN, 3, 3, 7, 0.0), model="quick")})
+    observed.follow({"e": endpoint}, {"e": Trial(state=initial_state(PLAN, 3, 3, 7, 0.0), model="quick")})
 
-    observed.by_target["e", "m:3"].answered(0.1, answer())
+    observed.by_target["e", "m:3"].count_answered(0.1, answer())
     observed.by_target["e", "quick:3"].failed(ErrorCode.INTERNAL)
 
-    [(_, _, found, _)] = observed.take()
+    [(_, _, found, _)] = observed.new_counts()
     assert found == {"stable|errors||requests": 1, "canary|errors||requests": 1, "canary|errors||bad": 1}
 
 
@@ -186,14 +186,14 @@ def test_counts_belong_to_a_revision() -> None:
     """With the next one they begin anew; what has ended is not counted."""
     stable = Target(model="m", version=3, role=Role.STABLE)
     endpoint = Endpoint(name="e", targets=(stable, Target(model="m", version=4, trial=4)), canary=PLAN, revision=7)
-    trial = Trial(state=begin(PLAN, 3, 4, 7, 0.0))
+    trial = Trial(state=initial_state(PLAN, 3, 4, 7, 0.0))
     observed = ObservedTrials()
     observed.follow({"e": endpoint}, {"e": trial})
     assert set(observed.by_target) == {("e", "m:3"), ("e", "m:4")}
     observed.by_target["e", "m:4"].failed(ErrorCode.INTERNAL)
-    observed.by_target["e", "m:3"].answered(0.1, answer())
+    observed.by_target["e", "m:3"].count_answered(0.1, answer())
 
-    [(name, revision, found, latencies)] = observed.take()
+    [(name, revision, found, latencies)] = observed.new_counts()
     assert (name, revision, len(latencies)) == ("e", 7, 2)
     assert found == {"stable|errors||requests": 1, "canary|errors||requests": 1, "canary|errors||bad": 1}
 
@@ -202,7 +202,7 @@ def test_counts_belong_to_a_revision() -> None:
     observed.follow({"e": endpoint}, {"e": later})  # the endpoint of that revision was not read yet
     assert not observed.by_target
     observed.follow({"e": replace(endpoint, revision=8)}, {"e": later})
-    assert [*observed.take()] == []
+    assert [*observed.new_counts()] == []
     ended = replace(later, state=replace(later.state, ended="finish"))
     observed.follow({"e": replace(endpoint, revision=8)}, {"e": ended})
     assert not observed.by_target

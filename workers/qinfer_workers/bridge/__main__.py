@@ -22,7 +22,7 @@ from qinfer.observe import logs
 from qinfer_workers.bridge.config import BridgeConfig, load_config
 from qinfer_workers.bridge.program import check, open_links, serve
 from qinfer_workers.health_files import open_health
-from qinfer_workers.liveness import end
+from qinfer_workers.liveness import exit_process
 
 logger = logging.getLogger("qinfer_workers.bridge")
 
@@ -30,7 +30,7 @@ GC_THRESHOLD = 50_000
 """Messages make no cycles, so collections find nothing."""
 
 
-async def _serve(config: BridgeConfig, settings: Settings) -> int:
+async def _run_bridge(config: BridgeConfig, settings: Settings) -> int:
     stop = asyncio.Event()
     loop, starting = asyncio.get_running_loop(), asyncio.current_task()
     assert starting is not None
@@ -49,7 +49,7 @@ async def _serve(config: BridgeConfig, settings: Settings) -> int:
     return os.EX_OK
 
 
-async def _check(config: BridgeConfig, settings: Settings) -> int:
+async def _check_config(config: BridgeConfig, settings: Settings) -> int:
     return os.EX_OK if await check(config, settings, print) else 1
 
 
@@ -68,7 +68,7 @@ def main() -> int:
         log = settings.log.model_copy(update={"level": "WARNING"}) if is_quiet else settings.log
         logs.configure(log, "bridge", unknown=settings.unknown)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run((_check if options.check else _serve)(config, settings))
+            return runner.run((_check_config if options.check else _run_bridge)(config, settings))
     except SettingsError as error:
         logs.cannot_start(os.environ, "qinfer bridge", error.message)
         return 2
@@ -83,4 +83,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end(main())
+    exit_process(main())

@@ -325,7 +325,7 @@ def load_config(path: Path, environment: Mapping[str, str]) -> BridgeConfig:
     Raises:
         SettingsError: The file can't be read, or has errors: all are named, without passwords.
     """
-    return parse_config(_read(path), environment, path.name)
+    return parse_config(_read_config(path), environment, path.name)
 
 
 def parse_config(document: object, environment: Mapping[str, str], name: str = "configuration") -> BridgeConfig:
@@ -341,11 +341,13 @@ def parse_config(document: object, environment: Mapping[str, str], name: str = "
     try:
         return BridgeConfig.model_validate(filled)
     except ValidationError as error:
-        problems = [f"{_where(item['loc'], routes)}: {_text(text, item)}" for text, item in problems_of(error)]
+        problems = [
+            f"{_where(item['loc'], routes)}: {_describe_error(text, item)}" for text, item in problems_of(error)
+        ]
         raise SettingsError(f"{name}: " + "; ".join(problems)) from None
 
 
-def _read(path: Path) -> object:
+def _read_config(path: Path) -> object:
     if path.suffix not in (".yaml", ".yml", ".toml"):
         raise SettingsError(f"{path}: expected a name that ends with .yaml, .yml or .toml")
     try:
@@ -398,7 +400,7 @@ def _where(location: tuple[int | str, ...], routes: Any) -> str:
     return ".".join(map(str, location)) or "file"
 
 
-def _text(text: str, error: ErrorDetails) -> str:
+def _describe_error(text: str, error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
         return text
     value, name = error["input"], error["loc"][-1] if error["loc"] else ""

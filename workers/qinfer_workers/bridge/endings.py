@@ -86,7 +86,7 @@ class Endings:
 
     def drop(self, ending_id: str) -> None:
         """Drops an end, which is delivered again."""
-        self._forget(ending_id)
+        self._remove_ending(ending_id)
         self._to_confirm.set()
 
     def stop(self) -> None:
@@ -160,7 +160,7 @@ class Endings:
             self.confirm(silent)
         self._post([each for each in rendered if each is not None])
 
-    def _forget(self, ending_id: str) -> None:
+    def _remove_ending(self, ending_id: str) -> None:
         self._in_hand_bytes -= self._in_hand.pop(ending_id, 0)
         self._room.set()
 
@@ -181,7 +181,7 @@ class Endings:
                 continue
             backoff.reset()
             for _ in ids:
-                self._forget(self._confirmed.popleft())
+                self._remove_ending(self._confirmed.popleft())
             if len(self._in_hand) < MOST_AT_ONCE:
                 self._news.set()
 

@@ -103,9 +103,9 @@ class MessageIntake:
         self._waiting.extend(works)
         if not self._is_scheduled:
             self._is_scheduled = True
-            self._loop.call_soon_threadsafe(self._begin)
+            self._loop.call_soon_threadsafe(self._wake_intake)
 
-    def room(self) -> None:
+    def notify_room(self) -> None:
         """Notes that the lane may have room."""
         self._room.set()
 
@@ -127,7 +127,7 @@ class MessageIntake:
             if disposition is not None and not self._stopping:
                 await self._pause(disposition)
 
-    def _begin(self) -> None:
+    def _wake_intake(self) -> None:
         self._is_scheduled = False
         self._some.set()
 

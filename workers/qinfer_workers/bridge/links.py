@@ -42,7 +42,7 @@ class LinkThread(ABC, Generic[L]):
         self._stopping = threading.Event()
         self._outage = OutageLog(logger, outage, remind_s=REMIND_S, route=route, connection=connection)
         self._backoff = Backoff()
-        self._thread = threading.Thread(target=self._run, name=f"bridge-{route}-{connection}", daemon=True)
+        self._thread = threading.Thread(target=self._run_links, name=f"bridge-{route}-{connection}", daemon=True)
         tally.connected[connection] = False
 
     def start(self) -> None:
@@ -61,11 +61,11 @@ class LinkThread(ABC, Generic[L]):
         return not self._thread.is_alive()
 
     @abstractmethod
-    def _open(self) -> L:
+    def _open_link(self) -> L:
         """Opens a connection."""
 
     @abstractmethod
-    def _serve(self, link: L) -> None:
+    def _use_link(self, link: L) -> None:
         """Uses a connection until the end, or an exception."""
 
     @property
@@ -84,27 +84,27 @@ class LinkThread(ABC, Generic[L]):
         if (link := self._link) is not None:
             link.wake()
 
-    def _run(self) -> None:
+    def _run_links(self) -> None:
         while not self._is_over:
             try:
-                link = self._open()
+                link = self._open_link()
             except Exception as error:  # noqa: BLE001 - the boundary to kombu, whose transports raise what they like
-                self._failed(error)
+                self._log_failure(error)
                 self._pause()
                 continue
             self._link = link
             self._connected(is_up=True)
             try:
-                self._serve(link)
+                self._use_link(link)
             except Exception as error:  # noqa: BLE001 - the same
-                self._failed(error)
+                self._log_failure(error)
             finally:
                 self._link = None
                 self._connected(is_up=False)
                 link.close()
             self._pause()
 
-    def _failed(self, error: Exception) -> None:
+    def _log_failure(self, error: Exception) -> None:
         self._outage.failed(f"{type(error).__name__}: {error}"[:_MAX_REASON])
         logger.debug("connection lost", exc_info=error, extra={"route": self._route})
 
@@ -157,13 +157,13 @@ class Consumer(LinkThread[MessageSource]):
         """Acknowledges finished messages, and ends; for any thread, after `stop`."""
         self._finished.set()
 
-    def _open(self) -> MessageSource:
+    def _open_link(self) -> MessageSource:
         source = self._connect(self.epoch + 1)
         self.epoch += 1
         logger.info("consuming", extra={"route": self._route})
         return source
 
-    def _serve(self, link: MessageSource) -> None:
+    def _use_link(self, link: MessageSource) -> None:
         while not self._stopping.is_set():
             self._acknowledge(link)
             messages = link.receive(_HELD_S if self._held else _RECEIVE_S)
@@ -196,7 +196,7 @@ class Consumer(LinkThread[MessageSource]):
 
     def _read_held(self) -> None:
         try:
-            self._reader.use(self._resolve())
+            self._reader.set_model(self._resolve())
         except QinferError as error:
             self._no_model.failed(error.message)
             return
@@ -249,10 +249,10 @@ class LinkPublisher(LinkThread[MessageSink]):
     def _is_over(self) -> bool:
         return self._stopping.is_set() and not self._inbox and not self._unsettled
 
-    def _open(self) -> MessageSink:
+    def _open_link(self) -> MessageSink:
         return self._connect()
 
-    def _serve(self, link: MessageSink) -> None:
+    def _use_link(self, link: MessageSink) -> None:
         try:
             self._send_again(link)
             while not self._is_over:
@@ -260,7 +260,7 @@ class LinkPublisher(LinkThread[MessageSink]):
                     posted = [self._inbox.popleft() for _ in range(len(self._inbox))]
                     self._unsettled.update(dict.fromkeys(posted))
                     link.send(posted)
-                if self._take(link.settle(_SETTLE_S)):
+                if self._report_settled(link.wait_settled(_SETTLE_S)):
                     self._works()
         except MessageRefused:
             self._is_careful = True
@@ -276,14 +276,14 @@ class LinkPublisher(LinkThread[MessageSink]):
             sink.send([message])
             try:
                 while message in self._unsettled:
-                    self._take(sink.settle(_SETTLE_S))
+                    self._report_settled(sink.wait_settled(_SETTLE_S))
             except MessageRefused:
-                self._take(SettledMessages(refused=[message]))
+                self._report_settled(SettledMessages(refused=[message]))
                 self._backoff.reset()
                 raise
         self._is_careful = False
 
-    def _take(self, settled: SettledMessages) -> bool:
+    def _report_settled(self, settled: SettledMessages) -> bool:
         for messages in settled:
             for message in messages:
                 self._unsettled.pop(message, None)

@@ -29,7 +29,7 @@ from qinfer.traffic.controller import EndpointFollower
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
 from qinfer_workers.bridge.reading import body_codec
 from qinfer_workers.bridge.route import BridgeRoute
-from qinfer_workers.bridge.transports.kombu import look
+from qinfer_workers.bridge.transports.kombu import find_missing_queues
 from qinfer_workers.bridge.versions import RouteVersions
 
 logger = logging.getLogger("qinfer_workers.bridge")
@@ -62,7 +62,7 @@ class Reporter:
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._outage = OutageLog(logger, "the bridge's counts are not stored", "the bridge's counts are stored again")
-        self._thread = threading.Thread(target=self._run, name="bridge-reporter", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="bridge-reporter", daemon=True)
 
     def start(self) -> None:
         """Begins to report."""
@@ -74,7 +74,7 @@ class Reporter:
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(CLOSE_S)
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         with contextlib.closing(self._loop):
             self._loop.run_until_complete(self._report_on())
 
@@ -197,7 +197,7 @@ async def open_links(settings: Settings, *, waits: bool = True) -> AsyncIterator
         catalog = Catalog(store, settings.limits)
         endpoints = EndpointFollower(catalog, store, f"bridge-{IdFactory().ulid()}", delivery)
         await step(catalog.refresh)
-        await step(endpoints.look)
+        await step(endpoints.load_endpoints)
         yield Links(delivery, store, endpoints)
 
 
@@ -253,7 +253,7 @@ async def _check_route(route: RouteOptions, endpoints: EndpointFollower, say: Ca
         ("sink", sink.declare, (route.sink_url, route.sink_options, fixed, sink.exchange)),
     ):
         try:
-            missing = ", ".join(f"'{queue}'" for queue in await asyncio.to_thread(look, *words))
+            missing = ", ".join(f"'{queue}'" for queue in await asyncio.to_thread(find_missing_queues, *words))
         except Exception as error:  # noqa: BLE001 - the boundary to kombu, whose transports raise what they like
             is_well = False
             say(f"route '{route.name}': {what}: {type(error).__name__}: {error}")

@@ -53,7 +53,7 @@ class Reader:
         self._served: ServedVersion | None = None
         self._codec: BodyCodec | None = None
 
-    def use(self, served: ServedVersion) -> None:
+    def set_model(self, served: ServedVersion) -> None:
         """Sets the model version to read messages for."""
         if served is not self._served:
             self._codec = body_codec(self._route, served)
@@ -96,7 +96,7 @@ class Reader:
             frame=stamped.frame,
             payload=stamped.payload,
             limit=stamped.limit,
-            is_told=stamped.is_told,
+            reports_start=stamped.reports_start,
             endpoint=stamped.endpoint,
             timeout_s=route.timeout_s,
             body_hash=body_hash(message),

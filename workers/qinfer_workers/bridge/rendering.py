@@ -80,10 +80,10 @@ def render(route: RouteOptions, ending: Ending, stored: Sequence[bytes] = ()) ->
                 encoded = _encoded_stream(route, note, responses) if is_stream else [encode(note.reply, responses[-1])]
                 messages = [_reply(route, note, each, headers, group) for each in encoded]
             except QinferError as error:
-                failure = Failure.of(error)
+                failure = Failure.from_error(error)
                 headers[STATE_HEADER] = state = RequestState.FAILED.value
     if failure is not None:
-        messages = _failed(route, note, failure, headers, group)
+        messages = _render_failure(route, note, failure, headers, group)
     group.left = len(messages)
     return RenderedEnd(state, group, messages, ending, responses[-1] if responses else None)
 
@@ -108,14 +108,14 @@ def refusal(route: RouteOptions, message: SourceMessage, error: QinferError) -> 
         routing_key=route.dead_letters.encode(),
         body=message.body,
         content_type=message.content_type[:_MAX_SHORT],
-        headers=_kept(message.headers) | _reasons(route, code, error.message),
+        headers=_text_headers(message.headers) | _reasons(route, code, error.message),
         reply_to=message.reply_to[:_MAX_SHORT],
         group=PublishGroup(receipt=message.receipt, left=1),
         **ids,
     )
 
 
-def _kept(headers: Mapping[str, object]) -> dict[str, str]:
+def _text_headers(headers: Mapping[str, object]) -> dict[str, str]:
     kept: dict[str, str] = {}
     room = _MAX_KEPT_BYTES
     for name, value in headers.items():
@@ -169,7 +169,7 @@ def _encoded_stream(route: RouteOptions, note: Note, responses: Sequence[Respons
         yield encoded._replace(headers={**encoded.headers, **told})
 
 
-def _failed(
+def _render_failure(
     route: RouteOptions, note: Note, failure: Failure, headers: dict[str, str], group: PublishGroup
 ) -> list[Outgoing]:
     encoded = encode_error(failure.message, note.reply.client_id)

@@ -81,7 +81,7 @@ class BridgeRoute:
             kind=outbox(options.outbox, config.retry_s),
             render=partial(render, options),
             post=self._publish_rendered,
-            took=self._intake.room,
+            took=self._intake.notify_room,
         )
         reader = Reader(options, config.result_ttl_s, reply_address(endpoints.owner), inline_max_bytes, self.versions)
         connect: Callable[[int], MessageSource] = partial(open_source, options.source, options.body.max_bytes)
@@ -186,9 +186,9 @@ class BridgeRoute:
                 self._publishers[is_dead_letter].post(some)
 
     def _on_settled(self, settled: SettledMessages) -> None:
-        self._loop.call_soon_threadsafe(self._settle, settled)
+        self._loop.call_soon_threadsafe(self._settle_messages, settled)
 
-    def _settle(self, settled: SettledMessages) -> None:
+    def _settle_messages(self, settled: SettledMessages) -> None:
         confirmed: list[str] = []
         done: list[Receipt] = []
         for message in settled.taken:

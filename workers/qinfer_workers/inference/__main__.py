@@ -82,7 +82,7 @@ async def serve(settings: Settings) -> None:
     worker.catalog = catalog
     if health is not None:
         worker.follow_heartbeats(health.beaten)
-    following = loop.create_task(follow_log_settings(store, logs.Switches.of(settings.log)))
+    following = loop.create_task(follow_log_settings(store, logs.Switches.from_settings(settings.log)))
     loading = loop.create_task(loads.end_with(stop))
     gc.collect()
     gc.freeze()
@@ -130,7 +130,7 @@ def main() -> int:
     return 0
 
 
-def _leave(status: list[int]) -> None:
+def _exit_at_once(status: list[int]) -> None:
     """Exits at once if a runtime's threads are left, because C++ aborts otherwise."""
     if are_threads_left():
         logging.shutdown()
@@ -141,6 +141,6 @@ def _leave(status: list[int]) -> None:
 
 if __name__ == "__main__":
     ended = [1]
-    atexit.register(_leave, ended)  # registered first, so it runs last
+    atexit.register(_exit_at_once, ended)  # registered first, so it runs last
     ended[0] = main()
     sys.exit(ended[0])

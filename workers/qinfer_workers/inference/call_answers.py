@@ -81,7 +81,7 @@ class StreamInbox:
         """Notes the request."""
         self._pending = pending
         if self._is_left:
-            self.leave()
+            self.cancel_request()
 
     def fail(self, error: QinferError) -> None:
         """Fails a call that was not enqueued."""
@@ -105,7 +105,7 @@ class StreamInbox:
             self._is_left = True
             self.came.put(Cancelled(_CANCELLED))
 
-    def leave(self) -> None:
+    def cancel_request(self) -> None:
         """Cancels the request."""
         self._is_left = True
         if self._pending is not None:
@@ -164,7 +164,7 @@ class CallResponses:
         """Cancels the call, unless it has ended."""
         if not self._has_ended:
             self._has_ended = True
-            self._on_loop(self._inbox.leave)
+            self._on_loop(self._inbox.cancel_request)
 
     def __del__(self) -> None:
         self.close()

@@ -41,11 +41,11 @@ class _NotingSink:
         self._begin_s = now_s()
         self._tensors: list[CalledTensor] = []
         with _FENCE:
-            self._keep(request.inputs, is_output=False)
+            self._note_tensors(request.inputs, is_output=False)
 
     def deliver(self, response: Response) -> None:
         with _FENCE:
-            self._keep(response.outputs, is_output=True)
+            self._note_tensors(response.outputs, is_output=True)
             if response.final:
                 self._into.add(self._called(response))
         self._sink.deliver(response)
@@ -56,7 +56,7 @@ class _NotingSink:
         times = self._begin_s, self._now_s()
         return CallRecord(model, version, request.client_id, *times, response.timing, tensors, response.called)
 
-    def _keep(self, tensors: Sequence[Tensor], *, is_output: bool) -> None:
+    def _note_tensors(self, tensors: Sequence[Tensor], *, is_output: bool) -> None:
         if not self._into.has_tensors:
             return
         left = MOST_BYTES - sum([len(tensor.data) for tensor in self._tensors])

@@ -104,7 +104,7 @@ class WorkerCaller:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._max_depth = limits.max_call_depth
-        self._submission = Submission(queue, catalog, limits, self._owner, _answered, _failed)
+        self._submission = Submission(queue, catalog, limits, self._owner, _deliver_response, _deliver_failure)
         self._refreshed_at = float("-inf")
         self._refreshing = asyncio.Lock()
         self._listening = asyncio.Event()
@@ -113,14 +113,14 @@ class WorkerCaller:
         self._is_closed = False
         self._is_following = False
 
-    def go_short(self, local: LocalSteps) -> None:
+    def use_local_steps(self, local: LocalSteps) -> None:
         """Sets the short cut of steps, before the first one."""
         self.local = local
         local.submission = self._submission
 
-    def use(self, cache: ResponseCache) -> None:
+    def set_cache(self, cache: ResponseCache) -> None:
         """Caches responses of called models."""
-        self._submission.use(cache)
+        self._submission.set_cache(cache)
 
     def call(self, request: InferRequest, deadline_s: float) -> Response:
         """Implements `qinfer.batching.execution.ModelCaller.call`."""
@@ -130,7 +130,7 @@ class WorkerCaller:
         if served.spec.decoupled:
             raise InferenceFailed(_DECOUPLED.format(model=request.model))
         answer = CallAnswer()
-        self._send(served, request, answer, deadline_s)
+        self._submit_request(served, request, answer, deadline_s)
         response = self._outcome(answer.future, deadline_s)
         if response.failure is not None:
             raise raised(response.failure, request.model)
@@ -144,7 +144,7 @@ class WorkerCaller:
         request = self._aimed(request, deadline_s)
         served = self._checked(request, deadline_s)
         inbox = StreamInbox(self._submission.pending.cancel)
-        self._send(served, request, inbox, deadline_s)
+        self._submit_request(served, request, inbox, deadline_s)
         return CallResponses(self._loop, inbox, request.model, lambda: deadline_s - self._now_s())
 
     async def follow(self) -> None:
@@ -217,7 +217,7 @@ class WorkerCaller:
             raise InferenceFailed("a batch that the event loop executes can't call another model")
         return min(deadline_s, self._now_s() + request.timeout_s) if request.timeout_s else deadline_s
 
-    def _send(
+    def _submit_request(
         self, served: ServedVersion, request: InferRequest, answer: CallAnswer | StreamInbox, deadline_s: float
     ) -> None:
         timeout_s = min(deadline_s - self._now_s(), served.spec.max_timeout_s)
@@ -236,7 +236,7 @@ class WorkerCaller:
         if endpoints is None:
             return request
         if not self._is_following_endpoints or self._now_s() - self._refreshed_at > FRESH_S:
-            self._outcome(self._on_loop(self._within(self._look(), deadline_s)), deadline_s)
+            self._outcome(self._on_loop(self._within(self._refresh_models(), deadline_s)), deadline_s)
         if request.model not in endpoints.view.by_name:
             return request
         aimed = msgspec.structs.replace(request)
@@ -331,11 +331,11 @@ class WorkerCaller:
         except CancelledError:
             raise Cancelled(_ENDING) from None
 
-    async def _look(self) -> None:
+    async def _refresh_models(self) -> None:
         await self.listen()
         await self._refresh(FRESH_S)
         if self.endpoints is not None and not self._is_following_endpoints:
-            await self.endpoints.look()
+            await self.endpoints.load_endpoints()
             if not self._is_following_endpoints:  # another call may have begun to
                 self._is_following_endpoints = True
                 self._background.append(self._tasks.create_task(self.endpoints.run()))
@@ -425,7 +425,7 @@ class WaitingStep(NamedTuple):
     def cancel(self) -> None:
         """Takes the step out of the queue or its batcher."""
         self.table.cancel(self.pending)
-        self.local.leave(self.pending)
+        self.local.abandon_step(self.pending)
 
     def took(self, nbytes: int) -> None:
         """Reports bytes taken of a decoupled step's responses."""
@@ -433,12 +433,12 @@ class WaitingStep(NamedTuple):
             self.pending.stream.took(nbytes)
 
 
-def _answered(pending: PendingCall, response: Response) -> None:
+def _deliver_response(pending: PendingCall, response: Response) -> None:
     pending.sink.deliver(response)
 
 
-def _failed(pending: PendingCall, error: Exception) -> None:
-    pending.sink.deliver(Response(request_id=pending.request_id, failure=Failure.of(error)))
+def _deliver_failure(pending: PendingCall, error: Exception) -> None:
+    pending.sink.deliver(Response(request_id=pending.request_id, failure=Failure.from_error(error)))
 
 
 def _unexpected() -> InferenceFailed:

@@ -37,12 +37,12 @@ class CancelWatch:
         while True:
             await asyncio.sleep(EVERY_S)
             try:
-                await self.look()
+                await self.check_cancels()
                 self._outage.over()
             except QinferError as error:
                 self._outage.failed(error.message)
 
-    async def look(self) -> None:
+    async def check_cancels(self) -> None:
         """Looks once."""
         partitions: dict[tuple[str, int], list[HeldWork]] = {}
         for item in self._keeper.held_before(time.monotonic() - HELD_S):
@@ -53,7 +53,7 @@ class CancelWatch:
             # Entries are cancelled only after they were enqueued.
             since = min([item.lease.entry.enqueued_s for item in items])
             after = self._read.get((model, partition), str(int(since * 1000) - 1))
-            found = await self._queue.marks.cancelled(model, partition, after)
+            found = await self._queue.marks.list_cancelled(model, partition, after)
             if found:
                 self._read[model, partition] = found[-1][0]
                 self._keeper.cancel([(lane, entry_id) for _, lane, entry_id in found])

@@ -56,7 +56,7 @@ async def in_thread(name: str, call: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001  raised where the call is awaited
             future.set_exception(error)
 
-    _start(threading.Thread(target=run, name=name, daemon=True))
+    _start_thread(threading.Thread(target=run, name=name, daemon=True))
     return await asyncio.wrap_future(future)
 
 
@@ -65,7 +65,7 @@ def are_threads_left() -> bool:
     return any(thread.is_alive() for thread in _threads)
 
 
-def _start(thread: threading.Thread) -> None:
+def _start_thread(thread: threading.Thread) -> None:
     _threads.add(thread)
     thread.start()
 
@@ -108,7 +108,7 @@ class ThreadExecutor:
             jobs: _Jobs = queue.SimpleQueue() if self._pinned or not self._queues else self._queues[0]
             self._queues.append(jobs)
             # A call that never returns must not keep a drained worker alive.
-            _start(threading.Thread(target=self._serve, args=(instance, jobs), name=name, daemon=True))
+            _start_thread(threading.Thread(target=self._run_jobs, args=(instance, jobs), name=name, daemon=True))
         self._note_instances()
 
     def shrink(self, surplus: int) -> None:
@@ -139,7 +139,7 @@ class ThreadExecutor:
         self._running += 1
         self._queues[0].put((borrower, done))
 
-    def _ended(self, ended: Execution | InstanceBorrower, done: Callable[..., None]) -> None:
+    def _on_job_end(self, ended: Execution | InstanceBorrower, done: Callable[..., None]) -> None:
         self._running -= 1
         done(ended)
 
@@ -181,13 +181,13 @@ class ThreadExecutor:
     def _note_instances(self) -> None:
         self._on_loop = all(instance.short_on_loop for instance in self._instances.values())
 
-    def _leave(self, instance: Backend, left: threading.Event) -> None:
+    def _remove_instance(self, instance: Backend, left: threading.Event) -> None:
         others = {number: one for number, one in self._instances.items() if one is not instance}
         self._instances = others if self._pinned else dict(enumerate(others.values()))
         self._note_instances()
         left.set()
 
-    def _serve(self, instance: Backend, jobs: _Jobs) -> None:
+    def _run_jobs(self, instance: Backend, jobs: _Jobs) -> None:
         streams: list[ItemStream] = []
         while not isinstance(job := jobs.get(), _End):
             execution, done = job
@@ -196,14 +196,14 @@ class ThreadExecutor:
                 # All executions of a rescheduled request share one stream.
                 streams = [one for one in dict.fromkeys((*streams, *execution.streams)) if not one.closed.is_set()]
             try:
-                self._loop.call_soon_threadsafe(self._ended, execution, done)
+                self._loop.call_soon_threadsafe(self._on_job_end, execution, done)
             except RuntimeError:
                 return  # the process is ending
             del job, execution, done  # frees the last batch's tensors
         if job is _End.ONE:
             left = threading.Event()
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._leave, instance, left)
+                self._loop.call_soon_threadsafe(self._remove_instance, instance, left)
                 left.wait(_LEAVE_S)
         for stream in streams:
             stream.closed.wait()

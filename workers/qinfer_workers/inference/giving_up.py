@@ -46,10 +46,10 @@ async def end_worker(
     await asyncio.wait(tasks, timeout=_OTHERS_S)
     with suppress(TimeoutError, QinferError):
         async with asyncio.timeout(_SETTLE_S):
-            await publisher.settle()
+            await publisher.finish_accepted()
             await retire()
     logger.error("worker ends: an instance hangs", extra={"status": STATUS})
-    liveness.end(STATUS)
+    liveness.exit_process(STATUS)
 
 
 def cut_short(drain: asyncio.Timeout, away_s: float) -> None:

@@ -176,7 +176,7 @@ class Heartbeat:
         await self._store.heartbeat(record, self._settings.heartbeat_ttl_s)
         self.beaten(record)
         await self.add_counts()
-        await self._put_speeds({_key(batcher) for batcher in batchers}, now_s)
+        await self._put_speeds({_batcher_key(batcher) for batcher in batchers}, now_s)
 
     async def add_counts(self) -> None:
         """Adds all counts so far to the statistics."""
@@ -211,14 +211,14 @@ class Heartbeat:
                 question = await self._pushes.asked(last)
                 if concerns(question.models, self._states()):
                     await self.add_counts()
-                    await self._pushes.answer(self._worker_id, question.id, self._underway())
+                    await self._pushes.send_answer(self._worker_id, question.id, self._underway())
                 last = question.id
             except BrokerUnavailable:  # the heartbeat logs it
                 await asyncio.sleep(self._settings.heartbeat_every_s)
 
     def collect(self, batcher: AnyBatcher) -> None:
         """Takes a batcher's statistics and speed for the next beat."""
-        key, deltas, rps = _key(batcher), batcher.tally.drain(), batcher.speed_rps()
+        key, deltas, rps = _batcher_key(batcher), batcher.tally.drain(), batcher.speed_rps()
         if deltas:
             stats.add(self._unsent.setdefault(key, {}), deltas)
         if rps:
@@ -229,11 +229,11 @@ class Heartbeat:
         batchers, direct = list(self._batchers()), Counter(self.direct())
         for batcher in batchers:
             if isinstance(batcher, SequenceBatcher):  # steps are in no lane
-                direct[_key(batcher)] += batcher.executing + batcher.waiting
+                direct[_batcher_key(batcher)] += batcher.executing + batcher.waiting
         return Underway(busy=_busy(batchers), direct=by_model(direct))
 
     def _memory(self) -> dict[str, dict[int, tuple[MemoryUse, ...]]]:
-        executors = {_key(batcher): batcher.model.executor for batcher in list(self._batchers())}
+        executors = {_batcher_key(batcher): batcher.model.executor for batcher in list(self._batchers())}
         found = {key: one.memory() for key, one in executors.items() if isinstance(one, ThreadExecutor)}
         return by_model({key: uses for key, uses in found.items() if uses})
 
@@ -272,19 +272,19 @@ def _own_metrics(executors: Iterable[ThreadExecutor]) -> bytes:
     return model_metrics.record_of(one for executor in executors for one in executor.metrics())
 
 
-def _key(batcher: AnyBatcher) -> Key:
+def _batcher_key(batcher: AnyBatcher) -> Key:
     return batcher.model.spec.name, batcher.model.version
 
 
 def _speeds(batchers: Iterable[AnyBatcher], *, at_best: bool) -> dict[str, dict[int, float]]:
-    return by_model({_key(one): round(rps, 3) for one in batchers if (rps := one.speed_rps(at_best=at_best))})
+    return by_model({_batcher_key(one): round(rps, 3) for one in batchers if (rps := one.speed_rps(at_best=at_best))})
 
 
 def _busy(batchers: Iterable[AnyBatcher]) -> dict[str, dict[int, int]]:
     busy = {}
     for batcher in batchers:
         queued = sum(len(execution.items) for execution in batcher.expected_ends if not execution.begin_ns)
-        busy[_key(batcher)] = batcher.executing - queued
+        busy[_batcher_key(batcher)] = batcher.executing - queued
     return by_model({key: count for key, count in busy.items() if count > 0})
 
 
@@ -302,7 +302,7 @@ class ResourceUsage:
 
     def start(self) -> None:
         """Starts the thread."""
-        threading.Thread(target=self._run, name="resource-usage", daemon=True).start()
+        threading.Thread(target=self._sample_usage, name="resource-usage", daemon=True).start()
 
     def stop(self) -> None:
         """Ends after the current measurement."""
@@ -320,7 +320,7 @@ class ResourceUsage:
         except Exception:  # the boundary to backends: one may be unloaded meanwhile
             logger.debug("memory of models not measured", exc_info=True)
 
-    def _run(self) -> None:
+    def _sample_usage(self) -> None:
         while True:
             self.read()
             if self._ended.wait(self._every_s):

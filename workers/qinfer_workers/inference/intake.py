@@ -59,7 +59,7 @@ class ToldIds:
         self._monotonic_s = monotonic_s
         self._known: dict[tuple[str, SequenceId], tuple[int | str, float]] = {}
 
-    def tell(self, request: InferRequest) -> bool:
+    def set_told_id(self, request: InferRequest) -> bool:
         """Puts the id into a request; returns false if it is needed and unknown."""
         flags = request.sequence
         if flags is None or not flags.id or not request.tenant or isinstance(flags, ToldSequence):
@@ -74,11 +74,11 @@ class ToldIds:
         """Asks Redis for the id of a request, and puts it in."""
         model, sequence = named = _named(request)
         bits = 64 if spec.sequences is None else spec.sequences.told_bits
-        told = await self._queue.sequences(model, request.partition).tell(sequence, bits)
+        told = await self._queue.sequences(model, request.partition).assign_id(sequence, bits)
         if len(self._known) >= _MOST_TOLD:
             self._known.clear()
         self._known[named] = told_id(sequence, told), self._monotonic_s() + _TOLD_S
-        self.tell(request)
+        self.set_told_id(request)
 
 
 class LeaseIntake:
@@ -230,7 +230,7 @@ class LeaseIntake:
         self._publisher.release_later(self._pending(batcher, lease, unknown), PAUSE_S)
 
     def _is_told(self, batcher: LaneBatcher, request: InferRequest) -> bool:
-        return isinstance(batcher, EnsembleBatcher) or self._told.tell(request)
+        return isinstance(batcher, EnsembleBatcher) or self._told.set_told_id(request)
 
     async def _rest(self, batcher: LaneBatcher, item: WorkItem) -> bytes | None:
         """Reads an item's tensors; puts it off if they can't be read now, finishes it if they are gone.
@@ -268,7 +268,7 @@ class LeaseIntake:
         return self._is_ready(batcher, item)
 
     def _bury(self, batcher: LaneBatcher, item: WorkItem, error: QinferError) -> None:
-        deliveries, failure = item.lease.deliveries, Failure.of(error)
+        deliveries, failure = item.lease.deliveries, Failure.from_error(error)
         extra = {**_log_data(item.lease), "request_id": item.request.id, "deliveries": deliveries, "code": failure.code}
         logger.error("given up", extra=extra)
         batcher.tally.failed(failure.code)

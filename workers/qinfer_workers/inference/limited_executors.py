@@ -27,11 +27,11 @@ class Limiter(Protocol):
         """Notes that an instance has work."""
         ...
 
-    def leave(self, instance: LimitedInstance) -> None:
+    def leave_queue(self, instance: LimitedInstance) -> None:
         """Notes that an instance has no work."""
         ...
 
-    def ended(self, instance: LimitedInstance, *, has_executed: bool) -> None:
+    def release_grant(self, instance: LimitedInstance, *, has_executed: bool) -> None:
         """Takes back the grant of an instance."""
         ...
 
@@ -91,12 +91,12 @@ class LimitedExecutor(ThreadExecutor):
         """Unloads the instances after their queued executions."""
         self._is_retired = True
         super().retire()
-        self._forget()
+        self._leave_limiter()
 
     def _granted(self, instance: LimitedInstance) -> None:
         raise NotImplementedError
 
-    def _begin(self, work: _Work, instance: LimitedInstance) -> None:
+    def _start_work(self, work: _Work, instance: LimitedInstance) -> None:
         execution, done = work
         self._holding[execution] = instance
         if isinstance(execution, Execution):
@@ -105,17 +105,17 @@ class LimitedExecutor(ThreadExecutor):
         self._running += 1
         self._queues[self._limited.index(instance)].put((execution, done))
 
-    def _ended(self, ended: Execution | InstanceBorrower, done: _Done) -> None:
+    def _on_job_end(self, ended: Execution | InstanceBorrower, done: _Done) -> None:
         self._free(ended, has_executed=True)
-        super()._ended(ended, done)
+        super()._on_job_end(ended, done)
 
     def _free(self, ended: Execution | InstanceBorrower, *, has_executed: bool) -> None:
         if isinstance(ended, Execution):
             ended.holder = None
-        self._limiter.ended(self._holding.pop(ended), has_executed=has_executed)
-        self._forget()
+        self._limiter.release_grant(self._holding.pop(ended), has_executed=has_executed)
+        self._leave_limiter()
 
-    def _forget(self) -> None:
+    def _leave_limiter(self) -> None:
         if self._is_retired and not self._holding and self._limited:
             self._limiter.remove(self._limited)
             self._limited = []
@@ -141,14 +141,14 @@ class PermitExecutor(LimitedExecutor):
         """Asks for `count` permits, and returns surplus ones."""
         self._wanted, self._callers = count, tuple(callers)
         while len(self._unused) > count:
-            self._limiter.ended(self._unused.pop(), has_executed=False)
+            self._limiter.release_grant(self._unused.pop(), has_executed=False)
         self._stage()
 
     def start(self, execution: Execution, done: _Done, instance: int = 0) -> None:
         """Executes on the instance of a permit."""
         del instance
         self._wanted = max(self._wanted - 1, 0)
-        self._begin((execution, done), self._unused.pop(0))
+        self._start_work((execution, done), self._unused.pop(0))
 
     def lend(self, borrower: InstanceBorrower, done: _Done) -> None:
         """Lends an instance as soon as it has its resources."""
@@ -173,11 +173,11 @@ class PermitExecutor(LimitedExecutor):
         for instance in waiting[:count]:
             self._limiter.wait(instance, self._callers)
         for instance in waiting[count:]:
-            self._limiter.leave(instance)
+            self._limiter.leave_queue(instance)
 
     def _granted(self, instance: LimitedInstance) -> None:
         if self._borrowers:
-            self._begin(self._borrowers.popleft(), instance)
+            self._start_work(self._borrowers.popleft(), instance)
             if self._is_leaving and not self._borrowers:
                 self.retire()
             return
@@ -200,7 +200,7 @@ class StagedExecutor(LimitedExecutor):
             execution.error = error = InferenceFailed(reason)
             execution.answers = [error for _ in execution.items]
             self._running += 1
-            self._loop.call_soon(ThreadExecutor._ended, self, execution, done)
+            self._loop.call_soon(ThreadExecutor._on_job_end, self, execution, done)
             return
         self._staged[self._limited[instance]] = execution, done
         self._limiter.wait(self._limited[instance], tuple(callers.values()))
@@ -209,7 +209,7 @@ class StagedExecutor(LimitedExecutor):
         """Takes back the executions that have not begun."""
         staged = [execution for execution, _ in self._staged.values() if isinstance(execution, Execution)]
         for instance in self._staged:
-            self._limiter.leave(instance)
+            self._limiter.leave_queue(instance)
         self._staged.clear()
         return [*staged, *super().recall()]
 
@@ -220,6 +220,6 @@ class StagedExecutor(LimitedExecutor):
             super().retire()
 
     def _granted(self, instance: LimitedInstance) -> None:
-        self._begin(self._staged.pop(instance), instance)
+        self._start_work(self._staged.pop(instance), instance)
         if self._is_leaving and not self._staged:
             self.retire()

@@ -147,7 +147,7 @@ class Loader:
             raise ModelLoadFailed("its files or configuration differ from the pinned ones")
         if planned is not None:
             return LoadChange(kind=LoadKind.NEW, loaded=loaded)
-        if (kept := self._kept(loaded, directory, serving)) is not None:
+        if (kept := self._reuse_served(loaded, directory, serving)) is not None:
             return kept
         latency = LatencyModel()
         instances = self._instances(loaded, directory, loaded.devices, latency)
@@ -156,7 +156,7 @@ class Loader:
             loaded = replace(loaded, executed_hash="")
         return LoadChange(kind=LoadKind.NEW, loaded=replace(loaded, instances=instances, latency=latency))
 
-    def _kept(self, loaded: LoadedVersion, directory: Path, serving: LoadedVersion | None) -> LoadChange | None:
+    def _reuse_served(self, loaded: LoadedVersion, directory: Path, serving: LoadedVersion | None) -> LoadChange | None:
         if serving is None or serving.identity != loaded.identity:
             return None
         if serving.spec.instances != loaded.spec.instances and (serving.spec.is_limited or loaded.spec.is_limited):
@@ -228,18 +228,18 @@ class Loader:
         is_loaded = False
         try:
             for limit, work in ((clock.limits.load, load), (clock.limits.warm_up, warm)):
-                clock.use(limit)
+                clock.set_limit(limit)
                 if instance.interrupt is None:
                     within(limit, spec.name, work, instance.unload)
                 else:
                     work()
                 is_loaded = True
         except BaseException as error:
-            clock.leave()
+            clock.release_place()
             if is_loaded and not isinstance(error, LoadOverdue):
                 _unload([instance])
             raise
-        clock.use(clock.limits.execute)
+        clock.set_limit(clock.limits.execute)
         return instance
 
 

@@ -38,15 +38,15 @@ class ModelLoads:
 
     def is_ready(self, model: str, version: int) -> bool:
         """Returns whether a model version is ready."""
-        return self._done(self._look(model, version))
+        return self._done(self._is_ready(model, version))
 
     async def end_with(self, stop: asyncio.Event) -> None:
         """Waits for the worker's end, then ends current loads and refuses others."""
         await stop.wait()
         self._is_over = True
-        self._control.end()
+        self._control.cancel_loads()
 
-    async def _look(self, model: str, version: int) -> bool:
+    async def _is_ready(self, model: str, version: int) -> bool:
         await self._catalog.refresh()
         try:
             return self._catalog.says_ready(model, version)

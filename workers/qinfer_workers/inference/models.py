@@ -134,18 +134,18 @@ class Models:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 try:
-                    is_whole = await self._read(is_news=is_news)
+                    is_whole = await self._read_desired(is_news=is_news)
                     outage.over()
                     self._looked.set()
                     self._looked = asyncio.Event()
-                    self._start(tasks)
+                    self._start_tasks(tasks)
                     is_news = await self._store.wait(REREAD_S if is_whole else _RETRY_S) or not is_whole
                 except BrokerUnavailable as error:
                     is_news = True
                     outage.failed(error.message)
                     await asyncio.sleep(_RETRY_S)
 
-    async def _read(self, *, is_news: bool) -> bool:
+    async def _read_desired(self, *, is_news: bool) -> bool:
         """Reads the desired state; returns false if Redis lost its data, which must unload no models.
 
         Without news, few known models are read, in turns.
@@ -173,7 +173,7 @@ class Models:
         pending = {name for name, wanted in self._wanted.items() if wanted.stored.pending} | turns
         return [name for name in mine if name in pending or known.get(name) != desired[name].generation]
 
-    def _start(self, tasks: asyncio.TaskGroup) -> None:
+    def _start_tasks(self, tasks: asyncio.TaskGroup) -> None:
         known = {*self._wanted, *self._settled, *(name for name, _ in self._states)}
         for name in known - self._tasks.keys():
             if not self._is_settled(name):
@@ -263,7 +263,7 @@ class Models:
                 del self._states[key]
                 self._changed()
             return True
-        self._serve(key, change)
+        self._apply_change(key, change)
         self._tries.pop(key, None)
         if change.kind is LoadKind.NEW:
             self._load_s[key] = time.monotonic() - began_s
@@ -285,7 +285,7 @@ class Models:
         while (wanted := self._wanted.get(key[0])) is not None and wanted.stored.generation == generation:
             looked = self._looked
             try:
-                return await self._planner.look(spec)
+                return await self._planner.plan_loaded(spec)
             except NotYet as error:
                 self._show_loading(key, generation, error.message)
             except BrokerUnavailable:
@@ -293,7 +293,7 @@ class Models:
             await looked.wait()
         return None
 
-    def _serve(self, key: Key, change: LoadChange) -> None:
+    def _apply_change(self, key: Key, change: LoadChange) -> None:
         if change.kind is LoadKind.NEW:
             self._host.serve(change.loaded)
         else:

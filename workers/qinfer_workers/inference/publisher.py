@@ -267,7 +267,7 @@ class Publisher:
         """Renews leases of items that were not admitted."""
         self._keeper.hold(items)
 
-    def answer(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
+    def publish_responses(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
         """Publishes responses and finishes the entries; settles asynchronous requests."""
         begin_ns = time.perf_counter_ns()
         if [True for item in items if not item.request.reply_to]:
@@ -347,7 +347,7 @@ class Publisher:
         self._keeper.hold([item])
         self._later[item] = self._loop.call_later(delay_s, self._release, item)
 
-    async def settle(self) -> None:
+    async def finish_accepted(self) -> None:
         """Waits for all accepted work; releases delayed entries now."""
         for item in list(self._later):
             self._release(item)
@@ -375,7 +375,7 @@ class Publisher:
         by_id = {item.request.id: item for item in items if not item.request.reply_to}
         answers = [(by_id[r.request_id], r) for r in responses if r.final and r.request_id in by_id]
         stored = list(by_id.values())
-        self.spawn(self.recorded(stored, lambda: self._settle(answers, begin_ns)), stored)
+        self.spawn(self.recorded(stored, lambda: self._settle_requests(answers, begin_ns)), stored)
         waiting = [item for item in items if item.request.reply_to]
         if waiting:
             theirs = [response for response in responses if response.request_id not in by_id]
@@ -395,7 +395,7 @@ class Publisher:
             blob = encode_responses([await self._store(items, group[0])] if is_large else group)
             if not await self._queue.publish(address, blob):
                 logger.debug("no caller reads the reply stream", extra={"reply_to": address})
-        self._count(items, begin_ns)
+        self._count_published(items, begin_ns)
 
     async def _store(self, items: Sequence[WorkItem], response: Response) -> Response:
         """Stores outputs outside the reply stream; returns the response to publish."""
@@ -406,10 +406,10 @@ class Publisher:
             with self._waits(lane, len(blob)):
                 await self._queue.store_result(lane, response.request_id, blob, STORED_TTL_S, tenant)
         except (PayloadTooLarge, QuotaExceeded) as error:
-            return _failed(response, error)
+            return _failed_response(response, error)
         return msgspec.structs.replace(response, outputs=(), stored=True)
 
-    async def _settle(self, answers: Sequence[_Answer], begin_ns: int) -> None:
+    async def _settle_requests(self, answers: Sequence[_Answer], begin_ns: int) -> None:
         items = [item for item, _ in answers]
         if not self._keeper.is_sure(items):
             await self._keeper.confirm(items)
@@ -426,7 +426,7 @@ class Publisher:
             self._keeper.hold(item for item in items if not item.lost)
             raise
         self._keeper.drop(items)
-        self._count(items, begin_ns)
+        self._count_published(items, begin_ns)
 
     async def _settle_all(self, answers: Sequence[_Answer], settlements: Sequence[Settlement]) -> None:
         try:
@@ -437,7 +437,7 @@ class Publisher:
                     await self._settle_all([answer], [settlement])
                 return
             ((item, response),) = answers
-            await self._queue.requests.settle([settlement_of(item, _failed(response, error))])
+            await self._queue.requests.settle([settlement_of(item, _failed_response(response, error))])
 
     def finish_soon(self, items: Sequence[WorkItem]) -> None:
         """Finishes published items together with the next batches'."""
@@ -460,7 +460,7 @@ class Publisher:
             self._keeper.drop(items)  # a renewal after the finish would find their leases lost
             self.spawn(lambda: self._queue.finish([item.lease.entry for item in items if not item.lost]), items)
 
-    def _count(self, items: Sequence[WorkItem], begin_ns: int) -> None:
+    def _count_published(self, items: Sequence[WorkItem], begin_ns: int) -> None:
         lane = items[0].lease.entry.lane
         self.durations.published(lane.model, lane.version, time.perf_counter_ns() - begin_ns)
 
@@ -515,8 +515,8 @@ def _are_lost(items: Sequence[WorkItem]) -> bool:
     return bool(items) and items[0].lost and all(item.lost for item in items)
 
 
-def _failed(response: Response, error: QinferError) -> Response:
-    return msgspec.structs.replace(response, outputs=(), failure=Failure.of(error))
+def _failed_response(response: Response, error: QinferError) -> Response:
+    return msgspec.structs.replace(response, outputs=(), failure=Failure.from_error(error))
 
 
 def _chunks(items: Sequence[WorkItem], responses: Sequence[Response]) -> Iterator[tuple[str, Sequence[Response], bool]]:

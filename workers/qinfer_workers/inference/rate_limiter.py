@@ -67,14 +67,14 @@ class RateLimiter:
         self.ledger.wait(instance, callers)
         self._changed()
 
-    def leave(self, instance: LimitedInstance) -> None:
+    def leave_queue(self, instance: LimitedInstance) -> None:
         """Notes that an instance has no work."""
-        self.ledger.leave(instance)
+        self.ledger.leave_queue(instance)
         self._changed()
 
-    def ended(self, instance: LimitedInstance, *, has_executed: bool) -> None:
+    def release_grant(self, instance: LimitedInstance, *, has_executed: bool) -> None:
         """Takes back the grant of an instance."""
-        self.ledger.ended(instance, has_executed=has_executed)
+        self.ledger.release_grant(instance, has_executed=has_executed)
         self._changed()
 
     def remove(self, instances: Sequence[LimitedInstance]) -> None:
@@ -106,7 +106,7 @@ class RateLimiter:
 
     def _decide_all(self) -> None:
         self._is_due = False
-        self.shared.look()
+        self.shared.return_units()
         self._decide()
 
     def _decide(self) -> None:
@@ -157,7 +157,7 @@ class SharedUnits:
             self._opened.set()
             self._changed.set()
 
-    def look(self) -> None:
+    def return_units(self) -> None:
         """Gives back units that others wait for, and drops all when the lease may have ended."""
         pool = self._ledger.pool
         if pool and time.monotonic() >= self._valid_until_s:
@@ -179,7 +179,7 @@ class SharedUnits:
         """Exchanges units until cancelled."""
         await self._opened.wait()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._read())
+            tasks.create_task(self._follow_news())
             outage = OutageLog(logger, "global resources can't be exchanged", "global resources are exchanged again")
             while True:
                 self._changed.clear()
@@ -195,15 +195,15 @@ class SharedUnits:
                     async with asyncio.timeout(wait_s):
                         await self._changed.wait()
 
-    async def leave(self) -> None:
+    async def end_lease(self) -> None:
         """Ends the lease; without Redis it expires."""
         with suppress(QinferError):
             if self.is_open:
-                await self._resources.leave()
+                await self._resources.end_lease()
         await self._resources.close()
 
     async def _exchange(self) -> float:
-        missing = {_key(units): Wish(units, is_callee) for units, is_callee in self._ledger.missing()}
+        missing = {_units_key(units): Wish(units, is_callee) for units, is_callee in self._ledger.missing()}
         given_up = [wish for key, (wish, _) in self._asked.items() if key not in missing]
         self._asked = {key: asked for key, asked in self._asked.items() if key in missing}
         now_s = time.monotonic()
@@ -237,19 +237,19 @@ class SharedUnits:
         self._ledger.pool = {name: units - self._back.get(name, 0) for name, units in done.held.items()}
         self._wanted = done.wanted
         if wish is not None:
-            key = _key(wish.units)
+            key = _units_key(wish.units)
             if done.has_got:
                 self._asked.pop(key, None)
             elif key in self._asked:
                 self._asked[key] = wish, began_s + done.retry_s
         # Local instances in turn come before other workers.
         self._decide()
-        self.look()
+        self.return_units()
 
     def _ask_again(self) -> None:
         self._asked = {key: (wish, 0.0) for key, (wish, _) in self._asked.items()}
 
-    async def _read(self) -> None:
+    async def _follow_news(self) -> None:
         last = "0"
         while True:
             try:
@@ -265,8 +265,8 @@ class SharedUnits:
                 self._changed.set()
             if news.wanted:
                 self._wanted |= news.wanted
-                self.look()
+                self.return_units()
 
 
-def _key(units: Units) -> tuple[tuple[str, int], ...]:
+def _units_key(units: Units) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(units.items()))

@@ -42,7 +42,7 @@ class ProcessRenewals:
         self._inherited = () if due is None else (due.fd,)
         self._environment = helper_environment(environment)
         self._hello = renewer.RenewerHello(
-            redis=Login.of(settings.redis),
+            redis=Login.from_settings(settings.redis),
             group=keys.GROUP,
             consumer=consumer.encode(),
             script=RENEW.text,
@@ -81,7 +81,7 @@ class ProcessRenewals:
         )
         try:
             async with asyncio.TaskGroup() as tasks:
-                sender = tasks.create_task(self._send(process, keeper))
+                sender = tasks.create_task(self._send_leases(process, keeper))
                 await self._listen(process, keeper)
                 sender.cancel()
         finally:
@@ -94,7 +94,7 @@ class ProcessRenewals:
         """Renews at once."""
         self._asked.set()
 
-    async def _send(self, process: Process, keeper: LeaseKeeper) -> None:
+    async def _send_leases(self, process: Process, keeper: LeaseKeeper) -> None:
         assert process.stdin is not None
         pause_s = self._hello.every_s / renewer.REPORTS_PER_RENEWAL
         with suppress(ConnectionError):  # `_listen` handles its end
@@ -125,9 +125,9 @@ class ProcessRenewals:
         decoder = msgspec.msgpack.Decoder(renewer.RenewalReport)
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                self._take(decoder.decode(await received(process.stdout)), keeper)
+                self._handle_report(decoder.decode(await received(process.stdout)), keeper)
 
-    def _take(self, report: renewer.RenewalReport, keeper: LeaseKeeper) -> None:
+    def _handle_report(self, report: renewer.RenewalReport, keeper: LeaseKeeper) -> None:
         self._backoff.reset()
         self._endings.over()
         for reason in report.failed.values():

@@ -96,7 +96,7 @@ class _OwnedLife:
         self.since_s = time.monotonic()
         self._told_id = told_id(owned.sequence, owned.told)
 
-    def tell(self, request: InferRequest) -> None:
+    def set_told_id(self, request: InferRequest) -> None:
         """Gives the model an id that no other tenant's sequence has."""
         if request.sequence is not None:
             request.sequence = request.sequence.told(self._told_id)
@@ -152,7 +152,7 @@ class SequenceService:
 
     def start(self) -> None:
         """Begins to own sequences."""
-        self._loops = [self._parts.tasks.create_task(loop) for loop in (self._run(), self._steps.run())]
+        self._loops = [self._parts.tasks.create_task(loop) for loop in (self._run_service(), self._steps.run())]
 
     def executed(self, steps: Sequence[PendingStep], responses: Sequence[Response]) -> None:
         """Commits steps, publishes the responses, and finishes the entries."""
@@ -164,7 +164,7 @@ class SequenceService:
 
     def broken(self, step: PendingStep, error: QinferError) -> None:
         """Ends the sequence of an unexecuted step, and answers the rest."""
-        self._end(step.place, step.token, error)
+        self._end_life(step.place, step.token, error)
 
     def idle(self, sequences: Sequence[SequenceId]) -> None:
         """Ends sequences that are idle by Redis' clock, too."""
@@ -178,7 +178,7 @@ class SequenceService:
         """Ends sequences whose state in the model's memory is gone."""
         for sequence in sequences:
             if held := self._held.get(sequence):
-                self._end(_next_of(held), held.owned.token, error)
+                self._end_life(_next_of(held), held.owned.token, error)
 
     async def drain(self, limit_s: float, is_wanted: Callable[[], bool], *, hands_over: bool) -> bool:
         """Gives back all sequences; returns false if the version is wanted again.
@@ -199,12 +199,12 @@ class SequenceService:
         if is_wanted():
             self._is_draining = False
             self._tickets.ring()
-            self.batcher.resume()  # an earlier attempt may have failed half-way
+            self.batcher.resume_batching()  # an earlier attempt may have failed half-way
             return False
-        await self.batcher.pause()
+        await self.batcher.pause_batching()
         await self._steps.flush()
-        await self._sequences.give_back(self._owner, list(self._held))
-        await self._leave()
+        await self._sequences.hand_over(self._owner, list(self._held))
+        await self._end_lease()
         await self.close()
         return True
 
@@ -220,10 +220,10 @@ class SequenceService:
             batcher.fail(overdue, error)
             await self._steps.flush()
             moving.discard(overdue.place.sequence)
-        await self._sequences.give_back(self._owner, [one for one in self._held if one not in moving])
-        await batcher.pause()
+        await self._sequences.hand_over(self._owner, [one for one in self._held if one not in moving])
+        await batcher.pause_batching()
         await self._steps.flush()
-        await self._sequences.give_back(self._owner, list(moving))
+        await self._sequences.hand_over(self._owner, list(moving))
 
     async def _is_deserted(self) -> bool:
         """Returns whether no program that submits requests is live."""
@@ -242,7 +242,7 @@ class SequenceService:
         self.batcher.close()
         await self._tickets.close()
 
-    async def _run(self) -> None:
+    async def _run_service(self) -> None:
         is_owner = False
         while True:
             try:
@@ -251,10 +251,10 @@ class SequenceService:
                 if not is_owner:
                     await self._join()
                     is_owner = True
-                is_left = await self._serve()
+                is_left = await self._serve_sequences()
                 is_owner = False
                 if is_left:
-                    await self._leave()
+                    await self._end_lease()
                 else:
                     await self._lose()
             # either may pass
@@ -271,9 +271,9 @@ class SequenceService:
         names = self._sequences.lease_keys(self._owner, [self._version])
         self._parts.keeper.owners[self._owner] = OwnerLease(names, self._tickets.ring)
 
-    async def _leave(self) -> None:
+    async def _end_lease(self) -> None:
         self._parts.keeper.owners.pop(self._owner, None)
-        while not await self._sequences.leave(self._owner, [self._version]):
+        while not await self._sequences.end_lease(self._owner, [self._version]):
             # It may own sequences unknowingly, if a reply was lost.
             await self._sequences.renew(self._owner, [self._version], 0.0)
             await self._sequences.reap()
@@ -282,10 +282,10 @@ class SequenceService:
         logger.warning("lease on sequences lost", extra={"model": self._model, "count": len(self._held)})
         self._forget_all()
         # Executing steps would meet the same sequences again.
-        await self.batcher.pause()
-        self.batcher.resume()
+        await self.batcher.pause_batching()
+        self.batcher.resume_batching()
 
-    async def _serve(self) -> bool:
+    async def _serve_sequences(self) -> bool:
         """Owns sequences and takes steps; returns true when idle, false without a lease."""
         sequences, owner, version = self._sequences, self._owner, self._version
         ticket, busy_s = "", time.monotonic()
@@ -298,7 +298,7 @@ class SequenceService:
             for problem in await asyncio.gather(*map(self._adopt, owned)):
                 if problem is not None:
                     raise problem
-            news = await sequences.take(owner, version, ticket)
+            news = await sequences.take_steps(owner, version, ticket)
             if news is None:
                 return False
             self._recover()
@@ -363,15 +363,15 @@ class SequenceService:
         if held is None:
             return
         if self._is_explicit:
-            self._end(_next_of(held), held.owned.token, SequenceLost(GIVEN_UP))
-        elif await self._sequences.give_back(self._owner, [sequence]):
-            self._forget(sequence)
+            self._end_life(_next_of(held), held.owned.token, SequenceLost(GIVEN_UP))
+        elif await self._sequences.hand_over(self._owner, [sequence]):
+            self._drop_sequence(sequence)
 
     async def _adopt(self, owned: OwnedLife) -> QinferError | None:
         """Takes over a sequence; returns the error if its states can't be read now."""
         held = _OwnedLife(owned)
         if owned.generation not in self.generations:
-            self._end(_next_of(held), owned.token, SequenceLost(RELOADED))
+            self._end_life(_next_of(held), owned.token, SequenceLost(RELOADED))
             return None
         states: States | None = None
         if owned.committed and not self._is_explicit:
@@ -379,12 +379,12 @@ class SequenceService:
                 raw = await self._sequences.state(owned.sequence)
                 states = None if raw is None else decode_states(raw)
             except CorruptEntry as error:
-                self._end(_next_of(held), owned.token, SequenceLost(error.message))
+                self._end_life(_next_of(held), owned.token, SequenceLost(error.message))
                 return None
             except QinferError as error:
-                self._spawn(partial(self._sequences.give_back, self._owner, [owned.sequence]))
+                self._spawn(partial(self._sequences.hand_over, self._owner, [owned.sequence]))
                 return error
-        self._forget(owned.sequence)
+        self._drop_sequence(owned.sequence)
         self._held[owned.sequence] = held
         self.batcher.adopt(owned.sequence, owned.committed, states)
         return None
@@ -398,14 +398,14 @@ class SequenceService:
             if held is not None and is_mine and taken.is_cancelled:
                 self._cancel(held, place)
             elif is_mine:
-                self._forget(place.sequence)
+                self._drop_sequence(place.sequence)
             return
         if held is None or not is_mine or place.number >= held.ends_at:
             if held is None:  # a reply was lost
-                self._spawn(partial(self._sequences.give_back, self._owner, [place.sequence]))
+                self._spawn(partial(self._sequences.hand_over, self._owner, [place.sequence]))
             return
         if place.number <= held.committed:
-            self._answer(UnansweredStep(place, lease.entry, lease.frame, None))
+            self._publish_stored(UnansweredStep(place, lease.entry, lease.frame, None))
         elif place.number in held.entries:
             if held.entries[place.number] != lease.entry.entry_id:
                 held.repeated.append(UnansweredStep(place, lease.entry, lease.frame, None))
@@ -417,7 +417,7 @@ class SequenceService:
         """Ends a life at an unexecuted step whose caller has left."""
         is_here = place.number in held.entries and place.number > held.executed
         if is_here and not self.batcher.cancel(place.sequence, place.number):
-            self._end(place, held.owned.token, Cancelled(LEFT))
+            self._end_life(place, held.owned.token, Cancelled(LEFT))
 
     def _receive(self, held: _OwnedLife, place: StepPlace, token: int, lease: Lease) -> None:
         is_apart = False
@@ -427,7 +427,7 @@ class SequenceService:
             request, is_apart = apart.request, True
         except CorruptEntry as error:
             logger.error("corrupt step", extra={"model": self._model, "entry_id": lease.entry.entry_id})
-            self._end(place, token, error)
+            self._end_life(place, token, error)
             return
         step = self._pending(held, place, lease, request)
         if lease.deliveries > 1:
@@ -441,7 +441,7 @@ class SequenceService:
 
     def _pending(self, held: _OwnedLife, place: StepPlace, lease: Lease, request: InferRequest) -> PendingStep:
         enqueued_s = lease.entry.enqueued_s
-        held.tell(request)
+        held.set_told_id(request)
         return PendingStep(
             rows=1,
             key=None,
@@ -467,7 +467,7 @@ class SequenceService:
                     problem = CorruptEntry("the tensors of the request are gone")
                 else:
                     step.request = decode_request(step.lease.frame, payload)
-                    held.tell(step.request)
+                    held.set_told_id(step.request)
             except QinferError as error:
                 problem = error
         if before is not None:
@@ -484,7 +484,7 @@ class SequenceService:
         try:
             if step.request.generation not in self.generations:
                 validate(step.request, self.batcher.model.spec)
-            self.batcher.admit(step)
+            self.batcher.add_step(step)
         except RequestError as error:
             self.broken(step, error)
 
@@ -494,7 +494,7 @@ class SequenceService:
         if held is None or held.owned.token != step.token:
             return
         if not is_committed:
-            self._forget(step.place.sequence)
+            self._drop_sequence(step.place.sequence)
             return
         held.committed = step.place.number
         held.entries.pop(step.place.number, None)
@@ -507,12 +507,12 @@ class SequenceService:
         ready = [step for step in held.repeated if step.place.number <= held.committed]
         held.repeated = [step for step in held.repeated if step not in ready]
         for step in ready:
-            self._answer(step)
+            self._publish_stored(step)
 
-    def _answer(self, step: UnansweredStep) -> None:
+    def _publish_stored(self, step: UnansweredStep) -> None:
         self._spawn(partial(answer_step, self._parts.queue, self._sequences, step))
 
-    def _forget(self, sequence: SequenceId) -> None:
+    def _drop_sequence(self, sequence: SequenceId) -> None:
         held = self._held.pop(sequence, None)
         if held is not None:
             self._answer_repeated(held)
@@ -522,9 +522,9 @@ class SequenceService:
 
     def _forget_all(self) -> None:
         for sequence in list(self._held):
-            self._forget(sequence)
+            self._drop_sequence(sequence)
 
-    def _end(self, place: StepPlace, token: int, error: QinferError) -> None:
+    def _end_life(self, place: StepPlace, token: int, error: QinferError) -> None:
         """Ends a life once earlier steps are committed; a deadline ends it at once."""
         held = self._held.get(place.sequence)
         self._changed.set()  # fewer steps may wait
@@ -541,7 +541,7 @@ class SequenceService:
 
     def _end_now(self, place: StepPlace, token: int, error: QinferError) -> None:
         async def work() -> None:
-            await self._sequences.fail(place, Failure.of(error), token)
+            await self._sequences.fail(place, Failure.from_error(error), token)
             for _, failure in await answer_rest(self._parts.queue, self._sequences):
                 if not is_callers(failure):
                     self.batcher.tally.failed(failure.code)

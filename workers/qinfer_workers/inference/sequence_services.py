@@ -41,7 +41,7 @@ class SequenceServices:
         self._leaving: dict[SequenceService, asyncio.Task[None]] = {}
         self._hashes: dict[Key, str] = {}
         store, clock = parts.store, parts.queue.clock
-        self.pins = VersionPins(store, clock, parts.worker_id, "sequences", self._kept)
+        self.pins = VersionPins(store, clock, parts.worker_id, "sequences", self._open_hashes)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._services
@@ -61,7 +61,7 @@ class SequenceServices:
         self._hashes[key] = loaded.executed_hash
         service.start()
         if before is not None:
-            self._leaving[before] = self._parts.tasks.create_task(self._leave(before))
+            self._leaving[before] = self._parts.tasks.create_task(self._drain_service(before))
 
     def go_on(self, loaded: LoadedVersion, surplus: int) -> None:
         """Continues a version under a generation that changes only the number of instances."""
@@ -115,29 +115,29 @@ class SequenceServices:
     def _all(self) -> list[SequenceService]:
         return [*self._services.values(), *self._leaving]
 
-    async def pause(self) -> None:
+    async def pause_services(self) -> None:
         """Begins no more executions and waits for current ones, except steps of ensembles."""
         async with asyncio.TaskGroup() as pauses:
             for batcher in self.batchers():
                 if isinstance(batcher, EnsembleSteps):
                     batcher.hold()
                 else:
-                    pauses.create_task(batcher.pause())
+                    pauses.create_task(batcher.pause_batching())
 
-    def resume(self) -> None:
+    def resume_services(self) -> None:
         """Ends a pause."""
         for batcher in self.batchers():
-            batcher.resume()
+            batcher.resume_batching()
 
     async def close(self) -> None:
         """Stops all at once."""
         for service in self._all():
             await service.close()
 
-    async def _leave(self, service: SequenceService) -> None:
+    async def _drain_service(self, service: SequenceService) -> None:
         await service.drain(self._parts.settings.drain_s, lambda: False, hands_over=False)
         del self._leaving[service]
         self._collect(service.batcher)
 
-    def _kept(self) -> dict[Key, str]:
+    def _open_hashes(self) -> dict[Key, str]:
         return {key: self._hashes[key] for key, service in self._services.items() if service.has_open}

@@ -50,9 +50,9 @@ class PayloadReads:
         """Tracks a task that reads and admits `count` requests."""
         self._changed_s = time.monotonic()
         self.open[task] = count, self._changed_s
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_read_end)
 
-    async def room(self, count: int) -> int:
+    async def limit_fetch(self, count: int) -> int:
         """Returns how many of `count` requests may be fetched; if none, waits for a read."""
         now_s = time.monotonic()
         fresh = [(number, began_s) for number, began_s in self.open.values() if now_s - began_s < SLOW_S]
@@ -74,7 +74,7 @@ class PayloadReads:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    def _ended(self, task: "asyncio.Task[None]") -> None:
+    def _on_read_end(self, task: "asyncio.Task[None]") -> None:
         del self.open[task]
         self._changed_s = time.monotonic()
 
@@ -102,12 +102,12 @@ class Serving:
         executes = self.batcher.executing and not self._is_held(ends=ends)
         return self.batcher.paused and not executes and self.quiet.is_set() and not self.reads.open
 
-    async def pause(self, *, ends: bool = True) -> None:
+    async def pause_serving(self, *, ends: bool = True) -> None:
         """Takes no more requests, and waits for current ones; without `ends`, those of ensembles are held."""
         if isinstance(self.batcher, EnsembleBatcher) and self._is_held(ends=ends):
             self.batcher.hold()
         else:
-            await self.batcher.pause()
+            await self.batcher.pause_batching()
         # Each read has begun by then, and can give back its requests.
         await self.quiet.wait()
         await self.reads.stop()

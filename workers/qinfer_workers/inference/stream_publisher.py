@@ -65,10 +65,10 @@ class StreamPublisher:
             waiting = self._waiting.get(name)
             if waiting is None:
                 waiting = self._waiting[name] = deque()
-                self._publisher.spawn(lambda name=name: self._run(name))  # type: ignore[misc]  # bound at once
+                self._publisher.spawn(lambda name=name: self._publish_waiting(name))  # type: ignore[misc]  # bound at once
             waiting.append(each)
 
-    async def _run(self, name: str) -> None:
+    async def _publish_waiting(self, name: str) -> None:
         """Publishes until nothing waits; again after an outage."""
         waiting = self._waiting[name]
         while waiting:
@@ -76,7 +76,7 @@ class StreamPublisher:
             live = [each for each in group if not each[0].lost]
             try:
                 if live:
-                    await self._leave(name, live)
+                    await self._publish_group(name, live)
             except (BrokerUnavailable, QueueFull):
                 raise
             except QinferError:
@@ -86,7 +86,7 @@ class StreamPublisher:
                 waiting.popleft()
         del self._waiting[name]
 
-    async def _leave(self, name: str, group: Sequence[Sent]) -> None:
+    async def _publish_group(self, name: str, group: Sequence[Sent]) -> None:
         items = list(dict.fromkeys([item for item, _ in group]))
         if not self._keeper.is_sure(items):
             await self._keeper.confirm(items)
@@ -99,11 +99,11 @@ class StreamPublisher:
             is_there = await self._queue.publish(name, encode_responses([response for _, response in group]))
             if not is_there:
                 logger.debug("no caller reads the reply stream", extra={"reply_to": name})
-                self.streams.leave(name)
+                self.streams.cancel_streams_to(name)
             self._publisher.finish_soon([item for item, response in group if response.final])
             await self._unmark(group)
         else:
-            await self._settle(group)
+            await self._store_responses(group)
         lane = items[0].lease.entry.lane
         self._publisher.durations.published(lane.model, lane.version, time.perf_counter_ns() - begin_ns)
 
@@ -120,16 +120,16 @@ class StreamPublisher:
     async def _unmark(self, group: Sequence[Sent]) -> None:
         ended = [item.lease.entry for item, last in group if last.final and last.index and not self._resumes(item)]
         if ended:
-            await self._queue.marks.forget(ended)
+            await self._queue.marks.remove_marks(ended)
 
-    async def _settle(self, group: Sequence[Sent]) -> None:
+    async def _store_responses(self, group: Sequence[Sent]) -> None:
         item, last = group[-1]
         others = group[:-1] if last.final else group
         error = await self._store(others) if others else None
         if error is not None:
-            last = msgspec.structs.replace(last, outputs=(), failure=Failure.of(error))
+            last = msgspec.structs.replace(last, outputs=(), failure=Failure.from_error(error))
         if last.final and not item.lost:
-            self._publisher.answer([item], [last])
+            self._publisher.publish_responses([item], [last])
 
     async def _store(self, group: Sequence[Sent]) -> QinferError | None:
         item, first = group[0]

@@ -75,7 +75,7 @@ class Spans:
             BATCH_SIZE: execution.batch.size,
             **of_lane(lane.model, lane.version, lane.name, "process"),
         }
-        error = None if execution.error is None else _told(execution.error)
+        error = None if execution.error is None else _span_error(execution.error)
         requests = [item.request.trace for item in recorded]
         batch = self._tracer.start("batch", requests[0], begins_s, requests)
         if not execution.apart:  # repeated items waited before
@@ -94,7 +94,7 @@ class Spans:
         for item in items:
             if is_sampled(item.request.trace):
                 queue = self._tracer.start("queue", item.request.trace, item.enqueued_s)
-                queue.end(max(now_s, item.enqueued_s), _about(item), _told(error))
+                queue.end(max(now_s, item.enqueued_s), _about(item), _span_error(error))
 
     def ensemble(self, item: WorkItem, plan: EnsemblePlan) -> RunTrace | None:
         """Begins the spans of an ensemble's request; `None` = it is not recorded."""
@@ -139,7 +139,7 @@ class Spans:
             try:
                 await publish()
             except QinferError as raised:
-                error = _told(raised)
+                error = _span_error(raised)
                 raise
             finally:
                 self._published(spans, about, error)
@@ -170,5 +170,5 @@ def _about(item: WorkItem) -> Attributes:
     }
 
 
-def _told(error: QinferError) -> tuple[str, str]:
+def _span_error(error: QinferError) -> tuple[str, str]:
     return error.code.value, error.message

@@ -59,7 +59,7 @@ class UnreadStreams:
         for key, group in by_key.items():
             if key not in self._looking:
                 self._looking.add(key)
-                self._tasks.create_task(self._look(key, group))
+                self._tasks.create_task(self._check_model(key, group))
 
     def refused(self, batcher: Batcher | IterativeBatcher, items: Sequence[WorkItem]) -> list[WorkItem]:
         """Answers items of tenants whose unread streams have their share of instances; returns the others."""
@@ -70,7 +70,7 @@ class UnreadStreams:
             batcher.fail(over, QuotaExceeded(REFUSED.format(spec.name)))
         return [item for item in items if item not in over]
 
-    async def _look(self, key: Key, streams: list[ItemStream]) -> None:
+    async def _check_model(self, key: Key, streams: list[ItemStream]) -> None:
         try:
             serving = self._serving_of(key)
             if serving is None or isinstance(serving.batcher, EnsembleBatcher):

@@ -108,7 +108,7 @@ def _batch(spec: ModelSpec, inputs: _Inputs, count: int, states: Sequence[Tensor
     """Makes a batch of `count` one-row requests; in sequences of a single step."""
     rows = (count,) if spec.max_batch_size else ()
     given = {
-        name: _read(name, data, rows, model_dir)
+        name: _read_rows(name, data, rows, model_dir)
         if data.file
         else _array(data.datatype, (*rows, *data.dims), random=data.random)
         for name, data in inputs.items()
@@ -127,7 +127,7 @@ def _batch(spec: ModelSpec, inputs: _Inputs, count: int, states: Sequence[Tensor
     )
 
 
-def _read(name: str, data: WarmupInput, rows: tuple[int, ...], model_dir: Path) -> Array:
+def _read_rows(name: str, data: WarmupInput, rows: tuple[int, ...], model_dir: Path) -> Array:
     size = prod(data.dims) * DATATYPES[data.datatype].itemsize
     try:
         content = (model_dir / WARMUP_DIRECTORY / data.file).read_bytes()

@@ -59,7 +59,7 @@ class ExecutionWatchdog:
 
     def watched(self, backend: Backend, spec: ModelSpec, version: int) -> WatchedBackend:
         """Wraps an instance, which is watched until it is unloaded."""
-        clock = ExecutionClock(spec.name, version, TimeLimits.of(spec), self._left)
+        clock = ExecutionClock(spec.name, version, TimeLimits.from_spec(spec), self._left)
         watched = WatchedBackend(backend, clock)
         if watched.interrupt is None and self.table is not None:
             clock.due = self.table.place(f"{spec.name}:{version}")
@@ -79,7 +79,7 @@ class ExecutionWatchdog:
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(self.changed)
 
-        threading.Thread(target=self._run, args=(call_soon, changed), name="watchdog", daemon=True).start()
+        threading.Thread(target=self._watch_instances, args=(call_soon, changed), name="watchdog", daemon=True).start()
         try:
             await loop.create_future()
         finally:
@@ -111,7 +111,7 @@ class ExecutionWatchdog:
             ended, self._ended = self._ended, Counter()
         return {key: {OVERDUE: count} for key, count in ended.items()}
 
-    def look(self, leave: Leave, *, may_end: bool = True) -> None:
+    def check_instances(self, leave: Leave, *, may_end: bool = True) -> None:
         """Looks once at every instance."""
         with self._lock:
             watched = list(self._watched)
@@ -122,22 +122,24 @@ class ExecutionWatchdog:
                 continue
             if self._warned.get(clock) != began:
                 self._warned[clock] = began
-                logger.warning("execution is late: it has used half of its limit", extra=_told(clock, elapsed_s))
+                logger.warning("execution is late: it has used half of its limit", extra=_log_fields(clock, elapsed_s))
             if late is Lateness.OVER and may_end:
-                self._end(clock, interrupt, leave, elapsed_s)
+                self._end_overdue(clock, interrupt, leave, elapsed_s)
 
-    def _end(self, clock: ExecutionClock, interrupt: Callable[[], bool] | None, leave: Leave, elapsed_s: float) -> None:
-        extra = _told(clock, elapsed_s)
+    def _end_overdue(
+        self, clock: ExecutionClock, interrupt: Callable[[], bool] | None, leave: Leave, elapsed_s: float
+    ) -> None:
+        extra = _log_fields(clock, elapsed_s)
         if interrupt is not None:
             if clock.expire(interrupt):
-                self._count(clock)
+                self._count_overdue(clock)
                 logger.error("execution over its limit: the model's process was killed", extra=extra)
         elif clock.limit is clock.limits.execute:  # a load is given up by its waiter
-            self._count(clock)
+            self._count_overdue(clock)
             logger.error("execution over its limit: the worker gives back what it can, and ends", extra=extra)
             leave(clock)
 
-    def _count(self, clock: ExecutionClock) -> None:
+    def _count_overdue(self, clock: ExecutionClock) -> None:
         with self._lock:
             self._ended[clock.model, clock.version] += 1
 
@@ -148,7 +150,7 @@ class ExecutionWatchdog:
         if self.table is not None:
             self.table.free(clock.due)
 
-    def _run(self, leave: Leave, changed: Callable[[], None]) -> None:
+    def _watch_instances(self, leave: Leave, changed: Callable[[], None]) -> None:
         is_leaving, unready = False, self.unready()
 
         def once(clock: ExecutionClock) -> None:
@@ -161,18 +163,18 @@ class ExecutionWatchdog:
             now_s = time.monotonic()
             is_starved, looked_s = now_s - looked_s > LOOK_S + _STARVED_S, now_s
             try:
-                self.look(once, may_end=not is_starved)
+                self.check_instances(once, may_end=not is_starved)
                 before, unready = unready, self.unready()
                 if unready != before:
                     logger.warning(
-                        "readiness of models changed by their own is_ready", extra={"unready": _shown(unready)}
+                        "readiness of models changed by their own is_ready", extra={"unready": _format_reasons(unready)}
                     )
                     changed()
             except Exception:
                 logger.exception("the watchdog failed to look")
 
 
-def _shown(unready: dict[Key, str]) -> dict[str, str]:
+def _format_reasons(unready: dict[Key, str]) -> dict[str, str]:
     return {f"{model}:{version}": reason for (model, version), reason in unready.items()}
 
 
@@ -183,7 +185,7 @@ def _reason(unready: Callable[[], str]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def _told(clock: ExecutionClock, elapsed_s: float) -> dict[str, object]:
+def _log_fields(clock: ExecutionClock, elapsed_s: float) -> dict[str, object]:
     requests = [item.request.id for item in clock.items[:TOLD]]
     limit = clock.limit
     return {

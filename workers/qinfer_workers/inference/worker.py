@@ -125,7 +125,7 @@ class Worker:
             self._intake = LeaseIntake(self._queue, self._publisher, self._settings.max_deliveries)
             self._caller = self._open_caller(tasks)
             self._local = LocalSteps(self._publisher, self._queue.clock, self._plain_batcher, self._step_called)
-            self._caller.go_short(self._local)
+            self._caller.use_local_steps(self._local)
             self._heartbeat.direct = self._local.counts
             self._caller.limiter = self._limiter
             self._streams = self._open_streams(tasks)
@@ -148,7 +148,7 @@ class Worker:
             watchdog = tasks.create_task(self._watchdog.run(self._give_up))
             try:
                 await stop.wait()
-                await end(models, reclaimer, bulk, shadows, *pins)
+                await cancel_tasks(models, reclaimer, bulk, shadows, *pins)
                 await self._drain(heartbeat)
             finally:
                 # First: ending its calls must not answer an unfinished batch.
@@ -158,12 +158,12 @@ class Worker:
                 await self._sequences.close()
             servings = self._servings()
             reads = [task for one in servings for task in (*one.reads.open, one.fetcher)]
-            await end(heartbeat, cancels, watchdog, *calls, *reads, *self._leaving, *self._bulk.loops())
+            await cancel_tasks(heartbeat, cancels, watchdog, *calls, *reads, *self._leaving, *self._bulk.loops())
             await self._caller.discard()
             if self._limiter is not None:
-                await end(*limits)
-                await self._limiter.shared.leave()
-            await end(renewals)
+                await cancel_tasks(*limits)
+                await self._limiter.shared.end_lease()
+            await cancel_tasks(renewals)
 
     def _open_caller(self, tasks: asyncio.TaskGroup) -> WorkerCaller:
         caller = WorkerCaller(self._queue, self.catalog, self._id, tasks, self._limits, self._called)
@@ -172,7 +172,7 @@ class Worker:
             most = self._limits.max_in_flight
             summaries = self._metrics.summary_latencies
             cache = ResponseCache(self._cache, self._queue, self._cached, most, at_once=False, summaries=summaries)
-            caller.use(cache)
+            caller.set_cache(cache)
         return caller
 
     def _open_streams(self, tasks: asyncio.TaskGroup) -> WorkerStreams:
@@ -222,16 +222,16 @@ class Worker:
         kind = IterativeBatcher if pinned else LimitedBatcher if isinstance(executor, PermitExecutor) else Batcher
         if serving is not None and type(serving.batcher) is kind:
             batcher = serving.batcher
-            batcher.admit([i for i in batcher.replace(model, loaded.latency) if self._intake.fits(batcher, i)])
+            batcher.add_items([i for i in batcher.replace(model, loaded.latency) if self._intake.fits(batcher, i)])
             serving.reread()
             self._serve_bulk(batcher, loaded)
             return
         batcher = kind(model, self._queue.clock, self._local, loaded.latency)
-        self._begin(key, batcher, serving)
+        self._begin_serving(key, batcher, serving)
         self._serve_bulk(batcher, loaded)
 
     def _begun(self, items: Sequence[WorkItem]) -> None:
-        self._queue.marks.begin([item.lease for item in items if item.lease.consumer])
+        self._queue.marks.mark_begun([item.lease for item in items if item.lease.consumer])
 
     def _serve_ensemble(self, model: LoadedModel, loaded: LoadedVersion, serving: Serving | None) -> None:
         plan = loaded.plan
@@ -243,7 +243,7 @@ class Worker:
             self._bulk.serve(serving.batcher, loaded)
             return
         batcher = EnsembleBatcher(model, plan, self._ensemble_parts, self._publisher)
-        self._begin((model.spec.name, model.version), batcher, serving)
+        self._begin_serving((model.spec.name, model.version), batcher, serving)
         self._step_pins.changed()
         self._bulk.serve(batcher, loaded)
 
@@ -255,9 +255,9 @@ class Worker:
         batchers = [*self._ensembles(), *self._sequences.batchers()]
         return {key: "" for one in batchers if not isinstance(one, SequenceBatcher) for key in one.versions}
 
-    def _begin(self, key: Key, batcher: LaneBatcher, before: Serving | None) -> None:
+    def _begin_serving(self, key: Key, batcher: LaneBatcher, before: Serving | None) -> None:
         if before is not None:
-            task = self._tasks.create_task(self._leave(before))
+            task = self._tasks.create_task(self._retire_serving(before))
             self._leaving[task] = before
             task.add_done_callback(self._leaving.pop)
         serving = self._serving[key] = Serving(batcher, self._metrics)
@@ -267,11 +267,11 @@ class Worker:
         if isinstance(batcher, Batcher):
             self._bulk.serve(batcher, loaded)
 
-    async def _leave(self, serving: Serving) -> None:
+    async def _retire_serving(self, serving: Serving) -> None:
         if isinstance(serving.batcher, JobBatcher):
             await self._bulk.retire(serving.batcher)
-        await serving.pause()
-        await end(serving.fetcher)
+        await serving.pause_serving()
+        await cancel_tasks(serving.fetcher)
         serving.batcher.model.executor.retire()
         self._heartbeat.collect(serving.batcher)
 
@@ -287,7 +287,7 @@ class Worker:
         executor.grow(loaded.instances)
         executor.shrink(surplus)
         batcher.model = replace(batcher.model, spec=loaded.spec, generation=loaded.generation)
-        batcher.admit(())  # new instances may start waiting items
+        batcher.add_items(())  # new instances may start waiting items
         self._serve_bulk(batcher, loaded)
 
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
@@ -305,10 +305,10 @@ class Worker:
             serving = self._serving[model, version]
             if isinstance(serving.batcher, JobBatcher):
                 await self._bulk.retire(serving.batcher)
-            await serving.pause()
+            await serving.pause_serving()
             serving.fetcher.cancel()
             await asyncio.wait([serving.fetcher])
-            await self._queue.leave(serving.lanes)
+            await self._queue.close_reader(serving.lanes)
             del self._serving[model, version]
         serving.batcher.model.executor.retire()
         self._heartbeat.collect(serving.batcher)
@@ -341,8 +341,8 @@ class Worker:
             if self._publisher.is_behind(*key):
                 await self._publisher.catch_up(*key)
                 continue
-            count, wait_s = batcher.room()
-            if serving.reads.open and not (count := await serving.reads.room(count)):
+            count, wait_s = batcher.plan_fetch()
+            if serving.reads.open and not (count := await serving.reads.limit_fetch(count)):
                 continue
             quiet.clear()
             try:
@@ -357,7 +357,7 @@ class Worker:
                     # Ready answers leave in one write with the next fetch.
                     await asyncio.sleep(0)
                 else:
-                    batcher.admit(())
+                    batcher.add_items(())
             # either may pass
             except QinferError as error:
                 outage.failed(error.message)
@@ -377,9 +377,9 @@ class Worker:
             elif serving.reads.is_full:
                 self._intake.put_off(external)
             else:
-                serving.reads.add(self._tasks.create_task(self._read(batcher, external)), len(external))
+                serving.reads.add(self._tasks.create_task(self._complete_payloads(batcher, external)), len(external))
 
-    async def _read(self, batcher: LaneBatcher, external: Sequence[WorkItem]) -> None:
+    async def _complete_payloads(self, batcher: LaneBatcher, external: Sequence[WorkItem]) -> None:
         self._admit(batcher, await self._intake.complete(batcher, external))
 
     def _admit(self, batcher: LaneBatcher, items: Sequence[WorkItem]) -> None:
@@ -388,7 +388,7 @@ class Worker:
             return
         if items and batcher.model.streams is not None and not isinstance(batcher, EnsembleBatcher):
             items = self._unread.refused(batcher, items)
-        batcher.admit(items)
+        batcher.add_items(items)
 
     def _lost(self, item: HeldWork) -> None:
         serving = self._serving.get((item.lease.entry.lane.model, item.lease.entry.lane.version))
@@ -427,7 +427,7 @@ class Worker:
         Crashes are counted at its steps. It must not be awaited: its steps may be suspects that run after this.
         """
         while batcher.has_room and (suspects := await self._next_suspect(serving)):
-            batcher.admit(suspects)
+            batcher.add_items(suspects)
 
     async def _has_suspects(self, serving: Serving) -> bool:
         """Returns whether there is an entry to reclaim, and leaves it in the queue.
@@ -453,7 +453,7 @@ class Worker:
         async with self._quiesced():
             # The model may be gone by now.
             while self._serving.get(key) is serving and (suspects := await self._next_suspect(serving)):
-                serving.batcher.admit(suspects)
+                serving.batcher.add_items(suspects)
                 await serving.batcher.idle()
                 # Pause the models that the suspect called.
                 await self._quiesce()
@@ -487,16 +487,16 @@ class Worker:
         async with self._exclusive:
             try:
                 await self._bulk.pause()
-                await self._sequences.pause()
+                await self._sequences.pause_services()
                 await self._quiesce()
-                await self._publisher.settle()
+                await self._publisher.finish_accepted()
                 yield
             finally:
                 self._is_quiescing = False
                 self._bulk.resume()
-                self._sequences.resume()
+                self._sequences.resume_services()
                 for serving in self._serving.values():
-                    serving.batcher.resume()
+                    serving.batcher.resume_batching()
 
     async def _quiesce(self) -> None:
         """Pauses all models and waits until nothing executes; a model that a batch calls is paused after it.
@@ -511,7 +511,7 @@ class Worker:
             first = [serving for key, serving in moving.items() if not self._caller.is_target(*key)]
             async with asyncio.TaskGroup() as pauses:
                 for serving in first or moving.values():  # models that call one another can't wait for one another
-                    pauses.create_task(serving.pause(ends=ends))
+                    pauses.create_task(serving.pause_serving(ends=ends))
 
     def _ensembles(self) -> list[EnsembleBatcher]:
         return [one.batcher for one in self._servings() if isinstance(one.batcher, EnsembleBatcher)]
@@ -523,7 +523,7 @@ class Worker:
     def _called(self, lane: Lane) -> None:
         serving = self._serving.get((lane.model, lane.version))
         if self._is_quiescing and serving is not None:
-            serving.batcher.resume()
+            serving.batcher.resume_batching()
 
     async def _drain(self, heartbeat: asyncio.Task[None]) -> None:
         """Finishes executing batches within `drain_s`; other workers reclaim the rest.
@@ -539,9 +539,9 @@ class Worker:
                 self._heartbeat.missed = partial(cut_short, limit)
                 for model, version in list(self._serving):
                     await self._end_serving(model, version)
-                await self._publisher.settle()
+                await self._publisher.finish_accepted()
                 # The heartbeat must not beat after the last beat.
-                await end(heartbeat)
+                await cancel_tasks(heartbeat)
                 await self._heartbeat.beat()
                 await self._store.retire(self._id)
         except TimeoutError:
@@ -561,7 +561,7 @@ class Worker:
         pauses = [
             self._sequences.give_up(key, item, error),
             self._bulk.pause(),
-            *(one.pause() for one in self._servings()),
+            *(one.pause_serving() for one in self._servings()),
         ]
         self._tasks.create_task(end_worker(pauses, self._publisher, self._retire))
 
@@ -574,13 +574,13 @@ class Worker:
             await self._bulk.pause()
             self._is_ending = True
             await self._quiesce()
-            await self._streams.ended()
+            await self._streams.wait_closed()
             # Pause the models that the streams called.
             await self._quiesce()
         self._is_quiescing = False
 
 
-async def end(*tasks: "asyncio.Task[Any]") -> None:
+async def cancel_tasks(*tasks: "asyncio.Task[Any]") -> None:
     """Cancels tasks until they are done: redis-py swallows a cancellation while it connects."""
     pending = set(tasks)
     while pending:

@@ -39,7 +39,7 @@ from qinfer_workers.jobs.finalise import Finaliser
 from qinfer_workers.jobs.plan import JobPlanner
 from qinfer_workers.jobs.services import JobServices
 from qinfer_workers.jobs.sweep import Sweeper
-from qinfer_workers.liveness import end
+from qinfer_workers.liveness import exit_process
 
 logger = logging.getLogger("qinfer_workers.jobs")
 
@@ -112,7 +112,7 @@ def _work(settings: Settings, loop: EventLoop, services: JobServices) -> int:
     watchdog.start()
     logger.info("bulk worker started")
     worker.start()
-    watchdog.end()
+    watchdog.stop_watching()
     if beat is not None:
         beat.service.stop(wait=False)
     tasks.close()
@@ -152,4 +152,4 @@ def _stop_on_signals(loop: EventLoop) -> None:
 
 
 if __name__ == "__main__":
-    end(main())
+    exit_process(main())

@@ -32,7 +32,7 @@ def make_app(settings: Settings, loop: EventLoop, use_cases: Mapping[str, UseCas
     app = plain_app(settings)
     for name in (PLAN, FINALISE, SWEEP):
         limit_s = SWEEP_LIMIT_S if name == SWEEP else settings.bulk.plan_timeout_s + _TASK_MARGIN_S
-        _register(app, name, partial(_run, loop, use_cases[name], limit_s), longest_pause_s(settings))
+        _register(app, name, partial(_run_use_case, loop, use_cases[name], limit_s), longest_pause_s(settings))
     app.finalize()
     return app
 
@@ -75,7 +75,7 @@ def longest_pause_s(settings: Settings) -> float:
     return 2 * settings.bulk.sweep_every_s
 
 
-def _run(loop: EventLoop, use_case: UseCase, limit_s: float, job_id: str) -> None:
+def _run_use_case(loop: EventLoop, use_case: UseCase, limit_s: float, job_id: str) -> None:
     loop.run(use_case(job_id), limit_s)
 
 

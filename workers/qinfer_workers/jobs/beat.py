@@ -28,7 +28,7 @@ from qinfer.observe import logs
 from qinfer.queue.clients import admin_client
 from qinfer_workers.health_files import open_health
 from qinfer_workers.jobs.app import plain_app
-from qinfer_workers.liveness import end
+from qinfer_workers.liveness import exit_process
 
 logger = logging.getLogger("qinfer_workers.jobs.beat")
 
@@ -148,4 +148,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end(main())
+    exit_process(main())

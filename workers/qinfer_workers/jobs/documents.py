@@ -57,7 +57,7 @@ def read_plan(store_for: StoreFor, record: JobRecord) -> JobPlan | None:
     """Reads a job's plan, unless there is none, or one that the job will overwrite."""
     spec = spec_of(record)
     url = url_of(spec.output.url, PLAN_NAME)
-    data = _read(store_for(url), url)
+    data = _read_document(store_for(url), url)
     if data is None:
         return None
     try:
@@ -88,20 +88,20 @@ def write_manifest(store_for: StoreFor, plan: JobPlan, parts: Sequence[PartInfo]
         _set_aside_others(store, plan, parts)
     for _ in range(_TRIES):  # others may write them, too, and existing ones may be outdated
         if store.put_if_absent(data, manifest_url) is CommitOutcome.EXISTS:
-            there = _read(store, manifest_url)
+            there = _read_document(store, manifest_url)
             if there is None or not _is_same(there, manifest):
                 store.delete(success_url)
                 store.delete(manifest_url)
                 continue
             data = there
         if store.put_if_absent(encode_success(manifest, data), success_url) is CommitOutcome.EXISTS:
-            there = _read(store, success_url)
+            there = _read_document(store, success_url)
             if there is None or not _is_of(there, data):
                 store.delete(success_url)
                 continue
         store.delete(url_of(plan.spec.output.url, PARTIAL_NAME))
         store.delete_folder(url_of(plan.spec.output.url, pieces_folder(plan.job_id)))
-        form = InputForm.of(plan.spec)
+        form = InputForm.from_spec(plan.spec)
         if plan.spec.overwrite or plan.skipped or any(form.is_decoded(source.url, "csv") for source in plan.sources):
             store.delete_folder(form.kept_url)
         return decode_manifest(data)
@@ -130,7 +130,7 @@ def _set_aside_others(store: Store, plan: JobPlan, parts: Sequence[PartInfo]) ->
             store.set_aside(found.url, found.etag)
 
 
-def _read(store: Store, url: str) -> bytes | None:
+def _read_document(store: Store, url: str) -> bytes | None:
     try:
         return store.read(url, MAX_BYTES)
     except StoreNotFound:

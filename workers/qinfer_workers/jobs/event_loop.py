@@ -166,9 +166,9 @@ class Watchdog:
 
     def start(self) -> None:
         """Starts the thread."""
-        threading.Thread(target=self._run, name="bulk-watchdog", daemon=True).start()
+        threading.Thread(target=self._watch_loop, name="bulk-watchdog", daemon=True).start()
 
-    def end(self) -> None:
+    def stop_watching(self) -> None:
         """Ends the watch, since the process stops."""
         self._ended.set()
 
@@ -198,7 +198,7 @@ class Watchdog:
         self._looks = self._looks + 1 if waiting else 0
         return f"no task has come for {quiet_s:.0f} s, and {waiting} wait" if self._looks >= WAITING_LOOKS else ""
 
-    def _run(self) -> None:
+    def _watch_loop(self) -> None:
         while not self._ended.wait(LOOK_EVERY_S):
             if (why := self.problem()) and not self._ended.is_set():
                 threading.Thread(target=self._report, args=(why,), daemon=True).start()  # writing to stderr may hang

@@ -34,7 +34,7 @@ class EarlierOutput(NamedTuple):
 def earlier_output(store_for: StoreFor, record: JobRecord) -> EarlierOutput | None:
     """Lists the files of an earlier job in a job's output folder."""
     spec = spec_of(record)
-    plan_url, form = url_of(spec.output.url, PLAN_NAME), InputForm.of(spec)
+    plan_url, form = url_of(spec.output.url, PLAN_NAME), InputForm.from_spec(spec)
     store = store_for(plan_url)
     found = store.stat(plan_url)
     if found is None:

@@ -103,7 +103,7 @@ class JobPlanner:
             raise NotWanted
         await services.pin(msgspec.structs.replace(record, head=head))
         frames = frames_of(record.id, plan.shards)
-        if not await jobs.plan(record.id, frames, plan.rows, complete=True):
+        if not await jobs.add_shards(record.id, frames, plan.rows, complete=True):
             raise NotWanted
         if again:
             running = {JobState.RUNNING, JobState.FINALIZING}  # not a job that was cancelled meanwhile

@@ -244,7 +244,7 @@ class JobServices:
         attempts = attempts_of(step, await self.jobs.log(record.id))
         try:
             async with self._hold(record, step.leads_to):
-                await self._begin(step, record, attempts, work)
+                await self._run_work(step, record, attempts, work)
         except NotWanted:
             return
         except asyncio.CancelledError:  # the process was asked to end: another takes over
@@ -267,7 +267,7 @@ class JobServices:
             logger.exception("a job's step failed", extra={"job": record.id, "step": step.name})
             await self.fail(record, f"{step.name} failed: {type(error).__name__}; the bulk worker's log says more")
 
-    async def _begin(self, step: JobStep, record: JobRecord, attempts: Attempts, work: Work) -> None:
+    async def _run_work(self, step: JobStep, record: JobRecord, attempts: Attempts, work: Work) -> None:
         limit_s = self.settings.plan_timeout_s
         spent_s = self.clock.now_s() - attempts.since_at if attempts.since_at else 0.0
         if attempts.deaths >= MAX_DEATHS:

@@ -81,7 +81,7 @@ class Sweeper:
         is_resumed = self._services.clock.now_s() < record.resumed_at + RESUMED_S
         has_failed = why and why == record.waiting and spec_of(record).on_version_change == "fail"
         if has_failed and not is_resumed:
-            await self._end(record, JobState.FAILED, why)
+            await self._end_job(record, JobState.FAILED, why)
         elif why != record.waiting and (why or record.state == JobState.RUNNING):
             await self._services.say_waiting(record, why)
 
@@ -96,9 +96,9 @@ class Sweeper:
             logger.exception("a job can't be checked", extra={"job": record.id})
 
     async def _expire(self, record: JobRecord) -> None:
-        await self._end(record, JobState.EXPIRED, "its deadline has passed")
+        await self._end_job(record, JobState.EXPIRED, "its deadline has passed")
 
-    async def _end(self, record: JobRecord, state: JobState, why: str) -> None:
+    async def _end_job(self, record: JobRecord, state: JobState, why: str) -> None:
         if await self._services.jobs.stop(record.id, state, error=why, in_hand=True):
             await self._services.in_thread(self._tasks.finalise, record.id)
 
@@ -113,7 +113,7 @@ class Sweeper:
             case JobState.RUNNING:
                 await self._keep_running(record)
             case JobState.CANCELLING:
-                await self._end(record, JobState.CANCELLED, "")
+                await self._end_job(record, JobState.CANCELLED, "")
 
     async def _send_again(self, record: JobRecord) -> None:
         """Sends a lost task again; the fresh record keeps other sweeps from it."""
@@ -121,7 +121,7 @@ class Sweeper:
         if not await self._services.jobs.move(record.id, {record.state}, record.state):
             return
         logger.warning("task sent again", extra={"job": record.id, "state": record.state})
-        send = self._tasks.plan if record.state == JobState.PLANNING else self._tasks.finalise
+        send = self._tasks.request_plan if record.state == JobState.PLANNING else self._tasks.finalise
         await self._services.in_thread(send, record.id)
 
     async def _keep_running(self, record: JobRecord) -> None:
@@ -132,14 +132,16 @@ class Sweeper:
             except QinferError as error:
                 if error.retryable:
                     raise
-                await self._end(record, JobState.FAILED, f"{len(lost)} shards were lost by the queue; {error.message}")
+                await self._end_job(
+                    record, JobState.FAILED, f"{len(lost)} shards were lost by the queue; {error.message}"
+                )
                 return
         standing = await jobs.advance(record.id, workers=await services.workers_for(record))
         if standing is None or standing.state != JobState.RUNNING:
             return
         if standing.has_failed:
             why = why_failed((await jobs.outcomes(record.id)).values(), record.max_errors, record.shards)
-            await self._end(record, JobState.FAILED, why)
+            await self._end_job(record, JobState.FAILED, why)
         elif standing.is_settled and await jobs.move(record.id, {JobState.RUNNING}, JobState.FINALIZING):
             await services.in_thread(self._tasks.finalise, record.id)
 

@@ -25,7 +25,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from qinfer.backends.python_host.channel import Channel
-from qinfer.backends.python_host.messages import CommandFailed, EnvironmentReady
+from qinfer.backends.python_host.messages import EnvironmentReady, HostFailure
 from qinfer.backends.python_host.packed import start
 from qinfer.backends.python_host.packed.archive import ArchiveBounds
 from qinfer.backends.python_host.packed.environments import Environments, with_libraries
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
         last = str(store.lend(Path(msgspec.__path__[0]))) if lends(found) else ""
     except (ModelLoadFailed, OSError) as error:
         text = error.message if isinstance(error, ModelLoadFailed) else f"its environment: {error.strerror}"
-        channel.send(CommandFailed(text))
+        channel.send(HostFailure(text))
         with suppress(OSError, EOFError):
             channel.receive()  # the worker then ends this process
         return 1

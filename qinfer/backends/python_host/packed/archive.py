@@ -84,7 +84,7 @@ def _unpack(stream: _DecompressedFile, target: Path, max_members: int) -> int:
                     f"the archive of its environment has more than {max_members} members "
                     "(QINFER_WORKER__MAX_ENVIRONMENT_FILES)"
                 )
-            _write(tar, member, target, links)
+            _write_member(tar, member, target, links)
             tar.members = []
     while stream.read(_PIECE_BYTES):  # a checksum ends it
         pass
@@ -92,12 +92,12 @@ def _unpack(stream: _DecompressedFile, target: Path, max_members: int) -> int:
         raise EOFError("it was cut off")
     for parts in links:
         if leads_out(parts, links):
-            raise _refused(
+            raise _member_error(
                 "/".join(parts),
                 "is a link that leads out of it; use conda-pack, or make the environment by python -m venv --copies",
             )
         if any(parts[:depth] in links for depth in range(1, len(parts))):
-            raise _refused("/".join(parts), "lies behind a link")
+            raise _member_error("/".join(parts), "lies behind a link")
     for parts, goal in links.items():
         path = target.joinpath(*parts)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,18 +105,20 @@ def _unpack(stream: _DecompressedFile, target: Path, max_members: int) -> int:
     return members
 
 
-def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, links: dict[tuple[str, ...], str]) -> None:
+def _write_member(
+    tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, links: dict[tuple[str, ...], str]
+) -> None:
     parts = _inside(member.name, member.name)
     path = target.joinpath(*parts)
     if member.isdir():
         path.mkdir(parents=True, exist_ok=True)
         return
     if not parts:
-        raise _refused(member.name, "is no directory")
+        raise _member_error(member.name, "is no directory")
     links.pop(parts, None)
     if member.issym():
         if not 0 < len(os.fsencode(member.linkname)) <= _MAX_LINK_BYTES or "\0" in member.linkname:
-            raise _refused(member.name, "is a link with an invalid target")
+            raise _member_error(member.name, "is a link with an invalid target")
         links[parts] = member.linkname
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,11 +131,11 @@ def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, links: d
         try:
             path.hardlink_to(target.joinpath(*source))
         except (FileNotFoundError, PermissionError):
-            raise _refused(member.name, "is a link to a file that is not before it") from None
+            raise _member_error(member.name, "is a link to a file that is not before it") from None
         return
     content = tar.extractfile(member) if member.isreg() and not member.issparse() else None
     if content is None:
-        raise _refused(member.name, "is neither file, directory nor link")
+        raise _member_error(member.name, "is neither file, directory nor link")
     mode = 0o700 if member.mode & 0o100 else 0o600
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     with os.fdopen(descriptor, "wb") as file:
@@ -145,7 +147,7 @@ def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, links: d
 def _inside(name: str, member: str) -> tuple[str, ...]:
     parts = tuple(part for part in name.split("/") if part not in ("", "."))
     if name.startswith("/") or ".." in parts or "\0" in name:
-        raise _refused(member, "leads out of it")
+        raise _member_error(member, "leads out of it")
     return parts
 
 
@@ -170,7 +172,7 @@ def leads_out(parts: tuple[str, ...], links: Mapping[tuple[str, ...], str]) -> b
     return False
 
 
-def _refused(member: str, why: str) -> ModelLoadFailed:
+def _member_error(member: str, why: str) -> ModelLoadFailed:
     shown = member.encode(errors="backslashreplace").decode()[:200]
     return ModelLoadFailed(f"the archive of its environment has a member '{shown}', which {why}")
 

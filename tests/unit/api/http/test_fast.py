@@ -181,7 +181,7 @@ class _Connection:
     def __init__(self) -> None:
         self.has_reply = asyncio.Event()
 
-    def answered(self) -> None:
+    def on_reply(self) -> None:
         self.has_reply.set()
 
     def is_behind(self, call: FastCall) -> bool:

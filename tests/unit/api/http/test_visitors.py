@@ -11,7 +11,7 @@ HERE = [(b"Host", b"localhost:8000")]
 
 
 def visitors(**sections: dict[str, Any]) -> Visitors | None:
-    return Visitors.of(Settings.model_validate(sections))
+    return Visitors.from_settings(Settings.model_validate(sections))
 
 
 def problem(headers: list[tuple[bytes, bytes]], **sections: dict[str, Any]) -> str:

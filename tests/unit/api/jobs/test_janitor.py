@@ -63,7 +63,7 @@ class Bench:
         fields = {"id": job_id, "model": "m", "version": 1, "state": "planning", **changes}
         assert await self.jobs.create(JobRecord(**fields))  # type: ignore[arg-type]  # of the fields' own types
         shards = [(index, f"{job_id}:{index}".encode()) for index in range(count)]
-        assert await self.jobs.plan(job_id, shards, 10 * count, complete=True)
+        assert await self.jobs.add_shards(job_id, shards, 10 * count, complete=True)
 
     async def depth(self) -> int:
         return sum(await self.delivery.depth(LANES))
@@ -100,7 +100,7 @@ async def test_a_planned_job_gets_its_lane_filled(bench: Bench) -> None:
     assert await bench.depth() == 2
     await bench.workers(3)
     assert await bench.janitor.attend() == 0
-    await bench.janitor.look()
+    await bench.janitor.fill_lanes()
 
     assert await bench.depth() == 6
     assert await bench.state() == "running"
@@ -123,7 +123,7 @@ async def test_a_settled_job_is_finished_by_celery(bench: Bench) -> None:
     await bench.finish(lease)
 
     await bench.janitor.attend()
-    await bench.janitor.look()
+    await bench.janitor.fill_lanes()
     bench.server.advance(3600)
     await bench.janitor.attend()
 

@@ -220,8 +220,8 @@ async def test_of_several_tenants_each_has_the_files_of_its_projects(studio: Lab
     async with fetching(studio.url, is_shared=True) as files:
         for reference in (path, studio.url + path):
             with pytest.raises(Forbidden, match=r"project 0?1, and the mapping is for 2, 3; upload it there"):
-                await files.of("other", (2, 3))(reference)
-        assert await files.of("acme", (1,))("/data/upload/1/a%20b.png") == b"an image"
+                await files.fetcher_for("other", (2, 3))(reference)
+        assert await files.fetcher_for("acme", (1,))("/data/upload/1/a%20b.png") == b"an image"
 
 
 async def test_a_tenants_task_has_files_of_its_folder_in_a_store(tmp_path: Path) -> None:
@@ -234,5 +234,5 @@ async def test_a_tenants_task_has_files_of_its_folder_in_a_store(tmp_path: Path)
     async with fetching(stores=[f"file://{tmp_path}"], is_shared=True) as files:
         for path in ("acme/a.txt", "other/link", "a.txt"):
             with pytest.raises(Forbidden, match="tenant 'other' may read"):
-                await files.of("other", ())(f"file://{tmp_path}/{path}")
-        assert await files.of("other", ())(f"file://{tmp_path}/other/a.txt") == b"other"
+                await files.fetcher_for("other", ())(f"file://{tmp_path}/{path}")
+        assert await files.fetcher_for("other", ())(f"file://{tmp_path}/other/a.txt") == b"other"

@@ -59,10 +59,10 @@ async def setup(database: Database) -> Setup:
 
 async def test_two_flushes_at_once_count_once(setup: Setup) -> None:
     """The last one, at the end of a gateway, comes while the one of every second is under way."""
-    setup.tally.ended("m", 1, "queue_full")
+    setup.tally.count_ended("m", 1, "queue_full")
     first = asyncio.create_task(setup.reporting.flush())
     await setup.store.asked.wait()
-    setup.tally.ended("m", 1, "queue_full")
+    setup.tally.count_ended("m", 1, "queue_full")
     last = asyncio.create_task(setup.reporting.flush())
     await asyncio.sleep(0)
 
@@ -76,10 +76,10 @@ async def test_what_can_not_be_added_is_added_later(setup: Setup) -> None:
     """With what has come in between, and once."""
     setup.store.go.set()
     setup.store.is_away = True
-    setup.tally.ended("m", 1, "queue_full")
+    setup.tally.count_ended("m", 1, "queue_full")
     await setup.reporting.flush()
     setup.store.is_away = False
-    setup.tally.ended("m", 1, "queue_full")
+    setup.tally.count_ended("m", 1, "queue_full")
 
     await setup.reporting.flush()
     await setup.reporting.flush()

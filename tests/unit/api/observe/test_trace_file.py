@@ -115,13 +115,13 @@ async def test_what_is_given_back_is_not_counted(traces: TraceFile, path: Path) 
     first, second = traces.sample("m"), traces.sample("m")
     assert first is not None
     assert first is second
-    first.give_back()
+    first.uncount_request()
     assert (traces.left("m"), ask(traces), traces.left("m")) == (1, True, 0)
     third = traces.sample("m")
     assert third is None
 
     traces.apply(on(trace_count="3"))
-    first.give_back()
+    first.uncount_request()
 
     await traces.close()
     assert held(path) == {"trace.json": 1}

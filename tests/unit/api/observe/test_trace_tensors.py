@@ -5,11 +5,11 @@ import pytest
 
 from qinfer.tensors import Tensor, from_numpy, pack_bytes
 from qinfer_api.observe import trace_tensors
-from qinfer_api.observe.trace_tensors import INPUT, take, weight_of, written
+from qinfer_api.observe.trace_tensors import INPUT, copy_tensors, weight_of, written
 
 
 def data_of(tensor: Tensor) -> str:
-    ((activity, kept),) = take(INPUT, [tensor])
+    ((activity, kept),) = copy_tensors(INPUT, [tensor])
     shown = written(7, activity, kept)
     assert (shown["id"], shown["activity"], shown["tensor"]["dtype"]) == (7, "TENSOR_QUEUE_INPUT", tensor.datatype)
     assert shown["tensor"]["shape"] == ",".join(map(str, tensor.shape))
@@ -41,12 +41,12 @@ def test_of_large_tensors_the_beginning_is_kept(monkeypatch: pytest.MonkeyPatch)
 
     assert data_of(numbers) == "0.0,1.0"
     assert data_of(texts) == '"ab"'
-    ((_, kept),) = take(INPUT, [numbers])
+    ((_, kept),) = copy_tensors(INPUT, [numbers])
     assert (type(kept.data), len(kept.data)) == (bytes, 10)
 
 
 def test_tensors_weigh_as_much_as_they_take() -> None:
     """A trace without any is about 256 bytes."""
-    taken = take(INPUT, [from_numpy("x", np.zeros(256, "<f4")), from_numpy("y", np.zeros(64, "<f4"))])
+    taken = copy_tensors(INPUT, [from_numpy("x", np.zeros(256, "<f4")), from_numpy("y", np.zeros(64, "<f4"))])
 
     assert (weight_of([]), weight_of(taken)) == (0, 5)

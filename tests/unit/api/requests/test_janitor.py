@@ -151,7 +151,7 @@ async def test_a_model_that_is_out_of_reach_keeps_no_other_waiting(bench: Bench)
         return ask
 
     requests.due = unless_away(requests.due)  # type: ignore[method-assign]
-    deliveries.take = unless_away(deliveries.take)  # type: ignore[method-assign]
+    deliveries.take_due = unless_away(deliveries.take_due)  # type: ignore[method-assign]
 
     assert await bench.janitor.expire() == 1
     assert [item.text for item in await bench.janitor.take_webhooks()] == ["request:r1"]
@@ -230,7 +230,7 @@ async def test_as_many_webhooks_as_can_be_delivered(bench: Bench) -> None:
     await bench.janitor.expire()
 
     assert len(await bench.janitor.take_webhooks()) == MAX_DELIVERIES
-    assert len(await bench.delivery.deliveries.take("m", 0, bench.webhooks.kind, 100)) == 3
+    assert len(await bench.delivery.deliveries.take_due("m", 0, bench.webhooks.kind, 100)) == 3
 
 
 async def test_where_webhooks_are_off_none_is_taken(bench: Bench) -> None:

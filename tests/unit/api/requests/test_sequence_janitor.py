@@ -90,7 +90,7 @@ async def bench(timed: EmbeddedServer, database: Database) -> AsyncIterator[Benc
 async def test_steps_of_a_cancelled_sequence_are_answered(bench: Bench) -> None:
     """With its own failure, and with that of the step that ended it; once."""
     first, _ = await bench.submit("a", start=True), await bench.submit("b")
-    await bench.sequences.fail(first.place, Failure.of(Cancelled("nobody waits")))
+    await bench.sequences.fail(first.place, Failure.from_error(Cancelled("nobody waits")))
 
     await bench.janitor.round()
     await bench.janitor.round()
@@ -146,7 +146,7 @@ async def test_a_sequence_that_nobody_owns_ends_at_its_deadline(bench: Bench) ->
 
 async def test_a_step_that_can_not_be_read_is_removed(bench: Bench) -> None:
     broken = await bench.sequences.submit(SEVEN, StepRequest(frame=b"?", timeout_s=60.0, start=PIN))
-    await bench.sequences.fail(broken.place, Failure.of(Cancelled("nobody waits")))
+    await bench.sequences.fail(broken.place, Failure.from_error(Cancelled("nobody waits")))
 
     await bench.janitor.round()
 

@@ -206,7 +206,7 @@ async def expired(delivery: Queue, webhook: str) -> DeliveryItem:
 
 async def taken(delivery: Queue) -> list[DeliveryItem]:
     """Takes the webhooks that there are, which are due again at once."""
-    return await delivery.deliveries.take("digits", 0, DeliveryKind(WEBHOOKS, 0.0, 0.0), 10)
+    return await delivery.deliveries.take_due("digits", 0, DeliveryKind(WEBHOOKS, 0.0, 0.0), 10)
 
 
 async def sent(

@@ -30,13 +30,13 @@ MESSAGES = 300
 async def _echo_all(call: GrpcCall) -> None:
     while (message := await call.read()) is not None:
         await call.write((message,))
-    call.end()
+    call.finish_stream()
 
 
 async def _many(call: GrpcCall) -> None:
     for _ in range(MESSAGES):
         await call.write((b"a message",))
-    call.end()
+    call.finish_stream()
 
 
 async def _watch(_: GrpcCall) -> None:
@@ -107,9 +107,9 @@ async def test_a_client_that_opens_its_windows_byte_by_byte_is_not_served_for_lo
 async def test_a_shutdown_waits_for_no_call_that_lasts_as_long_as_its_client_likes() -> None:
     wire = wire_of(METHODS | {"/t.T/Hang": Method(lambda *_: None, lambda *_: None, False, MAX_MESSAGE_BYTES)}).greet()
     wire.send(wire.call(1, b"", WATCH))
-    await asyncio.wait_for(wire.server.ended(), 5)
+    await asyncio.wait_for(wire.server.wait_idle(), 5)
     wire.send(wire.call(3, b"", "/t.T/Hang"))
-    ended = asyncio.ensure_future(wire.server.ended())
+    ended = asyncio.ensure_future(wire.server.wait_idle())
     await settle(wire)
     is_done_early = ended.done()
     wire.connection.connection_lost(None)

@@ -112,7 +112,7 @@ async def test_a_full_lane_is_tried_again_with_less_when_there_may_be_room() -> 
         await becomes(lambda: one.tally.paused_s > 0 or len(one.batches) > 1)
         assert one.done == list(range(10))
         one.room = 300
-        one.intake.room()
+        one.intake.notify_room()
         await becomes(lambda: len(one.done) == 300)
 
     assert one.done == list(range(300))
@@ -129,7 +129,7 @@ async def test_a_full_lane_that_has_room_now_and_then_is_logged_once(caplog: pyt
             one.intake.add([work(number)])
             await becomes(lambda: bool(one.batches))
             one.room += 1
-            one.intake.room()
+            one.intake.notify_room()
             await becomes(lambda: len(one.done) == one.room)
 
     assert [record.message for record in caplog.records] == ["the model's lane is full, messages wait in the source"]

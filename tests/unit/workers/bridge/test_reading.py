@@ -27,7 +27,7 @@ def reader(*, decoupled: bool = True, **options: Any) -> Reader:
     parsed = RouteOptions.model_validate(route)
     versions = RouteVersions(parsed, Endpoints(None))  # type: ignore[arg-type]  # without endpoints nobody looks at models
     one = Reader(parsed, 60.0, "reply:bridge", 1000, versions)
-    one.use(ServedVersion(spec=spec, version=1, generation=1, lane=Lane("stub", 1), routes=Routes(spec, 1)))
+    one.set_model(ServedVersion(spec=spec, version=1, generation=1, lane=Lane("stub", 1), routes=Routes(spec, 1)))
     return one
 
 

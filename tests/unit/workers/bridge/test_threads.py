@@ -184,7 +184,7 @@ class FakeSink:
     def send(self, messages: Sequence[Outgoing]) -> None:
         self.sent += messages
 
-    def settle(self, timeout_s: float) -> SettledMessages:
+    def wait_settled(self, timeout_s: float) -> SettledMessages:
         try:
             settled = self._news.get(timeout=min(timeout_s, 0.05))
         except queue.Empty:
@@ -241,7 +241,7 @@ class PickySink(FakeSink):
         super().__init__()
         self._bad = bad
 
-    def settle(self, timeout_s: float) -> SettledMessages:
+    def wait_settled(self, timeout_s: float) -> SettledMessages:
         if self._bad in self.sent:
             raise MessageRefused("too large")
         taken, self.sent = self.sent, []

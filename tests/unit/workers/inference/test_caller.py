@@ -102,7 +102,7 @@ class Scene:
         limits = limits or LimitSettings(wait_for_workers_s=0)
         catalog = Catalog(self.store, limits.model_copy(update={"max_timeout_s": 1000.0}))
         self.caller = WorkerCaller(delivery, catalog, "w1", tasks, limits, self.called.append)
-        self.answer: Answer = echo
+        self.publish_responses: Answer = echo
         self.requests: list[InferRequest] = []
 
     async def model(self, name: str = "back", state: State = State.READY, config: str = CONFIG) -> None:
@@ -119,7 +119,7 @@ class Scene:
             for lease in await self.delivery.fetch([LANE], "w2", 8, 3600.0):
                 request = decode_request(lease.frame)
                 self.requests.append(request)
-                await self.delivery.publish(request.reply_to, encode_responses(self.answer(request)))
+                await self.delivery.publish(request.reply_to, encode_responses(self.publish_responses(request)))
                 await self.delivery.finish([lease.entry])
 
     async def call(self, request: InferRequest | None = None, timeout_s: float = 30.0) -> Response:
@@ -292,7 +292,7 @@ async def test_an_old_view_makes_no_call_wait() -> None:
 async def test_a_failed_answer_is_raised(failure: Failure, expected: QinferError) -> None:
     """As what the called model's worker said, or as the model's failure."""
     async with scene() as one:
-        one.answer = lambda request: [Response(request_id=request.id, failure=failure)]
+        one.publish_responses = lambda request: [Response(request_id=request.id, failure=failure)]
 
         with pytest.raises(type(expected)) as raised:
             await one.call()
@@ -303,7 +303,7 @@ async def test_a_failed_answer_is_raised(failure: Failure, expected: QinferError
 async def test_several_responses_are_a_failure() -> None:
     """Rather than one of them."""
     async with scene() as one:
-        one.answer = lambda request: [
+        one.publish_responses = lambda request: [
             Response(request_id=request.id, final=False),
             Response(request_id=request.id, index=1),
         ]
@@ -320,7 +320,7 @@ async def test_one_attempt_is_followed() -> None:
         return [Response(request_id="unknown"), answer, answer, Response(request_id=request.id, attempt=2)]
 
     async with scene() as one:
-        one.answer = several
+        one.publish_responses = several
 
         first, second = await one.call(), await one.call()
 
@@ -359,7 +359,7 @@ async def test_large_outputs_are_read_again_while_they_can_not_be_read() -> None
             return encode_responses(echo(one.requests[-1]))
 
         one.delivery.take_result = take_result  # type: ignore[method-assign]
-        one.answer = lambda request: [Response(request_id=request.id, stored=True)]
+        one.publish_responses = lambda request: [Response(request_id=request.id, stored=True)]
 
         assert (await one.call()).outputs
         assert reads == 2
@@ -374,7 +374,7 @@ async def test_large_outputs_are_read_from_where_they_are_stored(there: tuple[La
             return encode_responses(echo(one.requests[-1])) if lane in there else None
 
         one.delivery.take_result = take_result  # type: ignore[method-assign]
-        one.answer = lambda request: [Response(request_id=request.id, stored=True)]
+        one.publish_responses = lambda request: [Response(request_id=request.id, stored=True)]
 
         if there:
             assert (await one.call()).outputs

@@ -21,11 +21,11 @@ async def test_large_outputs_of_what_a_batcher_gave_back_are_read_from_its_lane(
         answers: asyncio.Queue[Response] = asyncio.Queue()
         taken: list[tuple[InferRequest, Any]] = []
 
-        def take(_: ServedVersion, request: InferRequest, __: int, waiting: PendingCall, **___: object) -> bool:
+        def try_admit(_: ServedVersion, request: InferRequest, __: int, waiting: PendingCall, **___: object) -> bool:
             taken.append((request, waiting))
             return True
 
-        door = SimpleNamespace(take=take)
+        local = SimpleNamespace(try_admit=try_admit)
         sink: Any = SimpleNamespace(no_stream="", deliver=answers.put_nowait)
         await one.call()
 
@@ -33,10 +33,10 @@ async def test_large_outputs_of_what_a_batcher_gave_back_are_read_from_its_lane(
             return encode_responses(echo(one.requests[-1])) if lane == LANE else None
 
         one.delivery.take_result = take_result  # type: ignore[method-assign]
-        one.answer = lambda request: [Response(request_id=request.id, stored=True)]
+        one.publish_responses = lambda request: [Response(request_id=request.id, stored=True)]
         submission = one.caller._submission
         served = one.caller._catalog.resolve("back", 1)
-        submission.submit_near(served, asked(), sink, 30.0, cast(Any, door))
+        submission.submit_near(served, asked(), sink, 30.0, cast(Any, local))
         ((request, pending),) = taken
         submission.enqueue(pending, request, LANE)
         own = pending.load.own
@@ -60,7 +60,9 @@ async def test_steps_of_jobs_pass_the_response_cache_by() -> None:
             """Has nothing to do."""
 
         one.caller._submission._cache = cast(Any, SimpleNamespace(submit=cached, run=idle))
-        one.caller.go_short(cast(LocalSteps, SimpleNamespace(take=lambda *_, **__: False, called=lambda _: None)))
+        one.caller.use_local_steps(
+            cast(LocalSteps, SimpleNamespace(try_admit=lambda *_, **__: False, called=lambda _: None))
+        )
         await one.caller.follow()
         sink: Any = SimpleNamespace(no_stream="", deliver=lambda _: None)
         step = PlanStep(model=one.caller._catalog.asked("kept", 1).spec, version=1, inputs=(), outputs={"y": "y"})

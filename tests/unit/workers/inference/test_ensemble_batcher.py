@@ -11,7 +11,7 @@ from qinfer.batching.execution import WorkItem
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response
 from qinfer.core.settings_metrics import MetricsSettings
-from qinfer.models.ensemble_graph import PlanStep, ResolvedModel, plan
+from qinfer.models.ensemble_graph import PlanStep, ResolvedModel, plan_ensemble
 from qinfer.models.spec import EnsembleStep
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.submission.pending import ResponseSink
@@ -28,7 +28,7 @@ class Scene:
     """An ensemble of one step, the sinks of the steps of its requests, and what has left."""
 
     def __init__(self) -> None:
-        made = plan(
+        made = plan_ensemble(
             replace(stub_spec("e"), steps=(EnsembleStep("m", 0, {"x": "x"}, {"y": "y"}),)),
             lambda _: ResolvedModel(stub_spec("m"), 1),
         )
@@ -53,7 +53,7 @@ class Scene:
     def took(self, nbytes: int) -> None:
         raise AssertionError("no step is decoupled", nbytes)
 
-    def answer(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
+    def publish_responses(self, items: Sequence[WorkItem], responses: Sequence[Response]) -> None:
         assert [item.request.id for item in items] == [response.request_id for response in responses]
         self.left.append([response.request_id for response in responses])
 
@@ -67,7 +67,9 @@ class Scene:
         """Has the ensemble begin a request."""
         request = InferRequest(model="e", id=request_id, reply_to="reply:g", inputs=(INPUT,))
         lease = Lease(Entry(Lane("e", 1), "1-0"), "", b"")
-        self.batcher.admit([WorkItem(rows=1, key=None, enqueued_s=0.0, deadline_s=9.0, lease=lease, request=request)])
+        self.batcher.add_items(
+            [WorkItem(rows=1, key=None, enqueued_s=0.0, deadline_s=9.0, lease=lease, request=request)]
+        )
 
     def end(self, number: int) -> None:
         """Answers the step of a request."""
@@ -93,6 +95,6 @@ async def test_whoever_waits_until_it_is_idle_finds_all_responses_gone() -> None
     scene.send("a")
     scene.end(0)
 
-    await scene.batcher.pause()
+    await scene.batcher.pause_batching()
 
     assert scene.left == [["a"]]

@@ -9,7 +9,7 @@ import pytest
 from qinfer.batching.execution import WorkItem
 from qinfer.core.messages import Failure, InferRequest, Response, Scalar, SequenceFlags
 from qinfer.errors import InferenceFailed, QueueFull
-from qinfer.models.ensemble_graph import EnsemblePlan, PlanStep, ResolvedModel, plan
+from qinfer.models.ensemble_graph import EnsemblePlan, PlanStep, ResolvedModel, plan_ensemble
 from qinfer.models.spec import EnsembleStep, ModelSpec
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.submission.pending import ResponseSink
@@ -18,7 +18,7 @@ from qinfer.testing import stub_spec
 from qinfer_workers.inference.ensembles.run import MAX_BRANCHES, EnsembleRun, Outcome
 
 NBYTES = 4
-FAILED = Failure.of(InferenceFailed("no"))
+FAILED = Failure.from_error(InferenceFailed("no"))
 
 
 def value(number: float, name: str = "y") -> Tensor:
@@ -72,7 +72,7 @@ class Scene:
         if dims is not None:
             outputs = tuple(replace(output, dims=dims, reshape=output.dims) for output in spec.outputs)
             spec = replace(spec, outputs=outputs)
-        self.plan: EnsemblePlan = plan(spec, lambda step: ResolvedModel(specs[step.model], 1))
+        self.plan: EnsemblePlan = plan_ensemble(spec, lambda step: ResolvedModel(specs[step.model], 1))
         self.opened: list[Open] = []
         self.refused: set[str] = set()
         self.room = 10**6
@@ -84,7 +84,7 @@ class Scene:
         lease = Lease(Entry(Lane("e", 1), "1-0"), "", b"")
         item = WorkItem(rows=1, key=None, enqueued_s=0.0, deadline_s=9.0, lease=lease, request=request)
         self.run = EnsembleRun(item, self.plan, self, lambda: 1.0, self._ended, self)
-        self.run.begin()
+        self.run.submit_first_steps()
 
     def _model(self, name: str) -> ModelSpec:
         return replace(stub_spec(), name=name, decoupled=name.startswith("s"))

@@ -14,7 +14,7 @@ from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.messages import SequenceFlags as Flags
 from qinfer.core.settings_metrics import MetricsSettings
 from qinfer.errors import DeadlineExceeded, InferenceFailed, QinferError, QueueFull, SequenceLost
-from qinfer.models.ensemble_graph import PlanStep, ResolvedModel, plan
+from qinfer.models.ensemble_graph import PlanStep, ResolvedModel, plan_ensemble
 from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
 from qinfer.models.spec import EnsembleStep, ModelSpec
 from qinfer.queue.entries import Entry, Lane, Lease
@@ -52,7 +52,7 @@ class Open:
         raise AssertionError("no step is decoupled", nbytes)
 
     def answer(self, error: QinferError | None = None) -> None:
-        failure = None if error is None else Failure.of(error)
+        failure = None if error is None else Failure.from_error(error)
         response = Response(request_id="s", outputs=() if failure else (OUTPUT,), failure=failure)
         self._sink.deliver(msgspec.structs.replace(response, model=self.model if self.is_executed else ""))
 
@@ -77,7 +77,7 @@ class Scene:
         steps = tuple(
             EnsembleStep(name, 0, {"x": tensors[index]}, {"y": tensors[index + 1]}) for index, name in enumerate(models)
         )
-        made = plan(replace(stub_spec("e"), steps=steps), lambda step: ResolvedModel(spec_of(step.model), 1))
+        made = plan_ensemble(replace(stub_spec("e"), steps=steps), lambda step: ResolvedModel(spec_of(step.model), 1))
         self.opened: list[Open] = []
         self.done: list[tuple[PendingStep, Response]] = []
         self.ended: list[tuple[PendingStep, QinferError]] = []
@@ -124,7 +124,7 @@ class Scene:
             start=number == 1,
             end=end,
         )
-        self.steps.admit(step)
+        self.steps.add_step(step)
         self.steps.pump()
         return step
 
@@ -253,7 +253,7 @@ async def test_what_is_dropped_is_not_answered(scene: Scene) -> None:
 
     scene.steps.drop(ID)
     scene.opened[-1].answer()
-    await scene.steps.pause()
+    await scene.steps.pause_batching()
 
     assert step.lost
     assert scene.opened[0].is_cancelled
@@ -265,6 +265,6 @@ async def test_a_pause_begins_nothing(scene: Scene) -> None:
     scene.send(1)
     assert scene.opened == []
 
-    scene.steps.resume()
+    scene.steps.resume_batching()
 
     assert len(scene.opened) == 1

@@ -59,7 +59,7 @@ class Setup:
 async def test_a_batcher_knows_its_speed(instances: int, rows: int, rps: float) -> None:
     """All instances, full batches, requests of as many rows as the last ones."""
     scene = Scene(Bench(instances), known_s=0.01)
-    scene.batcher.admit(scene.items(2, rows))
+    scene.batcher.add_items(scene.items(2, rows))
 
     assert scene.batcher.speed_rps() == pytest.approx(rps)
 
@@ -129,7 +129,7 @@ async def test_requests_past_the_lanes_are_in_the_record(database: Database) -> 
 async def test_what_waits_for_an_instance_is_not_executing(database: Database) -> None:
     """One batch is placed ahead of the only instance: it is pending still."""
     setup = Setup(database, scene := Scene(Bench(), known_s=0.01))
-    scene.batcher.admit(scene.items(2, 8))
+    scene.batcher.add_items(scene.items(2, 8))
     executing = scene.batcher.executing
     await setup.heartbeat.beat()
     (first,) = await setup.store.workers()

@@ -20,7 +20,7 @@ from qinfer.testing import eventually, stub_spec
 from qinfer_workers.inference.ensembles.insistent import RetryingSteps
 
 STEP = PlanStep(model=stub_spec(), version=1, inputs=(), outputs={})
-AWAY = Failure.of(BrokerUnavailable("away"))
+AWAY = Failure.from_error(BrokerUnavailable("away"))
 
 
 class Way:
@@ -116,9 +116,9 @@ async def test_other_failures_are_answers() -> None:
     way, taker = Way(), Taker()
     RetryingSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
 
-    way.fails(Failure.of(QueueFull("full")))
+    way.fails(Failure.from_error(QueueFull("full")))
 
-    assert [response.failure for response in taker.came] == [Failure.of(QueueFull("full"))]
+    assert [response.failure for response in taker.came] == [Failure.from_error(QueueFull("full"))]
 
 
 async def test_a_stream_that_has_begun_is_not_submitted_again() -> None:
@@ -152,7 +152,7 @@ async def test_an_asynchronous_request_without_time_left_has_expired() -> None:
     with pytest.raises(DeadlineExceeded):
         RetryingSteps(Way(refusals=1), is_stored=True).submit_step(STEP, asked(), taker, 0.01)
 
-    assert [response.failure for response in taker.came] == [Failure.of(DeadlineExceeded(TIMED_OUT))]
+    assert [response.failure for response in taker.came] == [Failure.from_error(DeadlineExceeded(TIMED_OUT))]
 
 
 async def test_what_is_cancelled_is_not_submitted_again() -> None:
@@ -185,19 +185,19 @@ async def test_a_failure_of_a_later_try() -> None:
     way.fails()
     await eventually(lambda: len(way.requests) == 2, description="another try")
 
-    way.fails(Failure.of(InferenceFailed("no")))
+    way.fails(Failure.from_error(InferenceFailed("no")))
 
-    assert [response.failure for response in taker.came] == [Failure.of(InferenceFailed("no"))]
+    assert [response.failure for response in taker.came] == [Failure.from_error(InferenceFailed("no"))]
 
 
 async def test_asynchronous_requests_wait_for_models_with_too_much_to_do() -> None:
     """As long as their deadline allows; then they expire, and do not fail."""
     way, taker = Way(), Taker()
     RetryingSteps(way, is_stored=True).submit_step(STEP, asked(), taker, 60.0)
-    way.fails(Failure.of(QueueFull("full")))
+    way.fails(Failure.from_error(QueueFull("full")))
     await eventually(lambda: len(way.requests) == 2, description="another try")
     RetryingSteps(way, is_stored=True).submit_step(STEP, asked(), taker, 0.01)
 
-    way.fails(Failure.of(DeadlineInfeasible("too much", 1.0)))
+    way.fails(Failure.from_error(DeadlineInfeasible("too much", 1.0)))
 
     assert [response.failure and response.failure.code for response in taker.came] == ["deadline_exceeded"]

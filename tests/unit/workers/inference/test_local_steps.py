@@ -77,7 +77,7 @@ def waiting(name: str) -> PendingCall:
 
 def take(local: LocalSteps, name: str, rows: int = 1) -> bool:
     request = InferRequest(model=SPEC.name, inputs=(), id=name, timeout_s=5.0)
-    return local.take(SERVED, request, rows, waiting(name))
+    return local.try_admit(SERVED, request, rows, waiting(name))
 
 
 def fetched(name: str) -> Item:
@@ -125,7 +125,7 @@ async def test_answers_go_apart(local: LocalSteps, fakes: Fakes) -> None:
     await turn()
     other = fetched("f")
 
-    local.answer([fakes.items[0], other], [Response(request_id="a"), Response(request_id="f")])
+    local.publish_responses([fakes.items[0], other], [Response(request_id="a"), Response(request_id="f")])
 
     assert (fakes.answered, fakes.delivered) == (["f"], [])
     await turn()
@@ -153,10 +153,10 @@ async def test_a_paused_batcher_gets_no_steps(local: LocalSteps, fakes: Fakes) -
 async def test_a_step_that_is_left_is_not_executed(local: LocalSteps, fakes: Fakes) -> None:
     take(local, "a")
     take(local, "b")
-    local.leave(waiting("a"))
+    local.abandon_step(waiting("a"))
     await turn()
 
-    local.leave(waiting("b"))
+    local.abandon_step(waiting("b"))
     local.give_back(fakes.items)
 
     assert fakes.admitted == [["b"]]

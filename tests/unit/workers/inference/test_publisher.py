@@ -134,7 +134,7 @@ async def test_what_can_not_be_read_is_held_until_it_is_released() -> None:
         publisher.release_later(second, 0.0)
         await eventually(lambda: delivery.released == [second.lease])
         await eventually(lambda: keeper.held() == [first])
-        await publisher.settle()
+        await publisher.finish_accepted()
 
     assert delivery.released == [second.lease, first.lease]
     assert keeper.held() == []
@@ -150,12 +150,12 @@ async def test_a_lease_is_held_while_its_entry_is_buried() -> None:
     async with asyncio.TaskGroup() as tasks:
         publisher = Publisher(delivery, keeper, tasks)
         for item in items:
-            response = Response(request_id=item.request.id, failure=Failure.of(error))
+            response = Response(request_id=item.request.id, failure=Failure.from_error(error))
             publisher.bury(item.lease, error, StatsTally(), (item, response))
         await eventually(lambda: delivery.burying == 2)
         assert keeper.held() == items
         delivery.go.set()
-        await publisher.settle()
+        await publisher.finish_accepted()
 
     assert keeper.held() == []
 
@@ -171,11 +171,13 @@ async def test_a_lease_is_held_while_its_result_is_stored_elsewhere(nbytes: int,
 
     async with asyncio.TaskGroup() as tasks:
         publisher = Publisher(delivery, keeper, tasks)
-        publisher.answer([item], [Response(request_id="r1", outputs=(from_numpy("y", np.zeros((nbytes,), "u1")),))])
+        publisher.publish_responses(
+            [item], [Response(request_id="r1", outputs=(from_numpy("y", np.zeros((nbytes,), "u1")),))]
+        )
         await eventually(lambda: delivery.settling == 1)
         assert keeper.held() == [item] * is_held
         delivery.go.set()
-        await publisher.settle()
+        await publisher.finish_accepted()
 
     assert keeper.held() == []
 
@@ -200,12 +202,12 @@ async def test_nothing_is_answered_while_leases_may_have_ended(reply_to: str) ->
     keeper.hold(items)
     async with asyncio.TaskGroup() as tasks:
         publisher = Publisher(delivery, keeper, tasks)
-        publisher.answer(items, [Response(request_id=item.request.id) for item in items])
+        publisher.publish_responses(items, [Response(request_id=item.request.id) for item in items])
         await asked.wait()
         assert delivery.seen == []
         keeper.renewed(float("inf"), {place_of(items[0])})
         await eventually(lambda: bool(delivery.seen))
-        await publisher.settle()
+        await publisher.finish_accepted()
 
     assert delivery.seen == ["r2"]
 
@@ -220,7 +222,7 @@ async def test_a_refused_release_is_left_to_the_end_of_its_lease(caplog: pytest.
     async with asyncio.TaskGroup() as tasks:
         publisher = Publisher(delivery, keeper, tasks)
         publisher.give_back([item])
-        await publisher.settle()
+        await publisher.finish_accepted()
 
     assert not keeper.holds(item.lease.entry)
     assert "refused by the broker" in caplog.text
@@ -236,7 +238,7 @@ async def publishing(delivery: Queue) -> AsyncIterator[Publisher]:
     async with asyncio.TaskGroup() as tasks:
         outlet = Publisher(delivery, keeper_of(delivery, lease_s=60.0), tasks)
         yield outlet
-        await outlet.settle()
+        await outlet.finish_accepted()
 
 
 async def test_a_few_published_items_are_finished_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,9 +246,9 @@ async def test_a_few_published_items_are_finished_together(monkeypatch: pytest.M
     monkeypatch.setattr(publisher, "FINISH_DELAY_S", 600.0)
     delivery = Noting()
     async with publishing(delivery) as outlet:
-        outlet.answer([pending(1)], responses([pending(1)]))
+        outlet.publish_responses([pending(1)], responses([pending(1)]))
         await eventually(lambda: len(delivery.seen) == 1)
-        outlet.answer([pending(2)], responses([pending(2)]))
+        outlet.publish_responses([pending(2)], responses([pending(2)]))
         await eventually(lambda: len(delivery.seen) == 2)
         assert delivery.finished == []
 
@@ -259,9 +261,9 @@ async def test_many_published_items_are_finished_with_the_next_answers(monkeypat
     delivery = Noting()
     many = [pending(number) for number in range(publisher.FINISH_COUNT)]
     async with publishing(delivery) as outlet:
-        outlet.answer(many, responses(many))
+        outlet.publish_responses(many, responses(many))
         await eventually(lambda: len(delivery.seen) == len(many))
-        outlet.answer([pending(100)], responses([pending(100)]))
+        outlet.publish_responses([pending(100)], responses([pending(100)]))
         await eventually(lambda: len(delivery.seen) > len(many))
         assert delivery.finished == [[item.lease.entry.entry_id for item in many]]
 
@@ -271,7 +273,7 @@ async def test_what_nothing_comes_after_is_finished_all_the_same() -> None:
     delivery = Noting()
     many = [pending(number) for number in range(publisher.FINISH_COUNT)]
     async with publishing(delivery) as outlet:
-        outlet.answer(many, responses(many))
+        outlet.publish_responses(many, responses(many))
         await eventually(lambda: len(delivery.seen) == len(many))
-        outlet.answer([pending(100)], responses([pending(100)]))
+        outlet.publish_responses([pending(100)], responses([pending(100)]))
         await eventually(lambda: sum(map(len, delivery.finished)) == len(many) + 1)

@@ -178,7 +178,7 @@ def test_a_login_has_the_secrets_of_the_settings() -> None:
     """They come over a pipe, and pydantic is not imported there."""
     settings = RedisSettings(url=SecretStr("redis://:word@host"), sentinel_password=SecretStr("other"))
 
-    login = Login.of(settings)
+    login = Login.from_settings(settings)
 
     assert (login.url, login.sentinel_password) == ("redis://:word@host", "other")
 

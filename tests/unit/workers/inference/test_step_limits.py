@@ -12,7 +12,7 @@ from qinfer.testing import stub_spec
 from qinfer_workers.inference.ensembles.limits import StepLimits
 from tests.support.timers import Clock
 
-EXPIRED = Failure.of(DeadlineExceeded(TIMED_OUT))
+EXPIRED = Failure.from_error(DeadlineExceeded(TIMED_OUT))
 FIRST, SECOND = (PlanStep(model=stub_spec(), version=1, inputs=(), outputs={}) for _ in range(2))
 
 
@@ -63,7 +63,7 @@ class Scene:
         request = InferRequest(model="m", id=name, inputs=(from_numpy("x", np.zeros(1, "<f4")),))
         return self.limits.over(self).submit_step(step, request, Taker(), timeout_s)  # type: ignore[return-value]
 
-    def answer(self, name: str, *, final: bool = True) -> None:
+    def publish_responses(self, name: str, *, final: bool = True) -> None:
         """Answers a step."""
         (step,) = (each for each in self.submitted if each.name == name)
         step.sink.deliver(Response(request_id=name, final=final))
@@ -82,9 +82,9 @@ def test_no_more_requests_of_a_step_are_in_flight_than_may() -> None:
     scene.begin("other", SECOND)
 
     before = list(scene.names)
-    scene.answer("b", final=False)
-    scene.answer("b")
-    scene.answer("a")
+    scene.publish_responses("b", final=False)
+    scene.publish_responses("b")
+    scene.publish_responses("a")
 
     assert before == ["a", "b", "other"]
     assert scene.names == ["a", "b", "other", "c", "d"]
@@ -98,7 +98,7 @@ def test_a_request_that_is_cancelled_leaves_its_place(cancelled: str) -> None:
 
     begun[cancelled].cancel()
     begun[cancelled].cancel()
-    scene.answer("b")
+    scene.publish_responses("b")
 
     assert scene.names == (["a", "b", "c", "d"] if cancelled == "a" else ["a", "b", "d"])
     assert scene.submitted[0].is_cancelled == (cancelled == "a")
@@ -111,7 +111,7 @@ def test_a_parked_request_has_the_time_that_is_left() -> None:
         scene.begin(name, timeout_s=timeout_s)
 
     scene.clock.now_s += 2.0
-    scene.answer("a")
+    scene.publish_responses("a")
 
     assert scene.came["c"][0].failure == EXPIRED
     assert (scene.names, scene.submitted[-1].timeout_s) == (["a", "b", "d"], 7.0)
@@ -126,9 +126,9 @@ def test_a_parked_request_expires_though_none_ends() -> None:
 
     scene.clock.move_to(scene.clock.now_s + 0.5)
     before = dict(scene.came)
-    scene.answer("a")
+    scene.publish_responses("a")
     scene.clock.move_to(scene.clock.now_s + 9.0)
-    scene.answer("b")
+    scene.publish_responses("b")
 
     assert [response.failure for response in before.pop("c")] == [EXPIRED]
     assert before == {}
@@ -156,7 +156,7 @@ def test_thousands_that_fail_at_once_do_not_recurse() -> None:
         scene.begin(str(number))
     scene.is_full = True
 
-    scene.answer("0")
+    scene.publish_responses("0")
 
     assert sum(response.failure is not None for came in scene.came.values() for response in came) == 4998
 

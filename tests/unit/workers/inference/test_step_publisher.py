@@ -238,7 +238,7 @@ async def test_a_step_that_is_refused_breaks_its_sequence(refusal: QinferError) 
 
 async def test_a_failure_is_committed_and_leaves_the_state() -> None:
     """As in Triton, the sequence goes on from the state before the step."""
-    failure = Failure.of(InferenceFailed("no"))
+    failure = Failure.from_error(InferenceFailed("no"))
     async with publishing() as (one, fakes):
         put(one, executed(1, 1, state=b"abc", failure=failure))
         await one.flush()

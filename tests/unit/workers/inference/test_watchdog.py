@@ -32,7 +32,7 @@ class Slow:
     def __init__(self, now: Time, ages_s: tuple[float, ...]) -> None:
         self.dog, self.left = ExecutionWatchdog(), list[ExecutionClock]()
         self.watched = self.dog.watched(self, SPEC, 1)
-        self.watched.clock.use(self.watched.clock.limits.execute)
+        self.watched.clock.set_limit(self.watched.clock.limits.execute)
         self._now, self._ages_s = now, ages_s
         self.shown: list[float] = []
 
@@ -43,7 +43,7 @@ class Slow:
         began_s = self._now.now_s
         for age_s in self._ages_s:
             self._now.now_s = began_s + age_s
-            self.dog.look(self.left.append)
+            self.dog.check_instances(self.left.append)
         self.shown = [one.seconds for one in self.dog.executing(1000.0)]
         self.ended()
 
@@ -97,10 +97,10 @@ def test_what_can_not_be_interrupted_ends_the_worker(now: Time) -> None:
 
 def test_a_look_that_came_late_itself_ends_nothing(now: Time) -> None:
     slow = Slow(now, ())
-    slow.watched.clock.begin(None)
+    slow.watched.clock.start_clock(None)
     now.now_s += 20.0
 
-    slow.dog.look(slow.left.append, may_end=False)
+    slow.dog.check_instances(slow.left.append, may_end=False)
 
     assert slow.left == []
 
@@ -115,11 +115,11 @@ def test_an_execution_is_shown_while_it_lasts(now: Time) -> None:
 
 def test_what_is_unloaded_is_not_looked_at(now: Time) -> None:
     slow = Slow(now, ())
-    slow.watched.clock.begin(None)
+    slow.watched.clock.start_clock(None)
     slow.watched.unload()
     now.now_s += 20.0
 
-    slow.dog.look(slow.left.append)
+    slow.dog.check_instances(slow.left.append)
 
     assert slow.left == []
 

@@ -23,14 +23,14 @@ def scene() -> Scene:
 def busy() -> Scene:
     """Returns a model that executes an online request until `scene.bench.end()`."""
     made = scene()
-    made.batcher.admit(made.items(1))
+    made.batcher.add_items(made.items(1))
     return made
 
 
 def full() -> Scene:
     """Returns a model whose online batches are full."""
     made = busy()
-    made.batcher.admit(made.items(4))
+    made.batcher.add_items(made.items(4))
     return made
 
 
@@ -56,7 +56,7 @@ async def test_a_turn_begins_at_once_on_a_quiet_device_and_ends_with_online_work
 
     async with arbiter((mine, [GPU0])).turn(mine.batcher) as turn:
         before = turn.goes_on()
-        mine.batcher.admit(mine.items(1))
+        mine.batcher.add_items(mine.items(1))
         during = turn.goes_on()
         mine.bench.end()
 
@@ -93,7 +93,7 @@ async def test_a_model_that_is_served_no_more_holds_nobody_up() -> None:
     """Its last batch may hang for ever."""
     mine, other = scene(), busy()
     shared = arbiter((mine, [GPU0]), (other, [GPU0]))
-    shared.forget(other.batcher)
+    shared.remove_batcher(other.batcher)
 
     async with shared.turn(mine.batcher) as turn:
         assert turn.goes_on()
@@ -119,7 +119,7 @@ async def test_a_device_with_time_to_spare_lets_a_batch_through_at_once(monkeypa
     async with shared.turn(mine.batcher) as turn:
         assert not turn.goes_on()
 
-    mine.batcher.admit(mine.items(4))
+    mine.batcher.add_items(mine.items(4))
     assert not mine.batcher.has_room
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05), shared.turn(mine.batcher):

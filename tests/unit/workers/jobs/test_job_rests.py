@@ -18,7 +18,7 @@ def test_a_job_rests_longer_each_time_up_to_a_bound() -> None:
     rests = JobRests(time)
     seen = []
     for _ in range(7):
-        rests.begin("a", 0.0)
+        rests.begin_rest("a", 0.0)
         seen.append(rests.left_s("a"))
         time.now += seen[-1]
         assert rests.left_s("a") == 0.0
@@ -29,7 +29,7 @@ def test_a_job_rests_longer_each_time_up_to_a_bound() -> None:
 def test_a_job_rests_for_as_long_as_it_was_tried() -> None:
     """Where each try takes a minute, because a store does not answer, other jobs have the next one."""
     rests = JobRests(Time())
-    rests.begin("a", 60.0)
+    rests.begin_rest("a", 60.0)
 
     assert rests.left_s("a") == 60.0
     assert rests.left_s("b") == 0.0
@@ -37,12 +37,12 @@ def test_a_job_rests_for_as_long_as_it_was_tried() -> None:
 
 def test_a_shard_that_ran_ends_its_job_s_rest() -> None:
     rests = JobRests(Time())
-    rests.begin("a", 0.0)
-    rests.begin("a", 0.0)
-    rests.end("a")
+    rests.begin_rest("a", 0.0)
+    rests.begin_rest("a", 0.0)
+    rests.end_rest("a")
     assert rests.left_s("a") == 0.0
 
-    rests.begin("a", 0.0)
+    rests.begin_rest("a", 0.0)
     assert rests.left_s("a") == 1.0
 
 
@@ -50,7 +50,7 @@ def test_jobs_that_rested_long_ago_are_forgotten() -> None:
     time = Time()
     rests = JobRests(time)
     for number in range(1000):
-        rests.begin(f"job{number}", 0.0)
+        rests.begin_rest(f"job{number}", 0.0)
         time.now += 1.0
 
     assert len(rests._jobs) < 40

@@ -268,7 +268,7 @@ async def test_the_time_that_no_bulk_worker_ran_is_not_that_of_planning(
 class Unsent(BulkTasks):
     """Sends no tasks: the test runs them."""
 
-    def _send(self, name: str, job_id: str) -> None:
+    def _send_task(self, name: str, job_id: str) -> None:
         del name, job_id
 
 
@@ -470,14 +470,14 @@ async def test_a_resumed_job_that_is_cancelled_again_is_not_woken_by_a_broken_pa
     await one.finish(lease, shard)  # and there is no part
     await one.jobs.stop("job", JobState.CANCELLED, in_hand=True)
     assert await one.jobs.move("job", {JobState.CANCELLED}, JobState.PLANNING)
-    plan = one.jobs.plan
+    plan = one.jobs.add_shards
 
     async def plan_and_cancel(*arguments: Any, **options: Any) -> bool:
         is_planned = await plan(*arguments, **options)
         await one.jobs.stop("job", JobState.CANCELLED, in_hand=True)
         return is_planned
 
-    monkeypatch.setattr(one.jobs, "plan", plan_and_cancel)
+    monkeypatch.setattr(one.jobs, "add_shards", plan_and_cancel)
 
     await one.planner().run("job")
 

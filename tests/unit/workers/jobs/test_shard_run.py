@@ -48,7 +48,7 @@ from qinfer_workers.jobs.scoring.chunks import Chunk
 from qinfer_workers.jobs.scoring.context import Abandoned, PutOff, ScoredVersion
 from qinfer_workers.jobs.scoring.resuming import Resuming
 from qinfer_workers.jobs.scoring.scoring import Purpose
-from qinfer_workers.jobs.scoring.shard_files import SPOOL_PREFIX, ShardFiles, ShardTask, clear_spool
+from qinfer_workers.jobs.scoring.shard_files import SPOOL_PREFIX, ScoringTask, ShardFiles, clear_spool
 from qinfer_workers.jobs.scoring.shard_run import ShardRun
 from tests.support.batching import Bench
 from tests.support.jobs.bulk_data import ANY_FILE
@@ -103,18 +103,18 @@ class Ground:
         self.progress: Callable[[], None] = lambda: None
         self.worker, self.noted, self.log = "w1", list[bytes](), list[str]()
 
-    def task(self, shard: Shard, spec: JobSpec, **options: Any) -> ShardTask:
+    def task(self, shard: Shard, spec: JobSpec, **options: Any) -> ScoringTask:
         head = decode_plan_head(plan_head([shard], "h"))
         options = {
             "head": head,
             "model_hash": "h",
             "max_errors": -1,
             "spool": self.folder,
-            "limits": ReadLimits.of(2**26),
+            "limits": ReadLimits.from_read_bytes(2**26),
             "grant": ANY_FILE,
             **options,
         }
-        return ShardTask(job_id="job1", spec=spec, shard=shard, model=self.spec, **options)
+        return ScoringTask(job_id="job1", spec=spec, shard=shard, model=self.spec, **options)
 
     async def note(self, was: bytes, now: bytes, line: str) -> bool:
         """Notes what is known of the one shard, as the queue does."""
@@ -445,7 +445,7 @@ async def test_online_requests_go_first_at_each_batch(tmp_path: Path) -> None:
     ground.model.execute = noted  # type: ignore[method-assign]
     running = asyncio.create_task(ground.run(shard, spec).run())
     await eventually(lambda: ground.model.started.acquire(blocking=False), description="a batch")
-    ground.batcher.admit([online(ground, "a"), online(ground, "b")])
+    ground.batcher.add_items([online(ground, "a"), online(ground, "b")])
     gate.set()
     await running
 

@@ -28,7 +28,7 @@ class Sent(BulkTasks):
         self.tasks: list[tuple[str, str]] = []
         self.trouble: Exception | None = None
 
-    def plan(self, job_id: str) -> None:
+    def request_plan(self, job_id: str) -> None:
         if self.trouble is not None:
             error, self.trouble = self.trouble, None
             raise error
@@ -203,7 +203,7 @@ async def test_the_pins_of_others_are_left_alone(scene: Make) -> None:
 async def test_the_lane_of_a_running_job_is_filled(scene: Make) -> None:
     """Nobody acted on the notice that it was planned."""
     one = await scene()
-    await one.bench.jobs.plan("job", [(0, b"a"), (1, b"b"), (2, b"c")], 25, complete=True)
+    await one.bench.jobs.add_shards("job", [(0, b"a"), (1, b"b"), (2, b"c")], 25, complete=True)
 
     assert await one.sweep(STALE_S) == []
 

@@ -122,4 +122,4 @@ async def test_a_process_in_trouble_is_asked_to_stop(
     one.start()
 
     assert await asyncio.to_thread(asked.wait, LONG_S)
-    one.end()
+    one.stop_watching()

@@ -217,10 +217,10 @@ class BodyCodec:
             raise InvalidRequest(reason) from None
         reply = self._replies[self._form("kserve")]
         if request.client_id or plan != _PLAIN_PLAN:
-            reply = self._kept(reply, request.client_id, plan)
+            reply = self._storable_reply(reply, request.client_id, plan)
         return DecodedMessage(request, reply, rows)
 
-    def _kept(self, reply: ReplyEncoding, client_id: str, plan: OutputPlan) -> ReplyEncoding:
+    def _storable_reply(self, reply: ReplyEncoding, client_id: str, plan: OutputPlan) -> ReplyEncoding:
         """Returns how to answer a KServe request; refuses what is too large to be kept."""
         if plan.special is not None:
             with_labels = msgspec.structs.replace(reply, client_id=client_id, plan=bound(plan, self.spec))

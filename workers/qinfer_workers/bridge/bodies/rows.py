@@ -143,7 +143,7 @@ def read_schema(body: Bytes, form: ArrowForm) -> pa.Schema:
         if form == "arrow-file":
             return open_arrow(pa.BufferReader(body)).schema
         check_schema_message(body)
-        return _open(body, form).schema
+        return _open_arrow(body, form).schema
     except BROKEN as error:
         raise _broken(form, error) from None
 
@@ -152,10 +152,10 @@ def read_batch(body: Bytes, form: ArrowForm, columns: Sequence[str], limits: Arr
     """Reads columns of a body."""
     try:
         check_unpacked(body, limits.size_bytes, is_file=form == "arrow-file")
-        schema = _open(body, form).schema
+        schema = _open_arrow(body, form).schema
         fields = [schema.get_field_index(name) for name in columns]
         options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
-        reader = _open(body, form, options)
+        reader = _open_arrow(body, form, options)
         found = list(_batches(reader, limits))
         if not found:
             raise InvalidRequest("the message has no rows")
@@ -167,7 +167,7 @@ def read_batch(body: Bytes, form: ArrowForm, columns: Sequence[str], limits: Arr
         raise _broken(form, error) from None
 
 
-def _open(body: Bytes, form: ArrowForm, options: Any = None) -> Any:
+def _open_arrow(body: Bytes, form: ArrowForm, options: Any = None) -> Any:
     buffer = pa.py_buffer(body)
     if form == "arrow-stream":
         return pa.ipc.open_stream(buffer, options=options)
@@ -297,7 +297,7 @@ class RowInputs:
 
     def _row(self, body: bytes) -> Mapping[str, Any]:
         try:
-            self._check(body)
+            self._check_row(body)
             return self._decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(
@@ -314,14 +314,14 @@ class RowInputs:
             if count > self._limits.rows:
                 raise InvalidRequest(self._limits.too_many_rows())
             try:
-                self._check(line)
+                self._check_row(line)
                 yield self._decoder.decode(line)
             except InvalidRequest as error:
                 raise InvalidRequest(f"row {count}: {error.message}") from None
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise InvalidRequest(f"row {count} is no JSON object: {explained(error)}") from None
 
-    def _check(self, row: bytes) -> None:
+    def _check_row(self, row: bytes) -> None:
         """Checks a row before it becomes larger objects."""
         if len(row) > LARGE_BYTES:
             check_size(row, self._max_depth, _ELEMENTS_A_VALUE * self._limits.size_bytes, "max_bytes of the route")

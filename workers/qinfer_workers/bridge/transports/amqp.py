@@ -104,11 +104,11 @@ class _Link:
         self._reader: FrameReader
         self._waker: Waker
 
-    def _begin(self, reader: FrameReader) -> None:
+    def _attach_reader(self, reader: FrameReader) -> None:
         self._reader = reader
         self._waker = Waker(self._connection.transport.sock)
 
-    def _read(self, timeout_s: float) -> list[SourceMessage]:
+    def _receive_messages(self, timeout_s: float) -> list[SourceMessage]:
         now_s = time.monotonic()
         if now_s - self._beat_at_s >= _BEAT_EVERY_S:
             self._beat_at_s = now_s
@@ -121,7 +121,7 @@ class _Link:
         self._connection.bytes_recv += 1  # heartbeats are due only in silence
         return self._reader.feed(data)
 
-    def _write(self, data: bytes) -> None:
+    def _send_bytes(self, data: bytes) -> None:
         self._connection.transport.write(data)
         self._connection.bytes_sent += 1
 
@@ -140,7 +140,7 @@ class _Link:
         with suppress(Exception):  # it may be broken in any way
             connection.send_method(spec.Connection.Close, "BsBB", (0, "", 0, 0))
             while connection.connected and time.monotonic() < deadline_s:
-                self._read(0.1)
+                self._receive_messages(0.1)
         self._waker.close()
         self._client.collect()
 
@@ -156,14 +156,14 @@ class AmqpSource(_Link):
             self._declare([options.queue])
         self._channel.basic_qos(0, options.prefetch, False)
         self._channel.basic_consume(options.queue, callback=_unexpected)
-        self._begin(FrameReader(self._channel.channel_id, epoch, self._connection.on_inbound_frame))
+        self._attach_reader(FrameReader(self._channel.channel_id, epoch, self._connection.on_inbound_frame))
 
     def receive(self, timeout_s: float) -> list[SourceMessage]:
         """Implements `Source.receive`."""
         if self._acks.waits:
             timeout_s = min(timeout_s, _ACK_PATIENCE_S)
             self._acknowledge([])
-        return self._read(timeout_s)
+        return self._receive_messages(timeout_s)
 
     def acknowledge(self, receipts: Sequence[Receipt]) -> None:
         """Implements `Source.acknowledge`."""
@@ -172,13 +172,13 @@ class AmqpSource(_Link):
     def close(self) -> None:
         """Acknowledges the rest, and closes the connection."""
         with suppress(OSError):
-            self._write(ack_frames(self._channel.channel_id, Due(0, self._acks.left())))
+            self._send_bytes(ack_frames(self._channel.channel_id, Due(0, self._acks.left())))
         super().close()
 
     def _acknowledge(self, tags: Sequence[int]) -> None:
         due = self._acks.due(tags, time.monotonic())
         if due.up_to or due.tags:
-            self._write(ack_frames(self._channel.channel_id, due))
+            self._send_bytes(ack_frames(self._channel.channel_id, due))
 
 
 class AmqpSink(_Link):
@@ -196,7 +196,7 @@ class AmqpSink(_Link):
         self._taken: list[Outgoing] = []
         self._refused: list[Outgoing] = []
         self._unroutable: list[Outgoing] = []
-        self._begin(
+        self._attach_reader(
             FrameReader(
                 self._channel.channel_id, 0, self._connection.on_inbound_frame, self._on_confirm, self._on_return
             )
@@ -218,15 +218,15 @@ class AmqpSink(_Link):
             self._sent[self._last_tag] = message
             size += len(pieces[-1])
             if size >= _WRITE_BYTES:
-                self._write(b"".join(pieces))
+                self._send_bytes(b"".join(pieces))
                 pieces, size = [], 0
         if pieces:
-            self._write(b"".join(pieces))
+            self._send_bytes(b"".join(pieces))
 
-    def settle(self, timeout_s: float) -> SettledMessages:
+    def wait_settled(self, timeout_s: float) -> SettledMessages:
         """Implements `Sink.settle`."""
         try:
-            self._read(0.0 if self._refused else timeout_s)
+            self._receive_messages(0.0 if self._refused else timeout_s)
         except ChannelError as error:  # such as a too large message
             raise MessageRefused(str(error)) from error
         settled = SettledMessages(self._taken, self._refused, self._unroutable)

@@ -153,12 +153,12 @@ class FrameReader:
                 raise BrokenFrames("the broker sent an invalid AMQP frame")
             payload = data[position + 7 : stop]
             position = stop + 1
-            if channel != self._channel or not self._take(kind, payload, messages):
+            if channel != self._channel or not self._read_frame(kind, payload, messages):
                 self._other((kind, channel, payload))
         self._rest = data[position:]
         return messages
 
-    def _take(self, kind: int, payload: bytes, messages: list[SourceMessage]) -> bool:
+    def _read_frame(self, kind: int, payload: bytes, messages: list[SourceMessage]) -> bool:
         if kind == _METHOD:
             method = payload[:4]
             if method in (_DELIVER, _RETURN):
@@ -211,10 +211,10 @@ def _read_properties(message: SourceMessage, header: bytes) -> None:
     position = _CONTENT.size
     if flags & 0x8000:
         word, position = _short_at(header, position)
-        message.content_type = _text(word)
+        message.content_type = _decode_word(word)
     if flags & 0x4000:
         word, position = _short_at(header, position)
-        message.content_encoding = _text(word)
+        message.content_encoding = _decode_word(word)
     if flags & 0x2000:
         (message.headers,), position = loads("F", header, position)
     position += ((flags & 0x1000) >> 12) + ((flags & 0x0800) >> 11)  # delivery mode, priority
@@ -237,7 +237,7 @@ def _short_at(data: bytes, position: int) -> tuple[bytes, int]:
 
 
 @lru_cache(maxsize=256)
-def _text(word: bytes) -> str:
+def _decode_word(word: bytes) -> str:
     return word.decode("utf-8", "replace")
 
 
@@ -296,13 +296,13 @@ def _table(headers: Mapping[str, str]) -> bytes:
     parts: list[bytes] = []
     for name, value in headers.items():
         text = value.encode("utf-8", _WRITTEN)
-        parts += (_name(name), len(text).to_bytes(4, "big"), text)
+        parts += (_encode_name(name), len(text).to_bytes(4, "big"), text)
     table = b"".join(parts)
     return len(table).to_bytes(4, "big") + table
 
 
 @lru_cache(maxsize=256)
-def _name(name: str) -> bytes:
+def _encode_name(name: str) -> bytes:
     return _short(name.encode("utf-8", _WRITTEN)) + b"S"
 
 

@@ -55,7 +55,7 @@ class MessageSink(Protocol):
         """Publishes messages, without waiting for confirms."""
         ...
 
-    def settle(self, timeout_s: float) -> SettledMessages:
+    def wait_settled(self, timeout_s: float) -> SettledMessages:
         """Waits for outcomes or `wake`; each message is settled once.
 
         Raises:

@@ -35,7 +35,7 @@ def open_sink(url: str, options: Mapping[str, Any], queues: Sequence[str], excha
         return AmqpSink(client, queues, exchange) if _is_amqp(client) else KombuSink(client, queues)
 
 
-def look(url: str, options: Mapping[str, Any], queues: Sequence[str], exchange: str = "") -> list[str]:
+def find_missing_queues(url: str, options: Mapping[str, Any], queues: Sequence[str], exchange: str = "") -> list[str]:
     """Connects, and returns the missing queues, if the transport can tell."""
     missing: list[str] = []
     with _connected(url, options) as client:
@@ -162,7 +162,7 @@ class KombuSink:
                 self._broken = error
                 self._refused.append(message)
 
-    def settle(self, timeout_s: float) -> SettledMessages:
+    def wait_settled(self, timeout_s: float) -> SettledMessages:
         """Implements `MessageSink.settle`."""
         settled = SettledMessages(self._taken, self._refused)
         if not any(settled):
@@ -225,8 +225,8 @@ def _delivered(receipt: Receipt, message: Any) -> SourceMessage:
     return SourceMessage(
         receipt=receipt,
         body=body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body),
-        content_type=_text(message.content_type),
-        content_encoding=_text(message.content_encoding),
+        content_type=_text_or_empty(message.content_type),
+        content_encoding=_text_or_empty(message.content_encoding),
         headers=message.headers if isinstance(message.headers, dict) else {},
         message_id=_id(properties.get("message_id")),
         correlation_id=_id(properties.get("correlation_id")),
@@ -243,7 +243,7 @@ def _broker_id(properties: Any) -> object:
     return sqs.get("MessageId") if isinstance(sqs, dict) else properties.get("delivery_tag")
 
 
-def _text(value: object) -> str:
+def _text_or_empty(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 

@@ -106,13 +106,13 @@ class ListSource:
             self._awake.clear()
             return []
         self._awake.clear()
-        found = self._take()
+        found = self._lease_messages()
         if not found:
             # Outstanding messages are soon done.
             wait_s = _BUSY_S if self._outstanding else min(timeout_s, _IDLE_S)
             move = ("BLMOVE", self._list, self._arriving, "RIGHT", "LEFT", wait_s)
             if self._redis.execute_command(*move) is not None:
-                found = self._take()
+                found = self._lease_messages()
         return found
 
     def acknowledge(self, receipts: Sequence[Receipt]) -> None:
@@ -137,7 +137,7 @@ class ListSource:
         with suppress(Exception):  # it may be broken in any way
             self._client.release()
 
-    def _take(self) -> list[SourceMessage]:
+    def _lease_messages(self) -> list[SourceMessage]:
         most = min(self._prefetch - len(self._outstanding), _MOST_AT_ONCE)
         arguments = (secrets.token_hex(8), ttl_ms(self._lease_s), most, _ENOUGH_BYTES, self._largest_bytes)
         words = iter(self._take_script(self._keys, arguments))

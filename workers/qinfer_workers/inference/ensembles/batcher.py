@@ -33,7 +33,7 @@ class EnsembleBatcher:
         self.model = model
         self._parts = parts
         self._outlet = outlet
-        self._runs = Runs(model, plan, parts, self._answered)
+        self._runs = Runs(model, plan, parts, self._on_request_end)
         self._answers: list[tuple[WorkItem, Response]] = []
         self._call_soon = asyncio.get_running_loop().call_soon
         self._held_bytes = 0
@@ -41,7 +41,7 @@ class EnsembleBatcher:
         self.tally: StatsTally = self._runs.tally
         self.paused = False
         self.expected_ends: dict[Execution, float] = {}
-        self._look()
+        self._update_gates()
 
     def replace_plan(self, model: LoadedModel, plan: EnsemblePlan) -> None:
         """Continues with another generation; current requests keep their plan."""
@@ -75,7 +75,7 @@ class EnsembleBatcher:
     def classify(self, item: WorkItem) -> None:
         """Does nothing: requests of an ensemble are not batched."""
 
-    def admit(self, items: Sequence[WorkItem]) -> None:
+    def add_items(self, items: Sequence[WorkItem]) -> None:
         """Begins items."""
         now_s = self._parts.clock.now_s()
         for item in items:
@@ -83,8 +83,8 @@ class EnsembleBatcher:
                 self.fail([item], DeadlineExceeded(TIMED_OUT))
                 continue
             self._held_bytes += _nbytes(item)
-            self._runs.begin(item, self._parts.way_of(item))
-        self._look()
+            self._runs.start_run(item, self._parts.way_of(item))
+        self._update_gates()
 
     async def fetchable(self) -> None:
         """Waits until more items may be fetched."""
@@ -99,7 +99,7 @@ class EnsembleBatcher:
         """Whether more requests may be fetched."""
         return self._fetchable.is_set()
 
-    def room(self) -> tuple[int, float]:
+    def plan_fetch(self) -> tuple[int, float]:
         """Returns how many entries to fetch, waiting without limit for the first."""
         return max(MAX_REQUESTS - len(self._runs), 1), NEVER_S
 
@@ -108,18 +108,18 @@ class EnsembleBatcher:
         item.lose()
         if item in self._runs:
             self._runs.stop(item)
-            self._forget(item)
+            self._release_item(item)
 
     def fail(self, items: Sequence[WorkItem], error: QinferError) -> None:
         """Answers items with an error."""
-        self._outlet.answer(items, self._runs.failures(items, error))
+        self._outlet.publish_responses(items, self._runs.failures(items, error))
 
     def hold(self) -> None:
         """Stops fetching."""
         self.paused = True
-        self._look()
+        self._update_gates()
 
-    async def pause(self) -> None:
+    async def pause_batching(self) -> None:
         """Stops fetching, and waits for the requests in progress."""
         self.hold()
         await self._idle.wait()
@@ -128,12 +128,12 @@ class EnsembleBatcher:
         """Waits until no request is here."""
         await self._idle.wait()
 
-    def resume(self) -> None:
+    def resume_batching(self) -> None:
         """Ends a pause."""
         self.paused = False
-        self._look()
+        self._update_gates()
 
-    def _answered(self, item: WorkItem, response: Response | None) -> None:
+    def _on_request_end(self, item: WorkItem, response: Response | None) -> None:
         """Notes the end of a request; responses of one turn of the event loop leave together.
 
         Requests that began apart end together, with the batch of their last step.
@@ -142,18 +142,18 @@ class EnsembleBatcher:
             if not self._answers:
                 self._call_soon(self._hand_over)
             self._answers.append((item, response))
-        self._forget(item)
+        self._release_item(item)
 
     def _hand_over(self) -> None:
         answers, self._answers = self._answers, []
-        self._outlet.answer([item for item, _ in answers], [response for _, response in answers])
-        self._look()
+        self._outlet.publish_responses([item for item, _ in answers], [response for _, response in answers])
+        self._update_gates()
 
-    def _forget(self, item: WorkItem) -> None:
+    def _release_item(self, item: WorkItem) -> None:
         self._held_bytes -= _nbytes(item)
-        self._look()
+        self._update_gates()
 
-    def _look(self) -> None:
+    def _update_gates(self) -> None:
         (self._idle.clear if len(self._runs) or self._answers else self._idle.set)()
         is_open = not self.paused and len(self._runs) < MAX_REQUESTS and self._held_bytes < MAX_BYTES
         (self._fetchable.set if is_open else self._fetchable.clear)()

@@ -35,7 +35,7 @@ class RetryingSteps:
     def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
         """Submits a step, repeatedly if that may help."""
         insisted = _RetriedStep(self, step, request, sink)
-        insisted.begin(timeout_s)
+        insisted.submit_first(timeout_s)
         return insisted
 
 
@@ -62,7 +62,7 @@ class _RetriedStep:
     def is_taken(self) -> bool:
         return self._was_taken or (self._submitted is not None and self._submitted.is_taken)
 
-    def begin(self, timeout_s: float) -> None:
+    def submit_first(self, timeout_s: float) -> None:
         self._until_s = self._way.loop.time() + timeout_s
         try:
             self._submitted = self._way.steps.submit_step(self._step, self._request, self, timeout_s)
@@ -77,7 +77,7 @@ class _RetriedStep:
             if self._waits(failure.code):
                 return
             if self._expires(failure.code):
-                response = msgspec.structs.replace(response, failure=Failure.of(DeadlineExceeded(TIMED_OUT)))
+                response = msgspec.structs.replace(response, failure=Failure.from_error(DeadlineExceeded(TIMED_OUT)))
         self._has_responded = True
         if response.final:
             # Break the cycle with the step, or the garbage collector has to.
@@ -119,4 +119,4 @@ class _RetriedStep:
             left_s = self._until_s - self._way.loop.time()
             self._submitted = self._way.steps.submit_step(self._step, request, self, left_s)
         except QinferError as error:
-            self.deliver(Response(request_id="", failure=Failure.of(error)))
+            self.deliver(Response(request_id="", failure=Failure.from_error(error)))

@@ -49,7 +49,7 @@ class StepLimits:
         if not parked:
             del self._parked[limited.key]
 
-    def leave(self, key: int) -> None:
+    def release_slot(self, key: int) -> None:
         """Notes the end of a step's request, and submits parked ones."""
         self._in_flight[key] -= 1
         if self._is_going_on:
@@ -87,7 +87,7 @@ class _LimitedSteps:
 
         limited = _LimitedStep(self._limits, id(step), submit, sink)
         if self._limits.enter(limited):
-            limited.begin()
+            limited.submit_request()
         else:
             limited.set_timer(timeout_s)
         return limited
@@ -112,12 +112,12 @@ class _LimitedStep:
     def is_taken(self) -> bool:
         return self._was_taken or (self._submitted is not None and self._submitted.is_taken)
 
-    def begin(self) -> None:
+    def submit_request(self) -> None:
         self._has_begun = True
         try:
             self._submitted = self._submit(self)
         except QinferError:
-            self._end()
+            self._leave_limits()
             raise
 
     def set_timer(self, timeout_s: float) -> None:
@@ -126,7 +126,7 @@ class _LimitedStep:
     def go_on(self) -> None:
         self._stop_timer()
         try:
-            self.begin()
+            self.submit_request()
         except QinferError as error:
             self._deliver_failure(error)
 
@@ -138,35 +138,35 @@ class _LimitedStep:
         # Break the cycle with the step, or the garbage collector has to.
         self._submitted = None
         self._sink.deliver(response)
-        self._end()
+        self._leave_limits()
 
     def cancel(self) -> None:
         if self._submitted is not None:
             self._submitted.cancel()
-        self._end()
+        self._leave_limits()
 
     def took(self, nbytes: int) -> None:
         if self._submitted is not None:
             self._submitted.took(nbytes)
 
     def _expire(self) -> None:
-        self._end()
+        self._leave_limits()
         self._deliver_failure(DeadlineExceeded(TIMED_OUT))
 
     def _deliver_failure(self, error: QinferError) -> None:
-        self._sink.deliver(Response(request_id="", failure=Failure.of(error)))
+        self._sink.deliver(Response(request_id="", failure=Failure.from_error(error)))
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _end(self) -> None:
+    def _leave_limits(self) -> None:
         if self._is_over:
             return
         self._is_over = True
         if self._has_begun:
-            self._limits.leave(self.key)
+            self._limits.release_slot(self.key)
         else:
             self._stop_timer()
             self._limits.unpark(self)

@@ -52,15 +52,15 @@ class LocalSteps:
         self._answers: list[Response] = []
         self._leases: dict[Lane, Lease] = {}
 
-    def take(
-        self, served: ServedVersion, request: InferRequest, rows: int, waiting: PendingCall, *, must_join: bool = True
+    def try_admit(
+        self, served: ServedVersion, request: InferRequest, rows: int, waiting: PendingCall, *, next_batch: bool = True
     ) -> bool:
-        """Takes a step if its batcher is here."""
+        """Admits a step if its batcher is here."""
         batcher = self._batcher_of(served.spec.name, served.version)
         if batcher is None or batcher.model.generation != served.generation:
             return False
         taken = self._taken.get(batcher)
-        if must_join and batcher.next_rows - sum([item.rows for item in taken or ()]) < rows:
+        if next_batch and batcher.next_rows - sum([item.rows for item in taken or ()]) < rows:
             return False
         now_s, lane = self._clock.now_s(), served.lane
         lease = self._leases.get(lane)
@@ -96,7 +96,7 @@ class LocalSteps:
         lanes = [item.lease.entry.lane for item in self._items.values()]
         return dict(Counter((lane.model, lane.version) for lane in lanes))
 
-    def leave(self, waiting: PendingCall) -> None:
+    def abandon_step(self, waiting: PendingCall) -> None:
         """Drops a step whose caller has left."""
         item = self._items.pop(waiting.request_id, None)
         if item is None:
@@ -106,21 +106,21 @@ class LocalSteps:
         if batcher is not None:
             batcher.lost(item)
 
-    def answer(self, items: Sequence[execution.WorkItem], responses: Sequence[Response]) -> None:
+    def publish_responses(self, items: Sequence[execution.WorkItem], responses: Sequence[Response]) -> None:
         """Delivers answers of steps; others go to the outlet."""
         if not self._items:
-            self._outlet.answer(items, responses)
+            self._outlet.publish_responses(items, responses)
             return
         others = [item for item in items if not isinstance(item, LocalItem)]
         if len(others) == len(items):
-            self._outlet.answer(items, responses)
+            self._outlet.publish_responses(items, responses)
             return
         mine = {item.request.id for item in items if isinstance(item, LocalItem)}
         for response in responses:
             if response.request_id in mine:
-                self._answer(response)
+                self._note_answer(response)
         if others:
-            self._outlet.answer(others, [one for one in responses if one.request_id not in mine])
+            self._outlet.publish_responses(others, [one for one in responses if one.request_id not in mine])
 
     def give_back(self, items: Sequence[execution.WorkItem]) -> None:
         """Puts steps into their lanes; others go to the outlet."""
@@ -144,7 +144,7 @@ class LocalSteps:
             for item in here:
                 batcher.classify(item)
             if here:
-                batcher.admit(here)
+                batcher.add_items(here)
 
     def _enqueue(self, item: LocalItem) -> None:
         if item.lost or self._items.pop(item.request.id, None) is None:
@@ -153,12 +153,12 @@ class LocalSteps:
         try:
             self.submission.enqueue(item.waiting, item.request, item.lease.entry.lane)
         except QinferError as error:
-            self._answer(Response(request_id=item.request.id, failure=Failure.of(error)))
+            self._note_answer(Response(request_id=item.request.id, failure=Failure.from_error(error)))
         else:
             # later: its batcher is about to pause
             self._call_soon(self.called, item.lease.entry.lane)
 
-    def _answer(self, response: Response) -> None:
+    def _note_answer(self, response: Response) -> None:
         """Delivers an answer at the end of this turn, when no batcher is busy with one."""
         self._items.pop(response.request_id, None)
         if not self._answers:

@@ -11,7 +11,7 @@ from qinfer.core.settings import LimitSettings
 from qinfer.errors import ModelLoadFailed, QinferError
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.dependents import labels_of, users_of
-from qinfer.models.ensemble_graph import EnsemblePlan, ResolvedModel, plan
+from qinfer.models.ensemble_graph import EnsemblePlan, ResolvedModel, plan_ensemble
 from qinfer.models.pins import ExecutedVersion, executed_hash
 from qinfer.models.readiness import LoadProgress, ModelStatus, assess, lacking, outcome
 from qinfer.models.spec import EnsembleStep, ModelSpec
@@ -44,7 +44,7 @@ class EnsemblePlanner:
         self._store = store
         self._limits = limits
 
-    async def look(self, spec: ModelSpec) -> PlannedEnsemble:
+    async def plan_loaded(self, spec: ModelSpec) -> PlannedEnsemble:
         """Plans an ensemble, if all models that it uses are loaded.
 
         Raises:
@@ -69,7 +69,7 @@ class EnsemblePlanner:
             steps[StepVersion(step.model, step.version, found.version)] = None
             return found
 
-        return PlannedEnsemble(plan(spec, resolve), tuple(steps))
+        return PlannedEnsemble(plan_ensemble(spec, resolve), tuple(steps))
 
     async def again(self, executes: Sequence[ExecutedVersion]) -> PlannedAgain:
         """Plans an ensemble with a job's versions, itself first.
@@ -95,7 +95,7 @@ class EnsemblePlanner:
 
         own = stored[executes[0].model]
         spec = to_spec(from_json(own.config), self._limits, labels_of(own, stored))
-        return PlannedAgain(plan(spec, resolve), {name: one.generation for name, one in stored.items()})
+        return PlannedAgain(plan_ensemble(spec, resolve), {name: one.generation for name, one in stored.items()})
 
     async def is_current(self, planned: PlannedAgain) -> bool:
         """Returns whether the models of a job's plan have the same generations."""

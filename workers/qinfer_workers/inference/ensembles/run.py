@@ -161,7 +161,7 @@ class EnsembleRun:
         self._root = _Branch(plan.flow(item.request.outputs))
         self._is_over = False
 
-    def begin(self) -> None:
+    def submit_first_steps(self) -> None:
         """Submits the first steps."""
         spec = self.plan.spec
         rows = self._item.rows if spec.max_batch_size else 0
@@ -236,7 +236,7 @@ class EnsembleRun:
             return False
         if branch.open:
             return False
-        return branch.source is not None or self._send(branch, is_last=is_last)
+        return branch.source is not None or self._send_outputs(branch, is_last=is_last)
 
     def _branch_off(self, branch: _Branch) -> None:
         while branch.came and len(branch.parts) < self._most:
@@ -263,7 +263,7 @@ class EnsembleRun:
             try:
                 self._submit(branch, number, step)
             except QinferError as error:
-                self._fail(branch, step, Failure.of(error))
+                self._fail(branch, step, Failure.from_error(error))
                 return
 
     def _submit(self, branch: _Branch, number: int, step: PlanStep) -> None:
@@ -272,7 +272,7 @@ class EnsembleRun:
             raise DeadlineExceeded(TIMED_OUT)
         asked, model, dims = self._item.request, step.model, step.dims
         batched = model.max_batch_size > 0
-        taken = branch.flow.take(number)
+        taken = branch.flow.step_inputs(number)
         if step.reshapes:
             taken = reshaped(taken, step.reshapes)
         inputs = tuple([renamed(value, name, dims[name], batched=batched) for name, value in taken])
@@ -299,7 +299,7 @@ class EnsembleRun:
         if model.decoupled:
             branch.source = number, submitted
 
-    def _send(self, branch: _Branch, *, is_last: bool) -> bool:
+    def _send_outputs(self, branch: _Branch, *, is_last: bool) -> bool:
         """Sends the outputs of a completed branch, or ends with them; returns whether the run continues."""
         spec, flow = self.plan.spec, branch.flow
         dims = {output.name: output.dims for output in spec.outputs}
@@ -308,7 +308,7 @@ class EnsembleRun:
             try:
                 made = reshaped(made, self.plan.reshapes)
             except InvalidRequest as mismatch:
-                self._over(Failure.of(OutputMismatch(f"in ensemble '{spec.name}', {mismatch}")))
+                self._over(Failure.from_error(OutputMismatch(f"in ensemble '{spec.name}', {mismatch}")))
                 return False
         outputs = tuple(renamed(value, name, dims[name], batched=batched) for name, value in made)
         self.parameters = _of_sequence(self._item.request.sequence, [value for _, value in made])
@@ -320,7 +320,7 @@ class EnsembleRun:
                 f"in ensemble '{spec.name}', unexpected deadlock, output '{missing[0]}' is not set while no more "
                 "ensemble steps can be made"
             )
-            self._over(Failure.of(error))
+            self._over(Failure.from_error(error))
         else:
             self._over(outputs)
         return False

@@ -136,19 +136,19 @@ class Runs:
         """The model versions that current and future requests run."""
         return self._plan.versions.union(*[run.plan.versions for run in self._runs.values()])
 
-    def begin(self, item: WorkItem, steps: StepSubmitter) -> None:
+    def start_run(self, item: WorkItem, steps: StepSubmitter) -> None:
         """Begins a request."""
         streamed = self._open_stream(item)
         recorded = self._recorded(item, steps if self._limits is None else self._limits.over(steps))
-        run = self._runs[item] = EnsembleRun(item, self._plan, recorded, self._clock.now_s, self._ended, streamed)
+        run = self._runs[item] = EnsembleRun(item, self._plan, recorded, self._clock.now_s, self._on_run_end, streamed)
         if streamed is not None:
             streamed.follow(run)
-        run.begin()
+        run.submit_first_steps()
 
     def stop(self, item: WorkItem) -> None:
         """Ends a request without an answer."""
         self._runs[item].stop()
-        self._forget(item)
+        self._remove_run(item)
 
     def failures(self, items: Sequence[WorkItem], error: QinferError) -> list[Response]:
         """Answers requests that do not begin."""
@@ -166,24 +166,24 @@ class Runs:
         table = self._model.streams
         if table is None:
             return None
-        streamed = StreamedResponses(table, item, self._responder, self._count_stream, self._leave)
+        streamed = StreamedResponses(table, item, self._responder, self._count_stream, self._cancel_run)
         self._streamed[item] = streamed
         return streamed
 
-    def _leave(self, item: WorkItem) -> None:
+    def _cancel_run(self, item: WorkItem) -> None:
         if item in self._runs:
             self.stop(item)
             self._answered(item, None)
 
-    def _ended(self, run: EnsembleRun, item: WorkItem, outcome: Outcome) -> None:
+    def _on_run_end(self, run: EnsembleRun, item: WorkItem, outcome: Outcome) -> None:
         failure = outcome if isinstance(outcome, Failure) else None
         if item in self._traces:
-            self._traces[item].ended(failure)
+            self._traces[item].set_failure(failure)
         streamed = self._streamed.get(item)
-        self._forget(item)
+        self._remove_run(item)
         self.completed += 1
         if streamed is not None:
-            streamed.end(failure)
+            streamed.send_final(failure)
             self._answered(item, None)
         else:
             self._answered(item, self._response(run, item, outcome))
@@ -194,8 +194,8 @@ class Runs:
         if not isinstance(outcome, Failure):
             problem = self._responder.problem(outcome, due(item.request), item.rows)
             if problem is not None:
-                failure = Failure.of(OutputMismatch(f"in ensemble '{self._model.spec.name}', {problem}"))
-        self._count(run, item, waited_ns, failure)
+                failure = Failure.from_error(OutputMismatch(f"in ensemble '{self._model.spec.name}', {problem}"))
+        self._count_request(run, item, waited_ns, failure)
         spent = run.spent
         return Response(
             request_id=item.request.id,
@@ -220,9 +220,9 @@ class Runs:
             self.tally.first_response(timing.queue_ns + timing.infer_ns)
         if response.final:
             run.spent.end_ns = run.spent.end_ns or time.perf_counter_ns()
-            self._count(run, item, self._waited_ns(run, item), response.failure)
+            self._count_request(run, item, self._waited_ns(run, item), response.failure)
 
-    def _count(self, run: EnsembleRun, item: WorkItem, waited_ns: int, failure: Failure | None) -> None:
+    def _count_request(self, run: EnsembleRun, item: WorkItem, waited_ns: int, failure: Failure | None) -> None:
         begin_s = self._clock.now_s() - (time.perf_counter_ns() - run.spent.begin_ns) / 1e9
         if failure is None:
             _count_success(self.tally, item.rows, run.spent, waited_ns, begin_s)
@@ -238,7 +238,7 @@ class Runs:
                 tally.failed(STEP_FAILED)
                 tally.spent_failing(run.spent.end_ns - spent.begin_ns)
 
-    def _forget(self, item: WorkItem) -> None:
+    def _remove_run(self, item: WorkItem) -> None:
         del self._runs[item]
         self._streamed.pop(item, None)
         if item in self._traces:

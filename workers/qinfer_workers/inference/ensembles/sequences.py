@@ -65,7 +65,7 @@ class EnsembleSteps:
         self._parts = parts
         self._outlet = outlet
         self._stateful = plan.stateful
-        self._runs = Runs(model, plan, parts, self._answered)
+        self._runs = Runs(model, plan, parts, self._on_step_end)
         self._kept: dict[SequenceId, _EnsembleSequence] = {}
         self._ready: dict[SequenceId, None] = {}
         self._idle = asyncio.Event()
@@ -119,7 +119,7 @@ class EnsembleSteps:
         counts = to_numpy(states[0]).tolist() if states else [0] * len(self._stateful)
         self._kept[sequence] = _EnsembleSequence(dict(zip(self._stateful, counts, strict=True)))
 
-    def admit(self, step: PendingStep) -> None:
+    def add_step(self, step: PendingStep) -> None:
         """Takes the next step of an adopted sequence; call `pump` afterwards."""
         kept = self._kept[step.place.sequence]
         kept.waiting.append(step)
@@ -131,7 +131,7 @@ class EnsembleSteps:
         while self._ready and not self.paused:
             sequence, _ = self._ready.popitem()
             if (kept := self._kept.get(sequence)) is not None:
-                self._begin(kept)
+                self._begin_step(kept)
 
     def drop(self, sequence: SequenceId) -> None:
         """Removes a sequence that ended or has another owner."""
@@ -144,7 +144,7 @@ class EnsembleSteps:
         if kept.running is not None:
             kept.running.item.lose()
             self._runs.stop(kept.running.item)
-        self._look()
+        self._update_idle()
 
     def cancel(self, sequence: SequenceId, number: int) -> bool:
         """Breaks a sequence at a waiting step; false = it does not wait here."""
@@ -162,12 +162,12 @@ class EnsembleSteps:
         """Begins no more steps."""
         self.paused = True
 
-    async def pause(self) -> None:
+    async def pause_batching(self) -> None:
         """Begins no more steps, and waits for current ones."""
         self.hold()
         await self._idle.wait()
 
-    def resume(self) -> None:
+    def resume_batching(self) -> None:
         """Ends a pause."""
         self.paused = False
         self.pump()
@@ -178,7 +178,7 @@ class EnsembleSteps:
         for sequence in list(self._kept):
             self.drop(sequence)
 
-    def _begin(self, kept: _EnsembleSequence) -> None:
+    def _begin_step(self, kept: _EnsembleSequence) -> None:
         if kept.running is not None or kept.is_over or not kept.waiting:
             return
         step = kept.waiting.popleft()
@@ -187,11 +187,11 @@ class EnsembleSteps:
             self._break(kept, step, DeadlineExceeded(TIMED_OUT))
             return
         kept.running = _NumberedSteps(self._parts.way_of(step), step, kept.counts)
-        self._runs.begin(step, kept.running)
-        self._look()
+        self._runs.start_run(step, kept.running)
+        self._update_idle()
 
-    def _answered(self, item: WorkItem, response: Response | None) -> None:
-        self._look()
+    def _on_step_end(self, item: WorkItem, response: Response | None) -> None:
+        self._update_idle()
         assert isinstance(item, PendingStep), "it was admitted here"
         assert response is not None, "no stateful ensemble is decoupled"
         kept = self._kept[item.place.sequence]
@@ -217,7 +217,7 @@ class EnsembleSteps:
         kept.is_over = True
         self._outlet.broken(step, error)
 
-    def _look(self) -> None:
+    def _update_idle(self) -> None:
         (self._idle.clear if len(self._runs) else self._idle.set)()
 
 

@@ -58,7 +58,7 @@ class StreamedResponses:
         self._dropped(self._item)
         return False
 
-    def end(self, failure: Failure | None) -> None:
+    def send_final(self, failure: Failure | None) -> None:
         """Sends the final response, unless it has left."""
         with suppress(Cancelled, OutputMismatch):
             self._stream.send(failure or (), final=True, wait=False)

@@ -50,14 +50,14 @@ class RunTrace:
         """Returns a way of steps that records them."""
         return _TracedSteps(self, steps)
 
-    def ended(self, failure: Failure | None) -> None:
+    def set_failure(self, failure: Failure | None) -> None:
         """Notes the end of the request; without this, its caller has left."""
         self._failure = failure
 
     def close(self) -> None:
         """Ends the spans."""
         with _FENCE:
-            now_s, error = self._now_s(), _told(self._failure)
+            now_s, error = self._now_s(), _span_error(self._failure)
             for span, about in self._nested.values():
                 span.end(now_s, about, error)
             self._span.end(now_s, self._about, error)
@@ -73,10 +73,10 @@ class RunTrace:
             parent = self._nested[position][0]
         return self._tracer.start("step", parent.trace, now_s)
 
-    def end(self, span: Span, step: PlanStep, failure: Failure | None) -> None:
+    def end_span(self, span: Span, step: PlanStep, failure: Failure | None) -> None:
         """Ends the span of a step."""
         with _FENCE:
-            span.end(self._now_s(), {MODEL: step.model.name, VERSION: step.version}, _told(failure))
+            span.end(self._now_s(), {MODEL: step.model.name, VERSION: step.version}, _span_error(failure))
 
 
 class _TracedSteps:
@@ -94,7 +94,7 @@ class _TracedSteps:
         try:
             submitted = self._steps.submit_step(step, request, traced, timeout_s)
         except BaseException as error:
-            traced.end(Failure.of(error))
+            traced.end_span(Failure.from_error(error))
             raise
         return _TracedSubmitted(submitted, traced)
 
@@ -111,13 +111,13 @@ class _TracedSink:
 
     def deliver(self, response: Response) -> None:
         if response.final:
-            self.end(response.failure)
+            self.end_span(response.failure)
         self._sink.deliver(response)
 
-    def end(self, failure: Failure | None) -> None:
+    def end_span(self, failure: Failure | None) -> None:
         if not self._has_ended:
             self._has_ended = True
-            self._trace.end(self.span, self._step, failure)
+            self._trace.end_span(self.span, self._step, failure)
 
 
 class _TracedSubmitted:
@@ -131,11 +131,11 @@ class _TracedSubmitted:
 
     def cancel(self) -> None:
         self._submitted.cancel()
-        self._sink.end(_LEFT)
+        self._sink.end_span(_LEFT)
 
     def took(self, nbytes: int) -> None:
         self._submitted.took(nbytes)
 
 
-def _told(failure: Failure | None) -> tuple[str, str] | None:
+def _span_error(failure: Failure | None) -> tuple[str, str] | None:
     return None if failure is None else (failure.code, failure.message)

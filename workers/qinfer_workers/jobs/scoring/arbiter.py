@@ -103,7 +103,7 @@ class DeviceArbiter:
         """Registers the devices of a model version's instances."""
         self._places[batcher] = frozenset(devices)
 
-    def forget(self, batcher: JobBatcher) -> None:
+    def remove_batcher(self, batcher: JobBatcher) -> None:
         """Unregisters a model version."""
         self._places.pop(batcher, None)
 

@@ -50,7 +50,7 @@ class BatchSize:
             self.is_shared = is_shared
             if self.is_settled:
                 self._seconds.clear()
-                self._settle()
+                self._choose_best()
 
     def observe(self, rows: int, seconds: float) -> None:
         """Learns from a batch, unless the end of the rows shortened it."""
@@ -76,7 +76,7 @@ class BatchSize:
         self._note(seconds)
         is_over = seconds > self._longest_s() or (self._misses > 0 and seconds > self._limit_s)
         if self.is_settled or is_over or self._misses == _MISSES or self.rows == self._most:
-            self._settle()
+            self._choose_best()
         else:
             factor = _QUICK if seconds * _QUICK * _SLOW < self._longest_s() else _SLOW
             self.rows = min(self.rows * factor, self._most)
@@ -91,7 +91,7 @@ class BatchSize:
         else:
             self._row_s.pop(self.rows, None)
 
-    def _settle(self) -> None:
+    def _choose_best(self) -> None:
         self.is_settled = True
         known = self._row_s
         if self.is_shared:

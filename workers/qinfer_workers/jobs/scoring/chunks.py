@@ -87,7 +87,7 @@ class Chunk:
         self.errors.mark(self._numbers(part.piece, part.start, part.stop), code, message)
         self.left -= part.rows
 
-    def leave(self) -> int:
+    def give_up_rows(self) -> int:
         """Gives up unexecuted rows; returns how many precede them."""
         if not self.left:
             return self.errors.rows
@@ -100,7 +100,9 @@ class Chunk:
 
     def scored(self) -> list[ScoredRows]:
         """Returns the executed rows, grouped by output shape."""
-        return [one for piece, done in enumerate(self._done) for one in self._joined(piece, sorted(done, key=_start))]
+        return [
+            one for piece, done in enumerate(self._done) for one in self._joined(piece, sorted(done, key=_first_row))
+        ]
 
     def _joined(self, piece: int, done: list["_Done"]) -> list[ScoredRows]:
         alike: dict[tuple[tuple[int, ...], ...], list[_Done]] = {}
@@ -128,7 +130,7 @@ class _Done(NamedTuple):
     outputs: Outputs
 
 
-def _start(done: _Done) -> int:
+def _first_row(done: _Done) -> int:
     return done.start
 
 
@@ -175,7 +177,7 @@ class Chunks:
         if is_needed:
             self._on_work()
 
-    def end(self) -> None:
+    def end_input(self) -> None:
         """Notes that all rows were read."""
         with self._changed:
             self._has_ended = True
@@ -217,12 +219,12 @@ class Chunks:
         """Whether there are online requests."""
         return self._size.is_shared
 
-    def begin(self) -> None:
+    def add_consumer(self) -> None:
         """Registers a consumer."""
         with self._changed:
             self._takers += 1
 
-    def leave(self) -> None:
+    def remove_consumer(self) -> None:
         """Unregisters a consumer."""
         with self._changed:
             self._takers -= 1
@@ -230,7 +232,7 @@ class Chunks:
         if is_needed:
             self._on_work()
 
-    def take(self) -> Slice | None:
+    def next_batch(self) -> Slice | None:
         """Returns the rows of the next batch, if there are any now."""
         with self._changed:
             if self.is_stopped:
@@ -287,7 +289,7 @@ class Chunks:
         while self._chunks:
             chunk = self._chunks.popleft()
             is_whole = not chunk.left
-            if rows := chunk.leave():
+            if rows := chunk.give_up_rows():
                 yield chunk, rows
             if not is_whole:
                 return

@@ -69,7 +69,7 @@ class ShardSlots:
         async with self._alone:
             return
 
-    def take(self, *, is_suspect: bool = False) -> bool:
+    def take_slot(self, *, is_suspect: bool = False) -> bool:
         """Takes a slot; false if a suspect is to be alone."""
         if self._alone.locked() and not is_suspect:
             return False
@@ -86,7 +86,7 @@ class ShardSlots:
         else:
             self._waiting[holder] = stop
 
-    def give_back(self) -> None:
+    def free_slot(self) -> None:
         """Returns a slot."""
         self._count -= 1
         if not self._count:

@@ -131,11 +131,11 @@ class EnsembleExecutor:
         for run, ended in self._open.items():
             run.stop()
             if not ended.done():
-                ended.set_result(Failure.of(Cancelled(_LEFT)))
+                ended.set_result(Failure.from_error(Cancelled(_LEFT)))
 
     async def run(self, batch: Batch) -> tuple[Tensor, ...]:
         """Runs a batch on the event loop."""
-        return await self._run(self._item(batch.requests[0], batch.rows[0], batch.inputs))
+        return await self._run_request(self._item(batch.requests[0], batch.rows[0], batch.inputs))
 
     async def stream(self, batch: Batch, ctx: Context) -> None:
         """Runs each row of a batch on the event loop."""
@@ -146,7 +146,7 @@ class EnsembleExecutor:
             item = self._item(batch.requests[number], 1, inputs)
             answer: tuple[Tensor, ...] | QinferError = ()
             try:
-                await self._run(item, partial(_RowResponses, ctx, number))
+                await self._run_request(item, partial(_RowResponses, ctx, number))
             except QinferError as error:
                 answer = error
             with suppress(Cancelled):  # the row has failed already
@@ -154,7 +154,7 @@ class EnsembleExecutor:
 
         await asyncio.gather(*[row(number) for number in range(len(batch.requests))])
 
-    async def _run(
+    async def _run_request(
         self, item: WorkItem, responses: Callable[[Callable[[], None]], EnsembleResponses] | None = None
     ) -> tuple[Tensor, ...]:
         if self._is_stopped:
@@ -170,7 +170,7 @@ class EnsembleExecutor:
         run = EnsembleRun(item, plan, self._steps, now_s, lambda _, __, outcome: end(outcome), way)
         self._open[run] = ended
         try:
-            run.begin()
+            run.submit_first_steps()
             outcome = await ended
         finally:
             run.stop()

@@ -43,7 +43,7 @@ class Resuming:
         self._noted = noted
         self._step: RowSpan | None = RowSpan(0, shard.rows)
         self._work: asyncio.Future[None] | None = None
-        known = _read(noted, bound)
+        known = _decode_noted(noted, bound)
         self.known = known.taken(shard.rows, is_suspect=lease.suspect) if shard.rows else known
 
     @property
@@ -72,9 +72,9 @@ class Resuming:
             await self._finish(self._put(known.begins(step, self._worker)))
         return step
 
-    async def ended(self, take: Callable[[], KeptPiece | None]) -> None:
+    async def finish_step(self, take: Callable[[], KeptPiece | None]) -> None:
         """Keeps the scored rows of the whole step."""
-        await self._finish(self._end(take))
+        await self._finish(self._store_step(take))
 
     async def broken_off(self, take: Callable[[], KeptPiece | None], scored: int) -> None:
         """Keeps the scored rows of a step before the shard is released."""
@@ -93,11 +93,11 @@ class Resuming:
         if self._step is not None and self.known.begun is not None:
             await self._put(self.known.broken_off(self._step, None, has_scored=False))
 
-    async def forget(self) -> None:
+    async def discard_kept(self) -> None:
         """Drops the kept rows, since a piece is gone."""
         await self._put(self.known.forgotten())
 
-    async def _end(self, take: Callable[[], KeptPiece | None]) -> None:
+    async def _store_step(self, take: Callable[[], KeptPiece | None]) -> None:
         assert self._step is not None
         step, piece = self._step, await in_thread("bulk-keep", take)
         if piece is None:
@@ -105,7 +105,7 @@ class Resuming:
         line = ""
         if step.is_deadly:
             line = f"{self._place()} failed: it killed {' and '.join(self.known.alone)} while it was executed alone"
-        await self._put(self.known.ended(step, piece), line)
+        await self._put(self.known.with_piece(step, piece), line)
         self._step = None
 
     async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
@@ -125,7 +125,7 @@ class Resuming:
         return f"row {found.first_row} of '{found.url}'"
 
 
-def _read(noted: bytes, bound: str) -> Resumption:
+def _decode_noted(noted: bytes, bound: str) -> Resumption:
     try:
         known = decode_resumption(noted) if noted else Resumption(bound=bound)
     except CorruptEntry as error:

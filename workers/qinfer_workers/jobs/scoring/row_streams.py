@@ -77,7 +77,7 @@ class RowStreams:
                 raise Cancelled("the row was abandoned")
             if not row.is_open:
                 raise OutputMismatch("the model answered a row after its final response")
-            self._take(row, outputs)
+            self._add_response(row, outputs)
             row.is_open = row.error is None and not final
             self._changed.notify_all()
             if isinstance(row.error, PayloadTooLarge):
@@ -139,7 +139,7 @@ class RowStreams:
         """Returns the errors of failed rows, by position in the batch."""
         return {number: row.error for number, row in enumerate(self._rows) if row.error is not None}
 
-    def _take(self, row: _RowStream, outputs: Answer) -> None:
+    def _add_response(self, row: _RowStream, outputs: Answer) -> None:
         if isinstance(outputs, QinferError):
             row.error = outputs
             return

@@ -98,17 +98,17 @@ class Scorer:
         except OutputMismatch as error:  # not the fault of a single row
             self.chunks.fail(part, error.code.value, error.message)
         except QinferError as error:
-            self._failed(part, error)
+            self._handle_failure(part, error)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001  the boundary to the model's code, which may even call `sys.exit`
             self._warn(part)
-            self._failed(part, InferenceFailed(str(error) or type(error).__name__))
+            self._handle_failure(part, InferenceFailed(str(error) or type(error).__name__))
         else:
             if len(failed) < part.rows:
                 self.executions.add(part.rows - len(failed), watch.laps_ns, self.purpose.clock.now_s())
             if failed:
-                self._settle(part, outputs, failed)
+                self._settle_slice(part, outputs, failed)
             else:
                 self.chunks.done(part, outputs, watch.seconds())
 
@@ -167,7 +167,7 @@ class Scorer:
         problem = self._responder.problem(outputs, self._due, rows)
         return problem and f"{problem} (a bulk job takes outputs only as they are declared)"
 
-    def _settle(self, part: Slice, outputs: Outputs, failed: Mapping[int, QinferError]) -> None:
+    def _settle_slice(self, part: Slice, outputs: Outputs, failed: Mapping[int, QinferError]) -> None:
         """Stores a slice's outputs; rows that failed beside others run again alone."""
         start = 0
         for place in (*sorted(failed), part.rows):
@@ -181,9 +181,9 @@ class Scorer:
             if part.rows > 1 and isinstance(error, InferenceFailed):
                 self.chunks.again(row)
             else:
-                self._failed(row, error)
+                self._handle_failure(row, error)
 
-    def _failed(self, part: Slice, error: QinferError) -> None:
+    def _handle_failure(self, part: Slice, error: QinferError) -> None:
         if part.rows > 1 and isinstance(error, ExecutionOverdue):
             for place in range(part.rows):
                 self.chunks.again(part.within(place, place + 1))
@@ -265,17 +265,17 @@ class BorrowedInstance:
     def run(self, instance: Backend) -> None:
         """Scores slices until the turn is over, or no slice is left."""
         chunks = self._scorer.chunks
-        chunks.begin()
+        chunks.add_consumer()
         watch = DeviceStopwatch()
         try:
-            while (part := chunks.take()) is not None:
+            while (part := chunks.next_batch()) is not None:
                 self._scorer.run(instance, part, watch)
                 watch = DeviceStopwatch()
                 self._scorer.purpose.progress()
                 if not self._turn.goes_on():
                     break
         finally:
-            chunks.leave()
+            chunks.remove_consumer()
 
 
 class _BulkContext(OneResponse):
@@ -301,12 +301,12 @@ class _BulkContext(OneResponse):
         return self._scorer.chunks.is_stopped
 
     def call(self, request: InferRequest) -> Response:
-        return self._call(request, lambda caller: caller.call)
+        return self._call_model(request, lambda caller: caller.call)
 
     def stream(self, request: InferRequest) -> Iterator[Response]:
-        return self._call(request, lambda caller: caller.stream)
+        return self._call_model(request, lambda caller: caller.stream)
 
-    def _call(self, request: InferRequest, way: Callable[[ModelCaller], Callable[[InferRequest, float], T]]) -> T:
+    def _call_model(self, request: InferRequest, way: Callable[[ModelCaller], Callable[[InferRequest, float], T]]) -> T:
         purpose = self._scorer.purpose
         caller, spec = purpose.model.caller, purpose.model.spec
         if caller is None:

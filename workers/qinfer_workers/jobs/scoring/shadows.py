@@ -51,7 +51,7 @@ class ShadowLoops:
         self._declared: frozenset[Key] = frozenset()
         self._loops: dict[Key, ShadowLoop] = {}
 
-    async def look(self) -> None:
+    async def follow_declarations(self) -> None:
         """Follows the endpoints' declarations of shadows until cancelled."""
         outage = OutageLog(logger, "declarations of shadows not read", "declarations of shadows are read again")
         while True:
@@ -64,7 +64,7 @@ class ShadowLoops:
                 targets = [target for endpoint in declared for target in endpoint.targets]
                 self._declared = frozenset(target.place for target in targets if target.role is Role.SHADOW)
                 for key, loop in self._loops.items():
-                    self._open(key, loop)
+                    self._update_gate(key, loop)
             await asyncio.sleep(LOOK_EVERY_S)
 
     def serve(self, batcher: JobBatcher, arbiter: DeviceArbiter, tasks: asyncio.TaskGroup) -> None:
@@ -75,7 +75,7 @@ class ShadowLoops:
         loop = self._loops.get(key)
         if loop is None:
             loop = self._loops[key] = ShadowLoop(self, batcher, arbiter)
-            self._open(key, loop)
+            self._update_gate(key, loop)
         loop.size = BatchSize(spec.max_batch_size, self._batch_s)
         if loop.task is None:
             loop.task = tasks.create_task(loop.run())
@@ -84,18 +84,18 @@ class ShadowLoops:
         """Releases a model version's shadows, and fetches no more."""
         loop = self._loops.pop((batcher.model.spec.name, batcher.model.version), None)
         if loop is not None:
-            await _ended([loop])
-            await self.queue.leave([loop.lane])
+            await _cancel_loops([loop])
+            await self.queue.close_reader([loop.lane])
 
-    async def pause(self) -> None:
+    async def pause_shadows(self) -> None:
         """Releases waiting shadows and waits for executing ones, until `serve`."""
-        await _ended(self._loops.values())
+        await _cancel_loops(self._loops.values())
 
     def tasks(self) -> "list[asyncio.Task[None]]":
         """Returns the tasks of all loops."""
         return [loop.task for loop in self._loops.values() if loop.task is not None]
 
-    def _open(self, key: Key, loop: "ShadowLoop") -> None:
+    def _update_gate(self, key: Key, loop: "ShadowLoop") -> None:
         (loop.is_open.set if key in self._declared else loop.is_open.clear)()
 
 
@@ -213,7 +213,7 @@ class ShadowLoop:
         def ended(_: object) -> None:
             if batcher.model.executor is executor:
                 batcher.lend(-1)
-            self._answer(execution, responder)
+            self._answer_items(execution, responder)
             back.set_result(None)
 
         batcher.lend(1)
@@ -226,14 +226,14 @@ class ShadowLoop:
             hurry.cancel()
             raise
 
-    def _answer(self, execution: Execution, responder: Responder) -> None:
+    def _answer_items(self, execution: Execution, responder: Responder) -> None:
         shadows = self._shadows
         begin_s = shadows.queue.clock.now_s() - (time.perf_counter_ns() - execution.begin_ns) / 1e9
         if execution.error is not None and (again := execution.unanswered):
             self._again(again, execution.error)
-        items, responses = responder.responses(execution, begin_s, self._batcher.tally)
+        items, responses = responder.build_responses(execution, begin_s, self._batcher.tally)
         if items:
-            shadows.publisher.answer(items, responses)
+            shadows.publisher.publish_responses(items, responses)
 
     def _again(self, items: list[WorkItem], error: QinferError) -> None:
         if len(items) == 1:
@@ -249,7 +249,7 @@ class _BorrowedDevice:
         self.run: Callable[[Backend], None] = partial(Execution.run, execution)
 
 
-async def _ended(loops: Iterable[ShadowLoop]) -> None:
+async def _cancel_loops(loops: Iterable[ShadowLoop]) -> None:
     tasks = [loop.task for loop in loops if loop.task is not None]
     for task in tasks:
         task.cancel()

@@ -71,7 +71,7 @@ class TooManyFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardTask:
+class ScoringTask:
     """A shard to score; `model_hash` is that of the files here, `max_errors` the job's limit (-1 = none)."""
 
     job_id: str
@@ -109,7 +109,7 @@ class ShardFiles:
     `keeps` saves the scored rows of stopped chunks for `take_piece`.
     """
 
-    def __init__(self, task: ShardTask) -> None:
+    def __init__(self, task: ScoringTask) -> None:
         self.on_delay: Callable[[QinferError], None] = lambda _: None
         self.faults: dict[str, None] = {}
         self.step = RowSpan(0, task.shard.rows)
@@ -165,17 +165,17 @@ class ShardFiles:
                     errors = _unread(batch, reader.limits.rows_bytes)
                     if self.step.is_deadly:
                         errors.mark(np.ones(batch.record.num_rows, np.bool_), EXECUTION_FAILED, DEADLY)
-                    batch = values.of(batch, errors)
+                    batch = values.parse_texts(batch, errors)
                     chunk = Chunk(batch, inputs.decode(batch.record, errors))
                 chunks.add(chunk)
                 if not task.model.decoupled:
                     most = _MOST_SHARED_ROWS if chunks.is_shared else _MOST_ROWS
                     rows = min(rows * _GROWTH, most)
-        chunks.end()
+        chunks.end_input()
 
     def _reader(self, columns: Sequence[str], schema: pa.Schema) -> ShardReader:
         task = self._task
-        kept_url, inputs, outputs = InputForm.of(task.spec).kept_url, task.inputs, task.outputs
+        kept_url, inputs, outputs = InputForm.from_spec(task.spec).kept_url, task.inputs, task.outputs
 
         def store_of(url: str) -> Store:
             return outputs(url) if is_below(url, kept_url) else inputs(url)
@@ -238,7 +238,7 @@ class ShardFiles:
                 for chunk, rows in chunks.rest():
                     record = self._outputs.encode(chunk.batch, chunk.scored(), chunk.errors)
                     writer.write(record.slice(0, rows))
-            writer.end()
+            writer.close_files()
             if not writer.rows:
                 return None
 

@@ -65,7 +65,7 @@ class JobRests:
             return _LAST_REST_S
         return max(self._jobs.get(job_id, (0.0, 0))[0] - self._now_s(), 0.0)
 
-    def begin(self, job_id: str, tried_s: float) -> None:
+    def begin_rest(self, job_id: str, tried_s: float) -> None:
         """Begins a rest after a failed attempt."""
         now_s = self._now_s()
         self._jobs = {job: rest for job, rest in self._jobs.items() if rest[0] + _LAST_REST_S > now_s}
@@ -76,7 +76,7 @@ class JobRests:
         """Adds to a job's number of delayed commits."""
         self._delayed += Counter({job_id: count})  # drops counts that are not positive
 
-    def end(self, job_id: str) -> None:
+    def end_rest(self, job_id: str) -> None:
         """Ends a job's rests, after one of its shards was run."""
         self._jobs.pop(job_id, None)
 
@@ -149,11 +149,11 @@ class ShardTask:
         except GivenUp as error:
             await self._give_up(ticket, str(error))
         else:
-            self._rests.end(record.id)
+            self._rests.end_rest(record.id)
 
     async def _put_off(self, ticket: ShardTicket, error: PutOff, took_s: float = 0.0) -> None:
         self._note_put_off(ticket, str(error), error.code)
-        self._rests.begin(ticket.job_id, took_s)
+        self._rests.begin_rest(ticket.job_id, took_s)
         self._reported, self._delay = ticket, str(error)
         if self._shard_run is not None:
             with suppress(QinferError, Abandoned):
@@ -179,7 +179,7 @@ class ShardTask:
         outcome = ShardOutcome(shard.index, shard.rows, shard.rows, text)
         code = ErrorCode.INFERENCE_FAILED.value
         if await self._insist(lambda: jobs.bury_shard(ticket.job_id, self._lease, outcome, code)):
-            self._count(outcome)
+            self._count_rows(outcome)
             self._context.counts.add(self._lease.entry.lane.model, self._lease.entry.lane.version, DEAD_LETTERS)
 
     async def _run_through(self, ticket: ShardTicket, record: JobRecord) -> None:
@@ -236,14 +236,14 @@ class ShardTask:
         jobs = self._context.jobs
         is_counted = await self._insist(lambda: jobs.finish_shard(record.id, self._lease, outcome))
         if is_counted:
-            self._count(outcome)
+            self._count_rows(outcome)
             if faults:
                 more = f", and {len(faults) - 1} more ranges" if len(faults) > 1 else ""
                 await self._insist(lambda: jobs.note(record.id, f"can't be read: {faults[0]}{more}"))
         about = {"job": record.id, "shard": outcome.index, "rows": outcome.rows, "failed_rows": outcome.failed_rows}
         logger.info("shard finished", extra={**about, "counted": is_counted, "error": outcome.error})
 
-    def _count(self, outcome: ShardOutcome) -> None:
+    def _count_rows(self, outcome: ShardOutcome) -> None:
         lane, failed = self._lease.entry.lane, outcome.failed_rows
         self._context.counts.add(lane.model, lane.version, ROWS_DONE, outcome.rows - failed)
         self._context.counts.add(lane.model, lane.version, ROWS_FAILED, failed)
@@ -338,8 +338,8 @@ class ShardLoop:
                 await self._run_suspect()
                 return
         for lease in await context.delivery.fetch(self._lanes, context.worker_id, 1, context.max_wait_s):
-            if context.slots.take():
-                await self._start(lease)
+            if context.slots.take_slot():
+                await self._start_shard(lease)
             else:
                 await context.delivery.release([lease])
 
@@ -348,15 +348,15 @@ class ShardLoop:
             for lease in await self._reclaim():
                 about = {"entry_id": lease.entry.entry_id, "deliveries": lease.deliveries}
                 logger.warning("shard reclaimed", extra=about)
-                self._context.slots.take(is_suspect=True)
-                await self._start(lease)
+                self._context.slots.take_slot(is_suspect=True)
+                await self._start_shard(lease)
 
     async def _reclaim(self) -> list[Lease]:
         context = self._context
         leases = await context.delivery.reclaim(self._lanes, context.worker_id, context.lease_s, 1)
         return [lease for lease in leases if not context.keeper.holds(lease.entry)]
 
-    async def _start(self, lease: Lease) -> None:
+    async def _start_shard(self, lease: Lease) -> None:
         """Runs a held shard; returns just before it is scored, once the previous one has ended."""
         shard = ShardTask(self._context, lease, self._make_run, self._rests)
         before = list(self._shards)
@@ -375,7 +375,7 @@ class ShardLoop:
             logger.exception("shard task failed")
         finally:
             self._shards.discard(shard)
-            self._context.slots.give_back()
+            self._context.slots.free_slot()
         # It holds the run. While shards follow one another, they reuse the memory.
         del shard
         if self._context.slots.is_empty:

@@ -32,7 +32,7 @@ from qinfer_workers.jobs.scoring.ensembles import EnsembleExecutor
 from qinfer_workers.jobs.scoring.pieces import PieceLost
 from qinfer_workers.jobs.scoring.resuming import Resuming
 from qinfer_workers.jobs.scoring.scoring import BorrowedInstance, Purpose, Scorer
-from qinfer_workers.jobs.scoring.shard_files import ShardFiles, ShardTask, TooManyFailed, streamed_bytes
+from qinfer_workers.jobs.scoring.shard_files import ScoringTask, ShardFiles, TooManyFailed, streamed_bytes
 from qinfer_workers.jobs.scoring.shard_loop import STALLED_S
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class ShardRun:
         self._ensemble = ensemble
         self.is_stuck = False
         self.on_delay: Callable[[QinferError], None] = lambda _: None
-        files.on_delay = lambda error: self._call(self._delayed, error)
+        files.on_delay = lambda error: self._call_soon(self._delayed, error)
 
     @property
     def rows_scored(self) -> int:
@@ -115,9 +115,9 @@ class ShardRun:
             self._ensemble.stop()
 
     def _set(self, event: asyncio.Event) -> None:
-        self._call(event.set)
+        self._call_soon(event.set)
 
-    def _call(self, what: Callable[..., None], *arguments: object) -> None:
+    def _call_soon(self, what: Callable[..., None], *arguments: object) -> None:
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(what, *arguments)
 
@@ -132,7 +132,7 @@ class ShardRun:
         except TooManyFailed as error:
             return self._files.failed(str(error), error.failed_rows)
         except PieceLost as error:
-            await self.resuming.forget()
+            await self.resuming.discard_kept()
             raise PutOff.by(error) from error
         except QinferError as error:
             if error.retryable or isinstance(error, DeliveryError | Cancelled):
@@ -152,13 +152,13 @@ class ShardRun:
 
     async def _run_or_keep(self) -> ShardOutcome | None:
         try:
-            return await self._run()
+            return await self._run_shard()
         except asyncio.CancelledError:
             if self.is_stuck or (outcome := await self._rest()) is None:
                 raise
             return outcome
 
-    async def _run(self) -> ShardOutcome | None:
+    async def _run_shard(self) -> ShardOutcome | None:
         resuming = self.resuming
         if resuming.is_again and (found := await in_thread("bulk-look", self._files.existing)):
             return found
@@ -171,7 +171,7 @@ class ShardRun:
             await self._run_step(is_last=is_last)
             if self._is_stopped:
                 return None
-            await resuming.ended(partial(self._files.take_piece, self._chunks))
+            await resuming.finish_step(partial(self._files.take_piece, self._chunks))
             self._chunks = self._new_chunks(asyncio.Event())
         self._free.set()
         if self._is_stopped:
@@ -207,7 +207,7 @@ class ShardRun:
 
     async def _rest(self) -> ShardOutcome | None:
         """Keeps the scored rows, unless `hurry` is set; returns the outcome of a running commit."""
-        keeping = asyncio.ensure_future(self._keep())
+        keeping = asyncio.ensure_future(self._keep_progress())
         hurry = asyncio.ensure_future(self._served.hurry.wait())
         await asyncio.wait((keeping, hurry), timeout=KEEPS_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
@@ -219,7 +219,7 @@ class ShardRun:
             logger.warning("scored rows are lost", extra={"shard": self._purpose.request_id, "reason": str(error)})
             return None
 
-    async def _keep(self) -> ShardOutcome | None:
+    async def _keep_progress(self) -> ShardOutcome | None:
         self._chunks.stop()
         try:
             if self._writing is not None and (outcome := await self._writing) is not None:
@@ -322,7 +322,7 @@ async def make_run(
     def progress() -> None:
         held.deadline_s = served.clock.now_s() + STALLED_S
 
-    task = ShardTask(
+    task = ScoringTask(
         job_id=record.id,
         spec=spec,
         shard=ticket.shard,
@@ -331,7 +331,7 @@ async def make_run(
         model_hash=model_hash,
         max_errors=record.max_errors,
         spool=served.spool,
-        limits=ReadLimits.of(served.read_bytes, served.footer_bytes),
+        limits=ReadLimits.from_read_bytes(served.read_bytes, served.footer_bytes),
         grant=grant,
     )
     name = f"{record.id}-{ticket.shard.index}"

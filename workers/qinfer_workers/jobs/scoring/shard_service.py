@@ -77,16 +77,16 @@ class ShardService:
         """Starts looking for jobs; returns the task, to be cancelled."""
         self._tasks, self._ensembles = tasks, ensembles
         self._context = replace(self._context, spans=spans)
-        return tasks.create_task(self._look())
+        return tasks.create_task(self._follow_jobs())
 
     def start_shadows(
         self, endpoints: EndpointStore, publisher: Publisher, intake: LeaseIntake
     ) -> "asyncio.Task[None]":
         """Starts looking for shadows; returns the task, to be cancelled."""
         self._shadows = ShadowLoops(self._context, self._settings.batch_ms / 1000, endpoints, publisher, intake)
-        return self._tasks.create_task(self._shadows.look())
+        return self._tasks.create_task(self._shadows.follow_declarations())
 
-    async def _look(self) -> None:
+    async def _follow_jobs(self) -> None:
         if not self._settings.enabled:
             return
         outage = OutageLog(logger, "bulk jobs not listed", "bulk jobs are listed again")
@@ -143,7 +143,7 @@ class ShardService:
         elif loaded.identity != known.loaded.identity:
             known.size = size
         known.loaded = loaded
-        self._start(known)
+        self._start_loop(known)
         self._serve_shadows(known)
 
     def _serve_shadows(self, served: ScoredVersion) -> None:
@@ -156,22 +156,22 @@ class ShardService:
             await self._shadows.retire(batcher)
         served = self._served.pop((batcher.model.spec.name, batcher.model.version), None)
         if served is not None:
-            await _ended([served])
-            await self._context.delivery.leave(bulk_lanes(served.loaded.spec.name, served.loaded.version))
-        self._arbiter.forget(batcher)
+            await _cancel_loops([served])
+            await self._context.delivery.close_reader(bulk_lanes(served.loaded.spec.name, served.loaded.version))
+        self._arbiter.remove_batcher(batcher)
 
     async def pause(self) -> None:
         """Releases all shards and shadows at the next batch, until `resume`."""
         self._is_paused = True
         if self._shadows is not None:
-            await self._shadows.pause()
-        await _ended(self._served.values())
+            await self._shadows.pause_shadows()
+        await _cancel_loops(self._served.values())
 
     def resume(self) -> None:
         """Ends a pause."""
         self._is_paused = False
         for served in self._served.values():
-            self._start(served)
+            self._start_loop(served)
             self._serve_shadows(served)
 
     def hurry(self) -> None:
@@ -183,7 +183,7 @@ class ShardService:
         shards = [served.loop for served in self._served.values() if served.loop is not None]
         return [*shards, *(self._shadows.tasks() if self._shadows is not None else ())]
 
-    def _start(self, served: ScoredVersion) -> None:
+    def _start_loop(self, served: ScoredVersion) -> None:
         is_over = self._is_paused or self._context.hurry.is_set()
         if is_over or not self._settings.enabled or served.loop is not None:
             return
@@ -200,7 +200,7 @@ async def _make_run(
     return await make_run(served, held, ticket, record, free)
 
 
-async def _ended(served: Collection[ScoredVersion]) -> None:
+async def _cancel_loops(served: Collection[ScoredVersion]) -> None:
     loops = [one.loop for one in served if one.loop is not None]
     for loop in loops:
         loop.cancel()
