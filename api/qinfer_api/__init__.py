@@ -1,1 +1,4 @@
-"""The gateway: accepts HTTP and gRPC requests, queues them, and returns the answers."""
+"""The gateway: accepts HTTP and gRPC requests, queues them, and returns the answers.
+
+`app` builds and runs it; begin with `dispatcher`, which every protocol calls.
+"""

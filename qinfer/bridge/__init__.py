@@ -1,1 +1,1 @@
-"""Reports and metrics of bridges, for gateways."""
+"""Reports and metrics of bridges, for gateways. `reports` has the records; the bridge itself is in the workers."""

@@ -1,1 +1,1 @@
-"""The command line, `qinfer …`."""
+"""The command line, `qinfer …`. Begin with `main`, which lists the commands; each has a module of its name."""

@@ -1,1 +1,4 @@
-"""Models: configuration, repositories, desired state, placement and readiness."""
+"""Models: configuration, repositories, desired state, placement and readiness.
+
+Begin with `spec`, the model as workers see it, and `catalog`, the models as gateways see them.
+"""

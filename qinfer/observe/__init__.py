@@ -1,1 +1,1 @@
-"""Observability: statistics, metrics, traces and logs."""
+"""Observability: statistics, metrics, traces and logs. Begin with `catalogue`, which names every metric."""

@@ -215,7 +215,7 @@ class Requests:
         return await self._record(address)
 
     async def result(self, address: EntryAddress, tenant: str = "", room: Room | None = None) -> bytes | None:
-        """Returns an ended request's `Outcome.blob`, awaiting `room` before a large one."""
+        """Returns an ended request's `RequestOutcome.blob`, awaiting `room` before a large one."""
         name = keys.result(address.model, address.partition, address.id)
         return await self._values.get(keys.slot(name), name, tenant, room)
 

@@ -1,1 +1,4 @@
-"""One way into the queue: resolve, validate, route, stamp, place the payload, enqueue, await."""
+"""One way into the queue: resolve, validate, route, stamp, place the payload, enqueue, await.
+
+Begin with `submit`; `pending` keeps the requests that wait for answers.
+"""

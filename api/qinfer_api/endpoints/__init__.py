@@ -1,1 +1,1 @@
-"""Endpoints at the gateway, declared by the API and by files."""
+"""Endpoints at the gateway, declared by the API and by files. Begin with `service`."""

@@ -1,1 +1,1 @@
-"""Bulk jobs: `/v1/jobs`, and the checks before a job is accepted."""
+"""Bulk jobs: `/v1/jobs`, and the checks before a job is accepted. Begin with `service`."""

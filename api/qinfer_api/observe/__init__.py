@@ -1,1 +1,1 @@
-"""Metrics, statistics and traces of a gateway."""
+"""Metrics, statistics and traces of a gateway. Begin with `reporting`, which serves `/metrics`."""

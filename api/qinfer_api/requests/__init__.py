@@ -1,1 +1,1 @@
-"""Asynchronous requests: routes, webhooks, event streams, the janitor."""
+"""Asynchronous requests: routes, webhooks, event streams, the janitor. Begin with `service`."""

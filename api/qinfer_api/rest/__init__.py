@@ -1,1 +1,1 @@
-"""The FastAPI routes."""
+"""The FastAPI routes. Begin with `services`, which all routes share, and `infer`."""

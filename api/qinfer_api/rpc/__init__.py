@@ -1,1 +1,4 @@
-"""The gateway's gRPC server: Triton's service, health and reflection on one port."""
+"""The gateway's gRPC server: Triton's service, health and reflection on one port.
+
+Begin with `infer`; `http2` and `protocol` carry the calls.
+"""

@@ -1,1 +1,1 @@
-"""The backlog of a model, for autoscalers."""
+"""The backlog of a model, for autoscalers. `routes` is all of it."""

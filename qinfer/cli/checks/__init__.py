@@ -1,1 +1,1 @@
-"""The checks of `qinfer doctor` and `qinfer healthcheck`: each module checks one thing."""
+"""The checks of `qinfer doctor` and `qinfer healthcheck`: each module checks one thing. Begin with `all`."""

@@ -1,1 +1,1 @@
-"""`qinfer submit`, `qinfer jobs`, `qinfer label`: bulk jobs and their output."""
+"""`qinfer submit`, `qinfer jobs`, `qinfer label`: bulk jobs and their output. Begin with `jobs`."""

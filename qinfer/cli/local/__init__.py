@@ -1,1 +1,1 @@
-"""`qinfer up`: the processes of one machine, started, supervised, stopped."""
+"""`qinfer up`: the processes of one machine, started, supervised, stopped. Begin with `supervisor`."""

@@ -1,1 +1,1 @@
-"""`qinfer autoscale`: starts and drains workers as the work asks."""
+"""`qinfer autoscale`: starts and drains workers as the work asks. Begin with `scaler`."""

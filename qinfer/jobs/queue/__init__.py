@@ -1,1 +1,1 @@
-"""Bulk jobs in the queue: records, shards and outcomes in Redis."""
+"""Bulk jobs in the queue: records, shards and outcomes in Redis. Begin with `jobs`."""

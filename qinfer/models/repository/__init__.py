@@ -1,1 +1,1 @@
-"""Model repositories: Triton's layout and `config.pbtxt`, read into `ModelSpec`s."""
+"""Model repositories: Triton's layout and `config.pbtxt`, read into `ModelSpec`s. Begin with `open`."""

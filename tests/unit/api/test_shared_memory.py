@@ -108,7 +108,7 @@ def test_a_region_lies_within_its_object(memory: SharedMemory, key: str, offset:
 
 
 def test_a_region_stays_while_requests_use_it(memory: SharedMemory, key: str) -> None:
-    """Each, once it is accepted, for as long as there is its `Limited`; then the name is free."""
+    """Each, once it is accepted, for as long as there is its `RequestRegions`; then the name is free."""
     memory.register("r", key, 0, 16)
     first, second = memory.limited(100), memory.limited(100)
     first.view("r", 0, 8)

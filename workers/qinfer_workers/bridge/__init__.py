@@ -1,1 +1,1 @@
-"""The bridge: messages of another queue to a model, and predictions back."""
+"""The bridge: messages of another queue to a model, and predictions back. Begin with `route`."""

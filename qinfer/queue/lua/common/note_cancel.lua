@@ -1,4 +1,4 @@
--- Notes cancelled entries for their workers (`StreamMarks.cancelled`): a thousand, for an hour. `place` is the lane
+-- Notes cancelled entries for their workers (`StreamMarks.list_cancelled`): a thousand, for an hour. `place` is the lane
 -- without prefix.
 local function note_cancel(notes, place, entries)
   for _, id in ipairs(entries) do redis.call('XADD', notes, 'MAXLEN', '~', 1000, '*', 'e', place .. ':' .. id) end

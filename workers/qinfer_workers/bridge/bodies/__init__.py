@@ -1,1 +1,1 @@
-"""Message bodies to inference requests, by content type."""
+"""Message bodies to inference requests, by content type. Begin with `decode`."""

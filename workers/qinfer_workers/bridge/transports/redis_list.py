@@ -71,7 +71,7 @@ def _lease_s(options: Mapping[str, Any]) -> float:
 
 
 class ListSource:
-    """`Source` over a list of Redis.
+    """`MessageSource` over a list of Redis.
 
     kombu's options `visibility_timeout`, `global_keyprefix`, `priority_steps` and `sep` apply. Entries larger than the
     envelope of `max_bytes` in base64 are not fetched.
@@ -99,7 +99,7 @@ class ListSource:
         self._lease_script = self._redis.register_script(_LEASE)
 
     def receive(self, timeout_s: float) -> list[SourceMessage]:
-        """Implements `Source.receive`."""
+        """Implements `MessageSource.receive`."""
         self._renew()
         if len(self._outstanding) >= self._prefetch or self._outstanding_bytes >= MAX_BYTES_IN_HAND:
             self._awake.wait(timeout_s)
@@ -116,7 +116,7 @@ class ListSource:
         return found
 
     def acknowledge(self, receipts: Sequence[Receipt]) -> None:
-        """Implements `Source.acknowledge`."""
+        """Implements `MessageSource.acknowledge`."""
         done = [str(receipt.tag) for receipt in receipts if receipt.epoch == self.epoch]
         if done:
             # A full Redis refuses transactions. A leftover lease is harmless.

@@ -29,7 +29,7 @@ class LocalItem(execution.WorkItem, kw_only=True, eq=False, gc=False):
 
 
 class LocalSteps:
-    """The `Door` of the worker's submission, and the `Outlet` of its batchers; other items go to `outlet`.
+    """The `LocalBatcher` of the worker's submission, and the `Outlet` of its batchers; other items go to `outlet`.
 
     `called` gets the lane of each step, again if the step goes into it.
     """

@@ -18,7 +18,7 @@ from qinfer_workers.inference.ensembles.run import EnsembleRun
 
 
 class StreamedResponses:
-    """The `Responses` of a run, and the `Source` of a stream.
+    """The `EnsembleResponses` of a run, and the `StreamSource` of a stream.
 
     `counted` gets each response that leaves; `dropped` is called when the caller takes no more.
     """

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class HeldShard:
-    """A held shard, whose lease is renewed (`leases.Held`) until `deadline_s`.
+    """A held shard, whose lease is renewed (`publisher.HeldWork`) until `deadline_s`.
 
     `lost` means that another worker runs it, or its job does not want it.
     """

@@ -59,7 +59,7 @@ class BulkSteps:
         self._caller = caller
 
     def submit_step(self, step: PlanStep, request: InferRequest, sink: ResponseSink, timeout_s: float) -> StepHandle:
-        """Submits a step, as `run.Steps` says."""
+        """Submits a step, as `run.StepSubmitter` says."""
         batching = step.model.batching
         request.priority = 0 if batching is None else batching.priority_levels
         return self._caller.submit_step(step, request, sink, timeout_s, cached=False)
