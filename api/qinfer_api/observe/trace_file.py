@@ -40,10 +40,7 @@ _RANGES = {
     "log_frequency": (0, _MAX_UINT32),
 }
 _MODE = "triton"
-_OFF = (
-    "traces are not written on this server; set QINFER_TRACE__FILE to the file to which "
-    "the server is to write them"
-)
+_OFF = "traces are not written on this server; set QINFER_TRACE__FILE to the file to which the server is to write them"
 _OTHER_MODE = (
     "trace mode can not be updated through network protocol; the server's own environment switches OpenTelemetry on, "
     "with OTEL_EXPORTER_OTLP_ENDPOINT, beside this mode"

@@ -227,7 +227,12 @@ async def test_log_settings(client: httpx.AsyncClient, running: Running) -> None
         ("/v2/logging", b"", 400, "failed to parse the request JSON buffer: "),
         ("/v2/trace/setting", b'{"trace_file": "x"}', 501, "trace file location can not be updated through network"),
         ("/v2/trace/setting", b'{"trace_level": ["TIMESTAMPS"]}', 501, "traces are not written on this server; set"),
-        ("/v2/trace/setting", b'{"trace_level": ["TENSORS"]}', 501, "traces are not written on this server; set QINFER_TRACE__FILE"),
+        (
+            "/v2/trace/setting",
+            b'{"trace_level": ["TENSORS"]}',
+            501,
+            "traces are not written on this server; set QINFER_TRACE__FILE",
+        ),
         ("/v2/trace/setting", b'{"trace_mode": "opentelemetry"}', 501, "trace mode can not be updated through network"),
         ("/v2/trace/setting", b'{"trace_rate": 1}', 500, "'trace_rate': attempt to access JSON non-string as string"),
         ("/v2/models/nothing/trace/setting", b"{}", 400, "Request for unknown model : nothing"),
