@@ -4,5 +4,6 @@
                               environments: unpacks once by hash, locks, removes unused ones
                               archive: the contents and the size that an archive may have
 
-The process replaces itself by the environment's Python (`exec`); the worker receives `EnvironmentReady` or `HostFailure`.
+The process replaces itself by the environment's Python (`exec`). The worker receives `EnvironmentReady` or
+`HostFailure`.
 """
