@@ -102,7 +102,7 @@ def _wrap(faults: Faults, store: type, name: str) -> None:
 
 def install_scoring(faults: Faults) -> None:
     """Has those happen that are to happen while rows are scored; for inference workers."""
-    from qinfer_workers.jobs.scoring.shard_files import ShardFiles
+    from qinfer_workers.inference.bulk.shard_files import ShardFiles
 
     inner = ShardFiles._write_all
 

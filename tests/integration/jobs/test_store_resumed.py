@@ -16,8 +16,8 @@ from qinfer.jobs.resumption import CHECKPOINTS, decode_resumption
 from qinfer.storage.open import store_for
 from tests.support.jobs.shard_runs import shards_of, write_rows
 from tests.support.servers.s3_server import S3Server
-from tests.unit.workers.jobs.test_shard_resumed import Stopping, stopped_at
-from tests.unit.workers.jobs.test_shard_run import Ground
+from tests.unit.workers.inference.bulk.test_shard_resumed import Stopping, stopped_at
+from tests.unit.workers.inference.bulk.test_shard_run import Ground
 
 ROWS = 1000
 FAILED = {3, 5, 500, 700, 999}

@@ -15,8 +15,8 @@ from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.observe import stats
 from qinfer.queue.entries import BULK_LANES, Lane
 from qinfer.testing import eventually
-from qinfer_workers.jobs.scoring import shard_files, shard_loop, shard_service
-from qinfer_workers.jobs.scoring.context import GivenUp, PutOff
+from qinfer_workers.inference.bulk import shard_files, shard_loop, shard_service
+from qinfer_workers.inference.bulk.context import GivenUp, PutOff
 from tests.support.inline_workers import InlineWorkers, value
 from tests.support.jobs.shard_runs import JOB, job_spec, outcomes, scored_rows, shards_of, submit_job, write_rows
 

@@ -10,7 +10,7 @@ from qinfer.testing import eventually
 from qinfer.traffic.endpoints import Endpoint, Role, Target
 from qinfer.traffic.store import EndpointStore
 from qinfer.wire.frame import encode_request
-from qinfer_workers.jobs.scoring import arbiter
+from qinfer_workers.inference.bulk import arbiter
 from tests.support.inline_workers import InlineWorkers, value
 
 LANE = shadow_lane("stub", 1)

@@ -92,7 +92,7 @@ def found_of(cases: Iterable[Case]) -> list[Found]:
 
 def main() -> None:
     """Serves the process that started it."""
-    import qinfer_workers.jobs.scoring.shard_files  # noqa: F401  before the fork, so that its memory is the base
+    import qinfer_workers.inference.bulk.shard_files  # noqa: F401  before the fork, so that its memory is the base
 
     for line in sys.stdin.buffer.read().splitlines():
         case = msgspec.json.decode(line, type=Case)
@@ -148,9 +148,9 @@ def _score(case: Case, folder: Path, found: Found, base: int) -> None:
     from qinfer.jobs.rows.source import ReadLimits
     from qinfer.models.spec import ModelSpec, TensorSpec
     from qinfer.storage.open import store_for
-    from qinfer_workers.jobs.scoring.batch_size import BatchSize
-    from qinfer_workers.jobs.scoring.chunks import Chunks
-    from qinfer_workers.jobs.scoring.shard_files import ScoringTask, ShardFiles
+    from qinfer_workers.inference.bulk.batch_size import BatchSize
+    from qinfer_workers.inference.bulk.chunks import Chunks
+    from qinfer_workers.inference.bulk.shard_files import ScoringTask, ShardFiles
 
     url = f"file://{case.path}"
     stat = store_for(url).stat(url)
@@ -223,7 +223,7 @@ def _planned(file: "Stat", folder: Path, base: int) -> Planned:
 
 
 def _echo(chunks: "object", work: threading.Event, scored: list[int]) -> None:
-    from qinfer_workers.jobs.scoring.chunks import Chunks
+    from qinfer_workers.inference.bulk.chunks import Chunks
 
     assert isinstance(chunks, Chunks)
     while not chunks.has_ended:

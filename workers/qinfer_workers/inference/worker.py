@@ -33,6 +33,9 @@ from qinfer.queue.lanes import Queue
 from qinfer.submission.response_cache import ResponseCache
 from qinfer.traffic.controller import EndpointFollower
 from qinfer.traffic.store import EndpointStore
+from qinfer_workers.inference.bulk.arbiter import JobBatcher
+from qinfer_workers.inference.bulk.ensembles import EnsembleParts
+from qinfer_workers.inference.bulk.shard_service import ShardService
 from qinfer_workers.inference.caller import FarSteps, WorkerCaller
 from qinfer_workers.inference.cancels import CancelWatch
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
@@ -56,9 +59,6 @@ from qinfer_workers.inference.stream_publisher import StreamPublisher
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.inference.unread_streams import UnreadStreams
 from qinfer_workers.inference.version_pins import VersionPins
-from qinfer_workers.jobs.scoring.arbiter import JobBatcher
-from qinfer_workers.jobs.scoring.ensembles import EnsembleParts
-from qinfer_workers.jobs.scoring.shard_service import ShardService
 
 logger = logging.getLogger(__name__)
 

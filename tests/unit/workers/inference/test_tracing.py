@@ -22,11 +22,11 @@ from qinfer.observe.tracing import Tracer
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.queue.lanes import Queue
 from qinfer.testing import FakeClock
+from qinfer_workers.inference.bulk.context import Abandoned, PutOff, ShardContext, ShardSlots
+from qinfer_workers.inference.bulk.shard_loop import JobRests, ShardTask
+from qinfer_workers.inference.bulk.shard_run import ShardRun
 from qinfer_workers.inference.publisher import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
-from qinfer_workers.jobs.scoring.context import Abandoned, PutOff, ShardContext, ShardSlots
-from qinfer_workers.jobs.scoring.shard_loop import JobRests, ShardTask
-from qinfer_workers.jobs.scoring.shard_run import ShardRun
 from tests.support.inline_workers import NoRenewals
 
 

@@ -1,6 +1,6 @@
 """How long a job rests whose shards a worker can't run."""
 
-from qinfer_workers.jobs.scoring.shard_loop import JobRests
+from qinfer_workers.inference.bulk.shard_loop import JobRests
 
 
 class Time:

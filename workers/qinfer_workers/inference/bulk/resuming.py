@@ -21,8 +21,8 @@ from qinfer.jobs.resumption import (
     rows_of,
 )
 from qinfer.queue.entries import Lease
+from qinfer_workers.inference.bulk.context import Abandoned, GivenUp
 from qinfer_workers.inference.executor import in_thread
-from qinfer_workers.jobs.scoring.context import Abandoned, GivenUp
 
 logger = logging.getLogger(__name__)
 

@@ -21,13 +21,13 @@ from qinfer.jobs.rows.shard_rows import ShardReader
 from qinfer.storage.local import LocalStore
 from qinfer.storage.store import CommitOutcome
 from qinfer.testing import eventually, stub_spec
-from qinfer_workers.jobs.scoring import shard_files
-from qinfer_workers.jobs.scoring.context import Abandoned, GivenUp, PutOff
-from qinfer_workers.jobs.scoring.shard_run import ShardRun
+from qinfer_workers.inference.bulk import shard_files
+from qinfer_workers.inference.bulk.context import Abandoned, GivenUp, PutOff
+from qinfer_workers.inference.bulk.shard_run import ShardRun
 from tests.support.jobs.bulk_data import shard_of, write
 from tests.support.jobs.shard_runs import job_spec, read_parts, scored_rows, shards_of
-from tests.unit.workers.jobs.test_row_streams import Streaming
-from tests.unit.workers.jobs.test_shard_run import Ground, Model, one_shard
+from tests.unit.workers.inference.bulk.test_row_streams import Streaming
+from tests.unit.workers.inference.bulk.test_shard_run import Ground, Model, one_shard
 
 ROWS = 1000
 

@@ -33,9 +33,9 @@ from qinfer.models.spec import ModelSpec
 from qinfer.storage.open import store_for
 from qinfer.storage.store import CommitOutcome, Store
 from qinfer.storage.within import Within, readable, writable
-from qinfer_workers.jobs.scoring.chunks import Chunk, Chunks
-from qinfer_workers.jobs.scoring.pieces import fetched, store_piece
-from qinfer_workers.jobs.scoring.scoring import EXECUTION_FAILED
+from qinfer_workers.inference.bulk.chunks import Chunk, Chunks
+from qinfer_workers.inference.bulk.pieces import fetched, store_piece
+from qinfer_workers.inference.bulk.scoring import EXECUTION_FAILED
 
 SPOOL_PREFIX = "qinfer-part-"
 """The prefix of files of parts that are not committed yet."""

@@ -22,7 +22,7 @@ from qinfer.jobs.columns.inputs import DecodedBatch, Piece
 from qinfer.jobs.columns.outputs import ScoredRows
 from qinfer.jobs.columns.row_errors import Indices
 from qinfer.jobs.rows.shard_rows import RowBatch
-from qinfer_workers.jobs.scoring.batch_size import BatchSize
+from qinfer_workers.inference.bulk.batch_size import BatchSize
 
 DEPTH = 3
 """One chunk is read, one is scored and one is written."""

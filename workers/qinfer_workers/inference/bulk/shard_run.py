@@ -24,16 +24,16 @@ from qinfer.jobs.queue.records import JobRecord, ShardOutcome, granted
 from qinfer.jobs.resumption import bound_to
 from qinfer.jobs.rows.source import ReadLimits
 from qinfer.models.pins import is_executed
+from qinfer_workers.inference.bulk.arbiter import Turn
+from qinfer_workers.inference.bulk.chunks import Chunks
+from qinfer_workers.inference.bulk.context import Abandoned, GivenUp, HeldShard, PutOff, ScoredVersion
+from qinfer_workers.inference.bulk.ensembles import EnsembleExecutor
+from qinfer_workers.inference.bulk.pieces import PieceLost
+from qinfer_workers.inference.bulk.resuming import Resuming
+from qinfer_workers.inference.bulk.scoring import BorrowedInstance, Purpose, Scorer
+from qinfer_workers.inference.bulk.shard_files import ScoringTask, ShardFiles, TooManyFailed, streamed_bytes
+from qinfer_workers.inference.bulk.shard_loop import STALLED_S
 from qinfer_workers.inference.executor import InstanceBorrower, ThreadExecutor, in_thread
-from qinfer_workers.jobs.scoring.arbiter import Turn
-from qinfer_workers.jobs.scoring.chunks import Chunks
-from qinfer_workers.jobs.scoring.context import Abandoned, GivenUp, HeldShard, PutOff, ScoredVersion
-from qinfer_workers.jobs.scoring.ensembles import EnsembleExecutor
-from qinfer_workers.jobs.scoring.pieces import PieceLost
-from qinfer_workers.jobs.scoring.resuming import Resuming
-from qinfer_workers.jobs.scoring.scoring import BorrowedInstance, Purpose, Scorer
-from qinfer_workers.jobs.scoring.shard_files import ScoringTask, ShardFiles, TooManyFailed, streamed_bytes
-from qinfer_workers.jobs.scoring.shard_loop import STALLED_S
 
 logger = logging.getLogger(__name__)
 

@@ -39,17 +39,17 @@ from qinfer.storage.local import LocalStore
 from qinfer.storage.store import CommitOutcome
 from qinfer.tensors import from_numpy
 from qinfer.testing import eventually, stub_spec
+from qinfer_workers.inference.bulk import scoring, shard_files
+from qinfer_workers.inference.bulk.arbiter import DeviceArbiter
+from qinfer_workers.inference.bulk.batch_size import BatchSize
+from qinfer_workers.inference.bulk.chunks import Chunk
+from qinfer_workers.inference.bulk.context import Abandoned, PutOff, ScoredVersion
+from qinfer_workers.inference.bulk.resuming import Resuming
+from qinfer_workers.inference.bulk.scoring import Purpose
+from qinfer_workers.inference.bulk.shard_files import SPOOL_PREFIX, ScoringTask, ShardFiles, clear_spool
+from qinfer_workers.inference.bulk.shard_run import ShardRun
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.loader import LoadedVersion
-from qinfer_workers.jobs.scoring import scoring, shard_files
-from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter
-from qinfer_workers.jobs.scoring.batch_size import BatchSize
-from qinfer_workers.jobs.scoring.chunks import Chunk
-from qinfer_workers.jobs.scoring.context import Abandoned, PutOff, ScoredVersion
-from qinfer_workers.jobs.scoring.resuming import Resuming
-from qinfer_workers.jobs.scoring.scoring import Purpose
-from qinfer_workers.jobs.scoring.shard_files import SPOOL_PREFIX, ScoringTask, ShardFiles, clear_spool
-from qinfer_workers.jobs.scoring.shard_run import ShardRun
 from tests.support.batching import Bench
 from tests.support.jobs.bulk_data import ANY_FILE
 from tests.support.jobs.shard_runs import job_spec, plan_head, read_parts, scored_rows, shards_of, write_rows
@@ -459,7 +459,7 @@ async def test_the_next_shard_may_begin_while_the_last_rows_are_scored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not before everything is read, and there is little left at the pace of the rows before."""
-    monkeypatch.setattr("qinfer_workers.jobs.scoring.chunks.AHEAD_S", 1e9)
+    monkeypatch.setattr("qinfer_workers.inference.bulk.chunks.AHEAD_S", 1e9)
     ground, (shard, spec) = Ground(tmp_path, Model()), one_shard(tmp_path, 200)
     execute, proceed, is_free = ground.model.execute, threading.Semaphore(1), []
 
@@ -496,7 +496,7 @@ async def test_a_shard_is_left_to_others_when_the_one_before_does_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its model hangs, say."""
-    monkeypatch.setattr("qinfer_workers.jobs.scoring.shard_run.WAITS_S", 0.01)
+    monkeypatch.setattr("qinfer_workers.inference.bulk.shard_run.WAITS_S", 0.01)
     ground, (shard, spec) = Ground(tmp_path, Model()), one_shard(tmp_path, 200)
     await ground.line.acquire()
 

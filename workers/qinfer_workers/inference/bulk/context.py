@@ -20,15 +20,15 @@ from qinfer.jobs.queue.records import JobRecord
 from qinfer.observe.stats import ModelCounts
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
+from qinfer_workers.inference.bulk.arbiter import DeviceArbiter, JobBatcher
+from qinfer_workers.inference.bulk.batch_size import BatchSize
+from qinfer_workers.inference.bulk.ensembles import EnsembleParts
 from qinfer_workers.inference.loader import LoadedVersion
 from qinfer_workers.inference.publisher import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
-from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter, JobBatcher
-from qinfer_workers.jobs.scoring.batch_size import BatchSize
-from qinfer_workers.jobs.scoring.ensembles import EnsembleParts
 
 if TYPE_CHECKING:
-    from qinfer_workers.jobs.scoring.shard_run import ShardRun
+    from qinfer_workers.inference.bulk.shard_run import ShardRun
 
 
 class HeldShard:

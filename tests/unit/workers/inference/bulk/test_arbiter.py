@@ -8,9 +8,9 @@ from typing import cast
 import pytest
 
 from qinfer.models.spec import Device
+from qinfer_workers.inference.bulk import arbiter as module
+from qinfer_workers.inference.bulk.arbiter import DeviceArbiter
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
-from qinfer_workers.jobs.scoring import arbiter as module
-from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter
 from tests.support.batching import Bench, Scene
 
 GPU0, GPU1 = Device("gpu", 0), Device("gpu", 1)

@@ -20,11 +20,11 @@ from qinfer.jobs.plan import ShardTicket, decode_ticket
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.observe.stats import DEAD_LETTERS, PUT_OFF, ROWS_DONE, ROWS_FAILED
 from qinfer.queue.entries import Lane, Lease
+from qinfer_workers.inference.bulk.context import Abandoned, GivenUp, HeldShard, MakeRun, PutOff, ShardContext
 from qinfer_workers.inference.tracing import ShardPlace
-from qinfer_workers.jobs.scoring.context import Abandoned, GivenUp, HeldShard, MakeRun, PutOff, ShardContext
 
 if TYPE_CHECKING:
-    from qinfer_workers.jobs.scoring.shard_run import ShardRun
+    from qinfer_workers.inference.bulk.shard_run import ShardRun
 
 logger = logging.getLogger(__name__)
 
@@ -383,6 +383,6 @@ class ShardLoop:
 
 
 async def _release_memory() -> None:
-    from qinfer_workers.jobs.scoring.shard_run import release_memory
+    from qinfer_workers.inference.bulk.shard_run import release_memory
 
     await release_memory()

@@ -23,20 +23,20 @@ from qinfer.jobs.queue.records import JobRecord
 from qinfer.queue.entries import bulk_lanes
 from qinfer.queue.lanes import Queue
 from qinfer.traffic.store import EndpointStore
+from qinfer_workers.inference.bulk.arbiter import DeviceArbiter, JobBatcher
+from qinfer_workers.inference.bulk.batch_size import BatchSize
+from qinfer_workers.inference.bulk.context import HeldShard, ScoredVersion, ShardContext, ShardSlots
+from qinfer_workers.inference.bulk.ensembles import EnsembleParts
+from qinfer_workers.inference.bulk.shadows import ShadowLoops
+from qinfer_workers.inference.bulk.shard_loop import ShardLoop
 from qinfer_workers.inference.executor import in_thread
 from qinfer_workers.inference.intake import LeaseIntake
 from qinfer_workers.inference.loader import LoadedVersion
 from qinfer_workers.inference.publisher import LeaseKeeper, Publisher
 from qinfer_workers.inference.tracing import Spans
-from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter, JobBatcher
-from qinfer_workers.jobs.scoring.batch_size import BatchSize
-from qinfer_workers.jobs.scoring.context import HeldShard, ScoredVersion, ShardContext, ShardSlots
-from qinfer_workers.jobs.scoring.ensembles import EnsembleParts
-from qinfer_workers.jobs.scoring.shadows import ShadowLoops
-from qinfer_workers.jobs.scoring.shard_loop import ShardLoop
 
 if TYPE_CHECKING:
-    from qinfer_workers.jobs.scoring.shard_run import ShardRun
+    from qinfer_workers.inference.bulk.shard_run import ShardRun
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +111,8 @@ class ShardService:
     def _prepare(self) -> bool:
         """Imports the dependencies of bulk jobs; false = one is not installed."""
         try:
-            import qinfer_workers.jobs.scoring.shard_run  # noqa: F401  here, in a thread of its own
-            from qinfer_workers.jobs.scoring.shard_files import clear_spool
+            import qinfer_workers.inference.bulk.shard_run  # noqa: F401  here, in a thread of its own
+            from qinfer_workers.inference.bulk.shard_files import clear_spool
         except ImportError as error:
             logger.error("no bulk jobs here: pip install 'qinfer-ml[bulk]'", extra={"missing": error.name})
             return False
@@ -195,7 +195,7 @@ class ShardService:
 async def _make_run(
     served: ScoredVersion, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event
 ) -> "ShardRun":
-    from qinfer_workers.jobs.scoring.shard_run import make_run
+    from qinfer_workers.inference.bulk.shard_run import make_run
 
     return await make_run(served, held, ticket, record, free)
 

@@ -33,9 +33,9 @@ from qinfer.errors import (
 )
 from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, StatsTally
 from qinfer.tensors import Tensor, to_numpy
-from qinfer_workers.jobs.scoring.arbiter import Turn
-from qinfer_workers.jobs.scoring.chunks import Chunks, Outputs, Slice
-from qinfer_workers.jobs.scoring.row_streams import RowStreams, StreamBounds
+from qinfer_workers.inference.bulk.arbiter import Turn
+from qinfer_workers.inference.bulk.chunks import Chunks, Outputs, Slice
+from qinfer_workers.inference.bulk.row_streams import RowStreams, StreamBounds
 
 logger = logging.getLogger(__name__)
 
