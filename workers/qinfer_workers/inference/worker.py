@@ -52,8 +52,8 @@ from qinfer_workers.inference.lookout import Lookout
 from qinfer_workers.inference.models import Key, Models
 from qinfer_workers.inference.publisher import HeldWork, LeaseKeeper, Publisher, Renewals
 from qinfer_workers.inference.rate_limiter import open_limiter
-from qinfer_workers.inference.sequence_service import Parts
-from qinfer_workers.inference.sequence_services import SequenceServices
+from qinfer_workers.inference.sequences.service import Parts
+from qinfer_workers.inference.sequences.services import SequenceServices
 from qinfer_workers.inference.serving import LaneBatcher, Serving
 from qinfer_workers.inference.stream_publisher import StreamPublisher
 from qinfer_workers.inference.tracing import Spans

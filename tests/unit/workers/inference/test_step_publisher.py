@@ -19,8 +19,8 @@ from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses
 from qinfer.wire.states import decode_states
-from qinfer_workers.inference import step_publisher
-from qinfer_workers.inference.step_publisher import StepPublisher
+from qinfer_workers.inference.sequences import publisher as step_publisher
+from qinfer_workers.inference.sequences.publisher import StepPublisher
 
 Name = tuple[int, int]
 """A step: its sequence and its number."""

@@ -50,7 +50,7 @@ from qinfer.wire.states import decode_states
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
 from qinfer_workers.inference.intake import LEAST_DELIVERIES, given_up
 from qinfer_workers.inference.publisher import LeaseKeeper, OwnerLease, Publisher
-from qinfer_workers.inference.step_publisher import StepPublisher
+from qinfer_workers.inference.sequences.publisher import StepPublisher
 
 logger = logging.getLogger(__name__)
 
