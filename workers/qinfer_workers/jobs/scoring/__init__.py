@@ -1,1 +1,1 @@
-"""The worker's side of bulk jobs: scores shards on the models that it serves, between their online batches."""
+"""Scores shards of bulk jobs on a worker's models, between online batches."""
