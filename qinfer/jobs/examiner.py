@@ -37,7 +37,7 @@ from qinfer.models.spec import ModelSpec
 NO_MEMORY = 3
 """The exit code at the memory limit."""
 DEFECT = "defect"
-"""The class of errors other than `QinferError`."""
+"""Stands for the class of other errors than `QinferError`."""
 NOTE_BYTES = 4096
 """The space for one URL."""
 

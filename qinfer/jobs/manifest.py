@@ -68,7 +68,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Success(msgspec.Struct, frozen=True, kw_only=True):
-    """`errors` counts failed rows."""
+    """The content of `_SUCCESS`; `errors` counts failed rows."""
 
     format: Literal[1] = 1
     job: str

@@ -25,7 +25,7 @@ MOST_DEATHS = 5
 
 MOST_DEADLY_ROWS = 16
 MOST_IDLE_DEATHS = 16
-"""Limits on deadly rows, and on deaths outside of ranges, of a shard."""
+"""Beyond these deadly rows, or deaths outside of ranges, a shard is given up."""
 
 CHECKPOINTS = "_resume"
 """The folder of pieces of unfinished shards."""

@@ -178,7 +178,7 @@ class _Packing:
             yield self._close()
 
     def _piece(self, rows: int, begin: int) -> int:
-        """Cuts a row group into pieces of about equal size."""
+        """Returns the next piece's size: all, or one of about equal pieces."""
         target, sizes = self._target, self._sizes
         if not begin and rows <= (sizes.whole if target == sizes.rows else target):
             return rows

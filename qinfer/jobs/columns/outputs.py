@@ -237,7 +237,7 @@ class _RankedOutput(_Output):
     def _columns(self, array: Array, rows: Indices | None, errors: RowErrors) -> list[pa.Array]:
         values = array.reshape(len(array), -1 if array.size else prod(array.shape[1:]))
         kept = min(self._count, values.shape[1])
-        if kept < self._count == 1:  # rows without elements
+        if kept < self._count == 1:  # rows without elements have no greatest
             return [pa.nulls(len(array), kind) for _, kind in self.columns]
         best = greatest(values, kept) if kept else np.empty((len(array), 0), np.int64)
         flat = [pa.array(best.ravel().astype(np.int32)), pa.array(np.take_along_axis(values, best, 1).ravel())]
@@ -254,7 +254,7 @@ def _notes(field: pa.Field) -> dict[bytes, bytes] | None:
 
 
 def _place(rows: int, scored: Sequence[ScoredRows]) -> pa.Array:
-    """Null = not executed."""
+    """Returns each row's number among the executed ones; null = not executed."""
     place = np.full(rows, -1, np.int64)
     first = 0
     for part in scored:

@@ -209,7 +209,7 @@ class _ElementLayout(NamedTuple):
 
 
 class _RowMarks:
-    """Numbers count rows that are not null."""
+    """Marks rows by their number among those that are not null."""
 
     def __init__(self, errors: RowErrors, rows: Indices | None) -> None:
         self._errors = errors
@@ -287,7 +287,7 @@ def _lengths(array: pa.Array) -> int | Indices:
 
 
 def _common(lengths: Indices, owner: Indices, rows: int) -> Indices:
-    """`_RAGGED` = lengths differ, 0 = no lists."""
+    """Returns each row's common length: `_RAGGED` = they differ, 0 = no lists."""
     least = np.full(rows, np.iinfo(np.int64).max)
     most = np.zeros(rows, np.int64)
     np.minimum.at(least, owner, lengths)
@@ -300,7 +300,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _levels(kind: pa.DataType) -> tuple[list[int], pa.DataType]:
-    """-1 = variable size."""
+    """Returns the size of each list level, -1 = variable, and the element type."""
     sizes = []
     kind = casts.plain(kind)
     while _is_list(kind):
@@ -310,7 +310,7 @@ def _levels(kind: pa.DataType) -> tuple[list[int], pa.DataType]:
 
 
 def _of_tensors(tensor: TensorSpec, column: str, dims: tuple[int, ...], layout: _ElementLayout) -> tuple[int, ...]:
-    """Their own shape, flat, or with other dimensions of 1."""
+    """Rows have the tensors' shape, flat, or with other dimensions of 1."""
     shape = layout.shape
     if len(dims) == len(shape) and all(dim in (_RAGGED, size) for dim, size in zip(dims, shape, strict=True)):
         return shape

@@ -141,7 +141,7 @@ def _plain(texts: pa.Array, kind: pa.DataType, decimal_point: str) -> pa.Array:
 
 
 def _parsed(texts: pa.Array, kind: pa.DataType) -> tuple[pa.Array, list[int]]:
-    """Also returns the invalid rows, which are null."""
+    """Returns values, null where invalid, and the invalid rows."""
     try:
         values = texts.cast(kind)
         wrong = _endless(texts, values)
@@ -155,7 +155,7 @@ def _parsed(texts: pa.Array, kind: pa.DataType) -> tuple[pa.Array, list[int]]:
 
 
 def _endless(texts: pa.Array, values: pa.Array) -> list[int]:
-    """Finite numbers became infinite there."""
+    """Returns the rows whose finite numbers became infinite."""
     if not pa.types.is_floating(values.type) or not pc.any(pc.is_inf(values)).as_py():
         return []
     finite = pc.and_(pc.is_inf(values), pc.match_substring_regex(texts, "[0-9]"))

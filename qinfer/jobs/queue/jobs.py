@@ -93,7 +93,7 @@ class Jobs:
         self._index = JobIndex(queue.router, queue.clock)
 
     async def create(self, record: JobRecord) -> bool:
-        """Stores a job durably; false if its id exists. After `BrokerUnavailable` it may be stored."""
+        """Stores a job as durably as configured; false if its id exists. After `BrokerUnavailable` it may be stored."""
         place = JobAddress.from_record(record)
         created_ms = int((record.created_at or self._clock.now_s()) * 1000)
         if not await self._index.add(place, created_ms, record.deadline_at):

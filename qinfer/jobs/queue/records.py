@@ -295,7 +295,7 @@ def spec_of(record: JobRecord) -> JobSpec:
 
 
 def granted(record: JobRecord, stores: StoreSettings) -> UrlGrant:
-    """Returns the URL prefixes that the gateway's grant and this process allow."""
+    """Returns the URL prefixes that the gateway's grant (if stored) and this process allow."""
     here = stores.grant_of(record.tenant)
     with damage_told(record.id):
         return msgspec.json.decode(record.grant, type=UrlGrant).narrowed(here) if record.grant else here

@@ -15,7 +15,7 @@ from qinfer.jobs.rows.arrow_schema import check_schema, field_of, text_of, unsig
 _MAGIC = b"ARROW1"
 TAIL = struct.Struct("<i6s")
 END_BYTES = 64 * 1024
-"""Read at once; has most footers."""
+"""The end of a file that is read at once; it has most footers."""
 BLOCK = struct.Struct("<qi4xq")
 _CONTINUATION = b"\xff\xff\xff\xff"
 FOOTER_BYTES = 16 * 2**20
@@ -99,7 +99,7 @@ class BatchSizes:
 def _buffer_bytes(
     file: BinaryIO | Any, block: MessageBlock, of: tuple[pa.Schema, Collection[str]] | None = None
 ) -> int:
-    """Without `of`, of a dictionary."""
+    """Returns a batch's bytes, or without `of`, a dictionary's."""
     message, table = _header(file, block)
     if of is None:
         table = _table(message, table, _DICTIONARY_DATA)
@@ -159,7 +159,7 @@ _OWN_BUFFERS = (
     (pa.types.is_large_string, 3),
     (pa.types.is_large_binary, 3),
 )
-"""Without buffers of child columns; other types have two."""
+"""Buffers of a type, without those of child columns; other types have two."""
 
 
 def _variadic(message: bytes, table: int) -> Iterator[int]:

@@ -69,7 +69,7 @@ def numbers(field: pa.Field) -> dict[Path, pa.DataType]:
 
 
 def changed(table: pa.Table, texts: pa.Table) -> set[Path]:
-    """Returns the paths of numbers that writing would change."""
+    """Returns the paths of numbers that writing would change; `texts` has them as written."""
     found = set()
     for name in table.schema.names:
         pairs = zip(_leaves(_whole(table, name), (name,)), _leaves(_whole(texts, name), (name,)), strict=False)

@@ -170,7 +170,7 @@ class JobServices:
         return sum(since_s < before_s for since_s in list(self._left_s.values()))
 
     def readers(self, deaths: int) -> int:
-        """Returns how many files to read at once: fewer show which one kills the process."""
+        """Returns how many files to read at once: fewer need less memory, and show which one is deadly."""
         return max(1, self.settings.plan_threads >> deaths)
 
     async def workers_for(self, record: JobRecord) -> int:

@@ -93,9 +93,9 @@ class DeviceArbiter:
         self._places: dict[JobBatcher, frozenset[Device]] = {}
         self._lines: dict[Device, _DeviceLock] = {}
         self._batch_s = PATIENCE_S
-        """The last forced turn."""
+        """How long the last forced turn took."""
         self._online_s = float("-inf")
-        """The last online work on any device, since most workers have one."""
+        """When online work was last seen, on any device, since most workers have one."""
 
     def place(self, batcher: JobBatcher, devices: Collection[Device]) -> None:
         """Registers a version's devices."""

@@ -81,7 +81,7 @@ class BatchSize:
             self.rows = min(self.rows * factor, self._most)
 
     def _longest_s(self) -> float:
-        """Ignores online requests."""
+        """Returns the time limit without online requests."""
         return self._limit_s if self.is_shared else max(self._limit_s, _SINGLE_ROWS * self._row_s.get(1, 0.0))
 
     def _note(self, seconds: float) -> None:

@@ -45,7 +45,7 @@ EXECUTION_FAILED = "execution_failed"
 """The `error_code` of rows whose execution failed."""
 
 _OWN_WORK = 0.2
-"""A thread with a smaller share of work waits for a device or another process."""
+"""A thread that works a smaller share of the time waits for a device or another process."""
 
 _LATER = (Overloaded, DeliveryError, Cancelled)
 """Errors of the server put the shard off."""

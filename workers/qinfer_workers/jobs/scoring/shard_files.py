@@ -72,7 +72,7 @@ class TooManyFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringTask:
-    """`model_hash` is of the files here, `max_errors` the job's limit (-1 = none)."""
+    """A shard to score; `model_hash` is of the files here, `max_errors` the job's limit (-1 = none)."""
 
     job_id: str
     spec: JobSpec
@@ -186,7 +186,7 @@ class ShardFiles:
     def write(self, chunks: Chunks) -> ShardOutcome | None:
         """Writes the scored rows and commits the part; `None` for stopped chunks, or a piece.
 
-        While the store is unavailable, only the commit is repeated.
+        While the store is unavailable or full, only the commit is repeated.
         """
         first = chunks.next_scored()
         if self._outputs is None or (chunks.is_stopped and not self.keeps):
@@ -228,7 +228,7 @@ class ShardFiles:
             chunk = chunks.next_scored()
 
     def take_piece(self, chunks: Chunks) -> KeptPiece | None:
-        """Stores the scored rows as a piece; retries unless stopped."""
+        """Stores the scored rows as a piece; waits for the store unless stopped."""
         task, writer, self._piece = self._task, self._piece, None
         if writer is None:
             return None
@@ -335,7 +335,7 @@ def _unread(batch: RowBatch, max_bytes: int) -> RowErrors:
 
 @contextmanager
 def _one_at_a_time(chunks: Chunks) -> Iterator[None]:
-    """Beside online requests, these threads take one core."""
+    """Beside online requests, admits one thread, which takes a core."""
     if not chunks.is_shared:
         yield
         return

@@ -74,7 +74,7 @@ class JobRests:
 
     def delay(self, job_id: str, count: int) -> None:
         """Counts delayed commits of a job."""
-        self._delayed += Counter({job_id: count})  # drops counts of 0
+        self._delayed += Counter({job_id: count})  # drops counts that are not positive
 
     def end_rest(self, job_id: str) -> None:
         """Ends a job's rests."""
