@@ -76,7 +76,7 @@ _PATTERN = re.compile(r"/\*{1,2}(?:/|$|\.)")  # a folder may have an asterisk in
 
 _SHOWN = 60
 
-# For the JSON schema; `check_spec` has better messages.
+# Constraints of the JSON schema; `check_spec` has better messages.
 _Text = Annotated[str, Meta(extra_json_schema={"minLength": 1})]
 _Texts = tuple[_Text, ...]
 _SomeTexts = Annotated[_Texts, Meta(extra_json_schema={"minItems": 1})]

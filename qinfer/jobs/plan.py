@@ -80,7 +80,12 @@ class SourceFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BadFile(msgspec.Struct, frozen=True):
-    """An unreadable input file; `reason` ends a sentence that begins with the URL."""
+    """An input file that can't be read.
+
+    Attributes:
+        url: Its location.
+        reason: The fault, as the end of a sentence that begins with the URL.
+    """
 
     url: str
     reason: str
@@ -293,7 +298,12 @@ def decode_plan_names(data: bytes) -> PlanNames:
 
 
 class SkippedFiles(msgspec.Struct, frozen=True):
-    """Unreadable input files that a job skipped; the manifest has all."""
+    """The unreadable input files that a job skipped.
+
+    Attributes:
+        total: How many files were skipped.
+        first: The first of them; the manifest has all.
+    """
 
     total: int = 0
     first: tuple[BadFile, ...] = ()

@@ -93,7 +93,7 @@ def mended(rows: bytes, csv: Csv, columns: int) -> tuple[bytes, list[int]]:
 
 
 def _rows(text: bytes, csv: Csv) -> Iterator[tuple[bytes, bool]]:
-    """An unterminated row is one line; blank lines are none."""
+    """Yields rows without blank lines; an unterminated row is one line."""
     row, strict = row_pattern(csv), _strict(csv)
     place = 0
     while place < len(text):

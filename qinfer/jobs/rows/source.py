@@ -90,8 +90,8 @@ def find_files(
     `.` match such names. A file or folder with the pattern as its name takes precedence. A folder means all files below
     it.
 
-    `check_read` is called before a file or folder is opened, and for each match. The listing stops after `enough` files,
-    if each pattern has a match.
+    `check_read` is called before a file or folder is opened, and for each match. The listing stops after `enough`
+    files, if each pattern has a match.
     """
     until_s = time.monotonic() + within_s
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="qinfer-list") as pool:
