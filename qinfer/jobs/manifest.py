@@ -1,6 +1,6 @@
 """Files beside the parts of a complete output. Pure.
 
-`_manifest.json` lists the parts and the inputs of their rows. `_SUCCESS`, written last, has its hash.
+`_manifest.json` lists the parts and the inputs of their rows. `_SUCCESS`, written last, has the manifest's hash.
 """
 
 import hashlib
